@@ -1,4 +1,4 @@
-"""Whether two replicas can exchange KV at all, answered in words when they first meet."""
+"""Compatibility check of two replicas when they first meet, with the reason for a refusal."""
 
 from cluster.spec.kv import KvGeometry, pages_for
 from cluster.spec.ranks import kv_heads_of
@@ -13,7 +13,7 @@ _GEOMETRY_WORDS = {
 
 
 def geometry_refusal(prefill: str, prefill_kv: KvGeometry, decode: str, decode_kv: KvGeometry) -> str | None:
-    """The first difference between two replicas' KV, or None when they agree."""
+    """Return the first difference between two replicas' KV, or None when they agree."""
     for field, words in _GEOMETRY_WORDS.items():
         if reason := _unequal(words, prefill, getattr(prefill_kv, field), decode, getattr(decode_kv, field)):
             return reason
@@ -22,10 +22,10 @@ def geometry_refusal(prefill: str, prefill_kv: KvGeometry, decode: str, decode_k
 
 
 def refusal(prefill: RankRow, decode: RankRow) -> str | None:
-    """Why a prefill and a decode replica cannot exchange KV, or None when they can.
+    """Return why a prefill and a decode replica cannot exchange KV, or None when they can.
 
-    Any one row of each replica answers for the whole of it, but for the heads in its pool. KV may be sharded in
-    prefill and whole in decode.
+    Any row of a replica represents the whole, except for the heads in its pool. KV may be sharded in prefill and whole
+    in decode.
     """
     if decode.sizes.cp != 1:
         return f"{decode.replica} has cp {decode.sizes.cp}; a decode replica must have cp 1"
@@ -40,7 +40,7 @@ def refusal(prefill: RankRow, decode: RankRow) -> str | None:
 
 
 def ticket_refusal(ticket: Ticket, prompt_len: int) -> str | None:
-    """Why a ticket does not fit the prompt it is for, or None when it does. A worker has one KV group."""
+    """Return why a ticket does not fit its prompt, or None when it does. A worker has one KV group."""
     if len(ticket.pages) != 1:
         return f"{ticket.decode.replica} gave pages for {len(ticket.pages)} KV groups; 1 is allowed"
     needed = pages_for(prompt_len, ticket.geometry.page_size)
@@ -71,7 +71,7 @@ def _sharded_decode(decode: RankRow) -> str | None:
 
 
 def _unsendable_shards(prefill: RankRow) -> str | None:
-    """Only the rank that holds a page can send it."""
+    """Return the problem of sharded KV that not every rank sends: only the rank that holds a page can send it."""
     if prefill.ownership is KvOwnership.REPLICATED:
         return None
     wanted = {
@@ -91,7 +91,7 @@ def _unequal(words: str, prefill: str, ours: object, decode: str, theirs: object
 
 
 def _other_heads(row: RankRow) -> str | None:
-    """Who sends what follows from the axes, so that every pool must hold the heads that they say."""
+    """Return the problem of a pool whose heads do not follow from the axes, which determine who sends what."""
     held = {group.name: group.heads for group in row.layout.groups}
     for group in row.geometry.groups:
         try:

@@ -74,7 +74,7 @@ def coverage_problem(
 
 def _digest(pool: memoryview, start: int, spans: Iterable[tuple[int, int]]) -> bytes:
     """Return the XXH3 of some bytes: some twenty times as fast as SHA-256, and no protection against an attacker."""
-    # Loaded only where digests are made.
+    # Imported only where digests are made.
     from xxhash import xxh3_128
 
     digest = xxh3_128()

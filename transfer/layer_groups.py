@@ -3,9 +3,11 @@
 from cluster.spec.kv import PoolLayout
 
 MOST_GROUPS = 4
-"""The last group leaves when the step is over, so the end of a step waits for a quarter of the bytes."""
+"""Maximum number of groups. The last group leaves when the step is over, so the end of a step waits for a quarter of
+the bytes.
+"""
 LEAST_SPAN_BYTES = 64 << 10
-"""Smaller spans would cost more than they hide."""
+"""Minimum span size; smaller spans would cost more than they hide."""
 
 
 def early_ends(layout: PoolLayout, least_span_bytes: int = LEAST_SPAN_BYTES) -> list[int]:

@@ -1,4 +1,4 @@
-"""Where the bytes of pages lie: the one place that knows the order of bytes in a page. Pure arithmetic."""
+"""Byte layout of pages: the only module that knows the order of bytes in a page. Pure arithmetic."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class PageRange:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every byte of the pages is meant."""
+        """Return whether every byte of the pages is included."""
         whole = [group for group, _, layers in self._shards() if len(layers) == len(group.layers)]
         return len(whole) == len(self.layout.groups)
 
@@ -99,7 +99,7 @@ class PageRange:
                 )
 
     def _shards(self) -> Iterator[tuple[GroupLayout, int, range]]:
-        """Yield each group with its first byte in a page, and the indices of its layers that are meant."""
+        """Yield each group with its first byte in a page, and the indices of its included layers."""
         start = 0
         for group in self.layout.groups:
             layers = self._layer_indices(group)
@@ -126,7 +126,7 @@ def total_bytes(spans: Iterable[Span]) -> int:
 
 
 def batches(spans: Sequence[Span], max_spans: int) -> Iterator[Sequence[Span]]:
-    """Yield the spans in order, at most so many at a time."""
+    """Yield the spans in order, at most ``max_spans`` at a time."""
     return (spans[start : start + max_spans] for start in range(0, len(spans), max_spans))
 
 

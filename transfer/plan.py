@@ -1,4 +1,4 @@
-"""Who sends which pages to whom: the pages of a CP rank, and what a prefill rank sends a decode rank. Arithmetic."""
+"""Distribution of a transfer: the pages of a CP rank, and what a prefill rank sends a decode rank. Arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,10 +50,10 @@ def _sends_heads(group: KvGroup, coords: RankCoords, sizes: RankCoords, target: 
 
 @dataclass(frozen=True, slots=True)
 class PageShare:
-    """The pages that are sent to any of some decode ranks.
+    """Pages that are sent to any of some decode ranks.
 
-    Of decode ranks that hold the same heads of every group, each is sent its part of the pages and gets the rest from
-    the others.
+    Decode ranks that hold the same heads of every group are each sent a part of the pages and get the rest from one
+    another.
     """
 
     num_copies: int
@@ -67,7 +67,7 @@ class PageShare:
 
     @property
     def is_all(self) -> bool:
-        """Whether no page is left out, as where no two ranks hold the same heads."""
+        """Return whether all pages are sent, as when no two ranks hold the same heads."""
         return len(self.turns) == self.num_copies
 
     def has(self, page: int) -> bool:

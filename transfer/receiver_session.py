@@ -1,6 +1,7 @@
-"""The receiving end of one transfer as a state machine: events and clock values in, states and revokes out; no I/O.
+"""Receiving end of one transfer as a state machine: events and clock values in, states and revokes out; no I/O.
 
-Lives on the decode leader, named by (room, generation). Its rule: pages are not free while anyone may write to them.
+Lives on the decode leader, identified by (room, generation). Its rule: pages are not free while any process may write
+to them.
 """
 
 from collections import Counter
@@ -15,26 +16,26 @@ from cluster.spec.transfer_messages import Done, Drained, PageDigests, Refused, 
 from transfer.digests import coverage_problem
 
 TICKET_AGAIN_S = 10.0
-"""A ticket of which nothing was heard is sent again after so long: prefill may be at work, or may not have got it."""
+"""Interval of sending an unacknowledged ticket again: prefill may be at work, or may not have received it."""
 REVOKE_AGAIN_S = 1.0
-"""An unanswered Revoke is sent again after so long; it is idempotent."""
+"""Interval of sending an unanswered Revoke again; it is idempotent."""
 
 
 class ReceiverState(Enum):
-    """What the decode leader knows of one transfer."""
+    """State of one transfer on the decode leader."""
 
     RESERVED = "reserved"
-    """Pages are set aside; nobody else knows of them."""
+    """Pages are reserved; no other process knows of them."""
     TICKETED = "ticketed"
-    """The ticket is out; senders may write."""
+    """The ticket is sent; senders may write."""
     READY = "ready"
-    """The result and every Done are there and agree; no sender writes again; final."""
+    """The result and every Done have arrived and agree; no sender writes again; final."""
     REVOKING = "revoking"
-    """The ticket was taken back; senders may write until they say that they stopped."""
+    """The ticket is revoked; senders may write until they confirm that they stopped."""
     SETTLING = "settling"
-    """The senders are gone; bytes on their way get time to land."""
+    """The senders are gone; bytes in flight get time to land."""
     RELEASED = "released"
-    """It failed, and no sender writes again; final."""
+    """Failed, and no sender writes again; final."""
 
 
 _RECEIVER_MOVES: Moves[ReceiverState] = {
@@ -51,38 +52,38 @@ _LISTENING = frozenset({ReceiverState.TICKETED, ReceiverState.REVOKING, Receiver
 
 
 class FailureKind(Enum):
-    """Why a transfer did not become ready."""
+    """Reason why a transfer failed."""
 
     CANCELLED = "cancelled"
-    """This side gave up."""
+    """Cancelled by this side."""
     TIMED_OUT = "timed out"
-    """A part of it arrived, and then nothing more."""
+    """A part arrived, and then nothing more."""
     REFUSED = "refused"
     """Prefill will not use the ticket."""
     STOPPED = "stopped"
     """Prefill stopped writing before it was asked to."""
     MISMATCH = "mismatch"
-    """What was sent is not what was promised."""
+    """The data sent differs from the promise."""
     PREFILL_GONE = "prefill gone"
-    """The processes that should write are gone."""
+    """The sending processes are gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferFailure:
-    """What went wrong first; later troubles of the same transfer do not replace it."""
+    """First problem of a transfer; later problems do not replace it."""
 
     kind: FailureKind
     reason: str
-    """One sentence that names both sides."""
+    """Reason in one sentence that names both sides."""
 
 
 class ReceiverSession:
-    """One transfer as the decode leader sees it.
+    """State of one transfer on the decode leader.
 
-    Prefill may take as long as it lives until it says the first word (Result or a Done): it has a queue, and a long
-    prompt to compute. From then on no silence may be longer than ``silence_s``. Each event returns what to send to
-    the prefill leader, if there is anything; the states say the rest.
-    Messages of another generation or incarnation, repeated ones and late ones change nothing and are counted.
+    Until its first message (Result or a Done), prefill may take as long as it lives: it has a queue, and a long prompt
+    to compute. From then on no silence may exceed ``silence_s``. Each event returns the message for the prefill leader,
+    if any; the states say the rest. Messages of another generation or incarnation, repeated ones and late ones change
+    nothing and are counted.
     """
 
     def __init__(
@@ -98,15 +99,15 @@ class ReceiverSession:
         verify: Verify = Verify.COUNTS,
         num_copies: int = 1,
     ) -> None:
-        """Pages are reserved; no ticket is out.
+        """Reserve pages; no ticket is sent yet.
 
         Args:
-            num_pages: the ticketed ones; all Done together must report a multiple of them, the parts each is sent in.
+            num_pages: ticketed pages; all Done together must report a multiple of them, the parts each is sent in.
             num_bytes: bytes that all Done together must report.
-            num_ranks: of the decode replica.
-            silence_s: longest wait between two of prefill's words, after the first one.
+            num_ranks: ranks of the decode replica.
+            silence_s: maximum time between two messages of prefill, after the first one.
             settle_s: seconds in which bytes may still arrive after their sender has died.
-            verify: whether every Done must bring digests.
+            verify: whether every Done must include digests.
             num_copies: ranks that hold the same heads, each of which is sent its part of the pages.
         """
         self.ticket = ticket
@@ -114,7 +115,7 @@ class ReceiverSession:
         self.failure: TransferFailure | None = None
         self.result: Result | None = None
         self.num_dropped: Counter[str] = Counter()
-        """Messages without effect, by why: foreign, duplicate, or the state they came too late for."""
+        """Messages without effect, by reason: foreign, duplicate, or the state they came too late for."""
         self._prefill = prefill
         self._expected = (num_pages, num_bytes)
         self._num_ranks, self._num_copies = num_ranks, num_copies
@@ -126,32 +127,32 @@ class ReceiverSession:
 
     @property
     def prefill(self) -> Peer:
-        """Who sends."""
+        """Sending replica."""
         return self._prefill
 
     @property
     def may_free(self) -> bool:
-        """Whether it is over and no sender can write to the pages any more; if ready, they are the request's."""
+        """True if it is over and no sender can write to the pages any more; if ready, they belong to the request."""
         return not _RECEIVER_MOVES[self.state]
 
     @property
     def told(self) -> list[PageDigests]:
-        """What the senders said of the bytes they wrote, so far."""
+        """Digests of written pages that the senders have reported so far."""
         return [part for done in self._dones.values() for part in done.digests]
 
     @property
     def wake_at_s(self) -> float | None:
-        """Clock time at which ``tick`` must be called; None while only an event can change anything."""
+        """Clock time at which ``tick`` must be called; None while only an event can change the state."""
         return self._wake_at_s if self.state in _LISTENING else None
 
     def open(self, now_s: float) -> Ticket:
-        """Give the permission to write: the ticket to send to the prefill leader."""
+        """Grant the permission to write: return the ticket to send to the prefill leader."""
         self._move(ReceiverState.TICKETED, "open")
         self._wake_at_s = now_s + TICKET_AGAIN_S
         return self.ticket
 
     def handle(self, message: Result | Done | Refused | Drained, now_s: float) -> Revoke | None:
-        """A message from prefill about this room."""
+        """Handle a message from prefill about this room."""
         if self._is_foreign(message):
             self.num_dropped["foreign"] += 1
             return None
@@ -172,14 +173,14 @@ class ReceiverSession:
         return None
 
     def cancel(self, reason: str, now_s: float) -> Revoke | None:
-        """The request is no longer wanted here."""
+        """Cancel the transfer, because this side no longer wants the request."""
         if self.state is ReceiverState.RESERVED:
             self._fail(FailureKind.CANCELLED, reason)
             self._move(ReceiverState.RELEASED, "cancel")
         return self._revoke(FailureKind.CANCELLED, reason, now_s)
 
     def prefill_gone(self, incarnation: Incarnation, now_s: float) -> None:
-        """Every process of the prefill replica, up to this incarnation, is proven gone."""
+        """Handle the proof that every process of the prefill replica, up to this incarnation, is gone."""
         if incarnation < self._prefill.incarnation or self.may_free or self.state is ReceiverState.SETTLING:
             return
         self._fail(FailureKind.PREFILL_GONE, f"{self._prefill.replica} is gone before the transfer was complete")
@@ -190,7 +191,7 @@ class ReceiverSession:
             self._move(ReceiverState.SETTLING, "prefill gone")
 
     def tick(self, now_s: float) -> Ticket | Revoke | None:
-        """Time passed. A time-out revokes; it never frees."""
+        """Handle the passing of time. A time-out revokes; it never frees."""
         if self.state not in _LISTENING or now_s < self._wake_at_s:
             return None
         if self.state is ReceiverState.SETTLING:
@@ -205,11 +206,11 @@ class ReceiverSession:
 
     @property
     def _has_begun(self) -> bool:
-        """Prefill has said something."""
+        """Return whether prefill has sent any message."""
         return self.result is not None or bool(self._dones)
 
     def _missing(self) -> str:
-        """What did not come, and whose it is."""
+        """Describe what is missing, and from which sender."""
         missing = "its result"
         if self.result is not None:
             ranks = ", ".join(str(rank) for rank in sorted(set(self.result.senders) - self._dones.keys()))
@@ -239,7 +240,7 @@ class ReceiverSession:
         return self._revoke(FailureKind.MISMATCH, reason, now_s)
 
     def _check_complete(self, now_s: float) -> Revoke | None:
-        """With the result and every Done there: ready, or over if it was given up, or mismatched."""
+        """Become ready once the result and every Done have arrived; released if cancelled, revoking on a mismatch."""
         if self.state is ReceiverState.TICKETED:
             self._wake_at_s = now_s + self._silence_s
         if self.result is None or not self._dones.keys() >= set(self.result.senders):
@@ -268,7 +269,7 @@ class ReceiverSession:
         )
 
     def _digest_problem(self, num_bytes: int) -> str | None:
-        """What is wrong with the digests before a byte is read: they must speak for every byte, once."""
+        """Return the problem of the digests before any byte is read: they must cover every byte, once."""
         pages = self.ticket.pages[0]
         if reason := coverage_problem(self.told, pages, num_bytes, self._num_ranks, self._num_copies):
             return f"digests of {self._prefill.replica}: {reason} (transfer.verify)"

@@ -1,4 +1,4 @@
-"""The thread that writes pages to peers while the main thread computes. It knows rooms, but no pages and no states."""
+"""Sender thread, which writes pages to peers while the main thread computes. It knows rooms, but no pages or states."""
 
 import queue
 import threading
@@ -31,16 +31,18 @@ class SendJob:
     room: Room
     generation: int
     make_writes: Callable[[], Sequence[Write]]
-    """Called on the sender thread when it is the job's turn, since the spans of many pages take a while to make."""
+    """Function that creates the writes, called on the sender thread when the job starts: it takes a while for many
+    pages.
+    """
     num_pages: int
-    """Pages that are whole at their targets after it, for the outcome."""
+    """Number of pages complete at their targets after it, for the outcome."""
     make_ready: Callable[[], list[PageDigests]] = list
-    """Called right before the writes are made; gives the digests of these pages, for the outcome."""
+    """Function called right before the writes are created; returns the digests of these pages, for the outcome."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A job is done: everything is at its target."""
+    """Outcome of a completed job: everything is at its target."""
 
     room: Room
     generation: int
@@ -48,13 +50,13 @@ class Written:
     num_bytes: int
     digests: list[PageDigests] = field(default_factory=list)
     start_s: float = field(default=0.0, compare=False)
-    """When its writing began, by ``time.monotonic``."""
+    """Start of its writing, by ``time.monotonic``."""
     end_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """A job failed; nothing of this transfer is written any more."""
+    """Outcome of a failed job; nothing of this transfer is written any more."""
 
     room: Room
     generation: int
@@ -63,7 +65,7 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The answer to ``drop``: nothing of this transfer is queued or running."""
+    """Response to ``drop``: nothing of this transfer is queued or running."""
 
     room: Room
     generation: int
@@ -73,7 +75,7 @@ Outcome = Written | WriteFailed | Dropped
 
 
 class Writer(Protocol):
-    """What writes jobs; ``SenderThread`` does, and says what its methods promise."""
+    """Interface of ``SenderThread``, which documents its methods."""
 
     def send(self, job: SendJob) -> None: ...
     def drop(self, room: Room, generation: int) -> None: ...
@@ -83,7 +85,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _DropMark:
-    """Stands in the queue behind every job of a dropped transfer."""
+    """Marker in the queue behind every job of a dropped transfer."""
 
     room: Room
     generation: int
@@ -91,7 +93,7 @@ class _DropMark:
 
 @dataclass(frozen=True, slots=True)
 class _EndMark:
-    """Stands in the queue behind every job of a transfer that failed."""
+    """Marker in the queue behind every job of a failed transfer."""
 
     room: Room
     generation: int
@@ -103,9 +105,9 @@ class _ForgetMark:
 
 
 class SenderThread:
-    """Writes jobs in the order they come. Outcomes are told on this thread, so the callback must only pass them on.
+    """Writes jobs in order. Outcomes are reported on this thread, so the callback must only pass them on.
 
-    The caller sends no job after a drop, nor after it was told that the transfer failed.
+    The caller sends no job after a drop, nor after a failure of the transfer.
     """
 
     def __init__(
@@ -119,9 +121,9 @@ class SenderThread:
         """Start the thread.
 
         Args:
-            source: where all spans start; its bytes must not change until the outcome.
-            batch_spans: most spans given to the backend at once; a drop waits for one such batch.
-            on_failure: told what ended the thread when nobody closed it; nothing is written or answered any more.
+            source: base of all spans; its bytes must not change until the outcome.
+            batch_spans: maximum spans given to the backend at once; a drop waits for one such batch.
+            on_failure: called with the exception that ended the thread unless it was closed; nothing is written or reported any more.
         """
         self._backend = backend
         self._source = source
@@ -139,7 +141,7 @@ class SenderThread:
         self._queue.put(job)
 
     def drop(self, room: Room, generation: int) -> None:
-        """Write nothing more for a transfer; answered by Dropped once that is sure."""
+        """Stop writing for a transfer; answered by Dropped once that is certain."""
         self._barred.add((room, generation))
         self._queue.put(_DropMark(room, generation))
 
@@ -148,7 +150,7 @@ class SenderThread:
         self._queue.put(_ForgetMark(target))
 
     def close(self) -> None:
-        """Skip what is queued, let the running batch end, and wait for the thread; safe to call twice."""
+        """Skip queued jobs, let the running batch end, and wait for the thread; safe to call twice."""
         self._is_closing = True
         self._queue.put(None)
         self._thread.join()
@@ -178,7 +180,8 @@ class SenderThread:
             digests = job.make_ready()
             writes = job.make_writes()
             is_whole = self._write(job, writes)
-        except Exception as error:  # whatever the backend raises, other transfers go on and this one is told why
+        # whatever the backend raises, other transfers continue and this one reports the reason
+        except Exception as error:
             self._barred.add((job.room, job.generation))
             self._on_outcome(WriteFailed(job.room, job.generation, str(error) or repr(error)))
             self._queue.put(_EndMark(job.room, job.generation))
@@ -189,7 +192,7 @@ class SenderThread:
             self._on_outcome(Written(job.room, job.generation, job.num_pages, num_bytes, digests, start_s, end_s))
 
     def _write(self, job: SendJob, writes: Sequence[Write]) -> bool:
-        """Whether the whole job was written; it ends early when the transfer is barred."""
+        """Return whether the whole job was written; it ends early when the transfer is barred."""
         for write in writes:
             for batch in batches(write.spans, self._batch_spans):
                 if self._is_closing or (job.room, job.generation) in self._barred:

@@ -1,6 +1,6 @@
-"""The sending end of one transfer as a state machine: events in, page pairs and messages out; no I/O.
+"""Sending end of one transfer as a state machine: events in, page pairs and messages out; no I/O.
 
-Lives on each prefill rank, named by (room, generation). It never hands out a page once it is over.
+Lives on each prefill rank, identified by (room, generation). It never hands out a page once it is over.
 """
 
 from bisect import bisect_left
@@ -17,7 +17,7 @@ from transfer.plan import PagePair
 
 
 def is_quiet(states: Collection[SendState]) -> bool:
-    """Whether no rank will write again; only then may the leader send Drained or Refused.
+    """Return whether no rank will write again; only then may the leader send Drained or Refused.
 
     After a FAILED the leader also waits the backend's ``settle_s``, in which bytes of the failed write may arrive.
     """
@@ -25,12 +25,12 @@ def is_quiet(states: Collection[SendState]) -> bool:
 
 
 class SenderState(Enum):
-    """What one rank does for one transfer."""
+    """State of one transfer on one rank."""
 
     SENDING = "sending"
     """Finished pages are handed to the backend."""
     DRAINING = "draining"
-    """Dropped; a write that was handed out before may still run."""
+    """Dropped; a write that was handed out earlier may still run."""
     SENT = "sent"
     """Every page of this rank's part is written and acknowledged; final."""
     DRAINED = "drained"
@@ -93,19 +93,19 @@ class SenderSession:
         self._sends = sends
         self._num_handed = 0
         self.saw_last_chunk = False
-        """Nothing of the prompt will be computed any more."""
+        """True once nothing of the prompt remains to be computed."""
 
     @property
     def is_over(self) -> bool:
-        """Whether this rank will never write for this transfer again."""
+        """Return whether this rank will never write for this transfer again."""
         return not _SENDER_MOVES[self.state]
 
     def advance(self, page_table: Sequence[int], computed_len: int) -> list[PagePair]:
-        """The pages that became complete and are this rank's to send now.
+        """Return the pages that became complete and are this rank's to send now.
 
         Args:
             page_table: the request's page ids here, from its first page on; at least the computed ones.
-            computed_len: leading tokens that have KV. At their whole number the partial last page goes too.
+            computed_len: leading tokens that have KV. When it reaches the whole length, the partial last page is sent too.
         """
         assert computed_len <= self.target.num_tokens, (
             f"room {self.room}: {computed_len} of {self.target.num_tokens} tokens"
@@ -120,14 +120,14 @@ class SenderSession:
         return self._pairs(page_table, fresh)
 
     def rest(self, page_table: Sequence[int]) -> list[PagePair]:
-        """What the last ``advance`` will give, which is to come next."""
+        """Return the pages that the last ``advance``, which comes next, will return."""
         pages = self._owned[self._num_handed :] if self.state is SenderState.SENDING else ()
         return self._pairs(page_table, pages)
 
     def written(
         self, num_pages: int, num_bytes: int, digests: Iterable[PageDigests] = (), seconds: float = 0.0
     ) -> None:
-        """Pages handed out before have reached their target, after so long a write."""
+        """Record that pages handed out earlier have reached their target, and the time that took."""
         self.write_s += seconds
         self.num_pages_written += num_pages
         self.num_bytes_written += num_bytes
@@ -137,7 +137,7 @@ class SenderSession:
             self._end_if_written("written")
 
     def failed(self, reason: str) -> None:
-        """A write failed; the sender thread has dropped the rest."""
+        """Record a failed write; the sender thread has dropped the rest."""
         if not self.is_over:
             self.reason = reason
             self._move(SenderState.FAILED, "failed")
@@ -148,12 +148,12 @@ class SenderSession:
             self._move(SenderState.DRAINING, "drop")
 
     def drained(self) -> None:
-        """The sender thread confirms that nothing of this transfer is queued or running."""
+        """Record the sender thread's confirmation that nothing of this transfer is queued or running."""
         if self.state is SenderState.DRAINING:
             self._move(SenderState.DRAINED, "drained")
 
     def report(self) -> SendReport:
-        """This rank's state, for its leader."""
+        """Return this rank's state, for its leader."""
         return SendReport(
             room=self.room,
             generation=self.target.generation,
@@ -165,7 +165,7 @@ class SenderSession:
         )
 
     def done(self) -> Done | None:
-        """The last word to decode; None unless everything was sent, and on ranks that never send."""
+        """Return the last message to decode; None unless everything was sent, and on ranks that never send."""
         if self.state is not SenderState.SENT or not self._sends:
             return None
         return Done(

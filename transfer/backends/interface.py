@@ -1,4 +1,4 @@
-"""What every transfer backend does, and how one is picked. Backends move bytes; they know no pages, rooms or states."""
+"""Interface of transfer backends, and their selection. Backends move bytes; they know no pages, rooms or states."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,14 @@ from transfer.page_range import Span
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory of this process that peers may write into, and read."""
+    """Memory of this process that peers may write to and read."""
 
     buffer: memoryview
-    """Writable bytes, zero at first; valid as long as something refers to it, also after the backend is closed. None of
-    a device's memory, which the CPU cannot read."""
+    """Writable bytes, initially zero; valid while referenced, even after the backend is closed. None for device memory,
+    which the CPU cannot read.
+    """
     endpoint: Endpoint
-    """What a peer passes to ``write`` and ``read``."""
+    """Address that a peer passes to ``write`` and ``read``."""
 
 
 class TransferBackend(Protocol):
@@ -33,39 +34,39 @@ class TransferBackend(Protocol):
     """Seconds after a failed write, or a writer's death, in which bytes may still arrive at the target."""
 
     def allocate(self, num_bytes: int) -> Region:
-        """Make a region and open it to peers.
+        """Allocate a region and open it to peers.
 
         Raises:
-            UserError: there is not that much memory, and where it was looked for.
+            UserError: too little memory; the message says where it was looked for.
         """
         ...
 
     def register(self, address: int, num_bytes: int) -> Region:
-        """Open memory of a GPU to peers; whoever allocated it keeps it until the backend is closed.
+        """Open memory of a GPU to peers; its owner keeps it until the backend is closed.
 
         Raises:
-            TransferError: peers cannot be let there, and why.
+            TransferError: peers cannot access it; the message says why.
         """
         ...
 
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
-        """Copy spans of an own region to a peer's; blocks until they are there, and releases the GIL meanwhile.
+        """Copy spans of an own region to a peer's; blocks until they have arrived, and releases the GIL meanwhile.
 
         Raises:
-            TransferError: not everything was written; what was is unknown.
+            TransferError: not everything was written; it is unknown what was.
         """
         ...
 
     def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
-        """Copy spans of a peer's region to an own one; blocks until they are there, and releases the GIL meanwhile.
+        """Copy spans of a peer's region to an own one; blocks until they have arrived, and releases the GIL meanwhile.
 
         Raises:
-            TransferError: not everything was read; what was is unknown.
+            TransferError: not everything was read; it is unknown what was.
         """
         ...
 
     def forget(self, target: Endpoint) -> None:
-        """Drop what is held open for a peer that is gone."""
+        """Release resources held for a peer that is gone."""
         ...
 
     def close(self) -> None:
@@ -76,16 +77,16 @@ class TransferBackend(Protocol):
 def make_backend(
     name: TransferBackendName, host: str, protocol: TransferProtocol = TransferProtocol.TCP
 ) -> TransferBackend:
-    """The backend of a name, at an address that peers can reach.
+    """Return the named backend, at an address that peers can reach.
 
     Raises:
-        UserError: what the backend needs is not installed, or not there.
+        UserError: a requirement of the backend is not installed or not available.
     """
     return _MAKERS[name](host, protocol)
 
 
 def out_of_bounds(spans: Sequence[Span], source_bytes: int, target_bytes: int) -> str | None:
-    """What is wrong with the first span that does not lie inside both regions."""
+    """Return the problem of the first span outside of either region; None if all fit."""
     for span in spans:
         if span.num_bytes < 0 or not 0 <= span.source_offset <= source_bytes - span.num_bytes:
             return f"{span} does not lie in the {source_bytes} bytes of the source"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# The engine reads its log level when it is loaded; without one it tells every step on stderr.
+# The engine reads its log level when it is loaded; by default it logs every step to stderr.
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 
 from mooncake.engine import TransferEngine
@@ -19,10 +19,10 @@ from transfer.backends.interface import Region, out_of_bounds
 from transfer.page_range import Span, batches
 
 _MAX_SPANS = 512
-"""The TCP transport refuses a batch of some 4,000 spans."""
+"""Maximum spans of a batch; the TCP transport rejects some 4,000."""
 
-# A write that stalls is ended by the transport's own 30 s limits for progress and acknowledgement; the limit of the
-# whole call must come later, or it would return while the transport still writes.
+# The transport ends a stalled write by its own 30 s limits for progress and acknowledgement; the limit of the whole
+# call must be longer, or it would return while the transport still writes.
 _CALL_TIMEOUT_S = 120
 
 
@@ -30,10 +30,10 @@ class MooncakeBackend:
     """One engine per process; the session of an endpoint is ``host:port`` of its owner's engine."""
 
     name = TransferBackendName.MOONCAKE
-    # The engine ends a span that stalls after 30 s, and after a failed one goes on with the rest of its batch. What
-    # it had handed to the kernel by then goes on by itself, also when the process is dead: Linux sends it again for
-    # 102 s (tcp_orphan_retries) before it gives up, and it lands where it was meant to as soon as there is a way. The
-    # receiving engine reads on for as long as a connection is open, and does not look again whether it may.
+    # The engine ends a stalled span after 30 s, and after a failed one continues with the rest of its batch. Data
+    # handed to the kernel by then is sent even after the process has died: Linux retransmits for 102 s
+    # (tcp_orphan_retries) before it gives up, and the data lands at its destination once the path recovers. The
+    # receiving engine keeps reading while a connection is open, without checking permissions again.
     settle_s = 120.0
 
     def __init__(self, host: str, protocol: TransferProtocol = TransferProtocol.TCP) -> None:
@@ -57,7 +57,7 @@ class MooncakeBackend:
         self._owned: list[Region] = []
 
     def allocate(self, num_bytes: int) -> Region:
-        """Make a region of private memory and register it with the engine."""
+        """Allocate a region of private memory and register it with the engine."""
         try:
             buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -71,9 +71,9 @@ class MooncakeBackend:
         return self._own(Region(memoryview(buffer), endpoint))
 
     def register(self, address: int, num_bytes: int) -> Region:
-        """Register memory of a GPU, which a network card then reads and writes by itself."""
+        """Register memory of a GPU, which a network card then reads and writes directly."""
         if self._protocol is not TransferProtocol.RDMA:
-            # The engine would take it, and copy with the CPU, which has no way there.
+            # The engine would accept it, and copy with the CPU, which cannot access it.
             raise TransferError(f"transfer.protocol: {self._protocol} reaches memory of the host only")
         if (status := self._engine.register_memory(address, num_bytes)) != 0:
             raise TransferError(
@@ -116,16 +116,16 @@ class MooncakeBackend:
                 raise TransferError(f"mooncake could not read {len(batch)} spans of {source.session}")
 
     def forget(self, target: Endpoint) -> None:
-        """Nothing is held open here: the engine closes the connections of peers that are gone by itself."""
+        """Do nothing: the engine itself closes the connections of peers that are gone."""
 
     def close(self) -> None:
-        """Unregister own memory; peers that write to it from now on are refused."""
+        """Unregister own memory; later writes of peers are rejected."""
         while self._owned:
             self._engine.unregister_memory(self._owned.pop().endpoint.base_address)
 
 
 def _has_rdma(topology: str) -> bool:
-    """Whether any memory has a network card; without one the engine falls back to TCP, and says so to its log alone."""
+    """Return whether any memory has a network card; without one the engine falls back to TCP, and only logs it."""
     return any(cards for near_and_far in json.loads(topology).values() for cards in near_and_far)
 
 

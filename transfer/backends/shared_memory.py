@@ -1,7 +1,7 @@
 """Transfers inside one host: a region is anonymous shared memory, a write is a memcpy into the peer's.
 
-The memory is a memfd that peers open through its owner's ``/proc`` entry: it has no name in any file system, so that
-nothing can be left behind, however its owner ends.
+The memory is a memfd that peers open through its owner's ``/proc`` entry: it has no name in any file system, so nothing
+is left behind, however its owner ends.
 """
 
 import mmap
@@ -22,11 +22,11 @@ from transfer.backends.interface import Region, out_of_bounds
 from transfer.page_range import Span
 
 _SESSION = re.compile(r"^(/proc/\d+/fd/\d+) (baton-[0-9a-f]{16})$")
-"""Where the owner has the memory open, and its name, which no other memory has: descriptors are used again."""
+"""Path of the owner's descriptor, and the memory's unique name: descriptors are reused."""
 
 
 class SharedMemoryBackend:
-    """Regions as memory of this process that others can open while it lives, until ``close``."""
+    """Regions of this process's memory that others can open while it lives, until ``close``."""
 
     name = TransferBackendName.SHARED_MEMORY
     settle_s = 0.0
@@ -36,7 +36,7 @@ class SharedMemoryBackend:
         self._peers: dict[str, npt.NDArray[np.uint8]] = {}
 
     def allocate(self, num_bytes: int) -> Region:
-        """Make a region of that size, with its memory reserved."""
+        """Allocate a region with its memory reserved."""
         free_bytes = machine_memory().available
         if num_bytes > free_bytes:
             raise UserError(f"no room for {num_bytes} bytes of shared memory: {free_bytes} are available")
@@ -44,7 +44,7 @@ class SharedMemoryBackend:
         descriptor = os.memfd_create(name)
         self._owned.append(descriptor)
         try:
-            # Without this, memory that runs out shows as a bus error in the middle of a forward pass.
+            # Otherwise a lack of memory would appear as a bus error in the middle of a forward pass.
             os.posix_fallocate(descriptor, 0, num_bytes)
         except OSError as error:
             raise UserError(f"no room for {num_bytes} bytes of shared memory: {error.strerror}") from error
@@ -54,12 +54,12 @@ class SharedMemoryBackend:
             base_address=0,
             num_bytes=num_bytes,
         )
-        # Populated, or the first prompts would pay a page fault for every 4 KiB of KV that they write.
+        # Populated, as otherwise the first prompts pay a page fault for every 4 KiB of KV that they write.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         return Region(memoryview(mmap.mmap(descriptor, num_bytes, flags=flags)), endpoint)
 
     def register(self, address: int, num_bytes: int) -> Region:  # noqa: ARG002 - of no GPU
-        """Raises TransferError: processes share what this backend allocates, nothing else."""
+        """Raise TransferError: processes only share memory that this backend allocates."""
         raise TransferError("transfer.backend: shared_memory reaches memory of the host only")
 
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
@@ -81,11 +81,11 @@ class SharedMemoryBackend:
             np.copyto(ours[target_offset : target_offset + num_bytes], peer[source_offset : source_offset + num_bytes])
 
     def forget(self, target: Endpoint) -> None:
-        """Unmap a peer's memory, which gives it back if the peer is gone."""
+        """Unmap a peer's memory, which frees it if the peer is gone."""
         self._peers.pop(target.session, None)
 
     def close(self) -> None:
-        """Close own memory to peers and unmap theirs; own memory lives on while something refers to it."""
+        """Close own memory to peers and unmap theirs; own memory lives on while referenced."""
         self._peers.clear()
         while self._owned:
             os.close(self._owned.pop())
