@@ -1,4 +1,4 @@
-"""What a request passes before it is sent to replicas: the limits of its key, and the queue for room."""
+"""Admission of requests before they are sent to replicas: the limits of each key, and the queue for free capacity."""
 
 import asyncio
 import heapq
@@ -47,7 +47,7 @@ class _Account:
 
 
 class KeyLimits:
-    """What each key has open and has spent. Sans I/O.
+    """Open requests and spent tokens of each key. Sans I/O.
 
     A minute's tokens are a bucket that fills steadily. A request is admitted while anything is in it, and its prompt
     and answer are taken out once they are known; so one request may overdraw a bucket, and a long prompt does not need
@@ -120,7 +120,7 @@ class Gate:
         self._numbers = itertools.count()
         self._is_looking = False
         self._why = ""
-        """What the first one waits for."""
+        """Reason why the first request waits."""
 
     @property
     def num_waiting(self) -> int:

@@ -36,7 +36,7 @@ class Answer:
         self.queue_s = 0.0
         """Wait for room at the replicas."""
         self.opened_s = 0.0
-        """When that wait ended."""
+        """End of that wait."""
         self.trace_header: dict[str, str] = {}
         """Names the OpenTelemetry trace it is in."""
         self.cached = [CachedTokens()] * num_choices
@@ -44,7 +44,7 @@ class Answer:
         self.phases: PhaseTimes | None = None
         """Times of the first choice whose first token came."""
         self.first_s: float | None = None
-        """When the first token of all came."""
+        """Time of the first token of any choice."""
         self.num_tokens = 0
         """Tokens of all choices, read or not."""
         self._num_unfinished = num_choices

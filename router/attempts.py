@@ -57,20 +57,20 @@ class LoadBook:
 
 
 class BreakerState(StrEnum):
-    """Whether a replica should get requests."""
+    """State of a replica's circuit breaker."""
 
     CLOSED = "closed"
-    """It should."""
+    """The replica gets requests."""
     OPEN = "open"
-    """It failed too often in a row, and gets none for a while."""
+    """The replica failed too often in a row, and gets none for a while."""
     HALF_OPEN = "half_open"
-    """It was left alone long enough; one request tries it."""
+    """The replica was left alone long enough; one request tries it."""
 
 
 @dataclass(slots=True)
 class _Breaker:
     num_failures: int = 0
-    """In a row."""
+    """Consecutive failures."""
     opened_s: float | None = None
     trial: Room | None = None
     """The attempt that tries it."""
@@ -140,7 +140,7 @@ class Attempts:
         self._breakers = breakers
         self._pick = pick
         self._states: dict[Room, RequestState] = {}
-        """By the room of the current attempt, never of one that is over."""
+        """Requests by the room of the current attempt, never of one that is over."""
 
     def __contains__(self, room: Room) -> bool:
         return room in self._states

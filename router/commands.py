@@ -11,7 +11,7 @@ from cluster.spec.peer import Peer
 from router.errors import NoAnswerError, RefusedError
 
 AGAIN_S = 2.0
-"""Between two repetitions; a replica carries a command out once."""
+"""Interval between repetitions; a replica carries a command out once."""
 MAX_TIMES = 10
 
 
@@ -72,7 +72,7 @@ class _Open:
         self.missing: dict[tuple[ReplicaId, Incarnation], Peer] = {
             (peer.replica, peer.incarnation): peer for peer in peers
         }
-        """Those that have not answered."""
+        """Replicas that have not responded."""
         self.answers: list[CommandTaken] = []
         self.taken = asyncio.Event()
         """Set when all have."""

@@ -10,7 +10,7 @@ from router.json_schemas import without_noops
 from router.reasoning import CLOSING, OPENING, Thinking
 
 _WHITE_SPACE = r"[ \t\r\n]{0,40}"
-"""Between the tokens of JSON; a model that is made to write JSON may continue with white space for ever."""
+"""White space between JSON tokens, limited because a model that must write JSON may continue with it for ever."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -22,7 +22,7 @@ class Part:
     field: str
     """The field of the body, for errors."""
     grammar: Mapping[str, Any]
-    """In llguidance's JSON form."""
+    """Grammar in llguidance's JSON form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Constraint:
     """Lark rules; those named in ``starts`` are the alternatives."""
     starts: Sequence[str]
     parts: Mapping[str, Part]
-    """By the name in the rules."""
+    """Parts by their name in the rules."""
 
     def grammar(self, thinking: Thinking, special_texts: frozenset[str]) -> str:
         """Return the whole grammar, with thoughts before the answer.

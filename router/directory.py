@@ -1,10 +1,4 @@
-"""Which replicas may take requests, and which are lost, from snapshots of the bootstrap table. Sans I/O.
-
-The table is soft state: a restarted bootstrap service shows running replicas as missing until their next heartbeat. So
-the open requests of a missing replica are given up only after a grace period, or on proof, and until then it also gets
-new ones if the table has no other. Requests of a replica whose lease ran out move to another at once; where there is
-none, they have the grace period too, in which it may wake up.
-"""
+"""Replicas that may take requests, and those that are lost, from snapshots of the bootstrap table. Sans I/O."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -31,7 +25,7 @@ class _Known:
 @dataclass(frozen=True, slots=True)
 class _Usable:
     peers: dict[Role, list[Peer]]
-    """By role, ordered by id."""
+    """Peers by role, ordered by id."""
     missing: list[Role]
     """Roles without any."""
     pool_tokens: int | None
@@ -75,7 +69,7 @@ class Directory:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When ``expire`` may next find something."""
+        """Return when ``expire`` may next find something."""
         missing = [known.missing_since_s for known in self._known.values() if known.missing_since_s is not None]
         return min(missing) + self._grace_s if missing else None
 

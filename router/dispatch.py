@@ -63,7 +63,7 @@ class RequestTable:
         self._states: dict[RequestId, RequestState] = {}
         self._attempts = Attempts(me, load, breakers, pick)
         self._inquire_s = 0.0
-        """When to ask about silent attempts; only while there are any."""
+        """Time to inquire about silent attempts; only while there are any."""
         self.dropped: Counter[str] = Counter()
         """Unused messages: of a ``late`` room, from a ``foreign`` sender, ``duplicate``."""
         self.ended: Counter[RequestPhase] = Counter()
@@ -78,7 +78,7 @@ class RequestTable:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When ``expire`` may next find something."""
+        """Return when ``expire`` may next find something."""
         if not self._states:
             return None
         inquire_s = self._inquire_s if len(self._attempts) else math.inf

@@ -26,7 +26,7 @@ class ApiKey(BaseModel):
     max_requests: Annotated[int, Field(ge=1)] | None = None
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
     priority: int | None = None
-    """Its requests have this priority at best."""
+    """Maximum priority of its requests."""
 
 
 @dataclass(frozen=True, slots=True)

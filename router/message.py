@@ -1,4 +1,4 @@
-"""From the text of one chat answer to its message: thoughts, content and tool calls, whole or in parts."""
+"""Conversion of one chat answer's text to its message: thoughts, content and tool calls, whole or in parts."""
 
 import secrets
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class CallPart:
 
     index: int
     id: str = ""
-    """In the first part; empty in the others, like the name."""
+    """Call id, in the first part; empty in the others, like the name."""
     name: str = ""
     arguments: str = ""
 
@@ -34,7 +34,7 @@ class MessagePart:
     thoughts: str = ""
     content: str = ""
     calls: list[CallPart] = field(default_factory=list)
-    """At most one part per call."""
+    """Calls, at most one part per call."""
 
 
 class MessageReader:

@@ -1,7 +1,4 @@
-"""Which page keys a prompt has, and which of them each replica has cached, as its leader reports. Sans I/O.
-
-The index is a hint for choosing replicas: a replica that has lost a prefix computes it again.
-"""
+"""Page keys of a prompt, and the index of keys that each replica has cached, as its leader reports. Sans I/O."""
 
 import asyncio
 from bisect import bisect_left
@@ -100,7 +97,7 @@ class KeySet(Set[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a page in a lower tier is worth, where one on the device is worth 1."""
+    """Value of a page in a lower tier, relative to 1 for one on the device."""
 
     host: float = 0.0
     storage: float = 0.0

@@ -17,7 +17,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     num_requests: int = 0
     num_tokens: int = 0
-    """On prefill the prompts not yet computed; on decode prompts and the longest possible answers."""
+    """Tokens of load: on prefill the prompts not yet computed; on decode prompts and the longest possible answers."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """How unevenly requests may be spread for the sake of cached prefixes."""
+    """Limits of the load imbalance allowed for the sake of cached prefixes."""
 
     max_imbalance: int = 32
     max_ratio: float = 2.0

@@ -9,7 +9,7 @@ OPENING, CLOSING = "<think>", "</think>"
 
 
 class Thinking(Enum):
-    """What may precede an answer."""
+    """Thoughts that may precede an answer."""
 
     NONE = "none"
     """Nothing is split off."""

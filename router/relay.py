@@ -186,7 +186,7 @@ class Relay:
 
     @property
     def uses_prefixes(self) -> bool:
-        """Whether ``open`` needs the page keys of prompts."""
+        """Return whether ``open`` needs the page keys of prompts."""
         return bool(self._picker.prefix_roles)
 
     @property

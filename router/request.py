@@ -38,7 +38,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     page_keys: PromptKeys | None = None
     """Keys of the prompt's pages; None where no cache may be used."""
     shares_prompt: bool = False
-    """Whether another choice, opened just before, brings the same prompt to decode."""
+    """True if another choice, opened just before, brings the same prompt to decode."""
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestPhase(StrEnum):
-    """Where an open request stands."""
+    """Phase of an open request."""
 
     BETWEEN = "between"
     """No attempt is under way: the last one failed, and the next one is due later."""
@@ -123,9 +123,9 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
     num_retries: int = 0
     """Attempts after the first one."""
     heard_s: float = 0.0
-    """When the current attempt began, or gave its newest tokens."""
+    """Time when the current attempt began, or gave its newest tokens."""
     due_s: float = 0.0
-    """While BETWEEN: when the next attempt is made."""
+    """Time of the next attempt, in phase BETWEEN."""
     reason: str = ""
     """Why the last attempt failed."""
 
@@ -158,7 +158,7 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def wake_at_s(self) -> float:
-        """When time alone changes something."""
+        """Return when time alone changes something."""
         return min(self.due_s, self.deadline_s) if self.phase is RequestPhase.BETWEEN else self.deadline_s
 
     def begin(self, room: Room, targets: Targets, prompt_of: Room | None = None) -> Attempt:

@@ -25,7 +25,7 @@ GATHER_S = 30.0
 
 @dataclass(slots=True)
 class RequestTrace:
-    """What is known of one timed request."""
+    """Trace data of one timed request."""
 
     attempt: Room
     """Room of its last attempt, the one that is shown."""

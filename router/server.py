@@ -47,7 +47,7 @@ _NEW_OBJECTS = 10_000
 _CLOSE_S = 1
 """Time for responses to end when the router stops."""
 _TABLE_S = 0.02
-"""Between two looks whether the table has come."""
+"""Interval between checks for the rank table."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -89,7 +89,7 @@ class RouterServer:
         self._running: Future[_Running] = Future()
         self._error: BaseException | None = None
         self.own_url = ""
-        """Where this process alone answers, on this machine; the endpoint itself if it shares its port with none."""
+        """URL of this process alone, on this machine; the endpoint itself if no other process shares its port."""
 
     def start(self) -> str:
         """Serve in a thread; return the base url.

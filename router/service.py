@@ -25,17 +25,17 @@ from router.tracing import Tracing
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What the router knows of the model besides its tokens."""
+    """Facts about the model that the router needs besides its tokens."""
 
     name: str
     """The name that clients use."""
     max_context: int
     """Most tokens of prompt and answer together."""
     dialect: Dialect | None
-    """How the model writes tool calls; None for a model without tools."""
+    """Format of the model's tool calls; None for a model without tools."""
     sampling_defaults: SamplingDefaults
     has_thoughts: bool
-    """Whether thoughts are split off answers."""
+    """True if thoughts are split off answers."""
 
 
 def read_model_facts(config: DeployConfig, tokenizer: Tokenizer) -> ModelFacts:

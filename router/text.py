@@ -1,4 +1,4 @@
-"""From the tokens of one choice to its text: complete characters, stop strings cut off, and single tokens as text."""
+"""Conversion of one choice's tokens to text: complete characters, stop strings cut off, and single tokens as text."""
 
 import re
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from router.request import OutputChunk
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_PREFIX = "\u2581"
-"""How SentencePiece writes the space before a word."""
+"""Character that SentencePiece writes for the space before a word."""
 
 
 class TextRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How the tokens of an answer become its text, and what ends it."""
+    """Rules for the text of an answer, and for its end."""
 
     stops: Sequence[str] = ()
     """Stop strings."""
@@ -24,12 +24,12 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
     asked_stop_ids: frozenset[int] = frozenset()
     """Stop tokens that the request named, and that the answer reports."""
     include_stop: bool = False
-    """Whether what ended the text is shown."""
+    """True if the stop string that ended the text is shown."""
     skip_special_tokens: bool = True
     min_tokens: int = 0
     """Stop strings in the text of earlier tokens do not count."""
     prompt_only: bool = False
-    """Whether the answer is not shown: max_tokens is 0, and one token is the least."""
+    """True if the answer is not shown: max_tokens is 0, but one token is the minimum."""
 
 
 class StopScanner:

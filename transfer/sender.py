@@ -123,7 +123,7 @@ class SenderThread:
         Args:
             source: base of all spans; its bytes must not change until the outcome.
             batch_spans: maximum spans given to the backend at once; a drop waits for one such batch.
-            on_failure: called with the exception that ended the thread unless it was closed; nothing is written or reported any more.
+            on_failure: called with the exception if the thread ends without ``close``; nothing is written after it.
         """
         self._backend = backend
         self._source = source

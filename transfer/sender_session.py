@@ -105,7 +105,7 @@ class SenderSession:
 
         Args:
             page_table: the request's page ids here, from its first page on; at least the computed ones.
-            computed_len: leading tokens that have KV. When it reaches the whole length, the partial last page is sent too.
+            computed_len: leading tokens that have KV. When all of them do, the partial last page is sent too.
         """
         assert computed_len <= self.target.num_tokens, (
             f"room {self.room}: {computed_len} of {self.target.num_tokens} tokens"

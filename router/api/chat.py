@@ -1,4 +1,6 @@
-"""From a chat body to the request for replicas and the reader of its answer: template, tools, thoughts, structure."""
+"""Conversion of a chat body to the request for replicas and the reader of its answer: template, tools, thoughts,
+structure.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial

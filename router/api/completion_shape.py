@@ -1,4 +1,4 @@
-"""How answers of ``/v1/completions`` are written as JSON, with their echoed prompts."""
+"""JSON shape of ``/v1/completions`` responses, with their echoed prompts."""
 
 from collections.abc import Sequence
 

@@ -102,7 +102,7 @@ class EventStream(Response):
         self._config = config
         self._started = False
         self._sends_since_s: float | None = None
-        """When writing the current frame began."""
+        """Start of writing the current frame."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write until the answer is complete, it fails, or the client leaves or reads nothing for long."""

@@ -1,4 +1,4 @@
-"""From the fields of a body to the grammar of its answer."""
+"""Conversion of body fields to the grammar of the answer."""
 
 import asyncio
 from collections.abc import Mapping

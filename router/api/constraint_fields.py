@@ -30,7 +30,7 @@ OUTPUT_OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "disable_additional_properties": (False,),
     "disable_fallback": (False,),
 }
-"""By option of ``structured_outputs``, the values besides null that change nothing; others are refused."""
+"""Neutral values besides null, by option of ``structured_outputs``; others are rejected."""
 
 
 class _Part(BaseModel):

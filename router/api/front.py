@@ -1,4 +1,4 @@
-"""What happens to an HTTP request before its handler reads the body: its id, its key, and what its headers ask for."""
+"""Processing of an HTTP request before its handler reads the body: its id, its key, and its headers."""
 
 import re
 import secrets

@@ -1,4 +1,6 @@
-"""From a valid body to the request for replicas: tokens, limits, sampling. Refuses what does not fit the model."""
+"""Conversion of a valid body to the request for replicas: tokens, limits, sampling. Rejects what does not fit the
+model.
+"""
 
 import asyncio
 import secrets
@@ -29,7 +31,7 @@ MAX_PROMPTS = 1024
 _TOO_LONG = "context_length_exceeded"
 _DEFAULT_COMPLETION_TOKENS = 16
 _LOGPROBS_BYTES, _TOP_LOGPROB_BYTES = 64, 14
-"""At most, in a message, for one token of a prompt, and for each of the likeliest in its place."""
+"""Maximum bytes in a message per prompt token, and per likeliest token at its position."""
 _INLINE_CHARS = 4096
 """Texts up to this length are tokenized on the event loop; a thread costs more than that takes."""
 _FEW = 64

@@ -22,7 +22,7 @@ _LEAST = -9999.0
 
 @dataclass(slots=True)
 class ShownPrompt:
-    """What the answers to one prompt show of it."""
+    """Parts of a prompt that its responses show."""
 
     token_ids: Sequence[int]
     echo: str | None = None

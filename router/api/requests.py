@@ -30,7 +30,7 @@ Prompt = Annotated[
 ]
 StopText = Annotated[str, Field(min_length=1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""How much a model thinks; models without levels think unless it is none."""
+"""Reasoning effort; models without levels think unless it is none."""
 
 EXPECTED = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists; no list may be empty",
@@ -41,7 +41,7 @@ EXPECTED = {
 """The fields that may have several types, in words."""
 
 _STRICT = ConfigDict(extra="forbid")
-"""For the administrator: a misspelt name would mean all replicas."""
+"""Strict bodies for the administrator: a misspelt name would mean all replicas."""
 _FORMS = frozenset(
     {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
     | {"json_schema", "regex", "ebnf", "response_format"}
@@ -127,22 +127,22 @@ class GenerationBody(SaltedBody):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
+        """Return whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
+        """Return whether every chunk of a stream has the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def include_stop(self) -> bool:
-        """Whether a stop string is part of the answer that it ends."""
+        """Return whether a stop string is part of the answer that it ends."""
         return bool(self.include_stop_str_in_output or self.no_stop_trim)
 
     @property
     def wants_form(self) -> bool:
-        """Whether any field constrains the form of the answer."""
+        """Return whether any field constrains the form of the answer."""
         return not self.model_fields_set.isdisjoint(_FORMS)
 
     @property

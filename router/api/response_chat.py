@@ -1,4 +1,4 @@
-"""From a body of ``/v1/responses`` to the chat request with the same answer."""
+"""Conversion of a ``/v1/responses`` body to the chat request with the same answer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,7 +39,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "stream_options": ({}, {"include_usage": True}, {"include_obfuscation": False}, {"include_obfuscation": True}),
     "truncation": ("disabled",),
 }
-"""By undeclared field, the values besides null that change nothing."""
+"""Neutral values besides null, by undeclared field."""
 
 _OWN_WORDS = (
     ("messages", "input"),

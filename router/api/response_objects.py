@@ -48,7 +48,7 @@ OutputItem = OutputMessage | OutputThoughts | OutputCall
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where the prompt's KV came from; see ``PromptTokensDetails``."""
+    """Source of the prompt's KV; see ``PromptTokensDetails``."""
 
     cached_tokens: int
     cache_write_tokens: int

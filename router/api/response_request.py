@@ -24,7 +24,9 @@ Included = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""What OpenAI's API may add: log-probabilities, thoughts, and parts of items that answers here do not have."""
+"""Optional contents in OpenAI's API: log-probabilities, thoughts, and parts of items that responses here do not
+have.
+"""
 
 
 class InputPart(Body):
@@ -129,7 +131,7 @@ class TextSettings(Body):
 
 
 class Reasoning(Body):
-    """How the model thinks before it answers."""
+    """Reasoning settings."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -163,7 +165,7 @@ class ResponseRequest(Body):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities are requested in one of the API's two ways."""
+        """Return whether log-probabilities are requested in one of the API's two ways."""
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
 

@@ -8,10 +8,10 @@ from msgspec import UNSET, UnsetType
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where the prompt's KV came from."""
+    """Source of the prompt's KV."""
 
     cached_tokens: int
-    """Not computed, since an earlier request had the same prefix."""
+    """Tokens not computed, because an earlier request had the same prefix."""
     host_tokens: int = 0
     """Cached tokens from host memory; left out if none."""
     storage_tokens: int = 0
@@ -77,7 +77,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None
     stop_reason: StopReason = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """In the choice's first chunk."""
+    """Token ids of the prompt; only in the choice's first chunk."""
     token_ids: Sequence[int] | UnsetType = UNSET
 
 
@@ -173,5 +173,5 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """In a choice's first chunk."""
+    """Token ids of the prompt; only in the choice's first chunk."""
     usage: Usage | UnsetType | None = UNSET

@@ -1,8 +1,4 @@
-"""How answers are written as JSON: the interface, and the shape of ``/v1/chat/completions``.
-
-Thoughts come under both names that clients look for: SGLang's and DeepSeek's ``reasoning_content``, and vLLM's newer
-``reasoning``.
-"""
+"""JSON shape of responses: the interface, and the shape of ``/v1/chat/completions``."""
 
 import time
 from collections import defaultdict
@@ -57,7 +53,7 @@ class Shape(Protocol):
 
 
 class TextShape:
-    """What the shapes of text have in common."""
+    """Common parts of the text shapes."""
 
     def __init__(self, response_id: str, service: Service, body: GenerationBody) -> None:
         self._id = response_id
@@ -95,7 +91,7 @@ class ChatShape(TextShape):
         self._prompt_ids = prompt_ids
         self._with_thoughts = body.include_reasoning is not False
         self._readers = defaultdict[int, MessageReader](new_reader)
-        """By choice."""
+        """Readers by choice."""
 
     def opening(self, first: OutputChunk) -> bytes | None:
         """Return the role."""

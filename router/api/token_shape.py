@@ -1,4 +1,4 @@
-"""How answers of ``/generate`` are written: token ids and their log-probabilities, no text."""
+"""JSON shape of ``/generate`` responses: token ids and their log-probabilities, no text."""
 
 import time
 from collections.abc import Sequence

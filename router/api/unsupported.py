@@ -56,7 +56,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
-"""By undeclared field, the values besides null that change nothing."""
+"""Neutral values besides null, by undeclared field."""
 
 ELSEWHERE: Mapping[str, str] = {
     "input_ids": "/generate calls it prompt_ids",
@@ -70,7 +70,7 @@ ELSEWHERE: Mapping[str, str] = {
     "text": "/v1/completions takes it as prompt",
     "top_logprobs_num": "is called logprobs",
 }
-"""By undeclared field, its name here."""
+"""Baton's name of a field, by undeclared field."""
 
 _SWITCHED_OFF_BY = {"tools": "tool_choice", "functions": "function_call"}
 """Any value of a field changes nothing if this other one is "none"."""

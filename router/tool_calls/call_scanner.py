@@ -31,9 +31,9 @@ class CallScanner:
         self.raw = ""
         """All text that was taken."""
         self.has_begun = False
-        """Whether it is a call."""
+        """True once it is known to be a call."""
         self.is_over = False
-        """Whether the object is complete, or is no call."""
+        """True if the object is complete, or is no call."""
 
     def push(self, text: str) -> tuple[list[Event], str]:
         """Return the events that this text completes, and its part that was not taken."""

@@ -1,4 +1,4 @@
-"""How models write tool calls: detection in the chat template, parsing of answers, and grammars that enforce calls."""
+"""Formats of tool calls: detection in the chat template, parsing of answers, and grammars that enforce calls."""
 
 import json
 import re

@@ -21,7 +21,7 @@ class Llama3Parser:
         self._call: CallScanner | None = None
         self._has_called = False
         self._is_text = False
-        """Whether no call can come any more."""
+        """True once no call can follow."""
 
     def push(self, text: str) -> list[Event]:
         events: list[Event] = []
