@@ -1,5 +1,4 @@
-"""Exponential-race sampling as a function of seed, output position and token id, independent of the rest of the batch.
-"""
+"""Exponential-race sampling by seed, output position and token id, independent of the rest of the batch."""
 
 import hashlib
 from functools import cache

@@ -1,5 +1,4 @@
-"""Measurement of the GPU memory that weights, the largest step and CUDA graphs take, and so of what is left for pages.
-"""
+"""GPU memory that weights, the largest step and CUDA graphs take, and so what is left for pages."""
 
 from collections.abc import Callable
 

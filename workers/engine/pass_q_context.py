@@ -18,8 +18,7 @@ from workers.memory.page_pool import PagePool
 
 
 class PassQContext(StepContext):
-    """Context that gathers new K and V as in gather mode, since they are few here; each rank stores the ones it owns.
-    """
+    """Context that gathers new K and V, few here, as in gather mode; each rank stores the ones it owns."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)

@@ -20,12 +20,11 @@ from workers.device import on_device
 from workers.kernels.attention import MOST_BLOCK_KEYS, Blocks, attend, blocks_for
 
 _FEW_ROWS = 16
-"""Most rows of tiles that are launched separately, as in decode: they are bound by memory, others by arithmetic."""
+"""Most rows of tiles that are launched separately, as in decode: they are memory-bound, others compute-bound."""
 
 
 class TritonAttention:
-    """Attention without key copies; stateless. Queries may have any strides, but the elements of a head are adjacent.
-    """
+    """Attention without key copies; stateless. Queries may have any strides, but the elements of a head are adjacent."""
 
     def prepare(
         self,
