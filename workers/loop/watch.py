@@ -75,7 +75,7 @@ class LoopWatch:
                 return
 
     def _tell(self) -> None:
-        """Log the stuck location from another thread with a time limit, since the loop may be stuck in the log itself."""
+        """Log the stuck location from another thread with a time limit: the loop may be stuck in the log itself."""
         line = "%s stood still for %g s (resources.step_timeout_s) %s; this process ends"
         args = (line, self._name, self._num_still * self._look_s, self._turns.place)
         telling = threading.Thread(target=_log.error, args=args, daemon=True)

@@ -1,4 +1,4 @@
-"""Layerwise loading: a thread copies cached pages into the pool, layer by layer, while the step that reads them runs."""
+"""Layerwise loading: a thread copies cached pages into the pool while the step that reads them runs."""
 
 import threading
 from typing import TYPE_CHECKING

@@ -145,7 +145,7 @@ class Communicator:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Treat this member as a group of one inside the context, so that its own work can be timed. Nothing is sent."""
+        """Treat this member as a group of one inside the context, to time its own work. Nothing is sent."""
         whole = self.rank, self.size, self._backend
         self.rank, self.size, self._backend = 0, 1, None
         try:

@@ -22,7 +22,7 @@ ReplicaStore = TCPStore
 
 
 def open_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
-    """Open the replica's store on a free port of one local address; return it with the port. Called on global rank 0."""
+    """Open the replica's store on a free port of one local address; return it with the port. For global rank 0."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = TCPStore(

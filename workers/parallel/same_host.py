@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def host_identity() -> str | None:
-    """Return an identity shared by processes that can map each other's memory and watch each other; None if none can."""
+    """Return an identity of processes that can map each other's memory and watch each other; None if none can."""
     if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"):
         return None
     try:

@@ -24,7 +24,7 @@ _FEW_ROWS = 16
 
 
 class TritonAttention:
-    """Attention without key copies; stateless. Queries may have any strides, but the elements of a head are adjacent."""
+    """Attention without key copies; stateless. Queries have any strides, but the elements of a head are adjacent."""
 
     def prepare(
         self,
