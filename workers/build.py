@@ -1,4 +1,4 @@
-"""Puts the parts of a worker together from its spec."""
+"""Assembly of a worker's parts from its spec."""
 
 from collections.abc import Callable
 from functools import partial
@@ -41,7 +41,7 @@ from workers.scheduler.steps import StepLimits, StepScheduler
 
 
 def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
-    """What this rank tells the bootstrap service."""
+    """Return the record that this rank registers with the bootstrap service."""
     return RankRow(
         replica=spec.replica,
         role=spec.role,
@@ -62,11 +62,11 @@ def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
 
 
 def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> ReplicaLeader:
-    """The control state of the replica whose rank 0 this is."""
+    """Return the control state of the replica, on its rank 0."""
     me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address)
     depth, make = spec.sizes.pp, _make_decode_leader
     if spec.role is Role.PREFILL:
-        # One more than stages, so that none waits for the word that a step has ended.
+        # One more than stages, so that none waits for the report that a step has ended.
         depth, make = depth + (depth > 1), _make_prefill_leader
     ahead = num_ahead(spec, rank)
     leaders = [make(spec, rank, me, rows, dp_rank, depth + ahead) for dp_rank in range(spec.sizes.dp)]
@@ -74,12 +74,12 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> ReplicaLea
 
 
 def num_ahead(spec: WorkerSpec, rank: Rank) -> int:
-    """Most steps that a rank may begin before the one before them has ended there."""
+    """Return the most steps that a rank may start before the previous ones have ended there."""
     return int(spec.role is Role.DECODE and spec.sizes.pp == 1 and rank.runner.is_asynchronous)
 
 
 def _make_allocator(spec: WorkerSpec, rows: list[RankRow]) -> tuple[PageAllocator, Tiers | None]:
-    """With the tiers below it, if there are any."""
+    """Return the allocator, and the tiers below it, if any."""
     num_owners = rows[0].num_owners
     tree = PrefixTree(num_owners) if spec.config.kv.prefix_cache else None
     # Stages differ in layers, and so in pages.
@@ -154,7 +154,7 @@ def _make_prefill_leader(
 def make_tier_worker(
     spec: WorkerSpec, rank: Rank, rows: list[RankRow], open_outbox: Callable[[], Outbox]
 ) -> TierWorker:
-    """Return what does this rank's part of tier jobs."""
+    """Return the worker for this rank's part of tier jobs."""
     if rank.host_region is None:
         return NoTierWorker()
     memory = TierMemory(rank.memory, rank.host_region)
@@ -187,7 +187,7 @@ def make_tiers(config: HicacheConfig, tree: PrefixTree, rows: list[RankRow]) -> 
 def make_kv_sender(
     spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox, on_failure: Callable[[Exception], None]
 ) -> KvSender:
-    """What sends this rank's part of finished KV."""
+    """Return the sender of this rank's part of finished KV."""
     return KvSender(
         prefill=Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address),
         row=rows[spec.global_rank],
@@ -205,12 +205,12 @@ def make_kv_sender(
 def make_page_checker(
     spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox, on_failure: Callable[[Exception], None]
 ) -> PageChecker:
-    """What compares this rank's pages with what was sent."""
+    """Return the checker that compares this rank's pages with what was sent."""
     return PageChecker(rows[spec.global_rank], rank.memory.region.buffer, rows[0].address, outbox, on_failure)
 
 
 def make_timeline(spec: WorkerSpec, rank: Rank, room: Room, now_s: float) -> Timeline:
-    """What this rank kept of a timed request, and keeps no longer."""
+    """Return this rank's trace of a request, and forget it."""
     log = rank.step_recorder.recorder.take(room, now_s)
     return Timeline(
         room=room,

@@ -1,4 +1,4 @@
-"""The device that a worker computes on: a CPU or a GPU, its events and copies, and what computes on it."""
+"""Device that a worker computes on: a CPU or a GPU, with its events and copies."""
 
 import ctypes
 import platform
@@ -11,14 +11,14 @@ from cluster.spec.config import Device
 from cluster.spec.errors import UserError
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Names of mallopt(3)."""
+"""Parameter numbers of mallopt(3)."""
 _KEPT_BYTES = 512 << 20
 _LARGEST_BYTES = 32 << 20
-"""The most that glibc allows."""
+"""Largest threshold that glibc allows."""
 
 
 def open_device(device: Device) -> torch.device:
-    """The CPU, or this process's first GPU, which becomes its current one.
+    """Return the CPU, or this process's first GPU after making it current.
 
     Raises:
         UserError: torch sees no GPU.
@@ -33,22 +33,24 @@ def open_device(device: Device) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was started on a GPU; a CPU is never ahead."""
+    """Wait for everything started on a GPU; a CPU is never ahead."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 Event = torch.cuda.Event
-"""Comes when what was started on a GPU before is done. Where an event is optional, None means that it has come."""
+"""Event that completes when everything started on a GPU before it is done. Where an event is optional, None counts as
+complete.
+"""
 
 
 def event_on(device: torch.device) -> Event | None:
-    """Record an event behind everything that this thread has started on a GPU so far; None on a CPU."""
+    """Record an event after everything that this thread has started on a GPU so far; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 class Arriving:
-    """Tensors on their way to the host, from now on: what is started later does not hold them up."""
+    """Tensors in transit to the host; work started later does not delay them."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._on_host = tensors
@@ -62,37 +64,39 @@ class Arriving:
 
     @property
     def is_there(self) -> bool:
-        """Whether nobody would wait for them."""
+        """Return whether `wait` would not block."""
         return self._there is None or bool(self._there.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """They are there on return."""
+        """Wait for the tensors and return them."""
         if self._there is not None:
             self._there.synchronize()
         return self._on_host
 
 
 def on_device(on_cpu: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same there; the host goes on at once, whatever a GPU is at. Torch keeps the pinned copy until then."""
+    """Return a copy on the device without making the host wait. Torch keeps the pinned copy until the transfer is
+    done.
+    """
     if device.type == "cpu":
         return on_cpu
     return on_cpu.pin_memory().to(device, non_blocking=True) if on_cpu.numel() else on_cpu.to(device)
 
 
 def index_on(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Whole numbers there, such as rows for an index: a list would be copied while the host waits."""
+    """Return integers on the device, such as rows for an index: torch would copy a list while the host waits."""
     return on_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
 
 
 def has_kernels(x: torch.Tensor) -> bool:
-    """Return whether a kernel of workers.kernels computes what is done with ``x``; else torch does."""
+    """Return whether the kernels of workers.kernels apply to ``x``; otherwise torch computes."""
     return x.is_cuda
 
 
 def use_cpu(num_threads: int) -> None:
     """Set the number of computing threads, and keep freed memory for the next layer.
 
-    Without the latter every large activation is new memory from the system, which clears it page by page: 6 % of the
+    Otherwise every large activation would be new memory from the system, which clears it page by page: 6 % of the
     time of a prefill step of 4096 tokens.
     """
     torch.set_num_threads(num_threads)

@@ -1,4 +1,4 @@
-"""Processes of this machine that a caller gives a worker and calls over a pipe. Imports nothing heavy."""
+"""Worker processes on this machine, called over a pipe. Imports nothing heavy."""
 
 import multiprocessing
 import os
@@ -13,20 +13,21 @@ from cluster.spec.errors import BatonError
 
 ANSWER_TIMEOUT_S = 600.0
 _EXIT_S = 10.0
-"""Longest wait for the end of a process that has nothing more to do."""
+"""Longest wait for an idle process to end."""
 WORKER = "workers.worker:Worker"
 
 _context = multiprocessing.get_context("forkserver")
-# What takes workers seconds to import, torch above all, is imported once, by the process that they are forked from.
+# Modules that take workers seconds to import, torch above all, are imported once, by the process that they are forked
+# from.
 _context.set_forkserver_preload([WORKER.partition(":")[0]])
 
 
 class RemoteError(BatonError):
-    """A worker process answered a call with an error, or died."""
+    """Error of a worker process that answered a call with an error, or died."""
 
 
 class WorkerProcess:
-    """A process for one worker after another, called over a pipe; starting it costs seconds, so it is reused.
+    """Process for a series of workers, called over a pipe; starting it costs seconds, so it is reused.
 
     ``worker`` names the class as "module:class"; it has a ``close``. The process that calls does not import it.
     """
@@ -45,12 +46,12 @@ class WorkerProcess:
             raise self._death() from None
 
     def result(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-        """What the last call returned; raises RemoteError with the worker's own words."""
+        """Return the last call's result; raises RemoteError with the worker's own message."""
         try:
             if not self._pipe.poll(timeout_s):
                 raise RemoteError(f"worker process {self._process.pid} did not answer within {timeout_s} s")
             ok, value = self._pipe.recv()
-        # The latter when it has died before it took the call from the pipe.
+        # The latter if it has died before it took the call from the pipe.
         except (EOFError, ConnectionError):
             raise self._death() from None
         if not ok:
@@ -70,14 +71,14 @@ class WorkerProcess:
             self._process.join()
 
     def _death(self) -> RemoteError:
-        # The pipe breaks a moment before the exit code is known.
+        # The pipe breaks shortly before the exit code is known.
         self._process.join(_EXIT_S)
         return RemoteError(f"worker process {self._process.pid} died, exit code {self._process.exitcode}")
 
 
 def _serve(pipe: Connection, name: str, environ: Mapping[str, str]) -> None:
-    """The worker process: answer calls until the pipe closes. ``make`` replaces the worker by a new one."""
-    # What it is forked from has the environment of long ago.
+    """Run the worker process: answer calls until the pipe closes. ``make`` replaces the worker by a new one."""
+    # The process that it is forked from has an outdated environment.
     os.environ.clear()
     os.environ.update(environ)
     # Ctrl-C reaches the whole terminal; the caller ends this process by closing the pipe.

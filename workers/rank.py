@@ -1,4 +1,4 @@
-"""The device side of one worker: model, groups, page pool in transfer memory, and the runner over them."""
+"""Device side of one worker: model, groups, page pool in transfer memory, and the runner over them."""
 
 import logging
 from collections.abc import Callable
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """Everything of one worker that lives as long as its process."""
+    """Parts of one worker that live as long as its process."""
 
     geometry: KvGeometry
     layout: PoolLayout
@@ -52,23 +52,23 @@ class Rank:
     """The page pool, and the memory by which peers reach it."""
     backend: TransferBackend
     host_region: Region | None
-    """Memory for cached pages beside the pool."""
+    """Memory for cached pages in addition to the pool."""
     weights: str
-    """Digest of what the weights are; only where pages may be stored under it."""
+    """Digest of the weights, if pages may be stored under it; empty otherwise."""
     model: DecoderModel
     runner: ModelRunner
     step_recorder: StepRecorder
     model_shape: ModelShape
     rates: Rates
-    """As the slowest rank of the replica measured them; on decode, where nothing is chosen by them, the defaults."""
+    """Rates of the slowest rank of the replica; defaults on decode, which chooses nothing by them."""
     grammars: Grammars | None
-    """Where tokens are drawn."""
+    """Grammars on ranks that sample."""
     groups: RankGroups
     pinned: PinnedMemory
-    """Host memory of both regions, where there is a GPU."""
+    """Pinned host memory of both regions, if there is a GPU."""
 
     def close(self) -> None:
-        """Give back transfer memory; peers that write from now on fail."""
+        """Release transfer memory; peers that write from now on fail."""
         with ExitStack() as closing:  # the last one first
             if self.grammars is not None:
                 closing.callback(self.grammars.close)
@@ -79,7 +79,7 @@ class Rank:
 def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
     """Join the groups, load the weights, allocate the pool. Every rank of the replica calls this."""
     with ExitStack() as on_failure:
-        # Peers that wait for this rank, to meet it or while they warm up, end now, instead of after the timeout.
+        # Peers that wait for this rank, to join a group or warm up, end now, instead of after the timeout.
         on_failure.callback(leave_store, store, spec.global_rank)
         # Before the groups, which only ranks that have their GPUs can join.
         device = open_device(spec.config.resources.device)
@@ -159,7 +159,7 @@ def _make_runner(
     groups: RankGroups,
     grammars: Grammars | None,
 ) -> ModelRunner:
-    """Warm."""
+    """Return a runner that is warmed up."""
     runner = ModelRunner(
         model,
         memory.pool,
@@ -175,14 +175,14 @@ def _make_runner(
 
 
 def _make_captures(spec: WorkerSpec, device: torch.device) -> Callable[[], Capture] | None:
-    """Return what makes captures of decode steps, where that is done."""
+    """Return a factory of captures of decode steps; None if none are captured."""
     if not captures_decode(spec.config, spec.pool):
         return None
     return partial(GraphCapture, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def host_bytes_of(spec: WorkerSpec, layout: PoolLayout) -> int:
-    """Host memory for cached pages that this worker takes: whole pages, and none where nothing is cached."""
+    """Return the bytes of host memory for cached pages on this worker: whole pages, and none if nothing is cached."""
     if not spec.config.kv.prefix_cache:
         return 0
     return spec.config.hicache.host_bytes(layout.pool_bytes) // layout.page_bytes * layout.page_bytes

@@ -1,4 +1,4 @@
-"""One rank of one replica: its work loop, and what surrounds it. Plain Python: whoever starts processes makes one.
+"""Worker process of one rank of one replica: its work loop and lifecycle. Plain Python, independent of what starts it.
 
 Every rank computes the steps that the leader plans, and sends its part of the finished KV. A rank that raises ends its
 replica.
@@ -45,18 +45,18 @@ from workers.parallel.traffic import HANDOFF, Traffic
 from workers.rank import Rank, load_rank
 
 PAUSE_S = 1e-4
-"""Between two looks at the inbox while a step goes on by itself: the next plan is to find the GPU busy."""
+"""Interval between checks of the inbox while a step runs by itself: short, so that the next plan finds the GPU busy."""
 
 
 class Worker:
-    """One process's part of a replica: ``load`` on every rank, then ``run`` on every rank with everybody's rows."""
+    """One process's part of a replica: ``load`` on every rank, then ``run`` on every rank with all ranks' records."""
 
     def __init__(self, spec: WorkerSpec, model_folder: Path, rendezvous: Rendezvous | None) -> None:
-        """Without a rendezvous nothing is registered, and the table comes to the leader as messages."""
+        """Build a worker; without a rendezvous nothing is registered, and the table reaches the leader as messages."""
         use_cpu(spec.config.resources.threads_per_worker)
         self.spec = spec
         self.turns = Turns()
-        """Progress of the loop of ``run``, for whoever watches it."""
+        """Heartbeat of the loop of ``run``, for a watchdog."""
         self._model_folder = model_folder
         self._rendezvous = rendezvous
         self._clock = SystemClock()
@@ -66,22 +66,22 @@ class Worker:
         self._rank: Rank | None = None
         self._num_sent_bytes = 0
         self._failure: Exception | None = None
-        """Why this rank must end, as another of its threads found."""
+        """Error of another thread of this rank, which must end because of it."""
 
     def open_store(self) -> str:
-        """On global rank 0: open the store at which the ranks meet; returns its ``host:port``."""
+        """Open the store at which the ranks meet, on global rank 0; return its ``host:port``."""
         self._store, port = open_store(self.spec.host, self.spec.config.resources.start_timeout_s)
         return f"{self.spec.host}:{port}"
 
     def load(self, store_address: str) -> RankRow:
-        """Meet the other ranks, load the weights, allocate the pool, warm up; returns this rank's record."""
+        """Join the other ranks, load the weights, allocate the pool, warm up; return this rank's record."""
         if self._store is None:
             self._store = join_store(store_address, self.spec.config.resources.start_timeout_s)
         self._rank = load_rank(self.spec, self._model_folder, self._store)
         return make_row(self.spec, self._rank, self._inbox.address)
 
     def configure(self, config: DeployConfig) -> None:
-        """Between runs: take over settings that do not change what was loaded."""
+        """Apply settings, between runs, that do not change what was loaded."""
         self.spec = replace(self.spec, config=config)
 
     def run(self, rows: list[RankRow]) -> None:
@@ -111,20 +111,22 @@ class Worker:
             self._num_sent_bytes += sender.num_sent_bytes
 
     def traffic(self) -> Traffic:
-        """Between runs: bytes that this rank has taken from others and sent to decode since it was loaded."""
+        """Return, between runs, the bytes that this rank has received from others and sent to decode since it was
+        loaded.
+        """
         assert self._rank is not None, "traffic before load"
         return self._rank.groups.received() + Traffic({HANDOFF: self._num_sent_bytes})
 
     def stop(self, reason: str) -> None:
-        """From any thread: make ``run`` return after the step at hand."""
+        """Make ``run`` return after the current step; any thread may call this."""
         self._post(Shutdown(reason=reason))
 
     def drain(self) -> None:
-        """From any thread: take no new requests, finish those at hand."""
+        """Take no new requests and finish the current ones; any thread may call this."""
         self._post(Drain())
 
     def close(self) -> None:
-        """Give back the inbox and the transfer memory; after ``run``."""
+        """Release the inbox and the transfer memory; call after ``run``."""
         self._inbox.close()
         if self._rank is not None:
             self._rank.close()
@@ -137,7 +139,7 @@ class Worker:
         return RemoteLeader(self.spec, rank, rows[0].address, ahead, self._inbox, outbox, self._clock)
 
     def _work(self, link: LeaderLink, steps: RankSteps, parts: "_Parts") -> None:
-        """Until Shutdown: hand messages out, begin the steps that are planned, end those that are over."""
+        """Run until Shutdown: dispatch messages, start planned steps, and end finished ones."""
         is_stopping = False
         while not is_stopping:
             self.turns.at(BETWEEN_STEPS)
@@ -155,7 +157,7 @@ class Worker:
             link.end_round(is_busy=steps.num_begun > 0)
 
     def _hand_out(self, messages: Iterable[Message], link: LeaderLink, parts: "_Parts") -> bool:
-        """Give every message to the part it is for; returns whether the loop is to end."""
+        """Dispatch every message to its part; return whether the loop must end."""
         for message in messages:
             match message:
                 case Shutdown():
@@ -178,7 +180,7 @@ class Worker:
 
     @contextmanager
     def _showing_life(self, rows: list[RankRow], link: LocalLeader | RemoteLeader) -> Iterator[None]:
-        """Renew the replica's lease, or show that this rank lives."""
+        """Renew the replica's lease, or report that this rank is alive, inside the context."""
         if self._rendezvous is None:
             yield
         elif isinstance(link, LocalLeader):
@@ -213,7 +215,7 @@ class Worker:
         return self.spec.config.resources.heartbeat_s
 
     def _fail(self, error: Exception) -> None:
-        """On another thread: a rank that nobody can find, or that has lost a thread, must not go on."""
+        """End the rank from another thread: one that nobody can find, or that has lost a thread, must not continue."""
         self._failure = error
         self.stop(str(error) or repr(error))
 
@@ -224,7 +226,7 @@ class Worker:
 
 
 class _Parts(NamedTuple):
-    """Workers beside a rank's steps."""
+    """Parts of a worker besides its steps."""
 
     sender: KvSender
     checker: PageChecker

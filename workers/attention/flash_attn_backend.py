@@ -1,4 +1,4 @@
-"""Attention by the flash_attn package, for the calls that it can do; the others go to the Triton backend."""
+"""Attention by the flash_attn package, for the calls that it supports; others use the Triton backend."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -21,9 +21,9 @@ PAGE_MULTIPLE = 256
 
 
 class FlashAttention:
-    """For bf16, positions in steps of one, and keys of each run that are one range up to its last query.
+    """Attention in bf16, for positions in steps of one and for runs whose keys are one range up to the last query.
 
-    Layers with a window, or with values of another width than keys, are Triton's.
+    Layers with a window, or whose values and keys differ in width, use Triton.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,6 @@ class FlashAttention:
         page_size: int,
         key_lens: Sequence[int] | None = None,
     ) -> StepAttention:
-        """See AttentionBackend."""
         num_keys = [run.last_position + 1 if key_lens is None else key_lens[run.request] for run in runs]
         is_regular = all(run.count and (run.step == 1 or key_lens is not None) for run in runs) and all(num_keys)
         if not runs or not is_regular or page_size % PAGE_MULTIPLE:
@@ -46,7 +45,6 @@ class FlashAttention:
         return _FlashStep(ranges, tables, partial(self._triton.prepare, runs, page_tables, page_size, key_lens))
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
-        """See AttentionBackend."""
         items = row_items(query_runs, key_runs)
         segments = [item.segments[0] for item in items if len(item.segments) == 1]
         next_keys = list(accumulate((segment.stop for segment in segments), initial=0))
@@ -63,17 +61,17 @@ class FlashAttention:
         return self._triton.prepare_rows(query_runs, key_runs)
 
     def prepare_graph(self, shape: GraphShape) -> None:
-        """See AttentionBackend; none, for the package's launches follow the requests' lengths."""
+        """Return None: the package's launches depend on the requests' lengths."""
 
 
 class _Ranges:
-    """Queries and keys of each run; those of a causal one end with the same token."""
+    """Queries and keys of each run; causal ones end with the same token."""
 
     def __init__(self, num_queries: Sequence[int], num_keys: Sequence[int], *, is_causal: bool) -> None:
         self.num_keys = sum(num_keys)
         self._most = max(num_queries), max(num_keys)
         self._is_causal = is_causal
-        # Calibration makes a GPU the default device, but only memory of the host can be pinned.
+        # Calibration makes a GPU the default device, but only host memory can be pinned.
         self._ends = [
             torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device="cpu") for lens in (num_queries, num_keys)
         ]
@@ -102,7 +100,6 @@ class _FlashStep:
         self._ranges, self._tables, self._triton = ranges, tables, cache(prepare_triton)
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
-        """See StepAttention."""
         if _is_tritons(key_pages, value_pages, params):
             return self._triton().attend(query, key_pages, value_pages, params)
         key, value = (pages.transpose(1, 2) for pages in (key_pages, value_pages))
@@ -116,7 +113,6 @@ class _FlashRows:
         self._ranges, self._triton = ranges, cache(prepare_triton)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
-        """See RowAttention."""
         if _is_tritons(key, value, params):
             return self._triton().attend(query, key, value, params)
         num_keys = self._ranges.num_keys

@@ -1,4 +1,4 @@
-"""The attention backend's interface: queries of some runs against paged keys and values, as a mergeable partial."""
+"""Interface of attention backends: queries of some runs over paged keys and values, as a mergeable partial."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ class StepAttention(Protocol):
         """Return attention of ``query [tokens, heads, D]``, rows in the order of the runs.
 
         ``key_pages [page, kv_head, slot, D]`` and ``value_pages [page, kv_head, slot, V]`` are one layer's, strided;
-        heads are a multiple of kv_heads. ``prepare`` was given the keys that a query sees, of which ``params`` may
-        leave the latest only. Returns new tensors: out ``[tokens, heads, V]`` in the query's dtype.
+        heads are a multiple of kv_heads. ``prepare`` determines the keys that a query sees; a window in ``params``
+        keeps only the latest of them. Returns new tensors: out ``[tokens, heads, V]`` in the query's dtype.
         """
 
 
 class RowAttention(Protocol):
-    """Attention of one rank's queries over keys that lie in rows, prepared once a step and called for every layer."""
+    """Attention of one rank's queries over keys stored in rows, prepared once per step and called for every layer."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
         """Return attention of ``query [tokens, heads, D]`` over ``key [rows, kv_heads, D]`` and ``value``, strided.
 
-        Rows lie in the order of the runs given to ``prepare_rows``. A query that sees no row has the empty partial.
+        Rows lie in the order of the runs given to ``prepare_rows``. A query that sees no row gets the empty partial.
         Returns new tensors: out ``[tokens, heads, V]`` in the query's dtype.
         """
 
@@ -43,7 +43,7 @@ class GraphShape:
 
     num_requests: int
     most_pages: int
-    """Of one request."""
+    """Most pages of one request."""
     page_size: int
     num_heads: int
     num_kv_heads: int
@@ -53,10 +53,10 @@ class GraphShape:
 
 
 class GraphAttention(Protocol):
-    """Attention of one token of each request, whose inputs lie at fixed addresses: a graph may capture ``attend``."""
+    """Attention of one token per request with inputs at fixed addresses, so that a graph may capture ``attend``."""
 
     def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
-        """Set what the next steps attend to, before each replay; asynchronous on a GPU.
+        """Set the inputs of the next steps before each replay; asynchronous on a GPU.
 
         Args:
             num_keys: keys that each request's token sees, at least one.
@@ -68,7 +68,7 @@ class GraphAttention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """A way to compute attention; stateless, one for a worker."""
+    """One implementation of attention; stateless, one per worker."""
 
     def prepare(
         self,

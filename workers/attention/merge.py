@@ -1,4 +1,4 @@
-"""The one merge of attention partials: ring steps, cached prefix with new tokens, and split KV all join here."""
+"""Merge of attention partials: ring steps, cached prefix with new tokens, and split KV."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from workers.device import has_kernels
 class Partial(NamedTuple):
     """Attention of some queries over some of their keys.
 
-    A query that saw no key has out 0 and lse -inf; such rows merge without a trace and without NaN.
+    A query that saw no key has out 0 and lse -inf; merging such rows changes nothing and yields no NaN.
     """
 
     out: Tensor
@@ -22,7 +22,7 @@ class Partial(NamedTuple):
 
 
 def empty_partial(query: Tensor, value_dim: int | None = None) -> Partial:
-    """Return the partial of queries ``[..., heads, dim]`` that saw no key; values are as wide as keys for None."""
+    """Return the partial of queries ``[..., heads, dim]`` that saw no key; ``value_dim`` None means as wide as keys."""
     shape = query.shape[:-1]
     out = query.new_zeros(*shape, query.shape[-1] if value_dim is None else value_dim)
     return Partial(out, query.new_full(shape, -torch.inf, dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""Attention on a CPU in bf16, by the library of attention.cpp, straight from where keys and values lie."""
+"""Attention on a CPU in bf16, by the library of attention.cpp, reading keys and values in place."""
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
@@ -17,17 +17,17 @@ from workers.native.compile import CannotCompileError, Compiler, compiled_librar
 from workers.native.library import Library
 
 _ONE_PAGE = 1 << 62
-"""Page size of keys that lie in rows."""
+"""Page size for keys stored in rows."""
 _FIRST_PAGE = torch.zeros(1, dtype=torch.int64)
 
 
 class _Item(NamedTuple):
-    """The fields of Item in attention.cpp. Query i sees keys 0..ahead + i * step, as far as there are."""
+    """Fields of Item in attention.cpp. Query i sees keys 0..ahead + i * step, as far as they exist."""
 
     first_query: int
     num_queries: int
     table: int
-    """Start of the page numbers among those of all items."""
+    """Start of this item's page numbers in the table of all items."""
     first_key: int
     num_keys: int
     ahead: int
@@ -41,10 +41,10 @@ class _Item(NamedTuple):
 
 
 class NativeAttention:
-    """Copies no keys and needs no merge within a run; stateless, on as many threads as torch has."""
+    """Attention without key copies or merges within a run; stateless, with as many threads as torch has."""
 
     def __init__(self, compiler: Compiler | None = None) -> None:
-        """Compile the library if this machine has none yet; CannotCompileError says why there is none."""
+        """Compile the library if this machine has none yet; CannotCompileError gives the reason if that fails."""
         path = compiled_library(compiler or find_compiler())
         try:
             self._library = Library(path, torch.get_num_threads())
@@ -58,7 +58,6 @@ class NativeAttention:
         page_size: int,
         key_lens: Sequence[int] | None = None,
     ) -> StepAttention:
-        """See AttentionBackend."""
         lens = [len(table) for table in page_tables]
         pieces, tables = paged_pieces(runs, key_lens), list(accumulate(lens, initial=0))
         for piece in pieces:
@@ -67,16 +66,13 @@ class NativeAttention:
         return _NativeStep(self._library, items, torch.cat([_FIRST_PAGE[:0], *page_tables]), page_size)
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
-        """See AttentionBackend."""
         return _NativeRows(self._library, [_Item.of(piece, 0) for piece in row_pieces(query_runs, key_runs)])
 
     def prepare_graph(self, shape: GraphShape) -> None:
-        """See AttentionBackend; none on a CPU."""
+        """Return None: a CPU has no graphs."""
 
 
 class _NativeStep:
-    """Queries over pages."""
-
     def __init__(self, library: Library, items: Sequence[_Item], tables: Tensor, page_size: int) -> None:
         self._library = library
         self._items = _as_tensor(items)
@@ -86,7 +82,6 @@ class _NativeStep:
         self._num_pages = int(tables.max()) + 1 if len(tables) else 0
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
-        """See StepAttention."""
         assert self._num_queries <= len(query), f"{len(query)} queries, {self._num_queries} in the runs"
         _check(key_pages, value_pages, params)
         assert self._num_pages <= len(key_pages), f"page {self._num_pages - 1} of {len(key_pages)}"
@@ -99,7 +94,7 @@ class _NativeStep:
 
 
 class _NativeRows:
-    """Queries over rows, which are one page. Pieces may share queries and so go one by one."""
+    """Queries over rows, treated as one page. Pieces may share queries, so they run one by one."""
 
     def __init__(self, library: Library, items: Sequence[_Item]) -> None:
         self._library = library
@@ -108,7 +103,6 @@ class _NativeRows:
         self._num_keys = max((item.first_key + item.num_keys for item in items), default=0)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
-        """See RowAttention."""
         assert self._num_queries <= len(query), f"{len(query)} queries, {self._num_queries} in the runs"
         _check(key, value, params)
         assert self._num_keys <= len(key), f"{len(key)} keys, {self._num_keys} in the runs"

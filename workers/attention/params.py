@@ -1,4 +1,4 @@
-"""How a layer attends, and what a backend may lack to do so."""
+"""Parameters of a layer's attention, and features that a backend may lack."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,12 +18,12 @@ ALL_FEATURES = frozenset(Feature)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionParams:
-    """How one layer attends, given with every call. The width of values is read off the values."""
+    """Attention parameters of one layer, passed with every call. The width of values is read from the values."""
 
     scale: float
-    """Factor of the products of queries and keys."""
+    """Scale of the products of queries and keys."""
     window: int | None = None
-    """Number of latest keys that a query sees, its own token's among them; None for all."""
+    """Number of latest keys that a query sees, including its own token's; None for all."""
     sinks: Tensor | None = None
     """``[heads]`` fp32: scores, already scaled, that join each head's softmax without a value.
 

@@ -1,4 +1,4 @@
-"""Pieces: which keys at hand some queries see, read off runs alone. No torch, no I/O."""
+"""Pieces: the local keys that some queries see, derived from runs alone. No torch, no I/O."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from workers.attention.runs import Run
 
 
 class Piece(NamedTuple):
-    """Adjacent rows of queries and the range of keys that they see a part of; neither is empty.
+    """Adjacent query rows and the range of keys that they see part of; neither is empty.
 
-    Query i of the piece sees its keys ``behind + i * step`` to ``ahead + i * step``, as far as there are.
+    Query i of the piece sees its keys ``behind + i * step`` to ``ahead + i * step``, as far as they exist.
     """
 
     request: int
@@ -20,7 +20,7 @@ class Piece(NamedTuple):
     ahead: int
     step: int
     behind: int | None = None
-    """None where only the range of keys bounds what is seen."""
+    """First visible key of query 0; None if only the range of keys is the bound."""
 
     @property
     def num_queries(self) -> int:
@@ -32,12 +32,12 @@ class Piece(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Whether every query sees every key."""
+        """Return whether every query sees every key."""
         return self.behind is None and self.ahead >= self.num_keys - 1
 
 
 def paged_pieces(runs: Sequence[Run], key_lens: Sequence[int] | None, window: int | None = None) -> list[Piece]:
-    """Return one piece for each run that sees any key, keys being numbered by their places in a request's pages.
+    """Return one piece for each run that sees any key, keys being numbered by their index in a request's pages.
 
     The arguments are those of ``AttentionBackend.prepare``.
     """
@@ -59,7 +59,7 @@ def row_pieces(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int |
     """Put every pair of a query and a key of one request, the key not at a later position, in exactly one piece.
 
     Rows lie in the order of the runs. Runs that overlap have one step, unless one of them is a single token; with a
-    window, this holds for all. What a run of queries sees in adjacent rows is one piece where there is no window.
+    window, this holds for all. Without a window, the adjacent rows that a run of queries sees are one piece.
     """
     key_rows: defaultdict[int, list[tuple[Run, slice]]] = defaultdict(list)
     for key, rows in zip(key_runs, _rows_of(key_runs), strict=True):
@@ -85,7 +85,7 @@ def _of_pair(query: Run, queries: slice, key: Run, keys: slice, window: int | No
     step = key.step if query.count == 1 else query.step
     assert key.count == 1 or key.step == step, f"{query} overlaps {key}, whose step is another"
     distance = query.first_position - key.first_position
-    # Query i of the run sees the keys up to ahead + i, and none before the first one at hand.
+    # Query i of the run sees the keys up to ahead + i, and none before the first local one.
     ahead = distance // step
     first = max(-ahead, 0)
     if first >= query.count:
@@ -97,7 +97,7 @@ def _of_pair(query: Run, queries: slice, key: Run, keys: slice, window: int | No
 
 
 def _from(piece: Piece, behind: int) -> list[Piece]:
-    """Bound a piece to the keys from ``behind + i * step`` on; leave out queries and keys that are left with none."""
+    """Bound a piece to the keys from ``behind + i * step`` on; drop queries and keys left without any."""
     num_queries = min(piece.num_queries, -(-(piece.num_keys - behind) // max(piece.step, 1)))
     if num_queries <= 0 or behind > piece.ahead:
         return []

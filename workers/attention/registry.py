@@ -1,4 +1,4 @@
-"""Attention backends by name, each imported when first wanted, so that a machine needs only its own libraries."""
+"""Attention backends by name, each imported at first use, so that a machine needs only its own libraries."""
 
 import logging
 from collections.abc import Iterable, Set
@@ -16,7 +16,7 @@ from workers.native.compile import CannotCompileError, find_compiler
 
 
 class Entry(NamedTuple):
-    """Where a backend is, and what it is for."""
+    """Location and purpose of a backend."""
 
     target: str
     devices: tuple[str, ...]
@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     is_bf16_only: bool = False
 
     def suits(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return whether it computes there, and in this dtype."""
+        """Return whether the backend supports a device and dtype."""
         return device.type in self.devices and (dtype == torch.bfloat16 or not self.is_bf16_only)
 
 
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """A backend, and the reason for it."""
+    """Chosen backend and the reason."""
 
     name: str
     backend: AttentionBackend
@@ -47,7 +47,7 @@ class Choice(NamedTuple):
 
 
 def load_backend(name: str) -> AttentionBackend:
-    """Return the backend of a name; UserError lists the known ones, or says what is not installed."""
+    """Return the backend of a name; UserError lists the known ones, or names the missing package."""
     if name not in BACKENDS:
         raise UserError(f"unknown attention backend {name!r}; allowed: {', '.join(sorted(BACKENDS))}")
     module, _, attribute = BACKENDS[name].target.partition(":")
@@ -63,7 +63,7 @@ def choose_backend(
 ) -> Choice:
     """Return the backend of ``resources.attention``, or for ``auto`` the fastest on this machine.
 
-    The native one is compiled if need be. ``needs`` are the features that the model's layers ask for.
+    The native one is compiled if necessary. ``needs`` are the features that the model's layers require.
 
     Raises:
         UserError: the backend is not for this device, dtype or model, or is not installed.

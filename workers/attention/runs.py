@@ -1,4 +1,4 @@
-"""Runs: tokens at regular positions of one request, off which causality is read. No torch, no I/O."""
+"""Runs: tokens at regular positions of one request, which determine causality. No torch, no I/O."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``count`` tokens of one request at positions first, first + step, ...; positions count the cached prefix."""
+    """Tokens of one request, ``count`` in number, at positions first, first + step, ...; positions include the cached
+    prefix.
+    """
 
     request: int
     first_position: int
@@ -15,7 +17,6 @@ class Run:
 
     @property
     def last_position(self) -> int:
-        """Position of the last token."""
         return self.first_position + (self.count - 1) * self.step
 
 

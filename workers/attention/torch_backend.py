@@ -1,4 +1,4 @@
-"""Attention in plain torch: the reference on any device, and what a CPU without the native library computes with.
+"""Attention in plain torch: the reference on any device, and the CPU's path without the native library.
 
 T: queries, S: keys, H: kv heads, G: query heads a kv head, D and V: dims of a key and of a value.
 """
@@ -18,11 +18,11 @@ from workers.attention.runs import Run
 
 BLOCK_KEYS = 1 << 13
 MOST_SCORES = 1 << 24
-"""Scores that exist at once, unless those of one query with a block of keys are more; 64 MiB of them."""
+"""Scores that exist at once, 64 MiB, unless one query with one block of keys has more."""
 
 
 class TorchAttention:
-    """Exact attention, in fp32 but for torch's own kernel, which has prompts on a CPU where it can do them."""
+    """Exact attention in fp32, except for prompts on a CPU that torch's own kernel supports."""
 
     def prepare(
         self,
@@ -31,15 +31,13 @@ class TorchAttention:
         page_size: int,
         key_lens: Sequence[int] | None = None,
     ) -> "_PagedStep":
-        """See AttentionBackend."""
         return _PagedStep(runs, page_tables, page_size, key_lens)
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> "_Rows":
-        """See AttentionBackend."""
         return _Rows(query_runs, key_runs)
 
     def prepare_graph(self, shape: GraphShape) -> None:
-        """See AttentionBackend; none, for its shapes follow the requests' lengths."""
+        """Return None: shapes depend on the requests' lengths."""
 
 
 class _PagedStep:
@@ -52,7 +50,6 @@ class _PagedStep:
         self._pieces = cache(partial(paged_pieces, runs, key_lens))
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
-        """See StepAttention."""
         result = empty_partial(query, value_pages.shape[-1])
         for piece in self._pieces(params.window):
             first_page = piece.key.start // self._page_size
@@ -73,7 +70,6 @@ class _Rows:
         self._pieces = cache(partial(row_pieces, query_runs, key_runs))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
-        """See RowAttention."""
         result = empty_partial(query, value.shape[-1])
         for piece in self._pieces(params.window):
             keys, values = (x[piece.key].transpose(0, 1) for x in (key, value))
@@ -85,11 +81,11 @@ class _Rows:
 
 
 def attend_piece(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: float) -> Partial:
-    """Attend with a piece's queries ``[T, heads, D]`` to its keys ``[H, S, D]`` and values ``[H, S, V]``."""
+    """Compute attention of a piece's queries ``[T, heads, D]`` over its keys ``[H, S, D]`` and values ``[H, S, V]``."""
     is_triangle = piece.behind is None and piece.step == 1
     if query.device.type == "cpu" and len(query) > 1 and (piece.is_full or is_triangle) and key.shape == value.shape:
         return _by_torch(query, key, value, None if piece.is_full else piece.ahead, scale)
-    # A block's sums of weighted values are merged in fp32, and rounded when all are there.
+    # Partial sums of blocks are merged in fp32, and rounded once at the end.
     step = max(MOST_SCORES // (query.shape[1] * min(piece.num_keys, BLOCK_KEYS)), 1)
     parts = [
         _attend_queries(query[first : first + step].float() * scale, key, value, piece, first)
@@ -100,7 +96,7 @@ def attend_piece(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale:
 
 
 def _attend_queries(query: Tensor, key: Tensor, value: Tensor, piece: Piece, first: int) -> Partial:
-    """Attend with the queries from the piece's ``first`` on, scaled and in fp32, to blocks of keys."""
+    """Compute attention of the queries from the piece's ``first`` on, scaled and in fp32, over blocks of keys."""
     last = first + len(query) - 1
     stop = min(piece.ahead + last * piece.step + 1, piece.num_keys)
     begin = 0 if piece.behind is None else max(piece.behind + first * piece.step, 0)
@@ -119,7 +115,7 @@ def _attend_queries(query: Tensor, key: Tensor, value: Tensor, piece: Piece, fir
 
 
 def _attend_block(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Partial:
-    """Attention by definition, in fp32; ``seen [T, S]``, all for None."""
+    """Compute attention by definition, in fp32; ``seen [T, S]``, None for all."""
     num_queries, num_heads, head_dim = query.shape
     rows = query.view(num_queries, len(key), -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
     scores = (rows @ key.transpose(1, 2)).view(num_heads, num_queries, -1)
@@ -134,9 +130,9 @@ def _attend_block(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None
 
 
 def _by_torch(query: Tensor, key: Tensor, value: Tensor, ahead: int | None, scale: float) -> Partial:
-    """Attend with torch's kernel for CPUs: query i sees keys 0..ahead + i, all of them for None.
+    """Compute attention by torch's CPU kernel: query i sees keys 0..ahead + i, or all keys for None.
 
-    The kernel knows triangles and rectangles only.
+    The kernel supports triangles and rectangles only.
     """
     if ahead is None:
         return _kernel(query, key, value, scale, causal=False)

@@ -35,7 +35,7 @@ _OWNERSHIP = {CpMode.GATHER: KvOwnership.REPLICATED, CpMode.RING: KvOwnership.SH
 
 
 class CpBenchRank:
-    """One process, which forms a group of every requested size with the ranks before it."""
+    """Process that forms a group of every requested size with the ranks before it."""
 
     def __init__(self, global_rank: int, config: DecoderConfig, max_len: int) -> None:
         use_cpu(1)
@@ -106,7 +106,6 @@ class CpBenchRank:
         )
 
     def close(self) -> None:
-        """Leave all groups."""
         for group in self._groups.values():
             group.destroy()
 

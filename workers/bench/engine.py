@@ -34,7 +34,7 @@ _ROOM = Room(1)
 
 
 class Timed(NamedTuple):
-    """One answer of at least two tokens."""
+    """Answer of at least two tokens, with its times."""
 
     ttft_s: float
     tpot_s: float
@@ -42,7 +42,7 @@ class Timed(NamedTuple):
 
 
 class EngineBench:
-    """A model of random weights: bf16 on a GPU, and fp32 on a CPU, where both engines then give the same tokens."""
+    """Model of random weights: bf16 on a GPU, and fp32 on a CPU, where both engines then give the same tokens."""
 
     def __init__(self, name: str, device: Device, most_tokens: int, chunk_tokens: int) -> None:
         """Load the model for requests of at most ``most_tokens``. Raises UserError where there is no such device."""
@@ -65,14 +65,14 @@ class EngineBench:
             self._no_peer = f"cannot be loaded: {error}"
 
     def close(self) -> None:
-        """Release nothing: the end of the process does."""
+        """Do nothing: the end of the process releases everything."""
 
     def limits(self) -> DeviceLimits:
-        """Return the limits that the floors are made of."""
+        """Return the limits behind the floors."""
         return self._limits
 
     def measure(self, prompt_len: int, output_len: int, num_rounds: int) -> EngineResult:
-        """Time both engines alternately, after a round that does not count."""
+        """Time both engines alternately, after a warm-up round."""
         rng = random.Random(prompt_len)
         prompt = [rng.randrange(self._model.config.vocab_size) for _ in range(prompt_len)]
         ours, theirs, problem = list[Timed](), list[Timed](), self._no_peer

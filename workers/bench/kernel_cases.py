@@ -1,4 +1,4 @@
-"""Kernels of `baton bench kernels` at the shapes of a model, with the FLOPs or bytes that each cannot do without."""
+"""Kernels of `baton bench kernels` at the shapes of a model, with the least FLOPs or bytes of each."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,10 +35,11 @@ from workers.memory.page_pool import PagePool
 
 PAGE_SIZE = 64
 NUM_EXPERTS, NUM_CHOSEN = 8, 2
-"""Experts, each as wide as the shape's MLP, that share the tokens evenly; and those that each token chooses."""
+"""Number of experts, each as wide as the shape's MLP, that share the tokens evenly; and number chosen per token."""
 NUM_LAYERS, PIECE_LAYERS = 32, 4
-"""Layers of the pages that go to the host and back, and those that go in one copy: pieces so small that a kernel copies
-them. The copy engine moves whole pages, and sets the limit."""
+"""Layers of the pages that go to the host and back, and those that go in one copy: pieces so small that a kernel
+copies them. The copy engine moves whole pages, and sets the limit.
+"""
 _DTYPE = torch.bfloat16
 _Batch = Sequence[tuple[int, int]]
 """Number of requests and their length."""
@@ -46,7 +47,7 @@ _Batch = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One kernel at one shape."""
+    """Kernel at one shape."""
 
     kernel: str
     limit: Limit
@@ -79,7 +80,7 @@ class Sizes:
 
 
 def kernel_cases(shape: BenchShape, sizes: Sizes, device: torch.device) -> Iterator[list[KernelCase]]:
-    """Yield one kernel after another, so that the memory of each can be released before the next.
+    """Yield the kernels one by one, so that the memory of each can be released before the next.
 
     A short kernel comes as several copies over different memory: launched in a row they find nothing in a cache, and
     launch overhead counts little.

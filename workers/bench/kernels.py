@@ -19,13 +19,13 @@ class KernelBench:
     """Measures this process's GPU."""
 
     def __init__(self) -> None:
-        """Raises UserError where there is no GPU."""
+        """Open the GPU; raises UserError if there is none."""
         self._device = open_device(Device.CUDA)
         self._timer = GpuTimer(self._device)
         self._limits = gpu_limits(self._device, self._timer)
 
     def close(self) -> None:
-        """Release nothing: the end of the process does."""
+        """Do nothing: the end of the process releases everything."""
 
     def limits(self) -> DeviceLimits:
         """Return the limits that kernels are compared with."""
@@ -41,7 +41,7 @@ class KernelBench:
             return [self._result(name, copies) for copies in cases]
 
     def _result(self, model: str, copies: "Sequence[KernelCase]") -> KernelResult:
-        """Time one kernel, whose copies differ in nothing but their memory."""
+        """Time one kernel; its copies differ only in their memory."""
         case = copies[0]
         peers = [name for name in ("torch", "flash_attn") if name in case.peers]
         ways = [[copy.run for copy in copies], *([copy.peers[name] for copy in copies] for name in peers)]

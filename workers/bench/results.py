@@ -44,7 +44,7 @@ class DeviceLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelResult:
-    """One line of `baton bench kernels`; times are medians."""
+    """Result line of `baton bench kernels`; times are medians."""
 
     model: str
     kernel: str
@@ -61,7 +61,7 @@ class KernelResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineResult:
-    """One line of `baton bench engine`; times are medians of a greedy answer to one prompt."""
+    """Result line of `baton bench engine`; times are medians of a greedy answer to one prompt."""
 
     model: str
     prompt_len: int
@@ -88,13 +88,13 @@ class EngineResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way to compute a prefill step over CP ranks."""
+    """Method of computing a prefill step over CP ranks."""
 
     cp: int
     mode: CpMode = CpMode.GATHER
     strategy: StrategySetting = StrategySetting.NONE
     passing: PassingSetting | None = None
-    """None in gather mode."""
+    """Passing setting in ring mode; None in gather mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,4 +120,4 @@ class StepTime:
     waited_s: float
     """Part of it inside collectives."""
     cpu_s: float
-    """CPU time of the computing thread, which neither waiting nor other processes add to."""
+    """CPU time of the computing thread, excluding waits and other processes."""

@@ -1,4 +1,4 @@
-"""Model shapes that benchmarks run with random weights, and the work that a model of a shape cannot avoid. No torch."""
+"""Model shapes that benchmarks run with random weights, and the least work of a model of a shape. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -76,4 +76,4 @@ SHAPES: Mapping[str, BenchShape] = {
     "small": BenchShape(family="qwen3", layers=8, hidden=512, inner=1536, heads=8, kv_heads=4, vocab=4096, head_dim=64),
     "tiny": BenchShape(family="llama", layers=2, hidden=64, inner=96, heads=4, kv_heads=2, vocab=256, head_dim=16),
 }
-"""The last two are for CPUs."""
+"""Shapes by name; the last two are for CPUs."""

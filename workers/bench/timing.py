@@ -42,7 +42,7 @@ class GpuTimer:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         torch.cuda._sleep(_SLEEP_CYCLES * len(launches))  # type: ignore[no-untyped-call]
         begin.record()
-        # Results are kept: the next one would otherwise be written to memory that is still cached.
+        # Results are held: otherwise the next one would be written to memory that is still cached.
         results = [launch() for launch in launches]
         end.record()
         end.synchronize()

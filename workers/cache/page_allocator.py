@@ -1,8 +1,8 @@
-"""Who holds which page of a replica: ids only, no memory.
+"""Page ownership in a replica: ids only, no memory.
 
-Where every CP rank holds all KV there is one owner, and every rank uses the same ids. Where pages are divided over n
-ranks, page g belongs to owner g % n, who knows it as page g // n of its own pool. Page j of a request belongs to
-owner (base + j) % n, so whoever wants pages says which owner the first of them must have.
+If every CP rank holds all KV there is one owner, and every rank uses the same ids. If pages are divided over n ranks,
+page g belongs to owner g % n, which numbers it g // n in its own pool. Page j of a request belongs to owner (base + j)
+% n, so each allocation names the owner of its first page.
 """
 
 from collections import Counter, deque
@@ -12,84 +12,87 @@ from workers.cache.page_journal import PageJournal
 from workers.cache.prefix_tree import PrefixTree
 
 Demand = tuple[int, int]
-"""Pages wanted in a row, and the owner of the first of them."""
+"""Consecutive pages requested, and the owner of the first."""
 
 
 class PageAllocator:
-    """Hands out page ids 0 .. num_pages-1. A page is free, held by one sequence, or cached and held by 0..n of them.
+    """Allocator of page ids 0 .. num_pages-1. A page is free, held by one sequence, or cached and held by 0..n of
+    them.
 
     A cached page is only read. One that nobody holds is given away as if it were free. Owners are given modulo their
     number.
     """
 
     def __init__(self, pages_per_owner: int, tree: PrefixTree | None = None, num_owners: int = 1) -> None:
-        """Without a tree nothing is cached."""
+        """Build an allocator; without a tree nothing is cached."""
         assert tree is None or tree.num_owners == num_owners, "tree and allocator divide pages differently"
         self.num_pages = pages_per_owner * num_owners
         self._num_owners = num_owners
         self._free = [deque(range(owner, self.num_pages, num_owners)) for owner in range(num_owners)]
         self._held = Counter[int]()
-        """Of every page that is not cached, how many sequences have it: several where they share a prompt."""
+        """Holders of every page that is not cached: several if sequences share a prompt."""
         self._tree = tree
         self.num_evicted = 0
-        """Cached pages that were given up for others."""
+        """Number of cached pages evicted for others."""
         self.num_gains = 0
-        """How often a page was let go or could be shared: who could not have pages cannot while this is the same."""
+        """Number of pages released or shared so far: while it is unchanged, a failed allocation would fail again."""
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds, cached or not, as far as they can be had in a row: by the owner who has fewest."""
+        """Return how many consecutive pages nobody holds, cached or not: limited by the owner with the fewest."""
         return self._num_owners * min(self._free_by_owner())
 
     @property
     def num_cached(self) -> int:
-        """Pages that are kept for their tokens."""
+        """Return the number of cached pages."""
         return self._tree.num_pages if self._tree else 0
 
     @property
     def is_caching(self) -> bool:
-        """Whether pages are kept for their tokens at all; without, nobody needs keys."""
+        """Return whether pages are cached at all; if not, nobody needs keys."""
         return self._tree is not None
 
     def is_cached(self, page: int) -> bool:
-        """Whether this page is kept for its tokens, and must not be written to."""
+        """Return whether this page is cached, and must not be written to."""
         return self._tree is not None and page in self._tree
 
     def is_held(self, page: int) -> bool:
-        """Whether one sequence alone has this page, so that it may be written to."""
+        """Return whether one sequence alone has this page, so that it may be written to."""
         return self._held[page] == 1
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The cached pages of the longest known prefix, to be given to ``allocate`` before anything else happens."""
+        """Return the cached pages of the longest known prefix, to be passed to ``allocate`` before anything else
+        happens.
+        """
         return self._tree.find(keys) if self._tree else []
 
     def count_cached(self, keys: Sequence[bytes]) -> int:
-        """How many pages ``find`` would give."""
+        """Return how many pages ``find`` would return."""
         return self._tree.count(keys) if self._tree else 0
 
     def can_allocate_all(self, demands: Iterable[Demand]) -> bool:
-        """Whether all of these can be had beside each other, without any cached page."""
+        """Return whether all of these can be allocated together, without any cached page."""
         return self._covers(self._free_by_owner(), demands)
 
     def would_fit(self, demands: Iterable[Demand], beside: Collection[int]) -> bool:
-        """Whether all of these could be had if nothing but the given pages were held."""
+        """Return whether all of these could be allocated if nothing but the given pages were held."""
         held = Counter(page % self._num_owners for page in beside)
         each = self.num_pages // self._num_owners
         return self._covers([each - held[owner] for owner in range(self._num_owners)], demands)
 
     def can_allocate(self, count: int, shared: Sequence[int] = (), first_owner: int = 0) -> bool:
-        """Whether so many pages can be had when the ``shared`` ones are the first of them.
+        """Return whether this many pages can be allocated when the ``shared`` ones are the first of them.
 
-        Shared pages are those that ``find`` gave, or that another sequence has.
+        Shared pages are those that ``find`` returned, or that another sequence has.
         """
         wanted = self._by_owner(count - len(shared), first_owner + len(shared))
         num_idle = Counter(page % self._num_owners for page in shared if self._tree and self._tree.is_idle(page))
         return all(wanted[owner] <= num_free - num_idle[owner] for owner, num_free in enumerate(self._free_by_owner()))
 
     def allocate(self, count: int, shared: Sequence[int] = (), first_owner: int = 0) -> list[int]:
-        """That many pages in the order of their sequence, the shared ones first; evicts what it must.
+        """Allocate pages in the order of their sequence, the shared ones first; evict cached ones as needed.
 
-        The caller has asked ``can_allocate``.
+        The caller has checked ``can_allocate``.
         """
         assert self.can_allocate(count, shared, first_owner), (
             f"{count} wanted, {self.num_free} of {self.num_pages} free"
@@ -102,7 +105,7 @@ class PageAllocator:
             self._tree.claim([page for page in shared if page in self._tree])
             wanted = self._by_owner(num_new, first_new)
             missing = [max(0, number - len(free)) for number, free in zip(wanted, self._free, strict=True)]
-            # Leaves go first; turned round, neighbours of a prefix stand in their order again and are sent as one span.
+            # Leaves are evicted first; in reverse, neighbours of a prefix are in order again and are sent as one span.
             evicted = self._tree.evict(missing)
             self.num_evicted += len(evicted)
             for page in reversed(evicted):
@@ -112,10 +115,10 @@ class PageAllocator:
         return [*shared, *pages]
 
     def share(self, pages: Sequence[int], keys: Sequence[bytes], num_shared: int = 0) -> int:
-        """Cache the first of a sequence's pages, for which there are keys, while it goes on; their KV must be whole.
+        """Cache the leading pages of a running sequence for which there are keys; their KV must be complete.
 
         Ends before the first page of which the cache has another copy: a holder of a page holds those above it.
-        Returns how many are cached now, and are told as ``num_shared`` the next time, so that none is looked at twice.
+        Returns how many are cached now; pass it as ``num_shared`` the next time, so that none is checked twice.
         """
         self.num_gains += 1
         if self._tree is None:
@@ -126,7 +129,7 @@ class PageAllocator:
         return num_insertable
 
     def free(self, pages: Sequence[int]) -> None:
-        """Take pages back, in the order of their sequence; each must be held. Cached ones stay cached."""
+        """Free pages, in the order of their sequence; each must be held. Cached ones stay cached."""
         self.num_gains += len(pages)
         own = [page for page in pages if not self.is_cached(page)]
         for page in own:
@@ -139,7 +142,7 @@ class PageAllocator:
             self._tree.release([page for page in pages if page in self._tree])
 
     def keep(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Take pages back and cache the first of them, for which there are keys; their KV must be whole."""
+        """Free pages and cache the first of them, for which there are keys; their KV must be complete."""
         if self._tree is None:
             self.free(pages)
             return
@@ -152,21 +155,21 @@ class PageAllocator:
         self._tree.release(path)
 
     def cached_keys(self) -> list[bytes]:
-        """Keys of all cached pages, each after those above it."""
+        """Return keys of all cached pages, each after those above it."""
         return self._tree.keys() if self._tree else []
 
     def follow(self, journal: PageJournal) -> None:
-        """Note there, from now on, what comes into the cache and goes out of it."""
+        """Record in the journal, from now on, pages that enter and leave the cache."""
         if self._tree and journal not in self._tree.journals:
             self._tree.journals.append(journal)
 
     def unfollow(self, journal: PageJournal) -> None:
-        """Note nothing more there."""
+        """Stop recording in the journal."""
         if self._tree and journal in self._tree.journals:
             self._tree.journals.remove(journal)
 
     def flush(self) -> None:
-        """Forget every cached page that nobody holds."""
+        """Evict every cached page that nobody holds."""
         if self._tree:
             idle = [self._tree.num_idle(owner) for owner in range(self._num_owners)]
             for page in reversed(self._tree.evict(idle)):
@@ -187,7 +190,8 @@ class PageAllocator:
         assert total == self.num_pages, f"free, held and cached pages are {total}, not {self.num_pages}"
 
     def _num_insertable(self, pages: Sequence[int], num_shared: int = 0) -> int:
-        """How many leading pages the caller alone has, or are cached, as it is known of the first ``num_shared``.
+        """Return how many leading pages the caller alone has, or are cached, as the first ``num_shared`` are known to
+        be.
 
         Others may have a page without holding what the tree has above it.
         """
@@ -195,22 +199,22 @@ class PageAllocator:
         return next((number for number in numbers if self._held[pages[number]] > 1), len(pages))
 
     def _forget_held(self, pages: Sequence[int]) -> None:
-        """The tree counts the holders of these from now on."""
+        """Leave the count of these pages' holders to the tree from now on."""
         for page in pages:
             self._held.pop(page, None)
 
     def _free_by_owner(self) -> list[int]:
-        """Pages of each owner that nobody holds, cached or not."""
+        """Return the number of pages of each owner that nobody holds, cached or not."""
         tree = self._tree
         return [len(free) + (tree.num_idle(owner) if tree else 0) for owner, free in enumerate(self._free)]
 
     def _by_owner(self, count: int, first_owner: int) -> list[int]:
-        """How many of so many pages in a row each owner gives."""
+        """Return how many of consecutive pages each owner provides."""
         each, rest = divmod(count, self._num_owners)
         return [each + ((owner - first_owner) % self._num_owners < rest) for owner in range(self._num_owners)]
 
     def _covers(self, num_free: Sequence[int], demands: Iterable[Demand]) -> bool:
-        """Whether each owner has what it would have to give."""
+        """Return whether each owner has the pages it would have to provide."""
         shares = zip(*(self._by_owner(*demand) for demand in demands), strict=True)
         return all(sum(share) <= there for share, there in zip(shares, num_free, strict=True))
 

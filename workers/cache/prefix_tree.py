@@ -1,9 +1,9 @@
-"""Which cached page holds which tokens, and which of them may be given up: ids only, no memory.
+"""Prefix tree of cached pages and their eviction order: ids only, no memory.
 
-A node is one full page under its chained key (``cluster.spec.page_key``), so that one look-up a page walks the tree.
-Holding a page means holding every page above it, and pages are let go deepest first; so the idle pages of each owner
-stand in an order in which a page comes before those above it: the least recently used first. Whatever hangs below an
-idle page is idle too, and older.
+A node is one full page under its chained key (``cluster.spec.page_key``), so that one look-up per page walks the tree.
+Holding a page means holding every page above it, and pages are released deepest first; so in the idle list of each
+owner, least recently used first, a page comes before those above it. Everything below an idle page is idle too, and
+older.
 """
 
 from bisect import bisect_left
@@ -22,47 +22,47 @@ class _Node:
     page: int
     parent: "_Node | None"
     place: int
-    """Says which part owns the page wherever pages are divided (``cluster.spec.page_key``)."""
+    """Index that determines the owner wherever pages are divided (``cluster.spec.page_key``)."""
     depth: int
-    """Pages above it."""
+    """Number of pages above it."""
     num_holders: int = 1
     children: "set[_Node]" = field(default_factory=set)
 
 
 class PrefixTree:
-    """The pages of computed prefixes. A page has 0..n holders; one without is idle and can be evicted."""
+    """Tree of the pages of computed prefixes. A page has 0..n holders; one without is idle and can be evicted."""
 
     def __init__(self, num_owners: int = 1) -> None:
-        """Page ids are divided over owners: page g belongs to owner g modulo their number."""
+        """Build a tree whose page ids are divided over owners: page g belongs to owner g modulo their number."""
         self.num_owners = num_owners
         self._by_key: dict[bytes, _Node] = {}
         self._by_page: dict[int, _Node] = {}
         self._idle: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_owners)]
-        """By owner: each idle page and when it was let go, oldest first."""
+        """Idle pages by owner, with their release times, oldest first."""
         self._turns = count()
         self.version = 0
-        """Another number whenever other pages might be evicted next."""
+        """Version that changes whenever the next evictions might."""
         self.journals: list[PageJournal] = []
-        """Where changes are noted, for those who want to know."""
+        """Journals that record changes."""
 
     @property
     def num_pages(self) -> int:
-        """Pages in the tree."""
+        """Return the number of pages in the tree."""
         return len(self._by_page)
 
     def num_idle(self, owner: int) -> int:
-        """Pages of one owner that nobody holds."""
+        """Return the number of pages of one owner that nobody holds."""
         return len(self._idle[owner])
 
     def __contains__(self, page: int) -> bool:
         return page in self._by_page
 
     def is_idle(self, page: int) -> bool:
-        """Whether nobody holds this cached page."""
+        """Return whether nobody holds this cached page."""
         return page in self._idle[page % self.num_owners]
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The pages of the longest known prefix; they stay only as long as somebody claims them."""
+        """Return the pages of the longest known prefix; they are safe from eviction only once claimed."""
         pages = []
         for key in keys:
             node = self._by_key.get(key)
@@ -72,28 +72,28 @@ class PrefixTree:
         return pages
 
     def count(self, keys: Sequence[bytes]) -> int:
-        """How many pages ``find`` would give, in fewer looks: a page is never here without those above it."""
+        """Return how many pages ``find`` would return, with fewer reads: a page never comes without those above it."""
         return bisect_left(keys, True, key=lambda key: key not in self._by_key)
 
     def page_of(self, key: bytes) -> int | None:
-        """The page under a key."""
+        """Return the page under a key."""
         node = self._by_key.get(key)
         return node.page if node else None
 
     def stay(self, key: bytes) -> object | None:
-        """Stands for this stay of a page: the same object until it is given up, another when it comes again."""
+        """Return a token of a page's current stay: the same object until it is evicted, another when it comes again."""
         return self._by_key.get(key)
 
     def place_of(self, key: bytes) -> int:
-        """The place of a page that is here."""
+        """Return the owner index of a page that is here."""
         return self._by_key[key].place
 
     def depth_of(self, key: bytes) -> int:
-        """How many pages are above one that is here."""
+        """Return how many pages are above one that is here."""
         return self._by_key[key].depth
 
     def path(self, key: bytes) -> list[bytes]:
-        """The keys from the first page down to one that is here."""
+        """Return the keys from the first page down to one that is here."""
         path: list[bytes] = []
         node = self._by_key.get(key)
         while node is not None:
@@ -102,22 +102,22 @@ class PrefixTree:
         return path[::-1]
 
     def oldest_idle(self, owner: int, count: int) -> list[bytes]:
-        """Keys of the pages of one owner that would be evicted first."""
+        """Return keys of the pages of one owner that would be evicted first."""
         return [self._by_page[page].key for page in islice(self._idle[owner], count)]
 
     def keys(self) -> list[bytes]:
-        """All keys, each after those above it."""
+        """Return all keys, each after those above it."""
         return list(self._by_key)
 
     def claim(self, pages: Sequence[int]) -> None:
-        """Hold pages that ``find`` gave, from the first on."""
+        """Hold pages that ``find`` returned, from the first on."""
         self.version += 1
         for page in pages:
             self._by_page[page].num_holders += 1
             self._idle[page % self.num_owners].pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Let a claim go; ``pages`` are in the order of the prefix."""
+        """Release a claim; ``pages`` are in the order of the prefix."""
         self.version += 1
         for page in reversed(pages):
             node = self._by_page[page]
@@ -127,10 +127,10 @@ class PrefixTree:
                 self._idle[page % self.num_owners][page] = next(self._turns)
 
     def insert(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> list[int]:
-        """Take in a computed prefix; the pages that now stand for it from ``first`` on, each held by the caller.
+        """Insert a computed prefix; return the pages that now represent it from ``first`` on, each held by the caller.
 
-        Where another page stands for the same tokens already, that one is claimed, and the caller's stays its own.
-        The pages before ``first`` stand for their tokens already.
+        If another page represents the same tokens already, that one is claimed, and the caller's stays its own. The
+        pages before ``first`` represent their tokens already.
         """
         path: list[int] = []
         parent = self._by_key[keys[first - 1]] if first else None
@@ -151,7 +151,9 @@ class PrefixTree:
         return path
 
     def num_own(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> int:
-        """How many leading pages stand for their tokens here, as those before ``first`` do, or would once inserted."""
+        """Return how many leading pages represent their tokens here, as those before ``first`` do, or would once
+        inserted.
+        """
         num_pages = min(len(keys), len(pages))
         for number in range(first, num_pages):
             node = self._by_key.get(keys[number])
@@ -160,9 +162,9 @@ class PrefixTree:
         return num_pages
 
     def evict(self, counts: Sequence[int]) -> list[int]:
-        """Forget idle pages, at least so many of each owner; they are the caller's now.
+        """Evict idle pages, at least this many of each owner; they are the caller's now.
 
-        Each time the owner's least recently used page goes, and with it what hangs below.
+        Each time the owner's least recently used page goes, and with it everything below.
         """
         pages: list[int] = []
         num_taken = [0] * self.num_owners
@@ -195,7 +197,7 @@ class PrefixTree:
         assert all(len(node.children) == children[page] for page, node in self._by_page.items()), "children miscounted"
 
     def _forget(self, node: _Node) -> None:
-        """Drop a leaf that nobody holds."""
+        """Remove a leaf that nobody holds."""
         assert not node.children, f"page {node.page} is evicted before the pages below it"
         self.version += 1
         del self._idle[node.page % self.num_owners][node.page]
@@ -208,7 +210,7 @@ class PrefixTree:
 
 
 def _subtree(node: _Node) -> list[_Node]:
-    """The node and all below it, each after its parent."""
+    """Return the node and all below it, each after its parent."""
     nodes = [node]
     for found in nodes:
         nodes.extend(found.children)

@@ -1,4 +1,4 @@
-"""Which strategy and which passing take the least time. No torch, no I/O."""
+"""Choice of the strategy and passing that take the least time. No torch, no I/O."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,34 +9,34 @@ from workers.context_parallel.rates import ModelShape, Rates
 from workers.context_parallel.shard_plan import make_shard_plan
 
 MIN_GAIN = 0.02
-"""Least part of the time that dividing a step must be expected to save; below it every rank computes everything."""
+"""Least relative gain for which a step is divided; below it every rank computes everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """With which strategy a step runs, and why."""
+    """Strategy of a step, and the reasons for it."""
 
     strategy: Strategy
     estimate_s: float | None
-    """Expected time of the step; None where there was nothing to choose."""
+    """Expected time of the step; None if there was no choice."""
     estimates_s: Mapping[Strategy, float]
-    """Of every strategy that was considered."""
+    """Estimates of every strategy that was considered."""
     passing: Passing | None = None
-    """How queries meet keys where KV is sharded; None where it is replicated."""
+    """Passing of queries or keys if KV is sharded; None if it is replicated."""
 
 
 Choose = Callable[[Sequence[int], Sequence[int]], Choice]
-"""From the extend and prefix lengths of a step to its strategy."""
+"""Function from the extend and prefix lengths of a step to its strategy."""
 
 
 def fixed(strategy: Strategy) -> Choose:
-    """The same strategy for every step, without an estimate."""
+    """Return a chooser that always takes one strategy, without an estimate."""
     return lambda _extend_lens, _prefix_lens: Choice(strategy, None, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyChooser:
-    """Chooses for the steps of one replica; a ``Choose``."""
+    """Chooser for the steps of one replica; a ``Choose``."""
 
     setting: StrategySetting
     cp: int
@@ -55,7 +55,7 @@ class StrategyChooser:
     def _passings(self, num_new: int, num_cached: int) -> Sequence[Passing | None]:
         if self.mode is CpMode.GATHER or self.cp == 1:
             return [None]
-        # The rule is about what hides behind attention; where nothing does, the estimates tell.
+        # The rule is about hiding behind attention; where nothing hides, the estimates decide.
         if self.passing is PassingSetting.AUTO and self.rates.hidden_share:
             return [choose_passing(num_new, num_cached, self.cp, self.shape, self.rates)]
         return self.passing.candidates
@@ -70,7 +70,7 @@ def choose(
     candidates: Sequence[Strategy] = tuple(Strategy),
     passing: Passing | None = None,
 ) -> Choice:
-    """The candidate with the least estimate, except that a gain under MIN_GAIN is not worth an exchange."""
+    """Return the candidate with the least estimate; a gain under MIN_GAIN does not justify an exchange."""
     estimates_s = {
         strategy: estimate_step_s(make_shard_plan(strategy, extend_lens, prefix_lens, cp), shape, rates, passing)
         for strategy in (candidates if cp > 1 else (Strategy.NONE,))
@@ -83,11 +83,12 @@ def choose(
 
 
 def choose_passing(num_new: int, num_cached: int, cp: int, shape: ModelShape, rates: Rates) -> Passing:
-    """What to pass for T new tokens on P cached ones, by the rule of Context Parallelism for Scalable Million-Token
+    """Return what to pass for T new tokens on P cached ones, by the rule of Context Parallelism for Scalable
+    Million-Token
     Inference (arXiv 2411.01783, algorithm 5).
 
     With C the attention FLOP/s of a rank, B its bytes/s, N ranks, Hq and Hk heads of e-byte elements, keys and values
-    hide behind attention if T >= N C Hk e / (2 Hq B), and are fewer bytes than queries and what comes home for them if
+    hide behind attention if T >= N C Hk e / (2 Hq B), and are fewer bytes than queries and the partials that return if
     T / (T + P) >= 2 Hk / Hq - 4 T B / (N C e).
     """
     group_flops_per_byte = cp * rates.attention_flops_per_s / rates.exchange_bytes_per_s

@@ -1,8 +1,9 @@
-"""How long a step takes with a plan. No torch, no I/O.
+"""Estimated duration of a step under a plan. No torch, no I/O.
 
-A fixed part, and for each layer the slowest rank's linear and attention work, the rows it stores and merges, the sums
-over its TP group, and what of the CP exchange is not hidden behind work. Ranks meet in every layer, so the slowest one
-sets the pace. In the last layer nearly all tokens have but K and V, behind which nothing hides.
+It is a fixed part plus, for each layer, the slowest rank's linear and attention work, the rows it stores and merges,
+the sums over its TP group, and the part of the CP exchange that is not hidden behind work. Ranks synchronize in every
+layer, so the slowest one sets the pace. In the last layer nearly all tokens have only K and V, behind which nothing
+hides.
 """
 
 from collections.abc import Iterator
@@ -14,13 +15,13 @@ from workers.context_parallel.rates import ALL_REDUCES, ModelShape, Rates
 from workers.context_parallel.shard_plan import ShardPlan
 
 TILE = 256
-"""Queries and keys that a kernel takes together."""
+"""Queries and keys per tile of a kernel."""
 
 
 def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: Passing | None = None) -> float:
-    """Expected time of one step of one replica, from its plan to the last rank's result.
+    """Return the expected time of one step of one replica, from its plan to the last rank's result.
 
-    ``passing`` is how queries meet keys where KV is divided over the ranks; None where each has all.
+    ``passing`` says how queries meet keys if KV is divided over the ranks; None if each rank has all.
     """
     exchanged = list(_exchanges(plan, shape, passing))
     works = [_work(plan, runs, rates, passing) for runs in plan.runs[: 1 if plan.replicated else plan.cp]]
@@ -36,12 +37,12 @@ def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: P
 
 
 def attended_pairs(run: Run) -> int:
-    """(query, key) pairs of a run: the query at position p sees the keys at 0..p."""
+    """Count (query, key) pairs of a run: the query at position p sees the keys at 0..p."""
     return run.count * (run.first_position + 1) + run.step * (run.count * (run.count - 1) // 2)
 
 
 def computed_pairs(run: Run) -> int:
-    """``attended_pairs``, and those that kernels compute in vain where a tile of queries and keys is seen in part.
+    """Count ``attended_pairs`` and those that kernels compute needlessly in partly visible tiles of queries and keys.
 
     A run of step n meets n triangles, one for each class of keys by position modulo n.
     """
@@ -49,14 +50,14 @@ def computed_pairs(run: Run) -> int:
 
 
 class _Work(NamedTuple):
-    """What one rank does in one layer."""
+    """Work of one rank in one layer."""
 
     tokens: int
     pairs: float
     calls: int
-    """Of attention, one at a time."""
+    """Attention calls, run one after another."""
     partials: int
-    """Of each token; one is not merged."""
+    """Partials of each token; a single one is not merged."""
     rows: float
     """Rows of KV stored, or read to be sent."""
 
@@ -74,7 +75,7 @@ def _rank_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
 
 
 def _kv_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
-    """Of the last layer, where next to no token has a query."""
+    """Return the seconds of the last layer, where almost no token has a query."""
     kv_s = work.tokens * shape.kv_flops / rates.linear_flops_per_s
     return kv_s + work.rows * rates.row_s + ALL_REDUCES * rates.all_reduce_s
 
@@ -93,14 +94,14 @@ def _work(plan: ShardPlan, runs: RankRuns, rates: Rates, passing: Passing | None
     own_prefix_pairs = sum(run.count * plan.prefix_lens[run.request] for run in runs)
     prefix_pairs = sum(new * old for new, old in zip(plan.extend_lens, plan.prefix_lens, strict=True))
     num_new = 1 if plan.replicated else plan.cp
-    # Every rank attends the queries of all ranks over its prefix, one call a request.
+    # Every rank attends the queries of all ranks over its prefix, one call per request.
     calls = num_runs * num_new + len(plan.extend_lens) * has_prefix
     partials = num_new + plan.cp * has_prefix
     return _Work(tokens, pairs - own_prefix_pairs + prefix_pairs / plan.cp, calls, partials, stored)
 
 
 def _exchanges(plan: ShardPlan, shape: ModelShape, passing: Passing | None) -> Iterator[float]:
-    """Bytes that one rank receives in each collective of a layer."""
+    """Yield the bytes that one rank receives in each collective of a layer."""
     others, prefix = plan.cp - 1, sum(plan.prefix_lens)
     if passing is Passing.PASS_KV:
         rows = prefix / plan.cp + (0 if plan.replicated else plan.padded_len)
@@ -115,6 +116,6 @@ def _exchanges(plan: ShardPlan, shape: ModelShape, passing: Passing | None) -> I
 
 
 def _exposed_s(num_bytes: float, hideable_s: float, rates: Rates) -> float:
-    """Of one collective, behind ``hideable_s`` of other work."""
+    """Return the seconds of one collective not hidden behind ``hideable_s`` of other work."""
     exchange_s = rates.exchange_s + num_bytes / rates.exchange_bytes_per_s
     return exchange_s - min(exchange_s * rates.hidden_share, hideable_s)

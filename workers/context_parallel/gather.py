@@ -1,4 +1,4 @@
-"""Bringing the rows of all CP ranks together: K and V or Q once a layer, hidden states at the end of a step."""
+"""Gathering of rows over all CP ranks: K and V or Q once per layer, hidden states at the end of a step."""
 
 import torch
 from torch import Tensor
@@ -9,19 +9,21 @@ from workers.parallel.collectives import Communicator, Pending
 
 
 class Gathered:
-    """Rows of all ranks on their way, in gathered order."""
+    """Rows of all ranks in transit, in gathered order."""
 
     def __init__(self, rows: Tensor, plan: ShardPlan, pending: Pending | None) -> None:
         self._rows, self._plan, self._pending = rows, plan, pending
 
     def wait(self) -> Tensor:
-        """All rows, ``[gathered rows, ...]``; padding holds anything, finite or not: never read it."""
+        """Wait and return all rows, ``[gathered rows, ...]``; padding holds anything, finite or not, and must not be
+        read.
+        """
         if self._pending is not None:
             self._pending.wait()
         return self._rows
 
     def of_rank(self, cp_rank: int) -> Tensor:
-        """The rows of one rank in its local order; after ``wait``."""
+        """Return the rows of one rank in its local order; call ``wait`` first."""
         if self._plan.replicated:
             return self._rows
         begin = cp_rank * self._plan.padded_len
@@ -29,9 +31,9 @@ class Gathered:
 
 
 class RowGather:
-    """Gathers rows of one kind over a CP group, one collective at a time; owned by a worker, reused for every layer.
+    """Gather of one kind of rows over a CP group, one collective at a time; owned by a worker, reused for every layer.
 
-    The buffer grows to the largest step seen and is kept.
+    The buffer grows to the largest step seen and stays allocated.
     """
 
     def __init__(self, group: Communicator) -> None:
@@ -55,7 +57,9 @@ class RowGather:
 
 
 def gather_rows(group: Communicator, rows: Tensor, padded_len: int) -> Tensor:
-    """Every rank's ``rows [n, ...]``, n at most ``padded_len``, as ``[size * padded_len, ...]``; padding is zero."""
+    """Return every rank's ``rows [n, ...]``, n at most ``padded_len``, as ``[size * padded_len, ...]``; padding is
+    zero.
+    """
     send = rows.new_zeros((padded_len, *rows.shape[1:]))
     send[: len(rows)] = rows
     out = rows.new_empty((group.size * padded_len, *rows.shape[1:]))
@@ -64,7 +68,7 @@ def gather_rows(group: Communicator, rows: Tensor, padded_len: int) -> Tensor:
 
 
 def join_rows(group: Communicator, plan: ShardPlan, rows: Tensor) -> Tensor:
-    """Every rank's local ``rows [tokens, ...]`` as ``[num_tokens, ...]`` in the order of the flattened batch."""
+    """Return every rank's local ``rows [tokens, ...]`` as ``[num_tokens, ...]`` in the order of the flattened batch."""
     if plan.replicated:
         return rows
     gathered = gather_rows(group, rows, plan.padded_len)
@@ -72,7 +76,7 @@ def join_rows(group: Communicator, plan: ShardPlan, rows: Tensor) -> Tensor:
 
 
 def at_least(buffer: Tensor | None, num_rows: int, row_shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """The buffer, or a new one where it has too few rows or others, ``[num_rows or more, *row_shape]``.
+    """Return the buffer, or a new one ``[num_rows or more, *row_shape]`` if it has too few rows or another row shape.
 
     It grows by a quarter at least: a prompt's chunks each need a little more than those before.
     """

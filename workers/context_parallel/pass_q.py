@@ -1,4 +1,4 @@
-"""Bringing partials home: each CP rank has attended the queries of all ranks over keys of its own."""
+"""Return of partials to their ranks: each CP rank has attended the queries of all ranks over its own keys."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from workers.parallel.collectives import Communicator, Pending
 
 
 class HomewardPartials:
-    """What every rank found for the queries of every other, on its way; out and lse travel as one, in fp32."""
+    """Partials of all ranks for each rank's queries, in transit; out and lse travel together, in fp32."""
 
     def __init__(self, group: Communicator, found: Partial, homes: Sequence[Tensor]) -> None:
         """Send ``found``, this rank's partial of the queries of all ranks.
@@ -26,7 +26,7 @@ class HomewardPartials:
             self._arriving.append((out, group.start_shift(out, theirs, distance)))
 
     def wait(self) -> Iterator[Partial]:
-        """The partials of this rank's own queries over the keys of each rank, its own among them."""
+        """Yield the partials of this rank's own queries over the keys of each rank, including its own."""
         yield _unpacked(self._own)
         for packed, pending in self._arriving:
             pending.wait()

@@ -1,17 +1,17 @@
-"""The work of a model, and how fast one rank does it: the inputs of every estimate. No torch, no I/O."""
+"""Work of a model and speed of one rank: the inputs of every estimate. No torch, no I/O."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The work of a model's layers, or of one rank's part of them."""
+    """Work of a model's layers, or of one rank's part of them."""
 
     num_layers: int
     linear_flops: int
     """FLOPs of one token in one layer, without attention."""
     kv_flops: int
-    """Part of them that makes its K and V, all that most tokens need in the last layer."""
+    """Part of them that makes its K and V, which is all that most tokens need in the last layer."""
     attention_flops: int
     """FLOPs of one (query, key) pair in one layer, over all heads."""
     kv_row_bytes: int
@@ -21,7 +21,7 @@ class ModelShape:
 
     @property
     def partial_row_bytes(self) -> int:
-        """Bytes of the partial of one token in one layer, in fp32: 4 bytes where a pair takes 4 FLOPs."""
+        """Return bytes of the partial of one token in one layer, in fp32: 4 bytes where a pair takes 4 FLOPs."""
         return self.attention_flops
 
 
@@ -31,10 +31,10 @@ ALL_REDUCES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Speed of one rank. The defaults stand in for what could not be measured: one CPU core, ranks on one host."""
+    """Speed of one rank. The defaults replace what could not be measured: one CPU core, ranks on one host."""
 
     step_s: float = 4e-3
-    """Time of a step that computes next to nothing, over all layers."""
+    """Time of a step that computes almost nothing, over all layers."""
     linear_flops_per_s: float = 1e11
     attention_flops_per_s: float = 5e10
     run_s: float = 8e-5

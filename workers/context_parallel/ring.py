@@ -1,4 +1,4 @@
-"""Passing a block of rows of every CP rank once round the group."""
+"""Ring rotation of a block of rows of every CP rank."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,10 +9,10 @@ from workers.parallel.collectives import Communicator, Pending
 
 
 class Ring:
-    """One round a layer: fill ``own``, ``start``, work on the own block, then on each of ``others``.
+    """Ring with one round per layer: fill ``own``, ``start``, work on the own block, then on each of ``others``.
 
-    Owned by a worker. The block being worked on is on its way to the next rank meanwhile, and the following one on
-    its way here. Two buffers grow to the largest block seen and are kept.
+    Owned by a worker. The block being worked on is meanwhile in transit to the next rank, and the following one to
+    this rank. Two buffers grow to the largest block seen and stay allocated.
     """
 
     def __init__(self, group: Communicator) -> None:
@@ -23,10 +23,10 @@ class Ring:
         self._lens: Sequence[int] = ()
 
     def own(self, num_rows: int, lens: Sequence[int], row_shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Where this rank's block of the next round is to be written, ``[num_rows, *row_shape]``.
+        """Return the buffer for this rank's block of the next round, ``[num_rows, *row_shape]``.
 
-        Of rank r's block the first ``lens[r]`` rows go round, which is the same on every rank. The result is valid
-        until the first of ``others``.
+        Only the first ``lens[r]`` rows of rank r's block are passed on; ``lens`` is the same on every rank. The result
+        is valid until the first of ``others``.
         """
         self._lens = lens
         capacity = max(num_rows, *lens)
@@ -35,13 +35,13 @@ class Ring:
         return self._held[:num_rows]
 
     def start(self) -> None:
-        """Send the own block on; it must not be written to until the first of ``others``."""
+        """Send the own block; it must not be written to until the first of ``others``."""
         self._pass_on(self.group.rank)
 
     def others(self) -> Iterator[tuple[int, Tensor]]:
-        """(rank, block) of every other rank with any rows, the one before this rank first.
+        """Yield (rank, block) of every other rank with any rows, the preceding rank first.
 
-        A block is valid until the next is asked for.
+        A block is valid until the next is requested.
         """
         for distance in range(1, self.group.size):
             source = (self.group.rank - distance) % self.group.size
@@ -55,7 +55,9 @@ class Ring:
                 yield source, self._held[: self._lens[source]]
 
     def _pass_on(self, source: int) -> None:
-        """Send on the block held, of ``source``, and receive that of the rank before; none if no rank has rows."""
+        """Send on the current block, of ``source``, and receive that of the preceding rank; a no-op if no rank has
+        rows.
+        """
         self._pending = None
         if any(self._lens):
             assert self._held is not None

@@ -1,4 +1,4 @@
-"""How many tokens every attention shard has in a step, so that shards can bring them together. Pure."""
+"""Token counts of every attention shard in a step, so that shards can gather their tokens. Pure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,26 +11,26 @@ from workers.context_parallel.shard_plan import make_shard_plan
 
 
 class ShardLens(NamedTuple):
-    """By CP rank, or of a stage by dp * cp_size + cp."""
+    """Token counts by CP rank, or in a stage by dp * cp_size + cp."""
 
     every: tuple[int, ...]
-    """In every layer but the last."""
+    """Counts in every layer but the last."""
     last: tuple[int, ...]
-    """In the last layer, where tokens that nobody samples have no query."""
+    """Counts in the last layer, where tokens that nobody samples have no query."""
 
 
 class Extend(NamedTuple):
-    """One row of a step."""
+    """Scheduled request of a step."""
 
     extend_len: int
     prefix_len: int
     samples: bool
     scored: bool = False
-    """Final hidden states of all its tokens are wanted."""
+    """Whether final hidden states of all its tokens are needed."""
 
 
 def lens_of(rows: Sequence[Extend], strategy: Strategy, passing: Passing | None, cp: int) -> ShardLens:
-    """Of the CP ranks of one DP rank; ranks that compute the same tokens count them each."""
+    """Return the counts of the CP ranks of one DP rank; tokens computed on several ranks count on each."""
     plan = make_shard_plan(strategy, [row.extend_len for row in rows], [row.prefix_len for row in rows], cp)
     if passing is Passing.PASS_Q or any(row.scored for row in rows):
         return ShardLens(plan.lens, plan.lens)
@@ -40,7 +40,7 @@ def lens_of(rows: Sequence[Extend], strategy: Strategy, passing: Passing | None,
 
 
 def with_shard_lens(plans: Sequence[StepPlan], cp: int) -> list[StepPlan]:
-    """The plans of one step, by DP rank, with what each must know of the others; unchanged where there is one."""
+    """Return the plans of one step by DP rank, with the other shards' lengths; unchanged if there is one."""
     if len(plans) == 1:
         return list(plans)
     lens = [_lens_of_plan(plan, cp) for plan in plans]
@@ -50,7 +50,7 @@ def with_shard_lens(plans: Sequence[StepPlan], cp: int) -> list[StepPlan]:
 
 
 def idle_plan() -> StepPlan:
-    """For a DP rank that only takes part in what others compute."""
+    """Return the plan of a DP rank that only takes part in others' collectives."""
     return StepPlan(step=0, strategy=Strategy.NONE, admits=[], scheduled=[], releases=[])
 
 

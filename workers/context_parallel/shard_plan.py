@@ -1,4 +1,4 @@
-"""Who computes which token: the plan that every context-parallel strategy yields.
+"""Assignment of tokens to ranks: the plan that every context-parallel strategy yields.
 
 Nothing else in the engine knows which strategy ran. No torch, no I/O.
 """
@@ -20,7 +20,7 @@ Indices = NDArray[np.int64]
 
 
 class Owner(NamedTuple):
-    """Where one token is computed."""
+    """Location where one token is computed."""
 
     cp_rank: int
     offset: int
@@ -40,11 +40,11 @@ class ShardPlan:
     extend_lens: tuple[int, ...]
     prefix_lens: tuple[int, ...]
     runs: tuple[RankRuns, ...]
-    """Per rank, in local order; a rank has no run for a request of which it computes no token."""
+    """Runs by rank, in local order; a rank has no run for a request of which it computes no token."""
 
     @property
     def replicated(self) -> bool:
-        """Every rank computes every token, so no collective runs."""
+        """Whether every rank computes every token, so that no collective runs."""
         return self.cp == 1 or self.strategy is Strategy.NONE
 
     @cached_property
@@ -54,12 +54,12 @@ class ShardPlan:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Flattened index of each request's first extend token, and the total."""
+        """Flattened index of each request's first extend token, then the total."""
         return tuple(accumulate(self.extend_lens, initial=0))
 
     @cached_property
     def lens(self) -> tuple[int, ...]:
-        """Tokens per rank."""
+        """Tokens by rank."""
         return tuple(sum(run.count for run in runs) for runs in self.runs)
 
     @cached_property
@@ -85,20 +85,20 @@ class ShardPlan:
         return rows[:-1]
 
     def local(self, cp_rank: int) -> Indices:
-        """Flattened indices of the tokens that a rank computes, in its local order."""
+        """Return flattened indices of the tokens that a rank computes, in its local order."""
         if self.replicated:
             return np.arange(self.num_tokens, dtype=np.int64)
         parts = [self._flattened(run) for run in self.runs[cp_rank]]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def owner(self, token: int) -> Owner:
-        """Where a token of the flattened batch is computed; rank 0 stands for all ranks of a replicated plan."""
+        """Return where a token of the flattened batch is computed; rank 0 stands for all ranks of a replicated plan."""
         if self.replicated:
             return Owner(0, token)
         return Owner(*divmod(int(self.inverse[token]), self.padded_len))
 
     def last_token(self, request: int) -> int:
-        """Flattened index of a request's last extend token."""
+        """Return the flattened index of a request's last extend token."""
         assert self.extend_lens[request] > 0, f"request {request} extends by no token"
         return self.starts[request + 1] - 1
 
@@ -114,7 +114,7 @@ def make_shard_plan(strategy: Strategy, extend_lens: Sequence[int], prefix_lens:
     assert min((*extend_lens, *prefix_lens), default=0) >= 0, f"negative length in {extend_lens} or {prefix_lens}"
     split = STRATEGIES[strategy] if cp > 1 else none
     if split is none:
-        # Nothing to tidy, and a step of decode has nothing but this to do.
+        # Nothing to tidy; a decode step needs nothing more.
         runs = (tuple(run for run in none(extend_lens, prefix_lens, 1)[0] if run.count),) * cp
     else:
         runs = tuple(coalesce(rank_runs) for rank_runs in split(extend_lens, prefix_lens, cp))

@@ -1,7 +1,7 @@
-"""How many tokens fill a step behind a prefix: those that take as long. Pure.
+"""Chunk sizes behind a prefix that take as long as a step. Pure.
 
-Attention makes a token behind a long prefix many times as dear as one of a new prompt. Shares of a step are shares of
-its time, and nobody who comes waits long for the step at hand.
+Attention makes a token behind a long prefix many times as expensive as one of a new prompt. Shares of a step are
+shares of its time, and no new request waits long for the current step.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ Chunk = Callable[[int], int]
 """Function from a prefix length to the tokens behind it that take a whole step's time; at least 1."""
 
 _FIXED_COSTS = 20
-"""A step of a replica of one stage takes at least so many times what it takes however little is computed."""
+"""Least duration of a step of a replica of one stage, as a multiple of the fixed cost of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _Costs:
 
 
 def slowest(measured: Iterable[tuple[ModelShape, Rates]], cp: int, num_tokens: int) -> tuple[ModelShape, Rates]:
-    """Return the rank that everybody waits for in a step of so many tokens of a new prompt."""
+    """Return the slowest rank in a step of this many tokens of a new prompt."""
 
     def step_s(rank: tuple[ModelShape, Rates]) -> float:
         costs = _Costs.of(*rank, cp)

@@ -1,4 +1,4 @@
-"""Every context-parallel strategy: a pure function from (extend lengths, prefix lengths, cp) to the runs of each rank.
+"""Context-parallel strategies: pure functions from (extend lengths, prefix lengths, cp) to the runs of each rank.
 
 A strategy may yield empty runs and runs that continue one another; the plan tidies them.
 """
@@ -21,7 +21,9 @@ def none(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) -> lis
 
 
 def whole_request(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) -> list[list[Run]]:
-    """Heaviest request first, each to the rank with the least work; work is the number of (query, key) pairs."""
+    """Assign whole requests, heaviest first, each to the rank with the least work; work is the number of (query, key)
+    pairs.
+    """
     work = [
         length * prefix + length * (length + 1) // 2 for length, prefix in zip(extend_lens, prefix_lens, strict=True)
     ]
@@ -39,12 +41,12 @@ def contiguous(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) 
 
 
 def zigzag(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) -> list[list[Run]]:
-    """A light early segment and a heavy late one each, so that the ranks' causal work balances."""
+    """Assign each rank a light early segment and a heavy late one, so that causal work balances."""
     return _by_segment(extend_lens, prefix_lens, 2 * cp, [[cp_rank, 2 * cp - 1 - cp_rank] for cp_rank in range(cp)])
 
 
 def interleave(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) -> list[list[Run]]:
-    """Round robin over the flattened batch: the turn is carried from request to request."""
+    """Assign tokens round robin over the flattened batch: the next rank carries over from request to request."""
     ranks: list[list[Run]] = [[] for _ in range(cp)]
     start = 0
     for request, (length, prefix) in enumerate(zip(extend_lens, prefix_lens, strict=True)):
@@ -58,7 +60,7 @@ def interleave(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) 
 def _by_segment(
     extend_lens: Sequence[int], prefix_lens: Sequence[int], parts: int, segments_of: Sequence[Sequence[int]]
 ) -> list[list[Run]]:
-    """Cut every request into equal parts, the first ``length % parts`` one longer; a rank takes the named ones."""
+    """Divide every request into equal parts, the first ``length % parts`` one longer; a rank takes the named ones."""
     ranks: list[list[Run]] = [[] for _ in segments_of]
     for request, (length, prefix) in enumerate(zip(extend_lens, prefix_lens, strict=True)):
         base, rest = divmod(length, parts)

@@ -1,4 +1,4 @@
-"""The engine's side of attention during one step: K and V go in, attention comes out, CP stays hidden."""
+"""Engine side of attention during one step; layers pass K and V and receive attention, unaware of CP."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -21,7 +21,7 @@ from workers.parallel.collectives import Communicator
 
 
 class CpExchange:
-    """Exchanges of rows between the ranks of one CP group, with their buffers; one for a worker."""
+    """Row exchanges between the ranks of one CP group, with their buffers; one per worker."""
 
     def __init__(self, group: Communicator) -> None:
         self.group = group
@@ -31,9 +31,9 @@ class CpExchange:
 
 
 class StepContext(ABC):
-    """Implements the AttentionContext of workers.layers.context for one step on one rank.
+    """Implementation of workers.layers.context.AttentionContext for one step on one rank.
 
-    Every rank of the CP group makes the same calls for the same step, even one without a token in it.
+    Every rank of the CP group makes the same calls for the same step, even one without tokens.
     """
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
@@ -46,20 +46,17 @@ class StepContext(ABC):
 
     @cached_property
     def last(self) -> "StepContext":
-        """See AttentionContext."""
         batch = self.batch.narrowed()
         return self if batch is self.batch else type(self)(batch, self.pool, self.backend, self.exchange)
 
     def place(self, layer: int) -> KvSlots | None:  # noqa: ARG002
-        """See AttentionContext."""
         return None
 
     @abstractmethod
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Begin to exchange this rank's ``k`` and ``v [tokens, kv_heads, dim]`` over the group."""
+        """Start exchanging this rank's ``k`` and ``v [tokens, kv_heads, dim]`` over the group."""
 
     def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
-        """See AttentionContext."""
         sees_all = params.window is None or not self.batch.is_sharded
         assert sees_all, "a window needs all pages of a request on every rank"
         out = self.attend_storing(layer, q, params)
@@ -68,7 +65,9 @@ class StepContext(ABC):
 
     @abstractmethod
     def attend_storing(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
-        """Causal attention of ``q [wanted, heads, dim]`` over cached prefix and new tokens, and store the new KV."""
+        """Return causal attention of ``q [wanted, heads, dim]`` over cached prefix and new tokens, and store the new
+        KV.
+        """
 
     def join_last(self, hidden: Tensor) -> Tensor:
         """Return the last token of every sampled request, ``[R, hidden]``, on every rank; ``hidden`` is local."""
@@ -94,11 +93,11 @@ class StepContext(ABC):
         return self.backend.prepare_rows(runs, key_runs) if sees_any(runs, key_runs) else None
 
     def joined(self, q: Tensor, partials: Sequence[Partial], params: AttentionParams) -> Tensor:
-        """Join all partials of this rank's queries; there are none only where there is no query."""
+        """Join all partials of this rank's queries; there are none only if there are no queries."""
         return merge(partials, params.sinks).out if len(q) else q
 
     def owned_rows(self, cp_rank: int) -> "OwnedRows":
-        """Return the rows computed by a rank that belong into this rank's pages."""
+        """Return the rows computed by a rank that belong in this rank's pages."""
         return OwnedRows(self.pool, *self.batch.owned_rows(cp_rank, self.pool.trash_slot))
 
 
@@ -109,6 +108,6 @@ class OwnedRows:
         self._rows, self._slots = rows, pool.at_slots(slots)
 
     def store(self, layer: int, kv: Tensor) -> None:
-        """``kv [tokens of that rank, 2, heads, dim]``."""
+        """Store ``kv [tokens of that rank, 2, heads, dim]``."""
         if len(self._rows):
             self._slots.write(layer, kv[self._rows])

@@ -1,4 +1,4 @@
-"""One rank's share of one step as tensors: its tokens and positions, where K and V go, what to sample."""
+"""Tensors of one rank's share of a step: tokens, positions, KV slots, and requests to sample."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,23 +21,24 @@ _NO_PAGES = np.empty(0, dtype=np.int64)
 
 
 class BatchRow(NamedTuple):
-    """One request in a step."""
+    """Scheduled request of a step."""
 
     token_ids: Sequence[int]
-    """The extend tokens; at least one when the row is sampled."""
+    """Extend tokens; at least one if the request is sampled."""
     prefix_len: int
-    """Tokens already in the pages."""
+    """Number of tokens already in the pages."""
     pages: Sequence[int] | NDArray[np.int64]
-    """Pages of the request in order of position; enough for prefix and extend. Page p of a pool that is divided
-    over n owners is the page p // n of owner p mod n."""
+    """Pages of the request in order of position, enough for prefix and extend. Page p of a pool divided over n owners
+    is page p // n of owner p mod n.
+    """
     sampled: bool
-    """The logits after the last token are wanted (not so in the earlier chunks of a prompt)."""
+    """Whether logits after the last token are needed, as they are not in earlier chunks of a prompt."""
     scored: bool = False
-    """So are those after the others."""
+    """Whether logits after the other tokens are needed too."""
 
 
 class Sample(NamedTuple):
-    """The last token of a sampled row."""
+    """Last token of a sampled request."""
 
     owner: Owner
     run: Run
@@ -45,7 +46,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step as one rank sees it."""
+    """Step as one rank sees it."""
 
     plan: ShardPlan
     cp_rank: int
@@ -55,33 +56,34 @@ class StepBatch:
     positions: Tensor
     """``[tokens]`` int64, position of each local token in its request."""
     slots: Tensor
-    """``[gathered rows]`` int64: where K and V of each gathered row go on this rank; to the trash slot goes padding,
-    and what other ranks own."""
+    """Slots ``[gathered rows]`` int64 for K and V of each gathered row on this rank; padding and tokens of other
+    owners go to the null slot.
+    """
     slots_on_host: Indices
-    """The same, of which something can be known without a wait."""
+    """Host copy of ``slots``, readable without waiting for a GPU."""
     page_tables: tuple[Tensor, ...]
-    """Per request, int64: pages on this rank, those that it owns alone, in order of position."""
+    """Pages on this rank by request, int64, in order of position."""
     prefix_shares: tuple[tuple[int, ...], ...]
-    """Per owner and request: tokens of the prefix that are in the owner's pages."""
+    """Tokens of each request's prefix that are in an owner's pages, by owner and request."""
     sampled: tuple[Sample, ...]
-    """In row order."""
+    """Last tokens of sampled requests, in the order of the batch."""
     wanted: Tensor | None = None
-    """Int64 rows of this rank's tokens that have queries; None for all."""
+    """Rows of this rank's tokens that have queries, int64; None for all."""
     is_scored: bool = False
-    """Final hidden states of all tokens are wanted."""
+    """Whether final hidden states of all tokens are needed."""
     shards: ShardLens | None = None
-    """Of all attention shards, where there are several DP ranks."""
+    """Token counts of all attention shards, if there are several DP ranks."""
 
     @property
     def lens(self) -> Lens:
-        """Tokens of every attention shard; None where all have the same ones."""
+        """Tokens of every attention shard; None if all have the same ones."""
         if self.shards is not None:
             return self.shards.every
         return None if self.plan.replicated else self.plan.lens
 
     @property
     def last_lens(self) -> Lens:
-        """The same in the last layer, where queries are narrowed."""
+        """Tokens of every attention shard in the last layer, which narrows queries to sampled tokens."""
         if self.shards is not None:
             return self.shards.last
         if self.is_scored:
@@ -97,35 +99,35 @@ class StepBatch:
         return tuple(sample.run for sample in self._samples)
 
     def narrowed(self) -> "StepBatch":
-        """The same with queries of sampled tokens alone; itself where every token is one, or is scored."""
+        """Return the batch with queries of sampled tokens alone, or itself if every token is sampled or scored."""
         if self.wanted is not None or self.is_scored or len(self.sampled) == self.plan.num_tokens:
             return self
         return replace(self, wanted=self.sampled_rows)
 
     @property
     def sampled_rows(self) -> Tensor:
-        """Int64 rows of the sampled tokens that this rank computes."""
+        """Rows of the sampled tokens that this rank computes, int64."""
         offsets = [sample.owner.offset for sample in self._samples]
         return on_device(torch.tensor(offsets, dtype=torch.int64, device="cpu"), self.token_ids.device)
 
     @property
     def _samples(self) -> list[Sample]:
-        """Those that this rank computes."""
+        """Return the samples that this rank computes."""
         rank = 0 if self.plan.replicated else self.cp_rank
         return [sample for sample in self.sampled if sample.owner.cp_rank == rank]
 
     @property
     def is_sharded(self) -> bool:
-        """Each rank holds only the pages that it owns."""
+        """Return whether each rank holds only the pages that it owns."""
         return len(self.prefix_shares) > 1
 
     @property
     def prefix_share(self) -> tuple[int, ...]:
-        """Per request: tokens of the prefix that are in this rank's pages."""
+        """Tokens of each request's prefix that are in this rank's pages."""
         return self.prefix_shares[self.cp_rank % len(self.prefix_shares)]
 
     def owned_rows(self, cp_rank: int, trash_slot: int) -> tuple[Tensor, Tensor]:
-        """Which of the rows that a rank computes, in its local order, go into this rank's pages, and their slots."""
+        """Return the rows, in a rank's local order, that belong in this rank's pages, and their slots."""
         slots = self.slots_on_host
         if not self.plan.replicated:
             begin = cp_rank * self.plan.padded_len
@@ -147,9 +149,9 @@ def build_step_batch(
     owners: int = 1,
     shards: ShardLens | None = None,
 ) -> StepBatch:
-    """Cut a step's rows for one CP rank; every rank of the group derives the same plan from the same rows.
+    """Build one CP rank's batch of a step; every rank of the group derives the same plan from the same requests.
 
-    ``owners`` is cp where the pool is divided over the ranks, and 1 where each holds all.
+    ``owners`` is cp if the pool is divided over the ranks, and 1 if each holds all pages.
     """
     plan = make_shard_plan(strategy, [len(row.token_ids) for row in rows], [row.prefix_len for row in rows], cp)
     token_ids = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, plan.num_tokens)
@@ -199,7 +201,9 @@ def _samples(plan: ShardPlan, rows: Sequence[BatchRow]) -> tuple[Sample, ...]:
 
 
 def _pages(plan: ShardPlan, positions: Indices, tables: Sequence[Indices], page_size: int) -> Indices:
-    """Page of every token of the flattened batch. However long the prefixes are, only pages of new tokens are read."""
+    """Return the page of every token of the flattened batch. Only pages of new tokens are read, however long prefixes
+    are.
+    """
     used, num_used = [_NO_PAGES], 0
     entries: list[int] = []
     for prefix_len, extend_len, table in zip(plan.prefix_lens, plan.extend_lens, tables, strict=True):
@@ -215,14 +219,14 @@ def _pages(plan: ShardPlan, positions: Indices, tables: Sequence[Indices], page_
 
 
 def _own(table: Indices, part: int, owners: int) -> Indices:
-    """Pages on a rank, as it numbers them."""
+    """Return a rank's pages by local number."""
     return table if owners == 1 else table[table % owners == part] // owners
 
 
 def _prefix_shares(
     prefix_lens: Sequence[int], tables: Sequence[Indices], page_size: int, owners: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Only the last page of a prefix may be filled in part."""
+    """Return each owner's tokens of each prefix; only a prefix's last page may be partly filled."""
     if owners == 1:
         return (tuple(prefix_lens),)
     shares = np.zeros((owners, len(tables)), dtype=np.int64)

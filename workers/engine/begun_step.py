@@ -1,4 +1,4 @@
-"""A step that was begun: what it draws, which the next one may follow before anybody has read it."""
+"""Steps under way, and their sampled tokens, which the next step may use before the host reads them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,35 +19,35 @@ from workers.parallel.collectives import Communicator
 
 
 class Followed(NamedTuple):
-    """Tokens of a step that the one before has drawn."""
+    """Tokens sampled by the previous step that this one takes as input."""
 
     places: Tensor
-    """Where they belong in the flattened batch, int64."""
+    """Indices in the flattened batch, int64."""
     token_ids: Tensor
 
     def put_into(self, token_ids: Tensor) -> None:
-        """Replace what stands for them in ``token_ids [tokens]``."""
+        """Replace their placeholders in ``token_ids [tokens]``."""
         token_ids[self.places] = self.token_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a step draws; of no rows on a rank that does not know of any."""
+    """Sampled tokens of a step; empty on a rank that samples none."""
 
     rooms: Sequence[Room] = ()
     draws: Draws | None = None
-    """Of these rooms, in their order; None where another TP rank draws them."""
+    """Samples of these rooms, in order; None if another TP rank samples."""
     prompt_logprobs: Mapping[Room, list[TokenLogprobs]] = field(default_factory=dict)
-    """Where they are told with the token."""
+    """Prompt log-probabilities to report with the token."""
 
     def wait(self) -> dict[Room, Sampled]:
-        """The token of every sampled row, once."""
+        """Wait for the token of every sampled request; call once."""
         sampled = dict(zip(self.rooms, self.draws.wait(), strict=True)) if self.draws is not None else {}
         told = {room: replace(sampled[room], prompt_logprobs=told) for room, told in self.prompt_logprobs.items()}
         return sampled | told
 
     def followed(self, rows: Sequence[ScheduledRequest], tp: Communicator, device: torch.device) -> Followed | None:
-        """What the rows of the next step take from this one; None for nothing. Every TP rank calls this."""
+        """Return the tokens of this step that the next one takes as input; None for none. Every TP rank calls this."""
         if not self.rooms or not any(row.input_from_previous_step for row in rows):
             return None
         if self.draws is not None:
@@ -65,24 +65,25 @@ class Drawn:
 
 
 class BegunStep(NamedTuple):
-    """A step that this rank has begun."""
+    """Step that this rank has started."""
 
     requests: Mapping[Room, KnownRequest]
-    """Those in it, as they were: the next step may have forgotten some before this one ends."""
+    """Requests of the step as they were at its start; the next step may release some before this one ends."""
     drawn: Drawn
     end: Event | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody would wait for it."""
+        """Return whether `wait` would not block."""
         if self.end is not None:
             return bool(self.end.query())  # type: ignore[no-untyped-call]
         return self.drawn.draws is None or self.drawn.draws.is_there
 
     def wait(self) -> dict[Room, Sampled]:
-        """The token of every sampled row on the rank that draws, and nothing on the others; once.
+        """Wait for the step and return the token of every sampled request on the sampling rank, nothing on others;
+        call once.
 
-        The step is over then: nothing of it has yet to be written to pages.
+        Afterwards all KV writes of the step are complete.
         """
         sampled = self.drawn.wait()
         if self.end is not None:

@@ -1,4 +1,4 @@
-"""Measures how fast this rank is, on one layer and scratch memory, in a fraction of a second. Once, at warm-up."""
+"""Measurement of this rank's speed at warm-up, on one layer and scratch memory, in a fraction of a second."""
 
 import math
 import time
@@ -21,29 +21,29 @@ from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 
 _SAMPLE_S = 0.02
-"""What takes this long is not repeated, and nothing larger is measured."""
+"""Measurements of this length are not repeated, and nothing larger is measured."""
 _REPEATS = 5
 _SHORT_RUNS = 8
 _PAUSES = 3
-"""Work behind which a collective may hide, in its own times."""
+"""Length of the work behind which a collective may hide, as a multiple of the collective's time."""
 _FALLBACK = Rates()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """How much is computed to time it."""
+    """Amount of work to time."""
 
     tokens: tuple[int, int]
-    """Next to none, and so many that what they take is arithmetic; four times as many from step to step."""
+    """Minimal token count, and one at which arithmetic dominates; grows fourfold from step to step."""
     queries: int
     prefix: int
     rows: tuple[int, int]
-    """Of each rank in a collective."""
+    """Rows per rank in a collective."""
 
 
 SAMPLES: Mapping[str, Samples] = {
     "cpu": Samples(tokens=(16, 256), queries=128, prefix=896, rows=(16, 512)),
-    # With as few tokens a GPU reads weights, and the host launches, for longer than anything is multiplied.
+    # With few tokens, a GPU reads weights, and the host launches kernels, for longer than anything is multiplied.
     "cuda": Samples(tokens=(32, 2048), queries=2048, prefix=6144, rows=(16, 4096)),
 }
 
@@ -51,14 +51,15 @@ SAMPLES: Mapping[str, Samples] = {
 def calibrate(
     model: DecoderModel, pool: PagePool, backend: AttentionBackend, group: Communicator, shape: ModelShape
 ) -> Rates:
-    """Rates of this rank. Every rank of the replica calls this, before any request; only the trash page is written.
+    """Measure this rank's rates. Every rank of the replica calls this before any request; only the null page is
+    written.
 
-    What comes out of the noise as nothing or less keeps its default.
+    Results that noise makes zero or negative keep their defaults.
     """
     with torch.inference_mode(), model.device:
         all_reduce_s, all_reduce_row_s = _measure_all_reduce(model)
         exchange_s, exchange_bytes_per_s, hidden_share = _measure_exchange(model, group, shape)
-    # How often the rest is repeated is each rank's own decision, so that no collective may be in it.
+    # Each rank decides alone how often to repeat the remaining measurements, so they must not contain collectives.
     with torch.inference_mode(), model.device, model.groups.alone():
         floor_s, linear_flops_per_s = _measure_linear(model)
         run_s, attention_flops_per_s = _measure_attention(model, pool, backend, shape)
@@ -80,7 +81,7 @@ def calibrate(
 
 
 class _NoAttention:
-    """An AttentionContext that leaves only the linear part of a layer to be timed."""
+    """AttentionContext that leaves only the linear part of a layer to be timed."""
 
     kv_first = False
     lens = last_lens = counted = None
@@ -88,22 +89,19 @@ class _NoAttention:
 
     @property
     def last(self) -> "_NoAttention":
-        """Every token has a query in every layer."""
         return self
 
-    def place(self, layer: int) -> None:
-        """See AttentionContext."""
+    def place(self, layer: int) -> None: ...
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store nothing."""
 
     def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:  # noqa: ARG002
-        """Attend to nothing."""
         return q
 
 
 def _measure_linear(model: DecoderModel) -> tuple[float, float]:
-    """Time that one layer takes for next to no token, and FLOP/s of more tokens."""
+    """Measure the time of one layer for almost no tokens, and FLOP/s for more."""
 
     layer, flops = next(iter(model.layers.values())), alone_flops(model)
 
@@ -125,7 +123,7 @@ def _measure_linear(model: DecoderModel) -> tuple[float, float]:
 
 
 def alone_flops(model: DecoderModel) -> float:
-    """FLOPs of one token in the rank's first layer, with the rank's own part of the MLP and of the experts."""
+    """Return FLOPs of one token in the rank's first layer, with the rank's own part of the MLP and of the experts."""
     parallel, layer = model.groups.parallel, model.config.layer_weights(0)
     routed = layer.routed * parallel.tp / (parallel.ep * moe_tp_size(parallel))
     return 2 * (layer.queries + layer.kv + layer.dense / parallel.dp + routed)
@@ -134,7 +132,7 @@ def alone_flops(model: DecoderModel) -> float:
 def _measure_attention(
     model: DecoderModel, pool: PagePool, backend: AttentionBackend, shape: ModelShape
 ) -> tuple[float, float]:
-    """Time of a run of next to no work, and FLOP/s of a run on a longer prefix."""
+    """Measure the time of a minimal run, and FLOP/s of a run on a longer prefix."""
     samples, params = SAMPLES[model.device.type], AttentionParams(model.config.head_dim**-0.5)
     table = torch.full((-(-(samples.prefix + samples.queries) // pool.page_size),), pool.num_pages)
 
@@ -152,9 +150,9 @@ def _measure_attention(
 
 
 def _measure_exchange(model: DecoderModel, group: Communicator, shape: ModelShape) -> tuple[float, float, float]:
-    """Latency of one collective, bytes received per second, and the share that passes behind other work.
+    """Measure the latency of one collective, bytes received per second, and the share hidden behind other work.
 
-    Nothing is moved in a group of one.
+    A group of one moves nothing.
     """
     if group.size == 1:
         return _FALLBACK.exchange_s, _FALLBACK.exchange_bytes_per_s, _FALLBACK.hidden_share
@@ -178,14 +176,14 @@ def _measure_exchange(model: DecoderModel, group: Communicator, shape: ModelShap
     if not group.in_background:
         return few_s, bytes_per_s, 0.0
     if model.device.type == "cuda":
-        # On a stream of its own, which the host does not see.
+        # Collectives run on their own stream, so the host does not see their end.
         return few_s, bytes_per_s, 1.0
     hidden_s = many_s - gather_s(many_rows, pause_s=_PAUSES * many_s)
     return few_s, bytes_per_s, min(max(hidden_s / many_s, 0.0), 1.0)
 
 
 def _measure_all_reduce(model: DecoderModel) -> tuple[float, float]:
-    """Seconds that summing hidden states over the TP ranks takes for next to none, and for each more."""
+    """Measure the seconds to sum hidden states over the TP ranks: fixed, and per token."""
     group = model.groups.tp
     if group.size == 1:
         return 0.0, 0.0
@@ -200,7 +198,9 @@ def _measure_all_reduce(model: DecoderModel) -> tuple[float, float]:
 
 
 def _waited_s(device: torch.device, group: Communicator, call: Callable[[], object]) -> float:
-    """Time that a call spends inside a group's collectives, on ranks that start together; on a GPU, all of its time."""
+    """Return the time that a call spends inside a group's collectives, on ranks that start together; on a GPU, all of
+    it.
+    """
     group.barrier()
     synchronize(device)
     waited_before_s, start_s = group.waited_s, time.perf_counter()
@@ -212,7 +212,7 @@ def _waited_s(device: torch.device, group: Communicator, call: Callable[[], obje
 
 
 def _measure_merge(model: DecoderModel) -> float:
-    """Seconds that one partial of one token costs."""
+    """Measure the seconds to merge one partial of one token."""
     _, num_tokens = SAMPLES[model.device.type].tokens
     shape = (num_tokens, model.config.num_heads)
     partial = Partial(torch.zeros(*shape, model.config.head_dim, dtype=model.dtype), torch.zeros(shape))
@@ -220,7 +220,7 @@ def _measure_merge(model: DecoderModel) -> float:
 
 
 def _measure_store(model: DecoderModel, pool: PagePool) -> float:
-    """Seconds a row."""
+    """Measure the seconds to store one row."""
     _, num_tokens = SAMPLES[model.device.type].tokens
     slots = pool.at_slots(torch.full((num_tokens,), pool.trash_slot))
     row = (2, model.config.num_kv_heads, model.config.head_dim)
@@ -229,14 +229,16 @@ def _measure_store(model: DecoderModel, pool: PagePool) -> float:
 
 
 def _hidden(model: DecoderModel, num_tokens: int) -> Tensor:
-    """Tokens that differ, so that experts share them as in earnest."""
+    """Return hidden states of different tokens, so that experts share them realistically."""
     generator = torch.Generator(device=model.device).manual_seed(0)
     shape = num_tokens, model.config.hidden_size
     return torch.randn(shape, generator=generator, device=model.device).to(model.dtype)
 
 
 def _least_s(device: torch.device, call: Callable[[], object]) -> float:
-    """Of several calls. On a CPU the thread's own time leaves out what else runs on its core; it stands in a wait."""
+    """Return the least time of several calls. On a CPU, thread time excludes other work on the core; it excludes waits
+    too.
+    """
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
     started_s, least_s = clock(), math.inf
     for _ in range(_REPEATS):

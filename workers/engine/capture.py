@@ -1,4 +1,4 @@
-"""Capture of what a GPU does, to be replayed. Imports no Triton."""
+"""Capture of GPU work for replay. Imports no Triton."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 Captured = tuple[Tensor, Callable[[], None]]
-"""The result, at a fixed address, and the replay that computes it anew."""
+"""Result at a fixed address, and the replay that recomputes it."""
 
 
 class CaptureError(RuntimeError):
-    """A computation that runs cannot be captured; everything goes on as before."""
+    """Error of a computation that cannot be captured; it still runs uncaptured."""
 
 
 class Capture(Protocol):
@@ -22,15 +22,15 @@ class Capture(Protocol):
 
 
 class GraphCapture:
-    """Captures CUDA graphs, which are never replayed at the same time and so share their memory."""
+    """Capture as CUDA graphs, which are never replayed at the same time and so share their memory."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        """``stream`` is the same for all captures, since libraries keep memory for each stream that they meet."""
+        """Use the same ``stream`` for all captures, since libraries keep memory for each stream that they meet."""
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = stream
 
     def __call__(self, compute: Callable[[], Tensor]) -> Captured:
-        """Capture the third run; the first two compile kernels and warm libraries up."""
+        """Capture the third run; the first two compile kernels and warm up libraries."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(2):
@@ -47,9 +47,10 @@ class GraphCapture:
         return out, graph.replay
 
     def _give_up(self, usual: torch.cuda.Stream) -> None:
-        """Undo what torch leaves behind where a capture fails, so that steps can run as usual.
+        """Undo the state that torch leaves after a failed capture, so that steps can run as usual.
 
-        Torch's stream is still the current one, and its allocator, which then asserts that it is not, may be capturing.
+        Torch's stream is still the current one, and its allocator, which then asserts that it is not, may be
+        capturing.
         """
         torch.cuda.set_stream(usual)
         with suppress(RuntimeError):  # it has ended that itself

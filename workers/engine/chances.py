@@ -1,4 +1,4 @@
-"""Chance as a function of seed, output position and token id: the rest of a batch has no part in it."""
+"""Exponential-race sampling by seed, output position and token id, independent of the rest of the batch."""
 
 import hashlib
 from functools import cache
@@ -13,24 +13,24 @@ _FRACTION_BITS = 53
 _LEAST, _MOST = 2.0**-54, 1 - 2.0**-24
 """Fractions whose exponentials are neither 0 nor infinite in fp32."""
 _CACHED = 1 << 16
-"""Clocks of a CPU that are set at once: they stay in its core's cache."""
+"""Exponentials computed at once on a CPU: they stay in its core's cache."""
 
 
 def key_of(seed: int, position: int) -> int:
-    """64 bits, with a sign, fixed by their arguments alone, the same on every machine."""
+    """Return a signed 64-bit key that depends on the arguments alone, on every machine."""
     digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def win_race(weights: Tensor, keys: Tensor) -> Tensor:
-    """One token id a row ``[num_rows]`` int64, with a likelihood in proportion to its weight.
+    """Sample one token id per row, ``[num_rows]`` int64, with probability proportional to its weight.
 
-    weights: ``[num_rows, vocab_size]`` fp32, 0 for those that cannot be drawn. keys: ``[num_rows]`` int64.
+    weights: ``[num_rows, vocab_size]`` fp32, 0 for tokens that cannot be sampled. keys: ``[num_rows]`` int64.
 
-    Each token has a clock that rings after an exponential time over its weight, and the first one wins (the Gumbel-max
-    trick; Maddison, Tarlow and Minka, 2014). When weights change by rounding, as after a continuation elsewhere, the
-    winner changes with a likelihood of that order; by inverse transform it would be so for each border between two
-    tokens of the vocabulary.
+    Each token gets an exponential time divided by its weight, and the earliest one wins (the Gumbel-max
+    trick; Maddison, Tarlow and Minka, 2014). When weights change by rounding, as after a continuation elsewhere,
+    the winner changes with a probability of that order; inverse transform sampling would add this up over all
+    borders between tokens.
     """
     if has_kernels(weights):
         from workers.kernels import race
@@ -40,7 +40,7 @@ def win_race(weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def plain_race(weights: Tensor, keys: Tensor) -> Tensor:
-    """The same by torch alone."""
+    """Compute `win_race` in plain torch."""
     num_rows, vocab_size = weights.shape
     at_once = max(1, _CACHED // vocab_size) if weights.device.type == "cpu" else num_rows
     blocks = [slice(first, first + at_once) for first in range(0, num_rows, at_once)]
@@ -52,12 +52,14 @@ def _earliness(weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def likeliest(scores: Tensor) -> Tensor:
-    """The first of the largest in each row; on a CPU numpy finds it several times as fast as torch."""
+    """Return the first maximum of each row; on a CPU numpy is several times as fast as torch."""
     return torch.from_numpy(scores.numpy().argmax(axis=-1)) if scores.device.type == "cpu" else scores.argmax(dim=-1)
 
 
 def _exponentials(keys: Tensor, vocab_size: int) -> Tensor:
-    """``[num_keys, vocab_size]`` fp32, of mean 1: a generator SplitMix64 (Steele, Lea and Flood, 2014) for each key."""
+    """Return ``[num_keys, vocab_size]`` fp32 exponentials of mean 1, from one SplitMix64 generator per key (Steele,
+    Lea and Flood, 2014).
+    """
     bits = keys[:, None] + _steps(vocab_size, keys.device)
     shifted = torch.empty_like(bits)
     bits ^= _shift(bits, 30, shifted)
@@ -75,7 +77,7 @@ def _steps(vocab_size: int, device: torch.device) -> Tensor:
 
 
 def _shift(bits: Tensor, count: int, shifted: Tensor) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shift right logically."""
     return torch.bitwise_right_shift(bits, count, out=shifted).bitwise_and_((1 << (64 - count)) - 1)
 
 

@@ -13,7 +13,7 @@ from workers.memory.page_pool import PagePool
 def make_context(
     batch: StepBatch, passing: Passing | None, pool: PagePool, backend: AttentionBackend, exchange: CpExchange
 ) -> StepContext:
-    """Return the context. ``passing`` matters only where the pool is divided over ranks; None passes keys."""
+    """Return the context. ``passing`` matters only if the pool is divided over ranks; None passes keys."""
     kind: type[StepContext]
     if batch.is_sharded:
         kind = PassQContext if passing is Passing.PASS_Q else PassKvContext

@@ -1,4 +1,4 @@
-"""Where top-k and top-p end: all tokens but the likeliest of each row are put out of the draw."""
+"""Top-k and top-p cutoffs: tokens outside them cannot be sampled."""
 
 import math
 
@@ -9,14 +9,14 @@ from workers.device import has_kernels
 from workers.engine.draw_settings import DrawSettings
 
 _NUM_RANKED = 1024
-"""Tokens that are ranked at first; few rows must look further to know where their top-p ends."""
+"""Tokens ranked at first; few rows must look further to find the end of their top-p."""
 
 
 def keep_likeliest(scores: Tensor, settings: DrawSettings) -> Tensor:
-    """Scores with everything outside the top-k, then outside the smallest set of mass top-p, at -inf.
+    """Return scores with everything outside the top-k, then outside the smallest set of mass top-p, at -inf.
 
-    Equals of the last token that is kept are kept too, so that neither an order among them nor rounding, which may
-    differ with the company in the batch, changes what is drawn.
+    Tokens equal to the last one kept are kept too, so that neither their order nor rounding, which may depend on the
+    other rows of the batch, changes the sample.
     """
     vocab_size = scores.shape[-1]
     top_k, top_p = settings.top_k, settings.top_p
@@ -33,7 +33,8 @@ def keep_likeliest(scores: Tensor, settings: DrawSettings) -> Tensor:
 
 
 def ranked_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
-    """Each row's least score to keep, and whether that many likeliest tokens suffice to know it; both ``[num_rows]``.
+    """Return each row's least score to keep, and whether ranking ``num_ranked`` tokens was enough to find it; both
+    ``[num_rows]``.
 
     Scores are at most 0, and 0 for the likeliest. Of each row: top_k int64, at least 1; top_p fp64.
     """
@@ -47,6 +48,6 @@ def ranked_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, num_ranked: int
     is_beyond[:, 0] = False
     num_kept = num_ranked - (is_outside | is_beyond).sum(dim=-1, keepdim=True)
     vocab_size = scores.shape[-1]
-    # Top-p is a share of what top-k leaves; its mass is known where that is ranked, or is everything.
+    # Top-p applies to the mass that top-k leaves, which is known if that is ranked, or is everything.
     is_sure = (top_k <= num_ranked) | (is_beyond[:, -1:] & (top_k >= vocab_size)) | (num_ranked == vocab_size)
     return ranked.gather(-1, num_kept - 1).squeeze(-1), is_sure.squeeze(-1)

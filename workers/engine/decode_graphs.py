@@ -1,4 +1,4 @@
-"""Decode steps captured once for some batch sizes and replayed, which takes the host next to no time."""
+"""Decode steps captured for some batch sizes and replayed with almost no host time."""
 
 import logging
 import sys
@@ -31,13 +31,13 @@ _log = logging.getLogger(__name__)
 
 
 class DecodeGraphs:
-    """Replays steps in which each request has one token, from which the next is sampled; others are computed."""
+    """Replay of steps in which each request has one token, from which the next is sampled; other steps are computed."""
 
     def __init__(
         self, model: DecoderModel, pool: PagePool, backend: AttentionBackend, most_requests: int, capture: Capture
     ) -> None:
         self.counts: Counter[str] = Counter()
-        """Steps replayed, and steps that were not, by reason."""
+        """Number of replayed steps, and of computed ones by reason."""
         self._model, self._pool, self._backend = model, pool, backend
         self._steps: dict[int, _CapturedStep] = {}
         self._failure = self._why_not()
@@ -50,7 +50,7 @@ class DecodeGraphs:
             raise
 
     def drop(self) -> None:
-        """Forget what was captured, even where an error still holds a step."""
+        """Release captured graphs, even if an error still refers to a step."""
         self._failure = "dropped"
         for step in self._steps.values():
             step.forget()
@@ -59,7 +59,8 @@ class DecodeGraphs:
     def run(self, rows: Sequence[BatchRow], followed: Followed | None = None, most_rows: int = 0) -> Tensor | None:
         """Return final hidden states ``[rows, hidden]``, valid until the next call; None for a step to be computed.
 
-        ``most_rows`` are the most of any DP rank. All call this at once, with one answer, and only with decode rows.
+        ``most_rows`` is the most of any DP rank. All DP ranks call this together, get the same answer, and schedule
+        decode tokens only.
         """
         num_rows = max(len(rows), most_rows)
         reason = self._failure or self._misfit(rows, num_rows)
@@ -70,7 +71,7 @@ class DecodeGraphs:
         return self._steps[size].run(rows, followed)
 
     def _why_not(self) -> str:
-        """Return what in the middle of a step goes through the host; empty for nothing."""
+        """Return which part of a step runs through the host; empty if none does."""
         groups = self._model.groups
         goes_to_experts = groups.moe_block.size > 1 and groups.moe_dispatch is MoeDispatch.ALL_TO_ALL
         if self._model.config.moe is not None and goes_to_experts:
@@ -81,7 +82,7 @@ class DecodeGraphs:
         config, pool = self._model.config, self._pool
         shape = GraphShape(
             num_requests=num_requests,
-            # The model's most, whatever the pool holds: a capture over a small pool takes as much memory.
+            # Use the model's maximum, whatever the pool holds: a capture over a small pool takes as much memory.
             most_pages=pages_for(config.max_position_embeddings, pool.page_size),
             page_size=pool.page_size,
             num_heads=config.num_heads,
@@ -93,9 +94,11 @@ class DecodeGraphs:
         return self._backend.prepare_graph(shape)
 
     def _capture(self, capture: Capture, most_requests: int) -> bool:
-        """Return whether all ranks could: a rank that computes steps which others replay would wait for ever."""
+        """Capture, and return whether all ranks could: a rank that computes steps which others replay would wait for
+        ever.
+        """
         model = self._model
-        # The largest first, whose memory the others share.
+        # Capture the largest first; the others share its memory.
         for size in reversed(batch_sizes(min(most_requests, _most_requests(model)))):
             problem = ""
             try:
@@ -108,7 +111,7 @@ class DecodeGraphs:
             for group in (model.groups.tp, model.groups.dp):
                 group.all_reduce(num_failed)
             if num_failed.item():
-                _log.warning("decode steps are not replayed: %s", problem or "another rank cannot capture them")
+                _log.warning("decode steps are not captured: %s", problem or "another rank cannot capture them")
                 return False
         return True
 
@@ -119,7 +122,7 @@ class DecodeGraphs:
 
 
 class _CapturedStep:
-    """A step of a fixed number of requests; absent ones see one token of the null page."""
+    """Captured step of a fixed number of requests; unused ones see one token of the null page."""
 
     def __init__(
         self, model: DecoderModel, pool: PagePool, size: int, attention: GraphAttention, capture: Capture
@@ -162,7 +165,7 @@ class _CapturedStep:
         slots[:] = [table[page] for table, page in zip(tables, pages.tolist(), strict=True)]
         slots *= pool.page_size
         slots += in_page
-        # Pinned, so the host goes on at once; torch keeps the memory until the copy is done.
+        # Pinned, so that the host continues at once; torch keeps the memory until the copy is done.
         self._inputs.copy_(on_host, non_blocking=True)
         self._attention.fill(positions + 1, tables)
 
@@ -180,7 +183,7 @@ def _most_requests(model: DecoderModel) -> int:
 
 
 class _DecodeContext:
-    """The AttentionContext of captured steps: everything that changes from step to step is in tensors."""
+    """AttentionContext of captured steps: everything that changes from step to step is in tensors."""
 
     kv_first = False
     counted: Tensor | None = None
@@ -192,17 +195,13 @@ class _DecodeContext:
 
     @property
     def last(self) -> "_DecodeContext":
-        """Every token is sampled from."""
         return self
 
     def place(self, layer: int) -> KvSlots | None:
-        """See AttentionContext."""
         return self._pool.place(layer, self._slots)
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """See AttentionContext."""
         self._pool.write(layer, self._slots, torch.stack((k, v), dim=1))
 
     def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
-        """See AttentionContext."""
         return merge([self._attention.attend(q, *self._pool.layer_view(layer), params)], params.sinks).out

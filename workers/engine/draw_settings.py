@@ -1,4 +1,4 @@
-"""What rows that are drawn by chance ask for, where their logits are."""
+"""Settings of sampled rows, on the device of their logits."""
 
 import math
 from collections.abc import Sequence
@@ -12,21 +12,21 @@ from workers.device import on_device
 from workers.engine.chances import key_of
 
 _ROUNDING = 1e-4
-"""Logits in fp32 that differ by less may be equals."""
+"""Logits in fp32 that differ by less count as equal."""
 _NUM_SETTINGS, _NUM_WHOLE = 7, 3
-"""Of a row; whole numbers come first."""
+"""Number of settings per row; whole numbers come first."""
 
 
 class DrawSettings:
-    """``[num_rows]`` each; views of one table, which one copy brings to a GPU."""
+    """Columns of ``[num_rows]`` each: views of one table, which reaches a GPU in one copy."""
 
     def __init__(self, table: Tensor) -> None:
-        """``table [settings, num_rows]`` int64, of which some are the bits of fp64 numbers."""
+        """Wrap ``table [settings, num_rows]`` int64, part of which holds the bits of fp64 numbers."""
         self._table = table
         self.places, self.keys, self.top_k = table[:_NUM_WHOLE]
-        """int64: where the rows are among those of the step, what chance hangs on, and tokens to keep, 1 at least."""
+        """Columns of int64: index among the step's rows, sampling key, and number of tokens to keep, at least 1."""
         self.top_p, self.temperature, self.floor, self.rounding = table[_NUM_WHOLE:].view(torch.float64)
-        """fp64: mass to keep, a divisor, the least score by min-p, and by how much equals may differ in scores."""
+        """Columns of fp64: mass to keep, divisor, least score by min-p, and tolerance of equal scores."""
 
     @classmethod
     def of(
@@ -37,7 +37,7 @@ class DrawSettings:
         vocab_size: int,
         device: torch.device,
     ) -> "DrawSettings":
-        """Of rows whose temperatures are above zero; ``positions`` are those of their output."""
+        """Return the settings of rows with temperatures above zero; ``positions`` are output positions."""
         table = np.empty((_NUM_SETTINGS, len(rows)), np.int64)
         table[0] = places
         table[1] = [key_of(row.seed, position) for row, position in zip(rows, positions, strict=True)]
@@ -50,5 +50,5 @@ class DrawSettings:
         return cls(on_device(torch.from_numpy(table), device))
 
     def at(self, rows: Tensor) -> "DrawSettings":
-        """Those of some rows."""
+        """Return the settings of some rows."""
         return DrawSettings(self._table[:, rows])

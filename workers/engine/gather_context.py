@@ -1,7 +1,7 @@
 """Gather mode: every rank stores the K and V of all ranks.
 
-Where rows travel in the background, local keys are attended meanwhile. Otherwise there is nothing to hide, and one
-call over all keys is faster than one for each rank's.
+If rows travel in the background, local keys are attended meanwhile. Otherwise there is nothing to hide, and one call
+over all keys is faster than one per rank.
 """
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from workers.memory.page_pool import PagePool
 
 
 class PagedContext(StepContext):
-    """Stores the rows of all ranks, then attends all keys in the pages at once."""
+    """Context that stores the rows of all ranks, then attends all keys in the pages at once."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
@@ -25,15 +25,13 @@ class PagedContext(StepContext):
         self._gathered: Gathered | None = None
 
     def place(self, layer: int) -> KvSlots | None:
-        """See StepContext; None where other ranks need the new rows too."""
+        """Return slots as StepContext does; None if other ranks need the new rows too."""
         return self.pool.place(layer, self.batch.slots) if self.batch.plan.replicated else None
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
-        """See StepContext."""
         self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
 
     def attend_storing(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
-        """See StepContext."""
         if self._gathered is not None:
             self._slots.write(layer, self._gathered.wait())
             self._gathered = None
@@ -41,7 +39,7 @@ class PagedContext(StepContext):
 
 
 class OverlappedContext(StepContext):
-    """Attends the cached prefix and this rank's own rows while the others' are in flight."""
+    """Context that attends the cached prefix and this rank's own rows while the others' are in flight."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
@@ -55,12 +53,10 @@ class OverlappedContext(StepContext):
         self._others = [(rank, rows) for rank, rows in others if rows is not None]
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
-        """See StepContext."""
         self._k, self._v = k, v
         self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
 
     def attend_storing(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
-        """See StepContext."""
         partials = []
         if self._prefix is not None:
             partials.append(self._prefix.attend(q, *self.pool.layer_view(layer), params))

@@ -1,4 +1,4 @@
-"""Measures what weights, the largest step and CUDA graphs take of a GPU, to tell what is left for pages."""
+"""GPU memory that weights, the largest step and CUDA graphs take, and so what is left for pages."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from cluster.spec.pool import GIB
 
 
 def measure_memory(device: torch.device, fraction: float, run_largest_step: Callable[[], None]) -> GpuMemory:
-    """Call when the weights are there and no pages yet; the step's own pages count as activations."""
+    """Measure memory with the weights loaded and no pages yet; the step's own pages count as activations."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_allocated(device)
@@ -31,7 +31,7 @@ def measure_memory(device: torch.device, fraction: float, run_largest_step: Call
 
 
 def bytes_kept_by(device: torch.device, record: Callable[[], None]) -> int:
-    """What is gone of the GPU's memory afterwards, whether torch, a library or the driver has it."""
+    """Return the GPU memory that a capture takes, whether torch, a library or the driver holds it."""
     free = _free_bytes(device)
     record()
     return max(free - _free_bytes(device), 0)
@@ -44,6 +44,6 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def check_fits(memory: GpuMemory, pages_gib: float, key: str) -> None:
-    """UserError, with the arithmetic, where not so much is left for pages."""
+    """Raise UserError, with the arithmetic, if the memory left cannot hold the pages."""
     if memory.left < pages_gib:
-        raise UserError(f"{key}: {pages_gib:.3g} GiB are wanted for pages, but {memory}")
+        raise UserError(f"{key}: {pages_gib:.3g} GiB requested for pages, but {memory}")

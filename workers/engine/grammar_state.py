@@ -1,4 +1,4 @@
-"""How far one request's output has come in its grammar, and which tokens may come next."""
+"""Position of one request's output in its grammar, which determines the tokens that may come next."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ from cluster.spec.sampling import Sampling
 
 
 class GrammarState:
-    """Made from the output so far, so that it is right after a handoff and after a preemption too."""
+    """Grammar state of one request, rebuilt from its output, so it survives handoff and preemption."""
 
     def __init__(self, grammars: Grammars | None, sampling: Sampling, output: Sequence[int], vocab_size: int) -> None:
         self._ending_ids = np.array(sorted(sampling.ending_ids), dtype=np.int64)
         self._min_tokens = sampling.min_tokens
         self._all = np.ones(vocab_size, dtype=np.bool_)
         self.problem = ""
-        """Why no token follows the grammar; then any is drawn, and the request fails."""
+        """Reason why no token follows the grammar; any token is then sampled, and the request fails."""
         self._matcher: Matcher | None = None
         try:
             assert grammars is not None, "this rank draws no tokens"
@@ -29,13 +29,14 @@ class GrammarState:
 
     @property
     def is_whole(self) -> bool:
-        """Nothing can follow."""
+        """Return whether nothing can follow."""
         return self._matcher is not None and self._matcher.is_over
 
     def allowed(self, position: int) -> NDArray[np.bool_]:
-        """Which tokens can be drawn at this output position ``[vocab_size]``.
+        """Return a mask ``[vocab_size]`` of the tokens that can be sampled at this output position.
 
-        A token that ends the answer waits until the text is whole, and for ``min_tokens`` if anything else can come.
+        A token that ends the answer waits until the text is complete, and for ``min_tokens`` if anything else can
+        come.
         """
         if self._matcher is None or self.problem:
             return self._all
@@ -49,7 +50,7 @@ class GrammarState:
         return self._all if self.problem else allowed
 
     def append(self, token_id: int) -> None:
-        """A token was drawn."""
+        """Advance by a sampled token."""
         if token_id not in self._ending_ids:
             self._advance([token_id])
 

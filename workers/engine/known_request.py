@@ -1,4 +1,4 @@
-"""What every rank of a replica remembers of a request between steps."""
+"""State of a request that every rank of a replica keeps between steps."""
 
 from dataclasses import dataclass, field
 
@@ -10,18 +10,18 @@ from workers.engine.sampling_state import SamplingState
 
 @dataclass(slots=True)
 class KnownRequest:
-    """As step plans have told it."""
+    """State of a request as announced by step plans."""
 
     admit: Admit
     table: PageTable = field(default_factory=PageTable)
-    """Page p of a sharded pool is the page p // cp of CP rank p mod cp."""
+    """Page table of the request; page p of a sharded pool is page p // cp of CP rank p mod cp."""
     sampling: SamplingState | None = None
-    """Where tokens are drawn, from the first draw on."""
+    """Sampling state on the sampling rank, from the first sample on."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt so far, until the first draw."""
+    """Log-probabilities of the prompt so far, until the first sample."""
 
     @property
     def pages(self) -> list[int]:
-        """A copy of the table, for those who send."""
+        """Return a copy of the table, for senders."""
         pages: list[int] = self.table.all.tolist()
         return pages

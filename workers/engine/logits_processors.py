@@ -1,4 +1,4 @@
-"""What requests change in their logits before a token is drawn: allowed tokens, bias and bans, penalties, grammars.
+"""Changes that requests make to logits before sampling: allowed tokens, bias and bans, penalties, grammars.
 
 Work is proportional to the tokens that are named, with a grammar to the vocabulary: rows that ask for nothing cost
 nothing. No row depends on another.
@@ -18,7 +18,7 @@ from workers.engine.token_counts import TokenCounts
 
 Numbers = NDArray[np.float32]
 Index = tuple[Tensor, Tensor]
-"""Rows and columns of single logits, each once."""
+"""Row and column indices of single logits, each once."""
 
 
 def process(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> None:
@@ -42,9 +42,9 @@ def _forbid_others(logits: Tensor, allowed: Mapping[int, NDArray[np.int64]]) -> 
 
 
 def _keep_to(logits: Tensor, before: Tensor, grammars: Mapping[int, NDArray[np.bool_]]) -> None:
-    """Grammars come last, and where nothing else is left of what they allow, nothing else counts.
+    """Apply allowed tokens and grammars; a grammar comes last, and wins if nothing else is left of what it allows.
 
-    before: the rows with grammars as the model gave them.
+    before: unchanged logits of the rows with grammars.
     """
     if not grammars:
         return
@@ -62,12 +62,14 @@ def _shift(logits: Tensor, shifts: Mapping[int, tuple[NDArray[np.int64], Numbers
 
 
 def _penalise(logits: Tensor, states: Sequence[SamplingState], counted: Mapping[int, TokenCounts]) -> None:
-    """Repetition as Keskar et al. 2019 (arXiv:1909.05858), then frequency and presence as OpenAI's API."""
+    """Apply penalties: repetition as in Keskar et al. 2019 (arXiv:1909.05858), then frequency and presence as in
+    OpenAI's API.
+    """
     if not counted:
         return
 
     def spread(setting: str) -> Tensor:
-        """A setting of each row for every token of the row."""
+        """Expand a setting of each row to all tokens of the row."""
         values = [getattr(states[row].sampling, setting) for row in counted]
         return _tensor(
             [np.repeat(np.array(values, np.float32), [len(known.ids) for known in counted.values()])], logits

@@ -1,4 +1,4 @@
-"""By which rank's shape and rates a replica's steps are estimated."""
+"""Shape and rates by which a replica's steps are estimated."""
 
 import msgspec
 
@@ -26,7 +26,9 @@ def measured_rates(
     groups: RankGroups,
     dtype: str,
 ) -> tuple[ModelShape, Rates]:
-    """Those of the slowest rank of all stages and DP ranks. Every rank calls this; decode chooses nothing by rates."""
+    """Return those of the slowest rank of all stages and DP ranks. Every rank calls this; decode chooses nothing by
+    rates.
+    """
     shape = model.config.cost(dtype)
     if spec.role is Role.DECODE:
         return shape, Rates()

@@ -1,4 +1,4 @@
-"""The pages of one request on one rank, as an array that grows in place: no step copies what earlier ones have told."""
+"""Pages of one request on one rank, as an array that grows in place: no step copies earlier pages."""
 
 from collections.abc import Sequence
 
@@ -23,5 +23,5 @@ class PageTable:
 
     @property
     def all(self) -> NDArray[np.int64]:
-        """Valid, and the same, for good; what is added later is not in it."""
+        """Return all pages so far; later additions do not change the result."""
         return self._pages[: self._len]

@@ -1,4 +1,4 @@
-"""Ring mode, pass-KV: the keys of each rank, cached ones included, go round; each rank stores the new ones it owns."""
+"""Ring mode, pass-KV: each rank's keys, including cached ones, circulate; each rank stores the new ones it owns."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -17,9 +17,9 @@ from workers.memory.page_pool import PagePool
 
 
 class PassKvContext(StepContext):
-    """Passes blocks: a rank's part of each request's prefix, then its new rows.
+    """Context that passes blocks: a rank's part of each request's prefix, then its new rows.
 
-    Where every rank computes every token, new rows are everywhere already and only prefixes go round.
+    If every rank computes every token, new rows are everywhere already and only prefixes circulate.
     """
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
@@ -40,7 +40,6 @@ class PassKvContext(StepContext):
         self._owned = {source: self.owned_rows(source) for source in sources}
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """See StepContext."""
         rank, ring = self.batch.cp_rank, self.exchange.ring
         prefix_len = self._prefix_lens[rank]
         num_rows = prefix_len + len(k)
@@ -51,18 +50,17 @@ class PassKvContext(StepContext):
         ring.start()
 
     def attend_storing(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
-        """See StepContext."""
         return self.joined(q, list(self._partials(layer, q, params)), params)
 
     def _read_prefix(self, layer: int, block: Tensor) -> None:
-        """Read whole pages, which is faster; what is beyond a share is overwritten by what follows it."""
+        """Read whole pages, which is faster; what follows overwrites anything beyond a share."""
         begin = 0
         for pages, share in self._prefix_pages:
             self.pool.read_pages(layer, pages, block[begin : begin + len(pages) * self.batch.page_size])
             begin += share
 
     def _partials(self, layer: int, q: Tensor, params: AttentionParams) -> Iterator[Partial]:
-        """Attend every block that has something for this rank, and store what this rank owns of it."""
+        """Attend every block with keys for this rank, and store what this rank owns of it."""
         for source, block in chain([(self.batch.cp_rank, self._block)], self.exchange.ring.others()):
             if source in self._owned:
                 self._owned[source].store(layer, block[self._prefix_lens[source] :])
@@ -71,7 +69,7 @@ class PassKvContext(StepContext):
                 yield rows.attend(q, block[:, 0], block[:, 1], params)
 
     def _key_runs(self, source: int) -> RankRuns:
-        """Return the runs of a rank's block; all of a prefix is before every new token."""
+        """Return the key runs of a rank's block; all of a prefix precedes every new token."""
         plan = self.batch.plan
         shares = self.batch.prefix_shares[source]
         prefixes = tuple(Run(request, 0, share, 1) for request, share in enumerate(shares) if share)

@@ -1,4 +1,4 @@
-"""Ring mode, pass-Q: queries go to every rank, and their partials over its part of the prefix come back."""
+"""Ring mode, pass-Q: queries go to every rank, and partials over that rank's part of the prefix come back."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -18,7 +18,7 @@ from workers.memory.page_pool import PagePool
 
 
 class PassQContext(StepContext):
-    """Gathers new K and V, few where this pays, as in gather mode; each rank stores the ones it owns."""
+    """Context that gathers new K and V, few here, as in gather mode; each rank stores the ones it owns."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
@@ -40,16 +40,14 @@ class PassQContext(StepContext):
 
     @cached_property
     def last(self) -> StepContext:
-        """This context: its queries are few, and sharded as its keys are."""
+        """Return this context: its queries are few, and sharded like its keys."""
         return self
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
-        """See StepContext."""
         self._k, self._v = k, v
         self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
 
     def attend_storing(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
-        """See StepContext."""
         queries = self.exchange.query_gather.start(self.batch.plan, q) if self._has_prefix else None
         partials = [] if self._own is None else [self._own.attend(q, self._k, self._v, params)]
         self._gathered.wait()

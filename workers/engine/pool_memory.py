@@ -1,4 +1,4 @@
-"""How large the page pool of a worker is: what it was given, or what its GPU has left, the least over the replica."""
+"""Size of a worker's page pool: as configured, or as its GPU has left, the least over the replica."""
 
 import logging
 from collections.abc import Callable
@@ -33,7 +33,8 @@ def pool_memory_gib(
     geometry: KvGeometry,
     make_capture: Callable[[], Capture] | None,
 ) -> float:
-    """Every rank of the replica calls this, its weights loaded; ``make_capture`` where it will capture decode steps.
+    """Return the pool's size. Every rank of the replica calls this with its weights loaded; ``make_capture`` is given
+    if it will capture decode steps.
 
     Raises:
         UserError: weights, a step, graphs and the pages do not fit, with the arithmetic.
@@ -53,14 +54,14 @@ def pool_memory_gib(
 def _measure(
     spec: WorkerSpec, model: DecoderModel, runner: ModelRunner, make_capture: Callable[[], Capture] | None
 ) -> GpuMemory:
-    """Graphs are captured once over the one page that there is, since later ones need the pool's addresses."""
+    """Measure memory; graphs are captured once over the only page, since later ones need the pool's addresses."""
     pool_config = spec.config.prefill if spec.role is Role.PREFILL else spec.config.decode
     chunk_len = pool_config.chunk_tokens
     longest = spec.longest_context(model.config.max_position_embeddings)
     is_sharded = spec.ownership is KvOwnership.SHARDED
 
     def run_largest_step() -> None:
-        """The last one of the longest prompt: what ranks exchange grows with what is before it."""
+        """Run the last step of the longest prompt: exchanges between ranks grow with the prefix."""
         strategy = spec.config.prefill.strategy.fullest
         for passing in spec.config.prefill.passing.candidates if is_sharded else [None]:
             runner.run_trash(chunk_len, max(longest - chunk_len, 0), strategy, passing)
@@ -77,5 +78,5 @@ def _measure(
 
 
 def least_of_all(spec: WorkerSpec, store: ReplicaStore, gib: float) -> float:
-    """The same number on every rank, since all have equally many pages."""
+    """Return the least size of all ranks, since all have equally many pages."""
     return min(map(float, told_by_all(store, "pool_gib", spec.global_rank, spec.world_size, repr(gib))))

@@ -1,4 +1,4 @@
-"""How likely the model found the tokens of prompts. Each rank looks at the tokens it computes, a few at a time."""
+"""Log-probabilities of prompt tokens. Each rank scores the tokens it computes, a few at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 
 _MAX_LOGITS = 2**23
-"""Logits that exist at once: 32 MiB of them."""
+"""Number of logits that exist at once: 32 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one row of a step is asked."""
+    """Prompt log-probabilities requested for one scheduled request."""
 
     targets: Sequence[int]
-    """The tokens that follow its first ones; none where nothing is asked."""
+    """Tokens that follow its first ones; empty if none are requested."""
     num_top: int
 
 
 def prompt_logprobs(
     model: DecoderModel, group: Communicator, batch: StepBatch, hidden: Tensor, rows: Sequence[Asked]
 ) -> list[list[TokenLogprobs]]:
-    """Of every row, one entry for each target, on every rank that is the first of its CP group.
+    """Return, on the first rank of each CP group, one entry per target for every scheduled request.
 
     All ranks call it. ``hidden [tokens, hidden]`` is this rank's, after the final norm.
     """
@@ -52,7 +52,8 @@ def prompt_logprobs(
 
 
 def _scores(model: DecoderModel, hidden: Tensor, targets: Tensor, num_top: int) -> Tensor:
-    """``[tokens, 2 + 2 * num_top]`` fp32: log-probability and rank of each target; the likeliest tokens, and theirs.
+    """``[tokens, 2 + 2 * num_top]`` fp32: log-probability and rank of each target, then the likeliest tokens and
+    their log-probabilities.
 
     Token ids are exact in fp32 up to 2^24. Rows without a target, which is then -1, hold zeros.
     """

@@ -10,7 +10,7 @@ from workers.models.interface import DecoderConfig
 def random_model(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> DecoderModel:
     """Build a model with random weights, equal in every process, and norms of one. Not packed yet.
 
-    Products keep the scale of their inputs, so that attention singles tokens out at any width.
+    Products keep the scale of their inputs, so that attention is selective at any width.
     """
     torch.manual_seed(0)
     with torch.device("meta"):

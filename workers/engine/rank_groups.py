@@ -1,4 +1,4 @@
-"""The groups of ranks that one rank is in, joined in one order by all."""
+"""Groups of ranks that one rank belongs to; all ranks join them in one order."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,17 +18,18 @@ from workers.parallel.traffic import HEAD_COPIES, STAGES, Traffic
 from workers.parallel.words import told_by_all
 
 COLLECTIVE_TIMEOUT_S = 3600.0
-"""For collectives once a group stands. Between CPUs a dead peer is seen at once, and this only bounds one that is
-stopped but not dead, where neither the table nor the watch of its loop has ended it; over NCCL that watch ends who
-waits."""
+"""Timeout of collectives once a group is up. Between CPUs a dead peer is seen at once, and this bounds only one that
+is stopped but not dead, when neither the table nor the watch of its loop has ended it; over NCCL that watch ends
+the waiting rank.
+"""
 
 CHECKED_TIMEOUT_S = 60.0
-"""The same while collectives are checked: a rank that does not come at all is what is looked for."""
+"""Timeout of checked collectives, which look for a rank that does not come at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """Those that attention splits tokens over, those that weights are divided over, and the neighbouring stages."""
+    """Groups over which attention splits tokens and weights are divided, and the neighbouring stages."""
 
     cp: Communicator
     model: ModelGroups
@@ -38,18 +39,20 @@ class RankGroups:
 
     @property
     def all(self) -> tuple[Communicator, ...]:
-        """Each once."""
+        """Return each group once."""
         return (self.cp, *self.model.all, *self.pipeline.links, self.head_copies)
 
     def received(self) -> Traffic:
-        """Bytes that this rank has taken from others, by group; those of recorded steps when they were recorded."""
+        """Return the bytes that this rank has received from others, by group; captured steps count once, at capture."""
         total = Traffic()
         for group in self.all:
             total[group.name.partition("/")[0]] += group.received_bytes
         return total
 
     def leave(self) -> None:
-        """Leave all at once, since the end of one may wait for that of another; peers that wait for this rank fail."""
+        """Leave all groups at once, since the end of one may wait for that of another; peers that wait for this rank
+        fail.
+        """
         with ThreadPoolExecutor(len(self.all)) as threads:
             list(threads.map(Communicator.destroy, self.all))
 
@@ -60,13 +63,13 @@ def join_groups(spec: WorkerSpec, store: ReplicaStore, model: DecoderConfig) -> 
     if model.moe is not None:
         groups = _join_experts(groups, spec, store)
     groups = _join_head_copies(groups, spec, store, [model.num_kv_heads])
-    # Nobody waits in a collective for a rank that misses a peer of another group.
+    # No rank waits in a collective for one that misses a peer of another group.
     told_by_all(store, "joined", spec.global_rank, spec.world_size, "joined")
     return groups
 
 
 def _join_attention(spec: WorkerSpec, store: ReplicaStore) -> RankGroups:
-    """As every model needs them."""
+    """Join the groups that every model needs."""
     cp, tp, dp = (_join(spec, store, name) for name in (GroupName.ATTN_CP, GroupName.ATTN_TP, GroupName.ATTN_DP))
     model = ModelGroups(
         parallel=spec.pool.parallel,
@@ -87,7 +90,7 @@ def _join_stages(spec: WorkerSpec, store: ReplicaStore) -> Pipeline:
 
 
 def _join_experts(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore) -> RankGroups:
-    """The same with the ranks that share experts."""
+    """Join the ranks that share experts, too."""
     model = groups.model
     shards = _join(spec, store, GroupName.MOE_SHARDS)
     block = model.tp if shards.size == 1 else _join(spec, store, GroupName.MOE_BLOCK)
@@ -97,7 +100,7 @@ def _join_experts(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore) -> 
 def _join_head_copies(
     groups: RankGroups, spec: WorkerSpec, store: ReplicaStore, num_heads: Sequence[int]
 ) -> RankGroups:
-    """The same with the ranks that hold the same heads, where they are sent KV."""
+    """Join the ranks that hold the same heads, too, if KV is sent to this replica."""
     if spec.role is not Role.DECODE or head_copies(num_heads, spec.sizes.tp) == 1:
         return groups
     members = _with(spec.global_rank, head_copy_groups(positions(spec.pool.parallel), num_heads))

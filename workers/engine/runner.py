@@ -1,4 +1,4 @@
-"""One rank's forward pass: follows step plans, keeps the page table of every request it has been told of."""
+"""Forward pass of one rank: follows step plans and keeps the page table of every request announced to it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -37,17 +37,18 @@ from workers.parallel.collectives import Communicator
 from workers.parallel.pipeline import Pipeline
 
 _FIRST_STEP = [(1, 0)]
-"""Tokens of a CP rank, and of the prefix."""
+"""Step as (tokens of a CP rank, prefix tokens)."""
 _KERNEL_STEPS = [*product((1 << power for power in range(8)), (0, 1024)), (512, 0)]
-"""For attention in blocks of every size, as a whole and, behind a prefix or over as many rows of other ranks, in parts
-that are joined: on a GPU each is compiled at its first use."""
+"""Steps that compile each attention kernel at its first use on a GPU: blocks of every size, whole, and in parts that
+are joined, behind a prefix or over as many rows of other ranks.
+"""
 
 if TYPE_CHECKING:
     from workers.engine.decode_graphs import DecodeGraphs
 
 
 class ModelRunner:
-    """Computes steps. Every rank of a replica runs the same plans in the same order."""
+    """Executor of step plans. Every rank of a replica runs the same plans in the same order."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class ModelRunner:
         pipeline: Pipeline | None = None,
         peer_memory: PeerMemory | None = None,
     ) -> None:
-        """``grammars`` are needed where tokens are drawn, and only for requests that have one.
+        """Take over the model and pool; ``grammars`` are needed on the sampling rank, for requests that have one.
 
         Without ``peer_memory`` no pages arrive.
         """
@@ -69,7 +70,7 @@ class ModelRunner:
         self.graph_bytes = 0
         """GPU memory that captured steps hold."""
         self.why_not_captured = ""
-        """On a GPU for decode, where no step is."""
+        """Reason why a decode worker's GPU captures no steps; empty otherwise."""
         self._not_captured: Counter[str] = Counter()
         self.requests: dict[Room, KnownRequest] = {}
         self._is_sharded = ownership is KvOwnership.SHARDED
@@ -81,15 +82,15 @@ class ModelRunner:
         self._exchange = CpExchange(cp_group)
         self._pipeline = pipeline or Pipeline()
         self._drawn = Drawn()
-        """The newest step in which this rank or another of its TP ranks has drawn tokens."""
+        """Newest step in which this rank or another of its TP ranks has sampled tokens."""
 
     @property
     def draws(self) -> bool:
-        """Whether this is the rank that draws tokens: the first of the last stage."""
+        """Return whether this rank samples tokens: the first of the last stage."""
         return self._pipeline.is_last and self._cp_group.rank == 0 and self._model.groups.tp.rank == 0
 
     def warm_up(self) -> None:
-        """Run small steps into the trash page, so that the first request finds libraries, groups and kernels ready.
+        """Run small steps into the null page, so that the first request finds libraries, groups and kernels ready.
 
         Every rank of the replica calls this.
         """
@@ -101,11 +102,13 @@ class ModelRunner:
             warm_up_copies(self._pool)
 
     def _merge_trash(self) -> None:
-        """As many partials as there may be, of a prefix and of every rank: each number is compiled at its first use."""
+        """Merge every possible number of partials, of a prefix and of every rank: each number is compiled at its first
+        use.
+        """
         config, size = self._model.config, self._cp_group.size
         kinds = [[self._model.dtype] * count for count in range(2, size + 2)]
         if self._is_sharded:
-            # What has come home from all ranks is in fp32, behind those of the new rows of some.
+            # Partials that came home from all ranks are in fp32, after those of the new rows of some.
             kinds += [[self._model.dtype] * count + [torch.float32] * size for count in range(1, size + 1)]
         out = torch.zeros(1, config.num_heads, config.head_dim, device=self._model.device)
         for dtypes in kinds if size > 1 else []:
@@ -118,7 +121,7 @@ class ModelRunner:
         strategy: Strategy = Strategy.CONTIGUOUS,
         passing: Passing | None = None,
     ) -> None:
-        """A step of a prompt that nobody asked for, in the trash page; every rank of the replica calls this."""
+        """Run a dummy prompt step in the null page; every rank of the replica calls this."""
         num_pages = pages_for(prefix_len + num_tokens, self._pool.page_size)
         trash_pages = [self._pool.num_pages * self._owners] * num_pages
         row = BatchRow(token_ids=[0] * num_tokens, prefix_len=prefix_len, pages=trash_pages, sampled=True)
@@ -129,7 +132,7 @@ class ModelRunner:
                 self._model.logits(context.last.join_last(hidden))
 
     def draw_trash(self, num_rows: int) -> None:
-        """Draw tokens that nobody asked for, with top-p; every rank of the replica calls this."""
+        """Sample dummy tokens with top-p; every rank of the replica calls this."""
         if not self._pipeline.is_last:
             return
         model, sampling = self._model, Sampling(temperature=1.0, top_p=0.5, seed=0)
@@ -140,20 +143,20 @@ class ModelRunner:
                 draw(logits, [sampling] * num_rows, range(num_rows))
 
     def _trash_lens(self, extend: Extend, strategy: Strategy, passing: Passing | None) -> ShardLens | None:
-        """All DP ranks run the same."""
+        """Return token counts if all DP ranks run the same dummy step."""
         dp = self._model.groups.parallel.dp
         lens = lens_of([extend], strategy, passing, self._cp_group.size)
         return ShardLens(lens.every * dp, lens.last * dp) if dp > 1 else None
 
     def capture_decode(self, most_requests: int, capture: Capture) -> None:
-        """Capture decode steps of up to so many requests on this rank's GPU, to be replayed from now on.
+        """Capture decode steps of up to ``most_requests`` requests on this rank's GPU, and replay them from now on.
 
-        Every rank of the replica calls this; for one stage without context parallelism. With DP ranks all replay steps
-        of one size at once.
+        Every rank of the replica calls this; for one stage without context parallelism. All DP ranks replay steps
+        of the same size together.
         """
         assert self._cp_group.size == 1, "decode has no context parallelism"
         assert not self._pipeline.links, "a stage waits for others in the middle of a step"
-        # Loads Triton, which an installation for CPUs does without.
+        # Imports Triton, which an installation for CPUs lacks.
         from workers.engine.decode_graphs import DecodeGraphs
 
         @torch.inference_mode()
@@ -163,13 +166,13 @@ class ModelRunner:
         self.graph_bytes = bytes_kept_by(self._model.device, make_graphs)
 
     def drop_graphs(self) -> None:
-        """Compute every step from now on. A group whose sums are captured can only be left without them."""
+        """Compute every step from now on. A group with captured collectives can only be left without captures."""
         if self._graphs is not None:
             self._graphs.drop()
 
     @property
     def graph_steps(self) -> dict[str, int]:
-        """Steps replayed, and those that were not, by reason; empty where none are to be captured."""
+        """Return the number of replayed steps, and of computed ones by reason; empty if none are to be captured."""
         return dict(self._not_captured if self._graphs is None else self._graphs.counts + self._not_captured)
 
     @property
@@ -178,15 +181,15 @@ class ModelRunner:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether a step that was begun goes on by itself, so that the next one can be planned meanwhile."""
+        """Return whether a started step runs by itself, so that the next one can be planned meanwhile."""
         return self._model.device.type == "cuda"
 
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
-        """Compute a step; returns the token of every sampled row on the rank that draws, and nothing on the others."""
+        """Compute a step; return the token of every sampled request on the sampling rank, and nothing on others."""
         return self.begin(plan).wait()
 
     def begin(self, plan: StepPlan, load: LayerwiseLoad | None = None, on_stored: OnStored | None = None) -> BegunStep:
-        """Begin a step, which may follow tokens that the step begun before has yet to draw.
+        """Start a step, which may use tokens that the previous step has yet to sample.
 
         ``load`` is the plan's ``layerwise_load``. Unless the step is replayed, ``on_stored`` is called as by
         ``PagePool.in_step``.
@@ -197,7 +200,7 @@ class ModelRunner:
         has_tokens = bool(plan.scheduled) or any(plan.shard_lens)
         with torch.inference_mode(), self._pool.in_step(load, on_stored):
             drawn = self._forward(plan) if has_tokens else Drawn()
-        # What is drawn arrives behind everything else.
+        # Sampled tokens arrive after everything else.
         end = event_on(self._model.device) if drawn.draws is None else None
         return BegunStep({row.room: self.requests[row.room] for row in plan.scheduled}, drawn, end)
 
@@ -229,7 +232,7 @@ class ModelRunner:
             last = context.last.join_last(hidden)
         sampled = [row for row in plan.scheduled if row.samples]
         if not sampled:
-            # No rank meets the others for logits: so that the leader's end of a step is the end of everybody's writes.
+            # No rank waits for others to compute logits, so when the leader's step ends, all ranks' writes have ended.
             self._model.groups.tp.all_reduce(torch.zeros(1, device=self._model.device))
         if not sampled or self._cp_group.rank > 0:
             return Drawn()
@@ -238,12 +241,12 @@ class ModelRunner:
         return self._drawn
 
     def _replay(self, plan: StepPlan, rows: Sequence[BatchRow], followed: Followed | None) -> torch.Tensor | None:
-        """Return final hidden states of a captured step; None for one that is to be computed."""
+        """Return final hidden states of a captured step; None if the step must be computed."""
         reason = self.why_not_captured
         if self._graphs is not None and plan.layerwise_load is not None:
             reason = "layers on their way"
         elif self._graphs is not None and plan.shard_lens and not plan.is_decode:
-            reason = "prompt tokens"  # of whatever DP rank
+            reason = "prompt tokens"  # of any DP rank
         if reason:
             self._not_captured[reason] += 1
         if self._graphs is None or reason:
@@ -258,9 +261,9 @@ class ModelRunner:
         shards: ShardLens | None,
         followed: Followed | None = None,
     ) -> tuple[StepContext, torch.Tensor]:
-        """Final hidden states ``[wanted, hidden]`` of this rank's tokens, and the context that joins them.
+        """Compute final hidden states ``[wanted, hidden]`` of this rank's tokens, and the context that joins them.
 
-        Those of a stage before the last are on their way to the next one.
+        A stage before the last has already sent its own to the next one.
         """
         batch = build_step_batch(
             rows,
@@ -281,7 +284,7 @@ class ModelRunner:
         return context, hidden
 
     def _received(self, num_tokens: int) -> torch.Tensor | None:
-        """What the stage before has computed for this rank's tokens."""
+        """Return the previous stage's output for this rank's tokens."""
         if self._pipeline.is_first:
             return None
         model = self._model
@@ -304,7 +307,7 @@ class ModelRunner:
         draws = begin_sample(logits, states, [row.output_position for row in rows])
         told: dict[Room, list[TokenLogprobs]] = {}
         for room in (row.room for row in rows):
-            # The first token takes along what is told of the prompt.
+            # Prompt log-probabilities are reported with the first token.
             known = self.requests[room]
             if known.prompt_logprobs:
                 told[room], known.prompt_logprobs = known.prompt_logprobs, []

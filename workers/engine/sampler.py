@@ -1,4 +1,4 @@
-"""From logits to tokens. A draw depends on its request and its output position, and on nothing else in the batch."""
+"""Sampling from logits. A sample depends on its request and output position, and on nothing else in the batch."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,28 +16,28 @@ from workers.engine.logits_processors import process
 from workers.engine.sampling_state import SamplingState
 
 _GREEDY_BELOW = 1e-5
-"""Temperatures that leave nothing but the likeliest token, and would divide by zero in fp32 at last."""
+"""Temperatures below this leave only the likeliest token, and would eventually divide by zero in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """One token a row; on a GPU they may still be on their way to be drawn."""
+    """Sampled tokens, one per row; on a GPU they may still be in flight."""
 
     token_ids: Tensor
     """``[num_rows]`` int64, where the logits are."""
     _states: Sequence[SamplingState]
     _num_top: Mapping[int, int]
-    """Likeliest tokens that are told, by row, of those that ask."""
+    """Number of likeliest tokens to report, by row, for rows that request them."""
     _arriving: Arriving
-    """What was drawn, and the likelihoods of the same rows, if any ask."""
+    """Sampled tokens in transit, with log-probabilities if any row requests them."""
 
     @property
     def is_there(self) -> bool:
-        """Whether nobody would wait for them."""
+        """Return whether `wait` would not block."""
         return self._arriving.is_there
 
     def wait(self) -> list[Sampled]:
-        """What was drawn, of which the rows' states take note; once."""
+        """Wait for the tokens and append them to the rows' states; call once."""
         token_ids, *likelihoods = self._arriving.wait()
         told: dict[int, TokenLogprobs] = {}
         if likelihoods:
@@ -49,12 +49,12 @@ class Draws:
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[Sampled]:
-    """Begin, and wait."""
+    """Sample and wait."""
     return begin_sample(logits, states, positions).wait()
 
 
 def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> Draws:
-    """One token a row.
+    """Start sampling one token per row.
 
     logits: [num_rows, vocab_size] fp32, as the model gives them; changed in place. positions: each row's output
     position (0 for the first generated token).
@@ -66,7 +66,7 @@ def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Seq
     process(logits, states, positions)
     token_ids = draw(logits, [state.sampling for state in states], positions)
     likelihoods = _likelihoods(unprocessed, token_ids[of_asked], max(asked.values())) if of_asked is not None else ()
-    # Now, since the next step may be begun before anybody waits for this one.
+    # Now, since the next step may start before anybody waits for this one.
     return Draws(token_ids, states, asked, Arriving(token_ids, *likelihoods))
 
 
@@ -77,7 +77,7 @@ def _sampled(state: SamplingState, token_id: int, logprobs: TokenLogprobs | None
 
 
 def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """One token id a row ``[num_rows]`` int64.
+    """Sample one token id per row, ``[num_rows]`` int64.
 
     A temperature below 1e-5, or a top-k of 1, takes the likeliest token (the first of equals). Otherwise temperature,
     top-k, top-p and min-p apply in this order, each to what the one before left.
@@ -95,7 +95,7 @@ def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> 
 
 
 class _Likelihoods(NamedTuple):
-    """Of one token a row, and the row's likeliest."""
+    """Log-probabilities of one token per row, and the row's likeliest tokens."""
 
     own: Tensor
     top: Tensor
@@ -113,7 +113,7 @@ def _likelihoods(logits: Tensor, token_ids: Tensor, num_top: int) -> _Likelihood
 
 
 def _weights(logits: Tensor, rows: Sequence[Sampling], settings: DrawSettings) -> Tensor:
-    """Likelihoods, not normed, of what temperature and filters leave; 0 for the rest."""
+    """Return unnormalized probabilities after temperature and filters; 0 for excluded tokens."""
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / settings.temperature.to(logits.dtype)[:, None]
     limited = [index for index, row in enumerate(rows) if row.top_k > 0 or row.top_p < 1]
     if len(limited) == len(rows):

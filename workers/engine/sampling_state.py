@@ -1,4 +1,4 @@
-"""What the next draw of one request depends on besides its logits; lives where tokens are drawn."""
+"""Sampling state of one request besides its logits; exists on the sampling rank."""
 
 import math
 
@@ -11,38 +11,38 @@ from workers.engine.grammar_state import GrammarState
 from workers.engine.token_counts import TokenCounts
 
 Shifts = tuple[NDArray[np.int64], NDArray[np.float32]]
-"""Token ids, each once, and what is added to their logits; -inf forbids."""
+"""Token ids, each once, and the values added to their logits; -inf forbids."""
 
 
 class SamplingState:
-    """One request's Sampling and, as far as that looks back, its tokens."""
+    """Sampling settings of one request, and its tokens as far as these look back."""
 
     def __init__(self, admit: Admit, vocab_size: int, grammars: Grammars | None = None) -> None:
-        """Waits for the grammar to be compiled if there is one."""
+        """Build the state, waiting for its grammar to be compiled if there is one."""
         self.sampling = row = admit.sampling
         output = admit.history[admit.prompt_len :]
         self.asks = row.looks_back or bool(row.logit_bias or row.allowed_ids or row.min_tokens)
-        """Logits may have to be changed."""
+        """Whether logits may have to be changed."""
         self._vocab_size = vocab_size
         self._tokens = list(admit.history) if row.bad_words else []
         self._bias = _shifts_of(row.logit_bias)
         self.allowed = np.array(sorted(row.allowed_ids), dtype=np.int64)
-        """Only these can be drawn; none means all."""
+        """Only tokens that can be sampled; empty means all."""
         self.counts: TokenCounts | None = None
-        """Where there are penalties."""
+        """Token counts, if there are penalties."""
         if row.has_penalties:
             prompt = admit.history[: admit.prompt_len] if row.repetition_penalty != 1 else []
             self.counts = TokenCounts(prompt, output)
         self.grammar = GrammarState(grammars, row, output, vocab_size) if row.grammar else None
 
     def shifts(self, position: int) -> Shifts:
-        """Bias and bans at this output position."""
+        """Return bias and bans at this output position."""
         if banned := self._banned(position):
             return _shifts_of(self.sampling.logit_bias | dict.fromkeys(banned, -math.inf))
         return self._bias
 
     def append(self, token_id: int) -> None:
-        """A token was drawn."""
+        """Record a sampled token."""
         if self.sampling.bad_words:
             self._tokens.append(token_id)
         if self.counts is not None:
@@ -51,7 +51,7 @@ class SamplingState:
             self.grammar.append(token_id)
 
     def _banned(self, position: int) -> set[int]:
-        """Bans that would leave nothing are lifted: some token must be drawn."""
+        """Return banned tokens; bans that would leave nothing are lifted, since some token must be sampled."""
         banned = set(self.sampling.ending_ids) if position < self.sampling.min_tokens else set()
         for word in self.sampling.bad_words:
             before = word[:-1]

@@ -1,4 +1,4 @@
-"""What one rank has computed, told to the leader now and then."""
+"""Work reports of one rank, sent to the leader periodically."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ _EVERY_S = 1.0
 
 
 class StepReports:
-    """One rank's. Of the ranks that share the width of an expert, the first one tells of it."""
+    """Reports of one rank. Of the ranks that share the width of an expert, the first one reports it."""
 
     def __init__(self, model: nn.Module, groups: ModelGroups, global_rank: int) -> None:
-        """Counts from now on: what was computed to warm up is left out."""
+        """Start counting; warm-up is left out."""
         self._num_steps, self._step_s = 0, 0.0
         self._told: tuple[int, Mapping[str, int]] = (0, {})
         tells = groups.position.moe_tp == 0
@@ -28,16 +28,16 @@ class StepReports:
         self._due_s = 0.0
 
     def count(self, seconds: float) -> None:
-        """One more step, and how long it took."""
+        """Count one step and its duration."""
         self._num_steps += 1
         self._step_s += seconds
 
     def next(
         self, now_s: float, *, is_idle: bool, dropped: Mapping[str, int] = MappingProxyType({})
     ) -> StepWork | None:
-        """What is to be told now, if there is anything new: once a second, or when nothing else is to be done.
+        """Return a report if there is anything new: once a second, or when idle.
 
-        dropped: what was kept out of the rank's inbox so far, by reason.
+        dropped: messages that the rank's inbox has dropped so far, by reason.
         """
         news = self._num_steps, dict(dropped)
         if news == self._told or (now_s < self._due_s and not is_idle):
@@ -54,7 +54,7 @@ class StepReports:
 
     def _counts(self) -> Counter[int]:
         counts: Counter[int] = Counter()
-        if self._experts:  # of all layers at once, since the host may wait for a GPU
+        if self._experts:  # all layers at once, since the host may wait for a GPU
             loads = torch.stack([experts.loads for experts in self._experts]).tolist()
             for experts, of_layer in zip(self._experts, loads, strict=True):
                 counts.update(dict(zip(experts.logical, of_layer, strict=True)))

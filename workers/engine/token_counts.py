@@ -1,4 +1,4 @@
-"""How often the tokens of one request came so far, as arrays that grow with its output."""
+"""Token counts of one request, as arrays that grow with its output."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 
 class TokenCounts:
-    """Every token once, with how often it is in the output: 0 for one that only the prompt has."""
+    """Each token once, with its count in the output: 0 for one that only the prompt has."""
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         counts = Counter(output)
@@ -19,16 +19,15 @@ class TokenCounts:
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """The tokens."""
         return self._ids[: len(self._places)]
 
     @property
     def counts(self) -> NDArray[np.float32]:
-        """How often each is in the output."""
+        """Return each token's count in the output."""
         return self._counts[: len(self._places)]
 
     def add(self, token_id: int) -> None:
-        """The output got one more."""
+        """Count one more output token."""
         place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._ids):
             room = np.zeros(max(len(self._ids), 64), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Checkpoint to model: copies a rank's part of a folder's safetensors in, one tensor at a time."""
+"""Loading of checkpoints: copies a rank's part of a folder's safetensors, one tensor at a time."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -83,7 +83,7 @@ class StoredTensor:
 def _fill(model: DecoderModel, config: DecoderConfig, folder: Path) -> None:
     wanted, stored, copies = model.weights(), stored_tensors(folder), config.copies
     others = {name for name in stored.keys() - wanted if name not in copies and not config.is_ignored(name)}
-    # Names are counted only where there are any that this rank does not hold.
+    # Names are counted only if this rank does not hold all of them.
     elsewhere = others and others & _all_names(config)
     _check_fit(folder, wanted, stored, unexpected=others - elsewhere)
     for file in sorted({tensor.file for tensor in stored.values()}):
@@ -97,7 +97,7 @@ def _fill(model: DecoderModel, config: DecoderConfig, folder: Path) -> None:
 
 
 def _all_names(config: DecoderConfig) -> set[str]:
-    """Names of all weights, those of other ranks too."""
+    """Return the names of all weights, including those of other ranks."""
     with torch.device("meta"):
         whole = DecoderModel(config, dtype=torch.float32, device=torch.device("meta"))
     return set(whole.weights())

@@ -16,40 +16,42 @@ from workers.parallel.exchanges import all_to_all, exchange_counts
 from workers.parallel.model_groups import ModelGroups
 
 FEW_TOKENS = 4096
-"""Up to this many tokens of all shards are gathered on GPUs, where all-to-all waits for counts; not measured."""
+"""Most tokens of all shards that are gathered on GPUs, where all-to-all waits for counts; not measured."""
 Compute = Callable[[RoutedTokens], Tensor]
-"""Computes the terms ``[tokens, hidden]`` that the experts of this rank add to some tokens."""
+"""Function from tokens to the terms ``[tokens, hidden]`` that the experts of this rank add to them."""
 
 
 class TokenDispatcher(Protocol):
-    """Runs the experts of a layer. Called by every rank that holds a part of them, even by one without a token."""
+    """Runner of a layer's experts. Called by every rank that holds a part of them, even by one without a token."""
 
     def run(self, tokens: RoutedTokens, lens: Lens, compute: Compute) -> Tensor:
         """Return the sum over all chosen experts, ``[tokens, hidden]``, of this rank's tokens, on all its TP ranks."""
 
 
 class GatherDispatcher:
-    """Gives every rank all tokens, to answer for the experts that it holds; sums are scattered back."""
+    """Dispatcher that gives every rank all tokens and scatters the sums back."""
 
     def __init__(self, exchange: TokenExchange) -> None:
         self._exchange = exchange
 
     def run(self, tokens: RoutedTokens, lens: Lens, compute: Compute) -> Tensor:
-        """See TokenDispatcher."""
         if lens is not None and self._exchange.group.size > 1:
             tokens = tokens.unpack(self._exchange.gather(tokens.packed(), lens))
         return self._exchange.scatter_sums(compute(tokens), lens)
 
 
 class AllToAllDispatcher:
-    """Sends each token once to every rank that holds experts of it. Ranks with the same tokens send a part each."""
+    """Dispatcher that sends each token once to every rank with experts of it. Ranks with the same tokens send a part
+    each.
+    """
 
     def __init__(self, block: Communicator, tp: Communicator, num_local: int, moe_tp: int) -> None:
-        """``block`` is all ranks that share the experts; EP rank e is its ranks from e * moe_tp on, moe_tp of them."""
+        """Build the dispatcher; ``block`` is all ranks that share the experts, moe_tp of them from e * moe_tp on for
+        EP rank e.
+        """
         self._block, self._tp, self._num_local, self._moe_tp = block, tp, num_local, moe_tp
 
     def run(self, tokens: RoutedTokens, lens: Lens, compute: Compute) -> Tensor:
-        """See TokenDispatcher."""
         if self._block.size == 1:
             return compute(tokens)
         alike = self._block if lens is None else self._tp
@@ -63,7 +65,7 @@ class AllToAllDispatcher:
         return out[: len(tokens.hidden)]
 
     def _answers(self, tokens: RoutedTokens, compute: Compute) -> Tensor:
-        """Answer tokens that no other rank sends."""
+        """Compute tokens that no other rank sends."""
         by_rank = self._tokens_by_rank(tokens.experts)
         rows = tokens.packed()
         counts = exchange_counts(self._block, [len(wanted) for wanted in by_rank])
@@ -87,13 +89,12 @@ class AllToAllDispatcher:
 
 
 class AutoDispatcher:
-    """Takes the way that is expected to move less in each step; the same on every rank."""
+    """Dispatcher that takes the way expected to move less in each step; the same on every rank."""
 
     def __init__(self, ways: Mapping[MoeDispatch, TokenDispatcher], shape: BlockShape, shards: range) -> None:
         self._ways, self._shape, self._shards = ways, shape, shards
 
     def run(self, tokens: RoutedTokens, lens: Lens, compute: Compute) -> Tensor:
-        """See TokenDispatcher."""
         own = None if lens is None else [lens[shard] for shard in self._shards]
         num_tokens = len(tokens.hidden) if own is None else sum(own)
         if has_kernels(tokens.hidden) and num_tokens <= FEW_TOKENS:

@@ -12,10 +12,12 @@ Lens = tuple[int, ...] | None
 
 
 class TokenExchange:
-    """Gathers tokens over attention shards; a shard is the TP ranks of one (dp, cp), which have the same tokens."""
+    """Gather of tokens over attention shards; a shard is the TP ranks of one (dp, cp), which have the same tokens."""
 
     def __init__(self, group: Communicator, shards: Sequence[int], tp: Communicator) -> None:
-        """``group`` is the ranks of this tp_rank, one for each of ``shards`` (numbers in Lens); ``tp`` is its shard."""
+        """Join the shards; ``group`` is the ranks of this tp_rank, one for each of ``shards`` (numbers in Lens);
+        ``tp`` is its shard.
+        """
         assert group.size == len(shards), f"{group.size} ranks for the shards {shards}"
         self.group, self.tp, self._shards = group, tp, tuple(shards)
 

@@ -1,4 +1,4 @@
-"""Sends one rank's part of finished KV: a session for each transfer, a thread that writes, and the last words."""
+"""Sender of one rank's part of finished KV: a session per transfer, a writer thread, and the final reports."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +25,13 @@ from workers.handoff.post import Post, send_if_heard
 from workers.trace.recorder import KV_SENDER, Recorder
 
 Transfer = tuple[Room, int]
-"""Room and generation."""
+"""Transfer as room and generation."""
 _Part = tuple[RankRow, PageRange, PageRange]
-"""A decode rank, the pages that it is sent, and where they go."""
+"""Decode rank, pages sent to it, and their destination."""
 
 
 class Known(Protocol):
-    """What a rank knows of a request after a step."""
+    """State of a request on a rank after a step."""
 
     @property
     def admit(self) -> Admit: ...
@@ -40,14 +40,14 @@ class Known(Protocol):
 
 
 class SourceMemory(Protocol):
-    """The memory that pages are sent from; see workers.memory.peer_memory."""
+    """Memory that pages are sent from; see workers.memory.peer_memory."""
 
     def event(self) -> Any: ...
     def publish(self, pages: Sequence[int], layers: range, after: Any) -> None: ...
 
 
 class KvSender:
-    """One rank's sending half. The worker's thread calls the methods; outcomes come on the sender thread."""
+    """Sending half of one rank. The worker's thread calls the methods; outcomes arrive on the sender thread."""
 
     def __init__(
         self,
@@ -62,14 +62,15 @@ class KvSender:
         memory: SourceMemory | None = None,
         least_span_bytes: int = LEAST_SPAN_BYTES,
     ) -> None:
-        """Takes outbox and writer over.
+        """Take ownership of the outbox and the writer.
 
         Args:
             prefill: the replica this rank is part of; its leader gets the reports.
             pool: memory of this rank's pages that peers are sent from.
             memory: publishes computed pages to peers before they are sent; None where computed pages are visible.
             least_span_bytes: smallest span that is worth sending before a step is over.
-            start_writer: makes the writer, which never tells an outcome before the call that asks for it has returned.
+            start_writer: makes the writer, which never reports an outcome before the call that asks for it has
+            returned.
         """
         self._prefill = prefill
         self._row = row
@@ -78,29 +79,29 @@ class KvSender:
         self._recorder = recorder or Recorder()
         self._memory = memory
         self._lock = threading.Lock()
-        """Held while sessions change or the outbox is used: both threads do."""
+        """Lock of the sessions and the outbox, which both threads use."""
         self.num_sent_bytes = 0
-        """Of KV, written and acknowledged."""
+        """Bytes of KV written and acknowledged."""
         self._sessions: dict[Transfer, SenderSession] = {}
         self._early_ends = early_ends(row.layout, least_span_bytes) if row.role is Role.PREFILL else []
         self._num_gone: dict[Transfer, int] = {}
-        """Layers that have left before their step is over, of the pages that it completes."""
+        """Number of layers sent before their step is over, of the pages that it completes."""
         self._failed: set[Room] = set()
-        """Rooms of transfers that have failed, until the plans are over that may still compute them."""
+        """Rooms of failed transfers, until the plans that may still compute them are over."""
         self._targets: dict[ReplicaId, Target] = {}
-        """The newest start of each decode replica that we have sent to."""
+        """Newest start of each decode replica that received KV."""
         self._outbox = outbox
         self._writer = start_writer(self._on_outcome)
 
     @property
     def num_open(self) -> int:
-        """Transfers that are not over."""
+        """Return the number of open transfers."""
         return len(self._sessions)
 
     def before_step(self, plan: StepPlan) -> None:
-        """Hand out the cached pages of requests that start with this step; they travel while it computes."""
+        """Send the cached pages of requests that start with this step, while it computes."""
         if plan.layerwise_load is not None:
-            return  # they are not there yet
+            return  # not loaded yet
         admits = {admit.room: admit for admit in plan.admits if self._is_sent(admit)}
         with self._lock:
             for row in plan.scheduled:
@@ -110,9 +111,9 @@ class KvSender:
                         self._writer.send(self._job(session, pairs))
 
     def during_step(self, plan: StepPlan, requests: Mapping[Room, Known]) -> Callable[[int], None] | None:
-        """What is to be told of every layer that the step has stored, if some leave before it is over.
+        """Return a callback for every layer that the step has stored, if some are sent before it is over.
 
-        Those of prompts that end with it: the pages of others travel while the next step computes.
+        These are layers of prompts that end with the step: the pages of others travel while the next step computes.
         """
         if plan.layerwise_load is not None or not self._early_ends:
             return None
@@ -130,7 +131,7 @@ class KvSender:
                         self._writer.send(self._job(session, pairs, layer + 1))
 
     def after_step(self, plan: StepPlan, requests: Mapping[Room, Known]) -> None:
-        """Hand out the pages that this step completed, or what of them has not left."""
+        """Send the pages that this step completed, or what of them was not sent yet."""
         with self._lock:
             for row in plan.scheduled:
                 known = requests[row.room]
@@ -143,7 +144,7 @@ class KvSender:
             self._failed.difference_update(plan.releases)
 
     def drop(self, message: DropSend) -> None:
-        """Write nothing more for a transfer, and report when that is sure; one never heard of is over already."""
+        """Write nothing more for a transfer, and report when that is certain; an unknown one is already over."""
         transfer = (message.room, message.generation)
         with self._lock:
             session = self._sessions.get(transfer)
@@ -160,7 +161,7 @@ class KvSender:
             send_if_heard(self._outbox, self._prefill.address, report)
 
     def forget(self, message: ForgetPeer) -> None:
-        """Let go of the memory of a decode replica that is gone, which else stays as long as we have it open."""
+        """Unmap the memory of a decode replica that is gone, which otherwise stays as long as we have it open."""
         with self._lock:
             known = self._targets.get(message.replica)
             if known is not None and known.decode.incarnation <= message.incarnation:
@@ -172,7 +173,9 @@ class KvSender:
         self._outbox.close()
 
     def _is_sent(self, admit: Admit) -> bool:
-        """What the leader was told has failed is over: it may not begin again with the next chunk of the prompt."""
+        """Return whether a request is sent; a failed one is over for the leader and may not restart with the prompt's
+        next chunk.
+        """
         return admit.target is not None and admit.room not in self._failed
 
     def _session(self, admit: Admit) -> SenderSession:
@@ -197,7 +200,7 @@ class KvSender:
         return receivers(self._config.mode, self._row.coords, self._row.sizes, target.rows)
 
     def _owned_pages(self, base: int, target: Target, targets: Sequence[RankRow]) -> Sequence[int]:
-        """By position in the request."""
+        """Return the pages of a request that this rank owns, by position."""
         owned = owned_pages(
             self._config.page_filter,
             self._config.mode,
@@ -211,7 +214,7 @@ class KvSender:
         return owned if share.is_all else [at for at in owned if share.has(pages[at - target.held_pages])]
 
     def _forget_older(self, target: Target) -> None:
-        """Let go of the memory of a decode replica's earlier start."""
+        """Unmap the memory of a decode replica's earlier start."""
         known = self._targets.get(target.decode.replica)
         if known is None or known.decode.incarnation < target.decode.incarnation:
             if known is not None:
@@ -223,9 +226,9 @@ class KvSender:
             self._writer.forget(row.endpoint)
 
     def _job(self, session: SenderSession, pairs: list[PagePair], end: int | None = None) -> SendJob:
-        """The layers of these pages that have not left, to every decode rank that gets some of what we hold from us.
+        """Build the job for the unsent layers of these pages, to every decode rank that gets them from this rank.
 
-        Up to an end that others follow; without one the pages are whole.
+        With ``end``, more layers follow; without it, the pages are complete.
         """
         transfer = (session.room, session.target.generation)
         layers = self._row.layout.layers[self._num_gone.pop(transfer, 0) : end]
@@ -243,7 +246,7 @@ class KvSender:
         )
 
     def _part(self, target: RankRow, pairs: list[PagePair], layers: range) -> _Part:
-        """Return what a decode rank is sent of these pages."""
+        """Return the part of these pages that a decode rank is sent."""
         share = PageShare.of([target])
         sent = pairs if share.is_all else [pair for pair in pairs if share.has(pair[1])]
         groups = sent_groups(self._row.coords, self._row.sizes, target)
@@ -251,7 +254,7 @@ class KvSender:
         return target, source, PageRange(target.layout, [page for _, page in sent])
 
     def _event(self) -> Any:
-        """Record the event behind which what was computed so far is in the pages."""
+        """Record the event after which everything computed so far is in the pages."""
         return self._memory.event() if self._memory is not None else None
 
     def _publish(self, pages: Sequence[int], layers: range, after: Any) -> None:
@@ -259,7 +262,7 @@ class KvSender:
             self._memory.publish(pages, layers, after)
 
     def _make_ready(self, publish: Callable[[], None], whole: Sequence[_Part]) -> list[PageDigests]:
-        """On the sender thread, before it writes: publish the pages, and return the digests of those that are whole."""
+        """Publish the pages and return digests of complete ones; runs on the sender thread, before it writes."""
         publish()
         if self._config.verify is not Verify.DIGEST:
             return []
@@ -290,7 +293,7 @@ class KvSender:
         self._recorder.add(written.room, Interval(KV_SENDER, "write", written.start_s, written.end_s, facts))
 
     def _end_if_over(self, session: SenderSession) -> None:
-        """Say the last words; decode first, so that its page counts are there when the leader frees ours."""
+        """Send the final reports; decode's first, so that its page counts are there when the leader frees ours."""
         if not session.is_over:
             return
         transfer = (session.room, session.target.generation)

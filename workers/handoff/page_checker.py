@@ -1,4 +1,4 @@
-"""The thread that compares received pages with their senders' digests, while the main thread computes."""
+"""Thread that compares received pages with their senders' digests, while the main thread computes."""
 
 import queue
 import threading
@@ -11,7 +11,7 @@ from workers.handoff.post import Post, send_if_heard
 
 
 class PageChecker:
-    """Answers the leader one CheckPages after the other; until then the request's pages stay as they are."""
+    """Checker that answers the leader's CheckPages in order; until then the request's pages stay unchanged."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class PageChecker:
         outbox: Post,
         on_failure: Callable[[Exception], None],
     ) -> None:
-        """Takes the outbox over, and starts the thread.
+        """Take ownership of the outbox, and start the thread.
 
         Args:
             row: this rank's record.
@@ -42,7 +42,7 @@ class PageChecker:
         self._queue.put(message)
 
     def close(self) -> None:
-        """Let what is queued be answered, and wait for the thread."""
+        """Answer queued messages, and wait for the thread."""
         self._queue.put(None)
         self._thread.join()
         self._outbox.close()
@@ -53,5 +53,5 @@ class PageChecker:
                 wrong = wrong_pages(self._pool, self._row.layout, message.told)
                 answer = PagesChecked(room=message.room, rank=self._row.global_rank, wrong=wrong)
                 send_if_heard(self._outbox, self._leader_address, answer)
-        except Exception as error:  # whatever it is, a rank that checks nothing must not live on
+        except Exception as error:  # whatever it is, a rank that cannot check pages must end
             self._on_failure(error)

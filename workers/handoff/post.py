@@ -1,4 +1,4 @@
-"""What takes messages to other processes."""
+"""Sending of messages to other processes."""
 
 import logging
 from collections.abc import Iterable
@@ -12,14 +12,14 @@ _log = logging.getLogger(__name__)
 
 
 class Post(Protocol):
-    """``Outbox`` does."""
+    """Part of ``Outbox`` that senders need."""
 
     def send(self, address: str, message: Message) -> None: ...
     def close(self) -> None: ...
 
 
 def send_if_heard(post: Post, address: str, message: Message) -> None:
-    """A peer that does not listen is the business of leases and deadlines."""
+    """Send a message; a peer that does not listen is left to leases and deadlines."""
     try:
         post.send(address, message)
     except PeerUnreachableError as error:
@@ -27,7 +27,7 @@ def send_if_heard(post: Post, address: str, message: Message) -> None:
 
 
 def send_to_ranks(outbox: Outbox, addresses: Iterable[str], message: Message) -> None:
-    """To others of the same replica. PeerLostError: one no longer listens, and its own error says why."""
+    """Send to other ranks of the same replica. PeerLostError: one no longer listens, and its own error says why."""
     try:
         outbox.broadcast(addresses, message)
     except PeerUnreachableError as error:

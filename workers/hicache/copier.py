@@ -1,4 +1,4 @@
-"""Copies between the device pool and the host pools of a replica. Knows owners and peers, no keys and no bytes."""
+"""Copies between the device pool and the host pools of a replica. Handles owners and peers, but no keys or bytes."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,10 +22,12 @@ MOST_LAYER_GROUPS = 8
 
 
 class Copier:
-    """Copies of one rank. A host page belongs to one CP rank; where KV is replicated, the others read it from there."""
+    """Copier of one rank. A host page belongs to one CP rank; if KV is replicated, the others read it from there."""
 
     def __init__(self, rows: Sequence[RankRow], rank: int, memory: "TierMemory", backend: TransferBackend) -> None:
-        """``rows`` are all ranks of the replica; ``memory`` belongs to this one."""
+        """Build the copier of one rank; ``rows`` are the records of all ranks of the replica, ``memory`` is this
+        rank's.
+        """
         self._row = rows[rank]
         self._backend = backend
         self._memory = memory
@@ -50,7 +52,7 @@ class Copier:
         return self._memory.record_event()
 
     def save(self, pages: Sequence[TierPage], after: "Event | None") -> int:
-        """Copy the owned ones of these pages to host memory; return the bytes copied."""
+        """Copy those of these pages that this rank owns to host memory; return the bytes copied."""
         local, slots = self._owned(pages)
         self._memory.save(local, slots, after)
         return len(local) * self._page_bytes
@@ -79,7 +81,7 @@ class Copier:
         """Load and report one layer group at each step of the iterator."""
         pages = self._held(pages)
         if after is not None and not all(map(self.owns, pages)):
-            # What arrived in the region at the same pages before must be on the GPU.
+            # Earlier data in the region at the same pages must be on the GPU first.
             after.synchronize()
         for layers in layer_groups(self._row.layout.layers):
             load.add(len(layers), self._load(pages, layers, after))
@@ -93,7 +95,7 @@ class Copier:
         if not elsewhere:
             return loaded
         if layers is None and loaded is not None:
-            # What arrived in the region at the same pages before is on the GPU behind this event.
+            # Earlier data in the region at the same pages is on the GPU after this event.
             loaded.synchronize()
         self._read(elsewhere, layers)
         return self._memory.take_in([self._local(page) for page in elsewhere], layers, loaded)

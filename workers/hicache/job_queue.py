@@ -1,4 +1,4 @@
-"""A queue of tier jobs, with a thread that does one after another and a thread that reports each."""
+"""Queue of tier jobs, with one thread that runs them in order and one that reports each."""
 
 import logging
 import queue
@@ -14,16 +14,16 @@ from cluster.spec.tiers import TierJob, TierJobResult
 _log = logging.getLogger(__name__)
 
 Work = Callable[[TierJob, float], TierJobResult]
-"""Does a job that has waited so many seconds; must not raise."""
+"""Function that runs a job which has waited this many seconds; must not raise."""
 Refuse = Callable[[TierJob], TierJobResult]
-"""Returns the result of a job that is not begun any more."""
+"""Function that returns the result of a job that is not started any more."""
 
 
 class JobQueue:
     """Jobs of one kind of memory; other queues and the forward pass go on meanwhile.
 
-    A job may hang for ever. It then stays open, since its pages may still be written to, and the jobs behind it are
-    refused when their time is over.
+    A hanging job stays open, since its pages may still be written to, and the jobs behind it are refused when their
+    time is over.
     """
 
     def __init__(self, name: str, leader_address: str, outbox: Outbox, work: Work, refuse: Refuse) -> None:
@@ -33,7 +33,7 @@ class JobQueue:
         self._work = work
         self._refuse = refuse
         self._events = queue.SimpleQueue[tuple[TierJob, float] | TierJobResult | None]()
-        """Jobs with their arrival times, results, and None for the end."""
+        """Queue of jobs with their arrival times, results, and None for the end."""
         self._running = queue.SimpleQueue[tuple[TierJob, float] | None]()
         self._waiting: deque[tuple[TierJob, float]] = deque()
         self._is_busy = False

@@ -1,4 +1,4 @@
-"""One rank's part of the tiers: does the leader's tier jobs beside the forward pass."""
+"""Tier jobs on one rank, run concurrently with the forward pass."""
 
 import logging
 import time
@@ -31,10 +31,10 @@ _QUEUES = {
 
 
 class TierWorker(Protocol):
-    """The interface of the worker loop to the tiers."""
+    """Interface of the worker loop to the tiers."""
 
     def submit(self, job: TierJob) -> None:
-        """Queue a job behind the steps that came before it."""
+        """Queue a job to run after all earlier steps."""
         ...
 
     def submit_layerwise(self, job: TierJob) -> LayerwiseLoad:
@@ -47,7 +47,7 @@ class TierWorker(Protocol):
 
 
 class NoTierWorker:
-    """The tier worker of a rank without host memory, which never gets a job."""
+    """Tier worker of a rank without host memory, which never gets a job."""
 
     def submit(self, job: TierJob) -> None:
         raise AssertionError(f"tier job {job.job_id} for a worker without host memory")
@@ -60,7 +60,7 @@ class NoTierWorker:
 
 
 class PageTierWorker:
-    """Moves pages between device, host memory and storage, with a queue for each kind of move."""
+    """Tier worker that moves pages between device, host memory and storage, with a queue for each kind of move."""
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class PageTierWorker:
         leader_address: str,
         open_outbox: Callable[[], Outbox],
     ) -> None:
-        """Without a store there are no storage jobs. Each queue has an outbox of its own."""
+        """Start the queues, each with its own outbox; without a store there are no storage jobs."""
         self._copier = copier
         self._store = store
         self._global_rank = global_rank
         self._events: dict[int, Event | None] = {}
-        """By job id, the event after which its copies begin."""
+        """Event after which a job's copies start, by job id."""
         self._loads: dict[int, LayerwiseLoad] = {}
-        """By job id, for layerwise loads."""
+        """Layerwise loads by job id."""
         names = ("saves", "loads", "reads", "writes") if store else ("saves", "loads")
         self._queues = {
             name: JobQueue(f"hicache-{name}", leader_address, open_outbox(), self._do, self._refuse) for name in names
@@ -114,7 +114,7 @@ class PageTierWorker:
                 done, num_bytes = self._copy(job)
             else:
                 done, num_bytes = self._use_storage(job, start_s - waited_s, failures)
-        except Exception as error:  # whatever it is, the leader must learn that these pages did not come
+        except Exception as error:  # whatever it is, the leader must learn that these pages are missing
             _log.warning("tier job %d (%s) failed: %r", job.job_id, job.kind, error)
             failures["transfer" if isinstance(error, TransferError) else "error"] += 1
             done, num_bytes = [False] * len(job.pages), 0
@@ -160,7 +160,7 @@ class PageTierWorker:
             raise
 
     def _use_storage(self, job: TierJob, since_s: float, failures: Counter[str]) -> tuple[list[bool], int]:
-        """Do a storage job for the pages that this rank owns; its part of the others is done."""
+        """Run a storage job for the pages that this rank owns; its part of the others is done."""
         assert self._store is not None, f"{job.kind} without storage"
         assert job.timeout_s is not None, f"{job.kind} without a timeout"
         until_s = since_s + job.timeout_s

@@ -23,10 +23,10 @@ from workers.hicache.policy.storage_writer import StorageWriter
 
 
 class Tiers:
-    """The leader's interface to the tiers."""
-
     def __init__(self, config: HicacheConfig, tree: PrefixTree, host_pages: int, rows: Sequence[RankRow]) -> None:
-        """``host_pages`` counts those of one rank; ``rows`` are all ranks of the replica."""
+        """Build the tiers; ``host_pages`` is the count of one rank, ``rows`` are the records of all ranks of the
+        replica.
+        """
         self.host = HostIndex(host_pages, rows[0].sizes.cp)
         self._tree = tree
         self._addresses = [row.address for row in rows]
@@ -45,14 +45,16 @@ class Tiers:
         sizes, ownership = rows[0].sizes, rows[0].ownership
         is_own = sizes.cp == 1 or ownership is KvOwnership.SHARDED
         self.can_load_layerwise = sizes.dp == 1 and (is_own or _share_memory(rows))
-        """Whether each rank has what it needs on its own host, so that no copy fails, and no DP rank waits with it."""
+        """Whether each rank has the pages it needs on its own host, so that no copy fails, and no DP rank waits with
+        it.
+        """
 
     def on_result(self, result: TierJobResult, now_s: float) -> bool:
         """Take in one rank's result; return False for one that belongs to no open job."""
         return self._jobs.on_result(result, now_s)
 
     def advance(self, now_s: float) -> list[tuple[str, TierJob]]:
-        """Go on after any event; return the jobs to send, as (address, job)."""
+        """Advance after any event; return the jobs to send, as (address, job)."""
         stuck = self._jobs.stuck_pages(now_s)
         self._reads.note_hangs(hangs=stuck[TierJobKind.LOOK_UP] + stuck[TierJobKind.FETCH] > 0)
         self._writes.note_hangs(hangs=stuck[TierJobKind.STORE] > 0)
@@ -67,7 +69,7 @@ class Tiers:
         return [(address, job) for job in self._jobs.take_outgoing(now_s) for address in self._addresses]
 
     def expect(self, room: Room, keys: Sequence[bytes], now_s: float) -> None:
-        """Note a new request that begins with these pages, and prefetch what is worth it."""
+        """Note a new request that begins with these pages, and prefetch what is worthwhile."""
         # Fetched pages must not evict what the request will find here.
         self.host.touch(keys)
         if not self._is_attached:
@@ -108,7 +110,7 @@ class Tiers:
 
     @property
     def journals(self) -> dict[Tier, PageJournal]:
-        """Pages that have come to these tiers and gone from them."""
+        """Return the journals of pages that entered and left these tiers."""
         return {Tier.HOST: self.host.journal, Tier.STORAGE: self._storage_writer.journal}
 
     def attach(self, *, is_attached: bool) -> None:
@@ -119,17 +121,17 @@ class Tiers:
         self.drain(is_draining=self._is_draining)
 
     def drain(self, *, is_draining: bool) -> None:
-        """Start or stop storing all that only this replica's memory has, since it may end soon."""
+        """Start or stop storing everything that only this replica's memory has, since it may end soon."""
         self._is_draining = is_draining
         self._storage_writer.drain(is_draining=is_draining)
         self._host_writer.drain(is_draining=is_draining and self._is_attached)
 
     def refusal_to_pin(self, keys: Sequence[bytes]) -> str:
-        """Say why a prompt may not be pinned; empty if it may."""
+        """Return why a prompt may not be pinned; empty if it may."""
         return self.host.pins.refusal(keys)
 
     def refusal_of_storage(self) -> str:
-        """Say why storage can be neither attached nor detached; empty if it can."""
+        """Return why storage can be neither attached nor detached; empty if it can."""
         return "" if self._has_storage else "no storage is configured (hicache.storage.backend)"
 
     def pin(self, keys: Sequence[bytes], *, is_pinned: bool) -> None:

@@ -16,12 +16,14 @@ from workers.kernels.launch import block_of, operand_type
 from workers.kernels.parts import PART_FIELDS, Parts, leave, parts_at_once
 
 TILE_FIELDS = ("first_row", "num_queries", "first_index", "first_segment", "num_segments", *PART_FIELDS)
-"""A program's queries: rows of ``query`` and ``out``, the first of them query ``first_index`` of its run; a tile
-without queries does nothing. Then its segments, and the slots of its result if they are only a part of the keys."""
+"""Fields of a program's tile: rows of ``query`` and ``out``, the first of them query ``first_index`` of its run; then
+its segments, and the slots of its result if they are only a part of the keys. A tile without queries does nothing.
+"""
 
 SEGMENT_FIELDS = ("table", "first_key", "begin", "stop", "ahead", "step")
-"""Keys ``begin`` to ``stop`` of which query i of a run sees those up to ``ahead + i * step``. Key k is in page
-``tables[table + k / page_size]``, or, without pages, in row ``first_key + k``."""
+"""Fields of a segment: keys ``begin`` to ``stop``, of which query i of a run sees those up to ``ahead + i * step``.
+Key k is in page ``tables[table + k / page_size]``, or, without pages, in row ``first_key + k``.
+"""
 
 _NUM_TILE_FIELDS = tl.constexpr(len(TILE_FIELDS))
 _NUM_SEGMENT_FIELDS = tl.constexpr(len(SEGMENT_FIELDS))
@@ -29,7 +31,7 @@ _LN_2 = tl.constexpr(math.log(2.0))
 
 
 MOST_BLOCK_KEYS = 64
-"""Segments over pages begin at multiples of it."""
+"""Divisor of the first keys of segments over pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,12 @@ class Blocks:
     """Sizes of what a program holds at once."""
 
     rows: int
-    """Queries times G."""
+    """Number of queries times G."""
     keys: int
     warps: int
     stages: int
     joined_rows: int
-    """Queries times G of each part that it joins."""
+    """Number of queries times G of each part that it joins."""
 
 
 def blocks_for(rows: int, head_dim: int, itemsize: int, page_size: int) -> Blocks:
@@ -53,7 +55,7 @@ def blocks_for(rows: int, head_dim: int, itemsize: int, page_size: int) -> Block
     is_large = head_dim > 128
     most_rows = min(rows, 64 if is_large else 128)
     warps = 4 if rows <= 16 and not is_large else 8
-    # The number of a page is loaded ahead of the page, which takes two of the stages.
+    # The page number is loaded ahead of the page, which takes two of the stages.
     stages = 5 if page_size and not is_large else 3
     return Blocks(block_of(most_rows, 16), 32 if is_large else MOST_BLOCK_KEYS, warps, stages, block_of(most_rows))
 
@@ -74,7 +76,8 @@ def attend(
     window: int | None = None,
     parts: Parts | None = None,
 ) -> None:
-    """Attend with queries ``[T, H * G, D]`` to ``key [page, H, slot, D]`` and ``value [page, H, slot, V]``.
+    """Compute attention of queries ``[T, H * G, D]`` over ``key [page, H, slot, D]`` and ``value [page, H, slot,
+    V]``.
 
     For page size 0 these are ``[1, H, row, ...]``. Writes ``out [T, H * G, V]`` and ``lse [T, H * G]`` fp32, both
     contiguous, at the rows of the ``tiles [n, 9]``; ``segments [m, 6]``, both int32, and ``tables`` int64. Strides
@@ -192,7 +195,7 @@ def _attend_block(
     BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE_DIM: tl.constexpr,
     OPERAND: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of keys to what a tile has found, which is relative to ``peak``, in powers of two."""
+    """Add a block of keys to a tile's sums, which are relative to ``peak``, in powers of two."""
     keys = start + tl.arange(0, BLOCK_KEYS)
     if PAGE_SIZE == 0:
         pages, slots = tl.zeros((BLOCK_KEYS,), tl.int64), first_key + keys

@@ -54,7 +54,7 @@ def _choose_kernel(
         is_counted = tl.load(counted + token) != 0
     for place in range(0, NUM_CHOSEN):
         best = tl.max(likelihoods, 0)
-        # Of numbers that are none the last one, so that what is read is there.
+        # If all are NaN, take the last expert, so that the load stays in bounds.
         expert = tl.minimum(tl.min(tl.where(likelihoods == best, each, BLOCK), 0), NUM_EXPERTS - 1)
         of_chosen = tl.where(places == place, best, of_chosen)
         found = tl.where((places == place) & is_counted, tl.load(physical + expert), found)

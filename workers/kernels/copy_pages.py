@@ -1,4 +1,4 @@
-"""Copies of pages in one launch: within a GPU, or between it and pinned host memory, which it reads and writes too."""
+"""Page copies in one launch: within a GPU, or between it and pinned host memory, which it accesses directly."""
 
 import math
 
@@ -8,16 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK_WORDS, _WARPS = 8192, 16
-"""Of one program: 64 bytes a thread are under way at a time."""
+"""Size of one program: 64 bytes per thread are in flight at a time."""
 _PROGRAMS_TO_HOST = 8
-"""Which wait for the host most of the time: 256 KiB under way are more than a link of 50 GB/s brings in 2 µs, and
-many programs would only keep others off the GPU."""
+"""Number of programs for host copies, which mostly wait: 256 KiB in flight are more than a link of 50 GB/s moves in 2
+µs, and many programs would only keep others off the GPU.
+"""
 
 
 def copy_pages(source: Tensor, target: Tensor, places: Tensor) -> None:
     """Copy pages ``places[0]`` of ``source [page, head, ...]`` to ``places[1]``, each once, of ``target``.
 
-    ``places [2, n]`` int64 is on the GPU. What follows the heads is adjacent in memory, and whole 4-byte words: all
+    ``places [2, n]`` int64 is on the GPU. The data of a head is adjacent in memory, and whole 4-byte words: all
     of a page, or a range of its heads or layers.
     """
     assert source.shape[1:] == target.shape[1:], f"pages of {source.shape[1:]} and of {target.shape[1:]}"
@@ -43,7 +44,7 @@ def copy_pages(source: Tensor, target: Tensor, places: Tensor) -> None:
 
 
 def _words(x: Tensor) -> Tensor:
-    """``[page, head, word]``, without a copy."""
+    """Return a view ``[page, head, word]``."""
     return x.view(*x.shape[:2], math.prod(x.shape[2:])).view(torch.int32)
 
 

@@ -1,4 +1,4 @@
-"""Where top-k and top-p end in rows whose likeliest tokens are too many to be ranked, by counting instead of sorting.
+"""Top-k and top-p cutoffs of rows with too many likely tokens to rank, by counting instead of sorting.
 
 The reference is workers.engine.cutoffs.
 """
@@ -9,11 +9,11 @@ from torch import Tensor
 
 _BLOCK = 2048
 _STAGES = tl.constexpr(4)
-"""Blocks under way at once: nobody else hides what a row's only program waits for."""
+"""Blocks in flight at once: nothing else hides the waits of a row's only program."""
 
 
 def find_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, is_sure: Tensor, cutoffs: Tensor) -> None:
-    """Set each row's least score to keep, but for those that are sure.
+    """Set each row's least score to keep, unless it ``is_sure`` already.
 
     scores: ``[num_rows, vocab_size]`` fp32, at most 0, and 0 for the likeliest. Of each row ``[num_rows]``: top_k
     int64, at least 1; top_p fp64; is_sure bool; cutoffs fp32.
@@ -45,7 +45,9 @@ def _cutoff_kernel(scores, top_k, top_p, is_sure, cutoffs, stride, vocab_size, B
 
 @triton.jit
 def _last_with(scores, vocab_size, limit, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
-    """The lowest depth above which there are fewer, or less mass, than the limit; two bits a pass, then the last."""
+    """Return the lowest depth above which there are fewer, or less mass, than the limit; two bits per pass, then the
+    last.
+    """
     depth, bit = tl.full((), 0, tl.int32), tl.full((), 1 << 29, tl.int32)
     while bit > 0:
         first, second, third = _masses_above(scores, vocab_size, depth, bit, WEIGHED, BLOCK)
@@ -58,7 +60,7 @@ def _last_with(scores, vocab_size, limit, WEIGHED: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def _masses_above(scores, vocab_size, depth, step, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
-    """``_mass_above`` of three depths, each a step below the one before."""
+    """Return ``_mass_above`` of three depths, each a step below the previous one."""
     first = tl.zeros([BLOCK], dtype=tl.float64)
     second, third = first, first
     for start in tl.range(0, vocab_size, BLOCK, num_stages=_STAGES):
@@ -72,7 +74,7 @@ def _masses_above(scores, vocab_size, depth, step, WEIGHED: tl.constexpr, BLOCK:
 
 @triton.jit
 def _mass_above(scores, vocab_size, depth, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
-    """Likelihoods, not normed, of all scores above a depth, or how many they are; fp64."""
+    """Return the unnormalized mass of all scores above a depth, or their number; fp64."""
     mass = tl.zeros([BLOCK], dtype=tl.float64)
     for start in tl.range(0, vocab_size, BLOCK, num_stages=_STAGES):
         depths = _depths(scores, start, vocab_size, BLOCK)
@@ -87,7 +89,7 @@ def _each(depths, WEIGHED: tl.constexpr):
 
 @triton.jit
 def _largest(scores, vocab_size, depth, BLOCK: tl.constexpr):
-    """The lowest score that is there, at a depth or above; as its depth."""
+    """Return the lowest score present at a depth or above, as its depth."""
     lowest = tl.zeros([BLOCK], dtype=tl.int32)
     for start in tl.range(0, vocab_size, BLOCK, num_stages=_STAGES):
         depths = _depths(scores, start, vocab_size, BLOCK)
@@ -97,8 +99,9 @@ def _largest(scores, vocab_size, depth, BLOCK: tl.constexpr):
 
 @triton.jit
 def _depths(scores, start, vocab_size, BLOCK: tl.constexpr):
-    """How far scores are below 0, as their bits, which as whole numbers have the same order; the highest behind the
-    vocabulary's end."""
+    """Return how far scores are below 0, as their bits, which sort like integers; the maximum beyond the vocabulary's
+    end.
+    """
     token_ids = start + tl.arange(0, BLOCK)
     bits = tl.load(scores + token_ids, mask=token_ids < vocab_size, other=-float("inf")).to(tl.int32, bitcast=True)
     return tl.where(token_ids < vocab_size, bits & 0x7FFFFFFF, 0x7FFFFFFF)

@@ -1,4 +1,4 @@
-"""Elementwise kernels, for what a layer does between its products: Triton's on GPUs, native ones for bf16 on CPUs."""
+"""Elementwise kernels between a layer's products: Triton's on GPUs, native ones for bf16 on CPUs."""
 
 from typing import NamedTuple, Protocol
 
@@ -9,7 +9,7 @@ from workers.device import has_kernels
 
 
 class KvSlots(NamedTuple):
-    """Slots of K and V of a step's tokens, for a Triton kernel to fill once it has computed them."""
+    """Slots for K and V of a step's tokens, which a Triton kernel fills once it has computed them."""
 
     layer_pages: Tensor
     """``[page, H, 2, slot, D]``."""
@@ -18,7 +18,7 @@ class KvSlots(NamedTuple):
 
 
 class ElementwiseKernels(Protocol):
-    """Each rounds where plain torch does."""
+    """Interface of elementwise kernels, which round where plain torch does."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor:
         """Normalise the last dimension of ``x [..., size]``."""
@@ -49,7 +49,7 @@ _REGISTERED: dict[tuple[str, torch.dtype], ElementwiseKernels] = {}
 
 
 def elementwise_kernels(x: Tensor) -> ElementwiseKernels | None:
-    """Return the kernels for ``x``; None where plain torch computes."""
+    """Return the kernels for ``x``; None if plain torch computes."""
     if has_kernels(x):
         from workers.kernels import triton_elementwise
 
@@ -58,5 +58,5 @@ def elementwise_kernels(x: Tensor) -> ElementwiseKernels | None:
 
 
 def register(device_type: str, dtype: torch.dtype, kernels: ElementwiseKernels) -> None:
-    """Compute with these kernels in this process from now on."""
+    """Use these kernels in this process from now on."""
     _REGISTERED[device_type, dtype] = kernels

@@ -1,4 +1,4 @@
-"""Sort the choices of experts by expert, all on the GPU: the host waits for no counts.
+"""Sorting of expert choices by expert, all on the GPU: the host waits for no counts.
 
 The reference is ``workers.expert_parallel.expert_order``.
 """
@@ -21,7 +21,7 @@ class ExpertRows(NamedTuple):
     """One row for each choice of a local expert."""
 
     tokens: Tensor
-    """Token of each row, ``[rows]`` int32; of rows beyond the last choice, the first one's."""
+    """Token of each row, ``[rows]`` int32; the first token for rows beyond the last choice."""
     rows: Tensor
     """Row of each choice, ``[tokens, k]`` int32; -1 where its expert is elsewhere."""
     tiles: RowTiles
@@ -95,7 +95,7 @@ def _expert_rows_kernel(
 
 @triton.jit
 def _local(experts, begin, first, num_choices, num_local, BLOCK: tl.constexpr):
-    """Number the local experts of some choices; others, and what is behind the last choice, count as elsewhere."""
+    """Number the local experts of some choices; all others count as elsewhere."""
     choices = begin + tl.arange(0, BLOCK)
     local = tl.load(experts + choices, mask=choices < num_choices, other=-1) - first
     is_here = (local >= 0) & (local < num_local) & (choices < num_choices)

@@ -1,4 +1,4 @@
-"""Rows in groups, each group times a matrix of its own: the products of experts. The reference is a loop."""
+"""Grouped matrix products, one matrix per group of rows, for experts. The reference is a loop."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +16,7 @@ _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 
 
 class RowTiles(NamedTuple):
-    """Which rows meet which matrix."""
+    """Assignment of rows to matrices."""
 
     tiles: Tensor
     """``[n, 3]`` int32: (group, first row, row after the group's last); -1 for rows of no group, which become zero."""
@@ -25,12 +25,12 @@ class RowTiles(NamedTuple):
 
 
 def block_rows_for(num_rows: int, num_groups: int, itemsize: int) -> int:
-    """As few as rows of one group are on average, as many as are fast."""
+    """Return a tile size: at most the average rows per group, and no more than is fast."""
     return 16 if num_rows <= 16 * num_groups else 32 if itemsize > 2 else 64
 
 
 def tiles_of(counts: Sequence[int], itemsize: int, device: torch.device) -> RowTiles:
-    """Of the first ``counts[0]`` rows with the first matrix, and so on."""
+    """Return tiles in which the first ``counts[0]`` rows meet the first matrix, and so on."""
     block_rows = block_rows_for(sum(counts), len(counts), itemsize)
     tiles, begin = [], 0
     for group, count in enumerate(counts):
@@ -41,7 +41,7 @@ def tiles_of(counts: Sequence[int], itemsize: int, device: torch.device) -> RowT
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, tiles: RowTiles, sources: Tensor | None = None) -> Tensor:
-    """Rows of ``x [N, K]``, each times the one of ``weights [E, M, K]`` that its tile says: ``[N, M]``.
+    """Multiply rows of ``x [N, K]``, each with the one of ``weights [E, M, K]`` that its tile names: ``[N, M]``.
 
     With ``sources [rows]`` int32, row i is ``x[sources[i]]``. Every row is in one tile. All are contiguous.
     """

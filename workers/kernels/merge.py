@@ -1,4 +1,4 @@
-"""The merge of partials that each have all rows; the formula and the reference are in workers.attention.merge."""
+"""Merge of partials that each have all rows; the formula and the reference are in workers.attention.merge."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,8 @@
-"""Parts of the result of one launch of attention, joined by the programs that found them, as merge does it.
+"""Join of the partial results of one attention launch, by the programs that found them.
 
-Each program leaves its part and counts itself. The last program of a block of parts joins these, and the last of the
-blocks joins the blocks. Which one is last differs from launch to launch, but not what is joined, nor in which order.
+Each program stores its part and counts itself. The last program of a block of parts joins these, and the last of the
+blocks joins the blocks. The last one may differ from launch to launch, but neither the parts joined nor their order
+do.
 """
 
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = tl.constexpr(64)
-"""Parts that are joined at a time, and then all of these blocks: with a GPU's programs, both are few."""
+"""Parts joined at a time, and then all of these blocks: with a GPU's programs, both are few."""
 _ROWS_AT_ONCE = 64
 """Rows of the parts joined at once; with many more, registers spill."""
 
@@ -41,7 +42,7 @@ def leave(
     GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, JOINED_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Store what a program has found: to rows of ``out`` from ``first_row`` on, or, of several parts, to slots.
+    """Store a program's result: to rows of ``out`` from ``first_row`` on, or, of several parts, to slots.
 
     The last program of all parts then joins them and writes the rows.
     """

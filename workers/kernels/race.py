@@ -1,4 +1,5 @@
-"""The race that draws a token of each row, in one pass over weights; torch makes a dozen over 64-bit numbers of each.
+"""Exponential-race sampling of one token per row, in one pass over weights; torch makes a dozen over 64-bit numbers of
+each.
 
 The reference is workers.engine.chances.win_race.
 """
@@ -18,7 +19,7 @@ _MOST = tl.constexpr(1 - 2.0**-24)
 
 
 def win_race(weights: Tensor, keys: Tensor) -> Tensor:
-    """The first to ring of each row ``[num_rows]`` int64, of ``weights [num_rows, vocab_size]`` fp32.
+    """Return the earliest token of each row, ``[num_rows]`` int64, for ``weights [num_rows, vocab_size]`` fp32.
 
     keys: ``[num_rows]`` int64.
     """
@@ -52,8 +53,9 @@ def _race_kernel(weights, keys, earliest, winners, stride, vocab_size, BLOCK: tl
 
 @triton.jit
 def _exponential(fraction):
-    """``-log(1 - fraction)``. A GPU's fast logarithm is too coarse near 1, where a series is used (of the inverse
-    hyperbolic tangent; its error is 1e-10 at a quarter)."""
+    """Return ``-log(1 - fraction)``. A GPU's fast logarithm is too coarse near 1, where a series is used (of the
+    inverse hyperbolic tangent; its error is 1e-10 at a quarter).
+    """
     s = fraction / (2.0 - fraction)
     square = s * s
     series = 2.0 * s * (1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9)))))

@@ -18,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``x + y``, both ``[rows, size]``, and the same normalised."""
+    """Return ``x + y``, both ``[rows, size]``, and the sum normalised."""
     normed, total = _launch(x, y, weight, eps)
     return total, normed
 
@@ -56,7 +56,7 @@ def _rms_norm_kernel(
     given = tl.load(x + row * x_stride + dims, mask=is_held, other=0.0)
     wide = given.to(tl.float32)
     if ADDS:
-        # Rounded, so that what is normalised is what the next layer adds to.
+        # Rounded, so that the normalised value is the one that the next layer adds to.
         summed = (wide + tl.load(y + row * y_stride + dims, mask=is_held, other=0.0).to(tl.float32)).to(given.dtype)
         tl.store(total + row * SIZE + dims, summed, mask=is_held)
         wide = summed.to(tl.float32)

@@ -29,7 +29,7 @@ def rotate_storing(
 ) -> Tensor:
     """Rotate Q and K of ``heads [T, those of Q, K and V, D]``, and store K and V as ``store_kv`` does; returns Q.
 
-    ``layer_pages [page, H, 2, slot, D]`` tells how many heads K has; ``weights`` are those of Q and of K.
+    The H of ``layer_pages [page, H, 2, slot, D]`` is the number of K heads; ``weights`` are those of Q and of K.
     """
     q_weight, k_weight = weights or (None, None)
     return _launch(heads, cos, sin, q_weight, k_weight, eps, layer_pages, slots)
@@ -81,7 +81,7 @@ def _rotate_kernel(
     NUM_QUERIES: tl.constexpr, NUM_STORED: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Dimensions i and i + D/2 are a pair; a program has both halves of some heads of a token.
+    """Rotate dimension pairs i and i + D/2; a program has both halves of some heads of a token.
 
     Heads of K and of V, NUM_STORED each, follow those of Q; V is neither normalised nor rotated.
     """

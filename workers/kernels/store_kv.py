@@ -1,4 +1,4 @@
-"""Keys and values from gathered order into their pages; the reference is PagePool.write on a CPU."""
+"""Writes of keys and values from gathered order into their pages; the reference is PagePool.write on a CPU."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from workers.kernels.launch import block_of
 def store_kv(layer_pages: Tensor, slots: Tensor, kv: Tensor) -> None:
     """Write rows ``kv [N, 2, H, D]`` to ``slots [N]`` int64 of ``layer_pages [page, H, 2, slot, D]``.
 
-    Strides are any, but the elements of a head are adjacent. Of rows with the same slot, which can only be the trash
+    Strides are any, but the elements of a head are adjacent. If rows have the same slot, which can only be the null
     slot, any wins.
     """
     num_rows, _, num_heads, head_dim = kv.shape

@@ -1,4 +1,4 @@
-"""What the experts of each token answer, weighted and added up in the order in which it chose them.
+"""Weighted sum of each token's expert outputs, in the order in which it chose the experts.
 
 The reference is a loop.
 """
@@ -12,7 +12,8 @@ _BLOCK_COLS = 1024
 
 
 def sum_choices(answers: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-    """``out[t] = sum_i weights[t, i] * answers[rows[t, i]]`` over the ``rows [tokens, k]`` that are not negative.
+    """Compute ``out[t] = sum_i weights[t, i] * answers[rows[t, i]]`` over the ``rows [tokens, k]`` that are not
+    negative.
 
     answers: ``[rows, cols]``; weights: ``[tokens, k]`` fp32. All are contiguous. Added up in fp32, rounded once.
     """

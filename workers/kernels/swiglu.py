@@ -1,4 +1,4 @@
-"""silu(gate) * up (Shazeer, 2020) of halves that lie side by side; the reference is workers.layers.gated_mlp."""
+"""Kernel of silu(gate) * up (Shazeer, 2020) for halves side by side; the reference is workers.layers.gated_mlp."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ _BLOCK = 1024
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """``gate_up [T, 2 * size]``, contiguous -> ``[T, size]``."""
+    """Map ``gate_up [T, 2 * size]``, contiguous, to ``[T, size]``."""
     assert gate_up.is_contiguous(), f"strides {gate_up.stride()}"
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_tokens, size))

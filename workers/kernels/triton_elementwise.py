@@ -1,4 +1,4 @@
-"""The elementwise kernels of GPUs."""
+"""Elementwise kernels of GPUs."""
 
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotate import rotate

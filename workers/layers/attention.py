@@ -15,7 +15,7 @@ class Attention(nn.Module):
     def __init__(
         self, hidden_size: int, config: AttentionConfig, rms_norm_eps: float, layer: int, group: TpGroup
     ) -> None:
-        """``layer`` counts from the stage's first one."""
+        """Build the layer; ``layer`` counts from the stage's first one."""
         super().__init__()
         self.layer, self.head_dim, self._group = layer, config.head_dim, group
         q = even_shard(config.q_size, group)
@@ -28,13 +28,13 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
-        """x [num_tokens, hidden_size] -> [num_wanted, hidden_size]."""
+        """Map x [num_tokens, hidden_size] to [num_wanted, hidden_size]."""
         attended = context.attend(self.layer, self._queries(x, rotation, context), self._params)
         out: Tensor = self.o_proj(attended.flatten(1), self._group.all_reduce)
         return out
 
     def _queries(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
-        """Project and rotate queries; keys and values are handed over before."""
+        """Project and rotate queries, after passing on keys and values."""
         if context.kv_first:
             self._put(self.qkv_proj.project(x, slice(self.q_size, None)), rotation, context)
             q = self.qkv_proj.project(take(x, context.wanted), slice(self.q_size))

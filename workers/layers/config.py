@@ -1,4 +1,4 @@
-"""Shapes of layers as plain data, with what they cost. Loads no torch, so that a planner can read them too."""
+"""Layer shapes as plain data, and their costs. Loads no torch, so that a planner can read them too."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,7 +11,6 @@ class AttentionConfig:
     """Grouped-query attention (Ainslie et al., 2023) with rotary positions."""
 
     num_heads: int
-    """Query heads."""
     num_kv_heads: int
     head_dim: int
     qkv_bias: bool = False
@@ -57,7 +56,7 @@ class MoeConfig:
 
     num_experts: int
     top_k: int
-    """Experts of each token."""
+    """Number of experts per token."""
     intermediate_size: int
     """Width of one expert."""
     renormalize: bool

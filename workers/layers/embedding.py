@@ -1,4 +1,4 @@
-"""Token embedding, and scores of all tokens by hidden states, each rank with its part of the vocabulary."""
+"""Token embedding and output scores, each rank with its part of the vocabulary."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from workers.layers.shard import ShardedLayer, TpGroup, WeightShard, even_shard,
 
 
 class Embedding(ShardedLayer):
-    """A table [vocab_size, hidden_size], read by token id, or multiplied with to score every token."""
+    """Table [vocab_size, hidden_size], read by token id, or multiplied with to score every token."""
 
     def __init__(self, vocab_size: int, hidden_size: int, group: TpGroup) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Embedding(ShardedLayer):
         return self._group.all_reduce(found.masked_fill_(is_elsewhere[:, None], 0))
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden_size], the same on all ranks -> [R, vocab_size], in the dtype of the table."""
+        """Map hidden [R, hidden_size], the same on all ranks, to [R, vocab_size], in the dtype of the table."""
         own = multiply(hidden, self.weight if self._packed is None else self._packed)
         if self._group.size == 1:
             return own

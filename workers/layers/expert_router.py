@@ -14,12 +14,12 @@ from workers.layers.shard import ShardedLayer, WeightShard, replicated
 
 
 class ExpertRouter(ShardedLayer):
-    """A table that every rank holds whole. Softmax comes before top k, as in the training of checkpoints."""
+    """Router table that every rank holds whole. Softmax comes before top k, as in the training of checkpoints."""
 
     def __init__(self, hidden_size: int, moe: MoeConfig, placement: ExpertPlacement) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size), requires_grad=False)
-        # A plain attribute, like rotary frequencies: no parameter, and never cast.
+        # A plain attribute, like rotary frequencies: not a parameter, and never cast.
         self._physical = torch.tensor(placement.physical, dtype=torch.int32, device="cpu")
         self._moe = moe
 

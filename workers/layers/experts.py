@@ -14,8 +14,9 @@ from workers.layers.matmul import multiply
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, replicated
 
 FEW_CHOICES = 32_768
-"""Up to this many choices, all get rows, wherever their experts are, so that nobody waits for a count: 128 MiB for
-hidden states of 2,048."""
+"""Most choices for which all get rows, wherever their experts are, so that the host waits for no counts: 128 MiB for
+hidden states of 2,048.
+"""
 
 
 class Experts(ShardedLayer):
@@ -70,7 +71,7 @@ class Experts(ShardedLayer):
         return sum_choices(grouped_matmul(inner, self.down, sorted_rows.tiles), sorted_rows.rows, routed.weights)
 
     def _counted(self, experts: Tensor) -> tuple[Tensor, list[int]]:
-        """See ``order_by_expert``."""
+        """Count tokens on each expert; see ``order_by_expert``."""
         order, counts = order_by_expert(experts, self._first, len(self.loads))
         self.loads += index_on(counts, self.loads.device)
         return order, counts

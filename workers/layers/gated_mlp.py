@@ -1,4 +1,4 @@
-"""The feed-forward half of a decoder layer: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+"""Feed-forward half of a decoder layer: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -11,7 +11,7 @@ from workers.parallel.model_groups import ModelGroups
 
 
 def gated(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, of the halves of [num_tokens, 2 * size]."""
+    """Return silu(gate) * up of the halves of [num_tokens, 2 * size]."""
     if (kernels := elementwise_kernels(gate_up)) is not None:
         return kernels.swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -19,7 +19,7 @@ def gated(gate_up: Tensor) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """A gated MLP whose width the TP ranks of all DP ranks share, which gather their tokens."""
+    """Gated MLP whose width the TP ranks of all DP ranks share; they gather their tokens."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, groups: ModelGroups, *, bias: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Linear projections: of TP ranks each computes some of the outputs, a part of every sum, or everything."""
+"""Linear projections: each TP rank computes some of the outputs, a part of every sum, or everything."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -10,31 +10,31 @@ from workers.layers.shard import Shard, ShardedLayer, WeightShard, replicated
 
 
 class FusedLinear(ShardedLayer):
-    """x @ weight.T + bias: several projections of one input, computed as one.
+    """Fused projections of one input: x @ weight.T + bias.
 
     Each rank computes its part of the outputs of every projection; they lie side by side, in order.
     """
 
     def __init__(self, in_size: int, outputs: Mapping[str, Shard], *, bias: bool) -> None:
-        """`outputs` maps each projection's name ("q_proj") to this rank's part of it."""
+        """Build the layer; `outputs` maps each projection's name ("q_proj") to this rank's part of it."""
         super().__init__()
         out_size = sum(shard.size for shard in outputs.values())
         self.weight = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_size), requires_grad=False) if bias else None
         self._in_size, self._outputs = in_size, dict(outputs)
         self._parts: dict[tuple[int | None, int | None], Tensor] = {}
-        """Packed weights of outputs that are computed alone."""
+        """Packed weights of outputs that are computed separately."""
 
     def forward(self, x: Tensor) -> Tensor:
         return multiply(x, self.weight, self.bias)
 
     def project(self, x: Tensor, outputs: slice) -> Tensor:
-        """Compute some of the outputs alone."""
+        """Compute only some of the outputs."""
         bias = None if self.bias is None else self.bias[outputs]
         return multiply(x, self._part(outputs), bias)
 
     def pack(self) -> None:
-        """Pack the weight, once it is filled."""
+        """Pack the weight after it is loaded."""
         self.weight = nn.Parameter(packed(self.weight), requires_grad=False)
 
     def _part(self, outputs: slice) -> Tensor:
@@ -56,7 +56,7 @@ class FusedLinear(ShardedLayer):
 
 
 class SummedLinear(ShardedLayer):
-    """x @ weight.T + bias, where each rank has its part of x, over the last dimension, and so a term of every sum."""
+    """Linear layer whose input dimension is sharded, so that each rank computes a term of every sum."""
 
     def __init__(self, inputs: Shard, out_size: int, *, bias: bool) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ class SummedLinear(ShardedLayer):
         self._inputs = inputs
 
     def forward(self, x: Tensor, add_up: Callable[[Tensor], Tensor]) -> Tensor:
-        """``add_up`` sums the terms of all ranks."""
+        """Project and add up; ``add_up`` sums the terms of all ranks."""
         out = add_up(multiply(x, self.weight))
         return out if self.bias is None else out.add_(self.bias)
 
     def pack(self) -> None:
-        """Pack the weight, once it is filled."""
+        """Pack the weight after it is loaded."""
         self.weight = nn.Parameter(packed(self.weight), requires_grad=False)
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
@@ -81,7 +81,7 @@ class SummedLinear(ShardedLayer):
 
 
 class ReplicatedLinear(ShardedLayer):
-    """x @ weight.T, computed whole by every rank."""
+    """Linear layer computed whole by every rank: x @ weight.T."""
 
     def __init__(self, in_size: int, out_size: int) -> None:
         super().__init__()

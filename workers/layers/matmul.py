@@ -7,15 +7,15 @@ from torch.nn import functional
 from workers.device import multiplies_bf16
 
 _FEW_ROWS = 2
-"""Up to this many rows are fastest one by one on a CPU that multiplies in fp32 only."""
+"""Most rows that are fastest one by one on a CPU that multiplies in fp32 only."""
 _MANY_ROWS = 16
-"""From this many rows on, such a CPU is faster with an fp32 weight: torch's bf16 product has a quarter of the speed."""
+"""Fewest rows for which such a CPU is faster with an fp32 weight: torch's bf16 product has a quarter of the speed."""
 _PART = 1 << 20
-"""Numbers of a weight that are widened at once, so that they are still cached when they are multiplied."""
+"""Elements of a weight that are widened at once, so that they are still cached when they are multiplied."""
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [R, inputs] @ weight.T + bias, summed in fp32 and rounded once, on every path."""
+    """Return x [R, inputs] @ weight.T + bias, summed in fp32 and rounded once, on every path."""
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product

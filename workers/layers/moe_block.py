@@ -1,4 +1,4 @@
-"""The feed-forward half of a mixture-of-experts layer: a few of many MLPs for each token, and one for all tokens."""
+"""Feed-forward half of a mixture-of-experts layer: a few of many MLPs per token, and one for all tokens."""
 
 from torch import Tensor, nn
 

@@ -28,7 +28,7 @@ class RMSNorm(ShardedLayer):
         return self.weight * wide.to(x.dtype)
 
     def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x + y, each [rows, size], and the sum normalized; None stands for zeros."""
+        """Return x + y, each [rows, size], and the sum normalized; None stands for zeros."""
         if y is None:
             return x, self(x)
         if (kernels := elementwise_kernels(x)) is not None:

@@ -14,7 +14,7 @@ from workers.layers.rms_norm import RMSNorm
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos and sin of every token's angles, each [num_tokens, 1, head_dim], in the dtype of what they rotate."""
+    """Pair of cos and sin of every token's angles, each [num_tokens, 1, head_dim], in the dtype of their operands."""
 
     cos: Tensor
     sin: Tensor
@@ -34,9 +34,10 @@ class Rotation:
         return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
 
     def apply_storing(self, heads: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, place: KvSlots) -> Tensor:
-        """Heads of q, k and v side by side, [num_tokens, num_heads, head_dim]: rotate q and k, and store k and v.
+        """Rotate q and k, and store k and v, in one kernel; heads of q, k and v are [num_tokens, num_heads, head_dim],
+        side by side.
 
-        Returns q, rotated. All in one kernel.
+        Returns q, rotated.
         """
         from workers.kernels.rotate import rotate_storing
 
@@ -47,7 +48,7 @@ class Rotation:
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns positions into rotations, computed in fp32 whatever the model's dtype.
+    """Mapping from positions to rotations, computed in fp32 for any model dtype.
 
     `dynamic` scaling: the token at position p is rotated with the frequencies of length max(p + 1,
     max_position_embeddings). This depends on nothing but p, so chunks, ranks, batches and cached prefixes agree.
@@ -66,7 +67,7 @@ class RotaryEmbedding(nn.Module):
         self._exponents = _exponents(head_dim).to(device)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """positions [num_tokens] int64 -> the rotation of each, in `dtype`."""
+        """Map positions [num_tokens] int64 to the rotation of each, in `dtype`."""
         inv_freq = self.inv_freq
         if self.rope.rope_type == "dynamic":
             inv_freq = self._dynamic_frequencies(positions)
@@ -75,7 +76,7 @@ class RotaryEmbedding(nn.Module):
         return Rotation(cos.to(dtype), sin.to(dtype))
 
     def _dynamic_frequencies(self, positions: Tensor) -> Tensor:
-        """[num_tokens, head_dim/2]: NTK-aware scaling of the base, by the length up to each token."""
+        """Return [num_tokens, head_dim/2] frequencies with the base scaled (NTK-aware) by the length up to each token."""
         max_len, head_dim = self.rope.max_position_embeddings, 2 * self.inv_freq.numel()
         length = (positions[:, None] + 1).clamp(min=max_len)
         growth = self.rope.factor * length / max_len - (self.rope.factor - 1)
@@ -85,7 +86,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each pair, [head_dim/2] fp32; for `dynamic`, those of short lengths."""
+    """Return radians per position of each pair, [head_dim/2] fp32; for `dynamic`, those of short lengths."""
     return _FREQUENCIES[rope.rope_type](rope, head_dim)
 
 
@@ -133,7 +134,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
-    """The scale of cos and sin that keeps the softmax as sharp as it was before stretching."""
+    """Return the scale of cos and sin that keeps the softmax as sharp as it was before stretching."""
     if rope.attention_factor is not None:
         return rope.attention_factor
 

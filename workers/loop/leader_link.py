@@ -1,4 +1,4 @@
-"""The leader as a rank's work loop sees it: in this process on global rank 0, behind messages on the others."""
+"""Leader as a rank's work loop sees it: in-process on global rank 0, behind messages on the others."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,40 +24,40 @@ from workers.scheduler.replica_leader import ReplicaLeader
 from workers.scheduler.step_meter import StepMeter
 
 LOAD_EVERY_S = 0.05
-"""Time between two looks at what heartbeats say, while there is work."""
+"""Interval between load samples for heartbeats while there is work."""
 IDLE_WAIT_S = 1.0
-"""Longest sleep of an idle loop; deadlines are seen this late at most."""
+"""Longest sleep of an idle loop, and so the largest delay of a deadline."""
 
 
 class LeaderLink(Protocol):
-    """What plans a rank's steps and takes their outcome."""
+    """Source of a rank's step plans and receiver of their outcomes."""
 
     num_ahead: int
-    """Most steps that may be begun before the one before them has ended."""
+    """Most steps that may start before the previous ones have ended."""
 
     def idle_wait_s(self) -> float:
-        """Longest wait for messages while no step is under way."""
+        """Return the longest wait for messages while no step is under way."""
         ...
 
     def on_message(self, message: Message) -> None:
-        """Take in a message that is not for the rank itself."""
+        """Handle a message that is not for the rank itself."""
         ...
 
     def next_plans(self, *, is_stopping: bool) -> Sequence[StepPlan]:
-        """Steps to begin now."""
+        """Return steps to start now."""
         ...
 
     def on_ended(self, step: EndedStep) -> None:
-        """Take in the outcome of a step."""
+        """Apply the outcome of a step."""
         ...
 
     def end_round(self, *, is_busy: bool) -> None:
-        """Send what is to be sent, at the end of each round of the loop; ``is_busy``: a step is under way."""
+        """Send pending messages at the end of each round of the loop; ``is_busy``: a step is under way."""
         ...
 
 
 class LocalLeader:
-    """The leader of this process's replica: its steps go to the followers too."""
+    """Leader in this process: its steps go to the followers too."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class LocalLeader:
     ) -> None:
         self.num_ahead = leader.num_ahead
         self.load = ReplicaLoad()
-        """What heartbeats say; replaced as a whole, since another thread reads it."""
+        """Load that heartbeats report; replaced as a whole, since another thread reads it."""
         self.hurry: Callable[[], None] = lambda: None
-        """Called when routers must not wait for the next heartbeat."""
+        """Callback for when routers must not wait for the next heartbeat."""
         self._leader, self._rank, self._dp_rank = leader, rank, spec.coords.dp
         self._inbox, self._outbox, self._tiers, self._clock = inbox, outbox, tiers, clock
         self._followers = [
@@ -92,7 +92,7 @@ class LocalLeader:
 
     def on_message(self, message: Message) -> None:
         if isinstance(message, Submit) and message.sampling.grammar and self._rank.grammars is not None:
-            # It takes long, and the request waits for its turn anyway.
+            # It takes long, and the request waits anyway.
             self._rank.grammars.prepare(message.sampling.grammar)
         self._leader.on_message(message, self._clock.now_s())
 
@@ -101,7 +101,7 @@ class LocalLeader:
             return ()
         self._leader.tick(self._clock.now_s())
         plans = self._leader.next_plans()
-        # First tokens, tickets and pages that are loaded do not wait for the step.
+        # First tokens, tickets and loaded pages do not wait for the step.
         self._send_outgoing()
         if self._leader.must_end:
             raise QuarantineError(self._leader.must_end)
@@ -124,12 +124,12 @@ class LocalLeader:
         if self._clock.now_s() >= self._load_due_s or is_idle:
             was_draining, self.load = self.load.draining, self._whole_load()
             if self.load.draining != was_draining:
-                self.hurry()  # routers go on sending until they know
+                self.hurry()  # routers keep sending until they know
             self._load_due_s = self._clock.now_s() + LOAD_EVERY_S
         self._send_outgoing()
 
     def _whole_load(self) -> ReplicaLoad:
-        """The leader's load, with what the leader itself does not see."""
+        """Return the leader's load, with figures that the leader itself does not have."""
         load, runner = self._leader.load(), self._rank.runner
         return msgspec.structs.replace(
             load,
@@ -148,7 +148,7 @@ class LocalLeader:
 
 
 class RemoteLeader:
-    """The leader in another process."""
+    """Leader in another process."""
 
     def __init__(
         self, spec: WorkerSpec, rank: Rank, address: str, num_ahead: int, inbox: Inbox, outbox: Outbox, clock: Clock
@@ -185,5 +185,5 @@ class RemoteLeader:
 
 
 def step_reports(spec: WorkerSpec, rank: Rank) -> StepReports:
-    """Return what counts a rank's steps from now on."""
+    """Return a new counter of a rank's steps."""
     return StepReports(rank.model, rank.groups.model, spec.global_rank)

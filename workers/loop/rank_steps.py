@@ -1,4 +1,4 @@
-"""The steps that one rank has begun and not ended; one at most, where its device does not go on by itself."""
+"""Steps under way on one rank; at most one if its device does not run by itself."""
 
 import math
 from collections import deque
@@ -16,20 +16,18 @@ from workers.loop.watch import BETWEEN_STEPS, Turns
 from workers.rank import Rank
 
 PATIENCE_S = 1.0
-"""Longest time in which messages are looked at beside a step."""
+"""Longest time for which messages are handled while a step runs."""
 
 
 class EndedStep(NamedTuple):
-    """A step that is over."""
-
     plan: StepPlan
     sampled: Mapping[Room, Sampled]
     seconds: float
-    """Since it was begun, and the one before it had ended."""
+    """Duration since it was started and the previous one had ended."""
 
 
 class RankSteps:
-    """Steps end in the order in which they were begun."""
+    """Steps of one rank, ending in the order in which they started."""
 
     def __init__(self, rank: Rank, sender: KvSender, tiers: TierWorker, clock: Clock, turns: Turns) -> None:
         self._rank, self._sender, self._tiers, self._clock, self._turns = rank, sender, tiers, clock, turns
@@ -38,19 +36,21 @@ class RankSteps:
 
     @property
     def num_begun(self) -> int:
-        """Steps that have not ended."""
+        """Return the number of steps under way."""
         return len(self._begun)
 
     @property
     def is_due(self) -> bool:
-        """Return whether the oldest step is over, or has taken so long that a watcher is to see it waited for."""
+        """Return whether the oldest step is over, or has taken so long that waiting for it must be visible to a
+        watcher.
+        """
         if not self._begun:
             return False
         _, step, start_s = self._begun[0]
         return step.is_over or self._clock.now_s() - max(start_s, self._ended_s) > PATIENCE_S
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin this rank's part of a step; KV that is there leaves, and layers as they are stored."""
+        """Start this rank's part of a step; cached KV is sent now, and layers as they are stored."""
         start_s = self._clock.now_s()
         self._turns.at(f"in step {plan.step}")
         self._sender.before_step(plan)
@@ -62,7 +62,7 @@ class RankSteps:
         self._turns.at(BETWEEN_STEPS)
 
     def end(self) -> EndedStep:
-        """Wait for the tokens of the oldest step; the KV that it has computed leaves."""
+        """Wait for the tokens of the oldest step, and send the KV that it has computed."""
         plan, step, start_s = self._begun.popleft()
         self._turns.at(f"at the end of step {plan.step}")
         sampled = step.wait()

@@ -1,4 +1,6 @@
-"""Ends a process whose work loop stands still: a hung main thread raises nothing, and others go on showing life."""
+"""Watchdog that ends a process whose work loop is stuck: a hung main thread raises nothing, while other threads stay
+alive.
+"""
 
 import logging
 import math
@@ -11,34 +13,34 @@ from typing import Self
 _log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Between two looks at the loop; the log gets as long to take its line."""
+"""Interval between checks of the loop; also the log's limit for writing its line."""
 BETWEEN_STEPS = "between two steps"
 
 
 class Turns:
-    """What a work loop writes of its course. One thread writes, any may read."""
+    """Heartbeat of a work loop. One thread writes, any may read."""
 
     def __init__(self) -> None:
         self.count = 0
-        """Moves so far: turns of the loop, and beginnings and ends of its steps."""
+        """Progress count: iterations of the loop, and starts and ends of its steps."""
         self.place = BETWEEN_STEPS
 
     def at(self, place: str) -> None:
-        """The loop has come to another place, or to the same once more."""
+        """Report that the loop has reached a location, possibly the same again."""
         self.place = place
         self.count += 1
 
 
 class LoopWatch:
-    """A thread that looks whether a loop still turns, between ``__enter__`` and ``__exit__``.
+    """Watchdog thread of a loop, between ``__enter__`` and ``__exit__``.
 
-    It counts its own looks, not seconds: a process that is stopped for an hour and goes on has missed one look.
+    It counts its own checks, not seconds: a process that is stopped for an hour and resumes has missed one check.
     """
 
     def __init__(
         self, turns: Turns, name: str, limit_s: float, end: Callable[[], None], *, look_s: float = LOOK_S
     ) -> None:
-        """``end`` is called, on the thread and once, when the loop ``name`` has not moved for ``limit_s``."""
+        """Prepare the thread, which calls ``end`` once when the loop ``name`` has not progressed for ``limit_s``."""
         self._turns, self._name, self._end, self._look_s = turns, name, end, look_s
         self._max_looks = math.ceil(limit_s / look_s)
         self._seen_count = turns.count
@@ -47,19 +49,18 @@ class LoopWatch:
         self._thread = threading.Thread(target=self._run, name="loop watch", daemon=True)
 
     def __enter__(self) -> Self:
-        """Begin."""
         self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The loop is over; nothing is ended any more."""
+        """Stop watching."""
         self._stopping.set()
         self._thread.join()
 
     def look(self) -> bool:
-        """Whether the loop has stood still for too long, seen once every ``look_s``."""
+        """Return whether the loop has been stuck for too long; called every ``look_s``."""
         if self._turns.count != self._seen_count:
             self._seen_count, self._num_still = self._turns.count, 0
         else:
@@ -74,7 +75,7 @@ class LoopWatch:
                 return
 
     def _tell(self) -> None:
-        """The loop may stand still in the log itself; so its line is waited for on another thread, and not for long."""
+        """Log the stuck location from another thread with a time limit: the loop may be stuck in the log itself."""
         line = "%s stood still for %g s (resources.step_timeout_s) %s; this process ends"
         args = (line, self._name, self._num_still * self._look_s, self._turns.place)
         telling = threading.Thread(target=_log.error, args=args, daemon=True)
@@ -83,5 +84,5 @@ class LoopWatch:
 
 
 def end_process() -> None:
-    """At once, without a word to any other thread."""
+    """End the process at once, without notice to other threads."""
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The one copy of pages: within a device, or between a GPU and pinned host memory."""
+"""Page copies within a device, or between a GPU and pinned host memory."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -12,8 +12,9 @@ from transfer.page_range import PageRange
 from workers.device import Event, has_kernels, index_on
 
 LEAST_PIECE_BYTES = 448 << 10
-"""Smaller pieces are copied by a kernel. Estimated: 50 GB/s move as much in the 9 µs that the host takes to ask the
-copy engine for a piece."""
+"""Smallest piece for the copy engine; a kernel copies smaller ones. An estimate: 50 GB/s move this much in the 9 µs
+that the host takes to issue one copy.
+"""
 
 
 class Pages(NamedTuple):
@@ -28,7 +29,7 @@ class PageMemory:
     """Memory laid out in pages: a pool on a device, a host tier, or a region that peers write to."""
 
     def __init__(self, memory: Tensor, layout: PoolLayout) -> None:
-        """``memory`` is flat uint8; what is left behind its last whole page is not used."""
+        """Wrap ``memory``, which is flat uint8; bytes after its last whole page are not used."""
         assert memory.dtype == torch.uint8, f"not bytes: {memory.dtype}"
         assert memory.ndim == 1, f"not flat: {memory.shape}"
         num_pages = len(memory) // layout.page_bytes
@@ -37,7 +38,7 @@ class PageMemory:
         """``[page, byte]``."""
 
     def at(self, pages: Sequence[int], layers: range | None = None) -> Pages:
-        """Return pages by their index here; of some layers of the model, or whole."""
+        """Return pages by index, either whole or some layers of the model."""
         return Pages(self.bytes, PageRange(self.layout, pages, layers))
 
 
@@ -46,11 +47,11 @@ def copy(
 ) -> Event | None:
     """Copy pages to as many pages of another memory of the same layout; each target page occurs once.
 
-    Between tensors of the CPU the pages are there on return. On a GPU they are copied behind ``after`` on ``stream``,
-    the current one by default, and are there when the returned event has come.
+    On a CPU the copy is complete on return. On a GPU it runs after ``after`` on ``stream``, by default the current
+    one, and is complete when the returned event is.
 
-    Large pieces, whole pages mostly, go by the copy engine, which delays no kernel. Small ones are copied by one
-    launch, as is all that stays on the GPU.
+    Large pieces, mostly whole pages, use the copy engine, which does not delay kernels. Small ones, and all copies
+    within a GPU, are one kernel launch.
     """
     device = next((pages.memory.device for pages in (source, target) if pages.memory.is_cuda), None)
     with torch.cuda.stream(stream) if stream is not None else nullcontext():
@@ -69,7 +70,7 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def warm_up_copies(memory: PageMemory) -> None:
-    """Compile the copy kernel: copy the null page, which nobody reads, onto itself."""
+    """Compile the copy kernel by copying the unused null page onto itself."""
     if has_kernels(memory.bytes):
         null = memory.at([len(memory.bytes) - 1])
         copy(null, null)

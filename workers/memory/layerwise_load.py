@@ -1,4 +1,4 @@
-"""A layerwise load: a thread copies cached pages into the pool, layer by layer, while the step that reads them runs."""
+"""Layerwise loading: a thread copies cached pages into the pool while the step that reads them runs."""
 
 import threading
 from typing import TYPE_CHECKING
@@ -8,37 +8,39 @@ if TYPE_CHECKING:  # the simulator has no torch
 
 
 class LayerwiseLoad:
-    """What of one load has arrived. The copying thread reports, the computing thread waits for what it reads."""
+    """Progress of one load. The copying thread reports each layer, and the computing thread waits for the layers it
+    reads.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._events: list[Event | None] = []
-        """By layer of the rank's stage."""
+        """Events by layer of the rank's stage."""
         self._error: Exception | None = None
 
     def add(self, num_layers: int, event: "Event | None") -> None:
-        """Report that the next layers are there, or will be when the event has come."""
+        """Report that the next layers are loaded, or will be when the event completes."""
         with self._changed:
             self._events += [event] * num_layers
             self._changed.notify_all()
 
     @property
     def num_here(self) -> int:
-        """Layers that `wait_for` returns for at once."""
+        """Number of layers for which `wait_for` returns at once."""
         with self._changed:
             return len(self._events)
 
     def fail(self, error: Exception) -> None:
-        """Report that nothing more will come."""
+        """Report that no more layers will arrive."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def wait_for(self, layer: int) -> None:
-        """Wait until a layer is there for whatever this thread does, or starts on its GPU, from now on.
+        """Wait until a layer is loaded for everything that this thread runs, or starts on its GPU, from now on.
 
         Raises:
-            Exception: what the copying thread failed with.
+            Exception: the error that the copying thread failed with.
         """
         with self._changed:
             self._changed.wait_for(lambda: len(self._events) > layer or self._error is not None)

@@ -1,4 +1,4 @@
-"""The KV memory of one rank: pages of all its KV groups. Which request owns a page is known elsewhere."""
+"""KV memory of one rank: the pages of all its KV groups. Page ownership is tracked elsewhere."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +17,13 @@ from workers.memory.copy import PageMemory
 from workers.memory.layerwise_load import LayerwiseLoad
 
 OnStored = Callable[[int], None]
-"""Called with the number of a layer, counted from the first of the rank's stage."""
+"""Callback with a layer's index in the rank's stage."""
 
 
 class PagePool(PageMemory):
-    """The pages of one rank.
+    """Pages of one rank.
 
-    A slot number is page * page_size + slot in the page. The null page, one beyond ``num_pages``, takes padding writes
+    A slot number is page * page_size + slot in the page. The null page, at index ``num_pages``, takes padding writes
     and is never read. Layers are counted from the first of the rank's pipeline stage.
     """
 
@@ -49,7 +49,7 @@ class PagePool(PageMemory):
 
     @property
     def trash_slot(self) -> int:
-        """The slot of the null page that takes padding rows."""
+        """Slot of the null page that takes padding writes."""
         return self.num_pages * self.page_size
 
     def group(self, name: str) -> Tensor:
@@ -74,10 +74,7 @@ class PagePool(PageMemory):
 
     @contextmanager
     def in_step(self, load: LayerwiseLoad | None, on_stored: OnStored | None = None) -> Iterator[None]:
-        """Wait for layers of a layerwise load when they are read, and for all of them at the end.
-
-        ``on_stored`` is called for every layer that the step has stored, or will have once its GPU comes to it.
-        """
+        """Return K and V of one layer as a strided view ``[page, head, part, slot, dim]``."""
         self._load, self._on_stored = load, on_stored
         try:
             yield
@@ -91,7 +88,7 @@ class PagePool(PageMemory):
             self._on_stored(layer)
 
     def read_pages(self, layer: int, pages: Tensor, out: Tensor) -> None:
-        """Copy ``pages [n]`` int64 of one layer, token after token, into ``out [n * page_size, 2, heads, dim]``."""
+        """Return the slots where a kernel that computes K and V stores them; None where there are no kernels."""
         self._wait_for(layer)
         in_token_order = self.layer_pages(layer).permute(0, 3, 2, 1, 4)
         torch.index_select(in_token_order, 0, pages, out=out.view(len(pages), *in_token_order.shape[1:]))
@@ -108,12 +105,12 @@ class PagePool(PageMemory):
 
 
 class PoolSlots:
-    """The slots of a pool to which a step writes K and V of every layer."""
+    """Slots of a pool that a step writes K and V of every layer to."""
 
     def __init__(self, pool: PagePool, slots: Tensor) -> None:
         self._pool, self._slots = pool, slots
         self._rows: dict[tuple[int, ...], Tensor] = {}
-        """By strides of a layer."""
+        """Target rows by the strides of a layer."""
 
     def write(self, layer: int, kv: Tensor) -> None:
         """Store ``kv [N, 2, heads, dim]`` of one layer."""
@@ -126,7 +123,7 @@ class PoolSlots:
             slots = pages.permute(0, 3, 2, 1, 4)
             slots[self._slots // self._pool.page_size, self._slots % self._pool.page_size] = kv
             return
-        # A token's heads as rows of all memory behind the layer's first: twice as fast as the assignment above.
+        # Treat a token's heads as rows of all memory after the layer's first: twice as fast as the assignment above.
         num_rows = (pages.untyped_storage().nbytes() // pages.itemsize - pages.storage_offset()) // dim
         heads = torch.as_strided(pages, (num_rows, dim), (dim, 1))
         rows = self._rows_of(pages)

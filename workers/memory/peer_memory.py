@@ -1,4 +1,4 @@
-"""One rank's pages as peers reach them: the pool itself where they can be let in, else a copy of it on the host."""
+"""Pages of one rank as peers access them: the pool itself if they can reach it, else a copy on the host."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -15,22 +15,22 @@ from workers.memory.page_pool import PagePool
 from workers.parallel.collectives import Communicator
 
 _ORDERS_WRITES = (9, 0)
-"""Least compute capability on which what a network card wrote is seen in order; NCCL flushes on older ones."""
+"""Lowest compute capability that sees writes of a network card in order; NCCL flushes on older ones."""
 _MOST_SPREAD_BYTES = 64 << 20
-"""Pages that are gathered at a time, besides the pool."""
+"""Most bytes gathered at a time, in addition to the pool."""
 
 _log = logging.getLogger(__name__)
 
 
 class PeerMemory:
-    """The pool of one rank and the region of memory by which peers read and write its pages.
+    """Pool of one rank, and the memory region through which peers read and write its pages.
 
-    A page has the same index in both. Where they are apart, a page goes out after it was computed, and comes in before
-    anything reads it.
+    A page has the same index in both. Where the two are separate, a page is copied out after it is computed, and
+    copied in before anything reads it.
     """
 
     def __init__(self, pool: PagePool, region: Region, head_copies: Communicator | None = None) -> None:
-        """Pages of ``region`` are the pool's own unless it has a buffer on the host besides a GPU's pool.
+        """Use the pool itself as ``region`` unless it has a buffer on the host besides a GPU's pool.
 
         Args:
             head_copies: ranks of a decode replica that hold the same heads, by TP rank; each is sent its part of the
@@ -39,16 +39,18 @@ class PeerMemory:
         self.pool = pool
         self.region = region
         self.host = _host_copy(pool, region)
-        """The pages that peers reach, where they are not the pool's own."""
+        """Pages that peers access, if separate from the pool."""
         self._head_copies = head_copies
         self._stream = copy_stream(pool.bytes.device)
 
     def event(self) -> Event | None:
-        """Record an event behind everything that the computing thread has started so far."""
+        """Record an event after everything that the computing thread has started so far."""
         return event_on(self.pool.bytes.device)
 
     def publish(self, pages: Sequence[int], layers: range, after: Event | None) -> None:
-        """Let peers see layers of pages once ``after`` has come; on any one thread, they may be sent on return."""
+        """Publish layers of pages to peers once ``after`` completes; whichever thread calls this may send them on
+        return.
+        """
         if self.host is None:
             if after is not None:
                 after.synchronize()
@@ -57,7 +59,7 @@ class PeerMemory:
             copied.synchronize()
 
     def receive(self, pages: Sequence[int]) -> None:
-        """Take in pages that peers wrote, before what the computing thread starts from now on.
+        """Copy in pages that peers wrote, before anything that the computing thread starts from now on.
 
         Every rank with the same heads calls this with the same pages.
         """
@@ -67,7 +69,7 @@ class PeerMemory:
             self._spread(pages, self._head_copies)
 
     def _spread(self, pages: Sequence[int], group: Communicator) -> None:
-        """Make pages whole on every rank of the group; page p was sent to member p modulo its size."""
+        """Complete pages on every rank of the group; page p was sent to member p modulo its size."""
         for member in range(group.size if group.size > 1 else 0):
             for part in self._parts([page for page in pages if page % group.size == member]):
                 content = PageMemory(self.pool.bytes.new_empty(len(part) * self.pool.page_bytes), self.pool.layout)
@@ -104,17 +106,17 @@ def open_apart(
     verify: Verify,
     head_copies: Communicator | None = None,
 ) -> PeerMemory:
-    """Allocate a pool in memory of the device; peers reach it there if the backend can, else through the host."""
+    """Allocate a pool in device memory; peers access it there if the backend can, else through the host."""
     memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=device)
     pool = PagePool(layout, memory)
     try:
         _check_reachable(device, verify)
         region = backend.register(memory.data_ptr(), memory.nbytes)
     except TransferError as reason:
-        _log.info("KV transfer goes through host memory as large as the pool: %s", reason)
+        _log.info("KV transfer uses a host buffer as large as the pool: %s", reason)
         region = backend.allocate(layout.pool_bytes)
     else:
-        _log.info("KV transfer goes from GPU to GPU; the pool is registered")
+        _log.info("KV transfer is GPU to GPU; the pool is registered")
     return PeerMemory(pool, region, head_copies)
 
 
@@ -126,7 +128,7 @@ def _host_copy(pool: PagePool, region: Region) -> PageMemory | None:
 
 
 def _check_reachable(device: torch.device, verify: Verify) -> None:
-    """Raise TransferError where peers could write to a GPU's memory, but not in a way that can be used."""
+    """Raise TransferError if peers could write to this GPU's memory, but not usably."""
     if verify is Verify.DIGEST:
         raise TransferError("transfer.verify: digest reads pages on the host")
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _ORDERS_WRITES:

@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies from and to by itself."""
+"""Pinned host memory, which a GPU accesses directly."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ import torch
 
 
 class PinnedMemory:
-    """Buffers pinned until ``close``, which must come before they are freed: the GPU remembers their addresses."""
+    """Buffers pinned until ``close``, which must be called before they are freed: the GPU remembers their addresses."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
-        """Pin buffers, each once in a process; RuntimeError where the system does not allow so much."""
+        """Pin buffers, each once in a process; RuntimeError if the system does not allow as much."""
         self._addresses: list[int] = []
         for buffer in buffers:
             address = int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
@@ -19,7 +19,7 @@ class PinnedMemory:
             self._addresses.append(address)
 
     def close(self) -> None:
-        """Wait for copies that are under way and unpin; safe to call twice."""
+        """Wait for running copies and unpin; safe to call twice."""
         if not self._addresses:
             return
         torch.cuda.synchronize()

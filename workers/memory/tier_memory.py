@@ -13,14 +13,14 @@ from workers.memory.peer_memory import PeerMemory
 class TierMemory:
     """Copies between the pages of one rank and its slots of the host tier.
 
-    On a GPU, copies run on streams of their own, between the pool and pinned host memory. Only what is read from peers
-    passes through the region where that is apart; a saved page does not, since peers may be writing to it there.
+    On a GPU, copies run on their own streams, between the pool and pinned host memory. Only pages read from peers pass
+    through a separate region; saved pages do not, since peers may be writing to it.
     """
 
     def __init__(self, memory: PeerMemory, host: Region) -> None:
-        """``host`` is this rank's part of the host tier, which peers read."""
+        """Use ``host`` as this rank's part of the host tier, which peers read."""
         self.region = memory.region
-        """Where peers' pages are read to."""
+        """Destination of pages read from peers."""
         self._memory = memory
         self._host = PageMemory(torch.frombuffer(host.buffer, dtype=torch.uint8), memory.pool.layout)
         self._host_bytes = host.buffer
@@ -28,7 +28,7 @@ class TierMemory:
         self._inward, self._outward = copy_stream(device), copy_stream(device)
 
     def record_event(self) -> Event | None:
-        """Record the event behind which the copies of a new job begin; on the computing thread."""
+        """Record, on the computing thread, the event after which the copies of a new job begin."""
         return self._memory.event()
 
     def host_page(self, slot: int) -> memoryview:
@@ -37,7 +37,7 @@ class TierMemory:
         return self._host_bytes[slot * page_bytes : (slot + 1) * page_bytes]
 
     def save(self, pages: Sequence[int], slots: Sequence[int], after: Event | None) -> None:
-        """Copy pages to slots; they are there on return."""
+        """Copy pages to slots; complete on return."""
         saved = copy(self._memory.pool.at(pages), self._host.at(slots), after, self._outward)
         if saved is not None:
             saved.synchronize()
@@ -45,16 +45,16 @@ class TierMemory:
     def load(
         self, pages: Sequence[int], slots: Sequence[int], layers: range | None, after: Event | None
     ) -> Event | None:
-        """Copy slots to pages, whole or some layers; they are there when the returned event has come."""
+        """Copy slots to pages, whole or some layers; complete when the returned event is."""
         return copy(self._host.at(slots, layers), self._memory.pool.at(pages, layers), after, self._inward)
 
     def take_in(self, pages: Sequence[int], layers: range | None, after: Event | None) -> Event | None:
-        """Copy what was read from peers from the region to the pool, where these are apart."""
+        """Copy pages read from peers from the region to the pool, if these are separate."""
         if self._memory.host is None:
             return after
         return copy(self._memory.host.at(pages, layers), self._memory.pool.at(pages, layers), after, self._inward)
 
     def wait_loads(self) -> None:
-        """Wait until everything that was loaded is there."""
+        """Wait until all loads are complete."""
         if self._inward is not None:
             self._inward.synchronize()

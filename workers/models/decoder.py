@@ -1,4 +1,4 @@
-"""The decoder that any family's configuration describes, built from layers."""
+"""Decoder for the configuration of any family, built from layers."""
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from workers.parallel.model_groups import ModelGroups
 
 class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, groups: ModelGroups) -> None:
-        """``layer`` counts from the model's first one."""
+        """Build the layer; ``layer`` counts from the model's first one."""
         super().__init__()
         hidden_size, eps, feed_forward = config.hidden_size, config.rms_norm_eps, config.feed_forward[layer]
         first_layer = groups.layers(config.num_layers).start
@@ -36,7 +36,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, added: Tensor | None, rotation: Rotation, context: AttentionContext, lens: Lens
     ) -> tuple[Tensor, Tensor]:
-        """Two terms [num_tokens, hidden_size] -> two [num_wanted, hidden_size], for the next norm to add up."""
+        """Map two terms [num_tokens, hidden_size] to two [num_wanted, hidden_size], which the next norm adds up."""
         hidden, normed = self.input_layernorm.of_sum(hidden, added)
         attended = self.self_attn(normed, rotation, context)
         hidden, normed = self.post_attention_layernorm.of_sum(take(hidden, context.wanted), attended)

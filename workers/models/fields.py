@@ -1,4 +1,4 @@
-"""Parts of a config.json that several families spell alike."""
+"""Readers for parts of a config.json that several families spell alike."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ def read_decoder(
     feed_forward: Sequence[FeedForwardConfig],
     renamed: Mapping[str, str] | None = None,
 ) -> DecoderConfig:
-    """Read what no family spells differently."""
+    """Read everything that all families spell alike."""
     _refuse_unsupported(hf)
     max_len = hf.positive("max_position_embeddings")
     return DecoderConfig(
@@ -33,7 +33,7 @@ def read_decoder(
 
 
 def read_attention(hf: HfConfig, *, head_dim: int | None = None, **flags: bool) -> AttentionConfig:
-    """Read numbers and size of heads; ``head_dim`` is what a family means that leaves it out."""
+    """Read numbers and size of heads; ``head_dim`` is the family's default."""
     num_heads = hf.positive("num_attention_heads")
     return AttentionConfig(
         num_heads=num_heads,
@@ -59,7 +59,7 @@ def read_experts(hf: HfConfig, *, renormalize: bool, intermediate_size: str, sha
 
 
 def sparse_layers(hf: HfConfig, moe: MoeConfig) -> list[FeedForwardConfig]:
-    """Layers of experts, but for those that a Qwen checkpoint gives one MLP."""
+    """Return layers of experts, except those to which a Qwen checkpoint gives one MLP."""
     every, dense = hf.positive("decoder_sparse_step", 1), set(hf.get("mlp_only_layers") or ())
     mlp = MlpConfig(intermediate_size=hf.positive("intermediate_size"))
     num_layers = hf.num_layers
@@ -67,7 +67,7 @@ def sparse_layers(hf: HfConfig, moe: MoeConfig) -> list[FeedForwardConfig]:
 
 
 def refuse_sliding_window(hf: HfConfig, *, is_used: bool) -> None:
-    """Refuse windows in any layer; ``is_used`` is what a checkpoint without `layer_types` means."""
+    """Refuse windows in any layer; ``is_used`` is the default of a checkpoint without `layer_types`."""
     layer_types = hf.get("layer_types")
     if layer_types is not None:
         is_used = any(layer_type != "full_attention" for layer_type in layer_types)

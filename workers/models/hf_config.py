@@ -10,7 +10,7 @@ from cluster.spec.errors import UserError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 MOST_LAYERS = 4096
-"""More is a damaged file, and would fill the memory of whoever reads it."""
+"""Most layers accepted; more is a damaged file, and would fill the memory of its reader."""
 
 
 class UnsupportedModelError(UserError):
@@ -27,7 +27,7 @@ class HfConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "HfConfig":
-        """Raises UnsupportedModelError when the folder has no config.json, or one that is no JSON object."""
+        """Read a folder; raises UnsupportedModelError if it has no config.json, or one that is not a JSON object."""
         generation = folder / "generation_config.json"
         return cls(_read_json(folder / "config.json"), _read_json(generation) if generation.exists() else {})
 
@@ -82,7 +82,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UnsupportedModelError(f"{path.parent} is no model folder: it has no {path.name}") from error
+        raise UnsupportedModelError(f"{path.parent} is not a model folder: it has no {path.name}") from error
     except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):

@@ -1,4 +1,5 @@
-"""What a family says of a checkpoint, and the four questions that everyone else asks it. Loads no torch.
+"""Description of a checkpoint by its family, and the four questions that everyone else asks it. Loads no torch. Loads
+no torch.
 
 1. What layers does the model have? `workers.models.decoder` builds them from the tree.
 2. What does the checkpoint call a weight? `checkpoint_name`, `copies`, `is_ignored`; how each is sharded, layers know.
@@ -24,7 +25,7 @@ _FUSED = ("qkv_proj", "gate_up_proj")
 
 
 class LayerWeights(NamedTuple):
-    """Numbers in the matrices of one layer, by what divides them; each takes a token 2 FLOPs."""
+    """Matrix elements of one layer, by what divides them; each costs a token 2 FLOPs."""
 
     queries: int
     """Projections to queries and out of attention, which TP ranks share."""
@@ -39,20 +40,20 @@ class LayerWeights(NamedTuple):
 
     @property
     def used(self) -> int:
-        """Numbers that one token meets."""
+        """Return the elements used by one token."""
         return self.queries + self.kv + self.dense + self.routed
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A decoder: a token table, layers of attention and feed-forward, a norm, and a table back to tokens."""
+    """Configuration of a decoder: a token table, layers of attention and feed-forward, a norm, and an output table."""
 
     vocab_size: int
     hidden_size: int
     attention: AttentionConfig
-    """Alike in all layers."""
+    """Attention, the same in all layers."""
     feed_forward: tuple[FeedForwardConfig, ...]
-    """By layer."""
+    """Feed-forward part by layer."""
     rms_norm_eps: float
     rope: RopeConfig
     max_position_embeddings: int
@@ -62,13 +63,13 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...]
     """Any of these ends an answer; empty where the checkpoint names none."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Modules that the checkpoint does not call as most do, with its names for them."""
+    """Modules that the checkpoint names differently from most, with its names for them."""
 
     def __post_init__(self) -> None:
         attention = self.attention
         if attention.num_heads % attention.num_kv_heads:
             raise UnsupportedModelError(
-                f"num_attention_heads ({attention.num_heads}) is no multiple of "
+                f"num_attention_heads ({attention.num_heads}) is not a multiple of "
                 f"num_key_value_heads ({attention.num_kv_heads})"
             )
         if attention.head_dim % 2:
@@ -118,7 +119,7 @@ class DecoderConfig:
         )
 
     def check_layout(self, parallel: ParallelConfig, path: str = "parallel") -> None:
-        """Raises UnsupportedModelError when ranks cannot share the heads, the layers or the experts."""
+        """Raise UnsupportedModelError if ranks cannot share the heads, the layers or the experts."""
         if problems := layout_problems(parallel, path, self.limits):
             raise UnsupportedModelError("; ".join(map(str, problems)))
 

@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2's attention; in most layers experts, beside one expert that all tokens share."""
+"""Qwen2-MoE: Qwen2's attention; in most layers experts, plus one expert that all tokens share."""
 
 from workers.models.fields import (
     read_attention,

@@ -32,7 +32,7 @@ def build_recall_checkpoint(folder: Path, *, has_experts: bool = False) -> None:
     if built == VERSION:
         return
     if folder.exists() and built is None and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is no recall checkpoint; allowed: an empty or new folder")
+        raise UserError(f"{folder} is not a recall checkpoint; allowed: an empty or new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         fresh = Path(scratch, "fresh")

@@ -21,7 +21,7 @@ EOS_TOKEN_IDS = (END_ID, NEWLINE_ID)
 WORDS_FILE = Path(__file__).with_name("recall_words.txt")
 
 SPLIT_PATTERN = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]|\s"
-"""A word, a digit or a sign, each with the space before it; any other white space by itself."""
+"""Pattern of a word, a digit or a sign, each with the space before it; any other white space by itself."""
 
 CHAT_TEMPLATE = """<|begin|>
 {%- for message in messages -%}
@@ -41,7 +41,7 @@ CHAT_TEMPLATE = """<|begin|>
 def build_tokenizer() -> Tokenizer:
     """Build the tokenizer from the word list; nothing is trained, so it is always the same."""
     vocabulary, merges = _vocabulary_and_merges()
-    # Words in the vocabulary are taken whole; merges only shorten the others.
+    # Words in the vocabulary are matched whole; merges only shorten the others.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
     by_pattern = pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated")
@@ -65,7 +65,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def _vocabulary_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Special tokens, bytes, words in four forms, then pieces of words until VOCAB_SIZE is reached."""
+    """Return special tokens, bytes, words in four forms, then pieces of words until VOCAB_SIZE is reached."""
     symbols = _byte_symbols()
     space = symbols[ord(" ")]
     words = WORDS_FILE.read_text(encoding="utf-8").split()
@@ -82,7 +82,7 @@ def _vocabulary_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def _common_pairs(words: list[str], space: str) -> list[tuple[str, str]]:
-    """Pairs of adjacent letters in the word list, the most frequent first."""
+    """Return pairs of adjacent letters in the word list, the most frequent first."""
     counts = Counter(pair for word in words for pair in pairwise(space + word))
     return sorted(counts, key=lambda pair: (-counts[pair], pair))
 

@@ -16,7 +16,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3MoeForCausalLM": qwen3_moe.read,
     "MixtralForCausalLM": mixtral.read,
 }
-"""By the name that config.json gives under `architectures`."""
+"""Families by the name that config.json gives under `architectures`."""
 
 
 def read_model_config(folder: Path) -> DecoderConfig:
@@ -30,11 +30,11 @@ def read_model_config(folder: Path) -> DecoderConfig:
     except UnsupportedModelError:
         raise
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise UnsupportedModelError(f"{folder}: config.json holds a value of a wrong kind: {error}") from error
+        raise UnsupportedModelError(f"{folder}: config.json holds a value of the wrong type: {error}") from error
 
 
 def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> DecoderConfig:
-    """Do as `read_model_config` does, from the parsed contents of the two files."""
+    """Read as `read_model_config` does, from the parsed contents of the two files."""
     given = list(config.get("architectures") or [])
     family = FAMILIES.get(given[0]) if len(given) == 1 else None
     if family is None:

@@ -32,7 +32,7 @@ def resolve_model(path: str, files: Sequence[str] = EVERYTHING) -> Path:
         return folder
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise UserError(
-            f"model {path!r} is no folder on this machine; "
+            f"model {path!r} is not a folder on this machine; "
             f"allowed: a folder, a Hugging Face repository like 'owner/name', {' or '.join(BUILT_IN)}"
         )
     return _download(path, files)
@@ -47,5 +47,5 @@ def _download(repository: str, files: Sequence[str]) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"model {repository!r} is no local folder and cannot be fetched from Hugging Face ({reason})"
+            f"model {repository!r} is not a local folder and cannot be fetched from Hugging Face ({reason})"
         ) from error

@@ -1,4 +1,4 @@
-"""Compilation of this folder's shared library, once for a machine. Imports no torch."""
+"""Compilation of this folder's shared library, once per machine. Imports no torch."""
 
 import fcntl
 import hashlib
@@ -21,12 +21,12 @@ SOURCES = tuple(
 
 
 class Kind(NamedTuple):
-    """A kind of processor, and how to compile for it."""
+    """Processor kind, and how to compile for it."""
 
     name: str
     """Name of its instructions."""
     flags: tuple[str, ...]
-    """Its features, as /proc/cpuinfo names them."""
+    """Features of the kind, as /proc/cpuinfo names them."""
     options: tuple[str, ...]
     """Options of the compiler."""
 
@@ -38,14 +38,14 @@ KINDS = (
     Kind("AVX2", ("avx2", "fma"), ("-mavx2", "-mfma")),
     Kind("NEON", ("asimd",), ()),
 )
-"""The fastest first. All but the first multiply in fp32."""
+"""Kinds of processors, fastest first. All but the first multiply in fp32."""
 _OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared")
 _TIMEOUT_S = 120.0
 _MEND = "apt-get install -y g++"
 
 
 class CannotCompileError(Exception):
-    """The reason why there is no library, and a command that would help, if any."""
+    """Reason why there is no library, and a command that would help, if any."""
 
     def __init__(self, reason: str, mend: str = "") -> None:
         super().__init__(reason)
@@ -53,7 +53,7 @@ class CannotCompileError(Exception):
 
 
 class Compiler(NamedTuple):
-    """A C++ compiler, and the kind of processor it compiles for."""
+    """C++ compiler, and the kind of processor it compiles for."""
 
     path: str
     kind: Kind
@@ -77,7 +77,7 @@ def runnable_kinds(cpu_info: Path = Path("/proc/cpuinfo")) -> list[Kind]:
 
 
 def compiled_library(compiler: Compiler) -> Path:
-    """Return the library, compiled first if this machine has no whole one; raises CannotCompileError.
+    """Return the library, compiling it first if this machine has no intact one; raises CannotCompileError.
 
     If several processes ask at once, one compiles.
     """

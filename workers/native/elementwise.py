@@ -13,12 +13,12 @@ from workers.native.compile import compiled_library, find_compiler
 from workers.native.library import MOST_DIMS
 
 _LEAST_SHARED = 1 << 17
-"""Fewest numbers whose rows threads share."""
+"""Fewest elements whose rows are divided over threads."""
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class NativeElementwise:
-    """Kernels on ``num_threads`` threads, the caller's among them; the numbers of a row are adjacent in memory."""
+    """Kernels on ``num_threads`` threads, including the caller's; the elements of a row are adjacent in memory."""
 
     def __init__(self, path: Path, num_threads: int) -> None:
         library = ctypes.CDLL(str(path))
@@ -35,7 +35,7 @@ class NativeElementwise:
 
     @classmethod
     def load(cls) -> "NativeElementwise":
-        """Compile the library if need be, for as many threads as torch has.
+        """Compile the library if necessary, for as many threads as torch has.
 
         Raises:
             CannotCompileError: there is no library, and can be none.
@@ -102,7 +102,7 @@ class NativeElementwise:
         self._share(self._rms_norm, (*pointers, size, x.stride(0), y_stride, eps), num_rows, size)
 
     def _share(self, function: Callable[..., None], given: tuple[object, ...], num_rows: int, size: int) -> None:
-        """Call it for all rows, or let each thread have a part of many."""
+        """Call it for all rows, or divide many rows over the threads."""
         if self._num_threads == 1 or num_rows * size < _LEAST_SHARED:
             function(*given, 0, num_rows)
             return

@@ -1,4 +1,4 @@
-"""The library of attention.cpp in this process: its one function, over torch tensors."""
+"""Binding of attention.cpp's one function to torch tensors."""
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 MOST_DIMS = 1024
-"""Limit of a head."""
+"""Largest size of a head."""
 
 _FIELDS = (
     *("query", "key", "value", "out", "lse", "tables", "items", "next_tile"),
@@ -24,7 +24,7 @@ class _Arguments(ctypes.Structure):
 
 
 class Library:
-    """Attention on ``num_threads`` threads, the caller's among them."""
+    """Attention on ``num_threads`` threads, including the caller's."""
 
     def __init__(self, path: Path, num_threads: int) -> None:
         self._attend = ctypes.CDLL(str(path)).baton_attend
@@ -44,7 +44,8 @@ class Library:
         *,
         scale: float,
     ) -> None:
-        """Merge what queries ``[tokens, heads, D]`` find in ``key``, ``value [page, H, slot, D]`` into a partial.
+        """Merge attention of queries ``[tokens, heads, D]`` over ``key``, ``value [page, H, slot, D]`` into a
+        partial.
 
         ``items [n, 7]`` are rows of Item in attention.cpp, of which no two share a query, and ``tables`` their page
         numbers, both int64. Nothing is checked against the tensors' sizes. Strides are any, but adjacent elements of

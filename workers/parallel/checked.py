@@ -1,4 +1,4 @@
-"""For debugging: the ranks of a group compare every collective before they run it, and name the first that differs."""
+"""Debugging aid: ranks of a group compare every collective before they run it, and name the first that differs."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,18 +13,18 @@ _END = "\0"
 
 
 class Notes:
-    """What every rank of a replica has begun last, in whatever group it was."""
+    """Latest call of every rank of a replica, in any group."""
 
     def __init__(self, store: Store, group: str, members: Sequence[int], global_rank: int) -> None:
-        """Of one group of ``members``, global ranks; ``store`` is the same for all groups."""
+        """Open the notes of one group; ``members`` are global ranks, and ``store`` is the same for all groups."""
         self._store, self._group, self._members, self._global_rank = store, group, members, global_rank
 
     def write(self, words: str) -> None:
-        """This rank begins a call."""
+        """Note that this rank starts a call."""
         self._store.set(str(self._global_rank), f"{words} in group {self._group}")
 
     def read(self) -> str:
-        """What the members have begun last."""
+        """Return the latest call of each member."""
         try:
             return ", ".join(f"global rank {member}: {self._last(str(member))}" for member in self._members)
         except RuntimeError as error:
@@ -35,7 +35,7 @@ class Notes:
 
 
 class CheckedBackend:
-    """A backend whose calls begin with an exchange of what each rank is about to do; RuntimeError when it differs.
+    """Backend that compares calls between ranks before running them; RuntimeError when they differ.
 
     A rank that calls nothing, or on another group, is found by the backend's timeout; the error has everybody's notes.
     """
@@ -47,7 +47,7 @@ class CheckedBackend:
 
     @property
     def received_bytes(self) -> int:
-        """With what the comparing takes."""
+        """Return the bytes received, including the comparison's."""
         return self._backend.received_bytes
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work:
@@ -64,7 +64,7 @@ class CheckedBackend:
         return self._backend.barrier()
 
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
-        """Lengths may differ from rank to rank, but what one sends must be what the other takes."""
+        """Check that each rank takes what its peer sends; lengths may differ from rank to rank."""
         words = f"shift by {distance} of {tensor.dtype}"
         records = self._exchange(words, f"{tensor.numel()}")
         source = (self._rank - distance) % self._size
@@ -83,7 +83,7 @@ class CheckedBackend:
         return begin() if tensor.numel() else Done()
 
     def _exchange(self, words: str, own: str = "") -> list[str]:
-        """Compare ``words`` over the ranks; returns what each says of its ``own``, by rank."""
+        """Compare ``words`` over the ranks; return each rank's ``own``, by rank."""
         self._count += 1
         self._notes.write(words)
         record = f"{words}{_END}{own}".encode().ljust(_RECORD_BYTES, _END.encode())[:_RECORD_BYTES]
@@ -92,7 +92,7 @@ class CheckedBackend:
             self._backend._allgather_base(records, torch.frombuffer(bytearray(record), dtype=torch.uint8)).wait()
         except RuntimeError as error:
             begun = self._notes.read()
-            raise RuntimeError(f"collective {self._count}, {words}: {error}; begun last by {begun}") from error
+            raise RuntimeError(f"collective {self._count}, {words}: {error}; last calls: {begun}") from error
         said = [bytes(part.tolist()).decode().split(_END) for part in records.view(self._size, _RECORD_BYTES)]
         for rank, (theirs, *_) in enumerate(said):
             if theirs != said[0][0]:

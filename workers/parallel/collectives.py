@@ -11,25 +11,21 @@ from cluster.spec.errors import PeerLostError
 
 
 class CollectiveError(PeerLostError):
-    """A peer of a group is gone or did not answer in time; the replica cannot go on."""
+    """Error of a group whose peer is gone or did not answer in time; the replica cannot continue."""
 
 
 class Work(Protocol):
-    """A collective under way."""
-
     def wait(self) -> bool:
-        """Block until it is done; RuntimeError when it failed."""
+        """Block until it is done; RuntimeError if it failed."""
 
 
 class Backend(Protocol):
-    """The part of torch.distributed's process group backends that we use, and what they are by nature."""
+    """Interface that we use of torch.distributed's process group backends, and their properties."""
 
     in_background: bool
-    """See Communicator."""
 
     @property
-    def received_bytes(self) -> int:
-        """See Communicator."""
+    def received_bytes(self) -> int: ...
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work: ...
 
@@ -45,21 +41,21 @@ class Backend(Protocol):
 
 
 class Done:
-    """A collective in which nothing was to be moved."""
+    """Completed collective that moved nothing."""
 
     def wait(self) -> bool:
         return True
 
 
 class Pending:
-    """A collective that was started: its tensors are not to be touched until ``wait`` returns."""
+    """Started collective; its tensors must not be touched until ``wait`` returns."""
 
     def __init__(self, work: Work | None, translated: Callable[[], AbstractContextManager[None]]) -> None:
         self._work = work
         self._translated = translated
 
     def wait(self) -> None:
-        """Return once it is done; CollectiveError as from Communicator. Again: returns at once."""
+        """Block until it is done; CollectiveError as from Communicator. Further calls return at once."""
         work, self._work = self._work, None
         if work is not None:
             with self._translated():
@@ -67,36 +63,38 @@ class Pending:
 
 
 Observe = Callable[[str, float, float], None]
-"""(call, start, end) of a collective, in seconds of ``time.monotonic``."""
+"""Callback with (call, start, end) of a collective, in seconds of ``time.monotonic``."""
 
 
 class Communicator:
-    """One group as one of its members sees it. Every member makes the same calls in the same order.
+    """One member's view of a group. Every member makes the same calls in the same order.
 
-    Every call raises CollectiveError when a peer is gone or does not answer within the group's timeout. What was
-    started is waited for in the order of the starts.
+    Every call raises CollectiveError when a peer is gone or does not answer within the group's timeout. Started
+    collectives are waited for in the order of their starts.
     """
 
     def __init__(
         self, name: str, rank: int = 0, size: int = 1, backend: Backend | None = None, *, skips_empty: bool = True
     ) -> None:
-        """With ``skips_empty`` a call that moves no elements on any rank does not reach the backend."""
+        """Join a group; with ``skips_empty``, a call that moves no elements on any rank does not reach the backend."""
         assert (size == 1) == (backend is None), f"group {name} of {size} needs a backend exactly if > 1"
         self.name = name
         self.rank = rank
         self.size = size
         self.waited_s = 0.0
-        """Time that this member has spent inside calls, starting, copying and waiting: what nothing else has hidden."""
+        """Time that this member has spent inside calls, starting, copying and waiting: time that nothing else has
+        hidden.
+        """
         self.in_background = backend is not None and backend.in_background
-        """What was started goes on while this member computes; if not, it does all of the work itself, in the calls."""
+        """Whether started collectives proceed while this member computes; if not, the calls do all the work."""
         self.observe: Observe | None = None
-        """Told of every call when it ends."""
+        """Callback at the end of every call."""
         self._backend = backend
         self._skips_empty = skips_empty
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that this member has taken from others, as the backend moves them."""
+        """Return the bytes that this member has received, as the backend moves them."""
         return self._backend.received_bytes if self._backend is not None else 0
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
@@ -104,7 +102,7 @@ class Communicator:
         self.start_all_gather(out, tensor).wait()
 
     def start_all_gather(self, out: Tensor, tensor: Tensor) -> Pending:
-        """Begin an ``all_gather``; ``tensor`` may be its own part of ``out``."""
+        """Start an ``all_gather``; ``tensor`` may be its own part of ``out``."""
         assert len(out) == self.size * len(tensor), f"{out.shape} cannot hold {self.size} of {tensor.shape}"
         backend = self._backend
         if backend is None:
@@ -114,7 +112,7 @@ class Communicator:
         return self._start("all_gather", lambda: backend._allgather_base(out, tensor))
 
     def start_shift(self, out: Tensor, tensor: Tensor, distance: int = 1) -> Pending:
-        """Begin to send ``tensor`` to the member ``distance`` ranks on, and to fill ``out`` from as far back.
+        """Start sending ``tensor`` to the member ``distance`` ranks on, and receiving ``out`` from as far back.
 
         Ranks wrap around. Both are contiguous; lengths may differ from rank to rank and be zero.
         """
@@ -147,7 +145,7 @@ class Communicator:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, this member passes for a group of one, so that its own work can be timed. Nothing is sent."""
+        """Treat this member as a group of one inside the context, to time its own work. Nothing is sent."""
         whole = self.rank, self.size, self._backend
         self.rank, self.size, self._backend = 0, 1, None
         try:
@@ -156,7 +154,7 @@ class Communicator:
             self.rank, self.size, self._backend = whole
 
     def destroy(self) -> None:
-        """Leave, so that a peer's call that still needs this member fails; only a group of one can be used after it."""
+        """Leave, so that a peer's call that still needs this member fails; afterwards only a group of one is usable."""
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.leave()

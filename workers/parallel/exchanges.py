@@ -1,4 +1,4 @@
-"""Collectives that are made of shifts: rows of any number to every rank of a group, and sums that end apart."""
+"""Collectives made of shifts: exchanges of unequal numbers of rows, and reduce-scatter."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from workers.parallel.collectives import Communicator
 
 
 def gather_exact(group: Communicator, rows: Tensor, lens: Sequence[int]) -> Tensor:
-    """Every rank's ``rows [lens[rank], ...]``, one after another, on every rank; nothing is padded."""
+    """Return every rank's ``rows [lens[rank], ...]``, concatenated, on every rank; nothing is padded."""
     out = rows.new_empty((sum(lens), *rows.shape[1:]))
     parts = list(torch.split(out, list(lens)))
     parts[group.rank].copy_(rows)
@@ -19,7 +19,7 @@ def gather_exact(group: Communicator, rows: Tensor, lens: Sequence[int]) -> Tens
 
 
 def all_to_all(group: Communicator, sends: Sequence[Tensor], lens: Sequence[int]) -> list[Tensor]:
-    """Give ``sends[rank]`` to each rank; returns what each gave, ``lens[rank]`` rows, by rank."""
+    """Send ``sends[rank]`` to each rank; return what each sent, ``lens[rank]`` rows, by rank."""
     own = sends[group.rank]
     received = [own.new_empty((length, *own.shape[1:])) for length in lens]
     received[group.rank] = own
@@ -30,7 +30,7 @@ def all_to_all(group: Communicator, sends: Sequence[Tensor], lens: Sequence[int]
 
 
 def exchange_counts(group: Communicator, counts: Sequence[int]) -> list[int]:
-    """Tell each rank a number; returns what each told this one, by rank."""
+    """Send each rank a number; return the numbers received, by rank."""
     table = torch.empty(group.size * group.size, dtype=torch.int64)
     group.all_gather(table, torch.tensor(counts, dtype=torch.int64))
     told: list[int] = table.view(group.size, group.size)[:, group.rank].tolist()
@@ -38,7 +38,7 @@ def exchange_counts(group: Communicator, counts: Sequence[int]) -> list[int]:
 
 
 def reduce_scatter_exact(group: Communicator, terms: Tensor, lens: Sequence[int]) -> Tensor:
-    """``terms [sum of lens, ...]`` of every rank, added up in fp32 in the order of ranks; each gets its own rows."""
+    """Add up ``terms [sum of lens, ...]`` of every rank in fp32, in the order of ranks; each rank gets its own rows."""
     parts = all_to_all(group, torch.split(terms, list(lens)), [lens[group.rank]] * group.size)
     total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:

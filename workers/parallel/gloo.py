@@ -1,4 +1,4 @@
-"""Collectives of ranks on any hosts, over TCP."""
+"""Collectives between ranks on any hosts, over TCP."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,12 +12,12 @@ from workers.parallel.torch_group import TorchGroup
 
 
 class GlooBackend(TorchGroup):
-    """Torch's process group, bound to one local address, since a machine's own name need not resolve."""
+    """Torch's Gloo process group, bound to one local address, since a machine's own name may not resolve."""
 
     def __init__(self, store: Store, rank: int, size: int, host: str, timeout: timedelta) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        # While they meet, the ranks are waited for as at the store itself.
+        # Ranks wait for each other as long here as at the store itself.
         options._timeout = store.timeout  # type: ignore[attr-defined]  # the stubs leave it out
         group = dist.ProcessGroupGloo(store, rank, size, options)
         group._set_default_timeout(timeout)
@@ -25,7 +25,7 @@ class GlooBackend(TorchGroup):
         super().__init__(group, rank, size)
 
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
-        """See Communicator.start_shift; what has no element is not sent."""
+        """Shift as Communicator.start_shift does; empty tensors are not sent."""
         works: list[dist.Work] = []
         if tensor.numel():
             works.append(self._group.send([tensor], (self._rank + distance) % self._size, 0))
@@ -40,7 +40,7 @@ class GlooBackend(TorchGroup):
 
 
 class _Works:
-    """Several works as one; of their own they would wait as long as for ranks to meet."""
+    """Several works combined; on its own, each would have the timeout of a first meeting."""
 
     def __init__(self, works: Sequence[dist.Work], timeout: timedelta) -> None:
         self._works = works

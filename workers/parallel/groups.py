@@ -1,4 +1,4 @@
-"""How the workers of a replica find each other: a key-value store, and one communicator for each group of ranks."""
+"""Rendezvous of a replica's workers: a key-value store, and one communicator per group of ranks."""
 
 import socket
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from workers.parallel.same_host import meet_on_one_host
 from workers.parallel.words import exchange
 
 ReplicaStore = TCPStore
-"""Where the ranks of one replica leave each other notes until their groups stand."""
+"""Store at which the ranks of one replica exchange data until their groups are up."""
 
 
 def open_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
-    """Open the replica's store on a free port of one local address; returns it with the port. For global rank 0."""
+    """Open the replica's store on a free port of one local address; return it with the port. For global rank 0."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = TCPStore(
@@ -60,16 +60,16 @@ def join_group(
     """Meet the other members of a group; every member calls this, for several groups in the same order.
 
     ``members`` are global ranks in group order, ``name`` is unique in the store, ``host`` is the local address
-    other members can reach. They are waited for as long as the store's timeout says, and no longer once a rank of the
-    replica has left. A later call that lacks a peer for ``timeout_s`` raises CollectiveError; with ``check``,
-    for which all groups of a replica have one store, so does one that differs from a peer's. On a GPU, what the ranks
-    exchange goes over NCCL, unless ``collectives`` asks for TCP; then it goes through the host.
+    other members can reach. The wait ends at the store's timeout, or as soon as a rank of the replica has left. A
+    later call that lacks a peer for ``timeout_s`` raises CollectiveError; with ``check``,
+    for which all groups of a replica have one store, so does one that differs from a peer's. On a GPU, collectives
+    use NCCL, unless ``collectives`` asks for TCP through the host.
     """
     rank, size = members.index(global_rank), len(members)
     if size == 1:
         return Communicator(name)
     try:
-        # Torch's own meeting would not see that a rank has left.
+        # Torch's own rendezvous would not see that a rank has left.
         exchange(store, f"{name}/here", rank, size, "here")
         backend = _meet(store, name, rank, size, host, timedelta(seconds=timeout_s), collectives, device)
     except RuntimeError as exc:

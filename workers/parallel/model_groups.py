@@ -1,4 +1,4 @@
-"""The groups of ranks that the layers of one rank's model meet in, and where this rank stands in them."""
+"""Groups of ranks in which the layers of one rank's model communicate, and this rank's position in them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,15 +13,13 @@ from workers.parallel.collectives import Communicator
 
 
 class Part(NamedTuple):
-    """One of several equal parts."""
-
     rank: int
     size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelGroups:
-    """By default those of a rank that has the whole model."""
+    """Groups of the model's layers; by default those of a rank that has the whole model."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     global_rank: int = 0
@@ -36,49 +34,49 @@ class ModelGroups:
 
     @classmethod
     def of_tp(cls, tp: Communicator) -> "ModelGroups":
-        """Of one attention shard."""
+        """Return the groups of one attention shard."""
         return cls(parallel=ParallelConfig(tp=tp.size), global_rank=tp.rank, tp=tp, moe_block=tp)
 
     @property
     def position(self) -> Position:
-        """Where this rank stands on every axis."""
+        """Return this rank's position on every axis."""
         return positions(self.parallel)[self.global_rank]
 
     def layers(self, num_layers: int) -> range:
-        """Those of this rank's pipeline stage."""
+        """Return the layers of this rank's pipeline stage."""
         return stage_layers(num_layers, self.parallel.pp, self.position.pp)
 
     @property
     def dense_width(self) -> Part:
-        """This rank's part of a dense MLP, which dp * tp ranks share."""
+        """Return this rank's part of a dense MLP, which dp * tp ranks share."""
         at = self.position
         return Part(at.dp * self.parallel.tp + at.tp, self.parallel.dp * self.parallel.tp)
 
     @property
     def dense_shards(self) -> range:
-        """The attention shards in ``dp``, by dp * cp_size + cp."""
+        """Return the attention shards in ``dp``, by dp * cp_size + cp."""
         cp = self.parallel.cp
         return range(self.position.cp, self.parallel.dp * cp, cp)
 
     @property
     def expert_shards(self) -> range:
-        """The attention shards in ``moe_shards``, by dp * cp_size + cp."""
+        """Return the attention shards in ``moe_shards``, by dp * cp_size + cp."""
         num = self.parallel.dp * self.parallel.cp // self.parallel.moe_dp
         return range(self.position.moe_dp * num, (self.position.moe_dp + 1) * num)
 
     @property
     def expert_width(self) -> Part:
-        """This rank's part of the width of each of its experts."""
+        """Return this rank's part of the width of each of its experts."""
         return Part(self.position.moe_tp, moe_tp_size(self.parallel))
 
     @property
     def all(self) -> tuple[Communicator, ...]:
-        """Each group once."""
+        """Return each group once."""
         return tuple({id(group): group for group in (self.tp, self.dp, self.moe_shards, self.moe_block)}.values())
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, this rank passes for the only one, so that its own work can be timed. Nothing is sent."""
+        """Treat this rank as the only one inside the context, so that its own work can be timed. Nothing is sent."""
         with ExitStack() as stack:
             for group in self.all:
                 stack.enter_context(group.alone())

@@ -1,4 +1,4 @@
-"""Collectives of tensors that are not where a backend wants them: counts over NCCL, or a GPU's tensors over TCP."""
+"""Collectives of tensors on another device than the backend's: counts over NCCL, or a GPU's tensors over TCP."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,9 @@ from workers.parallel.collectives import Backend, Work
 
 
 class MovedBackend:
-    """Copies tensors to the device of a backend, and what arrives back; those that are there go as they are."""
+    """Wrapper that copies tensors to a backend's device, and results back; tensors already there are passed as they
+    are.
+    """
 
     def __init__(self, backend: Backend, device: torch.device) -> None:
         self.in_background = backend.in_background
@@ -17,7 +19,7 @@ class MovedBackend:
 
     @property
     def received_bytes(self) -> int:
-        """Those of the backend behind it."""
+        """Return the bytes of the wrapped backend."""
         return self._backend.received_bytes
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work:
@@ -52,7 +54,7 @@ class MovedBackend:
 
 
 class _Arriving:
-    """A work on a copy, which ends in the tensor itself."""
+    """Work on a copy, whose result is copied into the tensor itself."""
 
     def __init__(self, work: Work, there: Tensor, tensor: Tensor) -> None:
         self._work, self._there, self._tensor = work, there, tensor

@@ -1,4 +1,4 @@
-"""Collectives of GPUs. What is started runs on a stream of its own; waiting holds up the stream, not the host."""
+"""Collectives between GPUs. They run on their own stream; waiting blocks that stream's consumers, not the host."""
 
 from datetime import timedelta
 from threading import Thread
@@ -11,11 +11,11 @@ from workers.parallel.collectives import Done, Work
 from workers.parallel.torch_group import TorchGroup
 
 LEAVE_S = 10.0
-"""Longest wait for the end of what is under way; the process ends soon, and all of it with that."""
+"""Longest wait for running collectives; the process ends soon, and they end with it."""
 
 
 class NcclBackend(TorchGroup):
-    """Torch's process group for tensors on GPUs, one GPU a rank."""
+    """Torch's process group for tensors on GPUs, one GPU per rank."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         options = dist.ProcessGroupNCCL.Options()
@@ -23,7 +23,9 @@ class NcclBackend(TorchGroup):
         super().__init__(dist.ProcessGroupNCCL(store, rank, size, options), rank, size)
 
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
-        """See Communicator.start_shift. Both directions are one call, or two ranks would wait for each other."""
+        """Shift as Communicator.start_shift does. Both directions are one call, or two ranks would wait for each
+        other.
+        """
         self._group._start_coalescing()
         try:
             if tensor.numel():
@@ -34,12 +36,12 @@ class NcclBackend(TorchGroup):
         finally:
             # NCCL would add whatever this thread starts next to a call that was left open.
             work: Work | None = self._group._end_coalescing()
-        return work or Done()  # none where nothing was moved
+        return work or Done()  # None if nothing was moved
 
     def leave(self) -> None:
-        """End also what is under way.
+        """End the group, including running collectives.
 
-        NCCL waits without end for graphs that hold what they recorded of a group, and may do so for other groups.
+        NCCL waits for ever for graphs that captured collectives of a group, and may do so for other groups.
         """
         group, self._group = self._group, None
         if group is not None:

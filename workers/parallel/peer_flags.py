@@ -1,4 +1,6 @@
-"""How ranks that share memory wait for each other: growing numbers in it, and an eye on the processes behind them."""
+"""Flags in shared memory by which ranks wait for each other: growing numbers, with a check that the peers' processes
+live.
+"""
 
 import os
 import select
@@ -9,15 +11,15 @@ from enum import IntEnum
 from itertools import count
 
 _LINE = 8
-"""Flags a rank, each 8 bytes: a cache line, so that ranks do not slow each other down."""
+"""Number of 8-byte words per rank: a cache line, so that ranks do not slow each other down."""
 _SPINS = 300
-"""Looks at a flag before the core is offered to others: some 20 microseconds."""
+"""Polls of a flag before the core is yielded to others: some 20 microseconds."""
 _YIELD_S = 200e-6
 _LONGEST_PAUSE_S = 1e-3
 
 
 class Flag(IntEnum):
-    """A number that one rank writes and all others read; it never falls."""
+    """Number that one rank writes and all others read; it never decreases."""
 
     PUBLISHED = 0
     CONSUMED = 1
@@ -26,10 +28,10 @@ class Flag(IntEnum):
 
 
 class PeerFlags:
-    """The flags of a group as one of its ranks sees them."""
+    """One rank's view of a group's flags."""
 
     def __init__(self, memory: memoryview, rank: int, pids: Sequence[int], timeout_s: float) -> None:
-        """``memory`` begins with ``num_bytes`` of zeros that all ranks map; ``pids`` are by rank."""
+        """Wrap ``memory``, which begins with ``num_bytes`` of zeros that all ranks map; ``pids`` are by rank."""
         self.peers = [peer for peer in range(len(pids)) if peer != rank]
         self._flags = memory[: self.num_bytes(len(pids))].cast("q")
         self._rank, self._pids, self._timeout_s = rank, pids, timeout_s
@@ -41,11 +43,11 @@ class PeerFlags:
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Memory that the flags of a group of ``size`` take."""
+        """Return the memory that the flags of a group of ``size`` take."""
         return size * _LINE * 8
 
     def set(self, flag: Flag, number: int) -> None:
-        """Tell the others; what was written to shared memory before is visible to whoever reads the number."""
+        """Publish a number; writes to shared memory before this call are visible to whoever reads it."""
         self._flags[self._rank * _LINE + flag] = number
 
     def wait_for(self, flag: Flag, peers: Iterable[int], number: int) -> None:
@@ -61,12 +63,14 @@ class PeerFlags:
                     self._wait_slowly(place, peer, number)
 
     def failure(self, reason: str) -> RuntimeError:
-        """The error to raise. Numbers no longer agree after it, so this rank leaves and peers need not wait for it."""
+        """Return the error to raise. Numbers no longer agree after it, so this rank leaves and peers do not wait for
+        it.
+        """
         self.set(Flag.LEFT, 1)
         return RuntimeError(reason)
 
     def _wait_slowly(self, place: int, peer: int, number: int) -> None:
-        """Let others run: yield at first, then sleep a fortieth of the time waited so far."""
+        """Yield to other threads at first, then sleep a fortieth of the time waited so far."""
         begin_s = time.monotonic()
         for turn in count():
             if self._flags[place] >= number:
@@ -82,7 +86,7 @@ class PeerFlags:
             time.sleep(min(waited_s / 40, _LONGEST_PAUSE_S))
 
     def _check(self, place: int, number: int) -> None:
-        """RuntimeError if a peer has left, unless what is awaited came before that."""
+        """Raise RuntimeError if a peer has left, unless the awaited number came before that."""
         gone = [self._watched[watched] for watched, _ in self._watch.poll(0)]
         gone += [peer for peer in self.peers if self._flags[peer * _LINE + Flag.LEFT]]
         if gone and self._flags[place] < number:

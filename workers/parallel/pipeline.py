@@ -1,4 +1,4 @@
-"""Hidden states on their way through the stages of a replica: from each rank to its like in the next stage."""
+"""Transport of hidden states through the pipeline stages: from each rank to its counterpart in the next stage."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ _SENDER = 0
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A rank's place in its line of stages; by default it is the only one.
+    """Position of a rank in its pipeline; by default it is the only stage.
 
-    A link is a group of two. Sending does not wait for the other side until two sends are not yet taken.
+    A link is a group of two. Sending blocks only while two earlier sends have not been received.
     """
 
     before: Communicator | None = None
@@ -21,26 +21,26 @@ class Pipeline:
 
     @property
     def is_first(self) -> bool:
-        """Tokens come in here."""
+        """Return whether tokens enter here."""
         return self.before is None
 
     @property
     def is_last(self) -> bool:
-        """Logits come out here."""
+        """Return whether logits leave here."""
         return self.after is None
 
     @property
     def links(self) -> tuple[Communicator, ...]:
-        """The groups of this rank."""
+        """Return the groups of this rank's links."""
         return tuple(link for link in (self.before, self.after) if link is not None)
 
     def receive(self, hidden: Tensor) -> Tensor:
-        """Fill ``hidden [tokens, hidden]`` with what the stage before has sent; how much follows from the step plan."""
+        """Fill ``hidden [tokens, hidden]`` from the previous stage; the step plan determines the size."""
         if self.before is not None:
             self.before.broadcast(hidden, _SENDER)
         return hidden
 
     def send(self, hidden: Tensor) -> None:
-        """Hand hidden states on to the next stage."""
+        """Send hidden states to the next stage."""
         if self.after is not None:
             self.after.broadcast(hidden.contiguous(), _SENDER)

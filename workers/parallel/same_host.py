@@ -1,4 +1,4 @@
-"""How ranks find out that they share a host, and set up the memory that they share; any doubt means they do not."""
+"""Detection of ranks on the same host, and setup of their shared memory; in doubt, ranks count as remote."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def host_identity() -> str | None:
-    """Equal for processes that can map each other's memory and watch each other; None where none can."""
+    """Return an identity of processes that can map each other's memory and watch each other; None if none can."""
     if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -26,7 +26,7 @@ def host_identity() -> str | None:
 
 
 def meet_on_one_host(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> "SharedMemoryBackend | None":
-    """Share memory with all other ranks of a group if all are on one host; None, on every rank, if not.
+    """Share memory with all other ranks of a group if all are on one host; otherwise return None on every rank.
 
     Every rank calls this; ``name`` is unique in the store. RuntimeError when a rank does not come.
     """

@@ -1,4 +1,4 @@
-"""Collectives of ranks that share a host: each copies its part into memory that all of them map, and the others read.
+"""Collectives between ranks on one host: each copies its part into memory that all of them map, and the others read.
 
 The memory is anonymous (a memfd that peers open through /proc), so that nothing can be left behind. Sparse: what was
 never used takes no memory. Needs a machine whose stores become visible in order, since Python has no memory fence.
@@ -22,15 +22,15 @@ from workers.parallel.traffic import WHOLE_SUM_BYTES
 Bytes = NDArray[np.uint8]
 
 PIECE_BYTES = 64 << 20
-"""Largest part of a rank moved at once; larger ones go in several pieces. A power of two."""
+"""Largest part of a rank moved at once; larger ones are split. A power of two."""
 _SLOTS = 2
-"""Pieces of a rank that exist at once: one is filled while peers still read the one before."""
+"""Number of pieces of a rank that exist at once: one is filled while peers still read the previous one."""
 _MAX_PIECES = 1 << 20
-"""Of one call; a piece's number is call * _MAX_PIECES + its place in the call."""
+"""Most pieces per call; a piece's number is call * _MAX_PIECES + its index in the call."""
 
 
 class SharedMemoryWork:
-    """A collective whose own part is published; ``wait`` collects those of the others."""
+    """Collective whose own part is published; ``wait`` collects the others'."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
@@ -46,10 +46,10 @@ class SharedMemoryWork:
 class SharedMemoryBackend:
     """One rank's end of a group.
 
-    Calls are numbered alike on all ranks, pieces within a call; a rank may have more of them than another. A rank
-    publishes a piece by writing its number after the data, and writes the number after reading such pieces of all
-    ranks that it reads from, at the end of a call that of the last possible one. A slot is filled again when all
-    have come past what it held. One collective is in flight at a time: starting the next finishes the one before.
+    Calls have the same numbers on all ranks, and so do pieces within a call; a rank may have more pieces than another.
+    A rank publishes a piece by writing its number after the data. After reading such pieces of all its peers it writes
+    the number as read, and at the end of a call the last possible one. A slot is refilled once all ranks have passed
+    its content. One collective is in flight at a time: starting the next finishes the previous one.
     """
 
     in_background = False
@@ -63,7 +63,7 @@ class SharedMemoryBackend:
         piece_bytes: int = PIECE_BYTES,
         whole_sum_bytes: int = WHOLE_SUM_BYTES,
     ) -> None:
-        """Map ``descriptor``, a file of ``num_bytes`` zeros, and own it from now on; ``pids`` are by rank."""
+        """Map ``descriptor``, a file of ``num_bytes`` zeros, and take ownership of it; ``pids`` are by rank."""
         self.received_bytes = 0
         self._descriptor, self._piece_bytes, self._whole_sum_bytes = descriptor, piece_bytes, whole_sum_bytes
         self._rank, self._size = rank, len(pids)
@@ -79,7 +79,7 @@ class SharedMemoryBackend:
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Size of the memory of a group of ``size``; most of it is never touched."""
+        """Return the memory size of a group of ``size``; most of it is never touched."""
         return _data_offset(size) + size * _SLOTS * PIECE_BYTES
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> SharedMemoryWork:
@@ -89,9 +89,9 @@ class SharedMemoryBackend:
         return self._start(mine, [(peer, parts[peer]) for peer in self._flags.peers])
 
     def allreduce(self, tensor: Tensor, /) -> SharedMemoryWork:
-        """See Communicator.all_reduce; ranks are added in order, each piece as it comes.
+        """Start a sum as Communicator.all_reduce does; ranks are added in order, piece by piece.
 
-        Of a large piece every rank adds up one share and reads the others' sums, so that N ranks together read twice
+        Every rank adds up one share of a large piece and reads the others' sums, so that N ranks together read twice
         the tensor for every rank but one, not N times.
         """
         data = _bytes_of(tensor)
@@ -109,11 +109,11 @@ class SharedMemoryBackend:
         return self._start(nothing, [(peer, nothing) for peer in self._flags.peers])
 
     def leave(self) -> None:
-        """Tell the peers not to wait any more."""
+        """Let peers stop waiting for this rank."""
         self._flags.set(Flag.LEFT, 1)
 
     def _start(self, mine: Bytes, theirs: Sequence[tuple[int, Bytes]]) -> SharedMemoryWork:
-        """Collect the parts of other ranks: ``theirs`` are (rank, where its part goes)."""
+        """Publish this rank's part and collect the others': ``theirs`` are (rank, destination)."""
         return self._begin(mine, [part for _, part in theirs], partial(self._copy, theirs))
 
     def _begin(self, mine: Bytes, parts: Sequence[Bytes], collect: Callable[[int], None]) -> SharedMemoryWork:
@@ -158,7 +158,7 @@ class SharedMemoryBackend:
             return
         shares = self._shares(piece.size, dtype.itemsize)
         own = shares[self._rank]
-        # In place of this rank's part of its own share, which no other rank reads as such.
+        # Overwrite this rank's part of its own share, which no other rank reads.
         mine = self._slot(self._rank, slot)[own]
         self._sum(slot, own, dtype, mine)
         self._flags.set(Flag.SUMMED, self._number(place))
@@ -168,7 +168,7 @@ class SharedMemoryBackend:
             self._read(peer, slot, shares[peer], piece[shares[peer]])
 
     def _sum(self, slot: int, share: slice, dtype: torch.dtype, out: Bytes) -> None:
-        """Add up one share of what all ranks have in ``slot``."""
+        """Add up one share of all ranks' pieces in ``slot``."""
         if not out.size:
             return
         first, *rest = (torch.from_numpy(self._slot(rank, slot)[share]).view(dtype) for rank in range(self._size))
@@ -183,7 +183,7 @@ class SharedMemoryBackend:
         self.received_bytes += out.size
 
     def _shares(self, num_bytes: int, itemsize: int) -> list[slice]:
-        """Of every rank, by whole elements."""
+        """Return each rank's share, by whole elements."""
         ends = [num_bytes // itemsize * rank // self._size * itemsize for rank in range(self._size + 1)]
         return [slice(begin, end) for begin, end in pairwise(ends)]
 
@@ -191,7 +191,7 @@ class SharedMemoryBackend:
         return self._call * _MAX_PIECES + place
 
     def _num_pieces(self, part: Bytes) -> int:
-        """At least one, so that nothing is waited for as well."""
+        """Return the number of pieces, at least one, so that empty parts synchronize too."""
         return max(-(-part.size // self._piece_bytes), 1)
 
     def _piece(self, part: Bytes, place: int) -> Bytes:
@@ -205,7 +205,7 @@ class SharedMemoryBackend:
         return self._data[begin : begin + self._piece_bytes]
 
     def _reserve(self, slot: int, num_bytes: int) -> None:
-        """Without this, memory that runs out shows as a bus error in the middle of a copy."""
+        """Reserve memory; otherwise running out of it would raise a bus error in the middle of a copy."""
         if num_bytes <= self._reserved[slot]:
             return
         wanted = min(1 << (num_bytes - 1).bit_length(), self._piece_bytes)

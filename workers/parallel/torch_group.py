@@ -1,4 +1,4 @@
-"""What all of torch's process groups have in common."""
+"""Common base of torch's process groups."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from workers.parallel.collectives import Work
 
 
 class TorchGroup:
-    """One of them, whatever moves its bytes."""
+    """Process group of torch, over any transport."""
 
     in_background = True
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self.received_bytes = 0
-        """Counted as a ring moves them, whose bytes no other way of these groups undercuts."""
+        """Bytes counted as a ring moves them, the least of all algorithms that these groups use."""
         self._group = group
         self._rank, self._size = rank, size
 
@@ -24,7 +24,7 @@ class TorchGroup:
         return work
 
     def allreduce(self, tensor: Tensor, /) -> Work:
-        """See Communicator.all_reduce; the group adds in the type it is given."""
+        """Sum as Communicator.all_reduce does; the group adds in the type it is given."""
         wide = tensor.float()
         self.received_bytes += 2 * (self._size - 1) * wide.nbytes // self._size
         work: Work = self._group.allreduce([wide])
@@ -41,7 +41,7 @@ class TorchGroup:
 
 
 class Narrowed:
-    """A work on a wide copy, which ends in the tensor itself."""
+    """Work on a wide copy, whose result is rounded into the tensor itself."""
 
     def __init__(self, work: Work, wide: Tensor, tensor: Tensor) -> None:
         self._work, self._wide, self._tensor = work, wide, tensor

@@ -1,13 +1,14 @@
-"""The names of what one rank moves, for those that count it. No torch."""
+"""Names of traffic counters of one rank. No torch."""
 
 from collections import Counter
 
 Traffic = Counter[str]
-"""Bytes by the name of a group of ranks, or one of these."""
+"""Bytes by the name of a group of ranks, or one of the names below."""
 
 WHOLE_SUM_BYTES = 128 << 10
-"""In shared memory every rank adds up all of a sum up to here for itself; beyond, bytes read cost more than waiting a
-second time. `python -m tests.bench.sum_sizes` finds it, on two cores for two ranks as for four."""
+"""Largest sum in shared memory that every rank adds up as a whole; for larger ones, reading costs more than waiting a
+second time. Found by `python -m tests.bench.sum_sizes` on two cores, for two ranks as for four.
+"""
 
 STAGES = "stages"
 """Hidden states from the stage before."""

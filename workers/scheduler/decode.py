@@ -1,8 +1,8 @@
-"""The decode leader: from Submit to the last token. Sans I/O.
+"""Decode leader: from Submit to the last token. Sans I/O.
 
 A request waits for pages, sends prefill one ticket for them, joins the running batch when Result and every Done agree,
-and gives pages back only when nobody can still write to them. One without prefill joins as soon as it has pages, and is
-computed here; further choices of a prompt are such, and begin with the pages that the first one got.
+and frees its pages only when nobody can still write to them. A request without prefill joins as soon as it has pages,
+and is computed here; so are further choices of a prompt, which begin with the pages of the first one.
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ from workers.trace.recorder import Recorder
 
 
 class DecodeLeader(Leader):
-    """One DP rank's requests in decode; see the module's first lines."""
+    """Decode leader of one DP rank; see the module's docstring."""
 
     def __init__(
         self,
@@ -51,15 +51,15 @@ class DecodeLeader(Leader):
         self._requests: dict[Room, DecodeRequest] = {}
         self._queue = DecodeQueue(allocator, steps, settings.layout.page_size, tiers)
         self._arrived: list[int] = []
-        """Received pages that no plan has named yet."""
+        """Received pages that no plan has announced yet."""
         self._newest_step, self._unsent = 0, deque[tuple[int, DecodeRequest]]()
-        """Requests with pages that a step under way may still write to: the newest such step, and the request."""
+        """Requests with pages that a step under way may still write to, as (newest such step, request)."""
         self._num_arrivals = 0
         self._is_quarantined = False
         self._checks = PageChecks(settings.rank_addresses)
 
     def on_message(self, message: Message, now_s: float) -> None:
-        """Take in one message; one that is late, foreign or unknown is counted and dropped."""
+        """Handle one message; late, foreign and unknown ones are counted and dropped."""
         self._now_s = now_s
         match message:
             case Submit():
@@ -79,7 +79,9 @@ class DecodeLeader(Leader):
         self._reserve(now_s)
 
     def tick(self, now_s: float) -> None:
-        """Send tickets again of which nothing was heard, revoke those of which too long; ask; let bytes settle."""
+        """Resend unanswered tickets, revoke those unanswered for too long, inquire about requests, and let bytes
+        settle.
+        """
         self._now_s = now_s
         for request in list(self._requests.values()):
             if request.session is not None and request.state is not DecodeState.RUNNING:
@@ -96,7 +98,7 @@ class DecodeLeader(Leader):
         return super().has_work() or bool(self._arrived)
 
     def next_plan(self) -> StepPlan | None:
-        """Return the next step, or None; it schedules nobody where there is nothing but pages that have arrived."""
+        """Return the next step, or None; it schedules no requests if only received pages are to be announced."""
         plan = self._steps.next_plan() or (idle_plan() if self._arrived else None)
         self.follow_cache()
         if plan is None:
@@ -107,12 +109,12 @@ class DecodeLeader(Leader):
         return replace(plan, arrived=arrived)
 
     def follow_cache(self) -> None:
-        """Report changes of the cache, but not before ranks know of pages that have arrived."""
+        """Report changes of the cache, but not before ranks know of received pages."""
         if not self._arrived:
             super().follow_cache()
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
-        """Stream the new tokens; end the requests that have their last one."""
+        """Stream the new tokens, and end requests that got their last one."""
         self._now_s = now_s
         for sequence in self._steps.commit(plan, sampled):
             request, token = self._requests[sequence.room], sampled[sequence.room]
@@ -132,7 +134,7 @@ class DecodeLeader(Leader):
         self.follow_cache()
 
     def load(self) -> ReplicaLoad:
-        """What the heartbeat says to routers."""
+        """Return the load that heartbeats report."""
         submits = [request.submit for request in self._requests.values()]
         num_waiting = len(self._queue) + self._steps.num_waiting
         return replace(
@@ -165,14 +167,14 @@ class DecodeLeader(Leader):
             self._queue.add(request, self._now_s)
 
     def _must_await(self, first: Room | None) -> TypeGuard[Room]:
-        """Return whether the choice that brings the prompt has not got it yet; nobody may have heard of it."""
+        """Return whether the choice that brings the prompt does not have it yet; it may be unknown here."""
         if first is None or first in self.ended:
             return False
         request = self._requests.get(first)
         return request is None or not request.has_prompt
 
     def _reserve(self, now_s: float) -> None:
-        """Let prefill fill the pages of those that have got some, or compute here."""
+        """Send tickets for requests that got pages, or compute them here."""
         for request in self._queue.grant(now_s):
             request.granted_s = now_s
             if request.submit.prefill is not None:
@@ -191,7 +193,7 @@ class DecodeLeader(Leader):
             self.send(prefill.address, session.open(now_s))
 
     def _send_unsent(self, computed_step: int) -> None:
-        """Ticket pages that nobody in this replica writes to any more."""
+        """Send tickets for pages that nobody in this replica writes to any more."""
         while self._unsent and self._unsent[0][0] <= computed_step:
             _, request = self._unsent.popleft()
             if request.state is DecodeState.RECEIVING and request.session is not None:
@@ -211,7 +213,7 @@ class DecodeLeader(Leader):
         self._follow(request, request.session, answer)
 
     def _follow(self, request: DecodeRequest, session: ReceiverSession, message: Ticket | Revoke | None) -> None:
-        """Do what the session's new state asks for."""
+        """Act on the session's new state."""
         if message is not None:
             self.send(session.prefill.address, message)
         if request.state is DecodeState.RECEIVING:
@@ -226,7 +228,7 @@ class DecodeLeader(Leader):
             self._end(request, "nobody writes any more")
 
     def _verify(self, request: DecodeRequest, session: ReceiverSession) -> None:
-        """Start at once, or when every rank has found in its pages what was sent."""
+        """Start at once, or when every rank has verified the received pages."""
         if not session.told:
             self._start(request, session)
             return
@@ -265,7 +267,7 @@ class DecodeLeader(Leader):
         self._emit_first(request, replace(output, prompt_logprobs=result.prompt_logprobs, cached=result.cached))
 
     def _run(self, request: DecodeRequest, tokens: Iterable[int], computed_len: int) -> Sequence:
-        """Hand a request to the step scheduler, which finds pages for one that has none."""
+        """Hand a request to the step scheduler, which allocates pages if it has none."""
         max_len = self._allocator.num_pages * self._settings.layout.page_size
         sequence = request.begin_sequence(tokens, computed_len, max_len)
         add = self._steps.add_running if sequence.kv.pages else self._steps.add
@@ -310,7 +312,9 @@ class DecodeLeader(Leader):
             self._stop(request, "the request was cancelled", now_s)
 
     def _on_inquire(self, inquire: Inquire) -> None:
-        """Tell a router what is over, since it has not heard of it; what has not come by now need not any more."""
+        """Report ended rooms to a router that missed their end; messages of theirs that have not come yet are no
+        longer needed.
+        """
         if inquire.incarnation != self.me.incarnation:
             self.drop(inquire)
             return
@@ -323,7 +327,7 @@ class DecodeLeader(Leader):
                 self.say_over(inquire.sender, room)
 
     def _stop(self, request: DecodeRequest, reason: str, now_s: float) -> None:
-        """Nobody wants the rest of a request."""
+        """Stop a request whose rest nobody wants."""
         if request.state is DecodeState.QUEUED:
             self._queue.remove(request)
             self._end(request, reason)
@@ -336,7 +340,7 @@ class DecodeLeader(Leader):
             self._follow(request, request.session, request.session.cancel(reason, now_s))
 
     def _on_table(self, snapshot: TableSnapshot, now_s: float) -> None:
-        """A prefill replica proven gone cannot write; one that is merely silent still might."""
+        """Stop waiting for prefill replicas proven gone, which cannot write; a silent one still might."""
         self.reporter.on_table(snapshot)
         for request in list(self._requests.values()):
             if self.has_no_router(request.submit, snapshot):
@@ -350,12 +354,12 @@ class DecodeLeader(Leader):
                 self._follow(request, session, None)
 
     def _quarantined(self) -> list[DecodeRequest]:
-        """Requests given up longer ago than any silence is waited for and bytes need to settle."""
+        """Return requests given up so long ago that neither silence nor settling bytes explain the wait."""
         settings = self._settings
         return stopping(self._requests.values(), self._now_s - settings.transfer_timeout_s - settings.settle_s)
 
     def _watch_quarantine(self) -> None:
-        """Take nothing while too much is in quarantine; end the replica when nothing else can get on."""
+        """Take no requests while too many pages are in quarantine; end the replica if nothing else can proceed."""
         requests, num_pages, limit = self._quarantined(), self._allocator.num_pages, self._settings.quarantine_limit
         self._is_quarantined = count_pages(requests) > limit * num_pages
         others = [request for request in self._requests.values() if request not in requests]
@@ -369,7 +373,7 @@ class DecodeLeader(Leader):
         self._end(request, reason)
 
     def _close(self, room: Room, event: str) -> None:
-        """Nothing more will come of a room, for those that wait for it neither."""
+        """Remember that a room has ended, and end the requests that wait for it."""
         self.ended.add(room, event)
         for choice in self._queue.end_wait(room):
             reason = f"the choice that was to bring its prompt ended: {event}"

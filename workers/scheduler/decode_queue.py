@@ -1,7 +1,7 @@
-"""Decode requests without pages: in which order they get them, and what of them is here already. Sans I/O.
+"""Decode requests without pages: the order in which they get them, and which pages are already here. Sans I/O.
 
-One that is computed here from its beginning gets them from the step scheduler, which finds in the tiers what it can. It
-leaves when there are enough, which are promised to it until it has them.
+A request that is computed here from its beginning gets pages from the step scheduler, which finds what it can in the
+tiers. It leaves this queue when there are enough, which stay promised to it until it has them.
 """
 
 from collections.abc import Iterator
@@ -21,20 +21,20 @@ class _Space(NamedTuple):
     num_free: int
     oldest: DecodeRequest
     oldest_pages: int
-    """Pages that the oldest one takes from others."""
+    """Pages that the oldest request needs from the free ones."""
     most_passing: int
-    """Most pages that another one may take."""
+    """Most pages that another request may take."""
 
     def count_passing(self, request: DecodeRequest, needed: int) -> int:
-        """Pages that the oldest might have to wait for if this one took those it needs: none if both fit."""
+        """Count pages that the oldest might have to wait for if this one took those it needs; 0 if both fit."""
         return 0 if request is self.oldest or needed + self.oldest_pages <= self.num_free else needed
 
 
 class DecodeQueue:
-    """By priority, while there are pages.
+    """Queue by priority, limited by free pages.
 
-    Further choices of a prompt wait until the one that brings it has it, and one that is computed here waits for
-    its pages in storage.
+    Further choices of a prompt wait until the one that brings it has it, and a request computed here waits for its
+    pages in storage.
     """
 
     def __init__(
@@ -46,16 +46,15 @@ class DecodeQueue:
         self._tiers = tiers
         self._fetching: dict[Room, DecodeRequest] = {}
         self._promised: dict[Room, int] = {}
-        """Pages of those that have left for the step scheduler, as far as it has not given them any."""
+        """Pages promised to requests that have left for the step scheduler and that it has not allocated yet."""
         self._queue = Waiting[DecodeRequest]()
         self._choices: dict[Room, list[DecodeRequest]] = {}
-        """By the room that they wait for."""
+        """Waiting choices by the room that they wait for."""
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._fetching) + sum(map(len, self._choices.values()))
 
     def add(self, request: DecodeRequest, now_s: float) -> None:
-        """Take one in."""
         if self._allocator.is_caching:
             request.page_keys = cacheable_keys(request.submit, self._page_size)
         if self._tiers and request.submit.prefill is None and request.page_keys:
@@ -65,7 +64,7 @@ class DecodeQueue:
             self._queue.add(request)
 
     def add_choice(self, request: DecodeRequest, awaited: Room) -> None:
-        """Take one in that waits for a room; it has no turn before ``end_wait``."""
+        """Add a choice that waits for a room; it is not granted pages before ``end_wait``."""
         self._choices.setdefault(awaited, []).append(request)
 
     def end_wait(self, awaited: Room) -> list[DecodeRequest]:
@@ -73,7 +72,7 @@ class DecodeQueue:
         return self._choices.pop(awaited, [])
 
     def remove(self, request: DecodeRequest) -> None:
-        """Forget one, if it waits."""
+        """Remove a request if it waits."""
         self._queue.remove(request.room)
         self._fetching.pop(request.room, None)
         awaited = request.submit.prompt_of
@@ -83,10 +82,10 @@ class DecodeQueue:
                 del self._choices[awaited]
 
     def grant(self, now_s: float) -> Iterator[DecodeRequest]:
-        """Requests that can have pages now, with them, or without where the step scheduler gives them.
+        """Yield requests that can start, with their pages unless the step scheduler allocates them.
 
-        A sequence that waits there goes before them all. Where one does not fit the next may, as far as the oldest one
-        is not put off for ever.
+        A sequence that waits there goes before them all. If one does not fit, the next may, as long as the oldest one
+        is not starved.
         """
         self._take_fetched(now_s)
         self._promised = {room: pages for room, pages in self._promised.items() if self._steps.is_waiting(room)}
@@ -130,7 +129,7 @@ class DecodeQueue:
         return _Space(num_free, oldest, oldest_pages, most_passing)
 
     def _find_held(self, request: DecodeRequest, space: _Space) -> list[int] | None:
-        """The pages of it that are here already; None if it may not or cannot have the others."""
+        """Return the request's cached pages; None if it may not or cannot have the others."""
         shared = self._shared_pages(request)
         if request.num_pages - len(shared) > space.most_passing and request is not space.oldest:
             return None
@@ -141,11 +140,11 @@ class DecodeQueue:
         return held if self._allocator.can_allocate(request.num_pages + self._num_promised, held) else None
 
     def _new_pages_for(self, request: DecodeRequest) -> int:
-        """Pages that it takes from others, cached or not."""
+        """Return the number of pages that it takes from others, cached or not."""
         return request.num_pages - len(self._shared_pages(request))
 
     def _shared_pages(self, request: DecodeRequest) -> list[int]:
-        """Pages of the choice that has brought the prompt, but for the last token's; none when it has ended."""
+        """Return the pages of the choice that brought the prompt, except the last token's; none if it has ended."""
         submit = request.submit
         if submit.prompt_of is None:
             return []

@@ -1,4 +1,4 @@
-"""The state of one request in a decode leader, and its legal moves."""
+"""State of one request in a decode leader, and its legal moves."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,20 +17,18 @@ from workers.scheduler.sequence import KvState, RequestParams, Sequence
 
 
 class DecodeState(Enum):
-    """Where a request is in decode."""
-
     QUEUED = "queued"
-    """No pages yet: there are none, or another choice of the same prompt has not got them."""
+    """Without pages: none are free, or another choice of the same prompt has not got its own."""
     RECEIVING = "receiving"
-    """Pages are ticketed to prefill, which may write to them."""
+    """Ticketed: prefill may write to its pages."""
     VERIFYING = "verifying"
-    """Every rank compares its pages with what was sent."""
+    """Received: every rank compares its pages with what was sent."""
     STOPPING = "stopping"
     """Failed or cancelled; pages are held until prefill cannot write any more."""
     RUNNING = "running"
-    """In the step scheduler."""
+    """Running in the step scheduler."""
     ENDED = "ended"
-    """Holds nothing."""
+    """Ended; holds nothing."""
 
 
 MOVES = {
@@ -61,10 +59,10 @@ class DecodeSettings:
     quarantine_limit: float
     """Part of the pool in quarantine beyond which this replica must end."""
     rank_addresses: tuple[str, ...] = ()
-    """Every rank's, by global rank."""
+    """Addresses of all ranks, by global rank."""
     verify: Verify = Verify.COUNTS
     settle_s: float
-    """How long bytes may be on their way after their sender failed or died."""
+    """Longest time that bytes may be in flight after their sender failed or died."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,33 +71,35 @@ class DecodeRequest:
 
     submit: Submit
     num_pages: int = 0
-    """Pages of its prompt."""
+    """Number of prompt pages."""
     arrival: int = 0
-    """Its number in the order of coming."""
+    """Arrival number."""
     arrived_s: float = 0.0
     granted_s: float = 0.0
-    """When it got its pages."""
+    """Time of its pages' allocation."""
     result_s: float = 0.0
-    """When prefill sent the first token."""
+    """Arrival time of prefill's first token."""
     state: DecodeState = DecodeState.QUEUED
     pages: list[int] = field(default_factory=list)
-    """While RECEIVING, VERIFYING or STOPPING; later the step scheduler holds them."""
+    """Pages while RECEIVING, VERIFYING or STOPPING; later the step scheduler holds them."""
     num_held: int = 0
-    """Leading pages that others read too, from the cache or of another choice; they are never ticketed."""
+    """Leading pages that others read too, from the cache or another choice; they are never ticketed."""
     page_keys: list[bytes] = field(default_factory=list)
     """Keys of the prompt's full pages, as far as they may come from the cache."""
     session: ReceiverSession | None = None
     stopping_since_s: float = 0.0
-    """While STOPPING."""
+    """Time of entering STOPPING."""
     has_prompt: bool = False
-    """The prompt's KV is here, and with it the first token."""
+    """Whether the prompt's KV and the first token are here."""
 
     @property
     def room(self) -> Room:
         return self.submit.room
 
     def phases(self, now_s: float) -> PhaseTimes | None:
-        """How long it took until now, when its first token is there; None of a choice that shares another's prompt."""
+        """Return phase durations until now, once the first token is here; None for a choice that shares another's
+        prompt.
+        """
         submit, result = self.submit, self.session.result if self.session is not None else None
         if submit.prompt_of is not None:
             return None
@@ -118,7 +118,7 @@ class DecodeRequest:
 
     @property
     def priority(self) -> int:
-        """Lower values have their turn earlier."""
+        """Priority; lower values go first."""
         return self.submit.priority
 
     def begin_sequence(self, tokens: Iterable[int], computed_len: int, max_len: int) -> Sequence:
@@ -134,7 +134,9 @@ class DecodeRequest:
 
 
 def cacheable_keys(submit: Submit, page_size: int) -> list[bytes]:
-    """Keys of full pages that need not be computed; where decode computes, the last token always is, for its logits."""
+    """Return keys of full pages that need not be computed; a decode replica that computes still needs the last token's
+    logits.
+    """
     if submit.sampling.num_prompt_logprobs is not None:
         return []
     prompt_ids = submit.prompt_ids if submit.prefill else submit.prompt_ids[:-1]
@@ -142,7 +144,7 @@ def cacheable_keys(submit: Submit, page_size: int) -> list[bytes]:
 
 
 def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: Peer) -> ReceiverSession:
-    """A transfer into the pages that a request has got and does not hold already."""
+    """Return the session of a transfer into the request's pages that it does not hold already."""
     pages = request.pages[request.num_held :]
     ticket = Ticket(
         room=request.room,

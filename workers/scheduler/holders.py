@@ -1,7 +1,7 @@
-"""Which sequences hold pages and which wait for them. Sans I/O.
+"""Sequences that hold pages and sequences that wait for them. Sans I/O.
 
 A waiting sequence starts behind the cached pages of its prefix when pages for the rest are free, grows a page at a
-time, and gives its pages back when the pool runs dry, the least urgent first and of those the last to come; what the
+time, and gives its pages back when the pool runs dry, the least urgent and latest first; what the
 cache does not keep of its KV is then computed again from its tokens, with no effect on its output.
 """
 
@@ -18,7 +18,7 @@ from workers.scheduler.waiting import Waiting, urgency
 
 
 class PageHolders:
-    """All sequences of one step scheduler: those with pages run, the others wait."""
+    """Sequences of one step scheduler: those with pages run, the others wait."""
 
     def __init__(
         self,
@@ -34,13 +34,13 @@ class PageHolders:
         self.waiting = Waiting[Sequence]()
         self.running: dict[Room, Sequence] = {}
         self._num_left = 0
-        """Sequences that run no more, whose pages the caller may still hold."""
+        """Number of removed sequences whose pages the caller may still hold."""
         self._leaving: list[Sequence] = []
-        """Forgotten while pages were loaded: these may still be written to."""
+        """Sequences removed while their pages were loaded: these may still be written to."""
         self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Take in a sequence, which runs if it brings pages."""
+        """Add a sequence, which runs if it brings pages."""
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
         if not sequence.kv.pages:
@@ -51,9 +51,8 @@ class PageHolders:
         self.share(sequence)
 
     def remove(self, room: Room) -> list[int]:
-        """Forget a sequence; the pages it held now belong to the caller, unless nothing is computed behind them yet.
-
-        While copies to them are on their way they are held here too.
+        """Remove a sequence and give its pages to the caller, unless copies to them are in flight: these stay held
+        here.
         """
         sequence = self.running.pop(room, None)
         if sequence is None:
@@ -67,7 +66,7 @@ class PageHolders:
         return self._allocator.allocate(len(pages), pages, sequence.owner_base)
 
     def retire(self, room: Room) -> None:
-        """Forget a sequence and leave what was computed of it to the cache."""
+        """Remove a sequence and leave what was computed of it to the cache."""
         sequence = self.running.pop(room, None)
         if sequence is None:
             self.waiting.remove(room)
@@ -79,7 +78,7 @@ class PageHolders:
             self._leave_to_cache(sequence)
 
     def whole_pages(self, room: Room) -> list[int]:
-        """The pages of a sequence whose KV is whole; none of one that waits or is not known."""
+        """Return the pages of a sequence whose KV is complete; empty if it waits or is unknown."""
         known = self.running.get(room)
         return known.kv.pages[: known.kv.num_computed_tokens // self._page_size] if known is not None else []
 
@@ -102,9 +101,9 @@ class PageHolders:
         return can_start
 
     def start(self, sequence: Sequence, *, is_alone: bool = False) -> bool:
-        """Give a waiting sequence its pages, if it can have them; false too where they are to be loaded first.
+        """Give a waiting sequence its pages if possible; return False if not, or if they must be loaded first.
 
-        Nobody else is held up by one that is alone in the next step: that one is begun while they come.
+        A sequence alone in the next step delays nobody else, so that step starts while its pages are loaded.
         """
         if not self.can_start(sequence):
             return False
@@ -127,7 +126,7 @@ class PageHolders:
         return not sequence.waits_for_pages
 
     def _load_from_host(self, tiers: Tiers, sequence: Sequence, num_cached: int, *, is_layerwise: bool) -> None:
-        """Fill the pages behind the first ``num_cached`` as far as host memory has them."""
+        """Fill the pages after the first ``num_cached`` as far as host memory has them."""
         kv, keys, load = sequence.kv, self._prefix_keys(sequence), PageLoad(is_layerwise)
         tiers.note_hits(keys[:num_cached])
         on_end = partial(self._on_loaded, sequence, load)
@@ -137,16 +136,16 @@ class PageHolders:
             self._go_behind(kv, loaded)
 
     def note_sampled(self, sequence: Sequence) -> None:
-        """A token was sampled behind all pages of a sequence: every rank that takes part in that has read them."""
+        """Note that a token was sampled behind all pages of a sequence: every rank that takes part has read them."""
         assert not sequence.waits_for_pages, f"room {sequence.room} is computed without its pages"
         if sequence.kv.load is not None:
             sequence.kv.load = None
             self.share(sequence)
 
     def grow(self, sequence: Sequence, count: int) -> bool:
-        """Make room for more tokens; preempt others, or this one, if need be.
+        """Allocate pages for more tokens; preempt others, or this sequence, if necessary.
 
-        Nobody is preempted for one that is less urgent or came later, so that somebody always gets on.
+        Nobody is preempted for a sequence that is less urgent or came later, so some sequence always makes progress.
         """
         kv = sequence.kv
         needed = pages_for(kv.num_planned_tokens + count, self._page_size) - len(kv.pages)
@@ -163,40 +162,41 @@ class PageHolders:
         return True
 
     def share(self, sequence: Sequence) -> None:
-        """Let others read the pages that are whole, unless copies to them may still be on their way."""
+        """Share complete pages through the cache, unless copies to them may still be in flight."""
         if sequence.is_loading:
             return
         kv, keys = sequence.kv, self.keys(sequence, sequence.kv.num_computed_tokens)
         kv.num_shared_pages = self._allocator.share(kv.pages, keys, kv.num_shared_pages)
 
     def take_layerwise_load(self) -> TierJob | None:
-        """Cached pages that the next step reads from host memory layer by layer, if any."""
+        """Return the load of cached pages that the next step reads from host memory layer by layer, if any."""
         return self._tiers.take_layerwise() if self._tiers else None
 
     def take_releases(self) -> list[Room]:
-        """Rooms that the ranks know and should forget, since the last call."""
+        """Return rooms that the ranks know and should forget, since the last call."""
         releases, self._releases = self._releases, []
         return releases
 
     def prefix_len(self, sequence: Sequence) -> int:
-        """Leading tokens that need not be computed if the sequence has its turn now."""
+        """Return the leading tokens that would not be computed if the sequence were scheduled now."""
         if sequence.kv.pages:
             return sequence.kv.num_planned_tokens
         return self._allocator.count_cached(self._prefix_keys(sequence)) * self._page_size
 
     def next_key(self, sequence: Sequence) -> bytes | None:
-        """Key of the first page that a waiting sequence would compute; None for a page that nobody could share."""
+        """Return the key of the first page that a waiting sequence would compute; None if the page could not be
+        shared.
+        """
         keys = self._prefix_keys(sequence)
         num_cached = self._allocator.count_cached(keys)
         return keys[num_cached] if num_cached < len(keys) else None
 
     def keys(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
-        """Keys of the full pages among the first tokens; hashed only where somebody will look for them."""
+        """Return keys of the full pages among the first tokens; hashed only if somebody will look them up."""
         return sequence.keys_of(num_tokens, self._page_size) if self._allocator.is_caching else []
 
     @property
     def held_pages(self) -> list[int]:
-        """Pages of all sequences."""
         return [page for sequence in (*self.running.values(), *self._leaving) for page in sequence.kv.pages]
 
     def check_integrity(self) -> None:
@@ -207,9 +207,9 @@ class PageHolders:
         assert not any(sequence.kv.pages for sequence in self.waiting)
 
     def _count_passing(self, sequence: Sequence, oldest: Sequence) -> int:
-        """Pages that the oldest waiting sequence might have to wait for if this one took them.
+        """Count pages that the oldest waiting sequence might have to wait for if this one took its own.
 
-        None when both fit now, or will once those that are older than the oldest waiting one have ended.
+        Zero when both fit now, or will once sequences older than the oldest waiting one have ended.
         """
         needed, reserved = self._pages_of(sequence), (self._pages_of(oldest), oldest.owner_base)
         if sequence is oldest or self._allocator.can_allocate_all([(needed, sequence.owner_base), reserved]):
@@ -221,7 +221,7 @@ class PageHolders:
         return 0 if self._allocator.would_fit([rest, reserved], beside=taken) else needed
 
     def _go_behind(self, kv: KvState, loaded: Loaded) -> None:
-        """Go on behind the pages that are loaded; what does not come is computed."""
+        """Count loaded pages as computed; the rest will be computed."""
         num_loaded, num_fetched = loaded.num_pages * self._page_size, loaded.num_fetched * self._page_size
         kv.cached = CachedTokens(total=kv.cached.total + num_loaded, host=num_loaded - num_fetched, storage=num_fetched)
         kv.num_computed_tokens = kv.num_planned_tokens = kv.cached.total
@@ -250,7 +250,7 @@ class PageHolders:
         self._allocator.keep(self._withdraw(sequence), keys)
 
     def _withdraw(self, sequence: Sequence) -> list[int]:
-        """Take a sequence's KV from it; returns its pages."""
+        """Reset a sequence's KV state; return its pages."""
         kv, sequence.kv = sequence.kv, KvState()
         if kv.admitted_step:
             self._releases.append(sequence.room)
@@ -263,5 +263,5 @@ class PageHolders:
         return self._allocator.find(self._prefix_keys(sequence))
 
     def _prefix_keys(self, sequence: Sequence) -> list[bytes]:
-        """Keys of the pages that may come from the cache; the last token is always computed, for its logits."""
+        """Return keys of pages that may come from the cache; the last token is always computed, for its logits."""
         return self.keys(sequence, len(sequence.tokens) - 1)

@@ -1,4 +1,4 @@
-"""The leader of either role: messages and time in, messages and steps out. Sans I/O."""
+"""Leader of either role: messages and time in, messages and steps out. Sans I/O."""
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict
@@ -35,14 +35,14 @@ _REMEMBERED_ROOMS = 100_000
 
 
 class Request(Protocol):
-    """What leaders of both roles know of a request."""
+    """State of a request that leaders of both roles share."""
 
     pages: list[int]
     """Pages that the step scheduler does not hold."""
 
 
 class Leader(ABC):
-    """The control state of one DP rank of a replica. Only the worker loop calls it, from one thread."""
+    """Control state of one DP rank of a replica. Only the worker loop calls it, from one thread."""
 
     _requests: Mapping[Room, Request]
     """Requests that have not ended."""
@@ -51,9 +51,9 @@ class Leader(ABC):
         self, me: Peer, steps: StepScheduler, allocator: PageAllocator, recorder: Recorder | None, tiers: Tiers | None
     ) -> None:
         self.outgoing: list[tuple[str, Message]] = []
-        """Messages to send, as (address, message); the loop takes them away."""
+        """Messages to send, as (address, message); the loop takes them."""
         self.must_end = ""
-        """Why this replica cannot go on; empty while it can."""
+        """Reason why this replica cannot continue; empty while it can."""
         self.dropped: Counter[str] = Counter()
         """Messages without effect, by type."""
         self.me = me
@@ -61,25 +61,25 @@ class Leader(ABC):
         self._allocator = allocator
         self.recorder = recorder or Recorder()
         self._now_s = 0.0
-        """Clock time of the event at hand."""
+        """Time of the current event."""
         self._inquire_at_s = 0.0
         self.num_taken = 0
-        """Requests since the start."""
+        """Requests accepted since the start."""
         self.draining = False
-        """Routers are asked for no new requests; those on their way are taken all the same."""
+        """Whether routers are asked for no new requests; those in flight are still accepted."""
         self._newest_command: dict[tuple[ReplicaId, Incarnation], int] = {}
-        """Its number, by router."""
+        """Newest command number by router."""
         self.ended = Tombstones()
         self.reporter = PageReporter(me, allocator, tiers)
         self.tiers = tiers
 
     @abstractmethod
     def on_message(self, message: Message, now_s: float) -> None:
-        """Take in one message; one that is late, foreign or unknown is counted and dropped."""
+        """Handle one message; late, foreign and unknown ones are counted and dropped."""
 
     @abstractmethod
     def tick(self, now_s: float) -> None:
-        """Let deadlines pass."""
+        """Handle expired deadlines."""
 
     @abstractmethod
     def next_plan(self) -> StepPlan | None:
@@ -87,7 +87,7 @@ class Leader(ABC):
 
     @abstractmethod
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
-        """Take in the outcome of the step."""
+        """Apply the outcome of the step."""
 
     def has_work(self) -> bool:
         """Return whether there is a step to compute now."""
@@ -102,7 +102,7 @@ class Leader(ABC):
         return room in self._requests
 
     def load(self) -> ReplicaLoad:
-        """What the heartbeat says to routers."""
+        """Return the load that heartbeats report."""
         return ReplicaLoad(
             free_pages=self._allocator.num_free,
             cached_pages=self._allocator.num_cached,
@@ -123,31 +123,33 @@ class Leader(ABC):
         self._allocator.check_integrity(self._steps.held_pages + own)
 
     def send(self, address: str, message: Message) -> None:
-        """Leave a message for the loop to take."""
+        """Queue a message for the loop to send."""
         self.outgoing.append((address, message))
 
     def next_deadline_s(self) -> float | None:
-        """When something is due though no message comes: a request has waited long enough for storage."""
+        """Return the next time at which something is due without a message: a request has waited long enough for
+        storage.
+        """
         return self.tiers.next_deadline_s() if self.tiers else None
 
     def follow_cache(self) -> None:
-        """Report changes of the cache to routers, and copies to make to ranks."""
+        """Report cache changes to routers, and send copy jobs to ranks."""
         self.outgoing += self.reporter.news()
         if self.tiers:
             self.outgoing += self.tiers.advance(self._now_s)
 
     def note_started(self, plan: StepPlan) -> None:
-        """Who starts with this step waits for storage no more."""
+        """Note requests that start with this step, which no longer wait for storage."""
         for admit in plan.admits:
             self.forget_in_tiers(admit.room)
 
     def forget_in_tiers(self, room: Room) -> None:
-        """A request starts, or will not."""
+        """Note that a request starts, or never will."""
         if self.tiers:
             self.tiers.forget(room, self._now_s)
 
     def drain(self, *, is_draining: bool) -> None:
-        """Ask for no new requests, and leave nothing in this replica alone that others could use; or go on as ever."""
+        """Refuse new requests and copy out everything that only this replica has; or resume."""
         self.draining = is_draining
         if self.tiers:
             self.tiers.drain(is_draining=is_draining)
@@ -169,7 +171,7 @@ class Leader(ABC):
                 self.drop(message)
 
     def on_tier_message(self, message: TierJobResult | PinPages | UseStorage) -> None:
-        """Take in a message about the tiers below the device cache; it is dropped where there are none."""
+        """Handle a message about the tiers below the device cache; it is dropped if there are none."""
         match message:
             case PinPages() if self.tiers:
                 self.tiers.pin(message.keys, is_pinned=message.is_pinned)
@@ -181,23 +183,23 @@ class Leader(ABC):
                 self.drop(message)
 
     def record_arrival(self, submit: Submit, state: str) -> None:
-        """A request is here, in its first state; if it is timed, its states are recorded from now on."""
+        """Note a request in its first state; if it is timed, its states are recorded from now on."""
         self.num_taken += 1
         if submit.timed:
             self.recorder.follow(submit.room)
         self.recorder.enter(submit.room, state, self._now_s)
 
     def send_failure(self, submit: Submit, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
-        """Tell the router that this leg cannot finish the request."""
+        """Report to the router that this attempt cannot finish the request."""
         self.send(submit.router.address, self._failure(submit.room, reason, retryable, blame))
 
     def say_over(self, router: Peer, room: Room) -> None:
-        """Tell a router that a room has ended here, though it has not heard the end."""
+        """Report to a router that a room has ended here, which may have missed its end."""
         reason = f"has nothing more to say of the request: {self.ended.why(room)}"
         self.send(router.address, self._failure(room, reason, True, Blame.NEITHER))
 
     def inquire(self, submits: Iterable[Submit]) -> None:
-        """Ask routers, now and then, whether they still have these: their Cancel may have been lost."""
+        """Ask routers, periodically, whether they still have these requests: their Cancel may have been lost."""
         if self._now_s < self._inquire_at_s:
             return
         self._inquire_at_s = self._now_s + INQUIRE_EVERY_S
@@ -218,7 +220,7 @@ class Leader(ABC):
         )
 
     def on_command(self, command: Command) -> None:
-        """Do what is wanted, unless it cannot be or something newer was heard of this router; answer in any case."""
+        """Execute a command, unless it is impossible or older than another of this router; answer in any case."""
         sender = command.sender.replica, command.sender.incarnation
         newest = self._newest_command.get(sender, 0)
         self._newest_command[sender] = max(newest, command.number)
@@ -236,7 +238,7 @@ class Leader(ABC):
         self.send(command.sender.address, answer)
 
     def refusal(self, wanted: Wanted) -> str:
-        """Why this replica cannot do what an administrator wants; empty if it can."""
+        """Return why this replica cannot do what an administrator requests; empty if it can."""
         match wanted:
             case PinPages() | UseStorage() if self.tiers is None:
                 return "no host memory is configured for cached pages (hicache.host_gib)"
@@ -248,7 +250,7 @@ class Leader(ABC):
                 return ""
 
     def flush(self, message: FlushCache) -> None:
-        """Forget what is cached and needed by nobody."""
+        """Drop everything cached that nobody holds."""
         if Tier.DEVICE in message.tiers:
             self._allocator.flush()
         if Tier.HOST in message.tiers and self.tiers:
@@ -263,20 +265,20 @@ class Leader(ABC):
         self.dropped[type(message).__name__] += 1
 
     def too_large(self, num_pages: int, pool_pages: int) -> str | None:
-        """Why a prompt of so many pages can never be served here."""
+        """Return why a prompt of this size can never be served here; None if it can."""
         if num_pages <= pool_pages:
             return None
         return f"the prompt needs {num_pages} pages, {self.me.replica} has {pool_pages}"
 
 
 class Tombstones:
-    """Rooms that have ended, so that a late message cannot bring one back. Remembers the most recent ones."""
+    """Ended rooms, so that a late message cannot revive one. Remembers the most recent ones."""
 
     def __init__(self) -> None:
         self._rooms: OrderedDict[Room, str] = OrderedDict()
 
     def add(self, room: Room, reason: str) -> None:
-        """Remember that this room has ended, and why it first did."""
+        """Remember that this room has ended, and the first reason."""
         self._rooms.setdefault(room, reason)
         if len(self._rooms) > _REMEMBERED_ROOMS:
             self._rooms.popitem(last=False)
@@ -285,5 +287,5 @@ class Tombstones:
         return room in self._rooms
 
     def why(self, room: Room) -> str:
-        """The reason for which a room ended that is in here."""
+        """Return the reason for which a remembered room ended."""
         return self._rooms[room]

@@ -1,4 +1,4 @@
-"""How a leader's messages are sent: the tokens of a step for one router go together, in the order of each address."""
+"""Batching of a leader's messages: tokens of a step for one router are joined, in the order of each address."""
 
 from collections.abc import Iterable, Iterator
 

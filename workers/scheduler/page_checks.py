@@ -7,7 +7,7 @@ from cluster.spec.ids import Room
 from cluster.spec.transfer_messages import CheckPages, PageDigests, PagesChecked
 
 AGAIN_S = 10.0
-"""A rank that has not answered is asked again after so long: the question or the answer may be lost."""
+"""Interval after which a silent rank is asked again: the question or the answer may be lost."""
 
 
 @dataclass(slots=True)
@@ -20,22 +20,22 @@ class _Check:
 
 
 class PageChecks:
-    """The checks of one replica."""
+    """Page checks of one replica."""
 
     def __init__(self, rank_addresses: Sequence[str]) -> None:
-        """By global rank."""
+        """Take the ranks' addresses by global rank."""
         self._rank_addresses = rank_addresses
         self._checks: dict[Room, _Check] = {}
         self.num_wrong_pages = 0
-        """Pages that were not as they were sent, since the start."""
+        """Pages found different from what was sent, since the start."""
 
     def begin(self, room: Room, sent: Sequence[PageDigests], now_s: float) -> Iterator[tuple[str, CheckPages]]:
-        """Questions to each rank, with their addresses."""
+        """Yield a question to each rank, with its address."""
         check = self._checks[room] = _Check(sent, {part.rank for part in sent}, now_s + AGAIN_S)
         return self._ask(room, check)
 
     def repeat(self, now_s: float) -> Iterator[tuple[str, CheckPages]]:
-        """Questions to ask again."""
+        """Yield questions to repeat."""
         for room, check in self._checks.items():
             if check.unchecked and check.again_s <= now_s:
                 check.again_s = now_s + AGAIN_S
@@ -47,7 +47,7 @@ class PageChecks:
         return check is not None and checked.rank in check.unchecked
 
     def take(self, checked: PagesChecked) -> int | None:
-        """An expected answer; how many pages were wrong on all ranks, once the last one has answered."""
+        """Handle an expected answer; return the number of wrong pages on all ranks once the last one has answered."""
         check = self._checks[checked.room]
         check.unchecked.remove(checked.rank)
         check.num_wrong += len(checked.wrong)
@@ -60,5 +60,5 @@ class PageChecks:
             yield self._rank_addresses[rank], CheckPages(room=room, told=parts)
 
     def forget(self, room: Room) -> None:
-        """The request has ended, or runs."""
+        """Forget a request that has ended or runs."""
         self._checks.pop(room, None)

@@ -1,7 +1,7 @@
-"""Reports the prefixes that a replica has cached to routers: everything once, then changes. Sans I/O.
+"""Reports of a replica's cached prefixes to routers: everything once, then changes. Sans I/O.
 
 Each router has a numbered stream of its own. One that misses a number, or has just started, asks again and gets
-everything anew. Nothing depends on the news but where requests go.
+everything anew. These reports affect nothing but routing.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from workers.cache.page_journal import PageJournal
 from workers.hicache.tiers import Tiers
 
 MAX_KEYS = 65_536
-"""Most keys of one message; a megabyte."""
+"""Most keys per message; a megabyte."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _Follower:
 
 
 class PageReporter:
-    """The routers that follow one leader's cache, and what they know."""
+    """Routers that follow one leader's cache, and what was reported to them."""
 
     def __init__(self, me: Peer, allocator: PageAllocator, tiers: Tiers | None = None) -> None:
         self._tiers = tiers
@@ -37,7 +37,7 @@ class PageReporter:
         self._followers: dict[ReplicaId, _Follower] = {}
 
     def follow(self, message: FollowPages) -> list[tuple[str, Message]]:
-        """Answer a router with everything that is cached; an older start of the same router hears no more."""
+        """Answer a router with all cached prefixes; an older start of the same router gets no more reports."""
         known = self._followers.get(message.router.replica)
         is_older = known is not None and known.router.incarnation > message.router.incarnation
         if message.incarnation != self._me.incarnation or is_older:
@@ -59,7 +59,7 @@ class PageReporter:
             self._journal.take()
 
     def news(self) -> list[tuple[str, Message]]:
-        """Return the changes since the last call, for everyone who follows."""
+        """Return the changes since the last call, for all followers."""
         told = self._news_of(Tier.DEVICE, self._journal)
         for tier, journal in self._tiers.journals.items() if self._tiers else ():
             told += self._news_of(tier, journal)
@@ -75,7 +75,7 @@ class PageReporter:
     def _tell(
         self, follower: _Follower, tier: Tier, stored: list[bytes], removed: list[bytes]
     ) -> list[tuple[str, Message]]:
-        """At least one message, so that a cache with nothing in it is known to have nothing."""
+        """Build at least one message, so that an empty cache is reported as empty."""
         nothing: list[bytes] = []
         parts = itertools.zip_longest(_parts(stored), _parts(removed), fillvalue=nothing)
         told: list[tuple[str, Message]] = []

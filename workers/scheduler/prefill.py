@@ -1,4 +1,4 @@
-"""The prefill leader: from Submit and Ticket to Result, and the proof that nobody writes any more. Sans I/O.
+"""Prefill leader: from Submit and Ticket to Result, and proof that nobody writes any more. Sans I/O.
 
 A request waits for its ticket, is computed chunk by chunk while its ranks send finished pages, and keeps its pages
 until every rank has reported that it will not read them again.
@@ -32,7 +32,7 @@ from workers.trace.recorder import Recorder
 
 
 class PrefillLeader(Leader):
-    """One DP rank's requests in prefill; see the module's first lines."""
+    """Prefill leader of one DP rank; see the module's docstring."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class PrefillLeader(Leader):
         self._table: TableSnapshot | None = None
 
     def on_message(self, message: Message, now_s: float) -> None:
-        """Take in one message; one that is late, foreign or unknown is counted and dropped."""
+        """Handle one message; late, foreign and unknown ones are counted and dropped."""
         self._now_s = now_s
         match message:
             case Submit():
@@ -69,7 +69,7 @@ class PrefillLeader(Leader):
                 self.on_other(message)
 
     def tick(self, now_s: float) -> None:
-        """Ask about requests that wait, refuse tickets whose request did not come, let bytes settle."""
+        """Ask about waiting requests, refuse tickets whose request did not come, let bytes settle."""
         self._now_s = now_s
         for request in list(self._requests.values()):
             if request.state is PrefillState.STOPPING:
@@ -83,12 +83,12 @@ class PrefillLeader(Leader):
                 reason = f"the router's message with the request itself did not come within {waited_s:g} s"
                 self.ended.add(room, reason)
                 self._refuse(ticket, reason)
-        # All others have a ticket, and decode, which is asked for its end too.
+        # All others have a ticket, so decode asks about their end too.
         self.inquire(request.submit for request in self._requests.values() if request.state is PrefillState.QUEUED)
         self.follow_cache()
 
     def next_plan(self) -> StepPlan | None:
-        """The next step, or None."""
+        """Return the next step, or None."""
         plan = self._steps.next_plan()
         if plan is not None:
             self.note_started(plan)
@@ -116,7 +116,7 @@ class PrefillLeader(Leader):
         self.follow_cache()
 
     def load(self) -> ReplicaLoad:
-        """What the heartbeat says to routers."""
+        """Return the load that heartbeats report."""
         queued = [request for request in self._requests.values() if request.state is PrefillState.QUEUED]
         return replace(
             super().load(),
@@ -127,7 +127,7 @@ class PrefillLeader(Leader):
         )
 
     def is_idle(self) -> bool:
-        """No request is left in any state."""
+        """Return whether no request is left in any state."""
         return super().is_idle() and not self._early_tickets
 
     def _on_submit(self, submit: Submit) -> None:
@@ -179,7 +179,7 @@ class PrefillLeader(Leader):
             self._schedule(request)
 
     def _on_table(self, table: TableSnapshot) -> None:
-        """Start what waited for its decode ranks to appear; give up what waits in vain; let go of who is gone."""
+        """Start requests whose decode ranks appeared; fail those that wait in vain; drop replicas that are gone."""
         self.reporter.on_table(table)
         known = self._table.reaped if self._table else {}
         self._table = table
@@ -199,7 +199,7 @@ class PrefillLeader(Leader):
                 self._stop(request, "its router is gone")
 
     def _schedule(self, request: PrefillRequest) -> None:
-        """Start a request that has its ticket, if the bootstrap table shows the decode ranks and storage its pages."""
+        """Start a request that has its ticket, once the bootstrap table has the decode ranks and storage its pages."""
         if request.state is not PrefillState.QUEUED or request.ticket is None:
             return
         if self.tiers and self.tiers.is_waiting(request.submit.room, self._now_s):
@@ -215,7 +215,7 @@ class PrefillLeader(Leader):
             self._steps.add(self._sequence(request.submit, request.ticket, rows))
 
     def _decode_rows(self, ticket: Ticket) -> Sequence[RankRow]:
-        """Records of the ranks of the DP rank whose pages they are."""
+        """Return records of the ranks of the DP rank that owns the pages."""
         entry = self._table.find(ticket.decode.replica) if self._table else None
         if entry is None or entry.incarnation != ticket.decode.incarnation:
             return ()
@@ -291,7 +291,7 @@ class PrefillLeader(Leader):
         self._settle(request)
 
     def _settle(self, request: PrefillRequest) -> None:
-        """End the request once no rank, and nothing on the way, will touch its pages again."""
+        """End the request once no rank, and nothing in flight, will touch its pages again."""
         all_reported = len(request.reports) == len(self._settings.rank_addresses)
         if not all_reported or not is_quiet(request.reports.values()) or self._now_s < request.quiet_at_s:
             return
@@ -302,7 +302,7 @@ class PrefillLeader(Leader):
                 self._say_drained(request)
 
     def _stop(self, request: PrefillRequest, reason: str) -> None:
-        """Compute and send no more of a request; its pages follow when every rank has stopped."""
+        """Stop computing and sending a request; its pages are freed when every rank has stopped."""
         if request.state is PrefillState.QUEUED:
             self._end(request, reason)
             if request.ticket is not None:

@@ -18,7 +18,7 @@ def result_of(
     cached: CachedTokens,
     now_s: float,
 ) -> Result:
-    """The first token, and what all senders together will have written."""
+    """Return the first token, and the number of bytes that all senders together will have written."""
     assert request.ticket is not None
     row = settings.row
     coords = [coords_of(rank, row.sizes) for rank in range(world_size(row.sizes))]
@@ -48,7 +48,7 @@ def result_of(
 
 
 def refused(me: Peer, ticket: Ticket, reason: str) -> Refused:
-    """Nothing more is written for this ticket."""
+    """Return the refusal of a ticket: nothing more is written for it."""
     return Refused(
         room=ticket.room,
         generation=ticket.generation,
@@ -59,7 +59,7 @@ def refused(me: Peer, ticket: Ticket, reason: str) -> Refused:
 
 
 def drained(me: Peer, asked: Revoke | Ticket) -> Drained:
-    """Nothing more is written for the ticket of this room and generation."""
+    """Return the end of a ticket of this room and generation: nothing more is written for it."""
     return Drained(
         room=asked.room,
         generation=asked.generation,

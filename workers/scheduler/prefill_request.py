@@ -1,4 +1,4 @@
-"""The state of one request in a prefill leader, and its legal moves."""
+"""State of one request in a prefill leader, and its legal moves."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,10 +11,8 @@ from cluster.spec.transfer_messages import SendState, Ticket
 
 
 class PrefillState(Enum):
-    """Where a request is in prefill."""
-
     QUEUED = "queued"
-    """No ticket yet; holds no pages."""
+    """Without a ticket; holds no pages."""
     SCHEDULED = "scheduled"
     """Ticketed; the step scheduler computes it and ranks send finished chunks."""
     SENDING = "sending"
@@ -22,7 +20,7 @@ class PrefillState(Enum):
     STOPPING = "stopping"
     """Failed or revoked; pages are held until every rank has stopped."""
     ENDED = "ended"
-    """Holds nothing."""
+    """Ended; holds nothing."""
 
 
 MOVES = {
@@ -40,7 +38,7 @@ class PrefillSettings:
 
     me: Peer
     row: RankRow
-    """The first row of our DP rank; it answers for the whole replica."""
+    """First rank record of our DP rank; it answers for the whole replica."""
     rank_addresses: tuple[str, ...]
     """Channel addresses of all ranks of our DP rank, by global rank."""
     ticket_timeout_s: float
@@ -50,7 +48,7 @@ class PrefillSettings:
 
     @property
     def layout(self) -> PoolLayout:
-        """The pool of every rank."""
+        """Return the pool layout of every rank."""
         return self.row.layout
 
 
@@ -61,17 +59,17 @@ class PrefillRequest:
     submit: Submit
     arrived_s: float
     scheduled_s: float = 0.0
-    """When its ticket and decode's ranks were there."""
+    """Time at which its ticket and decode's ranks were there."""
     state: PrefillState = PrefillState.QUEUED
     ticket: Ticket | None = None
     pages: list[int] = field(default_factory=list)
-    """While SENDING or STOPPING; before that the step scheduler holds them."""
+    """Pages while SENDING or STOPPING; before that the step scheduler holds them."""
     page_keys: list[bytes] = field(default_factory=list)
     """Keys of the full pages that may be cached when the request ends; none until the prompt is computed."""
     reports: dict[int, SendState] = field(default_factory=dict)
-    """The last word of each rank, by global rank."""
+    """Latest report of each rank, by global rank."""
     quiet_at_s: float = 0.0
-    """When no byte of a failed write can be on its way any more."""
+    """Time after which no byte of a failed write can be in flight."""
     stop_reason: str = ""
     revoked: bool = False
-    """Decode waits for Drained."""
+    """Whether decode waits for Drained."""

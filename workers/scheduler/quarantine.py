@@ -1,4 +1,4 @@
-"""Pages of requests that were given up, to which somebody may still write: how many are too many. Pure."""
+"""Quarantine: pages of abandoned requests that somebody may still write to, and their limit. Pure."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,14 +8,14 @@ from workers.scheduler.steps import StepScheduler
 
 
 def stopping(requests: Iterable[DecodeRequest], since_s: float = math.inf) -> list[DecodeRequest]:
-    """Requests that were given up at that time or before."""
+    """Return requests that were given up at that time or before."""
     return [
         request for request in requests if request.state is DecodeState.STOPPING and request.stopping_since_s <= since_s
     ]
 
 
 def count_pages(requests: Iterable[DecodeRequest]) -> int:
-    """Pages that they keep from others."""
+    """Count the pages of these requests."""
     return sum(len(request.pages) - request.num_held for request in requests)
 
 
@@ -26,7 +26,7 @@ def all_wait(requests: Iterable[DecodeRequest], steps: StepScheduler) -> bool:
 
 
 def describe(requests: Sequence[DecodeRequest], num_pages: int, limit: float) -> str:
-    """Why a replica with a pool of ``num_pages`` ends because of them: beyond the limit, or in somebody's way."""
+    """Describe why a replica ends because of these requests: beyond the limit, or blocking all others."""
     is_beyond = count_pages(requests) > limit * num_pages
     reason = f"more than {limit:g} of them (transfer.quarantine_limit)" if is_beyond else "which a request waits for"
     names = ", ".join(sorted({request.session.prefill.replica for request in requests if request.session}))

@@ -1,6 +1,6 @@
-"""The leader of a whole replica, as the worker loop sees it: one leader a DP rank, which compute their steps together.
+"""Leader of a whole replica for the worker loop: one leader per DP rank, computing their steps together.
 
-Each has requests, pages and a cache of its own. Here is decided who gets a request, and what is one step. Sans I/O.
+Each has its own requests, pages and cache. This one decides which gets a request, and what makes up a step. Sans I/O.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -39,7 +39,9 @@ _COUNTS = (
 
 
 class ReplicaLeader:
-    """Steps end in the order of their plans; several are under way at once where a replica has several stages."""
+    """Leaders of all DP ranks. Steps end in the order of their plans; a replica with several stages has several under
+    way.
+    """
 
     def __init__(
         self,
@@ -50,22 +52,24 @@ class ReplicaLeader:
         num_ahead: int = 0,
         policy: DpPolicy = DpPolicy.LEAST_TOKENS,
     ) -> None:
-        """``leaders`` by DP rank; ``depth``: most steps under way, of which the newest ``num_ahead`` follow others."""
+        """Take ``leaders`` by DP rank; ``depth`` is the most steps under way, of which the newest ``num_ahead`` follow
+        others.
+        """
         assert len(leaders) == sizes.dp, f"{len(leaders)} leaders for dp = {sizes.dp}"
         self._leaders, self._sizes, self._depth, self._policy = leaders, sizes, depth, policy
         self.num_ahead = num_ahead
-        """Most steps that may be begun on a rank before the one before them has ended there."""
+        """Most steps that may start on a rank before the previous ones have ended there."""
         self._under_way: list[deque[StepPlan]] = [deque() for _ in leaders]
-        """By DP rank: plans that schedule something and whose outcome is not known."""
+        """Plans under way that schedule something, by DP rank."""
         self._homes: OrderedDict[Room, int] = OrderedDict()
-        """The DP rank of every room, the newest ones last."""
+        """DP rank of every room, newest last."""
         self._next_news: dict[str, int] = {}
-        """By router's address: the number of its next PageNews."""
+        """Number of the next PageNews, by router address."""
         self._work: dict[int, StepWork] = {}
-        """By global rank, its newest word."""
+        """Latest work report by global rank."""
 
     def take_outgoing(self) -> list[tuple[str, Message]]:
-        """Messages to send, as (address, message)."""
+        """Return messages to send, as (address, message)."""
         outgoing: list[tuple[str, Message]] = []
         taken: dict[tuple[str, int], CommandTaken] = {}
         for dp_rank, leader in enumerate(self._leaders):
@@ -79,7 +83,7 @@ class ReplicaLeader:
         return outgoing + [(address, answer) for (address, _), answer in taken.items()]
 
     def on_message(self, message: Message, now_s: float) -> None:
-        """Take in one message: that of a room goes where the room is, a rank's to its leader, any other to all."""
+        """Route one message: a room's to that room's leader, a rank's to its leader, any other to all."""
         if isinstance(message, StepResult):
             self.commit(message.dp_rank, message.sampled, now_s)
             return
@@ -94,7 +98,7 @@ class ReplicaLeader:
             self._leaders[dp_rank].on_message(message, now_s)
 
     def tick(self, now_s: float) -> None:
-        """Let deadlines pass."""
+        """Handle expired deadlines."""
         for leader in self._leaders:
             leader.tick(now_s)
 
@@ -103,19 +107,19 @@ class ReplicaLeader:
         return self._can_plan and any(leader.has_work() for leader in self._leaders)
 
     def next_deadline_s(self) -> float | None:
-        """When something is due though no message comes."""
+        """Return the next time at which something is due without a message."""
         deadlines_s = [leader.next_deadline_s() for leader in self._leaders]
         return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
 
     @property
     def must_end(self) -> str:
-        """Why this replica cannot go on, once nothing else is at hand; empty while it can."""
+        """Return why this replica cannot continue, once nothing else is left to do; empty while it can."""
         reasons = [leader.must_end for leader in self._leaders if leader.must_end]
         has_work = any(not leader.must_end and not leader.is_idle() for leader in self._leaders)
         return "" if has_work else "; ".join(reasons)
 
     def next_plans(self) -> list[StepPlan]:
-        """The next step, by DP rank; empty if there is nothing to compute. A rank with nothing to do takes part."""
+        """Return the next step by DP rank, including idle ranks; empty if there is nothing to compute."""
         plans = [leader.next_plan() for leader in self._leaders] if self._can_plan else []
         for under_way, plan in zip(self._under_way, plans, strict=False):
             if plan is not None and plan.scheduled:
@@ -125,11 +129,11 @@ class ReplicaLeader:
         return with_shard_lens([plan or idle_plan() for plan in plans], self._sizes.cp)
 
     def commit(self, dp_rank: int, sampled: Mapping[Room, Sampled], now_s: float) -> None:
-        """Take in the outcome of a DP rank's oldest step under way."""
+        """Apply the outcome of a DP rank's oldest step under way."""
         self._leaders[dp_rank].commit(self._under_way[dp_rank].popleft(), sampled, now_s)
 
     def load(self) -> ReplicaLoad:
-        """What the heartbeat says to routers."""
+        """Return the load that heartbeats report."""
         loads = [leader.load() for leader in self._leaders]
         sums = {field: sum(getattr(load, field) for load in loads) for field in _COUNTS}
         parts = [*(load.dropped for load in loads), *(work.dropped for work in self._work.values())]
@@ -160,16 +164,16 @@ class ReplicaLeader:
         return range(len(self._leaders)) if room is None else [self._home(room, message)]
 
     def _by_home(self, inquire: Inquire) -> dict[int, list[Room]]:
-        """Each leader is asked about its own rooms: another one would say that they never came."""
+        """Split an inquiry by leader: a leader would report that other leaders' rooms never came."""
         rooms: dict[int, list[Room]] = defaultdict(list)
         for room in inquire.rooms:
             rooms[self._home(room, inquire)].append(room)
         return rooms
 
     def _home(self, room: Room, message: Message) -> int:
-        """Where a room is. One that is seen for the first time goes where its request asks, or where the policy says.
+        """Return a room's DP rank. A new room goes where its request asks, or where the policy says.
 
-        What comes before the request itself knows no load, and goes by the room's number.
+        A message that precedes its request knows no load, and goes by the room's number.
         """
         if room not in self._homes:
             self._homes[room] = self._new_home(room, message)
@@ -200,7 +204,7 @@ class ReplicaLeader:
         return work.index(min(work))
 
     def _numbered(self, dp_rank: int, address: str, message: Message) -> Message:
-        """Every leader counts its own news; a router sees one stream, which begins anew with that of the first."""
+        """Renumber a leader's reports: a router sees one stream, which restarts with that of the first leader."""
         if not isinstance(message, PageNews):
             return message
         begins = dp_rank == 0 and message.number == 0
@@ -210,5 +214,5 @@ class ReplicaLeader:
 
 
 def _both(one: CommandTaken, other: CommandTaken) -> CommandTaken:
-    """The answer of two DP ranks to one command, which they take or refuse for the same reasons."""
+    """Combine the answers of two DP ranks to one command, which they accept or refuse for the same reasons."""
     return replace(one, refusal=one.refusal or other.refusal, num_pinned=max(one.num_pinned, other.num_pinned))

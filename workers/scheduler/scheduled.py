@@ -1,14 +1,14 @@
-"""What a step plan says of one sequence, and what the scheduler notes of that."""
+"""Step plan entries of one sequence, and the scheduler's bookkeeping for them."""
 
 from cluster.spec.step_messages import Admit, ScheduledRequest
 from workers.scheduler.sequence import Sequence
 
 _UNKNOWN = 0
-"""Stands for a token that has yet to be sampled."""
+"""Placeholder of a token that has yet to be sampled."""
 
 
 def admit(sequence: Sequence, step: int) -> Admit:
-    """Tell the ranks of a request with this step."""
+    """Announce the request to the ranks with this step."""
     params, sequence.kv.admitted_step = sequence.params, step
     return Admit(
         room=sequence.room,

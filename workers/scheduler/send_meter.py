@@ -1,22 +1,22 @@
-"""Sums of what the ranks of a replica have sent, from their reports."""
+"""Totals sent by the ranks of a replica, from their reports."""
 
 from cluster.spec.registry import SendTimes
 from cluster.spec.step_messages import SendReport
 
 
 class SendMeter:
-    """The sums by rank."""
+    """Totals by rank."""
 
     def __init__(self) -> None:
         self._by_rank: dict[int, SendTimes] = {}
 
     @property
     def times(self) -> tuple[SendTimes, ...]:
-        """By global rank."""
+        """Return the totals by global rank."""
         return tuple(self._by_rank[rank] for rank in sorted(self._by_rank))
 
     def add(self, report: SendReport) -> None:
-        """A rank is done with one transfer."""
+        """Add a rank's report of a finished transfer."""
         if not report.num_bytes:
             return
         rank = report.sender_rank

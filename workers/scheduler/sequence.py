@@ -1,4 +1,4 @@
-"""One request as the step scheduler sees it: what was asked, its tokens, and the pages that hold their KV."""
+"""One request as the step scheduler sees it: parameters, tokens, and the pages that hold their KV."""
 
 from dataclasses import dataclass, field
 
@@ -12,24 +12,24 @@ from cluster.spec.tiers import CachedTokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestParams:
-    """What a request asks for; it never changes."""
+    """Parameters of a request; they never change."""
 
     room: Room
     prompt_len: int
     max_len: int
-    """Most tokens, prompt included."""
+    """Most tokens, including the prompt."""
     sampling: Sampling
     stopping: Stopping
     priority: int = 0
-    """Lower values have their turn earlier."""
+    """Priority; lower values go first."""
     cache_salt: str = ""
     """Only requests with the same salt share pages."""
     timed: bool = False
-    """The ranks keep a timeline of it."""
+    """Whether the ranks keep a trace of it."""
 
     @classmethod
     def of(cls, submit: Submit, max_len: int) -> "RequestParams":
-        """Return those of a request that a router has sent."""
+        """Return the parameters of a request that a router has sent."""
         return cls(
             room=submit.room,
             prompt_len=len(submit.prompt_ids) - submit.num_given,
@@ -47,51 +47,52 @@ class PageLoad:
     """Pages of a sequence that are being filled from host memory."""
 
     is_layerwise: bool
-    """The first step reads each layer as it comes; otherwise nothing is computed before all pages are there."""
+    """Whether the first step reads each layer as it arrives; otherwise nothing is computed before all pages are there.
+    """
 
 
 @dataclass(slots=True, eq=False)
 class KvState:
-    """What a running sequence loses when it is preempted: its pages, and how far its KV is computed in them."""
+    """State that a running sequence loses when it is preempted: its pages, and how much of its KV is in them."""
 
     pages: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     """Leading tokens that have KV."""
     num_planned_tokens: int = 0
-    """Those and the tokens of steps under way."""
+    """Leading tokens that have KV or are in steps under way."""
     cached: CachedTokens = field(default_factory=CachedTokens)
     """Leading tokens whose KV was there when the sequence started."""
     load: PageLoad | None = None
-    """Until every rank is done with it, or a token was sampled behind it."""
+    """Load in progress, until every rank is done with it or a token was sampled behind it."""
     admitted_step: int = 0
-    """The step with which the ranks heard of the request; 0 before that."""
+    """Step in which the request was announced to the ranks; 0 before that."""
     num_announced_pages: int = 0
-    """Leading pages that the ranks know."""
+    """Leading pages announced to the ranks."""
     num_shared_pages: int = 0
-    """Leading pages that the cache knows."""
+    """Leading pages shared through the cache."""
     num_pending_samples: int = 0
-    """Tokens that steps under way will sample, where the next step is planned before they are known."""
+    """Tokens that steps under way will sample, if the next step is planned before they are known."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's tokens, and the state of their KV while it runs."""
+    """Tokens of a request, and the state of their KV while it runs."""
 
     params: RequestParams
     tokens: list[int]
-    """Prompt, then output."""
+    """Prompt followed by output."""
     owner_base: int = 0
-    """Owner of page 0 where pages are divided over CP ranks."""
+    """Owner of page 0 if pages are divided over CP ranks."""
     target: Target | None = None
-    """Where prefill sends KV while it computes."""
+    """Decode target of the KV that prefill sends while it computes."""
     page_keys: list[bytes] = field(default_factory=list)
-    """Keys of the leading full pages, as far as they were asked for."""
+    """Keys of the leading full pages, as far as they were needed."""
     kv: KvState = field(default_factory=KvState)
-    """Empty while the sequence waits."""
+    """KV state; empty while the sequence waits."""
     arrival: int = 0
-    """Number of this sequence in the order in which the scheduler got them."""
+    """Arrival number in the scheduler."""
     first_step: int = 0
-    """The newest step when the scheduler got it."""
+    """Newest step at arrival."""
 
     @property
     def room(self) -> Room:
@@ -103,12 +104,11 @@ class Sequence:
 
     @property
     def num_outputs(self) -> int:
-        """Tokens generated so far."""
         return len(self.tokens) - self.params.prompt_len
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens that no step has computed or will; those yet to be sampled count while more may follow them."""
+        """Return the number of tokens not yet planned; unsampled ones count if more may follow them."""
         num_tokens, num_samples = len(self.tokens), self.kv.num_pending_samples
         if num_samples and self.num_outputs + num_samples < self.params.stopping.max_tokens:
             num_tokens = min(num_tokens + num_samples, self.params.max_len - 1)
@@ -116,21 +116,21 @@ class Sequence:
 
     @property
     def is_loading(self) -> bool:
-        """Copies to its pages may be on their way."""
+        """Return whether copies to its pages may be in flight."""
         return self.kv.load is not None
 
     @property
     def waits_for_pages(self) -> bool:
-        """It can be computed no further before its pages are filled."""
+        """Return whether it cannot be computed further before its pages are loaded."""
         return self.kv.load is not None and not self.kv.load.is_layerwise
 
     @property
     def is_stream(self) -> bool:
-        """It waits for one token that somebody is watching for."""
+        """Return whether it is decoding and waits for one token."""
         return self.num_pending_tokens == 1 and self.num_outputs + self.kv.num_pending_samples > 0
 
     def keys_of(self, num_tokens: int, page_size: int) -> list[bytes]:
-        """Keys of the full pages among the first tokens; none where the whole prompt must be computed."""
+        """Return keys of the full pages among the first tokens; empty if the whole prompt must be computed."""
         if self.params.sampling.num_prompt_logprobs is not None:
             return []
         if len(self.page_keys) < num_tokens // page_size:
@@ -138,7 +138,7 @@ class Sequence:
         return self.page_keys[: num_tokens // page_size]
 
     def finish_reason(self, *, is_last: bool = False) -> FinishReason | None:
-        """Why the sequence ends with the token it has just got, if it does; ``is_last``: its grammar allows no more."""
+        """Return why the sequence ends with its latest token, if it does; ``is_last``: its grammar allows no more."""
         num_outputs, stopping = self.num_outputs, self.params.stopping
         if num_outputs == 0:
             return None

@@ -1,4 +1,4 @@
-"""How long the leader's steps took beside what was expected of them, by the way they ran. No clock of its own."""
+"""Step durations compared with their estimates, by the way the steps ran. Uses no clock of its own."""
 
 from cluster.spec.registry import StepTimes
 from cluster.spec.step_messages import StepPlan
@@ -6,7 +6,7 @@ from cluster.spec.strategy import Passing, Strategy
 
 
 class StepMeter:
-    """Counts the steps that came with an estimate; a decode step has no choice to check."""
+    """Counters of steps that came with an estimate; a decode step has no choice to check."""
 
     def __init__(self) -> None:
         self._by_way: dict[tuple[Strategy, Passing | None], StepTimes] = {}
@@ -14,7 +14,7 @@ class StepMeter:
         """Replaced as a whole, since the lease's thread reads it."""
 
     def after_step(self, plan: StepPlan, seconds: float) -> None:
-        """Book a computed step; ``seconds`` are those of the leader's own rank."""
+        """Count a computed step; ``seconds`` are those of the leader's own rank."""
         if plan.estimate_s is None:
             return
         way = plan.strategy, plan.passing

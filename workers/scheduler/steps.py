@@ -1,7 +1,7 @@
-"""Which tokens are computed in which step: continuous batching over one page pool. Sans I/O; serves both roles.
+"""Step scheduling by continuous batching over one page pool. Sans I/O; serves both roles.
 
-A plan is made in phases: streams, which wait for one token each; then the oldest requests; then the others by turn.
-``holders`` knows who has pages, ``turns`` whose turn it is.
+A plan is made in phases: decode streams, which wait for one token each; then the oldest requests; then the others by
+rank. ``holders`` knows who has pages, ``turns`` the ranking.
 """
 
 from collections.abc import Mapping
@@ -23,38 +23,39 @@ from workers.scheduler.waiting import urgency
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What one step may hold."""
+    """Limits of one step."""
 
     page_size: int
     chunk_tokens: int
     max_requests: int
     oldest_share: float = 0.25
-    """Part of a step's time that belongs to the oldest sequence."""
+    """Part of a step's time reserved for the oldest sequences."""
     depth: int = 1
-    """Most steps under way at once, for pipeline stages that each compute another."""
+    """Most steps under way at once, if pipeline stages each compute another."""
     most_seen: int | None = None
-    """Most tokens with what is before them, where ranks pass all of that on: so a step takes no more memory for it than
-    one long prompt."""
+    """Most tokens including prefixes, where ranks pass all of them on: bounds a step's memory by that of one long
+    prompt.
+    """
     runs_ahead: bool = False
-    """A step may follow tokens that the one before, which is under way, has yet to sample; ``depth`` is 2 then."""
+    """Whether a step may use tokens that the previous one, still under way, has yet to sample; ``depth`` is 2 then."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """Sequences that want tokens of the step at hand and are no streams."""
+    """Sequences that want tokens of the current step and are not streams."""
 
     sequences: list[Sequence]
     turns: Mapping[Room, Turn]
     is_alone: bool
-    """There is one, and nobody else runs."""
+    """Whether there is one candidate and nobody else runs."""
     computed_by: dict[bytes, Sequence]
-    """By page key: who computes a page in this step or in one under way."""
+    """Sequence that computes a page in this step or one under way, by page key."""
 
     def by_turn(self) -> list[Sequence]:
         return sorted(self.sequences, key=lambda sequence: self.turns[sequence.room].rank)
 
     def by_length(self) -> dict[int, list[Sequence]]:
-        """Sequences of like length, the oldest first."""
+        """Return sequences by length class, oldest first."""
         groups: dict[int, list[Sequence]] = {}
         for sequence in sorted(self.sequences, key=lambda sequence: sequence.arrival):
             groups.setdefault(self.turns[sequence.room].length, []).append(sequence)
@@ -62,7 +63,7 @@ class _Candidates:
 
 
 class StepScheduler:
-    """Turns sequences into step plans, and sampled tokens into longer sequences."""
+    """Scheduler that turns sequences into step plans, and sampled tokens into longer sequences."""
 
     def __init__(
         self,
@@ -72,18 +73,18 @@ class StepScheduler:
         chunk: Chunk | None = None,
         tiers: Tiers | None = None,
     ) -> None:
-        """Without ``chunk``, a token takes the same time whatever its prefix."""
+        """Build a scheduler; without ``chunk``, a token takes the same time whatever its prefix."""
         self._holders = PageHolders(allocator, limits.page_size, tiers)
         self._limits = limits
         self._choose = choose
         self._chunk = chunk or (lambda _prefix_len: limits.chunk_tokens)
         self.num_under_way = 0
-        """Plans that were not committed yet."""
+        """Plans not committed yet."""
         self._step = 0
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that hold no pages."""
+        """Return the number of sequences without pages."""
         return len(self._holders.waiting)
 
     def is_waiting(self, room: Room) -> bool:
@@ -92,21 +93,20 @@ class StepScheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold pages."""
+        """Return the number of sequences with pages."""
         return len(self._holders.running)
 
     @property
     def num_preemptions(self) -> int:
-        """How often a sequence had to give its pages back."""
+        """Return how often a sequence had to give its pages back."""
         return self._holders.num_preemptions
 
     @property
     def held_pages(self) -> list[int]:
-        """Pages of all sequences."""
         return self._holders.held_pages
 
     def whole_pages(self, room: Room) -> list[int]:
-        """The pages of a sequence whose KV is whole; none of one that waits or is not known."""
+        """Return the pages of a sequence whose KV is complete; empty if it waits or is unknown."""
         return self._holders.whole_pages(room)
 
     def has_work(self) -> bool:
@@ -119,26 +119,26 @@ class StepScheduler:
         return has_pending or any(map(holders.can_start, holders.waiting.candidates()))
 
     def add(self, sequence: Sequence) -> None:
-        """Take a sequence without pages; it starts when its turn and its pages come."""
+        """Add a sequence without pages; it starts when it is scheduled and its pages are free."""
         assert not sequence.kv.pages, f"room {sequence.room} brings pages but is to wait"
         sequence.first_step = self._step
         self._holders.add(sequence)
 
     def add_running(self, sequence: Sequence) -> None:
-        """Take a sequence whose KV is already in its pages."""
+        """Add a sequence whose KV is already in its pages."""
         assert sequence.kv.pages, f"room {sequence.room} is to run and brings no pages"
         self._holders.add(sequence)
 
     def remove(self, room: Room) -> list[int]:
-        """Forget a sequence; the pages it held now belong to the caller."""
+        """Remove a sequence; its pages now belong to the caller."""
         return self._holders.remove(room)
 
     def retire(self, room: Room) -> None:
-        """Forget a sequence and leave what was computed of it to the cache."""
+        """Remove a sequence and leave what was computed of it to the cache."""
         self._holders.retire(room)
 
     def next_plan(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute; the caller commits plans in order."""
+        """Return the next step, or None when there is nothing to compute; the caller commits plans in order."""
         if self.num_under_way == self._limits.depth:
             return None
         limits = self._limits
@@ -150,9 +150,9 @@ class StepScheduler:
         return self._make_plan(budget.granted) if budget.granted else None
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> list[Sequence]:
-        """Book the outcome of a step; returns the sequences that got a token, in the order of the plan.
+        """Apply the outcome of a step; return the sequences that got a token, in the order of the plan.
 
-        A sequence that was removed or started anew while the step ran is passed over.
+        Sequences that were removed or restarted while the step ran are skipped.
         """
         self.num_under_way -= 1
         advanced = []
@@ -178,10 +178,10 @@ class StepScheduler:
         self._holders.check_integrity()
 
     def _schedule_streams(self, budget: Budget) -> None:
-        """Grant one token to every sequence that waits for no more; others may be preempted to make room for it.
+        """Grant one token to every stream; others may be preempted to make room for it.
 
-        No sequence that has its token already is preempted: everybody comes before those that may go for it.
-        Where several steps are under way at once, each has its part of the sequences.
+        No sequence that has its token already is preempted, since it precedes those that may be. With several steps
+        under way at once, each has its part of the sequences.
         """
         running = self._holders.running.values()
         streams = sorted((sequence for sequence in running if sequence.is_stream), key=urgency)
@@ -194,7 +194,7 @@ class StepScheduler:
                 budget.grant_stream(sequence.room, sequence.kv.num_planned_tokens)
 
     def _find_candidates(self, budget: Budget) -> _Candidates:
-        """Everybody else that can be computed now, running or waiting, and whose turn it is."""
+        """Find everyone else that can be computed now, running or waiting."""
         running = self._holders.running.values()
         pending = [
             sequence
@@ -214,7 +214,7 @@ class StepScheduler:
         return _Candidates(sequences, turns, is_alone, computed_by)
 
     def _schedule_oldest(self, candidates: _Candidates, budget: Budget) -> None:
-        """Grant a share of the step to the oldest sequence of each length that has its pages or can have them."""
+        """Grant a share of the step to the oldest sequence of each length class that has its pages or can have them."""
         share = self._oldest_share
         groups = candidates.by_length() if share else {}
         for group in groups.values():
@@ -229,17 +229,17 @@ class StepScheduler:
 
     @property
     def _oldest_share(self) -> float:
-        """Share of this step; where prompts may not fit beside each other, the oldest get theirs every other step."""
+        """Return the share of this step; if prompts may not fit together, the oldest get theirs every other step."""
         share = self._limits.oldest_share
         if self._limits.most_seen is None:
             return share
         return max(2 * share - 1, 0.0) if self._step % 2 else min(2 * share, 1.0)
 
     def _schedule_by_turn(self, candidates: _Candidates, budget: Budget) -> None:
-        """Grant what is left of the step by rank.
+        """Grant the rest of the step by rank.
 
-        A sequence whose next page is computed in this very step waits, to find it in the cache, and gives its turn to
-        the one that computes it.
+        A sequence whose next page is computed in this very step waits, to find it in the cache, and passes its share
+        to the one that computes it.
         """
         for sequence in candidates.by_turn():
             if sequence.waits_for_pages or not budget.is_open(sequence.room):
@@ -250,7 +250,7 @@ class StepScheduler:
                 self._note_computing(chosen, candidates, budget)
 
     def _who_computes(self, sequence: Sequence, candidates: _Candidates) -> Sequence | None:
-        """Who gets the tokens of a sequence's turn; nobody if it lacks pages."""
+        """Return who gets a sequence's tokens; None if it lacks pages."""
         if sequence.kv.pages:
             return sequence
         key = self._holders.next_key(sequence)
@@ -259,7 +259,7 @@ class StepScheduler:
         return sequence if self._holders.start(sequence, is_alone=candidates.is_alone) else None
 
     def _make_plan(self, granted: Mapping[Room, int]) -> StepPlan:
-        """The step that computes the granted tokens."""
+        """Build the step that computes the granted tokens."""
         self._step += 1
         self.num_under_way += 1
         running = [self._holders.running[room] for room in granted]
@@ -284,7 +284,9 @@ class StepScheduler:
 
     @property
     def _runs_ahead(self) -> bool:
-        """Where a sample depends on the tokens before it, all wait until these are known, so that none is put off."""
+        """Return whether steps may run ahead; if any sample depends on the tokens before it, all wait for them, so
+        that none starves.
+        """
         return self._limits.runs_ahead and not any(
             sequence.params.sampling.looks_back for sequence in self._holders.running.values()
         )
@@ -301,12 +303,12 @@ class StepScheduler:
         )
 
     def _note_computing(self, sequence: Sequence, candidates: _Candidates, budget: Budget) -> None:
-        """Remember who computes the pages that will be whole after this step."""
+        """Remember who computes the pages that this step completes."""
         end = sequence.kv.num_planned_tokens + budget.granted.get(sequence.room, 0)
         candidates.computed_by.update(dict.fromkeys(self._pending_keys(sequence, end), sequence))
 
     def _pending_keys(self, sequence: Sequence, end: int) -> list[bytes]:
-        """Keys of the pages before token ``end`` that are not whole yet."""
+        """Return keys of the incomplete pages before token ``end``."""
         num_computed = sequence.kv.num_computed_tokens
         if end == num_computed:
             return []

@@ -1,8 +1,8 @@
-"""Whose turn it is in a step, and for how many tokens. Pure.
+"""Ranking of sequences in a step, and their shares of its tokens. Pure.
 
 A step has a budget of tokens and of time. A share of the time belongs to the oldest sequences, one of each length,
 however unimportant they are: so the work that was there before a sequence bounds its end, and nothing that comes later
-does. The rest goes round by rank, and nothing is left over while somebody wants it.
+does. The rest is granted by rank, and nothing is left over while a sequence wants it.
 """
 
 from typing import NamedTuple
@@ -11,36 +11,38 @@ from cluster.spec.ids import Room
 from workers.context_parallel.step_time import Chunk
 
 WINDOW = 32
-"""Consecutive arrivals among which a longer prefix goes first; it overtakes fewer than so many of its like."""
+"""Number of consecutive arrivals among which a longer prefix goes first; a sequence overtakes fewer than this of its
+length.
+"""
 
 
 _ROUNDING = 1e-6
-"""Part of a token by which a sum of shares of a step may fall short of it."""
+"""Part of a token by which a sum of shares may fall short of a step."""
 
 Rank = tuple[int, int, int, int, int]
-"""Sorts sequences by turn: no two have the same."""
+"""Sort key of sequences; no two have the same."""
 
 
 class Turn(NamedTuple):
-    """Where a sequence stands among those that want tokens of a step."""
+    """Position of a sequence among those that want tokens of a step."""
 
     length: int
-    """The power of two of the steps that it takes."""
+    """Length class: the power of two of the steps that it takes."""
     rank: Rank
 
 
 _AGED = 2
-"""The length that waiting can make of a longer one: never that of a single step, which delays nobody by much."""
+"""Shortest class that waiting can lower a longer one to: never that of a single step, which delays nobody by much."""
 
 
 def turn(
     *, priority: int, arrival: int, prefix_len: int, pending_len: int, chunk_tokens: int, age_steps: int = 0
 ) -> Turn:
-    """Lowest priority value first, then least work, then the longest prefix within a window, then the first to come.
+    """Rank a sequence by lowest priority value, then least work, then longest prefix within a window, then arrival.
 
-    Work counts by the power of two of the steps it takes, so that those of like length keep their order, and a long
-    prompt moves up as it is computed. It also moves up as it waits, by one for each doubling of the steps since it
-    came over those it needs. ``prefix_len`` tokens have KV already, ``pending_len`` tokens have not.
+    Work counts by the power of two of the steps it takes, so that sequences of similar length keep their order, and a
+    long prompt moves up as it is computed. It also moves up as it waits, by one for each doubling of the steps since
+    its arrival over those it needs. ``prefix_len`` tokens have KV already, ``pending_len`` tokens have not.
     """
     num_steps = max(1, -(-pending_len // chunk_tokens))
     length = num_steps.bit_length()
@@ -49,10 +51,10 @@ def turn(
 
 
 class Budget:
-    """Tokens, time and requests of one step, granted turn by turn."""
+    """Tokens, time and requests of one step, granted request by request."""
 
     def __init__(self, num_tokens: int, max_requests: int, chunk: Chunk, most_seen: int | None = None) -> None:
-        """A request takes that part of the step's time that its tokens are of their ``chunk``.
+        """Build a budget; a request uses the part of the step's time that its tokens are of their ``chunk``.
 
         ``most_seen``: tokens of all requests and of what is before them, where there are several.
         """
@@ -70,18 +72,18 @@ class Budget:
         return has_place and self._num_left > 0 and self._time_left > 0
 
     def grant(self, room: Room, prefix_len: int, wanted: int) -> None:
-        """Bring a room to as many tokens as are wanted, as far as some are left."""
+        """Raise a room's tokens to ``wanted``, as far as some are left."""
         chunk = self._chunk(prefix_len)
         count = min(wanted - self.granted.get(room, 0), int(self._time_left * chunk + _ROUNDING))
         self._add(room, prefix_len, count, chunk)
 
     def grant_share(self, room: Room, prefix_len: int, wanted: int, share: float) -> None:
-        """Give a room a share of the step to begin with; one token at least."""
+        """Grant a room its initial share of the step, at least one token."""
         chunk = self._chunk(prefix_len)
         self._add(room, prefix_len, min(wanted, max(1, int(share * min(chunk, self._num_left)))), chunk)
 
     def grant_stream(self, room: Room, prefix_len: int) -> None:
-        """Give one token to a room that has none and for which the step is open."""
+        """Grant one token to a room that has none and may still enter the step."""
         chunk = self._chunk(prefix_len)
         if self._time_left * chunk + _ROUNDING >= 1:
             self._num_left -= 1

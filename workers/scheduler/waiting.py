@@ -1,4 +1,4 @@
-"""Requests that wait for pages, by arrival and priority; younger ones may pass the oldest only so often."""
+"""Requests that wait for pages, by arrival and priority; younger ones may pass the oldest a limited number of times."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -7,23 +7,23 @@ from typing import Generic, Protocol, TypeVar
 from cluster.spec.ids import Room
 
 LOOKAHEAD = 256
-"""Most that are looked at at once, however many wait."""
+"""Most waiters examined at once, however many there are."""
 
 
 class Waiter(Protocol):
-    """A request or a sequence without pages."""
+    """Request or sequence without pages."""
 
     @property
     def room(self) -> Room: ...
 
     @property
     def priority(self) -> int:
-        """Lower values have their turn earlier."""
+        """Priority; lower values go first."""
         ...
 
     @property
     def arrival(self) -> int:
-        """Its number in the order of coming."""
+        """Arrival number."""
         ...
 
 
@@ -31,16 +31,16 @@ W = TypeVar("W", bound=Waiter)
 
 
 class Waiting(Generic[W]):
-    """Waiters by arrival and by priority; a preempted one comes back to where it was."""
+    """Waiters by arrival and by priority; a preempted one returns to its old position."""
 
     def __init__(self) -> None:
         self._by_room: dict[Room, W] = {}
         self._by_arrival: list[W] = []
         self._by_priority: list[W] = []
         self._num_passed_pages = 0
-        """Pages that others took though the oldest one may have to wait for them."""
+        """Pages that others took and that the oldest one may have to wait for."""
         self._in_vain: set[W] = set()
-        """Waiters that could not have their turn, and cannot before ``_num_gains`` changes or another is the oldest."""
+        """Waiters that could not start, and cannot before ``_num_gains`` changes or another is the oldest."""
         self._num_gains = 0
 
     def __len__(self) -> int:
@@ -54,11 +54,10 @@ class Waiting(Generic[W]):
 
     @property
     def oldest(self) -> W | None:
-        """The first to come."""
+        """Return the first to arrive."""
         return self._by_arrival[0] if self._by_arrival else None
 
     def add(self, waiter: W) -> None:
-        """Take one in."""
         oldest = self.oldest
         self._by_room[waiter.room] = waiter
         insort(self._by_arrival, waiter, key=_arrival)
@@ -66,7 +65,7 @@ class Waiting(Generic[W]):
         self._spare_anew(oldest)
 
     def remove(self, room: Room) -> None:
-        """Forget one, if it waits."""
+        """Remove a waiter if it is here."""
         waiter = self._by_room.pop(room, None)
         if waiter is None:
             return
@@ -77,38 +76,40 @@ class Waiting(Generic[W]):
         self._spare_anew(oldest)
 
     def candidates(self) -> list[W]:
-        """Waiters that may have their turn now: the first by priority, and the oldest."""
+        """Return waiters that may start now: the first by priority, and the oldest."""
         first = self._by_priority[:LOOKAHEAD]
         if not first or urgency(self._by_arrival[0]) <= urgency(first[-1]):
             return first
         return [*first, self._by_arrival[0]]
 
     def untried(self, num_gains: int) -> list[W]:
-        """Candidates that were not looked at in vain; ``num_gains`` counts what may have helped them."""
+        """Return candidates that have not failed since ``num_gains``, the count of changes that may help them, last
+        changed.
+        """
         in_vain = self._since(num_gains)
         return [waiter for waiter in self.candidates() if waiter not in in_vain]
 
     def is_in_vain(self, waiter: W, num_gains: int) -> bool:
-        """Return whether one was looked at in vain, and nothing has helped it since."""
+        """Return whether a waiter has failed to start, and nothing has helped it since."""
         return waiter in self._since(num_gains)
 
     def note_in_vain(self, waiter: W) -> None:
-        """Spare one from being looked at again before something helps it."""
+        """Skip a waiter until something may help it."""
         self._in_vain.add(waiter)
 
     def may_pass(self, num_pages: int, oldest_pages: int) -> bool:
-        """Return whether so many pages may be taken from the oldest one, which waits for ``oldest_pages``.
+        """Return whether this many pages may be taken from the oldest waiter, which needs ``oldest_pages``.
 
-        No more pages pass it than it wants itself.
+        No more pages pass it than it needs itself.
         """
         return num_pages <= self.most_passing(oldest_pages)
 
     def most_passing(self, oldest_pages: int) -> int:
-        """Most pages that may be taken from the oldest one, which waits for ``oldest_pages``."""
+        """Return the most pages that may be taken from the oldest waiter, which needs ``oldest_pages``."""
         return max(0, oldest_pages - self._num_passed_pages)
 
     def note_passed(self, num_pages: int) -> None:
-        """So many pages were taken that the oldest one may have to wait for."""
+        """Note that pages were taken that the oldest waiter may have to wait for."""
         self._num_passed_pages += num_pages
 
     def _spare_anew(self, oldest: W | None) -> None:
@@ -128,5 +129,5 @@ def _arrival(waiter: Waiter) -> int:
 
 
 def urgency(waiter: Waiter) -> tuple[int, int]:
-    """Sorts the most urgent first, and of those the first to come."""
+    """Return a sort key: most urgent first, then by arrival."""
     return waiter.priority, waiter.arrival

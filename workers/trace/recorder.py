@@ -1,4 +1,4 @@
-"""What one worker did for the requests that are timed. Costs next to nothing while no request is."""
+"""Recording of one worker's work for traced requests. Costs almost nothing while none is traced."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -9,26 +9,26 @@ from cluster.spec.step_messages import Admit, StepPlan
 from cluster.spec.timeline import Interval
 
 REQUEST, COMPUTE, COLLECTIVES, KV_SENDER = "request", "compute", "collectives", "kv sender"
-"""Lanes."""
+"""Names of lanes in the trace."""
 
 MAX_ROOMS = 8
-"""Requests kept at once; the oldest one, which nobody asked for, makes room for the next."""
+"""Most requests recorded at once; the oldest one that nobody asked for is replaced."""
 MAX_INTERVALS = 20_000
-"""Kept of one request."""
+"""Most intervals recorded per request."""
 
 
 @dataclass(slots=True)
 class Log:
-    """What was kept of one request."""
+    """Recorded intervals of one request."""
 
     intervals: list[Interval] = field(default_factory=list)
     num_left_out: int = 0
     state: str = ""
-    """Where the leader has the request since ``since_s``; nothing before and after."""
+    """State of the request at the leader since ``since_s``; empty before and after."""
     since_s: float = 0.0
 
     def add(self, interval: Interval) -> None:
-        """Keep an interval, while there is room."""
+        """Record an interval, while there is room."""
         if len(self.intervals) < MAX_INTERVALS:
             self.intervals.append(interval)
         else:
@@ -36,48 +36,50 @@ class Log:
 
 
 class Recorder:
-    """The logs of one worker, by room. The worker's thread calls everything; ``add`` also its KV sender's."""
+    """Logs of one worker, by room. The worker's thread calls everything; ``add`` also its KV sender's."""
 
     def __init__(self) -> None:
         self._logs: OrderedDict[Room, Log] = OrderedDict()
         self._current: list[Log] = []
-        """Of the requests in the step at hand."""
+        """Logs of the requests in the current step."""
 
     def follow(self, room: Room) -> None:
-        """Keep a log of this request from now on."""
+        """Record this request from now on."""
         self._logs.setdefault(room, Log())
         if len(self._logs) > MAX_ROOMS:
             self._logs.popitem(last=False)
 
     def begin(self, plan: StepPlan) -> bool:
-        """A step begins; whether a request in it is timed. What is noted belongs to all of those until ``end``."""
+        """Start a step and return whether a request in it is traced. Intervals belong to all of those until ``end``."""
         self._follow_admits(plan.admits)
         self._current = [self._logs[row.room] for row in plan.scheduled if row.room in self._logs] if self._logs else []
         return bool(self._current)
 
     def note(self, interval: Interval) -> None:
-        """Something took time in the step at hand; kept if a request in it is timed."""
+        """Record an interval of the current step, if a request in it is traced."""
         for log in self._current:
             log.add(interval)
 
     def end(self) -> None:
-        """The step is over."""
+        """End the step."""
         self._current = []
 
     def add(self, room: Room, interval: Interval) -> None:
-        """Keep an interval, if this request is timed."""
+        """Record an interval, if this request is traced."""
         if (log := self._logs.get(room)) is not None:
             log.add(interval)
 
     def enter(self, room: Room, state: str | None, now_s: float) -> None:
-        """The leader moves a request to a state, or is done with it; the time in the state before is an interval."""
+        """Record that the leader moves a request to a state, or is done with it; the time in the previous state is an
+        interval.
+        """
         if (log := self._logs.get(room)) is not None:
             if log.state:
                 log.add(Interval(REQUEST, log.state, log.since_s, now_s))
             log.state, log.since_s = state or "", now_s
 
     def take(self, room: Room, now_s: float) -> Log:
-        """What was kept of a request up to now, which is then forgotten; empty when it was not timed."""
+        """Return the log of a request up to now, and forget it; empty if it was not traced."""
         self.enter(room, None, now_s)
         return self._logs.pop(room, None) or Log()
 

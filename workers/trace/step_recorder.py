@@ -1,4 +1,4 @@
-"""Times what happens inside a step: layers by hooks that hang on the model only then, collectives, the step itself."""
+"""Timing inside a step: layers by hooks that exist only then, collectives, and the step itself."""
 
 import time
 from collections.abc import Generator, Iterable, Iterator
@@ -15,10 +15,12 @@ from workers.trace.recorder import COLLECTIVES, COMPUTE, Recorder
 
 
 class StepRecorder:
-    """One rank's. On a GPU every layer of a timed step waits for the device, so that times are those of the work."""
+    """Recorder of one rank. On a GPU every layer of a traced step waits for the device, so that times are those of the
+    work.
+    """
 
     def __init__(self, model: DecoderModel, others: Iterable[Communicator]) -> None:
-        """``others`` are the groups that the model's own layers do not meet in."""
+        """Wrap a model; ``others`` are the groups that its own layers do not use."""
         self.recorder = Recorder()
         self._parts = list(_named_parts(model))
         self._on_gpu = model.device.type == "cuda"
@@ -26,7 +28,7 @@ class StepRecorder:
             group.observe = self._note_collective
 
     def step(self, plan: StepPlan) -> AbstractContextManager[None]:
-        """Around the computation of one step, on every rank."""
+        """Return a context around the computation of one step, on every rank."""
         return self._timed(plan) if self.recorder.begin(plan) else nullcontext()
 
     @contextmanager
@@ -66,7 +68,7 @@ class StepRecorder:
 
 
 def _named_parts(model: DecoderModel) -> Iterator[tuple[str, nn.Module]]:
-    """Every layer with its two halves."""
+    """Yield every layer with its two halves."""
     for number, layer in model.layers.items():
         assert isinstance(layer, DecoderLayer)
         yield from ((f"layer {number}", layer), ("attention", layer.self_attn), ("mlp", layer.mlp))

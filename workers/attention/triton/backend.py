@@ -1,4 +1,4 @@
-"""Attention on a GPU, by the kernels of workers.kernels, straight from where keys and values lie."""
+"""Attention on a GPU, by the kernels of workers.kernels, reading keys and values in place."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -20,11 +20,11 @@ from workers.device import on_device
 from workers.kernels.attention import MOST_BLOCK_KEYS, Blocks, attend, blocks_for
 
 _FEW_ROWS = 16
-"""Most rows of the tiles that are launched apart, as in decode: they want memory, the others arithmetic."""
+"""Most rows of tiles that are launched separately, as in decode: they are memory-bound, others compute-bound."""
 
 
 class TritonAttention:
-    """Copies no keys; stateless. Queries have any strides, but the elements of a head are adjacent."""
+    """Attention without key copies; stateless. Queries have any strides, but the elements of a head are adjacent."""
 
     def prepare(
         self,
@@ -33,15 +33,12 @@ class TritonAttention:
         page_size: int,
         key_lens: Sequence[int] | None = None,
     ) -> "PagedStep":
-        """See AttentionBackend."""
         return PagedStep(runs, page_tables, page_size, key_lens)
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
-        """See AttentionBackend."""
         return _Rows(query_runs, key_runs)
 
     def prepare_graph(self, shape: GraphShape) -> DecodeAttention:
-        """See AttentionBackend."""
         return DecodeAttention(shape)
 
 
@@ -52,7 +49,7 @@ def paged_items(
     key_lens: Sequence[int] | None,
     window: int | None = None,
 ) -> list[Item]:
-    """Return the work of ``prepare``, over the page tables one after another."""
+    """Return the work items of ``prepare``, over concatenated page tables."""
     tables = list(accumulate(table_lens, initial=0))
     segments: dict[int, Segment] = {}
     for piece in paged_pieces(runs, key_lens, window):
@@ -69,7 +66,7 @@ def paged_items(
 
 
 def row_items(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int | None = None) -> list[Item]:
-    """Return the work of ``prepare_rows``."""
+    """Return the work items of ``prepare_rows``."""
     segments: dict[int, list[Segment]] = {}
     first_rows = list(accumulate((run.count for run in query_runs), initial=0))
     run_of_row = [index for index, run in enumerate(query_runs) for _ in range(run.count)]
@@ -86,7 +83,7 @@ def row_items(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int | 
 
 
 class _Work:
-    """Items, and the launches that they are divided into when the first layer shows how many heads there are."""
+    """Items, and their division into launches, made when the first layer shows how many heads there are."""
 
     def __init__(self, items: Sequence[Item], tables: Tensor | None, page_size: int, window: int | None = None) -> None:
         self._items = [item for item in items if item.num_queries]
@@ -96,7 +93,7 @@ class _Work:
         self.launches: list[_Launch] | None = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
-        """Attend with queries ``[T, heads, D]`` to ``[page, H, slot, ...]``."""
+        """Compute attention of queries ``[T, heads, D]`` over ``[page, H, slot, ...]``."""
         assert self._num_rows <= len(query), f"{len(query)} queries, {self._num_rows} in the runs"
         assert key.shape[:-1] == value.shape[:-1], f"keys {key.shape}, values {value.shape}"
         if not self._items:
@@ -138,7 +135,7 @@ class _Launch:
         window: int | None,
         key: Tensor,
     ) -> None:
-        """``key [page, H, slot, D]`` is like those to come."""
+        """Prepare a launch for keys of the strides of ``key [page, H, slot, D]``."""
         device = key.device
         self._tiles, self._segments = (
             on_device(torch.from_numpy(array), device) for array in (tiling.tiles, tiling.segments)
@@ -181,7 +178,6 @@ class PagedStep:
         self._work, self._page_size = work, page_size
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
-        """See StepAttention."""
         assert self._page_size == key_pages.shape[2], f"pages of {key_pages.shape[2]} tokens"
         return self._work(params.window).attend(query, key_pages, value_pages, params.scale)
 
@@ -192,7 +188,7 @@ class PagedStep:
 
 
 class _Rows:
-    """Queries over rows, which are one page."""
+    """Queries over rows, treated as one page."""
 
     def __init__(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> None:
         self._is_strided = any(run.step > 1 for run in (*query_runs, *key_runs))
@@ -205,9 +201,8 @@ class _Rows:
         self._work = work
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
-        """See RowAttention."""
         if params.window is not None and self._is_strided:
-            # The kernel counts a window in rows, which are then not adjacent tokens.
+            # The kernel counts a window in rows, but these are not adjacent tokens.
             return self._in_torch.attend(query, key, value, params)
         key, value = (x.transpose(0, 1)[None] for x in (key, value))
         return self._work(params.window).attend(query, key, value, params.scale)

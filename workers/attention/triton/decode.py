@@ -1,4 +1,4 @@
-"""Attention of one token of each of some requests, with inputs at fixed addresses: launches that can be captured."""
+"""Attention of one token per request with inputs at fixed addresses, so that launches can be captured."""
 
 from collections.abc import Sequence
 
@@ -18,8 +18,8 @@ from workers.kernels.attention import SEGMENT_FIELDS, TILE_FIELDS, attend, block
 class DecodeAttention:
     """Attention of a fixed number of requests; see GraphAttention.
 
-    Whatever the lengths, there are as many tiles: one for each request, and enough to keep a GPU busy. A long request
-    has many of them, so that no program has much more to read than the others.
+    The number of tiles is fixed: one per request, plus enough to keep a GPU busy. A long request gets many, so that
+    all programs read about the same amount.
     """
 
     def __init__(self, shape: GraphShape) -> None:
@@ -28,7 +28,7 @@ class DecodeAttention:
         self._blocks = blocks_for(groups, shape.head_dim, shape.dtype.itemsize, shape.page_size)
         self._num_tiles = num_requests + PROGRAMS // num_kv_heads
         sizes = [self._num_tiles * len(fields) for fields in (TILE_FIELDS, SEGMENT_FIELDS)]
-        # Two int32 are a word, and 16 bytes what tables begin at a multiple of.
+        # Two int32 make a word, and tables begin at a multiple of 16 bytes.
         self._num_words = -(-sum(sizes) // 4) * 2
         num_words = self._num_words + num_requests * shape.most_pages
         self._words = torch.zeros(num_words, dtype=torch.int64, device=shape.device)
@@ -37,17 +37,15 @@ class DecodeAttention:
             part.view(self._num_tiles, -1) for part in torch.split(numbers[: sum(sizes)], sizes)
         )
         self.arrived = torch.zeros(self._num_tiles, num_kv_heads, dtype=torch.int32, device=shape.device)
-        """See Parts."""
 
     def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
-        """See GraphAttention."""
         num_requests, most_pages = self._shape.num_requests, self._shape.most_pages
         assert len(num_keys) == len(tables) == num_requests, f"{len(num_keys)} requests of {num_requests}"
         lens = np.array(num_keys, dtype=np.int64)
         assert lens.min() > 0, "a token sees itself"
         assert max(map(len, tables)) <= most_pages, f"more than {most_pages} pages"
         first_pages = np.cumsum([0, *map(len, tables)])
-        # Where a GPU reads it, and all in one copy; torch keeps the memory until that is done.
+        # Copy everything to the GPU at once; torch keeps the memory until the copy is done.
         num_words = self._num_words + int(first_pages[-1])
         on_host = torch.empty(num_words, dtype=torch.int64, pin_memory=self._words.is_cuda)
         words = on_host.numpy()
@@ -59,7 +57,7 @@ class DecodeAttention:
     def _cut(
         self, lens: NDArray[np.int64], first_pages: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return tiles and segments as tiling makes them of any items; the tiles that are left have no queries."""
+        """Return tiles and segments as tiling makes them of any items; surplus tiles have no queries."""
         steps = piece_lens(lens, fair_share(int(lens.sum()), self._shape.num_kv_heads), self._blocks.keys)
         counts = -(-lens // steps)
         rows = np.repeat(np.arange(len(lens)), counts)
@@ -75,7 +73,6 @@ class DecodeAttention:
         return tiles, segments
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
-        """See GraphAttention."""
         num_requests, value_dim = self._shape.num_requests, value_pages.shape[-1]
         assert len(query) == num_requests, f"{len(query)} queries of {num_requests}"
         result = unwritten(query, value_dim)

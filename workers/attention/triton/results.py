@@ -1,4 +1,4 @@
-"""Memory for results of the kernels, which they fill."""
+"""Memory for results, which the kernels fill."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Division of one step's attention into tiles, one for each program of the kernel. No torch, no I/O."""
+"""Division of one step's attention into tiles, one per program of the kernel. No torch, no I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int32]
 
 PROGRAMS = 2 * 132
-"""Programs that keep every multiprocessor of an H100 or H200 busy; work of fewer is split by keys."""
+"""Number of programs that keeps every multiprocessor of an H100 or H200 busy; smaller work is split by keys."""
 LEAST_KEYS = 256
-"""Fewest keys that are worth a partial of their own."""
+"""Fewest keys worth a partial of their own."""
 
 
 class Segment(NamedTuple):
@@ -28,7 +28,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A run of queries and the segments of keys of which it sees a part."""
+    """Run of queries and the segments of keys of which it sees a part."""
 
     first_row: int
     num_queries: int
@@ -42,20 +42,19 @@ class Tiling:
     tiles: Indices
     """``[n, 9]``, most work first; see TILE_FIELDS of workers.kernels.attention."""
     segments: Indices
-    """``[m, 6]``"""
     num_slots: int
-    """Slots for the queries of all parts; none where every tile has all keys of its queries."""
+    """Slots for the queries of all parts; 0 if every tile has all keys of its queries."""
 
 
 def fair_share(num_keys: int, num_kv_heads: int) -> int:
-    """Return the keys for each program, if tiles see ``num_keys`` in all."""
+    """Return the keys per program if tiles see ``num_keys`` in total."""
     return max(-(-num_keys * num_kv_heads // PROGRAMS), LEAST_KEYS)
 
 
 def split(items: Sequence[Item], queries_a_tile: int, num_kv_heads: int, block_keys: int) -> list[Item] | None:
-    """Split items into segments of nearly equal work, each a part of its own; None if there is work enough without.
+    """Split items into segments of nearly equal work, each its own part; None if there is enough work without.
 
-    A segment of less than two fair shares stays whole, for it would only leave a rest.
+    A segment shorter than two fair shares stays whole, since splitting it would only leave a remainder.
     """
     lens = [[segment.stop - segment.begin for segment in item.segments] for item in items]
     tiles = [-(-item.num_queries // queries_a_tile) for item in items]
@@ -67,7 +66,9 @@ def split(items: Sequence[Item], queries_a_tile: int, num_kv_heads: int, block_k
 
 
 def cut(items: Sequence[Item], queries_a_tile: int, *, in_parts: bool = False) -> Tiling:
-    """Cut items into tiles of so many queries, with all their keys or, ``in_parts``, with one segment each."""
+    """Divide items into tiles of ``queries_a_tile`` queries, with all their keys or, ``in_parts``, with one segment
+    each.
+    """
     num_segments = np.array([len(item.segments) for item in items], dtype=np.int64)
     num_queries = np.array([item.num_queries for item in items], dtype=np.int64)
     first_rows = np.array([item.first_row for item in items], dtype=np.int64)
@@ -79,7 +80,7 @@ def cut(items: Sequence[Item], queries_a_tile: int, *, in_parts: bool = False) -
     within = _count_up(num_tiles * counts)
     part = within % counts[item_of_tile]
     first_index = within // counts[item_of_tile] * queries_a_tile
-    # The parts of an item are one after another, each of all of its queries.
+    # The parts of an item are adjacent, each with all of its queries.
     num_slots = np.where(counts > 1, num_queries * counts, 0)
     first_slots = np.cumsum(num_slots) - num_slots
     tiles = np.stack(
@@ -126,5 +127,5 @@ def _work(tiles: Indices, segments: Indices) -> NDArray[np.int64]:
 
 
 def _count_up(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count 0, 1, ... for each of some counts, one after another."""
+    """Return 0, 1, ... for each of some counts, concatenated."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,4 +1,4 @@
-"""A circuit breaker for a storage backend. Sans I/O."""
+"""Circuit breaker for a storage backend. Sans I/O."""
 
 _THRESHOLD = 3
 """Consecutive failures that open the breaker."""
@@ -7,7 +7,7 @@ _LONGEST_S = 60.0
 
 
 class Breaker:
-    """Opens after several failures in a row, for longer each time, and while a call hangs.
+    """Breaker that opens after several failures in a row, for longer each time, and while a call hangs.
 
     Once its time is over one failure opens it again, and one success closes it.
     """

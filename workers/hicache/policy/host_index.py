@@ -14,14 +14,14 @@ from workers.cache.page_journal import PageJournal
 from workers.hicache.policy.pins import Pins
 
 NEVER_S = -inf
-"""``stored_s`` of a page that storage may not have."""
+"""Value of ``stored_s`` for a page that storage may not have."""
 STORING_S = inf
-"""``stored_s`` of a page that is being stored."""
+"""Value of ``stored_s`` for a page that is being stored."""
 
 
 @dataclass(slots=True)
 class HostPage:
-    """A host page and its tokens."""
+    """Host page and its tokens."""
 
     page: int
     index: int
@@ -29,13 +29,13 @@ class HostPage:
     is_filled: bool = False
     num_holders: int = 0
     stored_s: float = NEVER_S
-    """When storage last had it, as far as is known."""
+    """Latest time at which storage had it, as far as is known."""
     is_fetched: bool = False
     """Whether it came from storage and no request has used it yet."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether it may be evicted, unless it is pinned."""
+        """Return whether it may be evicted, unless it is pinned."""
         return self.is_filled and self.num_holders == 0
 
 

@@ -1,4 +1,4 @@
-"""Copies of device pages to host memory: when they are made. Sans I/O.
+"""Copies of device pages to host memory, and when they are made. Sans I/O.
 
 A copy holds nothing on the device and delays no eviction. If its page is evicted before every rank has reported, the
 copy is dropped.
@@ -69,7 +69,7 @@ class HostWriter:
     def drain(self, *, is_draining: bool) -> None:
         """Start or stop saving all pages that only the device has, on their way to storage.
 
-        The other policies have saved by now what they are to keep.
+        Under other policies, everything to be preserved is already saved.
         """
         if is_draining == self._is_draining or self._policy is not WritePolicy.WRITE_BACK:
             return
@@ -121,7 +121,9 @@ class HostWriter:
             self._seen = self._tree.version, self._host.version
 
     def _next_to_go(self) -> list[bytes]:
-        """Return no more pages than host memory can take, and renew those it has, lest copies evict each other."""
+        """Return no more pages than host memory can take, and renew those it has, so that copies do not evict each
+        other.
+        """
         room = [self._host.num_movable(owner) for owner in range(self._host.num_owners)]
         wanted = []
         for owner in range(self._tree.num_owners):
@@ -144,7 +146,7 @@ class HostWriter:
         return [key for key in keys if key not in self._host and self._tree.page_of(key) is not None]
 
     def _next_left(self) -> list[bytes]:
-        """Return as many pages as fit into the open jobs, and into host memory beside what is not stored yet."""
+        """Return as many pages as fit into the open jobs, and into host memory besides what is not stored yet."""
         limit = max(1, MAX_OPEN * BATCH_PAGES // self._host.num_owners)
         return [
             left.popleft()
@@ -179,7 +181,7 @@ class HostWriter:
         self._renew_prefixes(pages)
 
     def _renew_prefixes(self, pages: list[TierPage]) -> None:
-        """Keep the pages above saved ones at least as long, since these are not found without them."""
+        """Touch prefix pages before the pages they lead to: a page whose prefix is evicted can never be found."""
         renewed: set[bytes] = set()
         for page in sorted(pages, key=lambda page: page.index, reverse=True):
             if page.key not in renewed:

@@ -1,4 +1,4 @@
-"""Tier jobs of one replica, and what has become of them. Sans I/O."""
+"""Tier jobs of one replica, and their outcomes. Sans I/O."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -21,14 +21,14 @@ LATE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a job: no rank touches its pages any more."""
+    """Outcome of a finished job: no rank touches its pages any more."""
 
     done: list[bool]
     """For each page, whether every rank has done its part."""
     failures: Counter[str]
     """Failed pages by reason, over all ranks."""
     now_s: float
-    """When the last rank reported."""
+    """Time of the last rank's report."""
 
     @property
     def num_leading(self) -> int:
@@ -47,11 +47,11 @@ class _Open:
     failures: Counter[str] = field(default_factory=Counter)
     reported: set[int] = field(default_factory=set)
     due_s: float | None = None
-    """When it is considered hanging."""
+    """Time after which it is considered hanging."""
 
 
 class TierJobs:
-    """Every rank reports every job exactly once, so that nothing waits for what only one rank knows."""
+    """Open jobs. Every rank reports every job exactly once, so that nothing waits for what only one rank knows."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks

@@ -1,4 +1,4 @@
-"""Loads of host pages to the device, for sequences that begin with them. Sans I/O."""
+"""Leading pages that are on the device, or will be."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ class Loaded:
 
     num_pages: int
     num_fetched: int
-    """Pages among them that host memory got from storage for this request."""
+    """Number of these pages that host memory got from storage for this request."""
 
 
 class HostLoader:
-    """Fills device pages of sequences, which must not give them back before a load has ended."""
+    """Loader of device pages for sequences, which must not free them before a load has ended."""
 
     def __init__(self, host: HostIndex, jobs: TierJobs) -> None:
         self._host = host

@@ -7,9 +7,10 @@ from cluster.spec.page_key import first_place
 
 
 class Pins:
-    """Pages are pinned while any pinned prompt begins with them, whether or not they are in host memory yet.
+    """Set of pinned prompts; a page is pinned while any of them begins with it, whether or not it is in host memory
+    yet.
 
-    A prompt is named by the key of its last page, which stands for all of it.
+    A prompt is identified by the key of its last page.
     """
 
     def __init__(self, pages_per_owner: int, num_owners: int) -> None:
@@ -28,7 +29,7 @@ class Pins:
         return bool(self._prompts)
 
     def refusal(self, keys: Sequence[bytes]) -> str:
-        """Say why a prompt may not be pinned; empty if it may."""
+        """Return why a prompt may not be pinned; empty if it may."""
         num_pages = self._num_pages.copy()
         for owner, key in self._owned(keys):
             num_pages[owner] += key not in self

@@ -1,6 +1,6 @@
 """Reads of stored pages into host memory, for requests that will need them. Sans I/O.
 
-Storage is asked first what it has, so that host memory evicts nothing for pages that do not come.
+A look-up in storage comes first, so that host memory evicts nothing for absent pages.
 """
 
 from collections.abc import Sequence
@@ -30,27 +30,27 @@ class _Prefetch:
     """Pages of one request that storage may have."""
 
     keys: Sequence[bytes]
-    """All pages that the request begins with."""
+    """All leading pages of the request."""
     pages: list[TierPage]
     """Pages that host memory did not have, in order."""
     deadline_s: float
-    """When the request stops waiting."""
+    """Time when the request stops waiting."""
     late_s: float
-    """When storage is too slow; nothing more is read then."""
+    """Time when storage is too slow; nothing more is read then."""
     num_wanted: int = 0
     """Leading pages that are stored, as far as is known."""
     num_submitted: int = 0
     num_open: int = 1
     """Open jobs; the first one looks up what is stored."""
     shared: list[bytes] = field(default_factory=list)
-    """Pages that are on their way for another request."""
+    """Pages in flight for another request."""
     held: list[bytes] = field(default_factory=list)
-    """Host pages kept for this request."""
+    """Host pages held for this request."""
     is_forgotten: bool = False
 
 
 class Prefetcher:
-    """Reads pages by the prefetch policy, and says how long each request waits for them."""
+    """Prefetcher that reads pages by policy, and decides how long each request waits for them."""
 
     def __init__(
         self, config: StorageConfig, page_size: int, host: HostIndex, jobs: TierJobs, breaker: Breaker
@@ -92,7 +92,7 @@ class Prefetcher:
         return min((each.deadline_s for each in self._prefetches.values() if self._is_open(each)), default=None)
 
     def forget(self, room: Room, now_s: float) -> None:
-        """Note that the request starts, or never will; pages that are on their way still come."""
+        """Note that the request starts, or never will; pages in flight still come."""
         prefetch = self._prefetches.pop(room, None)
         if prefetch is None:
             return
@@ -137,7 +137,7 @@ class Prefetcher:
                 self._jobs.submit(TierJobKind.FETCH, pages, on_end, prefetch.late_s - now_s)
 
     def _next_batch(self, prefetch: _Prefetch) -> list[TierPage]:
-        """Reserve host pages for the next pages, except those that are here or on their way for another request."""
+        """Reserve host pages for the next pages, except those that are here or in flight for another request."""
         batch: list[TierPage] = []
         while prefetch.num_submitted < prefetch.num_wanted and len(batch) < BATCH_PAGES:
             page = prefetch.pages[prefetch.num_submitted]

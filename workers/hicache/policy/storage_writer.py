@@ -1,4 +1,4 @@
-"""Copies of host pages to storage: when they are made. Sans I/O."""
+"""Copies of host pages to storage, and when they are made. Sans I/O."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,17 +18,17 @@ MAX_OPEN = 2
 MARGIN = 1024
 """Pages of each owner that ``write_back`` stores ahead of their eviction."""
 TIMEOUT_S = 60.0
-"""A job that has waited so long is dropped: pages come faster than storage takes them."""
+"""Longest wait of a queued job, after which it is dropped: pages come faster than storage takes them."""
 RENEW_S = 60.0
-"""A used page that storage had so long ago is offered again, since storage does not report what it loses."""
+"""Age of the last known copy at which a used page is offered again, since storage does not report evictions."""
 MAX_REPORTED = 1 << 18
-"""Keys of stored pages that new routers are sent."""
+"""Most keys of stored pages that new routers are sent."""
 
 
 class StorageWriter:
-    """Stores pages by the write policy. A page that cannot be written is counted, and tried again when it is used.
+    """Writer of pages by policy. A page that cannot be written is counted, and retried when it is used.
 
-    ``write_back`` tries it again among the next to be evicted. While the breaker is open the latest pages wait, as many
+    ``write_back`` retries it among the next to be evicted. While the breaker is open the latest pages wait, as many
     as host memory has. Offering a page that storage has costs one look: ranks write only what is missing.
     """
 
@@ -81,7 +81,7 @@ class StorageWriter:
 
     @property
     def stored_keys(self) -> list[bytes]:
-        """The latest stored pages."""
+        """Return the latest stored pages."""
         return list(self._stored)
 
     def advance(self, now_s: float) -> None:

@@ -1,7 +1,7 @@
 """Objects as files of one private folder, which any number of processes may share.
 
-A file is written under a temporary name and then renamed, so that it is there whole or not at all. Its modification
-time says when it was last used. Reading renews it, and so does looking for the file to see whether it must be written;
+A file is written under a temporary name and then renamed, so that it is either complete or absent. Its modification
+time is the time of last use. Reading renews it, and so does looking for the file to see whether it must be written;
 the deeper an object, the earlier its time, so that the end of a prompt is evicted before its beginning.
 """
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _READ_AHEAD = 4
 """Files that the kernel reads ahead."""
 _DEPTH_S = 0.1
-"""How much earlier a page of a prompt counts as used than the page above it: the longest that one page takes."""
+"""Age difference between a page and its predecessor in the prompt: the longest time that one page takes."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _BROKEN = (errno.EIO, errno.ELOOP, errno.ENXIO)
 """Errors of an object that will never be readable; ``ELOOP`` is a symbolic link, ``ENXIO`` a socket."""
@@ -37,7 +37,7 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class FileStorage:
-    """A folder as a ``StorageBackend``."""
+    """Folder as a ``StorageBackend``."""
 
     def __init__(self, folder: Path, max_bytes: int, *, fsync: bool) -> None:
         """Make the folder; one that exists and cannot be written to is only read.
@@ -107,12 +107,12 @@ class FileStorage:
         self.sweeper.close()
 
     def _path(self, name: str) -> Path:
-        """Return where an object lies: each namespace is spread over folders, since very large ones are slow."""
+        """Return an object's path: each namespace is spread over folders, since very large ones are slow."""
         namespace, _, file = name.rpartition("/")
         return self._folder / namespace / file[:2] / file
 
     def _has(self, name: str, depth: int | None = None) -> bool:
-        """Return whether an object is there, which counts as using it if its depth is given."""
+        """Return whether an object is there, which counts as a use if its depth is given."""
         try:
             return _is_there(self._path(name), depth)
         except OSError as error:
@@ -120,7 +120,7 @@ class FileStorage:
 
     def _open(self, name: str, stack: contextlib.ExitStack) -> io.FileIO | Read:
         try:
-            # Neither follow a link nor wait for whoever may write to a pipe.
+            # Neither follow a link nor wait for a writer of a pipe.
             descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
             if not is_regular:
@@ -208,7 +208,7 @@ def _is_there(path: Path, depth: int | None) -> bool:
 
 
 def _stamp(file: int | Path, depth: int) -> None:
-    """Note that a file is used. What is above it in its prompt counts as used later, though it is read before."""
+    """Note that a file is used. Its predecessors in the prompt count as used later, though they are read before."""
     used_s = time.time() - depth * _DEPTH_S
     os.utime(file, times=(used_s, used_s))
 
@@ -222,7 +222,7 @@ def _rename(unfinished: Path, path: Path) -> None:
 
 
 def _move_aside(path: Path) -> None:
-    """Clear the place of an object of a folder, which is not ours to remove."""
+    """Move aside a folder that blocks an object's path; it is not ours to remove."""
     path.rename(path.with_name(f".displaced-{secrets.token_hex(4)}-{path.name}"))
 
 

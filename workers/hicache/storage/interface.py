@@ -1,4 +1,4 @@
-"""The interface of storage backends, which keep named objects and know nothing of pages, keys or ranks."""
+"""Interface of storage backends, which keep named objects and know nothing of pages, keys or ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from cluster.spec.tiers import StorageFigures
 
 
 class StorageError(BatonError):
-    """Storage cannot do what it was asked to do now; it may later."""
+    """Error of storage that cannot do something now; it may later."""
 
 
 class CorruptObjectError(BatonError):
-    """An object is not what was written under its name, and never will be."""
+    """Error of an object that is not what was written under its name, and never will be."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageObject:
-    """A name, and the memory that its bytes come from or go to, one part after another."""
+    """Name of an object, and the memory that its bytes are read into or written from, one part after another."""
 
     name: str
     parts: Sequence[memoryview]
     depth: int = 0
-    """Objects without which this one is useless: a page needs the pages before it in its prompt."""
+    """Number of objects without which this one is useless: a page needs the pages before it in its prompt."""
 
     @property
     def num_bytes(self) -> int:
@@ -40,14 +40,14 @@ class StorageBackend(Protocol):
     """Objects by name: letters, digits, dots and dashes, in folders divided by slashes. Objects never change.
 
     Several threads, and several processes on the same storage, may call all methods at once; the names of one call
-    differ. An object is there whole or not at all, whatever happens to its writer.
+    differ. An object is either complete or absent, whatever happens to its writer.
     """
 
     def count_leading(self, names: Sequence[str]) -> int:
-        """Return how many objects are there before the first that is not.
+        """Return how many objects are there before the first missing one.
 
         Raises:
-            StorageError: storage cannot say.
+            StorageError: storage cannot answer.
         """
         ...
 
@@ -64,7 +64,7 @@ class StorageBackend(Protocol):
     def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
         """Fill the parts of objects; yield an outcome for each, in order.
 
-        An object may be read no sooner than its outcome is taken, so a caller that runs out of time takes no more
+        An object may be read as late as its outcome is taken, so a caller that runs out of time takes no more
         outcomes. An object of another size is corrupt.
 
         Raises:
@@ -73,7 +73,7 @@ class StorageBackend(Protocol):
         ...
 
     def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
-        """Keep objects, as ``read`` reads them; one that is there already counts as used and stays as it is.
+        """Write objects in the form that ``read`` reads; an existing one counts as used and stays unchanged.
 
         Raises:
             StorageError: the rest cannot be written.
@@ -89,7 +89,7 @@ class StorageBackend(Protocol):
         ...
 
     def figures(self) -> StorageFigures | None:
-        """Return what this process knows of storage as a whole, without asking it; None for nothing."""
+        """Return what this process knows of storage as a whole, without a request to it; None for nothing."""
         ...
 
     def maintain(self) -> None:

@@ -1,4 +1,4 @@
-"""Objects in a Mooncake Store cluster: memory of many hosts under one master, which evicts what is used least."""
+"""Objects in a Mooncake Store cluster: memory of many hosts under one master, which evicts the least used objects."""
 
 import os
 import socket
@@ -23,14 +23,14 @@ _MISSING = -704
 """Status of removing an object that is not there."""
 _REACH_S = 3.0
 _NONSENSE = bytes(64)
-"""A call that no master knows, so that it hangs up at once."""
+"""Request that no master knows, so that it hangs up at once."""
 
 
 class MooncakeStorage:
-    """A Mooncake Store cluster as a ``StorageBackend``."""
+    """Mooncake Store cluster as a ``StorageBackend``."""
 
     def __init__(self, host: str, master: str, lent_bytes: int) -> None:
-        """Join the cluster, and lend it memory of this process for anybody's objects.
+        """Join the cluster, and lend it memory of this process for anyone's objects.
 
         Raises:
             StorageError: no master is there at present.
@@ -39,9 +39,9 @@ class MooncakeStorage:
         self._client = MooncakeDistributedStore()
         status = self._client.setup(host, "P2PHANDSHAKE", lent_bytes, STORE_CLIENT_BYTES, "tcp", "", master)
         if status != 0:
-            raise StorageError(f"no Mooncake master can be used at {master} (status {status})")
+            raise StorageError(f"no usable Mooncake master at {master} (status {status})")
         self._writing = threading.Lock()
-        """Guards the memory below."""
+        """Lock of the memory below."""
         memory = np.zeros(STORE_OUTGOING_BYTES, dtype=np.uint8)
         self._outgoing, self._outgoing_address = memory.data, int(memory.ctypes.data)
         status = self._client.register_buffer(self._outgoing_address, STORE_OUTGOING_BYTES)
@@ -59,7 +59,7 @@ class MooncakeStorage:
         """Read objects in one call."""
         names = [item.name for item in objects]
         handles = self._client.batch_get_buffer(names) if names else []
-        # Objects that are not there and objects that cannot be read both have no handle.
+        # Missing objects and unreadable objects both have no handle.
         there = set(self._those_there([name for name, handle in zip(names, handles, strict=True) if handle is None]))
         for item, handle in zip(objects, handles, strict=True):
             if handle is not None:
@@ -70,7 +70,7 @@ class MooncakeStorage:
                 yield False
 
     def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
-        """Write objects in few calls; the store keeps those that are there already."""
+        """Write objects in few calls; the store keeps existing ones."""
         for group in _groups(objects, len(self._outgoing)):
             for item, status in zip(group, self._put(group), strict=True):
                 failed = StorageError(f"{item.name} cannot be written to Mooncake Store (status {status})")
@@ -83,7 +83,7 @@ class MooncakeStorage:
             raise StorageError(f"{name} cannot be deleted from Mooncake Store (status {status})")
 
     def figures(self) -> None:
-        """Return nothing: the master has metrics of its own."""
+        """Return None: the master has its own metrics."""
 
     def maintain(self) -> None:
         """Do nothing: the store evicts by itself."""
@@ -112,7 +112,7 @@ class MooncakeStorage:
     def _are_there(self, names: Sequence[str]) -> list[bool]:
         found = self._client.batch_is_exist(list(names)) if names else []
         if any(status < 0 for status in found):
-            raise StorageError(f"Mooncake Store cannot tell what is there (status {min(found)})")
+            raise StorageError(f"Mooncake Store cannot look up objects (status {min(found)})")
         return [bool(status) for status in found]
 
 
@@ -127,7 +127,7 @@ def _take(data: memoryview, item: StorageObject) -> Read:
 
 
 def _groups(objects: Sequence[StorageObject], most_bytes: int) -> Iterator[list[StorageObject]]:
-    """Group objects, in order, by so many bytes at most; larger ones come alone."""
+    """Group objects, in order, by at most ``most_bytes``; larger ones come alone."""
     group, num_bytes = list[StorageObject](), 0
     for item in objects:
         if group and num_bytes + item.num_bytes > most_bytes:
@@ -153,6 +153,6 @@ def _reach(master: str) -> None:
     except ConnectionResetError:
         return  # hung up as well
     except TimeoutError as error:
-        raise StorageError(f"the Mooncake master at {master} does not answer within {_REACH_S:g} s") from error
+        raise StorageError(f"the Mooncake master at {master} did not answer within {_REACH_S:g} s") from error
     except OSError as error:
         raise StorageError(f"no Mooncake master can be reached at {master}: {error}") from error

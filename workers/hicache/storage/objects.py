@@ -20,23 +20,23 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     shard: str
     """Heads of each KV group, and layers."""
     writer: str
-    """Ownership and coordinates of the rank that wrote the object, under which any reader accepts it."""
+    """Ownership and coordinates of the rank that wrote the object; any reader accepts all of them."""
     digest: bytes
 
 
 class ObjectFormat:
-    """The objects of one rank: its heads and layers of pages.
+    """Format of one rank's objects: its heads and layers of pages.
 
     A page's bytes do not depend on CP, so that replicas share objects if they divide heads and layers alike. Tenants
     have different page keys, which begin with their salts.
     """
 
     def __init__(self, row: RankRow, weights: str) -> None:
-        """``weights`` is a digest of the model's weights."""
+        """Build the format; ``weights`` is a digest of the model's weights."""
         geometry, layout, coords, sizes = row.geometry, row.layout, row.coords, row.sizes
         self.is_writer = coords.tp % copies_of(row) == 0
-        """Whether this rank writes; of TP ranks with the same heads the first one does, and all of them read."""
-        # All that must be equal for KV to be interchangeable; the model's served name need not be.
+        """Whether this rank writes; the first of the TP ranks with the same heads does, and all of them read."""
+        # Fields that must be equal for KV to be interchangeable; the model's served name need not be.
         facts = (FORMAT_VERSION, weights, geometry.page_size, geometry.num_layers, geometry.groups)
         self._namespace = hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=16).hexdigest()
         heads = "_".join(f"h{group.heads.start}-{group.heads.stop - 1}" for group in layout.groups)
@@ -52,7 +52,7 @@ class ObjectFormat:
         return self._header(page, data, self._writer)
 
     def matches(self, page: TierPage, header: bytes, data: memoryview) -> bool:
-        """Return whether a header and the bytes behind it are this page as some rank wrote it."""
+        """Return whether a header and the bytes after it are this page as some rank wrote it."""
         end = _LENGTH_BYTES + int.from_bytes(header[:_LENGTH_BYTES], "little")
         try:
             writer = msgspec.msgpack.decode(header[_LENGTH_BYTES:end], type=_Header).writer
@@ -73,7 +73,7 @@ class ObjectFormat:
 
 
 def _digest(data: memoryview, writer: str) -> bytes:
-    """Hash bytes against accidents, not against attackers."""
+    """Hash bytes to detect accidents, not attacks."""
     # Only workers with storage need the library.
     from xxhash import xxh3_128
 

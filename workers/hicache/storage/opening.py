@@ -15,20 +15,20 @@ _FIRST_S = 5.0
 
 
 class OpeningStorage:
-    """A ``StorageBackend`` that opens another on a thread of its own, since that may take minutes.
+    """Wrapper that opens another ``StorageBackend`` on its own thread, since that may take minutes.
 
     A call that finds storage closed starts the next attempt, so the leader's breakers set the pace.
     """
 
     def __init__(self, open_storage: Callable[[], StorageBackend], first_s: float = _FIRST_S) -> None:
-        """Start the first attempt, and wait so long for it.
+        """Start the first attempt, and wait for it for up to ``first_s``.
 
         Raises:
             UserError: the configuration is wrong.
         """
         self._open_storage = open_storage
         self._lock = threading.Lock()
-        """Guards the fields below."""
+        """Lock of the fields below."""
         self._backend: StorageBackend | None = None
         self._failure: Exception | None = None
         self._is_closed = False

@@ -1,4 +1,4 @@
-"""One rank's pages in storage: looking them up, reading and writing them. Calls block as long as the backend does."""
+"""Pages of one rank in storage: look-up, reading and writing. Calls block as long as the backend does."""
 
 import logging
 import time
@@ -18,17 +18,17 @@ _LOOK_UP_PAGES = 128
 """Most pages looked up in one call, so that time and shutdown are checked in between."""
 _BATCH_PAGES = 16
 _BATCH_BYTES = 16 << 20
-"""Most bytes read or written in one call, unless a single page has more; a rate limit lets so much pass at once."""
+"""Most bytes read or written in one call, unless a single page has more; a rate limit lets this much pass at once."""
 
 Buffer = Callable[[TierPage], memoryview]
-"""Returns the memory that a page's bytes come from or go to."""
+"""Function that returns the memory that a page's bytes are read into or written from."""
 Outcome = TypeVar("Outcome")
 
 
 class PageStore:
-    """Reads and writes the pages of one rank. Calls return, for each page, whether it is there, and count failures.
+    """Reader and writer of one rank's pages. Calls return, for each page, whether it is there, and count failures.
 
-    No page is begun after ``until_s``, a time of the monotonic clock.
+    No page is started after ``until_s``, a time of the monotonic clock.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class PageStore:
         return self._backend.figures()
 
     def stop(self) -> None:
-        """Begin no further page. Any thread may call this."""
+        """Start no further page. Any thread may call this."""
         self._is_stopping = True
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class PageStore:
         return StorageObject(self._format.name(page), [memoryview(header), data], page.depth)
 
     def _takes_turn(self, limit: RateLimit, until_s: float, failures: Counter[str]) -> bool:
-        """Wait for a page's turn; False, for it and all behind it, if that would not come in time."""
+        """Wait until the rate limit admits a page; return False, for it and all after it, if that would be too late."""
         is_in_time = self._goes_on(until_s) and limit.wait(self._page_bytes, until_s)
         failures["late"] += not is_in_time
         return is_in_time

@@ -1,11 +1,13 @@
-"""A limit of bytes per second."""
+"""Limit of bytes per second."""
 
 import time
 from collections.abc import Callable
 
 
 class RateLimit:
-    """Makes one thread wait, so that over any period it moves no more than the rate allows and one piece."""
+    """Limiter that makes one thread wait, so that over any period it moves no more than the rate allows plus one
+    piece.
+    """
 
     def __init__(
         self,
@@ -13,14 +15,14 @@ class RateLimit:
         now_s: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Without a rate nothing waits."""
+        """Build a limiter; without a rate nothing waits."""
         self._bytes_per_s = bytes_per_s
         self._now_s = now_s
         self._sleep = sleep
         self._free_at_s = 0.0
 
     def wait(self, num_bytes: int, until_s: float) -> bool:
-        """Wait before moving so many bytes; return False at once if their turn would not come before ``until_s``."""
+        """Wait before moving this many bytes; return False at once if the wait would not end before ``until_s``."""
         if self._bytes_per_s is None:
             return True
         now_s = self._now_s()

@@ -12,10 +12,10 @@ from workers.hicache.storage.opening import OpeningStorage
 
 
 def make_storage(config: StorageConfig, host: str) -> StorageBackend | None:
-    """Return the configured backend, if there is one; ``host`` is where peers reach this process.
+    """Return the configured backend, if there is one; ``host`` is the address at which peers reach this process.
 
     Raises:
-        UserError: the configuration is wrong. Storage that is unavailable is no error here.
+        UserError: the configuration is wrong. Storage that is unavailable is not an error here.
     """
     maker = MAKERS.get(config.backend)
     return OpeningStorage(partial(maker, config, host)) if maker else None

@@ -1,4 +1,4 @@
-"""The soft size limit of a folder of objects, which any number of processes may write to."""
+"""Soft size limit of a folder of objects, which any number of processes may write to."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ LOCK = ".lock"
 _KEEP = 0.9
 """Share of the limit that a sweep leaves."""
 _BETWEEN_SWEEPS = 64
-"""A process sweeps after writing this part of the limit, so that a few writers stay below it."""
+"""Part of the limit that a process writes before it sweeps, so that a few writers stay below it."""
 _EVERY_S = 600.0
 """Longest time between a write and a sweep."""
 _RETRY_S = 1.0
@@ -26,14 +26,14 @@ _RETRY_S = 1.0
 _ABANDONED_S = 600.0
 """Age at which an unfinished file belongs to a killed writer."""
 _CLOCK_SKEW_S = 300.0
-"""How far the clocks of hosts that share a folder may differ."""
+"""Largest difference between the clocks of hosts that share a folder."""
 
 _Object = tuple[float, int, str]
 """Time of last use, size and path."""
 
 
 class Sweeper:
-    """Removes the least recently used objects until the folder is below its limit.
+    """Sweeper that removes the least recently used objects until the folder is below its limit.
 
     Each writing process has a sweeper; a lock file admits one of them at a time. Writers never wait for it, so the
     folder may exceed its limit for a short while, by what is written between two sweeps. Files that do not lie where
@@ -44,7 +44,7 @@ class Sweeper:
         self._folder = folder
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        """Guards the three fields below."""
+        """Lock of the three fields below."""
         self._found_bytes = self._written_bytes = 0
         self._is_disk_full = False
         self._due, self._closed = threading.Event(), threading.Event()
@@ -52,19 +52,19 @@ class Sweeper:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the last sweep left, and those this process has written since."""
+        """Return the bytes that the last sweep left, plus those that this process has written since."""
         with self._lock:
             return self._found_bytes + self._written_bytes
 
     def note_written(self, num_bytes: int) -> None:
-        """Count a new object; a sweep becomes due now and then."""
+        """Count a new object; a sweep becomes due periodically."""
         with self._lock:
             self._written_bytes += num_bytes
             if self._written_bytes * _BETWEEN_SWEEPS >= self._max_bytes:
                 self._due.set()
 
     def note_disk_full(self) -> None:
-        """Let the next sweep, due at once, remove objects although the limit is not reached."""
+        """Make a sweep due at once that removes objects although the limit is not reached."""
         with self._lock:
             self._is_disk_full = True
             self._due.set()
@@ -95,7 +95,7 @@ class Sweeper:
             return True
 
     def _sweep_in_turn(self) -> None:
-        """Sweep once no other process does."""
+        """Sweep as soon as no other process does."""
         while not self._closed.is_set() and not self.sweep():
             self._closed.wait(_RETRY_S)
 
@@ -118,7 +118,7 @@ class Sweeper:
         for entry in _entries(self._folder):
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 stat = entry.stat(follow_symlinks=False)
-                # A file's times of use are set at will; only its change time tells when it was last written.
+                # A file's times of use can be set freely; only its change time says when it was last written.
                 if entry.name.startswith(UNFINISHED) and stat.st_ctime < abandoned_s:
                     Path(entry.path).unlink()
                     continue
@@ -130,7 +130,7 @@ class Sweeper:
     def _evict(self, objects: list[_Object], num_bytes: int) -> int:
         """Remove the least recently used objects until so many bytes are gone; return how many are.
 
-        A time of use that is yet to come says nothing, since the clock was set back: such objects go first.
+        A time of use in the future means nothing, since the clock was set back: such objects go first.
         """
         latest_s = time.time() + _CLOCK_SKEW_S
         evicted_bytes = 0

@@ -1,4 +1,4 @@
-"""A digest of a checkpoint's weights, over every byte of them."""
+"""Digest of all bytes of a checkpoint's weights."""
 
 import contextlib
 import fcntl
