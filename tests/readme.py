@@ -1,4 +1,4 @@
-"""README.md as data: its fenced blocks and the shell commands in them."""
+"""The documents as data: README.md and the pages of docs/, their fenced blocks and shell commands."""
 
 import re
 from pathlib import Path
@@ -7,18 +7,28 @@ ROOT = Path(__file__).resolve().parents[1]
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def text() -> str:
-    """All of README.md."""
-    return (ROOT / "README.md").read_text(encoding="utf-8")
+def pages() -> dict[str, str]:
+    """Return the text of every document, by path."""
+    names = ["README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+    return {name: text(name) for name in sorted(names)}
 
 
-def blocks(language: str) -> list[str]:
-    """The fenced blocks of one language, in order."""
-    return [found[2] for found in _FENCE.finditer(text()) if found[1] == language]
+def text(page: str = "README.md") -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def prose(page: str) -> str:
+    """Return a page on one line, without its fenced blocks."""
+    return " ".join(_FENCE.sub("", text(page)).split())
+
+
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    """Return the fenced blocks of one language, in order."""
+    return [found[2] for found in _FENCE.finditer(text(page)) if found[1] == language]
 
 
 def commands() -> list[str]:
-    """Every shell command; lines within quotes or braces belong to the command they continue."""
+    """Return README's shell commands; lines within quotes or braces belong to the command they continue."""
     found: list[str] = []
     for block in blocks("bash"):
         pending = ""
@@ -32,6 +42,6 @@ def commands() -> list[str]:
 
 
 def command(start: str) -> str:
-    """The one command that starts with a text."""
+    """Return the one command that starts with a text."""
     (found,) = (line for line in commands() if line.startswith(start))
     return found

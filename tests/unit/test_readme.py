@@ -1,4 +1,4 @@
-"""README says what is there: its files, topologies, links, and that each command is executed somewhere."""
+"""The documents match the project: files, links, topologies, names; README's commands are executed somewhere."""
 
 import re
 from pathlib import Path
@@ -15,13 +15,17 @@ from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
 
 EXECUTED_IN = {
     "sudo apt-get install": ".ci/run",
-    "make test": ".ci/run",
     "make serve": "tests/integration/clusters/test_readme.py",
     "curl": "tests/integration/clusters/test_readme.py",
     ".venv/bin/baton": "tests/integration/clusters/test_readme.py",
     "ray job": "tests/integration/clusters/test_readme.py",
 }
-"""What executes a command, by how the command begins."""
+"""The file that executes a command, by how the command begins."""
+CODE = ("cluster", "router", "workers", "transfer")
+PAGES = sorted(readme.pages())
+MAX_README_LINES = 130
+MAX_ARCHITECTURE_LINES = 150
+MAX_PARAGRAPH_WORDS = 120
 
 
 @pytest.mark.parametrize("command", readme.commands())
@@ -35,9 +39,14 @@ def test_every_command_is_executed(command: str) -> None:
         assert any(command.startswith(start) for start in starts), f"{file} executes only {starts}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])
+def test_only_readme_has_blocks_that_are_executed(page: str) -> None:
+    assert readme.blocks("bash", page) == [], "a block of another page is sh, and not executed"
+
+
 def test_commands_in_the_text_exist() -> None:
-    prose = " ".join(re.sub(r"^```.*?^```$", "", readme.text(), flags=re.MULTILINE | re.DOTALL).split())
-    mentioned = set(re.findall(r"`(?:baton )?((?<=baton )[^`]+|bench [^`]+)`", prose))
+    text = " ".join(readme.prose(page) for page in PAGES if not page.startswith("docs/benchmarks/"))
+    mentioned = set(re.findall(r"`(?:baton )?((?<=baton )[^`]+|bench [^`]+)`", text))
     assert {"doctor", "bench cp", "simulate", "restart --rolling"} <= mentioned
     for words in mentioned:
         options = {name for option in _command(words.split()).params for name in option.opts}
@@ -45,7 +54,7 @@ def test_commands_in_the_text_exist() -> None:
 
 
 def _command(words: list[str]) -> Any:
-    """The command that some words begin with."""
+    """Return the command that some words begin with."""
     command: Any = get_command(app)
     for name in words:
         if not hasattr(command, "commands"):
@@ -56,19 +65,47 @@ def _command(words: list[str]) -> Any:
 
 
 def test_every_topology_is_listed_as_it_is() -> None:
-    rows = dict(re.findall(r"^\| `(deploy/[\w-]+\.yaml)` \| (.*) \|$", readme.text(), re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(deploy/[\w-]+\.yaml)` \| (.*) \|$", readme.text("docs/topologies.md"), re.MULTILINE))
     files = {f"deploy/{path.name}" for path in (readme.ROOT / "deploy").glob("local-*.yaml")}
     assert set(rows) == files
     for file, row in rows.items():
         assert row == _row(DeployConfig(**yaml.safe_load((readme.ROOT / file).read_text()))), file
 
 
-def test_links_and_files_exist() -> None:
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", readme.text())
-    files = re.findall(r"`((?:cluster|router|workers|transfer|deploy|tests|docs)/[\w./-]+)`", readme.text())
-    assert links
-    assert files
-    assert [name for name in links + files if not Path(readme.ROOT, name).exists()] == []
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_files_exist(page: str) -> None:
+    text = readme.text(page)
+    links = [link for link in re.findall(r"\]\((?!http)([^)]+)\)", text) if not link.startswith("#")]
+    missing = [link for link in links if not (readme.ROOT / page).parent.joinpath(link.split("#")[0]).exists()]
+    files = re.findall(r"`((?:cluster|router|workers|transfer|deploy|tests|docs)/[\w./-]+)`", text)
+    assert missing + [name for name in files if not Path(readme.ROOT, name).exists()] == []
+    anchors = [link.split("#") for link in links if "#" in link]
+    assert [link for link, anchor in anchors if anchor not in _anchors((readme.ROOT / page).parent / link)] == []
+
+
+def test_readme_links_every_guide() -> None:
+    guides = {page for page in PAGES if re.fullmatch(r"docs/[\w-]+\.md", page)}
+    assert set(re.findall(r"\]\((docs/[\w-]+\.md)\)", readme.text())) == guides
+
+
+def test_names_of_the_journey_are_in_the_code() -> None:
+    source = "\n".join(path.read_text("utf-8") for folder in CODE for path in (readme.ROOT / folder).rglob("*.py"))
+    defined = set(re.findall(r"^ *(?:async def|def|class) (\w+)", source, re.MULTILINE))
+    quoted = re.findall(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?)`", readme.text("docs/journey.md"))
+    names = {name for words in quoted for name in words.split(".")} - {"stream", "true", "py", "arrived", "context"}
+    names = {name for name in names if not name.endswith("_backend")}
+    assert len(names) > 60
+    assert sorted(names - defined) == []
+
+
+def test_pages_are_short() -> None:
+    assert len(readme.text().splitlines()) <= MAX_README_LINES
+    for page in PAGES:
+        if page.startswith("docs/architecture/"):
+            assert len(readme.text(page).splitlines()) <= MAX_ARCHITECTURE_LINES, page
+            text = re.sub(r"^```.*?^```$", "", readme.text(page), flags=re.MULTILINE | re.DOTALL)
+            paragraphs = [part for part in re.split(r"\n\n|\n(?=- |\d+\. )", text) if not part.lstrip().startswith("|")]
+            assert [part for part in paragraphs if len(part.split()) > MAX_PARAGRAPH_WORDS] == [], page
 
 
 def test_the_demo_is_the_models_own() -> None:
@@ -77,6 +114,11 @@ def test_the_demo_is_the_models_own() -> None:
     assert quoted in readme.command(".venv/bin/baton chat")
     assert all(quoted in block for block in readme.blocks("python"))
     assert f"`{DEMO_ANSWER}`" in readme.text()
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
 def _row(config: DeployConfig) -> str:

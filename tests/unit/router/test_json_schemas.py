@@ -24,7 +24,7 @@ def problem_of(schema: Any) -> str:
 def test_formats_that_are_known_stay(name: str) -> None:
     schema = {"type": "string", "format": name}
     assert without_noops(schema) == schema
-    assert f"`{name}`" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"`{name}`" in (ROOT / "docs" / "structured-output.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
