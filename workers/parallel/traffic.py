@@ -7,7 +7,7 @@ Traffic = Counter[str]
 
 WHOLE_SUM_BYTES = 128 << 10
 """In shared memory every rank adds up all of a sum up to here for itself; beyond, bytes read cost more than waiting a
-second time. `python -m tests.bench.sum_sizes` finds it, on two cores for two ranks as for four."""
+second time. `docs/benchmarks/2026-11-22-layouts.md` has the times, for two ranks and for four."""
 
 STAGES = "stages"
 """Hidden states from the stage before."""
