@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from cluster.spec.config import DeployConfig
+from cluster.spec.lifecycle import Role
 from cluster.spec.sampling import Sampling, Stopping
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_cluster import Prompt
@@ -33,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LocalEngine]:
-    engine = LocalEngine()
+    engine = LocalEngine("tests.fakes.telling_worker:TellingWorker")
     yield engine
     engine.close()
 
@@ -90,6 +91,9 @@ def test_choices_are_as_many_requests(folder: Path, engine: LocalEngine, prefix_
         expected = [cluster.answer([prompt], timeout_s=120)[0] for prompt in apart]
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
     assert len({tuple(answer.token_ids) for answer in answers}) == len(answers), "choices differ"
+    if not prefix_cache:
+        num_computed = sum(times.num_tokens for times in engine.ask(Role.PREFILL, "told_load")[0].steps)
+        assert num_computed == sum(LENGTHS) * (1 + NUM_CHOICES), "a prompt is computed once for all of its choices"
     for answer, alone in zip(answers, expected, strict=True):
         assert [told.logprob for told in answer.logprobs] == pytest.approx(
             [told.logprob for told in alone.logprobs], abs=1e-4

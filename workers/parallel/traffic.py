@@ -7,7 +7,7 @@ Traffic = Counter[str]
 
 WHOLE_SUM_BYTES = 128 << 10
 """Largest sum in shared memory that every rank adds up as a whole; for larger ones, reading costs more than waiting a
-second time. Found by `python -m tests.bench.sum_sizes` on two cores, for two ranks as for four.
+second time. Measured on two cores, for two ranks as for four.
 """
 
 STAGES = "stages"

@@ -1,10 +1,6 @@
 """What an operator orders, event by event: who is drained, ended and started when; what is refused; that all ends."""
 
-from random import Random
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cluster.spec.errors import ConfigError, Problem
 from cluster.spec.ids import Incarnation, ReplicaId
@@ -14,7 +10,6 @@ from cluster.supervisor.events import (
     DrainReplica,
     End,
     Ended,
-    Failed,
     MarkEnded,
     Outcome,
     Place,
@@ -30,7 +25,7 @@ from cluster.supervisor.events import (
 )
 from cluster.supervisor.orders import DrainOrder, Order, RestartOrder, ResumeOrder, ScaleOrder
 from cluster.supervisor.state import MemberState, Phase
-from tests.fakes.supervised import ERROR, Run
+from tests.fakes.supervised import Run
 
 TWO_OF_EACH = ("bootstrap", "router", "prefill-0", "prefill-1", "decode-0", "decode-1")
 ONE_OF_EACH = ("bootstrap", "router", "prefill-0", "decode-0")
@@ -294,63 +289,3 @@ def test_a_stop_ends_the_order_at_hand() -> None:
     run.order(RestartOrder(is_rolling=True))
     assert answers(run.step(StopRequested("SIGINT"))) == [(Outcome.FAILED, "the cluster stops")]
     assert run.cluster.phase is Phase.DRAINING
-
-
-NAMES = st.sampled_from([*TWO_OF_EACH, "prefil-0", "prefill-", "decode-7", ""]).map(ReplicaId)
-ORDERS = st.one_of(
-    st.builds(DrainOrder, replica=NAMES),
-    st.builds(ResumeOrder, replica=NAMES),
-    st.builds(
-        RestartOrder,
-        replicas=st.lists(NAMES, max_size=3).map(tuple),
-        is_rolling=st.booleans(),
-    ),
-    st.builds(ScaleOrder, prefill=st.none() | st.integers(1, 3), decode=st.none() | st.integers(1, 3)),
-)
-
-
-@given(st.lists(ORDERS | st.sampled_from(TWO_OF_EACH), max_size=8), st.randoms(use_true_random=False))
-def test_whatever_is_ordered_and_fails_every_order_has_one_last_answer_and_no_member_lives_twice(
-    what: list[Order | str], random: Random
-) -> None:
-    run = Run(TWO_OF_EACH).serve()
-    alive = {(name, run.incarnation(name)) for name in TWO_OF_EACH}
-    pending: list[Action] = []
-    last_answers = 0
-
-    def take(actions: list[Action]) -> None:
-        nonlocal last_answers
-        for action in actions:
-            if isinstance(action, Start):
-                assert action.name not in {name for name, _ in alive}
-                alive.add((action.name, action.incarnation))
-            if isinstance(action, End):
-                alive.discard((action.name, action.incarnation))
-            last_answers += isinstance(action, Answer) and action.outcome is not Outcome.GOING_ON
-            pending.append(action)
-
-    def settle(number: int) -> None:
-        for _ in range(number):
-            if pending:
-                take(go_on(run, pending.pop(random.randrange(len(pending)))))
-            run.now_s += 1.0
-            take(run.step(Tick()))
-
-    for item in what:
-        if isinstance(item, str):
-            name = item if item in run.cluster.members else "decode-0"
-            take(run.step(Failed(name, run.incarnation(name), ERROR)))
-        else:
-            take(run.order(item))
-        settle(random.randrange(4))
-    settle(400)
-    assert run.cluster.order is None
-    assert last_answers == sum(not isinstance(item, str) for item in what)
-    assert all(
-        member.state is (MemberState.RUNNING if member.is_wanted else MemberState.REMOVED)
-        for member in run.cluster.members.values()
-    )
-    assert {name for name, _ in alive} == {
-        member.name for member in run.cluster.members.values() if member.state is MemberState.RUNNING
-    }
-    assert all(incarnation > Incarnation(0) for _, incarnation in alive)

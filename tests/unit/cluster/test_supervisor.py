@@ -1,7 +1,5 @@
 """The supervisor's rules, event by event; and that no order of events starts a member twice or moves illegally."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +29,7 @@ from cluster.supervisor.events import (
 )
 from cluster.supervisor.orders import TellOrder
 from cluster.supervisor.reconcile import backoff_s, next_incarnation
-from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, MemberState, Phase
+from cluster.supervisor.state import MAX_BACKOFF_S, STABLE_S, MemberState, Phase
 from tests.fakes.supervised import ERROR, NAMES, UNIX_MS, Run
 
 
@@ -253,42 +251,3 @@ def test_incarnations_grow(previous: int, unix_ms: int) -> None:
 @given(st.floats(0.01, 10), st.integers(1, 10_000))
 def test_backoff_stays_within_a_minute(first_s: float, num_failures: int) -> None:
     assert min(first_s, MAX_BACKOFF_S) <= backoff_s(first_s, num_failures) <= MAX_BACKOFF_S
-
-
-_WHAT = st.sampled_from(["tick", "started", "failed", "ended", "stop", "late"])
-
-
-@given(st.lists(st.tuples(_WHAT, st.sampled_from(NAMES), st.floats(0, 40)), max_size=60), st.booleans())
-def test_no_order_of_events_breaks_a_rule(events: list[tuple[str, str, float]], serving: bool) -> None:
-    run = Run().serve() if serving else Run()
-    alive = {(name, run.incarnation(name)) for name in NAMES if serving}
-    drained = False
-    for what, name, waited_s in events:
-        run.now_s += waited_s
-        incarnation = run.incarnation(name)
-        actions: list[Action] = []
-        match what:
-            case "tick":
-                actions = run.step(Tick())
-            case "started":
-                actions = run.step(Started(name, incarnation))
-            case "failed":
-                actions = run.step(Failed(name, incarnation, ERROR))
-            case "late":
-                late = Incarnation(max(NEVER, incarnation - 1))
-                before = run.cluster
-                run.step(Failed(name, late, ERROR)) if late != incarnation else None
-                assert run.cluster == replace(before, looked_s=run.cluster.looked_s)
-            case "stop" if not drained:
-                actions = run.step(StopRequested("test"))
-            case "ended" if run.state(name) is MemberState.ENDING:
-                alive.discard((name, incarnation))
-                actions = run.step(Ended(name, incarnation, True))
-        for action in actions:
-            if isinstance(action, Start):
-                assert action.name not in {name for name, _ in alive}, "started while an earlier start lives"
-                alive.add((action.name, action.incarnation))
-            if isinstance(action, Drain):
-                drained = True
-        if run.cluster.phase not in (Phase.STARTING, Phase.SERVING):
-            assert not any(isinstance(action, Start) for action in actions)

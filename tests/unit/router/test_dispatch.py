@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from cluster.spec.errors import IllegalTransitionError
-from cluster.spec.ids import Room
+from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import move
 from cluster.spec.messages import Output, Submit
 from cluster.spec.peer import Peer
@@ -194,3 +194,14 @@ def test_no_move_leaves_an_end() -> None:
         for stage in RequestPhase:
             with pytest.raises(IllegalTransitionError, match=f"request 5: late would move {end.name}"):
                 move(MOVES, end, stage, "late", "request 5")
+
+
+def test_ids_are_not_confused_between_starts() -> None:
+    old, new = peer_of("decode-0", 1), peer_of("decode-0", 2)
+    dispatch = make(*[Targets(prefill=PREFILL, decode=decode) for decode in (old, new)])
+    dispatch.open(ASK, 1.0, NOW)
+    dispatch.open(ASK, 1.0, NOW)
+    lines = dispatch.load.lines()
+    assert lines[ReplicaId("decode-0"), Incarnation(1)] == lines[ReplicaId("decode-0"), Incarnation(2)]
+    dispatch.on_lost(old, NOW)
+    assert dispatch.num_open == 1

@@ -3,17 +3,15 @@
 import pytest
 
 from cluster.spec.ids import ROUTER, Incarnation
+from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Command, CommandTaken, Drain, Resume, Wanted
 from cluster.spec.page_key import page_keys
 from cluster.spec.peer import Peer
 from cluster.spec.tiers import PinPages, UseStorage
-from tests.fakes.handoff import World
-from tests.fakes.handoff_checks import quiet_world
+from tests.fakes.leader_pair import LeaderPair
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
 from tests.unit.workers.test_tiers import world_of
 from workers.scheduler.leader import Leader
-
-ME = Peer(replica=ROUTER, incarnation=Incarnation(1), address=ROUTER)
 
 
 def command(number: int, wanted: Wanted, *, of: int = 1, router: int = 1) -> Command:
@@ -21,47 +19,43 @@ def command(number: int, wanted: Wanted, *, of: int = 1, router: int = 1) -> Com
     return Command(number=number, sender=sender, incarnation=Incarnation(of), wanted=wanted)
 
 
-def told(world: World, address: str, *commands: Command) -> tuple[bool, list[int]]:
+def told(pair: LeaderPair, role: Role, *commands: Command) -> tuple[bool, list[int]]:
     """Whether the replica drains then, and the numbers of its answers."""
-    leader = world.leaders[address]
-    leader.outgoing = []
-    for given in commands:
-        leader.on_message(given, 0.0)
-    answers = [message for to, message in leader.outgoing if to == ROUTER and isinstance(message, CommandTaken)]
-    assert {(answer.replica, answer.incarnation) for answer in answers} <= {(address.replace("/", "-"), 1)}
-    return leader.load().draining, [answer.number for answer in answers]
+    answers = answers_of(pair.leaders[role], *commands)
+    assert {(answer.replica, answer.incarnation) for answer in answers} <= {(f"{role}-0", 1)}
+    return pair.leaders[role].load().draining, [answer.number for answer in answers]
 
 
-@pytest.mark.parametrize("address", ["prefill/0", "decode/0"])
-def test_a_late_copy_of_an_earlier_command_is_answered_and_changes_nothing(address: str) -> None:
+@pytest.mark.parametrize("role", Role)
+def test_a_late_copy_of_an_earlier_command_is_answered_and_changes_nothing(role: Role) -> None:
     drain, resume = command(1, Drain()), command(2, Resume())
-    assert told(quiet_world(), address, drain, drain) == (True, [1, 1])
-    assert told(quiet_world(), address, drain, resume, drain) == (False, [1, 2, 1])
+    assert told(LeaderPair(), role, drain, drain) == (True, [1, 1])
+    assert told(LeaderPair(), role, drain, resume, drain) == (False, [1, 2, 1])
 
 
-@pytest.mark.parametrize("address", ["prefill/0", "decode/0"])
-def test_each_start_of_a_router_counts_for_itself(address: str) -> None:
-    assert told(quiet_world(), address, command(7, Resume()), command(1, Drain(), router=2)) == (True, [7, 1])
+@pytest.mark.parametrize("role", Role)
+def test_each_start_of_a_router_counts_for_itself(role: Role) -> None:
+    assert told(LeaderPair(), role, command(7, Resume()), command(1, Drain(), router=2)) == (True, [7, 1])
 
 
-@pytest.mark.parametrize("address", ["prefill/0", "decode/0"])
-def test_what_was_meant_for_another_start_is_dropped(address: str) -> None:
-    world = quiet_world()
-    assert told(world, address, command(1, Drain(), of=2)) == (False, [])
-    assert world.leaders[address].load().dropped == {"Command": 1}
+@pytest.mark.parametrize("role", Role)
+def test_what_was_meant_for_another_start_is_dropped(role: Role) -> None:
+    pair = LeaderPair()
+    assert told(pair, role, command(1, Drain(), of=2)) == (False, [])
+    assert pair.leaders[role].load().dropped == {"Command": 1}
 
 
-@pytest.mark.parametrize("address", ["prefill/0", "decode/0"])
+@pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize("wanted", [PinPages(keys=[b"page"], is_pinned=True), UseStorage(is_attached=True)], ids=str)
-def test_what_is_not_configured_is_refused(address: str, wanted: Wanted) -> None:
-    (answer,) = answers_of(quiet_world().leaders[address], command(1, wanted))
+def test_what_is_not_configured_is_refused(role: Role, wanted: Wanted) -> None:
+    (answer,) = answers_of(LeaderPair().leaders[role], command(1, wanted))
     assert answer.refusal == "no host memory is configured for cached pages (hicache.host_gib)"
 
 
 def tiered_leader(host_pages: int, backend: str) -> tuple[Leader, TierWorld]:
     """A leader over the tiers of a world."""
     world = world_of(backend=backend, device_pages=64, host_pages=host_pages)
-    leader = quiet_world().leaders["prefill/0"]
+    leader = LeaderPair().prefill
     leader.tiers = world.tiers
     return leader, world
 

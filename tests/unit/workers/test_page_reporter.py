@@ -1,9 +1,7 @@
-"""From what leaders cache to what a router knows of it, with news lost on the way."""
-
-import random
+"""News that leaders send of what they cache, and to whom."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.hicache_config import HicacheConfig
@@ -12,11 +10,9 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.messages import FollowPages, PageNews
 from cluster.spec.page_key import page_keys
 from cluster.spec.peer import Peer
-from cluster.spec.registry import KvOwnership, PageFilter, TableSnapshot, TransferMode
-from cluster.spec.tiers import FlushCache, Tier
-from router.page_index import PageIndex
-from tests.fakes.handoff import World
-from tests.fakes.handoff_checks import quiet_world
+from cluster.spec.registry import KvOwnership, TableSnapshot
+from cluster.spec.tiers import Tier
+from tests.fakes.leader_pair import LeaderPair
 from tests.fakes.paged_ranks import PAGE_SIZE
 from tests.fakes.tier_world import TierWorld
 from workers.cache.page_allocator import PageAllocator
@@ -45,67 +41,6 @@ def cached(allocator: PageAllocator, tokens: list[int]) -> None:
 def reporter_of(num_pages: int = 8) -> tuple[PageReporter, PageAllocator]:
     allocator = PageAllocator(num_pages, PrefixTree())
     return PageReporter(ME, allocator), allocator
-
-
-class Router:
-    """Takes news in, some of which it never gets."""
-
-    def __init__(self, world: World, seed: int, loss: float) -> None:
-        self.world, self.loss = world, loss
-        self.random = random.Random(seed)
-        self.index = PageIndex(1000)
-        self.peers = (world.prefill_peer, world.decode_peer)
-        for peer in self.index.update(self.peers, 0.0):
-            world.follow_pages(peer)
-
-    def read(self) -> None:
-        taken, self.world.page_news = self.world.page_news, []
-        for news in taken:
-            if self.random.random() >= self.loss and self.index.on_news(news, self.world.now_s):
-                self.world.follow_pages(next(peer for peer in self.peers if peer.replica == news.replica))
-        for peer in self.index.update(self.peers, self.world.now_s):
-            self.world.follow_pages(peer)
-
-
-@given(
-    seed=st.integers(0, 2**32),
-    loss=st.sampled_from([0.0, 0.3, 0.8]),
-    num_pages=st.integers(8, 16),
-    prompts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 24)), min_size=1, max_size=8),
-    flushes=st.booleans(),
-)
-@settings(deadline=None, max_examples=60)
-def test_the_router_knows_exactly_what_is_cached_whatever_was_lost(
-    seed: int, loss: float, num_pages: int, prompts: list[tuple[int, int]], flushes: bool
-) -> None:
-    world = World(
-        seed=seed,
-        cp=1,
-        mode=TransferMode.ALL_RANKS,
-        page_filter=PageFilter.MODULAR,
-        num_pages=num_pages,
-        chunk_tokens=8,
-    )
-    told = Router(world, seed, loss)
-    for family, length in prompts:
-        world.submit([family * 100 + token for token in range(length)], 3)
-        for _ in range(world.random.randrange(60)):
-            world.act()
-            told.read()
-    world.run()
-    told.read()
-    if flushes:
-        for address in world.leaders:
-            world.queues[ROUTER, address].append(FlushCache())
-    told.loss = 0.0
-    # Whatever was missed is noticed with the next news, of which a prompt never seen makes some.
-    world.submit(list(range(900, 900 + 2 * PAGE_SIZE)), 2)
-    for _ in range(12):
-        world.run()
-        told.read()
-    for role, peer in zip((Role.PREFILL, Role.DECODE), told.peers, strict=True):
-        assert told.index.keys_of(peer) == frozenset(world.allocators[role].cached_keys())
-        assert told.index.num_pages == sum(allocator.num_cached for allocator in world.allocators.values())
 
 
 def test_a_router_is_told_everything_then_what_changes() -> None:
@@ -215,8 +150,8 @@ def test_news_tell_of_every_tier() -> None:
     ]
 
 
-@pytest.mark.parametrize("address", ["prefill/0", "decode/0"])
-def test_a_question_to_another_start_is_counted(address: str) -> None:
-    world = quiet_world()
-    world.leaders[address].on_message(ask(router(), incarnation=2), 0.0)
-    assert world.leaders[address].load().dropped == {"FollowPages": 1}
+@pytest.mark.parametrize("role", Role)
+def test_a_question_to_another_start_is_counted(role: Role) -> None:
+    pair = LeaderPair()
+    assert pair.tell(role, ask(router(), incarnation=2)) == []
+    assert pair.leaders[role].load().dropped == {"FollowPages": 1}

@@ -1,9 +1,11 @@
-"""What the leader's heartbeat says of its steps."""
+"""What the leader's heartbeat says of its steps and sends."""
 
 from cluster.spec.ids import Room
-from cluster.spec.registry import StepTimes
-from cluster.spec.step_messages import ScheduledRequest, StepPlan
+from cluster.spec.registry import SendTimes, StepTimes
+from cluster.spec.step_messages import ScheduledRequest, SendReport, StepPlan
 from cluster.spec.strategy import Passing, Strategy
+from cluster.spec.transfer_messages import SendState
+from workers.scheduler.send_meter import SendMeter
 from workers.scheduler.step_meter import StepMeter
 
 ROWS = [
@@ -54,3 +56,17 @@ def test_a_step_without_an_estimate_is_not_booked() -> None:
     meter = StepMeter()
     meter.after_step(plan(Strategy.NONE, None), 1.0)
     assert meter.times == ()
+
+
+def test_sends_are_summed_by_rank() -> None:
+    meter = SendMeter()
+    for rank, num_bytes, write_s in ((1, 10, 0.5), (0, 4, 0.25), (1, 20, 0.5), (2, 0, 0.0)):
+        meter.add(
+            SendReport(
+                room=Room(1), generation=1, sender_rank=rank, state=SendState.SENT, num_bytes=num_bytes, write_s=write_s
+            )
+        )
+    assert meter.times == (
+        SendTimes(global_rank=0, num_transfers=1, num_bytes=4, write_s=0.25),
+        SendTimes(global_rank=1, num_transfers=2, num_bytes=30, write_s=1.0),
+    )

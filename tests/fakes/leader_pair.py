@@ -1,0 +1,119 @@
+"""A prefill and a decode leader that hear only what a test tells them; their ranks compute nothing."""
+
+from collections.abc import Mapping
+
+from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room
+from cluster.spec.lifecycle import Role
+from cluster.spec.messages import Message, Submit, TableUpdate
+from cluster.spec.peer import Peer
+from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.sampling import Sampling, Stopping
+from cluster.spec.strategy import Strategy
+from cluster.spec.token_ids import TokenIds
+from tests.fakes.paged_ranks import GEOMETRY, PAGE_SIZE, row
+from workers.cache.page_allocator import PageAllocator
+from workers.cache.prefix_tree import PrefixTree
+from workers.context_parallel.cost_model import fixed
+from workers.scheduler.decode import DecodeLeader
+from workers.scheduler.decode_request import DecodeSettings
+from workers.scheduler.prefill import PrefillLeader
+from workers.scheduler.prefill_request import PrefillSettings
+from workers.scheduler.steps import StepLimits, StepScheduler
+
+ME = Peer(replica=ROUTER, incarnation=Incarnation(1), address=ROUTER)
+"""The router of every request."""
+PROMPT = list(range(1, 4 * PAGE_SIZE + 1))
+
+
+class LeaderPair:
+    """One prefill replica of two ranks and one decode replica of one; both know the table."""
+
+    def __init__(self, num_pages: int = 40, *, prefix_cache: bool = True) -> None:
+        self._prefill_rows = [row(Role.PREFILL, rank, 2, num_pages) for rank in range(2)]
+        self._decode_row = row(Role.DECODE, 0, 1, num_pages)
+        self._num_rooms = self._version = 0
+        self.allocators = {role: PageAllocator(num_pages, PrefixTree() if prefix_cache else None) for role in Role}
+        steps = {
+            role: StepScheduler(allocator, StepLimits(PAGE_SIZE, 16, 4), fixed(Strategy.NONE))
+            for role, allocator in self.allocators.items()
+        }
+        self.prefill_peer, self.decode_peer = (_peer(first) for first in (self._prefill_rows[0], self._decode_row))
+        self.prefill = PrefillLeader(self._prefill_settings(), steps[Role.PREFILL], self.allocators[Role.PREFILL])
+        self.decode = DecodeLeader(self._decode_settings(), steps[Role.DECODE], self.allocators[Role.DECODE])
+        self.leaders: dict[Role, PrefillLeader | DecodeLeader] = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        for leader in self.leaders.values():
+            leader.on_message(self.table(), 0.0)
+
+    def table(self, reaped: Mapping[ReplicaId, Incarnation] | None = None) -> TableUpdate:
+        """Return a new table in which both replicas are ready."""
+        self._version += 1
+        entries = [
+            ReplicaEntry(
+                replica=rows[0].replica,
+                role=rows[0].role,
+                incarnation=Incarnation(1),
+                ready=True,
+                rows=tuple(rows),
+                load=ReplicaLoad(),
+            )
+            for rows in (self._prefill_rows, [self._decode_row])
+        ]
+        snapshot = TableSnapshot(version=self._version, replicas=tuple(entries), reaped=dict(reaped or {}))
+        return TableUpdate(snapshot=snapshot)
+
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int = 4,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        prompt_of: Room | None = None,
+    ) -> Submit:
+        """Return the message of a new request, which nobody has got yet."""
+        self._num_rooms += 1
+        return Submit(
+            room=Room(self._num_rooms),
+            prompt_ids=TokenIds.of(prompt),
+            sampling=Sampling(),
+            stopping=Stopping(max_tokens=max_tokens),
+            prefill=None if prompt_of else self.prefill_peer,
+            decode=self.decode_peer,
+            router=ME,
+            prompt_of=prompt_of,
+            cache_salt=cache_salt,
+            priority=priority,
+        )
+
+    def tell(self, role: Role, *messages: Message, now_s: float = 0.0) -> list[Message]:
+        """Let messages arrive, and return what the leader sends then."""
+        leader = self.leaders[role]
+        leader.outgoing = []
+        for message in messages:
+            leader.on_message(message, now_s)
+        return [message for _, message in leader.outgoing]
+
+    def _prefill_settings(self) -> PrefillSettings:
+        return PrefillSettings(
+            me=self.prefill_peer,
+            row=self._prefill_rows[0],
+            rank_addresses=tuple(rank_row.address for rank_row in self._prefill_rows),
+            ticket_timeout_s=30.0,
+            settle_s=0.5,
+        )
+
+    def _decode_settings(self) -> DecodeSettings:
+        return DecodeSettings(
+            me=self.decode_peer,
+            geometry=GEOMETRY,
+            layout=self._decode_row.layout,
+            page_bytes=self._decode_row.layout.page_bytes,
+            transfer_timeout_s=60.0,
+            quarantine_limit=0.25,
+            rank_addresses=(self._decode_row.address,),
+            settle_s=0.5,
+        )
+
+
+def _peer(first: RankRow) -> Peer:
+    return Peer(replica=first.replica, incarnation=first.incarnation, address=first.address)
