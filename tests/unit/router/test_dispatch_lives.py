@@ -44,7 +44,7 @@ class _RandomLife:
         self.now_s = 0.0
         self.peers = [peer_of(f"{role}-{i}") for role in ("prefill", "decode") for i in range(2)]
         rooms = itertools.count(1)
-        config = RouterConfig(max_retries=max_retries, breaker_failures=2)
+        config = RouterConfig(max_retries=max_retries)
         self.dispatch = RequestTable(
             ME, config, LoadBook(), Breakers(2, 10.0), lambda *_: self._pick(), draw=lambda: Room(next(rooms))
         )
