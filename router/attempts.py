@@ -22,6 +22,10 @@ from router.request import (
     Targets,
 )
 
+MAX_FAILURES = 5
+"""Failures in a row that open a breaker: more than the retries of one request, which may itself be at fault."""
+OPEN_S = 10.0
+"""Time for which a breaker stays open, about as long as a rank's process needs to start again on a CPU."""
 _NOTHING = Load()
 
 
@@ -82,7 +86,7 @@ class Breakers:
     A breaker moves requests to other replicas and never refuses one: where all of a role are open, all are tried.
     """
 
-    def __init__(self, max_failures: int, open_s: float) -> None:
+    def __init__(self, max_failures: int = MAX_FAILURES, open_s: float = OPEN_S) -> None:
         self._max_failures = max_failures
         self._open_s = open_s
         self._breakers: dict[Peer, _Breaker] = {}

@@ -39,6 +39,8 @@ from router.request import (
 )
 
 _NO_TOKENS = CachedTokens()
+RETRY_BACKOFF_S = 0.1
+"""Wait before the second retry, doubled each time. The first is immediate, since it goes to other replicas."""
 
 
 class RequestTable:
@@ -50,6 +52,7 @@ class RequestTable:
         breakers: Breakers,
         pick: Pick,
         draw: Callable[[], Room] = draw_room,
+        retry_backoff_s: float = RETRY_BACKOFF_S,
     ) -> None:
         """
         Args:
@@ -59,6 +62,7 @@ class RequestTable:
         self.load = load
         self.breakers = breakers
         self._config = config
+        self._retry_backoff_s = retry_backoff_s
         self._draw = draw
         self._states: dict[RequestId, RequestState] = {}
         self._attempts = Attempts(me, load, breakers, pick)
@@ -287,7 +291,7 @@ class RequestTable:
         state.num_retries += 1
         if state.num_retries == 1:
             return actions + self._begin(state, self._draw(), now_s)
-        state.due_s = now_s + self._config.retry_backoff_s * 2 ** (state.num_retries - 2)
+        state.due_s = now_s + self._retry_backoff_s * 2 ** (state.num_retries - 2)
         return [*actions, Wait(until_s=state.due_s)]
 
     def _fail(self, state: RequestState, cause: Cause, reason: str, cancelled: Sequence[Peer]) -> list[Action]:

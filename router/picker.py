@@ -16,6 +16,10 @@ from router.policies import Bounds, Candidate, PickInputs, find_policy
 from router.request import GenerateRequest, Targets
 
 _PREFIX_AWARE = "prefix_aware"
+MAX_KNOWN_PAGES = 1 << 22
+"""Cached pages of all replicas that the router remembers, at some 100 bytes each."""
+_WEIGHTS = Weights(host=0.9, storage=0.6)
+"""A page in host memory is copied much faster than it is computed; one in storage may come too late."""
 
 
 class Picker:
@@ -34,9 +38,8 @@ class Picker:
         self._policies = {role: find_policy(name) for role, name in names.items()}
         self._numbers = {role: itertools.count() for role in Role}
         self._random = generator or random.Random()
-        self._bounds = Bounds(config.router.prefix_max_imbalance, config.router.prefix_max_ratio)
+        self._bounds = Bounds()
         self._page_size = config.kv.page_size
-        self._weights = Weights(config.router.host_weight, config.router.storage_weight)
         self._max_queued_tokens = share.of(config.prefill.max_queued_tokens)
         self._max_fill = config.decode.max_fill / share.num_processes
         self._directory = directory
@@ -48,7 +51,7 @@ class Picker:
         # Without caches nobody need hash prompts, or report pages.
         self.prefix_roles = [role for role in names if needs_keys[role] and config.kv.prefix_cache]
         """Roles whose replicas report their cached pages."""
-        self.pages = PageIndex(config.router.max_known_pages)
+        self.pages = PageIndex(MAX_KNOWN_PAGES)
 
     def why_full(self, requests: Sequence[GenerateRequest], now_s: float) -> str | None:
         """Return what must end before requests can be taken; None when there is room."""
@@ -118,7 +121,7 @@ class Picker:
         return int(self.pages.worth(decode, keys, Weights(host=1.0)) * self._page_size)
 
     def _count_cached(self, peer: Peer, keys: Sequence[bytes]) -> int:
-        return int(self.pages.worth(peer, keys, self._weights) * self._page_size) if keys else 0
+        return int(self.pages.worth(peer, keys, _WEIGHTS) * self._page_size) if keys else 0
 
 
 def _longest(request: GenerateRequest) -> int:

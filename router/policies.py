@@ -30,7 +30,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """Limits of the load imbalance allowed for the sake of cached prefixes."""
+    """Limits on how unevenly requests may be spread for the sake of cached prefixes.
+
+    Both must be exceeded, as in SGLang's router: a difference alone is common among many requests, a ratio among few.
+    """
 
     max_imbalance: int = 32
     max_ratio: float = 2.0

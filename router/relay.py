@@ -38,6 +38,8 @@ from router.request import Action, AttemptStarted, Cause, Fail, GenerateRequest,
 from router.request_trace import RequestTraces
 
 _log = logging.getLogger(__name__)
+MAX_UNREAD_TOKENS = 32768
+"""Tokens of one choice that are kept for a client which reads slowly: minutes of decode, and a few MB of memory."""
 _FORGET_AFTER_S = 1.0
 """Time for the last Cancels to leave for a replica that is lost."""
 
@@ -61,7 +63,6 @@ class Relay:
             on_ended: called when a waiting request may find room at the replicas.
         """
         self._request_timeout_s = config.router.request_timeout_s
-        self._max_unread_tokens = config.router.max_unread_tokens
         self._on_ended = on_ended
         self._picker = picker
         self._requests = requests
@@ -224,7 +225,7 @@ class Relay:
                 case OutputChunk():
                     choice = self._choices[action.request_id]
                     choice.take(action, self._clock.now_s())
-                    if choice.num_unread > self._max_unread_tokens:
+                    if choice.num_unread > MAX_UNREAD_TOKENS:
                         self._end_slow_reader(action.request_id, choice.num_unread)
                 case Send():
                     self._send(action)
@@ -258,8 +259,8 @@ class Relay:
 
     def _end_slow_reader(self, request_id: RequestId, num_unread: int) -> None:
         if self._requests.is_open(request_id):
-            limit = f"allowed: {self._max_unread_tokens} (router.max_unread_tokens)"
-            self._perform(self._requests.on_slow_reader(request_id, f"{num_unread} tokens were left unread; {limit}"))
+            reason = f"{num_unread} tokens were left unread; allowed: {MAX_UNREAD_TOKENS}"
+            self._perform(self._requests.on_slow_reader(request_id, reason))
 
     def _send(self, action: Send) -> None:
         try:

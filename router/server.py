@@ -143,7 +143,7 @@ class RouterServer:
         me = Peer(replica=self._share.name, incarnation=self._incarnation, address=inbox.address)
         config, clock, metrics = self._config.router, SystemClock(), Metrics()
         directory = Directory(grace_s=self._config.resources.lease_s)
-        load, breakers = LoadBook(), Breakers(config.breaker_failures, config.breaker_s)
+        load, breakers = LoadBook(), Breakers()
         picker = Picker(self._config, directory, load, breakers, share=self._share)
         requests = RequestTable(me, config, load, breakers, picker.pick)
         gate = Gate(self._share.of(config.max_waiting_requests), config.max_wait_s)

@@ -51,7 +51,7 @@ class RouterProcess(Process):
         me = Peer(replica=ROUTER, incarnation=incarnation, address=self.address)
         config = _config(around)
         self.directory = Directory(grace_s=LEASE_S)
-        load, breakers = LoadBook(), Breakers(config.router.breaker_failures, config.router.breaker_s)
+        load, breakers = LoadBook(), Breakers()
         self._picker = picker = Picker(config, self.directory, load, breakers, around.random)
         self.known_pages = KnownPages(me, self.directory, picker, self.send)
         self.requests = RequestTable(me, config.router, load, breakers, picker.pick, self._draw_room)

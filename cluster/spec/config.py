@@ -223,16 +223,6 @@ class RouterConfig(Node):
     """How the model writes tool calls; auto tells it from the chat template."""
     reasoning_parser: ReasoningParser = "auto"
     """Whether thoughts (`<think>`) are split off answers; auto does so where the chat template knows them."""
-    prefix_max_imbalance: PositiveInt = 32
-    """`prefix_aware` may go by load alone while a replica has so many requests more than another."""
-    prefix_max_ratio: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = 2.0
-    """It does so while that replica also has more than so many times as many."""
-    host_weight: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.9
-    """What a page in host memory is worth to `prefix_aware`, where one on the device is worth 1."""
-    storage_weight: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.6
-    """What a page in storage is worth to it."""
-    max_known_pages: PositiveInt = 4_194_304
-    """Most cached pages of all replicas that the router keeps in mind for `prefix_aware`; some 100 bytes each."""
     max_waiting_requests: Annotated[int, Field(ge=0, strict=True)] = 256
     """Most requests that wait in the router for room at the replicas; further ones get 429."""
     max_wait_s: PositiveSeconds = 10.0
@@ -247,28 +237,12 @@ class RouterConfig(Node):
     """Most tokens of prompts and answers of one API key in a minute; no limit by default."""
     max_body_mib: Annotated[int, Field(ge=1, le=64, strict=True)] = 64
     """Longest body of a request, in MiB; 64 is a prompt of some ten million tokens."""
-    body_timeout_s: PositiveSeconds = 60.0
-    """Longest time in which the body of a request may arrive."""
     max_prompt_tokens: PositiveInt | None = None
     """Longest prompt of one request, in tokens; as long as fits by default."""
-    max_choices: Annotated[int, Field(ge=1, le=128, strict=True)] = 128
-    """Largest `n` of a request."""
-    max_unread_tokens: PositiveInt = 32768
-    """Most tokens of one choice that are kept for a client which reads slowly; beyond it the request ends."""
-    slow_reader_s: PositiveSeconds = 60.0
-    """Longest time in which a client may take nothing of its stream; then the request ends."""
     request_timeout_s: PositiveSeconds = 3600.0
     """Longest life of one request."""
     max_retries: Annotated[int, Field(ge=0, le=16, strict=True)] = 3
     """Most further attempts of a request after one has failed, before and after its first token together."""
-    retry_backoff_s: PositiveSeconds = 0.1
-    """Wait before the second of them, which doubles each time; the first is made at once."""
-    breaker_failures: PositiveInt = 5
-    """Failures in a row after which a replica gets no more requests while another can take them."""
-    breaker_s: PositiveSeconds = 10.0
-    """Time for which it gets none; then a single one tries it."""
-    sse_comment_s: PositiveSeconds = 10.0
-    """Silence after which a waiting stream gets a comment line."""
     drain_s: PositiveSeconds = 20.0
     """Longest wait for open requests, and for pages that `hicache` stores, when the cluster stops."""
 

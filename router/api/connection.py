@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.spec.config import RouterConfig
 from router.answer import Answer
 from router.api.errors import failed
 from router.errors import ClientLeftError, RequestFailedError
@@ -18,6 +17,10 @@ Got = TypeVar("Got")
 Frames = AsyncGenerator[bytes, None]
 
 _WAITING = b": waiting\n\n"
+COMMENT_S = 10.0
+"""Silence after which a waiting stream gets a comment: proxies close idle connections after 30 to 60 seconds."""
+SLOW_READER_S = 60.0
+"""Time in which a client must take something of its stream."""
 _UNWATCHED_S = 0.05
 """A faster answer needs no task that watches its client; a client that leaves earlier is noticed only then."""
 
@@ -93,13 +96,11 @@ class EventStream(Response):
         self,
         open_answer: Callable[[], AbstractAsyncContextManager[Answer]],
         frames: Callable[[Answer], Frames],
-        config: RouterConfig,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._open_answer = open_answer
         self._frames = frames
-        self._config = config
         self._started = False
         self._sends_since_s: float | None = None
         """Start of writing the current frame."""
@@ -118,7 +119,7 @@ class EventStream(Response):
         """Give up a client that reads nothing; a time limit for every frame would cost more."""
 
         async def look() -> None:
-            loop, patience_s = asyncio.get_running_loop(), self._config.slow_reader_s
+            loop, patience_s = asyncio.get_running_loop(), SLOW_READER_S
             due_s = loop.time() + patience_s
             while (wait_s := due_s - loop.time()) > 0:
                 await asyncio.sleep(wait_s)
@@ -145,7 +146,7 @@ class EventStream(Response):
         try:
             is_there = False
             while not is_there:
-                is_there = bool((await asyncio.wait([first], timeout=self._config.sse_comment_s))[0])
+                is_there = bool((await asyncio.wait([first], timeout=COMMENT_S))[0])
                 frame = first.result() if is_there else _WAITING
                 if not self._started:
                     self.headers.update(answer.headers)

@@ -126,7 +126,6 @@ async def _respond(service: Service, request: Request, body: GenerationBody, job
         return EventStream(
             open_answer=lambda: opened(service, job),
             frames=lambda answer: _frames(service, answer, job, body, shape),
-            config=service.config.router,
         )
     return await unless_client_leaves(request.receive, _whole(service, job, shape))
 

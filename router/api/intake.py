@@ -66,9 +66,6 @@ def check(service: Service, body: GenerationBody) -> None:
     check_model(service, body.model)
     if body.others:
         refuse_unsupported(body.others)
-    max_choices = service.config.router.max_choices
-    if body.num_choices > max_choices:
-        raise bad_request(f"n: at most {max_choices} (router.max_choices), got {body.num_choices}", "n")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options: only allowed with stream=true", "stream_options")
     if body.prompt_logprobs is not None and body.stream:

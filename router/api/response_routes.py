@@ -37,7 +37,6 @@ def routes(service: Service) -> APIRouter:
             return EventStream(
                 open_answer=lambda: opened(service, job),
                 frames=lambda answer: _frames(service, answer, job, writer),
-                config=service.config.router,
             )
         return await unless_client_leaves(request.receive, _whole(service, job, writer))
 

@@ -29,9 +29,8 @@ def make(*pairs: Targets | None, max_retries: int = 0, avoided: list[frozenset[P
             avoided.append(shunned)
         return next(coming, Targets(prefill=PREFILL, decode=DECODE))
 
-    config = RouterConfig(max_retries=max_retries, retry_backoff_s=2.0, breaker_failures=2)
-    breakers = Breakers(config.breaker_failures, config.breaker_s)
-    return RequestTable(ME, config, LoadBook(), breakers, pick, draw=lambda: Room(next(rooms)))
+    config, breakers = RouterConfig(max_retries=max_retries), Breakers(max_failures=2)
+    return RequestTable(ME, config, LoadBook(), breakers, pick, lambda: Room(next(rooms)), retry_backoff_s=2.0)
 
 
 def opened(dispatch: RequestTable, deadline_s: float = 100.0) -> RequestId:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from router.api import connection
 from tests.fakes.model_folder import write_model_folder
 from tests.fakes.router_cluster import CONTEXT, RouterCluster, run_cluster
 
@@ -21,6 +22,7 @@ def shared(folder: Path) -> Iterator[RouterCluster]:
 
 
 @pytest.fixture
-def cluster(folder: Path) -> Iterator[RouterCluster]:
+def cluster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RouterCluster]:
     """For tests that change them."""
-    yield from run_cluster(folder, sse_comment_s=0.5, retry_backoff_s=0.001)
+    monkeypatch.setattr(connection, "COMMENT_S", 0.5)
+    yield from run_cluster(folder)

@@ -11,6 +11,8 @@ from cluster.spec.errors import UserError
 from cluster.spec.messages import Drain, Resume
 from cluster.spec.page_key import page_keys
 from cluster.spec.tiers import FlushCache, PinPages, UseStorage
+from router import relay
+from router.api import connection
 from tests.fakes.bootstrap import FakeTable
 from tests.fakes.router_cluster import MODEL, RouterCluster, make_server, run_cluster
 
@@ -28,7 +30,8 @@ def guarded(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setenv("BATON_ADMIN_KEY", "the-admin-key")
     monkeypatch.setenv("BATON_API_KEYS", "key-of-anybody, key-of-another")
     (tmp_path / "keys.yaml").write_text(KEYS)
-    yield from run_cluster(folder, api_keys_file=str(tmp_path / "keys.yaml"), sse_comment_s=0.05)
+    monkeypatch.setattr(connection, "COMMENT_S", 0.05)
+    yield from run_cluster(folder, api_keys_file=str(tmp_path / "keys.yaml"))
 
 
 def ask(cluster: RouterCluster, key: str, path: str = "/v1/completions", **body: Any) -> httpx.Response:
@@ -206,21 +209,22 @@ def test_keys_that_cannot_be_read_stop_the_start(folder: Path, tmp_path: Path) -
 
 
 def test_limits_of_a_request(folder: Path) -> None:
-    for cluster in run_cluster(folder, max_choices=2, max_prompt_tokens=5, max_body_mib=1):
-        error = cluster.post("/v1/completions", prompt="abc", n=3).json()["error"]
-        assert error["message"] == "n: at most 2 (router.max_choices), got 3"
+    for cluster in run_cluster(folder, max_prompt_tokens=5, max_body_mib=1):
         error = cluster.post("/v1/completions", prompt="abcdef").json()["error"]
         assert error["message"] == "prompt: the prompt has 7 tokens; allowed: 5 (router.max_prompt_tokens)"
         assert cluster.post("/v1/completions", prompt="x" * 2**20).status_code == 413
         assert cluster.post("/v1/completions", prompt="abcd", n=2).status_code == 200
 
 
-def test_a_reader_that_leaves_too_much_is_cut_off_and_others_go_on(folder: Path) -> None:
-    for cluster in run_cluster(folder, max_unread_tokens=4, slow_reader_s=60.0):
+def test_a_reader_that_leaves_too_much_is_cut_off_and_others_go_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "MAX_UNREAD_TOKENS", 4)
+    for cluster in run_cluster(folder):
         cluster.decode.batch = 100
         reply = cluster.post("/v1/completions", prompt="abc", max_tokens=200)
         assert (reply.status_code, reply.json()["error"]["code"]) == (408, "slow_reader")
-        assert "left unread; allowed: 4 (router.max_unread_tokens)" in reply.json()["error"]["message"]
+        assert "left unread; allowed: 4" in reply.json()["error"]["message"]
         cluster.decode.wait_cancels(1)
         cluster.assert_empty()
         cluster.decode.batch = 1

@@ -4,10 +4,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from router import server
+from router.attempts import Breakers
 from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.model_folder import BOS
 from tests.fakes.replica import FakeReplica
@@ -17,10 +20,9 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
-def cluster(folder: Path) -> Iterator[RouterCluster]:
-    yield from run_cluster(
-        folder, prefill_policy="round_robin", decode_policy="round_robin", breaker_failures=2, breaker_s=3600.0
-    )
+def cluster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RouterCluster]:
+    monkeypatch.setattr(server, "Breakers", partial(Breakers, max_failures=2, open_s=3600.0))
+    yield from run_cluster(folder, prefill_policy="round_robin", decode_policy="round_robin")
 
 
 @contextmanager

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+import pytest
 from starlette.types import Message
 
-from cluster.spec.config import RouterConfig
 from router.answer import Answer
+from router.api import connection
 from router.api.connection import EventStream, event
 
 
@@ -33,20 +34,21 @@ async def frames(_: Answer) -> AsyncGenerator[bytes, None]:
         yield event(str(number).encode())
 
 
-def stream_of(left: list[object], slow_reader_s: float) -> EventStream:
+def stream_of(left: list[object]) -> EventStream:
     @asynccontextmanager
     async def opened() -> AsyncGenerator[Answer, None]:
         with Answer(1, lambda _: None, left.append) as answer:
             yield answer
 
-    return EventStream(opened, frames, RouterConfig(slow_reader_s=slow_reader_s))
+    return EventStream(opened, frames)
 
 
-async def test_a_client_that_takes_nothing_is_given_up_and_its_answer_left() -> None:
+async def test_a_client_that_takes_nothing_is_given_up_and_its_answer_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "SLOW_READER_S", 0.01)
     for num_taken in (0, 1, 2):
         left: list[object] = []
         reader = Reader(num_taken)
-        await stream_of(left, 0.01)({"type": "http"}, reader.receive, reader.send)
+        await stream_of(left)({"type": "http"}, reader.receive, reader.send)
         assert len(left) == 1
         assert len(reader.sent) == num_taken
 
@@ -54,7 +56,7 @@ async def test_a_client_that_takes_nothing_is_given_up_and_its_answer_left() -> 
 async def test_a_client_that_reads_gets_everything() -> None:
     left: list[object] = []
     reader = Reader(100)
-    await stream_of(left, 60.0)({"type": "http"}, reader.receive, reader.send)
+    await stream_of(left)({"type": "http"}, reader.receive, reader.send)
     assert [message.get("body") for message in reader.sent[1:]] == [
         b"data: 0\n\n",
         b"data: 1\n\n",
