@@ -1,4 +1,4 @@
-"""Draws a timeline as a picture: python docs/draw_timeline.py timeline.json > docs/timeline.svg"""
+"""Draw the trace of one request as a picture: python docs/draw_trace.py trace.json > docs/trace.svg"""
 
 import json
 import sys
