@@ -19,7 +19,7 @@ from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.messages import Drain, Message, TableUpdate
 from cluster.spec.registry import RankRow, TableSnapshot
-from cluster.spec.step_messages import DropSend, ForgetPeer, GiveTimeline, Shutdown
+from cluster.spec.step_messages import DropSend, ForgetPeer, GiveTimeline, Shutdown, StepPlan
 from cluster.spec.tiers import TierJob
 from cluster.spec.transfer_messages import CheckPages
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
@@ -144,20 +144,21 @@ class Worker:
         while not is_stopping:
             self.turns.at(BETWEEN_STEPS)
             messages = self._inbox.receive(0.0 if steps.num_begun else link.idle_wait_s())
-            is_stopping = self._hand_out(messages, link, parts)
-            plans = link.next_plans(is_stopping=is_stopping)
-            for plan in plans:
-                steps.begin(plan)
-                if steps.num_begun > link.num_ahead:
-                    link.on_ended(steps.end())
+            is_stopping = self._hand_out(messages, link, steps, parts)
+            plans = () if is_stopping else link.next_plans()
+            _begin(plans, link, steps)
             if steps.is_due:
                 link.on_ended(steps.end())
             elif steps.num_begun and not plans and not messages:
                 time.sleep(PAUSE_S)
             link.end_round(is_busy=steps.num_begun > 0)
 
-    def _hand_out(self, messages: Iterable[Message], link: LeaderLink, parts: "_Parts") -> bool:
-        """Dispatch every message to its part; return whether the loop must end."""
+    def _hand_out(self, messages: Iterable[Message], link: LeaderLink, steps: RankSteps, parts: "_Parts") -> bool:
+        """Dispatch every message to its part; return whether the loop must end.
+
+        Steps start in their order among the other messages: a tier job saves what the step before it computes, and
+        a dropped transfer must not begin with a step that came before.
+        """
         for message in messages:
             match message:
                 case Shutdown():
@@ -175,7 +176,7 @@ class Worker:
                     timeline = make_timeline(self.spec, self._rank, message.room, self._clock.now_s())
                     send_if_heard(parts.outbox, message.reply_to, timeline)
                 case _:
-                    link.on_message(message)
+                    _begin(link.on_message(message), link, steps)
         return False
 
     @contextmanager
@@ -223,6 +224,14 @@ class Worker:
         outbox = Outbox(self._key)
         outbox.send(self._inbox.address, message)
         outbox.close()
+
+
+def _begin(plans: Iterable[StepPlan], link: LeaderLink, steps: RankSteps) -> None:
+    """Start steps, and end those that too many are ahead of."""
+    for plan in plans:
+        steps.begin(plan)
+        if steps.num_begun > link.num_ahead:
+            link.on_ended(steps.end())
 
 
 class _Parts(NamedTuple):

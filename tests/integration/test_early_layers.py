@@ -85,7 +85,6 @@ class Case:
 
 @pytest.fixture
 def case(monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
-    monkeypatch.setattr(layer_groups, "LEAST_SPAN_BYTES", 1)
     backend = Loopback()
     mine = deep(row(Role.PREFILL, 0, 1, NUM_PAGES))
     source, target = backend.allocate(mine.layout.pool_bytes), backend.allocate(mine.layout.pool_bytes)

@@ -39,12 +39,12 @@ class LeaderLink(Protocol):
         """Return the longest wait for messages while no step is under way."""
         ...
 
-    def on_message(self, message: Message) -> None:
-        """Handle a message that is not for the rank itself."""
+    def on_message(self, message: Message) -> Sequence[StepPlan]:
+        """Handle a message that is not for the rank itself; return steps to start before the next message."""
         ...
 
-    def next_plans(self, *, is_stopping: bool) -> Sequence[StepPlan]:
-        """Return steps to start now."""
+    def next_plans(self) -> Sequence[StepPlan]:
+        """Return steps to start when all messages are handled."""
         ...
 
     def on_ended(self, step: EndedStep) -> None:
@@ -90,15 +90,14 @@ class LocalLeader:
         deadline_s = self._leader.next_deadline_s()
         return IDLE_WAIT_S if deadline_s is None else min(IDLE_WAIT_S, max(0.0, deadline_s - self._clock.now_s()))
 
-    def on_message(self, message: Message) -> None:
+    def on_message(self, message: Message) -> Sequence[StepPlan]:
         if isinstance(message, Submit) and message.sampling.grammar and self._rank.grammars is not None:
             # It takes long, and the request waits anyway.
             self._rank.grammars.prepare(message.sampling.grammar)
         self._leader.on_message(message, self._clock.now_s())
+        return ()
 
-    def next_plans(self, *, is_stopping: bool) -> Sequence[StepPlan]:
-        if is_stopping:
-            return ()
+    def next_plans(self) -> Sequence[StepPlan]:
         self._leader.tick(self._clock.now_s())
         plans = self._leader.next_plans()
         # First tokens, tickets and loaded pages do not wait for the step.
@@ -157,20 +156,19 @@ class RemoteLeader:
         self._dp_rank, self._draws = spec.coords.dp, rank.runner.draws
         self._address, self._inbox, self._outbox, self._clock = address, inbox, outbox, clock
         self._reports = step_reports(spec, rank)
-        self._plans: list[StepPlan] = []
         self._had_plans = False
 
     def idle_wait_s(self) -> float:
         return IDLE_WAIT_S
 
-    def on_message(self, message: Message) -> None:
-        if isinstance(message, StepPlan):
-            self._plans.append(message)
+    def on_message(self, message: Message) -> Sequence[StepPlan]:
+        if not isinstance(message, StepPlan):
+            return ()
+        self._had_plans = True
+        return (message,)
 
-    def next_plans(self, *, is_stopping: bool) -> Sequence[StepPlan]:  # noqa: ARG002 - the leader has begun these
-        plans, self._plans = self._plans, []
-        self._had_plans = bool(plans)
-        return plans
+    def next_plans(self) -> Sequence[StepPlan]:
+        return ()
 
     def on_ended(self, step: EndedStep) -> None:
         self._reports.count(step.seconds)
@@ -180,6 +178,7 @@ class RemoteLeader:
 
     def end_round(self, *, is_busy: bool) -> None:
         is_idle = not is_busy and not self._had_plans
+        self._had_plans = False
         if told := self._reports.next(self._clock.now_s(), is_idle=is_idle, dropped=self._inbox.dropped):
             send_if_heard(self._outbox, self._address, told)
 

@@ -12,6 +12,7 @@ import pytest
 from cluster.spec.messages import Message
 from cluster.spec.step_messages import Shutdown, StepPlan
 from cluster.spec.strategy import Strategy
+from cluster.spec.tiers import TierJob, TierJobKind
 from workers import worker as worker_module
 from workers.engine.begun_step import BegunStep, Drawn
 from workers.loop import leader_link
@@ -59,7 +60,9 @@ class Rank:
         spec: Any = SimpleNamespace(coords=SimpleNamespace(dp=0))
         with patch.object(leader_link, "step_reports", lambda *_: reports):
             link = RemoteLeader(spec, rank, "leader", 1, inbox, nobody, clock)
-        Worker._work(worker, link, RankSteps(rank, sender, nobody, clock, worker.turns), nobody)
+        tiers = SimpleNamespace(submit=lambda job: self.calls.append(("job", job.job_id)))
+        parts: Any = SimpleNamespace(tiers=tiers)
+        Worker._work(worker, link, RankSteps(rank, sender, nobody, clock, worker.turns), parts)
         return self.calls
 
 
@@ -102,3 +105,14 @@ def test_a_step_that_does_not_end_is_waited_for_where_a_watcher_sees_it() -> Non
 
     rank = Rank(inbox())
     assert rank.follow() == [("begin", 1), ("wait", 1)]
+
+
+def test_a_tier_job_follows_the_steps_before_it() -> None:
+    """It may save what they compute."""
+
+    def inbox() -> Iterator[list[Message]]:
+        yield [plan_of(1), TierJob(job_id=7, kind=TierJobKind.SAVE, pages=[]), plan_of(2)]
+        yield [Shutdown(reason="over")]
+
+    calls = Rank(inbox()).follow()
+    assert calls.index(("begin", 1)) < calls.index(("job", 7)) < calls.index(("begin", 2))
