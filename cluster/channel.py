@@ -193,7 +193,9 @@ class Outbox:
             try:
                 self._socket(address, now_s).send(self._frame, zmq.NOBLOCK)
             except zmq.Again:
-                raise PeerUnreachableError(f"nobody reads at {address}; {type(message).__name__} not sent") from None
+                raise PeerUnreachableError(
+                    f"no process reads at {address}; {type(message).__name__} not sent"
+                ) from None
 
     def forget(self, address: str) -> None:
         """Drop the connection to a peer that is gone, with everything still queued for it."""

@@ -95,14 +95,14 @@ class Tokenizer:
         """
         if self._template is None:
             raise UserError(
-                "this model has no chat template; use /v1/completions, or put chat_template.jinja beside it"
+                "this model has no chat template; use /v1/completions, or add chat_template.jinja to its folder"
             )
         given: dict[str, Any] = {"tools": None, "documents": None} | self.special_tokens | dict(variables or {})
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(given)
         except (TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"the model's chat template refuses these messages: {error}") from error
+            raise UserError(f"the model's chat template rejects these messages: {error}") from error
 
     def _eos_ids(self, config: Mapping[str, Any]) -> frozenset[int]:
         """Return the end tokens as transformers' ``generate`` finds them: from the generation configuration, else the

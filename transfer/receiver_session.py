@@ -168,7 +168,7 @@ class ReceiverSession:
                 self._fail(FailureKind.REFUSED, f"{self._prefill.replica} refused: {message.reason}")
                 self._move(ReceiverState.RELEASED, "refused")
             case Drained():
-                self._fail(FailureKind.STOPPED, f"{self._prefill.replica} stopped the transfer before its end")
+                self._fail(FailureKind.STOPPED, f"{self._prefill.replica} stopped the transfer early")
                 self._move(ReceiverState.RELEASED, "drained")
         return None
 
@@ -183,7 +183,7 @@ class ReceiverSession:
         """Handle the proof that every process of the prefill replica, up to this incarnation, is gone."""
         if incarnation < self._prefill.incarnation or self.may_free or self.state is ReceiverState.SETTLING:
             return
-        self._fail(FailureKind.PREFILL_GONE, f"{self._prefill.replica} is gone before the transfer was complete")
+        self._fail(FailureKind.PREFILL_GONE, f"{self._prefill.replica} ended before the transfer was complete")
         if self.state is ReceiverState.RESERVED or self._settle_s == 0:
             self._move(ReceiverState.RELEASED, "prefill gone")
         else:
@@ -217,7 +217,7 @@ class ReceiverSession:
             missing = f"the pages of its ranks {ranks}"
         return (
             f"{self.ticket.decode.replica} waited for {missing} from {self._prefill.replica}, "
-            f"which said nothing for {self._silence_s:g} s"
+            f"which sent nothing for {self._silence_s:g} s"
         )
 
     def _on_result(self, message: Result, now_s: float) -> Revoke | None:
@@ -236,7 +236,9 @@ class ReceiverSession:
         self.num_dropped["duplicate"] += 1
         if is_equal:
             return None
-        reason = f"{self._prefill.replica} told {self.ticket.decode.replica} two different ends of one transfer"
+        reason = (
+            f"{self._prefill.replica} reported two different results of one transfer to {self.ticket.decode.replica}"
+        )
         return self._revoke(FailureKind.MISMATCH, reason, now_s)
 
     def _check_complete(self, now_s: float) -> Revoke | None:

@@ -61,7 +61,7 @@ def serve(
         float, typer.Option(min=0.001, help="Maximum seconds without data from the endpoint.")
     ] = 600.0,
     trace_out: Annotated[
-        Path | None, typer.Option(help="Write a timeline of the middle request on all ranks, for Perfetto.")
+        Path | None, typer.Option(help="Write a trace of the middle request on all ranks, for Perfetto.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

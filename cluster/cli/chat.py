@@ -12,7 +12,7 @@ import typer
 from cluster.bench.endpoint import error_message, key_headers, parse_line
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-HELP = "Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets the conversation."
+HELP = "Ctrl-C stops an answer, Ctrl-D exits, /reset starts a new conversation."
 
 
 class ChatError(Exception):
@@ -20,11 +20,11 @@ class ChatError(Exception):
 
 
 def chat(
-    message: Annotated[str | None, typer.Option("--message", "-m", help="Ask this one thing and leave.")] = None,
-    url: Annotated[str, typer.Option(help="Endpoint to talk to.")] = DEFAULT_URL,
+    message: Annotated[str | None, typer.Option("--message", "-m", help="Send one message and exit.")] = None,
+    url: Annotated[str, typer.Option(help="Base URL of the endpoint.")] = DEFAULT_URL,
     model: Annotated[str | None, typer.Option(help="Model name; the endpoint's first by default.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 512,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 0.0,
+    max_tokens: Annotated[int, typer.Option(help="Maximum output tokens.", min=1)] = 512,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0)] = 0.0,
 ) -> None:
     """Talk to a running cluster."""
     try:

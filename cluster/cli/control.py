@@ -57,8 +57,8 @@ def give_order(path: Path, order: Order) -> Iterator[Answer]:
                 if answer.outcome is not Outcome.GOING_ON:
                     return
         except OSError as error:
-            raise PeerUnreachableError(f"the driver does not answer at {path}: {error.strerror}") from error
-    raise PeerUnreachableError("the driver ended before the order was carried out")
+            raise PeerUnreachableError(f"the driver does not respond at {path}: {error.strerror}") from error
+    raise PeerUnreachableError("the driver ended before the command was carried out")
 
 
 def decode_order(line: bytes) -> Order | None:

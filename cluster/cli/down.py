@@ -11,8 +11,12 @@ if TYPE_CHECKING:
 
 
 def down(
-    name: Annotated[str | None, typer.Argument(help="Which cluster, if several run here.", show_default=False)] = None,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=0, help="Longest wait for its end, in seconds.")] = 120.0,
+    name: Annotated[
+        str | None, typer.Argument(help="Name of the cluster, if several are running here.", show_default=False)
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0, help="Maximum wait for it to stop, in seconds.")
+    ] = 120.0,
 ) -> None:
     """Drain a cluster that was started on this machine and stop it."""
     from cluster.cli.running import find_running
@@ -22,7 +26,7 @@ def down(
     _request_stop(cluster)
     typer.echo(f"{cluster.name}: draining", err=True)
     if not wait_gone([cluster.process], timeout_s):
-        typer.echo(f"{cluster.name}: process {cluster.process.pid} still runs after {timeout_s:g} s", err=True)
+        typer.echo(f"{cluster.name}: process {cluster.process.pid} is still running after {timeout_s:g} s", err=True)
         raise typer.Exit(1)
     typer.echo(f"{cluster.name}: stopped", err=True)
 
@@ -38,7 +42,7 @@ def _request_stop(cluster: "RunningCluster") -> None:
             client.request_stop()
             return
         except PeerUnreachableError:
-            typer.echo(f"{cluster.name}: its bootstrap service does not answer; stopping its driver", err=True)
+            typer.echo(f"{cluster.name}: its bootstrap service does not respond; stopping its driver", err=True)
         finally:
             client.close()
     os.kill(cluster.process.pid, signal.SIGTERM)

@@ -26,7 +26,7 @@ from cluster.spec.errors import UserError
 
 app = typer.Typer(
     name="baton",
-    help="Serve long-context language models: prefill with context parallelism, decode apart.",
+    help="Serve long-context language models: context-parallel prefill, separate decode.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -9,14 +9,16 @@ from cluster.spec.errors import UserError
 if TYPE_CHECKING:
     from cluster.supervisor.orders import Order
 
-Replica = Annotated[str, typer.Argument(help="For example decode-0.", show_default=False)]
+Replica = Annotated[str, typer.Argument(help="Name of the replica, such as decode-0.", show_default=False)]
 Name = Annotated[
     str | None,
-    typer.Option("--cluster", metavar="NAME", help="Which cluster, if several run here.", show_default=False),
+    typer.Option(
+        "--cluster", metavar="NAME", help="Name of the cluster, if several are running here.", show_default=False
+    ),
 ]
 Grace = Annotated[
     float | None,
-    typer.Option("--grace", min=0, help="Longest wait for open requests, in seconds; router.drain_s by default."),
+    typer.Option("--grace", min=0, help="Maximum wait for open requests, in seconds; router.drain_s by default."),
 ]
 
 
@@ -38,10 +40,11 @@ def resume(replica: Replica, cluster: Name = None) -> None:
 
 def restart(
     replicas: Annotated[
-        list[str] | None, typer.Argument(metavar="[REPLICA]...", help="All by default.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[REPLICA]...", help="Names of the replicas; all by default.", show_default=False),
     ] = None,
     is_rolling: Annotated[
-        bool, typer.Option("--rolling", help="One after the other, while another one of its role takes requests.")
+        bool, typer.Option("--rolling", help="Restart one replica at a time, while another of its role takes requests.")
     ] = False,
     cluster: Name = None,
     grace_s: Grace = None,
@@ -56,7 +59,10 @@ def restart(
 
 def scale(
     numbers: Annotated[
-        list[str], typer.Argument(metavar="ROLE=NUMBER...", help="For example prefill=2 decode=1.", show_default=False)
+        list[str],
+        typer.Argument(
+            metavar="ROLE=NUMBER...", help="Numbers of replicas, such as prefill=2 decode=1.", show_default=False
+        ),
     ],
     cluster: Name = None,
     grace_s: Grace = None,

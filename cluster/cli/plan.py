@@ -15,7 +15,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     model: Annotated[str | None, typer.Option(help="Use this model instead of the file's.")] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the file; repeatable.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the file; repeatable.")
     ] = None,
 ) -> None:
     """Show the replicas, ranks, groups, KV memory, ports and checks of a deploy YAML; start nothing.

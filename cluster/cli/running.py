@@ -78,7 +78,7 @@ class Note:
             except FileExistsError:
                 if (other := _read(self._path)) is not None:
                     raise UserError(
-                        f"a cluster named {other.name!r} runs already (process {other.process.pid}); "
+                        f"a cluster named {other.name!r} is already running (process {other.process.pid}); "
                         f"stop it with `baton down {other.name}`, or give this one another name"
                     ) from None
                 self._path.unlink(missing_ok=True)
@@ -103,7 +103,7 @@ def find_running(name: str | None) -> RunningCluster:
         return found[name]
     if len(found) != 1:
         raise UserError(
-            f"which cluster? running on this machine: {names}" if found else "no cluster runs on this machine"
+            f"which cluster? running on this machine: {names}" if found else "no cluster is running on this machine"
         )
     return next(iter(found.values()))
 
@@ -114,7 +114,7 @@ def _folder() -> Path:
     folder = Path(runtime, "baton") if runtime else Path(tempfile.gettempdir(), f"baton-{os.getuid()}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
-        raise UserError(f"{folder} belongs to somebody else; set XDG_RUNTIME_DIR to a folder of your own")
+        raise UserError(f"{folder} belongs to another user; set XDG_RUNTIME_DIR to a folder of your own")
     return folder
 
 

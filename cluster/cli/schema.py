@@ -26,7 +26,7 @@ def schema_text() -> str:
 
 
 def schema(
-    form: Annotated[Form, typer.Option(help="The JSON schema, for editors, or tables, for readers.")] = Form.JSON,
+    form: Annotated[Form, typer.Option(help="JSON schema for editors, or Markdown tables for readers.")] = Form.JSON,
 ) -> None:
     """Print the schema of a deploy YAML as JSON, or the tables of docs/configuration.md."""
     typer.echo(schema_text() if form is Form.JSON else reference_text(), nl=False)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    seeds: Annotated[int, typer.Option(min=1, help="How many scenarios to run; each seed is one.")] = 200,
-    first: Annotated[int, typer.Option(min=0, help="The first seed; a failing one is replayed by its number.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of scenarios to run, one per seed.")] = 200,
+    first: Annotated[int, typer.Option(min=0, help="First seed; use a failing seed's number to replay it.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run router, bootstrap, schedulers, transfers and supervisor under simulated faults; exit code 1 on a violation.

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def status(
-    name: Annotated[str | None, typer.Argument(help="Which cluster, if several run here.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Name of the cluster, if several are running here.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show the state of a cluster that was started on this machine."""
@@ -29,7 +31,7 @@ def status(
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{cluster.name}   {endpoint}   model {cluster.model}   driver {cluster.process.pid}", markup=False)
     if snapshot is None:
-        console.print("the bootstrap service does not answer; it is starting, or being replaced")
+        console.print("the bootstrap service does not respond; it is starting, or being replaced")
     else:
         console.print(_replicas(snapshot))
         console.print(_ranks(snapshot))

@@ -30,13 +30,13 @@ def up(
     file: Annotated[Path, typer.Argument(help="Deploy YAML.", show_default=False)],
     model: Annotated[str | None, typer.Option(help="Serve this model instead of the file's.")] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the file; repeatable.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the file; repeatable.")
     ] = None,
     address: Annotated[
         str | None,
         typer.Option(envvar="RAY_ADDRESS", help="Ray cluster to join; by default one is started on this machine."),
     ] = None,
-    worker_logs: Annotated[bool, typer.Option("--worker-logs", help="Show what the workers print.")] = False,
+    worker_logs: Annotated[bool, typer.Option("--worker-logs", help="Show the workers' output.")] = False,
 ) -> None:
     """Start the cluster of a deploy YAML and keep it running until Ctrl-C or `baton down`."""
     from cluster.spec.loader import load_config
@@ -199,8 +199,8 @@ def _num_cpus(config: DeployConfig) -> int:
 def _check_alone(system: "RaySystem", name: str) -> None:
     if names := system.taken_names():
         raise UserError(
-            f"a cluster named {name!r} runs already on this Ray cluster ({len(names)} actors, {sorted(names)[0]} ...); "
-            "stop it, or give this one another name"
+            f"a cluster named {name!r} is already running on this Ray cluster "
+            f"({len(names)} actors, {sorted(names)[0]} ...); stop it, or give this one another name"
         )
 
 

@@ -294,7 +294,7 @@ class Launcher:
 
 def _why(who: str, run: "Future[Any]") -> BaseException:
     error = run.exception()
-    return BatonError(f"{who}: ended without being asked") if error is None else labelled(who, error)
+    return BatonError(f"{who}: ended unexpectedly") if error is None else labelled(who, error)
 
 
 def _each(items: "list[Any]", act: Callable[[Any], object], timeout_s: float) -> None:

@@ -123,7 +123,7 @@ def _checks(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Chec
     if isinstance(model, UnknownModel):
         results.append(CheckResult(rule="the model's shape is known", passed=False, detail=model.reason))
     else:
-        results.append(CheckResult(rule="the model can be cut this way", passed=True, detail=""))
+        results.append(CheckResult(rule="the model supports this parallel layout", passed=True, detail=""))
         results.append(_longest_request(config, model))
     return results
 

@@ -39,11 +39,11 @@ def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Por
     taken_at_start = [
         ("bootstrap", "HTTP rank table", None, 1),
         ("router", "channel", None, router.processes),
-        ("router", "orders of the driver", None, router.processes),
+        ("router", "commands from the driver", None, router.processes),
         ("worker", "channel", None, num_workers),
-        ("replica", "store where its ranks meet", None, sum(replicas for replicas, _ in sizes)),
+        ("replica", "rendezvous store of the ranks", None, sum(replicas for replicas, _ in sizes)),
         ("worker", "process groups over TCP (gloo)", None, gloo),
-        ("worker", "meeting of Mooncake's engines", EVERY_INTERFACE, num_workers * is_mooncake),
+        ("worker", "handshake of Mooncake's engines", EVERY_INTERFACE, num_workers * is_mooncake),
         ("worker", "KV by Mooncake over TCP", EVERY_INTERFACE, num_workers * (is_mooncake and is_tcp)),
     ]
     clients = PortPlan(

@@ -72,7 +72,7 @@ CACHE_DIR = EnvVar(
 )
 TOKEN: EnvVar[str | None] = EnvVar(
     name="BATON_TOKEN",
-    sentence="Bearer token of the bootstrap service; drawn anew for each cluster by default.",
+    sentence="Bearer token of the bootstrap service; generated for each cluster by default.",
     allowed="8 or more printable ASCII characters without a space",
     parse=_token,
     default=lambda _environ: None,
@@ -80,7 +80,7 @@ TOKEN: EnvVar[str | None] = EnvVar(
 )
 ADMIN_KEY: EnvVar[str | None] = EnvVar(
     name="BATON_ADMIN_KEY",
-    sentence="Key of the router's `/admin` routes; without it they are closed.",
+    sentence="Key of the router's `/admin` routes; without it they are disabled.",
     allowed="8 or more printable ASCII characters without a space",
     parse=_token,
     default=lambda _environ: None,
@@ -88,7 +88,7 @@ ADMIN_KEY: EnvVar[str | None] = EnvVar(
 )
 API_KEY: EnvVar[str | None] = EnvVar(
     name="BATON_API_KEY",
-    sentence="Key that `baton chat` and `baton bench` send, where an endpoint wants one.",
+    sentence="API key that `baton chat` and `baton bench` send to the endpoint.",
     allowed="8 or more printable ASCII characters without a space",
     parse=_token,
     default=lambda _environ: None,
@@ -96,7 +96,7 @@ API_KEY: EnvVar[str | None] = EnvVar(
 )
 API_KEYS: EnvVar[tuple[str, ...]] = EnvVar(
     name="BATON_API_KEYS",
-    sentence="Keys that clients of the router may use, besides those of `router.api_keys_file`.",
+    sentence="API keys that the router accepts, besides those in `router.api_keys_file`.",
     allowed="keys of 8 or more printable ASCII characters without a space, joined by commas",
     parse=lambda text: tuple(_token(key.strip()) for key in text.split(",")),
     default=lambda _environ: (),

@@ -71,7 +71,7 @@ def on_replica_drained(cluster: Cluster, event: words.ReplicaDrained) -> Step:
     order = cluster.order
     if member is None:
         return cluster, []
-    late = [] if event.complete else [words.Report(f"{event.name}: not every open request has ended in time")]
+    late = [] if event.complete else [words.Report(f"{event.name}: some open requests did not end in time")]
     if member.state is MemberState.DRAINING:
         ending = replace(member.moved(MemberState.ENDING, "drained"), num_failures=0)
         return cluster.with_member(ending), [*late, words.End(event.name, event.incarnation)]
@@ -79,7 +79,7 @@ def on_replica_drained(cluster: Cluster, event: words.ReplicaDrained) -> Step:
         return cluster, []
     if event.complete:
         return _close(cluster, f"{event.name}: drained")
-    reason = f"{event.name}: not every open request has ended in time; it takes no new ones"
+    reason = f"{event.name}: some open requests did not end in time; it takes no new ones"
     return _close(cluster, reason, Outcome.FAILED)
 
 
@@ -91,7 +91,7 @@ def on_replica_resumed(cluster: Cluster, event: words.ReplicaResumed) -> Step:
         return cluster, []
     if event.complete:
         return _close(cluster, f"{event.name}: takes requests again")
-    return _close(cluster, f"{event.name}: was told to, and does not say that it takes requests again", Outcome.FAILED)
+    return _close(cluster, f"{event.name}: did not confirm that it takes requests again", Outcome.FAILED)
 
 
 def advance(cluster: Cluster, event: Event) -> Step:

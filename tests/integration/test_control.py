@@ -61,6 +61,6 @@ def test_a_driver_that_is_not_there_or_ends_is_told_in_a_line(path: Path) -> Non
         list(give_order(path, ORDER))
     with (
         serve_orders(path, lambda _: iter(ANSWERS[:1])),
-        pytest.raises(PeerUnreachableError, match=r"^the driver ended before the order was carried out$"),
+        pytest.raises(PeerUnreachableError, match=r"^the driver ended before the command was carried out$"),
     ):
         list(give_order(path, ORDER))

@@ -110,7 +110,7 @@ def test_a_drain_that_takes_too_long_is_told_and_the_replica_stays_as_it_is() ->
     run = Run(TWO_OF_EACH).serve()
     run.order(DrainOrder(replica=ReplicaId("decode-0")))
     (answer,) = answers(run.step(ReplicaDrained("decode-0", run.incarnation("decode-0"), False)))
-    assert answer == (Outcome.FAILED, "decode-0: not every open request has ended in time; it takes no new ones")
+    assert answer == (Outcome.FAILED, "decode-0: some open requests did not end in time; it takes no new ones")
     assert run.state("decode-0") is MemberState.RUNNING
 
 
@@ -149,7 +149,7 @@ def test_a_replica_whose_drain_takes_too_long_is_restarted_all_the_same() -> Non
     incarnation = run.incarnation("decode-0")
     run.order(RestartOrder(replicas=(ReplicaId("decode-0"),)))
     assert run.step(ReplicaDrained("decode-0", incarnation, False)) == [End("decode-0", incarnation)]
-    assert run.lines == ["decode-0: not every open request has ended in time"]
+    assert run.lines == ["decode-0: some open requests did not end in time"]
 
 
 def test_a_failure_ends_a_rolling_restart_and_names_who_is_left() -> None:

@@ -18,9 +18,9 @@ def test_ports_are_listed_with_their_count() -> None:
         ("router", "HTTP for clients", 9000, 1),
         ("bootstrap", "HTTP rank table", None, 1),
         ("router", "channel", None, 1),
-        ("router", "orders of the driver", None, 1),
+        ("router", "commands from the driver", None, 1),
         ("worker", "channel", None, 5),
-        ("replica", "store where its ranks meet", None, 3),
+        ("replica", "rendezvous store of the ranks", None, 3),
     ]
 
 
@@ -28,9 +28,9 @@ def test_ports_are_listed_with_their_count() -> None:
     ("text", "purpose", "count"),
     [
         ("router: {processes: 3}", "channel", 3),
-        ("router: {processes: 3}", "orders of the driver", 3),
+        ("router: {processes: 3}", "commands from the driver", 3),
         ("router: {processes: 3}", "HTTP for clients", 1),
-        ("transfer: {backend: mooncake}\nprefill: {parallel: {cp: 2}}", "meeting of Mooncake's engines", 3),
+        ("transfer: {backend: mooncake}\nprefill: {parallel: {cp: 2}}", "handshake of Mooncake's engines", 3),
         ("transfer: {backend: mooncake}\nprefill: {parallel: {cp: 2}}", "KV by Mooncake over TCP", 3),
         ("transfer: {backend: mooncake}\nprefill: {parallel: {cp: 2}}", "process groups over TCP (gloo)", 2),
         ("resources: {collectives: tcp}\nprefill: {replicas: 2, parallel: {cp: 2, pp: 2}}", "gloo", 2 * (4 + 4)),

@@ -110,7 +110,7 @@ class TestTemplates:
         assert self.render(tmp_path, template) == "user"
 
     def test_a_template_may_refuse(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="refuses these messages: roles must alternate"):
+        with pytest.raises(UserError, match="rejects these messages: roles must alternate"):
             self.render(tmp_path, "{{ raise_exception('roles must alternate') }}")
 
     def test_templates_are_sandboxed(self, tmp_path: Path) -> None:

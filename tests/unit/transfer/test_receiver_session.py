@@ -178,7 +178,7 @@ def test_a_timeout_counts_from_the_last_word_and_names_what_is_missing(word: Res
     assert session.tick(since_s + SILENCE_S) is not None
     assert session.failure is not None
     assert session.failure.reason == (
-        f"decode-1 waited for {missing} from prefill-0, which said nothing for {SILENCE_S:g} s"
+        f"decode-1 waited for {missing} from prefill-0, which sent nothing for {SILENCE_S:g} s"
     )
 
 

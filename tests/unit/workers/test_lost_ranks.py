@@ -102,8 +102,8 @@ def test_a_rank_that_said_its_word_and_left_is_not_waited_for_in_what_comes_next
 def test_a_rank_that_does_not_read_is_lost() -> None:
     class Full:
         def broadcast(self, addresses: Iterable[str], message: Message) -> None:
-            raise PeerUnreachableError(f"nobody reads at {addresses}; {type(message).__name__} not sent")
+            raise PeerUnreachableError(f"no process reads at {addresses}; {type(message).__name__} not sent")
 
     outbox: Any = Full()
-    with pytest.raises(PeerLostError, match=r"^nobody reads at \['a', 'b'\]; Drain not sent$"):
+    with pytest.raises(PeerLostError, match=r"^no process reads at \['a', 'b'\]; Drain not sent$"):
         send_to_ranks(outbox, ["a", "b"], Drain())
