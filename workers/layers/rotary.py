@@ -76,7 +76,7 @@ class RotaryEmbedding(nn.Module):
         return Rotation(cos.to(dtype), sin.to(dtype))
 
     def _dynamic_frequencies(self, positions: Tensor) -> Tensor:
-        """Return [num_tokens, head_dim/2] frequencies with the base scaled (NTK-aware) by the length up to each token."""
+        """Return frequencies [num_tokens, head_dim/2], NTK-aware: the base is scaled by the length up to each token."""
         max_len, head_dim = self.rope.max_position_embeddings, 2 * self.inv_freq.numel()
         length = (positions[:, None] + 1).clamp(min=max_len)
         growth = self.rope.factor * length / max_len - (self.rope.factor - 1)

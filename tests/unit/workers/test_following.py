@@ -17,7 +17,7 @@ from workers.engine.begun_step import BegunStep, Drawn
 from workers.loop import leader_link
 from workers.loop.leader_link import RemoteLeader
 from workers.loop.rank_steps import PATIENCE_S, RankSteps
-from workers.loop.watch import Turns
+from workers.loop.watch import Heartbeat
 from workers.worker import Worker
 
 
@@ -47,7 +47,7 @@ class Rank:
         reports = SimpleNamespace(count=lambda _: None, next=lambda *_, **__: None)
         clock: Any = SimpleNamespace(now_s=lambda: self.now_s)
         inbox: Any = SimpleNamespace(receive=self.receive, dropped={})
-        worker: Any = SimpleNamespace(turns=Turns(), _inbox=inbox)
+        worker: Any = SimpleNamespace(heartbeat=Heartbeat(), _inbox=inbox)
         worker._hand_out = partial(Worker._hand_out, worker)
         rank: Any = SimpleNamespace(
             runner=SimpleNamespace(begin=self.begin, requests={}, draws=False),
@@ -59,7 +59,7 @@ class Rank:
         spec: Any = SimpleNamespace(coords=SimpleNamespace(dp=0))
         with patch.object(leader_link, "step_reports", lambda *_: reports):
             link = RemoteLeader(spec, rank, "leader", 1, inbox, nobody, clock)
-        Worker._work(worker, link, RankSteps(rank, sender, nobody, clock, worker.turns), nobody)
+        Worker._work(worker, link, RankSteps(rank, sender, nobody, clock, worker.heartbeat), nobody)
         return self.calls
 
 
