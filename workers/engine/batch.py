@@ -93,7 +93,7 @@ class StepBatch:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """This rank's query runs, in local order."""
+        """Query runs of this rank, in local order."""
         if self.wanted is None:
             return self.plan.runs[self.cp_rank]
         return tuple(sample.run for sample in self._samples)

@@ -179,7 +179,7 @@ class PrefillLeader(Leader):
             self._schedule(request)
 
     def _on_table(self, table: TableSnapshot) -> None:
-        """Start requests whose decode ranks appeared; fail those that wait in vain; drop replicas that are gone."""
+        """Start requests whose decode ranks appeared; fail those that can never start; drop replicas that are gone."""
         self.reporter.on_table(table)
         known = self._table.reaped if self._table else {}
         self._table = table

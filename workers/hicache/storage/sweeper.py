@@ -128,7 +128,7 @@ class Sweeper:
         return objects, total_bytes
 
     def _evict(self, objects: list[_Object], num_bytes: int) -> int:
-        """Remove the least recently used objects until so many bytes are gone; return how many are.
+        """Remove the least recently used objects until ``num_bytes`` are gone; return how many are.
 
         A time of use in the future means nothing, since the clock was set back: such objects go first.
         """
