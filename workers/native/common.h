@@ -53,8 +53,7 @@ inline void prefetch_keys(const Block& next, int64_t first, int64_t end, int64_t
     for (int64_t d = 0; d < head_dim; d += 32) prefetch(next.key[i], d), prefetch(next.value[i], d);
 }
 
-// Result of a row so far: the weighted sum of values, and the sum of weights, which are powers of two of scores less the
-// reference.
+// Result of a row so far: the weighted sum of values and the sum of weights, powers of two of scores less the reference.
 struct Found {
   const float* out;
   float sum, reference;
