@@ -12,7 +12,7 @@ from cluster.spec.errors import UserError
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameter numbers of mallopt(3)."""
-_KEPT_BYTES = 512 << 20
+_RETAINED_BYTES = 512 << 20
 _LARGEST_BYTES = 32 << 20
 """Largest threshold that glibc allows."""
 
@@ -103,7 +103,7 @@ def use_cpu(num_threads: int) -> None:
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES)
-        libc.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+        libc.mallopt(_TRIM_THRESHOLD, _RETAINED_BYTES)
 
 
 @cache

@@ -36,7 +36,7 @@ from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
 from workers.native.elementwise import NativeElementwise
 from workers.parallel.groups import ReplicaStore
-from workers.parallel.words import leave_store
+from workers.parallel.start_rendezvous import leave_store
 from workers.trace.step_recorder import StepRecorder
 
 _log = logging.getLogger(__name__)

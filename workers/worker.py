@@ -39,7 +39,7 @@ from workers.handoff.post import send_if_heard
 from workers.hicache.tier_worker import TierWorker
 from workers.loop.leader_link import LeaderLink, LocalLeader, RemoteLeader
 from workers.loop.rank_steps import RankSteps
-from workers.loop.watch import BETWEEN_STEPS, Turns
+from workers.loop.watch import BETWEEN_STEPS, Heartbeat
 from workers.parallel.groups import ReplicaStore, join_store, open_store
 from workers.parallel.traffic import HANDOFF, Traffic
 from workers.rank import Rank, load_rank
@@ -55,7 +55,7 @@ class Worker:
         """Build a worker; without a rendezvous nothing is registered, and the table reaches the leader as messages."""
         use_cpu(spec.config.resources.threads_per_worker)
         self.spec = spec
-        self.turns = Turns()
+        self.heartbeat = Heartbeat()
         """Heartbeat of the loop of ``run``, for a watchdog."""
         self._model_folder = model_folder
         self._rendezvous = rendezvous
@@ -93,7 +93,7 @@ class Worker:
         tiers = make_tier_worker(self.spec, self._rank, rows, partial(Outbox, self._key))
         try:
             link = self._link(self._rank, rows, tiers, outbox)
-            steps = RankSteps(self._rank, sender, tiers, self._clock, self.turns)
+            steps = RankSteps(self._rank, sender, tiers, self._clock, self.heartbeat)
             with self._showing_life(rows, link):
                 self._work(link, steps, _Parts(sender, checker, tiers, outbox))
             if self._failure is not None:
@@ -142,7 +142,7 @@ class Worker:
         """Run until Shutdown: dispatch messages, start planned steps, and end finished ones."""
         is_stopping = False
         while not is_stopping:
-            self.turns.at(BETWEEN_STEPS)
+            self.heartbeat.at(BETWEEN_STEPS)
             messages = self._inbox.receive(0.0 if steps.num_begun else link.idle_wait_s())
             is_stopping = self._hand_out(messages, link, steps, parts)
             plans = () if is_stopping else link.next_plans()

@@ -69,7 +69,7 @@ class WorkerActor:
         worker, spec = self._built, self._built.spec
         name, limit_s = f"{spec.replica} rank {spec.global_rank}", spec.config.resources.step_timeout_s
         try:
-            with LoopWatch(worker.turns, name, limit_s, end_process):
+            with LoopWatch(worker.heartbeat, name, limit_s, end_process):
                 worker.run(rows)
         finally:
             worker.close()

@@ -151,7 +151,7 @@ class ScenarioRun:
             cp=self.scenario.cp,
             cp_rank=self.exchange.group.rank,
             page_size=self.scenario.page_size,
-            trash_slot=self.pool.trash_slot,
+            null_slot=self.pool.null_slot,
             device=self.device,
             owners=self.owners,
         )

@@ -16,9 +16,9 @@ from workers.kernels.choose_experts import choose_experts
 from workers.kernels.copy_pages import copy_pages
 from workers.kernels.cutoffs import find_cutoffs
 from workers.kernels.expert_rows import expert_rows
+from workers.kernels.exponential_race import win_race
 from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
 from workers.kernels.merge import merge_partials
-from workers.kernels.race import win_race
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotate import rotate, rotate_storing
 from workers.kernels.store_kv import store_kv

@@ -56,7 +56,7 @@ def test_what_a_rehearsal_takes_is_what_graphs_take_and_it_gives_it_back() -> No
     taken = []
     for num_pages in (1, 1, 100):
         runner = runner_of(model, num_pages)
-        runner.run_trash(64)
+        runner.run_dummy(64)
         runner.capture_decode(16, make_capture())
         taken.append(runner.graph_bytes)
         del runner

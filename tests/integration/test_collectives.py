@@ -306,7 +306,7 @@ def test_groups_entered_in_another_order_are_named_with_what_each_rank_waits_in(
     with ThreadPoolExecutor(2) as threads:
         reasons = list(threads.map(reason, range(2)))
     sum_words = "all_reduce of torch.float32 [3]"
-    begun = f"; begun last by global rank 4: {sum_words} in group tp/0, global rank 5: barrier in group ep/0"
+    begun = f"; last calls: global rank 4: {sum_words} in group tp/0, global rank 5: barrier in group ep/0"
     assert all(reason.endswith(begun) for reason in reasons), reasons
     assert reasons[0].startswith(f"all_reduce in group tp/0, rank 0 of 2: collective 1, {sum_words}: ")
     assert reasons[1].startswith("barrier in group ep/0, rank 1 of 2: collective 1, barrier: ")

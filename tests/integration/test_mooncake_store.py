@@ -76,7 +76,7 @@ def test_the_store_uses_the_least_that_it_may_be_lent_and_no_less(master: str) -
 
     least = int(LEAST_LENT_GIB * GIB)
     MooncakeStorage("127.0.0.1", master, least).close()
-    with pytest.raises(StorageError, match="no Mooncake master can be used"):
+    with pytest.raises(StorageError, match="no usable Mooncake master"):
         MooncakeStorage("127.0.0.1", master, least - 1)
 
 

@@ -19,13 +19,13 @@ from workers.attention.triton.decode import DecodeAttention
 from workers.bench.results import Limit
 from workers.bench.shapes import BenchShape
 from workers.bench.timing import Launch
-from workers.engine.chances import plain_race
 from workers.engine.cutoffs import ranked_cutoffs
+from workers.engine.exponential_race import plain_race
 from workers.kernels.copy_pages import copy_pages
 from workers.kernels.cutoffs import find_cutoffs
+from workers.kernels.exponential_race import win_race
 from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
 from workers.kernels.merge import merge_partials
-from workers.kernels.race import win_race
 from workers.kernels.rms_norm import add_rms_norm
 from workers.kernels.rotate import rotate_storing
 from workers.kernels.store_kv import store_kv

@@ -98,7 +98,7 @@ class StepContext(ABC):
 
     def owned_rows(self, cp_rank: int) -> "OwnedRows":
         """Return the rows computed by a rank that belong in this rank's pages."""
-        return OwnedRows(self.pool, *self.batch.owned_rows(cp_rank, self.pool.trash_slot))
+        return OwnedRows(self.pool, *self.batch.owned_rows(cp_rank, self.pool.null_slot))
 
 
 class OwnedRows:

@@ -93,7 +93,7 @@ class StepBatch:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """This rank's query runs, in local order."""
+        """Query runs of this rank, in local order."""
         if self.wanted is None:
             return self.plan.runs[self.cp_rank]
         return tuple(sample.run for sample in self._samples)
@@ -126,13 +126,13 @@ class StepBatch:
         """Tokens of each request's prefix that are in this rank's pages."""
         return self.prefix_shares[self.cp_rank % len(self.prefix_shares)]
 
-    def owned_rows(self, cp_rank: int, trash_slot: int) -> tuple[Tensor, Tensor]:
+    def owned_rows(self, cp_rank: int, null_slot: int) -> tuple[Tensor, Tensor]:
         """Return the rows, in a rank's local order, that belong in this rank's pages, and their slots."""
         slots = self.slots_on_host
         if not self.plan.replicated:
             begin = cp_rank * self.plan.padded_len
             slots = slots[begin : begin + self.plan.lens[cp_rank]]
-        (rows,) = np.nonzero(slots != trash_slot)
+        (rows,) = np.nonzero(slots != null_slot)
         both = on_device(torch.from_numpy(np.stack((rows, slots[rows]))), self.slots.device)
         return both[0], both[1]
 
@@ -144,7 +144,7 @@ def build_step_batch(
     cp: int,
     cp_rank: int,
     page_size: int,
-    trash_slot: int,
+    null_slot: int,
     device: torch.device,
     owners: int = 1,
     shards: ShardLens | None = None,
@@ -162,11 +162,11 @@ def build_step_batch(
     pages, places = _pages(plan, positions, tables, page_size), positions % page_size
     slots = pages * page_size + places
     if owners > 1:
-        slots = np.where(pages % owners == part, pages // owners * page_size + places, trash_slot)
+        slots = np.where(pages % owners == part, pages // owners * page_size + places, null_slot)
     if not plan.replicated:
         local = plan.local(cp_rank)
         token_ids, positions = token_ids[local], positions[local]
-        slots = np.append(slots, trash_slot)[plan.gathered_index]
+        slots = np.append(slots, null_slot)[plan.gathered_index]
 
     own = [_own(table, part, owners) for table in tables]
 

@@ -43,8 +43,10 @@ class Drawn:
     def wait(self) -> dict[Room, Sampled]:
         """Wait for the token of every sampled request; call once."""
         sampled = dict(zip(self.rooms, self.draws.wait(), strict=True)) if self.draws is not None else {}
-        told = {room: replace(sampled[room], prompt_logprobs=told) for room, told in self.prompt_logprobs.items()}
-        return sampled | told
+        reported = {
+            room: replace(sampled[room], prompt_logprobs=reported) for room, reported in self.prompt_logprobs.items()
+        }
+        return sampled | reported
 
     def followed(self, rows: Sequence[ScheduledRequest], tp: Communicator, device: torch.device) -> Followed | None:
         """Return the tokens of this step that the next one takes as input; None for none. Every TP rank calls this."""

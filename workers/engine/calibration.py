@@ -222,7 +222,7 @@ def _measure_merge(model: DecoderModel) -> float:
 def _measure_store(model: DecoderModel, pool: PagePool) -> float:
     """Measure the seconds to store one row."""
     _, num_tokens = SAMPLES[model.device.type].tokens
-    slots = pool.at_slots(torch.full((num_tokens,), pool.trash_slot))
+    slots = pool.at_slots(torch.full((num_tokens,), pool.null_slot))
     row = (2, model.config.num_kv_heads, model.config.head_dim)
     kv = torch.zeros(num_tokens, *row, dtype=model.dtype)
     return _least_s(model.device, lambda: slots.write(0, kv)) / num_tokens

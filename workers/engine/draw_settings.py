@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cluster.spec.sampling import Sampling
 from workers.device import on_device
-from workers.engine.chances import key_of
+from workers.engine.exponential_race import key_of
 
 _ROUNDING = 1e-4
 """Logits in fp32 that differ by less count as equal."""

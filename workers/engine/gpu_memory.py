@@ -30,7 +30,7 @@ def measure_memory(device: torch.device, fraction: float, run_largest_step: Call
     )
 
 
-def bytes_kept_by(device: torch.device, record: Callable[[], None]) -> int:
+def bytes_taken_by(device: torch.device, record: Callable[[], None]) -> int:
     """Return the GPU memory that a capture takes, whether torch, a library or the driver holds it."""
     free = _free_bytes(device)
     record()

@@ -12,9 +12,9 @@ from workers.engine.rank_groups import RankGroups
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.groups import ReplicaStore
-from workers.parallel.words import told_by_all
+from workers.parallel.start_rendezvous import exchange_at_start
 
-_Told = tuple[ModelShape, Rates]
+_Measured = tuple[ModelShape, Rates]
 
 
 def measured_rates(
@@ -34,6 +34,6 @@ def measured_rates(
         return shape, Rates()
     rates = calibrate(model, pool, backend, groups.cp, shape)
     word = msgspec.json.encode((shape, rates)).decode()
-    words = told_by_all(store, "rates", spec.global_rank, spec.world_size, word)
-    told = [msgspec.json.decode(word, type=_Told) for word in words]
-    return slowest(told, spec.sizes.cp, spec.config.prefill.chunk_tokens)
+    words = exchange_at_start(store, "rates", spec.global_rank, spec.world_size, word)
+    measured = [msgspec.json.decode(word, type=_Measured) for word in words]
+    return slowest(measured, spec.sizes.cp, spec.config.prefill.chunk_tokens)

@@ -19,7 +19,7 @@ from workers.engine.runner import ModelRunner
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.groups import ReplicaStore
-from workers.parallel.words import told_by_all
+from workers.parallel.start_rendezvous import exchange_at_start
 
 _log = logging.getLogger(__name__)
 
@@ -64,8 +64,8 @@ def _measure(
         """Run the last step of the longest prompt: exchanges between ranks grow with the prefix."""
         strategy = spec.config.prefill.strategy.fullest
         for passing in spec.config.prefill.passing.candidates if is_sharded else [None]:
-            runner.run_trash(chunk_len, max(longest - chunk_len, 0), strategy, passing)
-        runner.draw_trash(pool_config.max_requests)
+            runner.run_dummy(chunk_len, max(longest - chunk_len, 0), strategy, passing)
+        runner.sample_dummy(pool_config.max_requests)
 
     memory = measure_memory(model.device, spec.config.kv.memory_fraction, run_largest_step)
     if make_capture is None:
@@ -79,4 +79,4 @@ def _measure(
 
 def least_of_all(spec: WorkerSpec, store: ReplicaStore, gib: float) -> float:
     """Return the least size of all ranks, since all have equally many pages."""
-    return min(map(float, told_by_all(store, "pool_gib", spec.global_rank, spec.world_size, repr(gib))))
+    return min(map(float, exchange_at_start(store, "pool_gib", spec.global_rank, spec.world_size, repr(gib))))

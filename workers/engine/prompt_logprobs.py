@@ -46,7 +46,7 @@ def prompt_logprobs(
         return []
     ends = [(start, start + len(row.targets)) for start, row in zip(plan.starts, rows, strict=False)]
     return [
-        [_told(entry, row.num_top) for entry in scores[start:end].tolist()]
+        [_token_logprobs(entry, row.num_top) for entry in scores[start:end].tolist()]
         for (start, end), row in zip(ends, rows, strict=True)
     ]
 
@@ -69,7 +69,7 @@ def _scores(model: DecoderModel, hidden: Tensor, targets: Tensor, num_top: int) 
     return scores
 
 
-def _told(entry: list[float], num_top: int) -> TokenLogprobs:
+def _token_logprobs(entry: list[float], num_top: int) -> TokenLogprobs:
     middle = 2 + (len(entry) - 2) // 2
     return TokenLogprobs(
         logprob=entry[0],

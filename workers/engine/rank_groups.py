@@ -14,8 +14,8 @@ from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, join_group
 from workers.parallel.model_groups import ModelGroups
 from workers.parallel.pipeline import Pipeline
+from workers.parallel.start_rendezvous import exchange_at_start
 from workers.parallel.traffic import HEAD_COPIES, STAGES, Traffic
-from workers.parallel.words import told_by_all
 
 COLLECTIVE_TIMEOUT_S = 3600.0
 """Timeout of collectives once a group is up. Between CPUs a dead peer is seen at once, and this bounds only one that
@@ -64,7 +64,7 @@ def join_groups(spec: WorkerSpec, store: ReplicaStore, model: DecoderConfig) -> 
         groups = _join_experts(groups, spec, store)
     groups = _join_head_copies(groups, spec, store, [model.num_kv_heads])
     # No rank waits in a collective for one that misses a peer of another group.
-    told_by_all(store, "joined", spec.global_rank, spec.world_size, "joined")
+    exchange_at_start(store, "joined", spec.global_rank, spec.world_size, "joined")
     return groups
 
 

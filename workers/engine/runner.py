@@ -23,7 +23,7 @@ from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.begun_step import BegunStep, Drawn, Followed
 from workers.engine.capture import Capture
 from workers.engine.contexts import make_context
-from workers.engine.gpu_memory import bytes_kept_by
+from workers.engine.gpu_memory import bytes_taken_by
 from workers.engine.known_request import KnownRequest
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.sampler import begin_sample, draw
@@ -95,13 +95,13 @@ class ModelRunner:
         Every rank of the replica calls this.
         """
         for num_tokens, prefix_len in _KERNEL_STEPS if has_kernels(self._pool.bytes) else _FIRST_STEP:
-            self.run_trash(self._cp_group.size * num_tokens, prefix_len)
+            self.run_dummy(self._cp_group.size * num_tokens, prefix_len)
         if has_kernels(self._pool.bytes):
-            self._merge_trash()
-            self.draw_trash(1)
+            self._merge_dummy()
+            self.sample_dummy(1)
             warm_up_copies(self._pool)
 
-    def _merge_trash(self) -> None:
+    def _merge_dummy(self) -> None:
         """Merge every possible number of partials, of a prefix and of every rank: each number is compiled at its first
         use.
         """
@@ -114,7 +114,7 @@ class ModelRunner:
         for dtypes in kinds if size > 1 else []:
             merge([Partial(out.to(dtype), out[..., 0].contiguous()) for dtype in dtypes])
 
-    def run_trash(
+    def run_dummy(
         self,
         num_tokens: int,
         prefix_len: int = 0,
@@ -123,15 +123,15 @@ class ModelRunner:
     ) -> None:
         """Run a dummy prompt step in the null page; every rank of the replica calls this."""
         num_pages = pages_for(prefix_len + num_tokens, self._pool.page_size)
-        trash_pages = [self._pool.num_pages * self._owners] * num_pages
-        row = BatchRow(token_ids=[0] * num_tokens, prefix_len=prefix_len, pages=trash_pages, sampled=True)
+        null_pages = [self._pool.num_pages * self._owners] * num_pages
+        row = BatchRow(token_ids=[0] * num_tokens, prefix_len=prefix_len, pages=null_pages, sampled=True)
         with torch.inference_mode():
-            lens = self._trash_lens(Extend(num_tokens, prefix_len, True), strategy, passing)
+            lens = self._dummy_lens(Extend(num_tokens, prefix_len, True), strategy, passing)
             context, hidden = self._compute([row], strategy, passing, lens)
             if self._pipeline.is_last:
                 self._model.logits(context.last.join_last(hidden))
 
-    def draw_trash(self, num_rows: int) -> None:
+    def sample_dummy(self, num_rows: int) -> None:
         """Sample dummy tokens with top-p; every rank of the replica calls this."""
         if not self._pipeline.is_last:
             return
@@ -142,7 +142,7 @@ class ModelRunner:
             if self.draws:
                 draw(logits, [sampling] * num_rows, range(num_rows))
 
-    def _trash_lens(self, extend: Extend, strategy: Strategy, passing: Passing | None) -> ShardLens | None:
+    def _dummy_lens(self, extend: Extend, strategy: Strategy, passing: Passing | None) -> ShardLens | None:
         """Return token counts if all DP ranks run the same dummy step."""
         dp = self._model.groups.parallel.dp
         lens = lens_of([extend], strategy, passing, self._cp_group.size)
@@ -163,7 +163,7 @@ class ModelRunner:
         def make_graphs() -> None:
             self._graphs = DecodeGraphs(self._model, self._pool, self._backend, most_requests, capture)
 
-        self.graph_bytes = bytes_kept_by(self._model.device, make_graphs)
+        self.graph_bytes = bytes_taken_by(self._model.device, make_graphs)
 
     def drop_graphs(self) -> None:
         """Compute every step from now on. A group with captured collectives can only be left without captures."""
@@ -228,7 +228,7 @@ class ModelRunner:
             if not self._pipeline.is_last:
                 return Drawn()
             if any(row.targets for row in plan.scheduled):
-                self._tell_prompts(plan.scheduled, context, hidden)
+                self._score_prompts(plan.scheduled, context, hidden)
             last = context.last.join_last(hidden)
         sampled = [row for row in plan.scheduled if row.samples]
         if not sampled:
@@ -271,7 +271,7 @@ class ModelRunner:
             cp=self._cp_group.size,
             cp_rank=self._cp_group.rank,
             page_size=self._pool.page_size,
-            trash_slot=self._pool.trash_slot,
+            null_slot=self._pool.null_slot,
             device=self._model.device,
             owners=self._owners,
             shards=shards,
@@ -291,27 +291,27 @@ class ModelRunner:
         hidden = torch.empty(num_tokens, model.config.hidden_size, dtype=model.dtype, device=model.device)
         return self._pipeline.receive(hidden)
 
-    def _tell_prompts(self, rows: Sequence[ScheduledRequest], context: StepContext, hidden: torch.Tensor) -> None:
+    def _score_prompts(self, rows: Sequence[ScheduledRequest], context: StepContext, hidden: torch.Tensor) -> None:
         known = [self.requests[row.room] for row in rows]
         asked = [
             Asked(row.targets, request.admit.sampling.num_prompt_logprobs or 0)
             for row, request in zip(rows, known, strict=True)
         ]
-        told = prompt_logprobs(self._model, self._cp_group, context.batch, hidden, asked)
+        logprobs = prompt_logprobs(self._model, self._cp_group, context.batch, hidden, asked)
         if self.draws:
-            for request, of_row in zip(known, told, strict=True):
+            for request, of_row in zip(known, logprobs, strict=True):
                 request.prompt_logprobs += of_row
 
     def _begin_sample(self, rows: Sequence[ScheduledRequest], logits: torch.Tensor) -> Drawn:
         states = [self._sampling_state(row.room) for row in rows]
         draws = begin_sample(logits, states, [row.output_position for row in rows])
-        told: dict[Room, list[TokenLogprobs]] = {}
+        logprobs: dict[Room, list[TokenLogprobs]] = {}
         for room in (row.room for row in rows):
             # Prompt log-probabilities are reported with the first token.
             known = self.requests[room]
             if known.prompt_logprobs:
-                told[room], known.prompt_logprobs = known.prompt_logprobs, []
-        return Drawn([row.room for row in rows], draws, told)
+                logprobs[room], known.prompt_logprobs = known.prompt_logprobs, []
+        return Drawn([row.room for row in rows], draws, logprobs)
 
     def _sampling_state(self, room: Room) -> SamplingState:
         known = self.requests[room]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
 from workers.device import Arriving, index_on
-from workers.engine.chances import likeliest, win_race
 from workers.engine.cutoffs import keep_likeliest
 from workers.engine.draw_settings import DrawSettings
+from workers.engine.exponential_race import likeliest, win_race
 from workers.engine.logits_processors import process
 from workers.engine.sampling_state import SamplingState
 
@@ -39,13 +39,13 @@ class Draws:
     def wait(self) -> list[Sampled]:
         """Wait for the tokens and append them to the rows' states; call once."""
         token_ids, *likelihoods = self._arriving.wait()
-        told: dict[int, TokenLogprobs] = {}
+        reported: dict[int, TokenLogprobs] = {}
         if likelihoods:
-            told = dict(zip(self._num_top, _Likelihoods(*likelihoods).read(self._num_top.values()), strict=True))
+            reported = dict(zip(self._num_top, _Likelihoods(*likelihoods).read(self._num_top.values()), strict=True))
         drawn = list(zip(self._states, token_ids.tolist(), strict=True))
         for state, token_id in drawn:
             state.append(token_id)
-        return [_sampled(state, token_id, told.get(row)) for row, (state, token_id) in enumerate(drawn)]
+        return [_sampled(state, token_id, reported.get(row)) for row, (state, token_id) in enumerate(drawn)]
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[Sampled]:
@@ -85,12 +85,14 @@ def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> 
     drawn = [index for index, row in enumerate(rows) if row.temperature >= _GREEDY_BELOW and row.top_k != 1]
     if not drawn:
         return likeliest(logits)
-    by_chance = [rows[index] for index in drawn]
-    settings = DrawSettings.of(by_chance, [positions[index] for index in drawn], drawn, logits.shape[-1], logits.device)
+    random_rows = [rows[index] for index in drawn]
+    settings = DrawSettings.of(
+        random_rows, [positions[index] for index in drawn], drawn, logits.shape[-1], logits.device
+    )
     if len(drawn) == len(rows):
-        return win_race(_weights(logits, by_chance, settings), settings.keys)
+        return win_race(_weights(logits, random_rows, settings), settings.keys)
     chosen = likeliest(logits)
-    chosen[settings.places] = win_race(_weights(logits[settings.places], by_chance, settings), settings.keys)
+    chosen[settings.places] = win_race(_weights(logits[settings.places], random_rows, settings), settings.keys)
     return chosen
 
 

@@ -27,7 +27,7 @@ class SamplingState:
         self._tokens = list(admit.history) if row.bad_words else []
         self._bias = _shifts_of(row.logit_bias)
         self.allowed = np.array(sorted(row.allowed_ids), dtype=np.int64)
-        """Only tokens that can be sampled; empty means all."""
+        """Set of tokens that can be sampled, sorted; empty means all."""
         self.counts: TokenCounts | None = None
         """Token counts, if there are penalties."""
         if row.has_penalties:

@@ -20,9 +20,9 @@ class StepReports:
     def __init__(self, model: nn.Module, groups: ModelGroups, global_rank: int) -> None:
         """Start counting; warm-up is left out."""
         self._num_steps, self._step_s = 0, 0.0
-        self._told: tuple[int, Mapping[str, int]] = (0, {})
-        tells = groups.position.moe_tp == 0
-        self._experts = [module for module in model.modules() if isinstance(module, Experts)] if tells else []
+        self._reported: tuple[int, Mapping[str, int]] = (0, {})
+        reports = groups.position.moe_tp == 0
+        self._experts = [module for module in model.modules() if isinstance(module, Experts)] if reports else []
         self._global_rank = global_rank
         self._before = self._counts()
         self._due_s = 0.0
@@ -40,10 +40,10 @@ class StepReports:
         dropped: messages that the rank's inbox has dropped so far, by reason.
         """
         news = self._num_steps, dict(dropped)
-        if news == self._told or (now_s < self._due_s and not is_idle):
+        if news == self._reported or (now_s < self._due_s and not is_idle):
             return None
         self._due_s = now_s + _EVERY_S
-        self._told = news
+        self._reported = news
         return StepWork(
             global_rank=self._global_rank,
             num_steps=self._num_steps,

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 
 class TokenCounts:
-    """Each token once, with its count in the output: 0 for one that only the prompt has."""
+    """Counts of each token in the output: 0 for one that only the prompt has."""
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         counts = Counter(output)

@@ -1,4 +1,4 @@
-"""Which rank holds which expert. Pure."""
+"""Placement of experts on ranks. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

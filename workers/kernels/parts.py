@@ -32,7 +32,7 @@ class Parts(NamedTuple):
 
 
 def parts_at_once(block_rows: int) -> int:
-    """Return how many parts of so many rows a program joins at once."""
+    """Return how many parts of ``block_rows`` rows a program joins at once."""
     return max(_ROWS_AT_ONCE // block_rows, 1)
 
 

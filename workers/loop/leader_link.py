@@ -118,8 +118,8 @@ class LocalLeader:
 
     def end_round(self, *, is_busy: bool) -> None:
         is_idle = not is_busy and not self._leader.has_work()
-        if told := self._reports.next(self._clock.now_s(), is_idle=is_idle):
-            self._leader.on_message(told, self._clock.now_s())
+        if report := self._reports.next(self._clock.now_s(), is_idle=is_idle):
+            self._leader.on_message(report, self._clock.now_s())
         if self._clock.now_s() >= self._load_due_s or is_idle:
             was_draining, self.load = self.load.draining, self._whole_load()
             if self.load.draining != was_draining:
@@ -179,8 +179,8 @@ class RemoteLeader:
     def end_round(self, *, is_busy: bool) -> None:
         is_idle = not is_busy and not self._had_plans
         self._had_plans = False
-        if told := self._reports.next(self._clock.now_s(), is_idle=is_idle, dropped=self._inbox.dropped):
-            send_if_heard(self._outbox, self._address, told)
+        if report := self._reports.next(self._clock.now_s(), is_idle=is_idle, dropped=self._inbox.dropped):
+            send_if_heard(self._outbox, self._address, report)
 
 
 def step_reports(spec: WorkerSpec, rank: Rank) -> StepReports:

@@ -12,7 +12,7 @@ from cluster.spec.step_messages import StepPlan
 from workers.engine.begun_step import BegunStep
 from workers.handoff.kv_sender import KvSender
 from workers.hicache.tier_worker import TierWorker
-from workers.loop.watch import BETWEEN_STEPS, Turns
+from workers.loop.watch import BETWEEN_STEPS, Heartbeat
 from workers.rank import Rank
 
 PATIENCE_S = 1.0
@@ -29,8 +29,8 @@ class EndedStep(NamedTuple):
 class RankSteps:
     """Steps of one rank, ending in the order in which they started."""
 
-    def __init__(self, rank: Rank, sender: KvSender, tiers: TierWorker, clock: Clock, turns: Turns) -> None:
-        self._rank, self._sender, self._tiers, self._clock, self._turns = rank, sender, tiers, clock, turns
+    def __init__(self, rank: Rank, sender: KvSender, tiers: TierWorker, clock: Clock, heartbeat: Heartbeat) -> None:
+        self._rank, self._sender, self._tiers, self._clock, self._heartbeat = rank, sender, tiers, clock, heartbeat
         self._begun: deque[tuple[StepPlan, BegunStep, float]] = deque()
         self._ended_s = -math.inf
 
@@ -52,21 +52,21 @@ class RankSteps:
     def begin(self, plan: StepPlan) -> None:
         """Start this rank's part of a step; cached KV is sent now, and layers as they are stored."""
         start_s = self._clock.now_s()
-        self._turns.at(f"in step {plan.step}")
+        self._heartbeat.at(f"in step {plan.step}")
         self._sender.before_step(plan)
         load = self._tiers.submit_layerwise(plan.layerwise_load) if plan.layerwise_load is not None else None
         with self._rank.step_recorder.step(plan):
             runner = self._rank.runner
             on_stored = self._sender.during_step(plan, runner.requests)
             self._begun.append((plan, runner.begin(plan, load, on_stored), start_s))
-        self._turns.at(BETWEEN_STEPS)
+        self._heartbeat.at(BETWEEN_STEPS)
 
     def end(self) -> EndedStep:
         """Wait for the tokens of the oldest step, and send the KV that it has computed."""
         plan, step, start_s = self._begun.popleft()
-        self._turns.at(f"at the end of step {plan.step}")
+        self._heartbeat.at(f"at the end of step {plan.step}")
         sampled = step.wait()
         self._sender.after_step(plan, step.requests)
-        self._turns.at(BETWEEN_STEPS)
+        self._heartbeat.at(BETWEEN_STEPS)
         start_s, self._ended_s = max(start_s, self._ended_s), self._clock.now_s()
         return EndedStep(plan, sampled, self._ended_s - start_s)

@@ -17,7 +17,7 @@ LOOK_S = 1.0
 BETWEEN_STEPS = "between two steps"
 
 
-class Turns:
+class Heartbeat:
     """Heartbeat of a work loop. One thread writes, any may read."""
 
     def __init__(self) -> None:
@@ -38,12 +38,12 @@ class LoopWatch:
     """
 
     def __init__(
-        self, turns: Turns, name: str, limit_s: float, end: Callable[[], None], *, look_s: float = LOOK_S
+        self, heartbeat: Heartbeat, name: str, limit_s: float, end: Callable[[], None], *, look_s: float = LOOK_S
     ) -> None:
         """Prepare the thread, which calls ``end`` once when the loop ``name`` has not progressed for ``limit_s``."""
-        self._turns, self._name, self._end, self._look_s = turns, name, end, look_s
+        self._heartbeat, self._name, self._end, self._look_s = heartbeat, name, end, look_s
         self._max_looks = math.ceil(limit_s / look_s)
-        self._seen_count = turns.count
+        self._seen_count = heartbeat.count
         self._num_still = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="loop watch", daemon=True)
@@ -61,8 +61,8 @@ class LoopWatch:
 
     def look(self) -> bool:
         """Return whether the loop has been stuck for too long; called every ``look_s``."""
-        if self._turns.count != self._seen_count:
-            self._seen_count, self._num_still = self._turns.count, 0
+        if self._heartbeat.count != self._seen_count:
+            self._seen_count, self._num_still = self._heartbeat.count, 0
         else:
             self._num_still += 1
         return self._num_still >= self._max_looks
@@ -70,17 +70,17 @@ class LoopWatch:
     def _run(self) -> None:
         while not self._stopping.wait(self._look_s):
             if self.look():
-                self._tell()
+                self._report()
                 self._end()
                 return
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Log the stuck location from another thread with a time limit: the loop may be stuck in the log itself."""
         line = "%s stood still for %g s (resources.step_timeout_s) %s; this process ends"
-        args = (line, self._name, self._num_still * self._look_s, self._turns.place)
-        telling = threading.Thread(target=_log.error, args=args, daemon=True)
-        telling.start()
-        telling.join(LOOK_S)
+        args = (line, self._name, self._num_still * self._look_s, self._heartbeat.place)
+        reporting = threading.Thread(target=_log.error, args=args, daemon=True)
+        reporting.start()
+        reporting.join(LOOK_S)
 
 
 def end_process() -> None:

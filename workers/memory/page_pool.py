@@ -48,7 +48,7 @@ class PagePool(PageMemory):
         return cls(page_layout(geometry, one, RankCoords(dp=0, cp=0, tp=0, pp=0), num_pages), device=device)
 
     @property
-    def trash_slot(self) -> int:
+    def null_slot(self) -> int:
         """Slot of the null page that takes padding writes."""
         return self.num_pages * self.page_size
 

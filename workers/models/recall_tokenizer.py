@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from workers.models.recall_weights import BEGIN_ID, END_ID, MAX_LEN, VOCAB_SIZE
 
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>")
-"""In the order of their ids, from 0."""
+"""Special tokens in the order of their ids, from 0."""
 FIRST_BYTE_ID = len(SPECIAL_TOKENS)
 FIRST_WORD_ID = FIRST_BYTE_ID + 256
 """First of the tokens that are whole pieces of text."""

@@ -1,7 +1,7 @@
-// Attention of bf16 queries over bf16 keys and values that lie in pages, on a CPU.
+// Attention of bf16 queries over bf16 keys and values in pages, on a CPU.
 //
 // A tile is some query rows (query by query, the G heads that share a kv head) and one kv head. It goes through its keys
-// block by block; a large one rearranges each block for all its rows, a small one reads it where it lies.
+// block by block; a large tile rearranges each block for all its rows, a small one reads it in place.
 //
 // Strides and offsets are in elements.
 
@@ -19,7 +19,7 @@ struct Strides {
 
 struct Item {
   int64_t first_query, num_queries, table, first_key, num_keys;
-  int64_t ahead, step;  // Query i sees keys 0..ahead + i * step, as far as there are.
+  int64_t ahead, step;  // Query i sees keys 0..ahead + i * step, as far as they exist.
 };
 
 struct Attention {
@@ -34,7 +34,7 @@ struct Attention {
   float scale;
 };
 
-// Goes through the pages of one item for one kv head.
+// Iterates over the pages of one item for one kv head.
 class Cursor {
  public:
   Cursor(const Attention& a, const Item& item, int64_t head)
@@ -121,13 +121,13 @@ class Tile {
   const Item& item_;
   const Scratch& s_;
   const int64_t head_, first_row_, num_rows_;
-  const int64_t padded_;     // Rows, some of them zeros, that the functions of a block come in.
-  int64_t seen_[kTileRows];  // Keys that each row sees.
+  const int64_t padded_;     // Rows including zero padding, as the block functions expect.
+  int64_t seen_[kTileRows];  // Number of keys that each row sees.
 };
 
 }  // namespace
 
-// Attend tiles until none is left, which several threads may do at once for one Attention, if no two items share a
+// Process tiles until none is left; several threads may do so at once for one Attention, if no two items share a
 // query. Returns 0, or 1 without memory.
 extern "C" int baton_attend(const Attention* a) {
   Scratch scratch(a->head_dim, a->scale);

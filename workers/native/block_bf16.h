@@ -1,8 +1,8 @@
-// What is done with one block of keys and values on a CPU with AVX512-BF16: rearranging, scores, weights, weighted sums.
+// Operations on one block of keys and values on a CPU with AVX512-BF16: rearranging, scores, weights, weighted sums.
 //
 // A block is rearranged so that each instruction multiplies pairs of 16 keys (scores) or of 16 dims (values) with one
 // pair of a row. Exponentials are taken against a reference of each row that follows its largest score with slack, so
-// that what was summed is rescaled seldom; sums are fp32.
+// that sums are rarely rescaled; they are fp32.
 //
 // R: rows at once. Strides and offsets are in elements.
 
@@ -17,7 +17,7 @@ namespace {
 constexpr int kLanes = 16;
 constexpr int kVectors = kBlock / kLanes;  // Vectors of a row's scores.
 constexpr int kRows = 6;                   // Rows at once: 24 sums, and registers for their factors.
-constexpr int kFewRows = 8;                // A tile of so few reads keys and values where they lie.
+constexpr int kFewRows = 8;                // Most rows of a tile that reads keys and values in place.
 
 inline __m512bh pairs(const void* p) { return (__m512bh)_mm512_load_si512(p); }
 inline __m512bh repeated_pair(const bf16* p) { return (__m512bh)_mm512_set1_epi32(*(const int*)p); }
@@ -109,7 +109,7 @@ void pack_values(const Block& block, int num_keys, int64_t head_dim, int64_t wid
   }
 }
 
-// What a tile works on.
+// State of a tile.
 struct Scratch {
   int64_t head_dim, width;  // Width: head dim in whole vectors of 32.
   float scale;
@@ -129,7 +129,7 @@ struct Scratch {
   }
 };
 
-// The rows that these functions make of so many; those that are too many are zeros.
+// Row count rounded up to what these functions process; surplus rows are zeros.
 inline int64_t padded(int64_t num_rows) {
   return num_rows > kFewRows ? round_up(num_rows, kRows) : num_rows > 4 ? kFewRows : num_rows == 3 ? 4 : num_rows;
 }
@@ -190,10 +190,10 @@ inline void score(const Scratch& s, int64_t row, Scores<R>& x) {
   }
 }
 
-// The same with keys where they lie, for rows so few that packing would cost more than it saves.
+// Scores with keys in place, for few rows, where packing would cost more than it saves.
 template <int R>
 inline void score_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys, Scores<R>& x) {
-  constexpr int kSums = R == 1 ? 4 : R == 2 ? 2 : 1;  // Several of a row hide the latency of adding.
+  constexpr int kSums = R == 1 ? 4 : R == 2 ? 2 : 1;  // Several per row hide the latency of adding.
   for (int c = 0; c * kLanes < num_keys; ++c) {
     __m512 sums[R][kSums] = {};
     for (int64_t d = 0; d < s.head_dim; d += 32) {
@@ -280,7 +280,7 @@ void add_values(const Scratch& s, int64_t row, int64_t first, int num_keys) {
     for (int c = 0; c < C; ++c) _mm512_store_ps(out + r * s.width + c * kLanes, x[r][c]);
 }
 
-// The same with values where they lie, for all rows of a small tile and all dims.
+// Weighted sums with values in place, for all rows of a small tile and all dims.
 template <int R>
 void add_values_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys) {
   for (int64_t first = 0; first < s.head_dim; first += 2 * kLanes) {

@@ -1,10 +1,10 @@
-// What is done with one block of keys and values where products are of fp32: on any CPU.
+// Operations on one block of keys and values with fp32 products, for any CPU.
 //
 // A large tile comes in panels of rows side by side, a row in each lane: queries are [dim][row], scores [key][row], sums
-// [dim][row]. So both products are of numbers that are repeated and of vectors that lie in a row, nothing is added up
+// [dim][row]. So both products combine broadcast numbers and contiguous vectors, nothing is added up
 // across lanes, and a block only has to become fp32. In a small tile the lanes are dims, and keys and values are read
-// where they lie. Exponentials are taken against a reference of each row that follows its largest score with slack, so
-// that what was summed is rescaled seldom.
+// in place. Exponentials are taken against a reference of each row that follows its largest score with slack, so
+// that sums are rarely rescaled.
 //
 // Dims are in the order of Pairs. Scores are in powers of two, since queries are scaled when they are read. Strides and
 // offsets are in elements.
@@ -22,7 +22,7 @@ constexpr int kAtOnce = kRegisters == 32 ? 8 : 4;    // Rows of a small tile tha
 constexpr int kFewRows = 24;                         // More are a panel, even if it is not full.
 static_assert(kTileRows % kPanel == 0 && kFewRows % kAtOnce == 0 && kPairs % kRepeated == 0 && kBlock % kPairs == 0);
 
-// What a tile works on.
+// State of a tile.
 struct Scratch {
   int64_t head_dim, width, stride;
   float scale;
@@ -30,7 +30,7 @@ struct Scratch {
   float *query, *keys, *values, *weights, *out, *sums, *reference, *row;
 
   Scratch(int64_t dims, float factor)
-      : head_dim(dims), width(round_up(dims, kPairs)), stride(width + 16),  // So that a column is not all in one set.
+      : head_dim(dims), width(round_up(dims, kPairs)), stride(width + 16),  // Avoids one cache set per column.
         scale(float(M_LOG2E) * factor),
         memory(4 * (2 * kTileRows * width + 2 * kBlock * stride + kBlock * (kPanel + kFewRows) + width +
                     kTileRows + kFewRows * kLanes + kTileRows)) {
@@ -41,7 +41,7 @@ struct Scratch {
     sums = memory.take<float>(kTileRows + kFewRows * kLanes), reference = memory.take<float>(kTileRows);
   }
 
-  // Where dim d of a row's query and sum is, in a tile of so many rows.
+  // Index of dim d of a row's query and sum, in a tile of this many rows.
   int64_t place(int64_t row, int64_t d, int64_t num_rows) const {
     const int64_t at_once = num_rows > kFewRows ? kPanel : std::min<int64_t>(num_rows, kAtOnce), p = pairs_place(d);
     const int64_t group = row / at_once * at_once * width, mine = row % at_once;
@@ -49,7 +49,7 @@ struct Scratch {
   }
 };
 
-// The rows that these functions make of so many; those that are too many are zeros.
+// Row count rounded up to what these functions process; surplus rows are zeros.
 inline int64_t padded(int64_t num_rows) {
   if (num_rows > kFewRows) return round_up(num_rows, kPanel);
   return num_rows > 4 ? round_up(num_rows, kAtOnce) : num_rows == 3 ? 4 : num_rows;

@@ -1,4 +1,4 @@
-// What both kinds of products with a block of keys and values have in common.
+// Common parts of both kinds of block products.
 
 #pragma once
 
@@ -16,7 +16,7 @@ using bf16 = uint16_t;
 
 constexpr int kBlock = 64;         // Keys of a block.
 constexpr int kTileRows = 384;     // Their queries and sums stay in the second cache.
-constexpr int kMostDims = 1024;    // Of a head.
+constexpr int kMostDims = 1024;    // Largest head size.
 constexpr float kSlack = 40.0f;    // Scores may pass their reference by this, in powers of two.
 constexpr float kHidden = -1e30f;  // A score that is not seen.
 constexpr float kUnset = -1e38f;   // The reference of a row before its first block.
@@ -30,14 +30,14 @@ inline float as_float(bf16 x) {
   return result;
 }
 
-// To the nearest, to even between two.
+// Round to nearest, ties to even.
 inline bf16 rounded(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 0x40;
 }
 
-// Where the keys and values of one block lie; what is past the last key is zeros.
+// Addresses of the keys and values of one block; zeros after the last key.
 struct Block {
   const bf16 *key[kBlock], *value[kBlock];
 };
@@ -53,8 +53,7 @@ inline void prefetch_keys(const Block& next, int64_t first, int64_t end, int64_t
     for (int64_t d = 0; d < head_dim; d += 32) prefetch(next.key[i], d), prefetch(next.value[i], d);
 }
 
-// What a row has found: the weighted sum of values, and the sum of weights, which are powers of two of scores less the
-// reference.
+// Result of a row so far: the weighted sum of values and the sum of weights, powers of two of scores less the reference.
 struct Found {
   const float* out;
   float sum, reference;

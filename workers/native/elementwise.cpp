@@ -1,23 +1,23 @@
-// What a layer does between its products, row by row: norms, rotations, gates. Rounded wherever torch rounds.
+// Elementwise work of a layer between its products, by row: norms, rotations, gates. Rounds wherever torch rounds.
 
 #include "vectors.h"
 
 namespace {
 
-// To the nearest number of bf16, to even between two; what is not a number stays so.
+// Round to the nearest bf16, ties to even; NaN stays NaN.
 inline vec rounded(vec x) {
   const words bits = (words)x;
   const words nearest = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
   return x == x ? (vec)nearest : (vec)(bits | 0x400000);
 }
 
-// What ``make`` has of the numbers of each place, rounded.
+// Apply ``make`` to the numbers at each index, and round.
 template <class Make, class... Given>
 inline Pairs each(Make make, Given... given) {
   return {rounded(make(given.even...)), rounded(make(given.odd...))};
 }
 
-// The first n numbers, of kPairs at most.
+// First n numbers, at most kPairs.
 inline void store(bf16* p, Pairs x, int64_t n) {
   const words both = (words)x.even >> 16 | ((words)x.odd & 0xffff0000);
   std::memcpy(p, &both, std::min<int64_t>(n, kPairs) * sizeof(bf16));
@@ -39,7 +39,7 @@ inline vec exp(vec x) {
   return (vec)((ints)p + ((ints)whole << 23));
 }
 
-// Where e^-x is too large for a float, x is divided by infinity.
+// If e^-x is too large for a float, x is divided by infinity.
 inline vec silu(vec x) {
   const vec most = all(88.722f), power = largest(-x, all(-87.0f));
   return power > most ? x * 0.0f : x / (1.0f + exp(power > most ? most : power));
@@ -73,7 +73,7 @@ void rotate(const bf16* x, const bf16* cos, const bf16* sin, bf16* out, int64_t 
 
 }  // namespace
 
-// Normalise rows begin to end of x, or of x + y, which then is kept in total.
+// Normalise rows begin to end of x, or of x + y, which is then stored in total.
 extern "C" void baton_rms_norm(const bf16* x, const bf16* y, const bf16* weight, bf16* total, bf16* out, int64_t size,
                                int64_t x_stride, int64_t y_stride, float eps, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {

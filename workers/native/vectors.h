@@ -1,4 +1,4 @@
-// Vectors of floats as wide as this CPU's, in the words that GCC and Clang have for all CPUs.
+// Vectors of floats as wide as this CPU's, in the portable vector extensions of GCC and Clang.
 
 #pragma once
 
@@ -21,16 +21,16 @@ typedef uint32_t words __attribute__((vector_size(kLanes * 4), may_alias));
 inline vec& at(float* p) { return *(vec*)p; }
 inline const vec& at(const float* p) { return *(const vec*)p; }
 inline vec all(float x) { return x - vec{}; }
-inline vec largest(vec a, vec b) { return a > b ? a : b; }  // b where a is not a number.
+inline vec largest(vec a, vec b) { return a > b ? a : b; }  // b if a is NaN.
 
-// Numbers that lie in a row, those at even places and those at odd ones: what takes the fewest instructions.
+// Adjacent numbers, split into even and odd indices: the order that takes the fewest instructions.
 constexpr int kPairs = 2 * kLanes;
 
 struct Pairs {
   vec even, odd;
 };
 
-// Where the i-th number is to lie, so that vectors are those of Pairs.
+// Index of the i-th number in the order of Pairs.
 inline int64_t pairs_place(int64_t i) { return i / kPairs * kPairs + i % 2 * kLanes + i % kPairs / 2; }
 
 inline words tail_words(const bf16* p, int64_t n) {

@@ -33,8 +33,8 @@ def exchange_counts(group: Communicator, counts: Sequence[int]) -> list[int]:
     """Send each rank a number; return the numbers received, by rank."""
     table = torch.empty(group.size * group.size, dtype=torch.int64)
     group.all_gather(table, torch.tensor(counts, dtype=torch.int64))
-    told: list[int] = table.view(group.size, group.size)[:, group.rank].tolist()
-    return told
+    received: list[int] = table.view(group.size, group.size)[:, group.rank].tolist()
+    return received
 
 
 def reduce_scatter_exact(group: Communicator, terms: Tensor, lens: Sequence[int]) -> Tensor:

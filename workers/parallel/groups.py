@@ -15,7 +15,7 @@ from workers.parallel.collectives import Backend, CollectiveError, Communicator
 from workers.parallel.gloo import GlooBackend
 from workers.parallel.moved import MovedBackend
 from workers.parallel.same_host import meet_on_one_host
-from workers.parallel.words import exchange
+from workers.parallel.start_rendezvous import exchange
 
 ReplicaStore = TCPStore
 """Store at which the ranks of one replica exchange data until their groups are up."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from workers.parallel.shared_memory import SharedMemoryBackend
-from workers.parallel.words import exchange, word_at
+from workers.parallel.start_rendezvous import exchange, word_at
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from workers.scheduler.sequence import KvState, RequestParams, Sequence
 
 class DecodeState(Enum):
     QUEUED = "queued"
-    """Without pages: none are free, or another choice of the same prompt has not got its own."""
+    """Queued without pages: none are free, or another choice of the same prompt has not got its own."""
     RECEIVING = "receiving"
     """Ticketed: prefill may write to its pages."""
     VERIFYING = "verifying"

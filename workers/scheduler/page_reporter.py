@@ -44,10 +44,10 @@ class PageReporter:
             return []
         self._allocator.follow(self._journal)
         follower = self._followers[message.router.replica] = _Follower(message.router)
-        told = self._tell(follower, Tier.DEVICE, self._allocator.cached_keys(), [])
+        reports = self._report(follower, Tier.DEVICE, self._allocator.cached_keys(), [])
         for tier, keys in self._tiers.keys_below().items() if self._tiers else ():
-            told += self._tell(follower, tier, keys, [])
-        return told
+            reports += self._report(follower, tier, keys, [])
+        return reports
 
     def on_table(self, table: TableSnapshot) -> None:
         """Forget routers that are gone."""
@@ -60,25 +60,25 @@ class PageReporter:
 
     def news(self) -> list[tuple[str, Message]]:
         """Return the changes since the last call, for all followers."""
-        told = self._news_of(Tier.DEVICE, self._journal)
+        reports = self._news_of(Tier.DEVICE, self._journal)
         for tier, journal in self._tiers.journals.items() if self._tiers else ():
-            told += self._news_of(tier, journal)
-        return told
+            reports += self._news_of(tier, journal)
+        return reports
 
     def _news_of(self, tier: Tier, journal: PageJournal) -> list[tuple[str, Message]]:
         if not journal.has_changes:
             return []
         stored, removed = journal.take()
         followers = self._followers.values()
-        return [told for follower in followers for told in self._tell(follower, tier, stored, removed)]
+        return [reports for follower in followers for reports in self._report(follower, tier, stored, removed)]
 
-    def _tell(
+    def _report(
         self, follower: _Follower, tier: Tier, stored: list[bytes], removed: list[bytes]
     ) -> list[tuple[str, Message]]:
         """Build at least one message, so that an empty cache is reported as empty."""
         nothing: list[bytes] = []
         parts = itertools.zip_longest(_parts(stored), _parts(removed), fillvalue=nothing)
-        told: list[tuple[str, Message]] = []
+        reports: list[tuple[str, Message]] = []
         for some_stored, some_removed in list(parts) or [(nothing, nothing)]:
             news = PageNews(
                 replica=self._me.replica,
@@ -89,8 +89,8 @@ class PageReporter:
                 tier=tier,
             )
             follower.next_number += 1
-            told.append((follower.router.address, news))
-        return told
+            reports.append((follower.router.address, news))
+        return reports
 
 
 def _parts(keys: list[bytes]) -> list[list[bytes]]:

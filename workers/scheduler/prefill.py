@@ -179,13 +179,13 @@ class PrefillLeader(Leader):
             self._schedule(request)
 
     def _on_table(self, table: TableSnapshot) -> None:
-        """Start requests whose decode ranks appeared; fail those that wait in vain; drop replicas that are gone."""
+        """Start requests whose decode ranks appeared; fail those that can never start; drop replicas that are gone."""
         self.reporter.on_table(table)
         known = self._table.reaped if self._table else {}
         self._table = table
         for replica, incarnation in table.reaped.items():
             if incarnation > known.get(replica, 0) and not is_router(replica):
-                self._tell_ranks(ForgetPeer(replica=replica, incarnation=incarnation))
+                self._send_to_ranks(ForgetPeer(replica=replica, incarnation=incarnation))
         for request in list(self._requests.values()):
             self._schedule(request)
             decode = request.submit.decode
@@ -319,9 +319,9 @@ class PrefillLeader(Leader):
 
     def _drop_sends(self, request: PrefillRequest) -> None:
         assert request.ticket is not None
-        self._tell_ranks(DropSend(room=request.submit.room, generation=request.ticket.generation))
+        self._send_to_ranks(DropSend(room=request.submit.room, generation=request.ticket.generation))
 
-    def _tell_ranks(self, message: Message) -> None:
+    def _send_to_ranks(self, message: Message) -> None:
         for address in self._settings.rank_addresses:
             self.send(address, message)
 

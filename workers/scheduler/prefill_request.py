@@ -12,7 +12,7 @@ from cluster.spec.transfer_messages import SendState, Ticket
 
 class PrefillState(Enum):
     QUEUED = "queued"
-    """Without a ticket; holds no pages."""
+    """Queued without a ticket; holds no pages."""
     SCHEDULED = "scheduled"
     """Ticketed; the step scheduler computes it and ranks send finished chunks."""
     SENDING = "sending"
@@ -44,7 +44,7 @@ class PrefillSettings:
     ticket_timeout_s: float
     """Longest wait of a ticket for its request."""
     settle_s: float
-    """How long the backend may still move bytes of a write that failed."""
+    """Longest time that the backend may still move bytes of a failed write."""
 
     @property
     def layout(self) -> PoolLayout:

@@ -23,7 +23,7 @@ class RequestParams:
     priority: int = 0
     """Priority; lower values go first."""
     cache_salt: str = ""
-    """Only requests with the same salt share pages."""
+    """Salt of page keys: only requests with the same salt share pages."""
     timed: bool = False
     """Whether the ranks keep a trace of it."""
 

@@ -315,7 +315,7 @@ def test_a_check_that_fails_is_told_with_what_mends_it_and_by_the_exit_code(
 def test_folder_without_a_model_leaves_kv_unknown(tmp_path: Path) -> None:
     plan = plan_of(f"model: {{path: {tmp_path}}}")
     assert plan.kv is None
-    assert failed(plan) == {"the model's shape is known": f"{tmp_path} is no model folder: it has no config.json"}
+    assert failed(plan) == {"the model's shape is known": f"{tmp_path} is not a model folder: it has no config.json"}
 
 
 def test_tables_show_every_part(baton: RunBaton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from workers.parallel.collectives import Communicator
 
 def build(rows: list[BatchRow], strategy: Strategy, cp: int, cp_rank: int) -> StepBatch:
     return build_step_batch(
-        rows, strategy, cp=cp, cp_rank=cp_rank, page_size=4, trash_slot=40, device=torch.device("cpu")
+        rows, strategy, cp=cp, cp_rank=cp_rank, page_size=4, null_slot=40, device=torch.device("cpu")
     )
 
 
@@ -121,7 +121,7 @@ def test_a_gpu_is_not_waited_for_in_a_step(
         cp=2,
         cp_rank=1,
         page_size=4,
-        trash_slot=pool.trash_slot,
+        null_slot=pool.null_slot,
         device=meta,
         owners=1 if passing is None else 2,
     )

@@ -18,7 +18,7 @@ from workers.engine.begun_step import BegunStep, Drawn
 from workers.loop import leader_link
 from workers.loop.leader_link import RemoteLeader
 from workers.loop.rank_steps import PATIENCE_S, RankSteps
-from workers.loop.watch import Turns
+from workers.loop.watch import Heartbeat
 from workers.worker import Worker
 
 
@@ -48,7 +48,7 @@ class Rank:
         reports = SimpleNamespace(count=lambda _: None, next=lambda *_, **__: None)
         clock: Any = SimpleNamespace(now_s=lambda: self.now_s)
         inbox: Any = SimpleNamespace(receive=self.receive, dropped={})
-        worker: Any = SimpleNamespace(turns=Turns(), _inbox=inbox)
+        worker: Any = SimpleNamespace(heartbeat=Heartbeat(), _inbox=inbox)
         worker._hand_out = partial(Worker._hand_out, worker)
         rank: Any = SimpleNamespace(
             runner=SimpleNamespace(begin=self.begin, requests={}, draws=False),
@@ -62,7 +62,7 @@ class Rank:
             link = RemoteLeader(spec, rank, "leader", 1, inbox, nobody, clock)
         tiers = SimpleNamespace(submit=lambda job: self.calls.append(("job", job.job_id)))
         parts: Any = SimpleNamespace(tiers=tiers)
-        Worker._work(worker, link, RankSteps(rank, sender, nobody, clock, worker.turns), parts)
+        Worker._work(worker, link, RankSteps(rank, sender, nobody, clock, worker.heartbeat), parts)
         return self.calls
 
 

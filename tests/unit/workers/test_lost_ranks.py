@@ -19,27 +19,27 @@ from workers.engine.rank_groups import join_groups
 from workers.handoff.post import send_to_ranks
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import join_group
-from workers.parallel.words import leave_store, told_by_all
+from workers.parallel.start_rendezvous import exchange_at_start, leave_store
 
 
 def test_every_rank_learns_what_all_say() -> None:
     store = HashStore()
-    told = on_thread_ranks(3, lambda group: told_by_all(store, "rates", group.rank, 3, f"of {group.rank}"))
+    told = on_thread_ranks(3, lambda group: exchange_at_start(store, "rates", group.rank, 3, f"of {group.rank}"))
     assert told == [["of 0", "of 1", "of 2"]] * 3
 
 
 def test_a_rank_that_says_nothing_is_lost() -> None:
     store = HashStore()
     store.set_timeout(timedelta(milliseconds=10))
-    with pytest.raises(PeerLostError, match=r"^rates: not all of 2 ranks have told theirs: "):
-        told_by_all(store, "rates", 0, 2, "mine")
+    with pytest.raises(PeerLostError, match=r"^rates: not all of 2 ranks have answered: "):
+        exchange_at_start(store, "rates", 0, 2, "mine")
 
 
 def test_a_rank_that_has_left_is_not_waited_for() -> None:
     store = HashStore()
     leave_store(store, 1)
-    with pytest.raises(PeerLostError, match=r"^rates: not all of 2 ranks have told theirs: rank 1 has left$"):
-        told_by_all(store, "rates", 0, 2, "mine")
+    with pytest.raises(PeerLostError, match=r"^rates: not all of 2 ranks have answered: rank 1 has left$"):
+        exchange_at_start(store, "rates", 0, 2, "mine")
 
 
 @pytest.mark.parametrize("collectives", Collectives)

@@ -114,7 +114,7 @@ def context_of(
         cp=cp,
         cp_rank=cp - 1,
         page_size=PAGE_SIZE,
-        trash_slot=pool.trash_slot,
+        null_slot=pool.null_slot,
         device=torch.device("cpu"),
         owners=1 if passing is None else cp,
     )

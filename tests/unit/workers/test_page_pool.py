@@ -67,9 +67,9 @@ def test_what_is_written_is_read_and_nothing_else_changes(
     assert int(pool.group("full_attention").count_nonzero()) == kv.numel()
 
 
-def test_padding_rows_may_share_the_trash_slot_and_touch_no_page() -> None:
+def test_padding_rows_may_share_the_null_slot_and_touch_no_page() -> None:
     pool = make_pool()
-    pool.write(0, torch.full((7,), pool.trash_slot), torch.ones(7, 2, HEADS, DIM))
+    pool.write(0, torch.full((7,), pool.null_slot), torch.ones(7, 2, HEADS, DIM))
     assert not pool.group("full_attention")[:PAGES].any()
     assert pool.group("full_attention")[PAGES].any()
 

@@ -39,7 +39,7 @@ def test_each_target_is_scored_by_the_token_before_it(monkeypatch: pytest.Monkey
         cp=1,
         cp_rank=0,
         page_size=4,
-        trash_slot=100,
+        null_slot=100,
         device=torch.device("cpu"),
     )
     hidden = torch.randn(sum(lens), HIDDEN, generator=torch.Generator().manual_seed(2))

@@ -12,7 +12,7 @@ from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import Strategy
 from cluster.spec.tiers import TierJob, TierJobKind
 from workers.loop.rank_steps import RankSteps
-from workers.loop.watch import BETWEEN_STEPS, Turns
+from workers.loop.watch import BETWEEN_STEPS, Heartbeat
 
 SAMPLED = {Room(1): Sampled(token_id=7)}
 ARRIVALS = "arrivals"
@@ -24,7 +24,7 @@ class FakeParts:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.turns = Turns()
+        self.heartbeat = Heartbeat()
         self.runner = self.step_recorder = self
         self.requests = {Room(1): "known"}
         self._now_s = 0.0
@@ -64,7 +64,7 @@ class FakeParts:
         return self._now_s
 
     def _note(self, *call: Any) -> None:
-        assert self.turns.place != BETWEEN_STEPS, call
+        assert self.heartbeat.place != BETWEEN_STEPS, call
         self.calls.append(call)
 
 
@@ -80,7 +80,7 @@ def parts() -> FakeParts:
 @pytest.fixture
 def steps(parts: FakeParts) -> RankSteps:
     fake: Any = parts
-    return RankSteps(fake, fake, fake, fake, parts.turns)
+    return RankSteps(fake, fake, fake, fake, parts.heartbeat)
 
 
 def test_cached_pages_leave_before_the_forward_and_computed_ones_when_it_has_ended(
@@ -88,11 +88,11 @@ def test_cached_pages_leave_before_the_forward_and_computed_ones_when_it_has_end
 ) -> None:
     steps.begin(plan_of(3))
     begun = [("cached pages leave", 3), ("recorded from", 3), ("forward", 3, None), ("recorded to", 3)]
-    assert (parts.calls, steps.num_begun, parts.turns.place) == (begun, 1, BETWEEN_STEPS)
+    assert (parts.calls, steps.num_begun, parts.heartbeat.place) == (begun, 1, BETWEEN_STEPS)
     ended = steps.end()
     assert parts.calls[len(begun) :] == [("wait",), ("computed pages leave", 3)]
     assert (ended.plan.step, ended.sampled, ended.seconds) == (3, SAMPLED, 1.0)
-    assert (steps.num_begun, parts.turns.place) == (0, BETWEEN_STEPS)
+    assert (steps.num_begun, parts.heartbeat.place) == (0, BETWEEN_STEPS)
 
 
 def test_the_forward_gets_what_tells_that_its_pages_have_come(parts: FakeParts, steps: RankSteps) -> None:

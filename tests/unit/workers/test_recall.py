@@ -235,10 +235,10 @@ def test_an_older_version_is_replaced_whole(tmp_path: Path, folder: Path) -> Non
 
 def test_other_peoples_folders_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="is no recall checkpoint"):
+    with pytest.raises(UserError, match="is not a recall checkpoint"):
         build_recall_checkpoint(tmp_path)
     build_recall_checkpoint(tmp_path / "other", has_experts=True)
-    with pytest.raises(UserError, match="is no recall checkpoint"):
+    with pytest.raises(UserError, match="is not a recall checkpoint"):
         build_recall_checkpoint(tmp_path / "other")
     shutil.rmtree(tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -269,7 +269,7 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", ["./nowhere", "/no/such/folder", "nowhere", "a/b/c", "~/nowhere"])
 def test_what_is_neither_folder_nor_repository_is_refused(given: str) -> None:
-    with pytest.raises(UserError, match="no folder on this machine; allowed"):
+    with pytest.raises(UserError, match="not a folder on this machine; allowed"):
         resolve_model(given)
 
 
@@ -300,6 +300,6 @@ def test_being_offline_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(UserError) as caught:
         resolve_model("Qwen/Qwen3-0.6B")
     assert str(caught.value) == (
-        "model 'Qwen/Qwen3-0.6B' is no local folder and cannot be fetched from Hugging Face "
+        "model 'Qwen/Qwen3-0.6B' is not a local folder and cannot be fetched from Hugging Face "
         "(outgoing traffic has been disabled.)"
     )

@@ -126,7 +126,7 @@ class HostIndex:
         return page
 
     def make_room(self, owner: int, wanted: int) -> int:
-        """Evict an owner's pages that storage was offered until so many are free; return how many of them are."""
+        """Evict an owner's pages that storage was offered until ``wanted`` are free; return how many of them are."""
         lacking = wanted - len(self._free[owner])
         offered = (key for key, page in self._by_use[owner].items() if page.stored_s != NEVER_S and page.is_idle)
         for key in list(islice(offered, max(0, lacking))):

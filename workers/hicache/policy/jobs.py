@@ -24,7 +24,7 @@ class Outcome:
     """Outcome of a finished job: no rank touches its pages any more."""
 
     done: list[bool]
-    """For each page, whether every rank has done its part."""
+    """Success flag of each page: whether every rank has done its part."""
     failures: Counter[str]
     """Failed pages by reason, over all ranks."""
     now_s: float

@@ -86,7 +86,7 @@ class PageStore:
         objects = [self._object(page, header, buffer(page)) for page, header in zip(pages, headers, strict=True)]
         outcomes = _outcomes(self._backend.read, objects)
         for page, item in zip(pages, objects, strict=True):
-            may_read = self._takes_turn(self._reads, until_s, failures)
+            may_read = self._is_admitted(self._reads, until_s, failures)
             yield may_read and self._accept(page, item, next(outcomes), failures)
 
     def _accept(self, page: TierPage, item: StorageObject, outcome: Read, failures: Counter[str]) -> bool:
@@ -127,7 +127,7 @@ class PageStore:
                 yield True
                 continue
             is_done = False
-            if self._takes_turn(self._writes, until_s, failures):
+            if self._is_admitted(self._writes, until_s, failures):
                 error_or_none = next(outcomes)
                 is_done = error_or_none is None
                 if error_or_none is not None:
@@ -137,7 +137,7 @@ class PageStore:
     def _object(self, page: TierPage, header: bytes | memoryview, data: memoryview) -> StorageObject:
         return StorageObject(self._format.name(page), [memoryview(header), data], page.depth)
 
-    def _takes_turn(self, limit: RateLimit, until_s: float, failures: Counter[str]) -> bool:
+    def _is_admitted(self, limit: RateLimit, until_s: float, failures: Counter[str]) -> bool:
         """Wait until the rate limit admits a page; return False, for it and all after it, if that would be too late."""
         is_in_time = self._goes_on(until_s) and limit.wait(self._page_bytes, until_s)
         failures["late"] += not is_in_time

@@ -26,10 +26,10 @@ class RateLimit:
         if self._bytes_per_s is None:
             return True
         now_s = self._now_s()
-        turn_s = max(now_s, self._free_at_s)
-        if turn_s >= until_s:
+        start_s = max(now_s, self._free_at_s)
+        if start_s >= until_s:
             return False
-        if turn_s > now_s:
-            self._sleep(turn_s - now_s)
-        self._free_at_s = turn_s + num_bytes / self._bytes_per_s
+        if start_s > now_s:
+            self._sleep(start_s - now_s)
+        self._free_at_s = start_s + num_bytes / self._bytes_per_s
         return True

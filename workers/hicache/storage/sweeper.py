@@ -71,11 +71,11 @@ class Sweeper:
 
     def run(self) -> None:
         """Sweep now and whenever a sweep is due, until closed."""
-        self._sweep_in_turn()
+        self._sweep_when_free()
         while not self._closed.is_set():
             is_due = self._due.wait(_EVERY_S)
             if is_due or self._written_bytes:
-                self._sweep_in_turn()
+                self._sweep_when_free()
 
     def close(self) -> None:
         """Let ``run`` return."""
@@ -94,7 +94,7 @@ class Sweeper:
             _log.warning("cannot sweep %s: %s", self._folder, error.strerror)
             return True
 
-    def _sweep_in_turn(self) -> None:
+    def _sweep_when_free(self) -> None:
         """Sweep as soon as no other process does."""
         while not self._closed.is_set() and not self.sweep():
             self._closed.wait(_RETRY_S)
@@ -128,7 +128,7 @@ class Sweeper:
         return objects, total_bytes
 
     def _evict(self, objects: list[_Object], num_bytes: int) -> int:
-        """Remove the least recently used objects until so many bytes are gone; return how many are.
+        """Remove the least recently used objects until ``num_bytes`` are gone; return how many are.
 
         A time of use in the future means nothing, since the clock was set back: such objects go first.
         """

@@ -59,7 +59,7 @@ def usual(model: DecoderModel, pool: PagePool, rows: list[BatchRow]) -> Tensor:
         cp=1,
         cp_rank=0,
         page_size=pool.page_size,
-        trash_slot=pool.trash_slot,
+        null_slot=pool.null_slot,
         device=model.device,
     )
     context = make_context(batch, None, pool, TorchAttention(), CpExchange(Communicator("cp")))

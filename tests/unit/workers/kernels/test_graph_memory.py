@@ -192,7 +192,7 @@ def test_the_largest_step_ends_the_longest_prompt(
     FakeGpu(monkeypatch)
     steps: list[tuple[object, ...]] = []
     monkeypatch.setattr(pool_memory, "least_of_all", lambda *_: 1.0)
-    monkeypatch.setattr(ModelRunner, "run_trash", lambda _, *step: steps.append(step))
+    monkeypatch.setattr(ModelRunner, "run_dummy", lambda _, *step: steps.append(step))
     prefill = {"parallel": {"cp": 2}, "chunk_tokens": 16} | prefill
     config = {"resources": {"device": "cuda"}, "model": {"max_context": 200}, "prefill": prefill}
     ask(lone_worker(DeployConfig.model_validate(config), Role.PREFILL), model, None)
@@ -204,7 +204,7 @@ def test_pages_that_leave_no_room_for_graphs_are_told(model: DecoderModel, monke
     with pytest.raises(UserError) as refused:
         ask(spec, model, gpu.make_capture)
     assert str(refused.value) == (
-        "kv.memory_gib: 60 GiB are wanted for pages, but 0.9 of 100 GiB of GPU memory, less 16 for weights, "
+        "kv.memory_gib: 60 GiB requested for pages, but 0.9 of 100 GiB of GPU memory, less 16 for weights, "
         "2 for activations, 16 for CUDA graphs and 1 for others, leaves 55"
     )
 

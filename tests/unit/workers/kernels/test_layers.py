@@ -36,7 +36,7 @@ def hidden_states(model: DecoderModel, backend: AttentionBackend) -> Tensor:
             cp=1,
             cp_rank=0,
             page_size=PAGE_SIZE,
-            trash_slot=pool.trash_slot,
+            null_slot=pool.null_slot,
             device=torch.device("cpu"),
         )
         outs.append(model(batch.token_ids, batch.positions, make_context(batch, None, pool, backend, exchange)))

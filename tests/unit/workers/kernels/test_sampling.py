@@ -15,11 +15,12 @@ from cluster.spec.sampling import Sampling
 from tests.fakes.kernels_on_cpu import kernels_on_cpu
 from tests.unit.workers.test_sampler import FILTERS, VOCAB_SIZE
 from workers import device
-from workers.engine import chances, draw_settings, logits_processors, sampler
-from workers.engine.chances import key_of
+from workers.engine import draw_settings, exponential_race, logits_processors, sampler
 from workers.engine.cutoffs import ranked_cutoffs
 from workers.engine.draw_settings import DrawSettings
-from workers.kernels import cutoffs, race
+from workers.engine.exponential_race import key_of
+from workers.kernels import cutoffs
+from workers.kernels import exponential_race as race_kernel
 
 CHOSEN = st.builds(
     Sampling,
@@ -71,17 +72,17 @@ def test_rows_that_are_sure_are_left_alone() -> None:
 def test_the_same_clock_rings_first(vocab_size: int, keys: list[int]) -> None:
     weights = torch.rand(len(keys), vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     weights.masked_fill_(weights < 0.3, 0.0)[:, -1] = 1.0
-    found = race.win_race(weights, torch.tensor(keys))
-    assert found.tolist() == chances.win_race(weights, torch.tensor(keys)).tolist()
+    found = race_kernel.win_race(weights, torch.tensor(keys))
+    assert found.tolist() == exponential_race.win_race(weights, torch.tensor(keys)).tolist()
 
 
 def test_clocks_are_as_exact_near_their_ends() -> None:
     """A race of one token against one whose time is known shows each time to a few parts in a million."""
     keys = torch.tensor([key_of(seed, 0) for seed in range(300)])
-    times = chances._exponentials(keys, 2)
+    times = exponential_race._exponentials(keys, 2)
     for share, winner in ((1 - 4e-6, 0), (1 + 4e-6, 1)):
         weights = torch.stack([times[:, 0], times[:, 1] * share], dim=1)
-        assert (race.win_race(weights, keys) == winner).all()
+        assert (race_kernel.win_race(weights, keys) == winner).all()
 
 
 def test_tokens_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +106,7 @@ def test_a_gpu_is_not_waited_for_to_draw(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(module, "on_device", lambda tensor, _: tensor.to("meta"))
     kernels_on_cpu(monkeypatch)
     monkeypatch.setattr(cutoffs, "find_cutoffs", lambda *_: None)
-    monkeypatch.setattr(race, "win_race", lambda _, keys: torch.empty_like(keys))
+    monkeypatch.setattr(race_kernel, "win_race", lambda _, keys: torch.empty_like(keys))
     rows = [*FILTERS.values(), Sampling(), Sampling(temperature=1.0, top_k=2000, top_p=0.5), Sampling(top_p=0.5)]
     states: list[Any] = [
         SimpleNamespace(

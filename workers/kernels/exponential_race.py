@@ -1,7 +1,7 @@
 """Exponential-race sampling of one token per row, in one pass over weights; torch makes a dozen over 64-bit numbers of
 each.
 
-The reference is workers.engine.chances.win_race.
+The reference is workers.engine.exponential_race.win_race.
 """
 
 import torch

@@ -12,7 +12,7 @@ _FIRST_LOOK_S, _LOOK_EVERY_S = 0.001, 0.01
 """Poll intervals: ranks mostly arrive together, and a start has many exchanges."""
 
 
-def told_by_all(store: Store, name: str, global_rank: int, world_size: int, word: str) -> list[str]:
+def exchange_at_start(store: Store, name: str, global_rank: int, world_size: int, word: str) -> list[str]:
     """Return every rank's word by global rank; every rank of the replica calls this. ``name`` is unique in the
     store.
 
