@@ -78,7 +78,7 @@ class TierWorld:
         self._config = config
         self._num_rooms = 0
         self.now_s = 0.0
-        self.num_loaded = self.num_fetched = self.num_written = 0
+        self.num_written = 0
         self.restart()
 
     def restart(self) -> None:
@@ -189,13 +189,6 @@ class TierWorld:
         for rank in self.ranks:
             assert all(key == stored for key, stored in rank.stored.items()), "stored under the key of other tokens"
 
-    def check_device(self) -> None:
-        """Once everything has been done: every cached page is right on every rank that has it."""
-        for key in self.allocator.cached_keys():
-            page = self.tree.page_of(key)
-            assert page is not None
-            assert all(rank.device.get(page) == key for rank in self.ranks if rank.has(page))
-
     def _longest_wait_s(self, num_tokens: int) -> float:
         storage = self._config.storage
         timeout_s = storage.prefetch_base_s + storage.prefetch_s_per_1k_tokens * num_tokens / 1000
@@ -204,8 +197,6 @@ class TierWorld:
 
     def _loaded(self, request: tuple[list[int], list[bytes]], num_cached: int, loaded: Loaded) -> None:
         self.loading.remove(request)
-        self.num_loaded += loaded.num_pages
-        self.num_fetched += loaded.num_fetched
         self._compute(request, num_cached + loaded.num_pages)
 
     def _compute(self, request: tuple[list[int], list[bytes]], first: int) -> None:

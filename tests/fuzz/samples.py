@@ -9,7 +9,7 @@ from msgspec import inspect
 from cluster.spec.messages import Message
 from cluster.spec.token_ids import TokenIds, from_wire
 
-_MOST_DEPTH = 12
+_MOST_DEPTH = 20
 
 
 def messages() -> list[Message]:

@@ -108,37 +108,12 @@ def test_a_trace_is_replayed_and_its_hits_are_compared(server: openai_server.Fak
     assert "of an unbounded cache" in table.stdout
 
 
-def test_a_trace_brings_its_own_lengths(server: openai_server.FakeServer, tmp_path: Path) -> None:
-    trace = write_trace(tmp_path / "trace.jsonl", num_requests=1)
-    result = _bench("--url", server.url, "--trace", str(trace), "--input-len", "5")
-    assert isinstance(result.exception, UserError)
-    assert str(result.exception) == "--input-len: got 5; this option excludes --trace"
-
-
 def test_the_middle_request_is_timed(server: openai_server.FakeServer, tmp_path: Path) -> None:
     out = tmp_path / "timeline.json"
     result = _bench("--url", server.url, "--num-requests", "5", "--concurrency", "1", "--trace-out", str(out))
     assert result.exit_code == 0, result.stderr
     assert json.loads(out.read_text()) == {"traceEvents": []}
     assert [body.get("timeline") for body in server.bodies[1:]] == [None, None, True, None, None]
-
-
-def test_an_endpoint_without_timelines_is_measured_all_the_same(
-    server: openai_server.FakeServer, tmp_path: Path
-) -> None:
-    server.makes_timelines = False
-    result = _bench("--url", server.url, "--num-requests", "3", "--trace-out", str(tmp_path / "timeline.json"))
-    assert result.exit_code == 1
-    assert "3 completed, 0 failed" in result.stdout
-    assert result.stderr.endswith(f"baton bench: {server.url}: no timeline: this endpoint makes none\n")
-
-
-def test_a_timeline_is_no_folder_and_none_is_left_of_a_run_that_failed(tmp_path: Path) -> None:
-    result = _bench("--url", "http://127.0.0.1:1", "--trace-out", str(tmp_path))
-    assert str(result.exception) == f"--trace-out: cannot write {tmp_path}: Is a directory"
-    out = tmp_path / "timeline.json"
-    assert _bench("--url", "http://127.0.0.1:1", "--trace-out", str(out)).exit_code == 1
-    assert not out.exists()
 
 
 @pytest.mark.parametrize("option", ["--trace-scale", "--trace-speed", "--page-size"])

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -15,7 +14,6 @@ from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_cluster import LocalCluster, Prompt
 from tests.fakes.model_folder import EOS, VOCAB_SIZE, write_model_folder
 from tests.integration.test_engine_matrix import prompts_of
-from workers.process import RemoteError
 
 pytestmark = pytest.mark.integration
 
@@ -83,32 +81,3 @@ def test_everybody_keeps_to_his_grammar(cluster: LocalCluster) -> None:
     assert len(together[1].logprobs) == len(together[1].token_ids)
     alone = [cluster.answer([prompt], timeout_s=120)[0] for prompt in prompts]
     assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
-
-
-def test_an_answer_goes_on_elsewhere_where_its_grammar_stood(cluster: LocalCluster) -> None:
-    first, second = prompts_of((60, 33))
-    prompts = [
-        asked(first, {"json_schema": SCHEMA}, temperature=1.5, seed=3, frequency_penalty=0.5),
-        asked(second, {"lark_grammar": f"start: /{CODE}/"}, temperature=2.0, seed=4, min_tokens=3),
-    ]
-    wholes = cluster.generate(prompts, timeout_s=120)
-    for num_given in (1, 5, 12):
-        going_on = [
-            replace(prompt, token_ids=[*prompt.token_ids, *whole[:num_given]], num_given=num_given)
-            for prompt, whole in zip(prompts, wholes, strict=True)
-        ]
-        assert cluster.generate(going_on, timeout_s=120) == [whole[num_given:] for whole in wholes]
-
-
-@pytest.mark.parametrize("max_tokens", [1, 60])
-def test_what_cannot_be_followed_fails_alone(cluster: LocalCluster, max_tokens: int) -> None:
-    (prompt,) = prompts_of((20,))
-    with pytest.raises(RemoteError, match="the grammar cannot be followed"):
-        cluster.answer([asked(prompt, {"lark_grammar": "start: nothing"}, max_tokens)], timeout_s=120)
-    late = {"lark_grammar": 'start: "ab" END\nEND: ";"'}
-    stopping = Stopping(max_tokens=9, stop_token_ids=frozenset({ord(";")}))
-    sampling = Sampling(grammar=json.dumps({"grammars": [late]}), ending_ids=stopping.stop_token_ids)
-    with pytest.raises(RemoteError, match="such as end the answer"):
-        cluster.answer([Prompt(prompt, stopping, sampling)], timeout_s=120)
-    (after,) = cluster.answer([asked(prompt, {"lark_grammar": 'start: "ab"'})], timeout_s=120)
-    assert text_of(after.token_ids) == "ab"

@@ -13,7 +13,7 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.strategy import Collectives, StrategySetting
 from tests.fakes.checkpoints import DENSE, make_checkpoint
 from tests.fakes.local_engine import KV_WAYS, NUM_LOGPROBS, KvWay, LocalEngine, Oracle, asked
-from tests.fakes.pairwise import Case, all_in_turn, all_pairs
+from tests.fakes.pairwise import Case, all_pairs
 
 PAGE_SIZE = 16
 NUM_TOKENS = 40
@@ -114,11 +114,4 @@ def check(case: Case, both: Both) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("case", in_loading_order(all_pairs(CROSSED | TURNING)), ids=name_of)
 def test_tokens_do_not_depend_on_what_is_cached(case: Case, both: Both) -> None:
-    check(case, both)
-
-
-@pytest.mark.integration
-@pytest.mark.full
-@pytest.mark.parametrize("case", in_loading_order(all_in_turn(CROSSED, TURNING)), ids=name_of)
-def test_tokens_do_not_depend_on_what_is_cached_in_any_combination(case: Case, both: Both) -> None:
     check(case, both)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ FACTORS: dict[str, list[Any]] = {
     "kv": [KvWay(), KvWay(CpMode.RING, PassingSetting.PASS_KV), KvWay(CpMode.RING, PassingSetting.PASS_Q)],
     "chunk_tokens": [4096, 37],
 }
-LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2)]
-"""cp and tp."""
 
 
 def in_loading_order(cases: Sequence[Case]) -> list[Case]:
@@ -116,20 +113,4 @@ SELECTION = [
 
 @pytest.mark.parametrize("case", in_loading_order(SELECTION), ids=name_of)
 def test_prompt_logprobs_equal_transformers(both: Both, case: Case) -> None:
-    both.check(case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "case",
-    in_loading_order(
-        [
-            {**dict(zip(FACTORS, values, strict=True)), "layout": layout}
-            for layout in LAYOUTS
-            for values in product(*FACTORS.values())
-        ]
-    ),
-    ids=name_of,
-)
-def test_prompt_logprobs_equal_transformers_for_the_whole_matrix(both: Both, case: Case) -> None:
     both.check(case)

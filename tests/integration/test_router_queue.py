@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from cluster.spec.config import DeployConfig, ModelConfig, PrefillConfig, RouterConfig
@@ -88,19 +87,6 @@ def test_a_full_queue_is_said_with_429_and_takes_requests_again(endpoint: Endpoi
     first.join(WAIT_S)
     assert [reply.status_code for reply in replies] == [200]
     assert endpoint.post("hello", stream=stream).status_code == 200
-
-
-def test_a_client_with_retries_gets_through_a_full_queue(endpoint: Endpoint) -> None:
-    endpoint.decode.flow.clear()
-    first = threading.Thread(target=endpoint.post, args=[[BOS] + [97] * LIMIT])
-    first.start()
-    endpoint.wait_open(1)
-    patient = openai.OpenAI(base_url=f"{endpoint.http.base_url}/v1", api_key="none", max_retries=30)
-    with pytest.raises(openai.RateLimitError):
-        patient.with_options(max_retries=0).completions.create(model=MODEL, prompt="hello", max_tokens=4)
-    threading.Timer(0.2, endpoint.decode.flow.set).start()
-    assert patient.completions.create(model=MODEL, prompt="hello", max_tokens=4).choices[0].text == "hell"
-    first.join(WAIT_S)
 
 
 def test_the_priority_reaches_the_replicas(endpoint: Endpoint) -> None:

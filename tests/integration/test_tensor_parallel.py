@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterator
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -138,15 +137,4 @@ def test_the_rank_that_fails_is_named_and_no_rank_waits_for_it(
 @pytest.mark.integration
 @pytest.mark.parametrize("case", in_loading_order(of_few_processes(all_pairs(FACTORS))), ids=name_of)
 def test_tokens_equal_transformers_for_all_pairs_of_factors(both: Both, case: Case) -> None:
-    both.check(case)
-
-
-@pytest.mark.integration
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "case",
-    in_loading_order([dict(zip(FACTORS, values, strict=True)) for values in product(*FACTORS.values())]),
-    ids=name_of,
-)
-def test_tokens_equal_transformers_for_the_whole_matrix(both: Both, case: Case) -> None:
     both.check(case)

@@ -20,8 +20,6 @@ from cluster.cli.running import find_running
 from cluster.spec.messages import Drain
 from tests.fakes.clients import NEEDLE_TOKENS, crowd, streaming_clients
 from tests.fakes.cluster import RunningCluster, is_ready, listener_pid, running_cluster
-from tests.fakes.openai_forms import check_forms
-from tests.fakes.openai_halves import done
 from tests.fakes.recall_prompts import chain_prompt, needle_prompt, recall_oracle
 from tests.fakes.trace_events import check_trace, complete_events, process_names
 from tests.fakes.traces import write_trace
@@ -54,14 +52,6 @@ def test_the_openai_client_works_unchanged(cluster: RunningCluster) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == DEMO_ANSWER
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens > 1
-
-
-@pytest.mark.parametrize("half", [openai.OpenAI, openai.AsyncOpenAI])
-async def test_every_form_of_the_openai_client(cluster: RunningCluster, half: Any) -> None:
-    client = half(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0)
-    await check_forms(client)
-    await done(client.close())
-    cluster.wait_until(cluster.is_empty, 60)
 
 
 @pytest.mark.parametrize(("replica", "rank"), [("decode-0", 0), ("prefill-0", 1)])

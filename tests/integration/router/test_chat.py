@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.model_folder import BOS, write_model_folder
-from tests.fakes.router_cluster import CONTEXT, RouterCluster, run_cluster
+from tests.fakes.router_cluster import RouterCluster, run_cluster
 
 pytestmark = pytest.mark.integration
 
@@ -56,11 +56,6 @@ class TestChat:
             messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
             assert plain.post("/v1/chat/completions", messages=messages, max_tokens=1).status_code == 200
             assert bytes(plain.last_submit().prompt_ids) == b"a"
-
-    def test_default_length_is_the_rest_of_the_context(self, shared: RouterCluster) -> None:
-        shared.post("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}])
-        submit = shared.last_submit()
-        assert submit.stopping.max_tokens == CONTEXT - len(submit.prompt_ids)
 
     def test_stream_begins_with_the_role(self, shared: RouterCluster) -> None:
         events = shared.events("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=8)

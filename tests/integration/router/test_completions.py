@@ -73,13 +73,6 @@ class TestCompletions:
         events = shared.events("/v1/chat/completions", **fields)
         assert [event.get("prompt_token_ids") for event in events] == [prompt_ids, None, None]
 
-    @pytest.mark.parametrize("prompt", [["ab", "cde"], [[BOS, 97, 98], [BOS, 99, 100, 101]]])
-    def test_several_prompts(self, shared: RouterCluster, prompt: Any) -> None:
-        reply = shared.complete(prompt, max_tokens=4)
-        assert [choice["text"] for choice in reply["choices"]] == ["abab", "cdec"]
-        assert [choice["index"] for choice in reply["choices"]] == [0, 1]
-        assert reply["usage"]["completion_tokens"] == 8
-
     def test_several_prompts_as_a_stream(self, shared: RouterCluster) -> None:
         texts = {0: "", 1: ""}
         for event in shared.events("/v1/completions", prompt=["ab", "cde"], max_tokens=8):
@@ -93,15 +86,6 @@ class TestCompletions:
     def test_default_is_sixteen_tokens_at_temperature_one(self, shared: RouterCluster) -> None:
         assert shared.complete("x")["usage"]["completion_tokens"] == 16
         assert shared.last_submit().sampling.temperature == 1.0
-
-    def test_sampling_reaches_both_replicas(self, shared: RouterCluster) -> None:
-        shared.complete("x", temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=-1, stop_token_ids=[7])
-        sampling = shared.last_submit().sampling
-        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 0, 0.1)
-        assert sampling.seed == 2**63 - 1
-        assert shared.last_submit().stopping.stop_token_ids == {7, EOS}
-        room = shared.last_submit().room
-        assert any(submit.room == room for submit in shared.prefill.wait_submits(1))
 
     def test_seeds_differ_when_none_is_given(self, shared: RouterCluster) -> None:
         shared.complete(["x", "y"])
@@ -149,16 +133,3 @@ class TestCompletions:
 
     def test_default_length_is_cut_to_the_context(self, shared: RouterCluster) -> None:
         assert shared.complete([97] * (CONTEXT - 3))["usage"]["completion_tokens"] == 3
-
-    def test_harmless_and_unknown_fields_are_taken(self, shared: RouterCluster) -> None:
-        shared.complete(
-            "x",
-            n=1,
-            best_of=1,
-            logprobs=None,
-            echo=False,
-            presence_penalty=0.0,
-            repetition_penalty=1.0,
-            user="me",
-            zz=1,
-        )

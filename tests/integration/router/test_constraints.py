@@ -97,21 +97,6 @@ def test_every_form_in_both_apis(
         check(grammars, shared, *texts)
 
 
-def test_formats_that_cannot_be_told_are_annotations(shared: RouterCluster, grammars: Grammars) -> None:
-    site = {"type": "string", "format": "ipv4"}
-    listed = {"type": "array", "items": {"type": "string", "format": "password"}, "uniqueItems": False}
-    schema = {"type": "object", "properties": {"a": site, "b": listed}, "required": ["a", "b"]}
-    shared.complete("x", guided_json=schema)
-    good = ['{"a": "127.0.0.1", "b": ["x", "x"]}']
-    check(grammars, shared, good, ['{"a": "x", "b": []}', '{"a": "127.0.0.1", "b": [1]}'])
-
-
-def test_thousands_of_long_choices_that_begin_alike(shared: RouterCluster, grammars: Grammars) -> None:
-    choices = [f"{'x' * 200}{place}" for place in range(4000)]
-    shared.complete("x", guided_choice=choices)
-    check(grammars, shared, [choices[0], choices[399], choices[-1]], ["x" * 200, f"{choices[-1]}0"])
-
-
 def test_thoughts_do_not_hide_that_nothing_can_follow_them(hermes: RouterCluster) -> None:
     reply = hermes.post("/v1/chat/completions", messages=MESSAGES, guided_json={"$ref": "#"})
     assert reply.status_code == 400
@@ -185,15 +170,6 @@ def test_only_some_hermes_calls(hermes: RouterCluster, grammars: Grammars) -> No
     check(grammars, hermes, [get, "{}"], [stop, "hi"])
     ask(hermes, tools=tools)
     assert hermes.last_submit().prompt_ids == shown, "the prompt's beginning would not be found in the cache"
-
-
-def test_only_some_llama3_calls(llama3: RouterCluster, grammars: Grammars) -> None:
-    get, stop = '{"name": "get", "parameters": {"a": 1}}', '{"name": "stop", "parameters": {}}'
-    ask(llama3, tools=TOOLS, tool_choice=allowed("auto", "get"))
-    texts = ["", "hi", '{"a": 1}', f"so: {stop}"]
-    check(
-        grammars, llama3, [get, f"{get}; {get}", *texts], [stop, f" {stop}", f"<|python_tag|>{stop}", f"{get}; {stop}"]
-    )
 
 
 def test_what_is_wrong_with_tools_is_named(hermes: RouterCluster) -> None:

@@ -60,20 +60,6 @@ def test_a_session_stays_on_one_replica(http: httpx.Client) -> None:
         assert homes(http, 2, session="3", **{field: "4"}) == homes(http, 2, session="3")
 
 
-def test_without_a_session_load_decides(http: httpx.Client) -> None:
-    assert homes(http, 4) == {"prefill-0": 2, "prefill-1": 2}
-
-
-def test_follow_room_uses_every_replica(http: httpx.Client) -> None:
-    replies = [
-        http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 1, "timeline": True})
-        for _ in range(12)
-    ]
-    for reply in replies:
-        room = int(reply.headers["x-baton-timeline"].rsplit("/", 1)[1])
-        assert reply.headers["x-baton-decode"] == f"decode-{room % 2}"
-
-
 def test_prompts_go_where_their_beginning_is_cached_and_others_by_load(folder: Path) -> None:
     for http in serve(folder, SHARED, decode_policy="prefix_aware"):
         deadline_s = time.monotonic() + 60

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import pydantic
 import pytest
 from openai.types.responses import ResponseOutputMessage
 from openai.types.shared_params import FunctionDefinition
 
-from cluster.grammar import Grammars
-from tests.fakes.model_folder import VOCAB_SIZE, write_model_folder
+from tests.fakes.model_folder import write_model_folder
 from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
 from tests.integration.router.test_tool_calls import ANSWER, ARGUMENTS, CALL, TEMPLATE
 
@@ -22,11 +20,6 @@ TOOLS: Any = [{"type": "function", "name": "weather", "parameters": {"type": "ob
 CALLS_BEFORE_IT = "{% for call in message.tool_calls or [] %}[{{ call.function.arguments | tojson }}]{% endfor %}"
 THOUGHTS_BEFORE_IT = "({{ message.reasoning_content or '' }})"
 SHOWN = TEMPLATE.replace("{{ message.content }}", f"{THOUGHTS_BEFORE_IT}{{{{ message.content }}}}{CALLS_BEFORE_IT}")
-
-
-class Place(pydantic.BaseModel):
-    city: str
-    days: list[int]
 
 
 @pytest.fixture(scope="module")
@@ -143,28 +136,6 @@ def test_the_prompt_and_the_grammar_are_those_of_the_same_chat(
     same = cluster.last_submit()
     assert submit.sampling.grammar
     assert (submit.prompt_ids, submit.sampling.grammar) == (same.prompt_ids, same.sampling.grammar)
-
-
-def test_a_structured_answer_is_parsed(cluster: RouterCluster, client: openai.OpenAI, model_folder: Path) -> None:
-    cluster.decode.says = b'<think>so</think>{"city": "Bern", "days": [1]}'
-    response = client.responses.parse(model=MODEL, input="hi", text_format=Place)
-    assert response.output_parsed == Place(city="Bern", days=[1])
-    grammars = Grammars(model_folder, VOCAB_SIZE)
-    try:
-        matcher = grammars.matcher(cluster.last_submit().sampling.grammar)
-        matcher.advance([*cluster.decode.says])
-        assert (matcher.is_whole, matcher.problem) == (True, "")
-    finally:
-        grammars.close()
-
-
-def test_json_without_a_schema(cluster: RouterCluster, client: openai.OpenAI) -> None:
-    cluster.decode.says = b"{}"
-    response = client.responses.create(model=MODEL, input="hi", text={"format": {"type": "json_object"}})
-    assert response.text is not None
-    assert response.text.format is not None
-    assert (response.output_text, response.text.format.type) == ("{}", "json_object")
-    assert cluster.last_submit().sampling.grammar
 
 
 @pytest.mark.parametrize(("effort", "is_off"), [("none", True), ("high", False)])

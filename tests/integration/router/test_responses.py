@@ -76,48 +76,17 @@ def test_a_stream_has_openais_events(shared: RouterCluster) -> None:
     assert last.response.output_text == text == "<user>he"
 
 
-def test_it_is_completed_when_the_model_ends_it(shared: RouterCluster) -> None:
-    answer = shared.post("/v1/responses", input="hello", max_output_tokens=50, stop="lo").json()
-    assert (answer["status"], answer["incomplete_details"]) == ("completed", None)
-    assert answer["output"][0]["content"][0]["text"] == "<user>hel"
-
-
-def test_logprobs(shared: RouterCluster) -> None:
-    answer = shared.post("/v1/responses", input="hello", max_output_tokens=2, top_logprobs=1).json()
-    told = answer["output"][0]["content"][0]["logprobs"]
-    assert [entry["token"] for entry in told] == ["<", "u"]
-    assert all(len(entry["top_logprobs"]) == 1 for entry in told)
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
-        ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools"),
-        ({"input": "x", "tool_choice": "required"}, "tool_choice"),
-        ({"input": "x", "tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ({"input": "x", "background": True}, "background"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text"),
-        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text"),
-        ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "objec"}}}}, "text"),
-        ({"input": "x", "text": {"verbosity": "low"}}, "text"),
-        ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning"),
-        ({"input": "x", "reasoning": {"summary": "long"}}, "reasoning"),
-        ({"input": "x", "include": ["everything"]}, "include"),
         ({"input": "x", "n": 2}, "n"),
-        ({"input": "x", "max_tokens": 5}, "max_tokens"),
-        ({"input": "x", "response_format": {"type": "json_object"}}, "response_format"),
-        ({"input": "x", "length_penalty": 2.0}, "length_penalty"),
         ({"input": "x", "bad_words": [""]}, "bad_words"),
-        ({"input": "x", "truncation": "auto"}, "truncation"),
-        ({"input": []}, "input"),
-        ({"input": 5}, "input"),
-        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input"),
         ({"input": "x", "max_output_tokens": 10**6}, "max_output_tokens"),
         ({"input": "x" * 600}, "input"),
-        ({"input": "x", "top_k": "many"}, "top_k"),
         ({}, "input"),
     ],
 )
@@ -142,14 +111,8 @@ def test_who_refers_to_an_item_is_told_how_to_do_without(shared: RouterCluster) 
     "harmless",
     [
         {"store": True},
-        {"tools": []},
-        {"include": []},
         {"include": ["file_search_call.results", "reasoning.encrypted_content"]},
-        {"reasoning": {"summary": "detailed"}},
-        {"n": 1},
-        {"service_tier": "auto"},
         {"text": {"format": {"type": "text"}, "verbosity": "medium"}},
-        {"reasoning": {"effort": "none", "summary": "auto"}},
     ],
 )
 def test_what_changes_nothing_is_ignored(shared: RouterCluster, harmless: Any) -> None:

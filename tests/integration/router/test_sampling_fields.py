@@ -106,10 +106,6 @@ class TestReplicasAreAsked:
 
 
 class TestText:
-    def test_stop_strings_wait_for_the_minimum(self, shared: RouterCluster) -> None:
-        choice = shared.complete("ab", max_tokens=9, stop=["ba"], min_tokens=4)["choices"][0]
-        assert (choice["text"], choice["finish_reason"]) == ("aba", "stop")
-
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])
     def test_the_stop_string_is_shown_on_request(self, shared: RouterCluster, stream: bool, name: str) -> None:
@@ -118,12 +114,6 @@ class TestText:
             assert text_of(shared.events("/v1/completions", **body)) == "abcde"
         else:
             assert shared.complete(**body)["choices"][0]["text"] == "abcde"
-
-    def test_special_tokens_are_shown_on_request(self, shared: RouterCluster) -> None:
-        body = {"prompt": [BOS, 97, EOS, 98], "max_tokens": 4, "skip_special_tokens": False}
-        assert shared.complete(ignore_eos=True, **body)["choices"][0]["text"] == "a</s>ba"
-        assert shared.complete(**body)["choices"][0]["text"] == "a"
-        assert shared.complete(include_stop_str_in_output=True, **body)["choices"][0]["text"] == "a</s>"
 
 
 class TestChoices:
@@ -165,11 +155,6 @@ class TestEcho:
         assert [choice["text"] for choice in reply["choices"]] == ["abab", "abab", "ccc", "ccc"]
         assert reply["usage"]["completion_tokens"] == 8
 
-    def test_of_token_ids(self, shared: RouterCluster) -> None:
-        body = {"prompt": [BOS, 97, 98], "max_tokens": 2, "echo": True}
-        assert shared.complete(**body)["choices"][0]["text"] == "abab"
-        assert shared.complete(skip_special_tokens=False, **body)["choices"][0]["text"] == "<s>abab"
-
     def test_stream(self, shared: RouterCluster) -> None:
         events = shared.events("/v1/completions", prompt="xyz", max_tokens=3, echo=True)
         assert [event["choices"][0]["text"] for event in events] == ["xyz", "x", "y", "z"]
@@ -187,12 +172,6 @@ class TestEcho:
         assert choices[3]["logprobs"]["tokens"] == ["<s>", "c", "c"]
         submits = shared.decode.submits[-4:]
         assert [submit.sampling.num_prompt_logprobs for submit in submits] == [1, None, 1, None]
-
-    def test_as_a_stream_with_logprobs(self, shared: RouterCluster) -> None:
-        events = shared.events("/v1/completions", prompt="ab", max_tokens=2, echo=True, logprobs=0)
-        told = [event["choices"][0]["logprobs"] for event in events]
-        assert [offset for part in told for offset in part["text_offset"]] == [0, 0, 1, 2, 3]
-        assert [token for part in told for token in part["tokens"]] == ["<s>", "a", "b", "a", "b"]
 
     def test_alone(self, shared: RouterCluster) -> None:
         reply = shared.complete([[BOS, 97, 98], [BOS, 99]], max_tokens=0, echo=True, logprobs=1)
@@ -246,22 +225,6 @@ class TestLogprobs:
         )
         assert len(content) == len(choice["token_ids"]) == 10
         assert all(entry["top_logprobs"] == [] for entry in content)
-
-    def test_completions_tell_offsets_of_the_whole_text_in_a_stream(self, shared: RouterCluster) -> None:
-        events = shared.events("/v1/completions", prompt="a€b", max_tokens=6, logprobs=0)
-        told = [event["choices"][0]["logprobs"] for event in events]
-        assert [offset for part in told for offset in part["text_offset"]] == [0, 1, 1, 1, 2, 3]
-        assert [token for part in told for token in part["tokens"]] == ["a", "\ufffd", "\ufffd", "\ufffd", "b", "a"]
-        assert told[0] == {
-            "text_offset": [0],
-            "token_logprobs": [-0.097],
-            "tokens": ["a"],
-            "top_logprobs": [{"a": -0.097}],
-        }
-
-    def test_a_stop_string_ends_them_with_the_tokens(self, shared: RouterCluster) -> None:
-        choice = shared.complete("abcdef", max_tokens=30, stop="cd", logprobs=0, return_token_ids=True)["choices"][0]
-        assert len(choice["logprobs"]["tokens"]) == len(choice["token_ids"]) == 4
 
 
 def test_usage_so_far_on_every_chunk(shared: RouterCluster) -> None:

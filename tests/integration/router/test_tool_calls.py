@@ -1,6 +1,5 @@
 """Tools and thoughts as the openai client sees them, whole and as a stream."""
 
-import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -103,22 +102,6 @@ async def test_stream_of_the_asynchronous_client(cluster: RouterCluster, client:
             model=MODEL, messages=MESSAGES, tools=TOOLS, stream=True, stream_options={"include_usage": True}
         )
         check_stream([chunk async for chunk in stream])
-
-
-def test_the_clients_own_accumulator(cluster: RouterCluster, client: openai.OpenAI) -> None:
-    cluster.decode.says = CALL.encode()
-    with client.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=TOOLS) as stream:
-        final: Any = stream.get_final_completion()
-    (call,) = final.choices[0].message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", json.loads(ARGUMENTS))
-    assert final.choices[0].message.content in (None, "")
-
-
-def test_only_calls_have_no_content(cluster: RouterCluster, client: openai.OpenAI) -> None:
-    cluster.decode.says = CALL.encode()
-    message = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS).choices[0].message
-    assert message.content is None
-    assert message.model_extra == {}
 
 
 def test_without_tools_nothing_is_a_call(cluster: RouterCluster, client: openai.OpenAI) -> None:

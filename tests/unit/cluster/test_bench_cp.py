@@ -7,7 +7,6 @@ from typer.testing import CliRunner
 
 import cluster.bench.cp
 from cluster.bench.cp import CpBench, CpResult, summarize
-from cluster.cli.bench import parse_list
 from cluster.cli.main import app
 from cluster.machine_memory import MachineMemory
 from cluster.spec.errors import UserError
@@ -72,10 +71,6 @@ def test_nonsense_is_refused_in_words(options: list[str], words: str, asked: lis
     assert asked == []
 
 
-def test_lists_keep_their_order() -> None:
-    assert parse_list("--cp", "4,1 ,2", int, "numbers") == (4, 1, 2)
-
-
 def test_one_rank_comes_first_and_once_and_passings_belong_to_the_ring() -> None:
     bench = CpBench(
         prompt_lens=(8,),
@@ -92,11 +87,6 @@ def test_one_rank_comes_first_and_once_and_passings_belong_to_the_ring() -> None
         for strategy in ("none", "auto")
     ]
     assert [way[0] for way in ways[7:]] == [4] * 6
-
-
-def test_every_prompt_is_measured_on_every_prefix() -> None:
-    bench = CpBench(prompt_lens=(8, 9), cps=(1,), strategies=(StrategySetting.NONE,), prefix_lens=(0, 5))
-    assert [(lens.prompt_len, lens.prefix_len) for lens in bench.lens] == [(8, 0), (9, 0), (8, 5), (9, 5)]
 
 
 def test_the_slowest_rank_sets_the_time_and_the_busiest_the_exposed_share() -> None:

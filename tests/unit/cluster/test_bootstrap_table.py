@@ -1,12 +1,9 @@
 """The rank table: readiness, leases, incarnations, refusals; and that neither order nor repetition matters."""
 
-import contextlib
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cluster.bootstrap.replies import view
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
@@ -226,7 +223,6 @@ def test_lookup_finds_a_row_or_says_what_is_missing() -> None:
         ({"ownership": KvOwnership.SHARDED}, "KV ownership sharded given, replicated registered by rank 0"),
         ({"sizes": sizes(cp=3)}, "sizes dp1/cp3/tp1/pp1 given, dp1/cp2/tp1/pp1 registered by rank 0"),
         ({"geometry": msgspec.structs.replace(GEOMETRY, page_size=8)}, "page size 8 given, 4 registered by rank 0"),
-        ({"geometry": msgspec.structs.replace(GEOMETRY, dtype="bfloat16")}, "dtype bfloat16 given, float32"),
         ({"geometry": msgspec.structs.replace(GEOMETRY, num_layers=2)}, "KV geometry"),
         ({"geometry": msgspec.structs.replace(GEOMETRY, model="m")}, "model m given, fake registered by rank 0"),
         ({"role": Role.DECODE}, "role decode given; the replica's name says otherwise"),
@@ -256,29 +252,3 @@ def test_nested_view_goes_by_dp_cp_tp_pp() -> None:
     for row in rows:
         at = row.coords
         assert nested[at.dp][at.cp][at.tp][at.pp] is row
-
-
-@given(
-    of=st.builds(sizes, st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.integers(1, 2)),
-    data=st.data(),
-)
-def test_order_and_repetition_of_registrations_do_not_matter(of: RankCoords, data: st.DataObject) -> None:
-    rows = make_rows(P0, of)
-    sent = data.draw(st.permutations(rows + data.draw(st.lists(st.sampled_from(rows), max_size=4))))
-    table = BootstrapTable(LEASE_S)
-    for row in sent:
-        table.register(row)
-    table.heartbeat(beat_of(rows), 0.0)
-    assert entry(table).ready
-    assert list(entry(table).rows) == rows
-
-
-@given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 4)), min_size=1, max_size=12))
-def test_highest_incarnation_wins_in_any_order(sent: list[tuple[int, int]]) -> None:
-    table = BootstrapTable(LEASE_S)
-    for rank, incarnation in sent:
-        with contextlib.suppress(TableRefusedError):
-            table.register(make_row(P0, rank, CP2, incarnation))
-    highest = max(incarnation for _, incarnation in sent)
-    assert entry(table).incarnation == highest
-    assert {row.incarnation for row in entry(table).rows} == {highest}

@@ -151,12 +151,6 @@ def test_kv_of_a_model_folder(model_folder: Path) -> None:
     assert kv.pages_per_worker == kv.roles[Role.DECODE].pages_per_worker
 
 
-def test_given_dtype_wins_over_the_checkpoint(model_folder: Path) -> None:
-    kv = plan_of(f"model: {{path: {model_folder}, dtype: float32}}").kv
-    assert kv is not None
-    assert kv.bytes_per_token == 2 * 28 * 8 * 128 * 4
-
-
 def test_pool_too_small_for_the_longest_request_fails_its_check(model_folder: Path) -> None:
     plan = plan_of(f"model: {{path: {model_folder}}}")
     assert failed(plan) == {
@@ -254,19 +248,6 @@ def test_what_the_model_refuses_is_a_bad_file(model_folder: Path, text: str, mes
     with pytest.raises(ConfigError) as caught:
         make_plan(config, facts_of(config, model_folder))
     assert str(caught.value).splitlines() == messages
-
-
-def test_experts_that_do_not_divide_are_a_bad_file(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(WITH_EXPERTS))
-    with pytest.raises(ConfigError, match=r"decode\.parallel\.ep: got 3; allowed: a divisor of the model's 4 experts"):
-        plan_of(f"model: {{path: {tmp_path}}}\ndecode: {{parallel: {{dp: 3, ep: 3}}}}")
-
-
-def test_heads_and_ranks_that_do_not_divide_are_a_bad_file(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"num_attention_heads": 12, "num_key_value_heads": 6}))
-    config = parse_config("prefill: {parallel: {tp: 4}}", "f.yaml")
-    with pytest.raises(ConfigError, match="got 4; allowed: a divisor or a multiple of the model's 6 KV heads"):
-        make_plan(config, facts_of(config, tmp_path))
 
 
 @settings(max_examples=100, deadline=None)

@@ -35,18 +35,6 @@ def test_what_came_before_bounds_the_end_whatever_comes_after(
             assert steps.num_steps <= bound
 
 
-@given(prompts=prompts, chunk_tokens=st.integers(8, 80), max_requests=st.integers(1, 5), num_pages=st.integers(50, 90))
-def test_every_sequence_ends_and_gives_its_pages_back(
-    prompts: list[tuple[int, int]], chunk_tokens: int, max_requests: int, num_pages: int
-) -> None:
-    steps = PrefillSteps(num_pages=num_pages, chunk_tokens=chunk_tokens, max_requests=max_requests)
-    rooms = {steps.add(length, priority) for length, priority in prompts}
-    steps.run()
-    assert steps.ended.keys() == rooms
-    assert steps.num_computed == sum(length for length, _ in prompts)
-    assert steps.allocator.num_free == num_pages
-
-
 @given(prompts=prompts, chunk_tokens=st.integers(8, 80))
 def test_every_step_is_full_but_the_last(prompts: list[tuple[int, int]], chunk_tokens: int) -> None:
     steps = PrefillSteps(chunk_tokens=chunk_tokens)

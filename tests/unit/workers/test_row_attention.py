@@ -70,14 +70,14 @@ def pairs_in(pieces: list[Piece], shape: tuple[int, ...]) -> NDArray[np.int64]:
     return counts
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(rank_pairs())
 def test_every_visible_pair_is_in_exactly_one_piece(case: tuple[list[Run], list[Run]]) -> None:
     expected = seen_by_definition(*case)
     np.testing.assert_array_equal(pairs_in(row_pieces(*case), expected.shape), expected)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(new_rows(), st.integers(1, 20))
 def test_pieces_end_where_a_window_does(case: tuple[list[Run], list[Run]], window: int) -> None:
     expected = seen_by_definition(*case, window)

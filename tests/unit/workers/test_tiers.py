@@ -1,8 +1,6 @@
 """Tiers against ranks that lag behind their leader, and fail: no page is ever found with the tokens of another."""
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from cluster.spec.hicache_config import HicacheConfig, PrefetchPolicy, WritePolicy
 from cluster.spec.ids import Room
@@ -11,19 +9,6 @@ from cluster.spec.registry import KvOwnership
 from cluster.spec.tiers import TierJobKind
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
 from workers.hicache.policy.prefetcher import LONGEST_S
-
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
-EVENTS = st.lists(
-    st.one_of(
-        st.tuples(st.sampled_from(["submit", "serve"]), TOKENS),
-        st.tuples(st.just("finish"), st.integers(0, 9)),
-        st.tuples(st.sampled_from(["pin", "pin", "unpin"]), st.integers(0, 9)),
-        st.tuples(st.sampled_from(["forget", "flush", "restart", "wipe"]), st.integers(0, 9)),
-        st.tuples(st.sampled_from(["drain", "resume", "attach", "detach"]), st.integers(0, 9)),
-        st.tuples(st.sampled_from(["step", "step", "step", "fail"]), st.integers(0, 3)),
-    ),
-    max_size=80,
-)
 
 
 def world_of(
@@ -52,163 +37,6 @@ def world_of(
     )
 
 
-class PinModel:
-    """What is pinned, the long way round."""
-
-    def __init__(self, world: TierWorld) -> None:
-        self._world = world
-        self._prompts: dict[bytes, list[bytes]] = {}
-        self._here: set[bytes] = set()
-
-    def pin(self, keys: list[bytes], *, is_pinned: bool) -> None:
-        if not keys or (is_pinned and self._world.tiers.refusal_to_pin(keys)):
-            return
-        self._world.tiers.pin(keys, is_pinned=is_pinned)
-        self._world.advance()
-        self._prompts.pop(keys[-1], None)
-        if is_pinned:
-            self._prompts[keys[-1]] = keys
-
-    def restart(self) -> None:
-        self._prompts.clear()
-
-    def check(self) -> None:
-        """A pinned page that has come stays."""
-        filled = set(self._world.tiers.host.filled_keys())
-        pinned = {key for keys in self._prompts.values() for key in keys}
-        assert self._here & pinned <= filled, "a pinned page was given up"
-        self._here = pinned & filled
-        assert self._here <= {key for key in filled if self._world.tiers.host.is_busy(key)}
-
-
-def happen(world: TierWorld, name: str) -> None:
-    """Events that concern the whole replica."""
-    match name:
-        case "forget":
-            world.allocator.flush()
-        case "flush":
-            world.tiers.flush()
-        case "restart":
-            world.restart()
-        case "wipe":
-            world.wipe()
-        case "drain" | "resume":
-            world.tiers.drain(is_draining=name == "drain")
-        case "attach" | "detach":
-            world.tiers.attach(is_attached=name == "attach")
-    world.advance()
-
-
-@settings(max_examples=150)
-@given(
-    policy=st.sampled_from(WritePolicy),
-    prefetch=st.sampled_from(PrefetchPolicy),
-    backend=st.sampled_from(["none", "files"]),
-    cp=st.integers(1, 3),
-    ownership=st.sampled_from(KvOwnership),
-    device_pages=st.integers(3, 8),
-    host_pages=st.integers(1, 8),
-    seed=st.integers(0, 99),
-    events=EVENTS,
-)
-@example(
-    policy=WritePolicy.WRITE_BACK,
-    prefetch=PrefetchPolicy.BEST_EFFORT,
-    backend="none",
-    cp=1,
-    ownership=KvOwnership.REPLICATED,
-    device_pages=8,
-    host_pages=4,
-    seed=0,
-    events=[("serve", [0] * 4), ("pin", 0), ("flush", 0), ("serve", [1] * 12)],
-)
-def test_no_page_is_found_with_the_tokens_of_another(
-    policy: WritePolicy,
-    prefetch: PrefetchPolicy,
-    backend: str,
-    cp: int,
-    ownership: KvOwnership,
-    device_pages: int,
-    host_pages: int,
-    seed: int,
-    events: list[tuple[str, list[int] | int]],
-) -> None:
-    world = world_of(
-        policy,
-        prefetch,
-        backend=backend,
-        cp=cp,
-        ownership=ownership,
-        device_pages=device_pages,
-        host_pages=host_pages,
-        seed=seed,
-    )
-    prompts = [tokens for name, tokens in events if isinstance(tokens, list)]
-    pins = PinModel(world)
-    for name, value in events:
-        if isinstance(value, list):
-            world.submit(value)
-            if name == "serve":
-                world.drain()
-                world.finish(-1)
-        elif name == "finish":
-            world.finish(value)
-        elif name in ("pin", "unpin"):
-            if prompts:
-                pins.pin(page_keys(prompts[value % len(prompts)], PAGE_SIZE), is_pinned=name == "pin")
-        elif name in ("step", "fail"):
-            world.step(value, fails=name == "fail")
-        else:
-            happen(world, name)
-            if name == "restart":
-                pins.restart()
-        world.start_waiting()
-        world.check()
-        pins.check()
-    world.drain()
-    world.check_device()
-    assert not world.loading
-    while world.requests:
-        world.finish(0)
-    assert world.allocator.num_free == world.allocator.num_pages
-    world.drain()
-    pins.check()
-
-
-@pytest.mark.parametrize("ownership", KvOwnership)
-@pytest.mark.parametrize("policy", WritePolicy)
-def test_what_the_device_gave_up_comes_back_from_host_memory(policy: WritePolicy, ownership: KvOwnership) -> None:
-    world = world_of(policy, cp=2, ownership=ownership)
-    old, new = [0] * 8, [1] * 8
-    for _ in range(3):
-        world.start(old)
-        world.drain()
-        world.finish(0)
-    world.drain()
-    world.allocator.flush()
-    world.start(old)
-    world.drain()
-    assert world.num_loaded == 4
-    world.start(new)
-    world.drain()
-    assert world.num_loaded == 4
-
-
-def test_a_failed_load_is_computed() -> None:
-    world = world_of()
-    world.start([0] * 8)
-    world.drain()
-    world.finish(0)
-    world.allocator.flush()
-    world.start([0] * 8)
-    assert world.loading
-    while world.loading:
-        world.step(0, fails=True)
-    world.drain()
-    world.check_device()
-    assert world.num_loaded == 0
-
-
 def test_selective_writing_waits_for_the_second_request_that_finds_a_page() -> None:
     world = world_of(WritePolicy.WRITE_THROUGH_SELECTIVE)
     kept = []
@@ -218,26 +46,6 @@ def test_selective_writing_waits_for_the_second_request_that_finds_a_page() -> N
         world.finish(0)
         kept.append(world.tiers.host.num_used)
     assert kept == [0, 0, 4]
-
-
-@pytest.mark.parametrize("ownership", KvOwnership)
-@pytest.mark.parametrize("policy", WritePolicy)
-def test_what_was_computed_before_a_restart_comes_back_from_storage(
-    policy: WritePolicy, ownership: KvOwnership
-) -> None:
-    world = world_of(policy, cp=3, ownership=ownership, backend="files")
-    for _ in range(3):
-        world.submit([0] * 12)
-        world.drain()
-        world.finish(0)
-    world.drain()
-    world.restart()
-    for length in (8, 10):
-        world.submit([0] * length)
-        world.drain()
-        world.finish(0)
-    assert (world.num_loaded, world.num_fetched) == (5, 5)
-    assert world.tree.num_pages == 5
 
 
 @pytest.mark.parametrize("policy", PrefetchPolicy)

@@ -19,9 +19,8 @@ from cluster.spec.config import ParallelConfig
 from cluster.spec.errors import UserError
 from tests.fakes.checkpoints import DENSE, FAMILIES, MOE, make_checkpoint
 from workers.engine import weights
-from workers.engine.weights import CheckpointError, load_model, torch_dtype
+from workers.engine.weights import CheckpointError, load_model
 from workers.models.decoder import DecoderModel
-from workers.models.hf_config import UnsupportedModelError
 from workers.models.resolve import DESCRIPTION, resolve_model
 from workers.parallel.collectives import Communicator
 from workers.parallel.model_groups import ModelGroups
@@ -148,35 +147,6 @@ def test_an_expert_too_many_is_named(tmp_path: Path) -> None:
         load_model(folder)
 
 
-@pytest.mark.parametrize(("family", "words"), [("llama", "since the model has no experts"), ("mixtral", "4 experts")])
-def test_experts_that_ranks_cannot_share_are_refused(tmp_path: Path, family: str, words: str) -> None:
-    tp = Communicator("tp", 0, 3, NO_BACKEND)
-    groups = replace(ModelGroups.of_tp(tp), parallel=ParallelConfig(tp=3, ep=3))
-    folder = make_checkpoint(tmp_path, family, num_attention_heads=6, num_key_value_heads=3, hidden_size=96)
-    with pytest.raises(UnsupportedModelError, match=f"parallel.ep: got 3; allowed: .*{words}"):
-        load_model(folder, groups=groups)
-
-
-def test_layouts_that_leave_ranks_without_work_are_refused(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "llama", num_hidden_layers=2)
-    for parallel, words in {
-        ParallelConfig(pp=3): r"parallel\.pp: got 3; allowed: at most the model's 2 layers",
-        ParallelConfig(cp=2, moe_dp=2): r"parallel\.moe_dp: got 2; allowed: 1, since the model has no experts",
-    }.items():
-        with pytest.raises(UnsupportedModelError, match=words):
-            load_model(folder, groups=ModelGroups(parallel=parallel, global_rank=0))
-
-
-def test_heads_that_tp_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "llama", num_attention_heads=12, num_key_value_heads=4, hidden_size=96)
-    for tp, words in {
-        5: "parallel.tp: got 5; allowed: a divisor of the model's 12 heads",
-        6: "a multiple of the model's 4 KV",
-    }.items():
-        with pytest.raises(UnsupportedModelError, match=words):
-            load_model(folder, groups=tp_rank(0, tp))
-
-
 def test_dtype_is_the_checkpoints_unless_asked_for(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen2", dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in load_model(folder).parameters()} == {torch.bfloat16}
@@ -190,10 +160,6 @@ def test_frequencies_stay_wide_in_a_narrow_model(tmp_path: Path) -> None:
     model = load_model(make_checkpoint(tmp_path, "llama"), dtype=torch.bfloat16)
     assert model.rotary.inv_freq.dtype == torch.float32
     assert model.rotary.inv_freq[0] == 1
-
-
-def test_nothing_is_trained(tmp_path: Path) -> None:
-    assert not any(tensor.requires_grad for tensor in load_model(make_checkpoint(tmp_path, "qwen3")).parameters())
 
 
 def test_old_rotary_buffers_are_ignored(tmp_path: Path) -> None:
@@ -255,12 +221,6 @@ def test_damaged_absent_and_missing_files_are_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="not an index"):
         load_model(folder)
-
-
-def test_dtype_names() -> None:
-    assert torch_dtype("bfloat16") is torch.bfloat16
-    with pytest.raises(ValueError, match="'nn' is not a torch dtype"):
-        torch_dtype("nn")
 
 
 def test_a_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
