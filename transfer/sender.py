@@ -15,6 +15,10 @@ from transfer.page_range import Span, batches, total_bytes
 
 _Key = tuple[Room, int]
 
+BATCH_SPANS = 256
+"""Spans handed to the backend at once: enough to keep a network busy, few enough that a drop, which waits for one
+batch, is quick."""
+
 
 @dataclass(frozen=True, slots=True)
 class Write:
@@ -112,16 +116,16 @@ class SenderThread:
         self,
         backend: TransferBackend,
         source: Region,
-        batch_spans: int,
         on_outcome: Callable[[Outcome], None],
         on_failure: Callable[[Exception], None],
+        batch_spans: int = BATCH_SPANS,
     ) -> None:
         """Start the thread.
 
         Args:
             source: where all spans start; its bytes must not change until the outcome.
-            batch_spans: most spans given to the backend at once; a drop waits for one such batch.
             on_failure: told what ended the thread when nobody closed it; nothing is written or answered any more.
+            batch_spans: most spans given to the backend at once.
         """
         self._backend = backend
         self._source = source

@@ -156,7 +156,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     stopping_pages: int = 0
     """Pages of transfers that were given up, and of which nobody has proven yet that nobody writes any more."""
     quarantined_pages: int = 0
-    """Of these, those given up so long ago that they count against `transfer.quarantine_limit`."""
+    """Of these, those given up so long ago that they count against the limit of quarantine."""
     wrong_pages: int = 0
     """Received since the start, and not as they were sent; see `transfer.verify`."""
     num_taken: int = 0

@@ -14,7 +14,6 @@ def prefill_settings(rows: list[RankRow]) -> PrefillSettings:
         me=Peer(replica=first.replica, incarnation=first.incarnation, address=first.address),
         row=first,
         rank_addresses=tuple(rank_row.address for rank_row in rows),
-        ticket_timeout_s=30.0,
         settle_s=0.5,
     )
 
@@ -27,7 +26,6 @@ def decode_settings(row: RankRow, verify: Verify) -> DecodeSettings:
         layout=row.layout,
         page_bytes=row.layout.page_bytes,
         transfer_timeout_s=60.0,
-        quarantine_limit=0.25,
         rank_addresses=(row.address,),
         verify=verify,
         settle_s=0.5,

@@ -33,6 +33,9 @@ MOVES = {
     PrefillState.ENDED: frozenset[PrefillState](),
 }
 
+TICKET_TIMEOUT_S = 30.0
+"""Seconds that a ticket waits for its request. The router asks both replicas at once: only a lost one takes longer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSettings:
@@ -43,8 +46,7 @@ class PrefillSettings:
     """The first row of our DP rank; it answers for the whole replica."""
     rank_addresses: tuple[str, ...]
     """Channel addresses of all ranks of our DP rank, by global rank."""
-    ticket_timeout_s: float
-    """Longest wait of a ticket for its request."""
+    ticket_timeout_s: float = TICKET_TIMEOUT_S
     settle_s: float
     """How long the backend may still move bytes of a write that failed."""
 
