@@ -20,6 +20,7 @@ from cluster.grammar import Grammars
 from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError
+from cluster.spec.heartbeat import LEASE_S
 from cluster.spec.ids import Incarnation
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
@@ -142,7 +143,7 @@ class RouterServer:
         """Make the parts that the HTTP routes use; they belong to the running event loop, like the inbox."""
         me = Peer(replica=self._share.name, incarnation=self._incarnation, address=inbox.address)
         config, clock, metrics = self._config.router, SystemClock(), Metrics()
-        directory = Directory(grace_s=self._config.resources.lease_s)
+        directory = Directory(grace_s=LEASE_S)
         load, breakers = LoadBook(), Breakers()
         picker = Picker(self._config, directory, load, breakers, share=self._share)
         requests = RequestTable(me, config, load, breakers, picker.pick)

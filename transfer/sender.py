@@ -15,6 +15,10 @@ from transfer.page_range import Span, batches, total_bytes
 
 _Key = tuple[Room, int]
 
+BATCH_SPANS = 256
+"""Spans handed to the backend at once: enough to keep a network busy, few enough that a drop, which waits for one
+batch, is quick."""
+
 
 @dataclass(frozen=True, slots=True)
 class Write:
@@ -114,9 +118,9 @@ class SenderThread:
         self,
         backend: TransferBackend,
         source: Region,
-        batch_spans: int,
         on_outcome: Callable[[Outcome], None],
         on_failure: Callable[[Exception], None],
+        batch_spans: int = BATCH_SPANS,
     ) -> None:
         """Start the thread.
 

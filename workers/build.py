@@ -108,7 +108,6 @@ def _make_decode_leader(
         page_bytes=sum(row.layout.page_bytes for row in own) // num_copies,
         num_copies=num_copies,
         transfer_timeout_s=config.transfer.transfer_timeout_s,
-        quarantine_limit=config.transfer.quarantine_limit,
         rank_addresses=tuple(row.address for row in rows),
         verify=config.verify_by(),
         settle_s=rank.backend.settle_s,
@@ -120,14 +119,13 @@ def _make_decode_leader(
 def _make_prefill_leader(
     spec: WorkerSpec, rank: Rank, me: Peer, rows: list[RankRow], dp_rank: int, depth: int
 ) -> Leader:
-    config, prefill, own = spec.config, spec.config.prefill, [row for row in rows if row.coords.dp == dp_rank]
+    prefill, own = spec.config.prefill, [row for row in rows if row.coords.dp == dp_rank]
     allocator, tiers = _make_allocator(spec, own)
     longest = spec.longest_context(rank.model.config.max_position_embeddings)
     limits = StepLimits(
         rank.layout.page_size,
         prefill.chunk_tokens,
         prefill.max_requests,
-        prefill.oldest_share,
         depth=depth,
         most_seen=longest if spec.ownership is KvOwnership.SHARDED else None,
     )
@@ -143,7 +141,6 @@ def _make_prefill_leader(
         me=me,
         row=own[0],
         rank_addresses=tuple(row.address for row in own),
-        ticket_timeout_s=config.transfer.ticket_timeout_s,
         settle_s=rank.backend.settle_s,
     )
     chunk = even_chunk(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens, spec.sizes.pp)
@@ -194,9 +191,7 @@ def make_kv_sender(
         pool=rank.memory.region.buffer,
         config=spec.config.transfer.model_copy(update={"verify": spec.config.verify_by()}),
         outbox=outbox,
-        start_writer=partial(
-            SenderThread, rank.backend, rank.memory.region, spec.config.transfer.batch_spans, on_failure=on_failure
-        ),
+        start_writer=partial(SenderThread, rank.backend, rank.memory.region, on_failure=on_failure),
         recorder=rank.step_recorder.recorder,
         memory=rank.memory,
     )

@@ -17,6 +17,7 @@ from cluster.bootstrap.rank_keeper import RankKeeper
 from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
+from cluster.spec.heartbeat import HEARTBEAT_S
 from cluster.spec.messages import Drain, Message, TableUpdate
 from cluster.spec.registry import RankRow, TableSnapshot
 from cluster.spec.step_messages import DropSend, ForgetPeer, GiveTimeline, Shutdown, StepPlan
@@ -192,7 +193,7 @@ class Worker:
             finally:
                 lease.stop(unregister=True)
         else:
-            url, token, every_s = self._rendezvous.bootstrap_url, self._rendezvous.token, self._heartbeat_s
+            url, token, every_s = self._rendezvous.bootstrap_url, self._rendezvous.token, HEARTBEAT_S
             keeper = RankKeeper(url, token, rows[self.spec.global_rank], every_s, self._fail)
             keeper.start()
             try:
@@ -207,13 +208,9 @@ class Worker:
             outbox.send(self._inbox.address, TableUpdate(snapshot=snapshot))
 
         url, token = rendezvous.bootstrap_url, rendezvous.token
-        lease = LeaseKeeper(url, token, rows, lambda: link.load, on_table, self._heartbeat_s, self._fail)
+        lease = LeaseKeeper(url, token, rows, lambda: link.load, on_table, HEARTBEAT_S, self._fail)
         link.hurry = lease.hurry
         return lease
-
-    @property
-    def _heartbeat_s(self) -> float:
-        return self.spec.config.resources.heartbeat_s
 
     def _fail(self, error: Exception) -> None:
         """End the rank from another thread: one that nobody can find, or that has lost a thread, must not continue."""

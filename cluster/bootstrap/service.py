@@ -22,6 +22,7 @@ from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedErr
 from cluster.bootstrap.watch import WatchedTable
 from cluster.spec.clock import Clock, SystemClock
 from cluster.spec.errors import UserError
+from cluster.spec.heartbeat import LEASE_S
 from cluster.spec.ids import Incarnation, ReplicaId, is_router, parse_replica_id
 from cluster.spec.registry import Heartbeat, RankCoords, RankRow
 
@@ -60,7 +61,7 @@ def create_app(table: BootstrapTable, token: str, clock: Clock) -> FastAPI:
 class BootstrapServer:
     """Bootstrap service in a thread of its own."""
 
-    def __init__(self, host: str, port: int, token: str, lease_s: float) -> None:
+    def __init__(self, host: str, port: int, token: str, lease_s: float = LEASE_S) -> None:
         self._host = host
         self._port = port
         # A restarted service starts from the clock, so that versions keep growing.

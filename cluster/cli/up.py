@@ -14,6 +14,7 @@ import typer
 from cluster.cli.overrides import overrides
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError, ConfigError, Problem, UserError
+from cluster.spec.heartbeat import HEARTBEAT_S, LEASE_S
 from cluster.spec.ranks import sizes_of, world_size
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ def _supervise(
     from cluster.launch.launcher import Launcher
     from cluster.launch.tools import Tools, tell
     from cluster.supervisor.loop import Supervisor
+    from cluster.supervisor.reconcile import RESTART_BACKOFF_S
     from cluster.supervisor.router_watch import follow_router
 
     key = draw_key()
@@ -131,17 +133,16 @@ def _supervise(
 
     def on_up() -> None:
         _announce(launcher, config, note, progress)
-        resources = config.resources
         for name in launcher.router_names:
             url, on_seen = partial(launcher.own_router_url, name), partial(supervisor.saw_router, name=name)
-            arguments = (url, on_seen, resources.lease_s, resources.heartbeat_s)
+            arguments = (url, on_seen, LEASE_S, HEARTBEAT_S)
             threading.Thread(target=follow_router, args=arguments, daemon=True).start()
 
     supervisor = Supervisor(
-        config.resources.restart_backoff_s,
+        RESTART_BACKOFF_S,
         on_up,
         progress.line,
-        config.resources.silence_s - config.resources.lease_s,
+        config.resources.silence_s - LEASE_S,
     )
     launcher = Launcher(tools, config, model, note.cluster.token, supervisor.failed)
     signals.pass_on(supervisor.request_stop)

@@ -14,6 +14,7 @@ from cluster.launch.tools import Table, Tools
 from cluster.placement import ReplicaPlacement
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError, PeerUnreachableError
+from cluster.spec.heartbeat import HEARTBEAT_S
 from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Drain, Resume
@@ -80,12 +81,12 @@ class Gang:
         self._wait_ready(meeting, deadline)
 
     def drain(self, meeting: Rendezvous, timeout_s: float) -> bool:
-        """Take no new requests; True when all open ones have ended in time."""
-        deadline, heartbeat_s = Deadline(timeout_s), self._config.resources.heartbeat_s
-        watch = DrainWatch(self._placement.replica, self._incarnation, heartbeat_s)
+        """Take no new requests; return whether all open ones ended in time."""
+        deadline = Deadline(timeout_s)
+        watch = DrainWatch(self._placement.replica, self._incarnation, HEARTBEAT_S)
         table = self._tools.connect(meeting)
         try:
-            return self._make_heard(table, Drain(), deadline) and wait_drained(table, watch, heartbeat_s, deadline)
+            return self._make_heard(table, Drain(), deadline) and wait_drained(table, watch, HEARTBEAT_S, deadline)
         finally:
             table.close()
 

@@ -130,11 +130,11 @@ class BootstrapActor:
         os.environ.update(environ)
         import cluster.bootstrap.service  # noqa: F401
 
-    def start(self, host: str, port: int, token: str, lease_s: float) -> str:
+    def start(self, host: str, port: int, token: str) -> str:
         """See BootstrapServer.start."""
         from cluster.bootstrap.service import BootstrapServer
 
-        self._server = BootstrapServer(host, port, token, lease_s)
+        self._server = BootstrapServer(host, port, token)
         return self._server.start()
 
     def run(self) -> None:

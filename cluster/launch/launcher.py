@@ -215,8 +215,7 @@ class Launcher:
         process = BootstrapProcess(self._tools, incarnation)
         self._keep(BOOTSTRAP, process)
         try:
-            lease_s = self._config.resources.lease_s
-            url = process.start(self._home_host, self._bootstrap_port, self._token, lease_s, deadline)
+            url = process.start(self._home_host, self._bootstrap_port, self._token, deadline)
         except BatonError as error:
             if not self._rendezvous.done():
                 self._rendezvous.set_exception(error)

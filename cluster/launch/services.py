@@ -32,10 +32,10 @@ class BootstrapProcess:
         )
         self.runs: dict[str, Future[Any]] = {}
 
-    def start(self, host: str, port: int, token: str, lease_s: float, deadline: Deadline) -> str:
+    def start(self, host: str, port: int, token: str, deadline: Deadline) -> str:
         """Serve; returns the base URL. Raises BatonError."""
         self._tools.progress(BOOTSTRAP, "starting")
-        call = self._tools.system.call(self._actor, "start", host, port, token, lease_s)
+        call = self._tools.system.call(self._actor, "start", host, port, token)
         url = str(gather({BOOTSTRAP: call}, deadline)[0])
         self.runs = {BOOTSTRAP: self._tools.system.call(self._actor, "run")}
         return url

@@ -8,9 +8,9 @@ from cluster.bootstrap.table import BootstrapTable, TableRefusedError
 from cluster.simulator.network import HOME
 from cluster.simulator.surroundings import Surroundings
 from cluster.spec.errors import PeerUnreachableError
+from cluster.spec.heartbeat import LEASE_S
 from cluster.spec.registry import TableSnapshot
 
-LEASE_S = 3.0
 _LOOK_S = 0.5
 """Interval between lease checks, and retry delay of a disconnected watcher."""
 

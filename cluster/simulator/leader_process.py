@@ -12,6 +12,7 @@ from cluster.simulator.rank_process import RankProcess
 from cluster.simulator.stale import send_late_words
 from cluster.simulator.surroundings import Surroundings
 from cluster.spec.errors import PeerUnreachableError
+from cluster.spec.heartbeat import HEARTBEAT_S
 from cluster.spec.ids import Room
 from cluster.spec.messages import Message, Output, PageNews, TableUpdate
 from cluster.spec.peer import Peer
@@ -24,7 +25,6 @@ from workers.cache.page_allocator import PageAllocator
 from workers.scheduler.leader import Leader
 from workers.scheduler.replica_leader import ReplicaLeader
 
-HEARTBEAT_S = 1.0
 IDLE_WAIT_S = 1.0
 
 

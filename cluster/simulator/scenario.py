@@ -8,6 +8,7 @@ from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
 from cluster.spec.strategy import DpPolicy
+from workers.scheduler.decode_request import QUARANTINE_LIMIT
 
 PAGE_SIZE = 4
 VOCAB_SIZE = 251
@@ -155,7 +156,7 @@ class Shape:
     """True if a restarted replica listens at its previous address."""
     verify: Verify = Verify.COUNTS
     transfer_timeout_s: float = 5.0
-    quarantine_limit: float = 0.25
+    quarantine_limit: float = QUARANTINE_LIMIT
     request_timeout_s: float = 30.0
 
 

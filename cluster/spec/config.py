@@ -139,8 +139,6 @@ class PrefillConfig(PoolConfig):
     """What goes round in ring mode, keys and values or queries; auto takes the faster for each step."""
     chunk_tokens: PositiveInt = 8192
     """Most tokens computed in one step of each DP rank, over all its requests."""
-    oldest_share: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.25
-    """Part of each step that the oldest requests get, one of each length by powers of two of steps."""
     skip_below_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
     """Prompts with fewer tokens that decode has not cached are computed by decode itself; 0 for none."""
     max_queued_tokens: PositiveInt = 8_388_608
@@ -191,14 +189,8 @@ class TransferConfig(Node):
     verify: Verify | None = None
     """What decode checks before it uses KV: `counts` of pages and bytes, or a `digest` of each page as well; by default
     `digest` on CPUs, and `counts` on GPUs, where every page would pass through the host's caches once more."""
-    ticket_timeout_s: PositiveSeconds = 30.0
-    """Longest wait of a ticket in prefill for the request it belongs to."""
     transfer_timeout_s: PositiveSeconds = 60.0
     """Longest silence of prefill after its first word about a transfer: the result, or the end of one rank's part."""
-    quarantine_limit: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.25
-    """Part of a decode pool in quarantine beyond which its replica drains and starts again, with new memory."""
-    batch_spans: PositiveInt = 256
-    """Most spans handed to the backend at once."""
 
 
 ToolParserName = Literal["auto", "hermes", "llama3", "none"]
@@ -272,16 +264,10 @@ class ResourcesConfig(Node):
     start_timeout_s: PositiveSeconds = 300.0
     """Longest wait for all replicas to be ready, from when their machines have the model's files; in a Ray cluster that
     is joined, longest wait for machines with room for them, too."""
-    heartbeat_s: PositiveSeconds = 1.0
-    """Interval between a leader's heartbeats."""
-    lease_s: PositiveSeconds = 3.0
-    """Silence of a leader after which its replica is not used."""
     silence_s: PositiveSeconds = 10.0
     """Silence of a rank, the router or the bootstrap service after which it, with its replica, is started again."""
     step_timeout_s: Annotated[float, Field(ge=5, le=1_000_000, strict=True)] = 300.0
     """Longest time in which a rank's work loop may not turn, well above its longest step; then its process ends."""
-    restart_backoff_s: PositiveSeconds = 1.0
-    """First wait before a lost replica is started again; doubles up to a minute."""
 
 
 class DeployConfig(Node):

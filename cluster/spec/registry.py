@@ -156,7 +156,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     stopping_pages: int = 0
     """Pages of aborted transfers that peers may still write to."""
     quarantined_pages: int = 0
-    """Part of ``stopping_pages`` that is old enough to count against `transfer.quarantine_limit`."""
+    """Part of ``stopping_pages`` that is old enough to count against the quarantine limit."""
     wrong_pages: int = 0
     """Pages received since the start that differ from what was sent; see `transfer.verify`."""
     num_taken: int = 0

@@ -25,6 +25,10 @@ def next_incarnation(previous: Incarnation, unix_ms: int) -> Incarnation:
     return Incarnation(max(previous + 1, unix_ms))
 
 
+RESTART_BACKOFF_S = 1.0
+"""First wait before a lost replica is started again, which doubles up to a minute; short, since one is often enough."""
+
+
 def backoff_s(first_s: float, num_failures: int) -> float:
     """Return the wait after a number of consecutive failures: doubles, up to a minute."""
     return float(min(MAX_BACKOFF_S, first_s * 2.0 ** min(num_failures - 1, 16)))

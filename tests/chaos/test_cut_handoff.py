@@ -25,7 +25,7 @@ SETTINGS = (
 """Nobody takes the far host for lost, so that decode's process outlives the cut, with a small pool of large pages."""
 RATE = "8mbit"
 PROMPT_LEN, PAGES = 6000, 12
-"""Of the handoff: 12 s of the slow cable, and less of decode's pool than `transfer.quarantine_limit`."""
+"""Of the handoff: 12 s of the slow cable, and less of decode's pool than what may be in quarantine."""
 SEEN_S = 60.0
 IN_WRITE = 64 << 10
 """Bytes that only a connection of Mooncake has still to send."""

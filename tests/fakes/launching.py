@@ -21,7 +21,7 @@ from tests.fakes.ray import World
 CONFIG = DeployConfig(
     prefill=PrefillConfig(parallel=ParallelConfig(cp=2)),
     decode=DecodeConfig(replicas=2),
-    resources=ResourcesConfig(restart_backoff_s=0.01, start_timeout_s=10.0, heartbeat_s=0.01),
+    resources=ResourcesConfig(start_timeout_s=10.0),
 )
 ONE = Incarnation(1)
 WAIT_S = 60.0
@@ -33,7 +33,7 @@ class Driver:
     def __init__(self, tools: Tools, config: DeployConfig = CONFIG, model: str = "model") -> None:
         self.lines: list[str] = []
         self.announced = threading.Event()
-        self.supervisor = Supervisor(config.resources.restart_backoff_s, self.announced.set, self.lines.append)
+        self.supervisor = Supervisor(0.01, self.announced.set, self.lines.append)
         self.launcher = Launcher(tools, config, model, "token-of-the-test", self.supervisor.failed)
         self.ended: Future[None] = Future()
         threading.Thread(target=self._run, daemon=True).start()

@@ -16,6 +16,8 @@ from cluster.spec.step_messages import Shutdown
 from cluster.spec.worker_spec import Rendezvous, RouterShare, WorkerSpec
 from tests.fakes.rows import make_row
 
+_BEAT_S = 0.3
+
 
 class QuietWorker:
     """See WorkerActor. Its row's transfer session is its process id."""
@@ -46,15 +48,12 @@ class QuietWorker:
     def run(self, rows: list[RankRow]) -> None:
         keeper = None
         if self._spec.is_leader:
-            meeting, config = self._rendezvous, self._spec.config.resources
-            keeper = LeaseKeeper(
-                meeting.bootstrap_url, meeting.token, rows, ReplicaLoad, lambda _: None, config.heartbeat_s
-            )
+            meeting = self._rendezvous
+            keeper = LeaseKeeper(meeting.bootstrap_url, meeting.token, rows, ReplicaLoad, lambda _: None, _BEAT_S)
             keeper.start()
         else:
             meeting, row = self._rendezvous, rows[self._spec.global_rank]
-            url, token, beat_s = meeting.bootstrap_url, meeting.token, self._spec.config.resources.heartbeat_s
-            RankKeeper(url, token, row, beat_s, lambda _: None).start()
+            RankKeeper(meeting.bootstrap_url, meeting.token, row, _BEAT_S, lambda _: None).start()
         _wait(self._inbox, Shutdown)
         if keeper is not None:
             keeper.stop(unregister=True)

@@ -276,7 +276,7 @@ class FakeBootstrap:
     def __init__(self, world: World, environ: Mapping[str, str]) -> None:
         self._world = world
 
-    def start(self, host: str, port: int, token: str, lease_s: float) -> str:
+    def start(self, host: str, port: int, token: str) -> str:
         return f"http://{host}:{port or 3000}"
 
     def run(self) -> None:

@@ -33,7 +33,6 @@ from tests.integration.test_kv_sender import (
     plan_of,
     sender_of,
 )
-from transfer import layer_groups
 from transfer.backends.interface import Region
 from transfer.digests import coverage_problem
 from workers.handoff.kv_sender import KvSender

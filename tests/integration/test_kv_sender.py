@@ -129,7 +129,7 @@ def sender_of(
         pool=source.buffer,
         config=TransferConfig(verify=verify),
         outbox=Outbox(),
-        start_writer=partial(SenderThread, backend, source, TransferConfig().batch_spans, on_failure=_fail),
+        start_writer=partial(SenderThread, backend, source, on_failure=_fail),
     )
 
 

@@ -42,6 +42,9 @@ MOVES = {
     DecodeState.ENDED: frozenset[DecodeState](),
 }
 
+QUARANTINE_LIMIT = 0.25
+"""Part of the pool in quarantine beyond which a replica drains and starts again: with less, restarting costs more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSettings:
@@ -56,8 +59,7 @@ class DecodeSettings:
     num_copies: int = 1
     """Ranks that hold the same heads."""
     transfer_timeout_s: float
-    quarantine_limit: float
-    """Part of the pool in quarantine beyond which this replica must end."""
+    quarantine_limit: float = QUARANTINE_LIMIT
     rank_addresses: tuple[str, ...] = ()
     """Addresses of all ranks, by global rank."""
     verify: Verify = Verify.COUNTS

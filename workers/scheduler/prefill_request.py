@@ -31,6 +31,9 @@ MOVES = {
     PrefillState.ENDED: frozenset[PrefillState](),
 }
 
+TICKET_TIMEOUT_S = 30.0
+"""Seconds that a ticket waits for its request. The router asks both replicas at once: only a lost one takes longer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSettings:
@@ -41,8 +44,7 @@ class PrefillSettings:
     """First rank record of our DP rank; it answers for the whole replica."""
     rank_addresses: tuple[str, ...]
     """Channel addresses of all ranks of our DP rank, by global rank."""
-    ticket_timeout_s: float
-    """Longest wait of a ticket for its request."""
+    ticket_timeout_s: float = TICKET_TIMEOUT_S
     settle_s: float
     """Longest time that the backend may still move bytes of a failed write."""
 

@@ -28,7 +28,7 @@ def all_wait(requests: Iterable[DecodeRequest], steps: StepScheduler) -> bool:
 def describe(requests: Sequence[DecodeRequest], num_pages: int, limit: float) -> str:
     """Describe why a replica ends because of these requests: beyond the limit, or blocking all others."""
     is_beyond = count_pages(requests) > limit * num_pages
-    reason = f"more than {limit:g} of them (transfer.quarantine_limit)" if is_beyond else "which a request waits for"
+    reason = f"more than {limit:g} of them" if is_beyond else "which a request waits for"
     names = ", ".join(sorted({request.session.prefill.replica for request in requests if request.session}))
     return (
         f"{count_pages(requests)} of {num_pages} pages are in quarantine, {reason}: "

@@ -29,7 +29,7 @@ class StepLimits:
     chunk_tokens: int
     max_requests: int
     oldest_share: float = 0.25
-    """Part of a step's time reserved for the oldest sequences."""
+    """Part of a step's time that belongs to the oldest sequences: a long prompt takes four times as long at most."""
     depth: int = 1
     """Most steps under way at once, if pipeline stages each compute another."""
     most_seen: int | None = None

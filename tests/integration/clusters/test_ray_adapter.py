@@ -34,7 +34,7 @@ pytestmark = pytest.mark.integration
 CONFIG = DeployConfig(
     name="quiet",
     prefill=PrefillConfig(parallel=ParallelConfig(cp=2)),
-    resources=ResourcesConfig(cpus_per_worker=0.5, restart_backoff_s=0.1, start_timeout_s=60.0, heartbeat_s=0.3),
+    resources=ResourcesConfig(cpus_per_worker=0.5, start_timeout_s=60.0),
 )
 KINDS = ActorKinds(worker=QuietWorker, router=QuietRouter)
 P0 = ReplicaId("prefill-0")

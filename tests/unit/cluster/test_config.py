@@ -193,13 +193,9 @@ BAD_FILES = {
             "allowed: 0, or 0.015625 (16 MiB) and more, which Mooncake Store can use"
         ],
     ),
-    "lease": (
-        "resources: {heartbeat_s: 2, lease_s: 2}",
-        ["resources.lease_s: got 2.0; allowed: more than resources.heartbeat_s = 2.0, or every lease runs out"],
-    ),
     "silence": (
         "resources: {silence_s: 3}",
-        ["resources.silence_s: got 3.0; allowed: more than resources.lease_s = 3.0, after which a silence is seen"],
+        ["resources.silence_s: got 3.0; allowed: more than 3.0, after which a silent replica gets no more requests"],
     ),
     "a loop that idles": (
         "resources: {step_timeout_s: 1}",
@@ -246,7 +242,7 @@ def test_every_problem_is_told_at_once() -> None:
         kv: {page_size: many}
         prefill: {parallel: {cp: 2, ep: 3}, strategy: zag}
         decode: {parallel: {cp: 2, cp: 4}}
-        resources: {lease_s: 0.5}
+        resources: {silence_s: 0.5}
     """
     with pytest.raises(ConfigError) as caught:
         parse_config(text, "f.yaml")
@@ -257,14 +253,16 @@ def test_every_problem_is_told_at_once() -> None:
         "nmae",
         "prefill.parallel",
         "decode.parallel.cp",
-        "resources.lease_s",
+        "resources.silence_s",
     ]
 
 
 def test_rule_is_not_judged_by_a_value_nobody_gave() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_config("resources: {heartbeat_s: often, lease_s: 0.5}\nprefill: {parallel: {cp: x, ep: 8}}", "f.yaml")
-    assert [problem.path for problem in caught.value.problems] == ["prefill.parallel.cp", "resources.heartbeat_s"]
+        parse_config(
+            "router: {request_timeout_s: often, max_wait_s: 9999}\nprefill: {parallel: {cp: x, ep: 8}}", "f.yaml"
+        )
+    assert [problem.path for problem in caught.value.problems] == ["prefill.parallel.cp", "router.request_timeout_s"]
 
 
 def test_defaults_and_values_are_read() -> None:
@@ -302,8 +300,8 @@ def test_each_role_may_have_memory_of_its_own() -> None:
 
 
 def test_whole_number_is_a_number_of_seconds() -> None:
-    config = parse_config("resources: {lease_s: 5}", "f.yaml")
-    assert math.isclose(config.resources.lease_s, 5.0)
+    config = parse_config("resources: {silence_s: 5}", "f.yaml")
+    assert math.isclose(config.resources.silence_s, 5.0)
 
 
 def test_merged_sections_are_not_keys_given_twice() -> None:

@@ -18,6 +18,11 @@ from tests.fakes.launching import CONFIG, ONE, WAIT_S, FakeDriver, make_launcher
 from tests.fakes.ray import HOME, FakeSystem, World
 
 
+@pytest.fixture(autouse=True)
+def short_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.launch.gang.HEARTBEAT_S", 0.01)
+
+
 def test_members_are_the_services_and_every_replica() -> None:
     names = make_launcher(World()).names
     assert names == ["bootstrap", "router", "prefill-0", "decode-0", "decode-1"]

@@ -23,6 +23,11 @@ from tests.fakes.launching import CONFIG, ONE, WAIT_S, FakeDriver, make_launcher
 from tests.fakes.ray import HOME, FakeSystem, FakeTable, World
 
 
+@pytest.fixture(autouse=True)
+def short_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.launch.gang.HEARTBEAT_S", 0.01)
+
+
 def test_killed_rank_brings_a_whole_new_gang() -> None:
     world = World()
     driver = FakeDriver(world)

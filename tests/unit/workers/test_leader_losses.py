@@ -57,15 +57,14 @@ def test_too_much_quarantine_ends_the_replica_when_nothing_else_is_at_hand() -> 
     assert decode.must_end == ""
     decode.tick(121.0)
     assert decode.must_end == (
-        "6 of 10 pages are in quarantine, more than 0.25 of them (transfer.quarantine_limit): "
-        "prefill-0 did not say that it writes no more"
+        "6 of 10 pages are in quarantine, more than 0.25 of them: prefill-0 did not say that it writes no more"
     )
 
 
 @pytest.mark.parametrize(
     ("cancelled_pages", "reason"),
     [
-        (3, "3 of 10 pages are in quarantine, more than 0.25 of them (transfer.quarantine_limit): "),
+        (3, "3 of 10 pages are in quarantine, more than 0.25 of them: "),
         (2, "2 of 10 pages are in quarantine, which a request waits for: "),
     ],
 )
