@@ -6,13 +6,13 @@ from itertools import count
 from cluster.bootstrap.table import BootstrapTable
 from cluster.launch.draining import DrainWatch
 from cluster.simulator.bootstrap import Bootstrap
-from cluster.simulator.leader_process import HEARTBEAT_S
 from cluster.simulator.network import HOME
 from cluster.simulator.replica import Replica
 from cluster.simulator.router_process import RouterProcess
 from cluster.simulator.rows import make_rows
 from cluster.simulator.surroundings import Surroundings
 from cluster.spec.errors import BatonError, PeerUnreachableError
+from cluster.spec.heartbeat import HEARTBEAT_S
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.spec.messages import Drain, Resume
 from cluster.supervisor import events as words

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from functools import partial
 
-from cluster.simulator.bootstrap import LEASE_S, Bootstrap
+from cluster.simulator.bootstrap import Bootstrap
 from cluster.simulator.client import Client, End
 from cluster.simulator.memory import Violation
 from cluster.simulator.network import HOME
@@ -12,6 +12,7 @@ from cluster.simulator.promises import Duties, KnownPages
 from cluster.simulator.scenario import PAGE_SIZE, Ask
 from cluster.simulator.surroundings import Surroundings
 from cluster.spec.config import DeployConfig
+from cluster.spec.heartbeat import LEASE_S
 from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Failure, Inquire, Message, Output, PageNews, Submit

@@ -83,7 +83,7 @@ class Case:
 
 
 @pytest.fixture
-def case(monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
+def case() -> Iterator[Case]:
     backend = Loopback()
     mine = deep(row(Role.PREFILL, 0, 1, NUM_PAGES))
     source, target = backend.allocate(mine.layout.pool_bytes), backend.allocate(mine.layout.pool_bytes)

@@ -130,6 +130,7 @@ def sender_of(
         config=TransferConfig(verify=verify),
         outbox=Outbox(),
         start_writer=partial(SenderThread, backend, source, on_failure=_fail),
+        least_span_bytes=1,
     )
 
 
