@@ -42,10 +42,11 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        for statement in node.body:
+        for index, statement in enumerate(node.body):
             match statement:
                 case ast.Expr(value=ast.Constant(value=str(text))):
-                    yield statement.lineno, text.strip()
+                    # "Whether …" is how the docstring of a flag begins; a function's begins with "Return whether …".
+                    yield statement.lineno, text.strip().removeprefix("Whether " if index else "")
 
 
 def first_sentence(docstring: str) -> str:

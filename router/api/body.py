@@ -27,7 +27,7 @@ _WORDS = {
 """Our words for pydantic's, by its type of error."""
 
 TIMEOUT_S = 60.0
-"""From the first bytes of a body to its last. 64 MiB take six seconds at 100 Mbit/s."""
+"""Longest time from the first byte of a body to its last. 64 MiB take six seconds at 100 Mbit/s."""
 _MOST_LARGEST = 8
 """Bodies of the largest size that may be arriving at the same time."""
 _CLOSE = {"connection": "close"}

@@ -44,7 +44,7 @@ class ShardPlan:
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank computes every token, so that no collective runs."""
+        """Return whether every rank computes every token, so that no collective runs."""
         return self.cp == 1 or self.strategy is Strategy.NONE
 
     @cached_property

@@ -235,9 +235,9 @@ def test_memory_is_asked_for_where_it_was_given(model_folder: Path) -> None:
         (
             "kv: {memory_gib: 0.01}",
             [
-                "kv.memory_gib: got 0.01; a prefill worker's 0.01 GiB hold no page beside the padding page; "
+                "kv.memory_gib: got 0.01; a prefill worker's 0.01 GiB hold no page besides the null page; "
                 "one page takes 7340032 bytes, so give at least 0.0137 GiB",
-                "kv.memory_gib: got 0.01; a decode worker's 0.01 GiB hold no page beside the padding page; "
+                "kv.memory_gib: got 0.01; a decode worker's 0.01 GiB hold no page besides the null page; "
                 "one page takes 7340032 bytes, so give at least 0.0137 GiB",
             ],
         ),
@@ -310,7 +310,7 @@ def test_tables_show_every_part(baton: RunBaton, tmp_path: Path, monkeypatch: py
         "prefill-0 to prefill-1, each: 2 workers",
         "decode-0: 1 worker",
         "attn_cp      {0,1}",
-        "KV memory: 2 KiB a token, pages of 64 tokens (2 layers, 1 KV head of 128, float32)",
+        "KV memory: 2 KiB a token, pages of 64 tokens (full_attention (2 layers of 1 head x k 128 float32 + v",
         "HTTP for clients",
         "decode runs without context parallelism",
         "only a ring chooses what it passes",
