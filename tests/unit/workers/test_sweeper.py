@@ -151,9 +151,9 @@ def test_a_sweep_is_due_now_and_then_and_ends_with_the_storage(tmp_path: Path, m
     due, sweeps, sweep = storage.sweeper._due, list[int](), storage.sweeper.sweep
     monkeypatch.setattr(due, "wait", wait)
 
-    def count_and_sweep() -> None:
+    def count_and_sweep() -> bool:
         sweeps.append(storage.figures().used_bytes)
-        sweep()
+        return sweep()
 
     monkeypatch.setattr(storage.sweeper, "sweep", count_and_sweep)
     storage.maintain()
