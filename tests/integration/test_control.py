@@ -57,7 +57,7 @@ def test_what_is_no_order_is_refused_and_harms_nothing(path: Path, line: bytes) 
 
 
 def test_a_driver_that_is_not_there_or_ends_is_told_in_a_line(path: Path) -> None:
-    with pytest.raises(PeerUnreachableError, match=r"does not answer at .*No such file or directory"):
+    with pytest.raises(PeerUnreachableError, match=r"does not respond at .*No such file or directory"):
         list(give_order(path, ORDER))
     with (
         serve_orders(path, lambda _: iter(ANSWERS[:1])),
