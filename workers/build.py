@@ -25,7 +25,6 @@ from workers.handoff.page_checker import PageChecker
 from workers.hicache.copier import Copier
 from workers.hicache.storage.objects import ObjectFormat
 from workers.hicache.storage.page_store import PageStore
-from workers.hicache.storage.rate_limit import RateLimit
 from workers.hicache.storage.registry import make_storage
 from workers.hicache.tier_worker import NoTierWorker, PageTierWorker, TierWorker
 from workers.hicache.tiers import Tiers
@@ -162,17 +161,10 @@ def make_tier_worker(
 
 def make_page_store(spec: WorkerSpec, rank: Rank, row: RankRow) -> PageStore | None:
     """Return this rank's page store, if there is storage."""
-    config = spec.config.hicache.storage
-    backend = make_storage(config, spec.host)
+    backend = make_storage(spec.config.hicache.storage, spec.host)
     if backend is None:
         return None
-    return PageStore(
-        backend,
-        ObjectFormat(row, rank.weights),
-        row.layout.page_bytes,
-        reads=RateLimit(config.read_mib_s and config.read_mib_s * (1 << 20)),
-        writes=RateLimit(config.write_mib_s and config.write_mib_s * (1 << 20)),
-    )
+    return PageStore(backend, ObjectFormat(row, rank.weights), row.layout.page_bytes)
 
 
 def make_tiers(config: HicacheConfig, tree: PrefixTree, rows: list[RankRow]) -> Tiers | None:

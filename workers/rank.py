@@ -185,4 +185,4 @@ def host_bytes_of(spec: WorkerSpec, layout: PoolLayout) -> int:
     """Return the bytes of host memory for cached pages on this worker: whole pages, and none if nothing is cached."""
     if not spec.config.kv.prefix_cache:
         return 0
-    return spec.config.hicache.host_bytes(layout.pool_bytes) // layout.page_bytes * layout.page_bytes
+    return spec.config.hicache.host_bytes // layout.page_bytes * layout.page_bytes

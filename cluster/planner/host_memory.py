@@ -19,7 +19,7 @@ def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, po
     return HostMemory(
         weights=weights_gib(config, pool, model) if config.resources.device is Device.CPU else 0.0,
         pages=pool_gib,
-        cached=config.hicache.host_bytes(int(pool_gib * GIB)) / GIB if config.kv.prefix_cache else 0.0,
+        cached=config.hicache.host_gib if config.kv.prefix_cache else 0.0,
         lent=storage.lent_gib if is_store else 0.0,
         passing=(STORE_CLIENT_BYTES + STORE_OUTGOING_BYTES) / GIB if is_store else 0.0,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cluster.planner.gpu import expected_memory
 from cluster.planner.host_memory import expected_host_memory, host_memory_lack, host_memory_problems
 from cluster.planner.model import ModelFacts
-from cluster.spec.config import DecodeConfig, DeployConfig, Device, PoolConfig, PrefillConfig
+from cluster.spec.config import DecodeConfig, DeployConfig, Device, PrefillConfig
 from cluster.spec.errors import Problem
 from cluster.spec.gpu_memory import GpuMemory
 from cluster.spec.hicache_config import StorageBackendName
@@ -97,17 +97,13 @@ def model_problems(config: DeployConfig, model: ModelFacts, *, with_gpu: bool = 
     return problems or (host_memory_problems(config, _expected(config, model)) if is_reckoned else [])
 
 
-def memory_wanted(config: DeployConfig, model: ModelFacts, num_tokens: int) -> dict[str, float]:
-    """Return the keys to raise, with sufficient GiB, for every replica to hold so long a request."""
+def memory_wanted(config: DeployConfig, model: ModelFacts, num_tokens: int) -> float:
+    """Return the ``kv.memory_gib`` with which every replica holds a request of this length."""
     num_pages = pages_for(num_tokens, config.kv.page_size)
-    wanted: dict[str, float] = {}
-    for role, pool in _pools(config).items():
-        held = _role_kv(config, pool, model)
-        if held.tokens_per_request < num_tokens:
-            key = _memory_key(role, config, pool)
-            gib = (-(-num_pages // pool.num_owners) + 1) * held.page_bytes / GIB
-            wanted[key] = max(gib, wanted.get(key, 0.0))
-    return wanted
+    return max(
+        (-(-num_pages // pool.num_owners) + 1) * _role_kv(config, pool, model).page_bytes / GIB
+        for pool in _pools(config).values()
+    )
 
 
 def _pools(config: DeployConfig) -> dict[Role, Pool]:
@@ -147,28 +143,26 @@ def _layouts(config: DeployConfig, pool: Pool, model: ModelFacts) -> list[PoolLa
 
 def pool_gib(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
     """Return the memory of one worker's pool; on a GPU without a configured size, the expected remainder."""
-    given = config.kv_memory_gib(pool)
+    given = config.kv_memory_gib
     return expected_memory(config, pool, model).left if given is None else given
 
 
-def _memory_key(role: Role, config: DeployConfig, pool: PoolConfig) -> str:
-    """Return the key that sets the size of a role's pools."""
-    if config.kv_memory_gib(pool) is None:
-        return "kv.memory_fraction"
-    return "kv.memory_gib" if pool.kv_memory_gib is None else f"{role}.kv_memory_gib"
+def _memory_key(config: DeployConfig) -> str:
+    """Return the key that sets the size of the pools."""
+    return "kv.memory_fraction" if config.kv_memory_gib is None else "kv.memory_gib"
 
 
 def _memory_problems(config: DeployConfig, role: Role, pool: Pool, model: ModelFacts) -> list[Problem]:
     if config.resources.device is Device.CUDA:
-        expected, given = expected_memory(config, pool, model), config.kv_memory_gib(pool)
+        expected, given = expected_memory(config, pool, model), config.kv_memory_gib
         if expected.left < (given or 0) or expected.left <= 0:
             wanted = f"{given} GiB are" if given else "some is"
             message = f"a {role} worker does not fit: {expected}, and {wanted} wanted for pages"
-            return [Problem(_memory_key(role, config, pool), message)]
+            return [Problem(_memory_key(config), message)]
     try:
         layouts = _layouts(config, pool, model)
     except ValueError as exc:
-        key, gib = _memory_key(role, config, pool), pool_gib(config, pool, model)
+        key, gib = _memory_key(config), pool_gib(config, pool, model)
         return [Problem(key, f"got {gib:g}; a {role} worker's {exc}")]
     return _cached_problems(config, role, max(layouts, key=lambda layout: layout.page_bytes))
 
@@ -178,20 +172,17 @@ def _cached_problems(config: DeployConfig, role: Role, layout: PoolLayout) -> li
     hicache, storage = config.hicache, config.hicache.storage
     if not hicache.has_host or not config.kv.prefix_cache:
         return []
-    key, given, unit = "host_gib", hicache.host_gib, GIB
-    if not given:
-        key, given, unit = "host_ratio", hicache.host_ratio, layout.pool_bytes
     problems = []
-    if hicache.host_bytes(layout.pool_bytes) < layout.page_bytes:
-        message = f"got {given:g}; allowed: 0, or {_least(role, layout.page_bytes, unit)}"
-        problems.append(Problem(f"hicache.{key}", message))
+    if hicache.host_bytes < layout.page_bytes:
+        message = f"got {hicache.host_gib:g}; allowed: 0, or {_least(role, layout.page_bytes)}"
+        problems.append(Problem("hicache.host_gib", message))
     stored_bytes = layout.page_bytes + HEADER_BYTES
     if storage.backend is StorageBackendName.FILES and storage.max_gib * GIB < stored_bytes:
-        message = f"got {storage.max_gib:g}; allowed: {_least(role, stored_bytes, GIB)}"
+        message = f"got {storage.max_gib:g}; allowed: {_least(role, stored_bytes)}"
         problems.append(Problem("hicache.storage.max_gib", message))
     return problems
 
 
-def _least(role: Role, page_bytes: int, unit: int) -> str:
-    least = math.ceil(page_bytes / unit * 1e6) / 1e6
+def _least(role: Role, page_bytes: int) -> str:
+    least = math.ceil(page_bytes / GIB * 1e6) / 1e6
     return f"at least {least:.6f}, of which a {role} worker's page takes {page_bytes} bytes"

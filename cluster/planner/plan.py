@@ -137,6 +137,8 @@ def _longest_request(config: DeployConfig, model: ModelFacts) -> CheckResult:
     longest, held = longest_context(config, model), kv_plan(config, model).tokens_per_request
     if held >= longest:
         return CheckResult(rule=rule, passed=True, detail="")
-    more = " and ".join(f"{key} to {gib:.3g}" for key, gib in memory_wanted(config, model, longest).items())
-    detail = f"{held} tokens fit, a request may have {longest}: set {more}, or model.max_context to {held}"
+    gib = f"{memory_wanted(config, model, longest):.3g}"
+    detail = (
+        f"{held} tokens fit, a request may have {longest}: set kv.memory_gib to {gib}, or model.max_context to {held}"
+    )
     return CheckResult(rule=rule, passed=False, detail=detail)

@@ -51,10 +51,8 @@ def make_leader(around: Surroundings, me: Peer, rows: Sequence[RankRow], dp_rank
 def _make_tiers(shape: TierShape | None, tree: PrefixTree | None, own: list[RankRow]) -> Tiers | None:
     if shape is None or tree is None:
         return None
-    storage = StorageConfig(
-        backend=StorageBackendName.FILES, prefetch=shape.prefetch, prefetch_base_s=0.5, prefetch_min_tokens=PAGE_SIZE
-    )
-    return Tiers(HicacheConfig(write=shape.write, storage=storage), tree, shape.host_pages, own)
+    storage = StorageConfig(backend=StorageBackendName.FILES, prefetch=shape.prefetch)
+    return Tiers(HicacheConfig(write=shape.write, storage=storage), tree, shape.host_pages, own, PAGE_SIZE)
 
 
 def _limits(around: Surroundings, row: RankRow) -> StepLimits:

@@ -119,14 +119,6 @@ def _storage(config: DeployConfig) -> list[Problem]:
     return [Problem("hicache.storage.backend", message)]
 
 
-def _host_size(config: DeployConfig) -> list[Problem]:
-    hicache = config.hicache
-    if not (hicache.host_gib and hicache.host_ratio):
-        return []
-    message = f"got {hicache.host_ratio:g} with hicache.host_gib = {hicache.host_gib:g}; allowed: one of both"
-    return [Problem("hicache.host_ratio", message)]
-
-
 def _write(config: DeployConfig) -> list[Problem]:
     hicache = config.hicache
     if hicache.has_host or hicache.write is WritePolicy.WRITE_THROUGH:
@@ -207,13 +199,10 @@ CHECKS = (
     ),
     Check(
         "storage has the tiers above it",
-        ("hicache.host_gib", "hicache.host_ratio", "hicache.storage.backend", "kv.prefix_cache"),
+        ("hicache.host_gib", "hicache.storage.backend", "kv.prefix_cache"),
         _storage,
     ),
-    Check(
-        "pages are written where there is a tier", ("hicache.host_gib", "hicache.host_ratio", "hicache.write"), _write
-    ),
-    Check("host memory has one size", ("hicache.host_gib", "hicache.host_ratio"), _host_size),
+    Check("pages are written where there is a tier", ("hicache.host_gib", "hicache.write"), _write),
     Check("stored pages have one place", ("hicache.storage.folder",), _storage_folder),
     Check("a master has one address", ("hicache.storage.master", "hicache.storage.backend"), _master),
     Check("storage can use what it is lent", ("hicache.storage.lent_gib", "hicache.storage.backend"), _lent),

@@ -1,6 +1,7 @@
 """Selection of the decode steps that are captured as CUDA graphs. Pure."""
 
 from cluster.spec.config import AttentionSetting, DecodeConfig, DeployConfig, Device, PoolConfig
+from cluster.spec.env import CHECK_COLLECTIVES
 from cluster.spec.strategy import Collectives
 
 
@@ -23,7 +24,7 @@ def why_not_captured(config: DeployConfig, pool: PoolConfig) -> str:
     # A collective through the host in the middle of a step cannot be replayed.
     if resources.collectives is Collectives.TCP:
         return "sums over TCP"
-    return "sums that ranks compare" if resources.check_collectives else ""
+    return "sums that ranks compare" if CHECK_COLLECTIVES.get() else ""
 
 
 def _could_capture(config: DeployConfig, pool: PoolConfig) -> bool:

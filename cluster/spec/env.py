@@ -41,7 +41,7 @@ class EnvVar(Generic[Value]):
             return self.default(source)
         try:
             return self.parse(text)
-        except ValueError as exc:
+        except (ValueError, KeyError) as exc:
             raise UserError(f"{self.name}: got {self.show(text)}; allowed: {self.allowed}") from exc
 
 
@@ -61,6 +61,10 @@ def _token(text: str) -> str:
     if len(text) < 8 or not text.isascii() or not text.isprintable() or " " in text:
         raise ValueError(text)
     return text
+
+
+def _switch(text: str) -> bool:
+    return {"0": False, "1": True}[text]
 
 
 CACHE_DIR = EnvVar(
@@ -102,10 +106,18 @@ API_KEYS: EnvVar[tuple[str, ...]] = EnvVar(
     default=lambda _environ: (),
     show=lambda text: f"{len(text)} characters",
 )
-ALL: tuple[EnvVar[Path] | EnvVar[str | None] | EnvVar[tuple[str, ...]], ...] = (
+CHECK_COLLECTIVES = EnvVar(
+    name="BATON_CHECK_COLLECTIVES",
+    sentence="Debugging: ranks compare every collective before it runs, and name the first that differs. Slow.",
+    allowed="0 or 1",
+    parse=_switch,
+    default=lambda _environ: False,
+)
+ALL: tuple[EnvVar[Path] | EnvVar[str | None] | EnvVar[tuple[str, ...]] | EnvVar[bool], ...] = (
     CACHE_DIR,
     TOKEN,
     ADMIN_KEY,
     API_KEY,
     API_KEYS,
+    CHECK_COLLECTIVES,
 )

@@ -12,7 +12,7 @@ class HostMemory:
     pages: float
     """Page pool, or the staging buffer for a GPU's pages."""
     cached: float
-    """Value of ``hicache.host_gib``, or memory by ``host_ratio``."""
+    """Value of ``hicache.host_gib``."""
     lent: float
     """Value of ``hicache.storage.lent_gib``."""
     passing: float

@@ -1,4 +1,4 @@
-"""The part of the deploy YAML about logs."""
+"""The keys of the deploy YAML about logs."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -9,18 +9,18 @@ from cluster.spec.config_node import Node
 
 
 class LogFormat(StrEnum):
-    """How processes write what happens."""
+    """Formats of log records."""
 
     TEXT = "text"
-    """Lines for people."""
+    """Lines for people to read."""
     JSON = "json"
-    """One JSON object a line."""
+    """One JSON object per line."""
 
 
 class LogConfig(Node):
-    """What processes write to standard error; Ray keeps it with its logs. Never prompts, answers or keys."""
+    """The log that processes write to standard error, and Ray keeps. It never holds prompts, answers or keys."""
 
     format: LogFormat = LogFormat.TEXT
-    """`text` for people, or `json`: one object a line, with room, replica and request id where there are any."""
+    """Format of log records: `text`, or `json`, one object per line, with room, replica and request id where known."""
     requests: Annotated[bool, Field(strict=True)] = False
-    """Whether the router writes a record for every request: who asked, where it ran, the time of each phase."""
+    """Log a record for every request: its client, its replicas, and the time of each phase."""

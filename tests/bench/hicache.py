@@ -41,7 +41,7 @@ Ask = Callable[[list[list[int]], list[int]], list[list[int]]]
 
 def config_of(args: argparse.Namespace, lowest: Tier, folder: Path) -> DeployConfig:
     """Return a deployment without the tiers below one; storage is files in the folder."""
-    storage = {"backend": "files", "folder": str(folder), "prefetch": "wait_complete", "prefetch_min_tokens": 1}
+    storage = {"backend": "files", "folder": str(folder), "prefetch": "wait_complete"}
     hicache: dict[str, object] = {} if lowest is Tier.DEVICE else {"host_gib": args.host_gib}
     if lowest is Tier.STORAGE:
         hicache["storage"] = storage
@@ -191,7 +191,10 @@ def main() -> None:
     trace.add_argument("--num-requests", type=int)
     trace.set_defaults(measure=hit_rates, workload=replay)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as scratch, closing(LocalCluster()) as cluster:
+    with (
+        tempfile.TemporaryDirectory(prefix="baton-bench-") as scratch,
+        closing(LocalCluster("tests.fakes.eager_worker:EagerWorker")) as cluster,
+    ):
         for figures in args.measure(args, cluster, resolve_model(args.model), Path(scratch)):
             print(json.dumps(figures), flush=True)
 

@@ -19,7 +19,7 @@ PATIENCE_S = 10.0
 SETTINGS = (
     "resources.silence_s=300",
     f"transfer.transfer_timeout_s={PATIENCE_S:g}",
-    "decode.kv_memory_gib=0.06",
+    "kv.memory_gib=0.06",
     "kv.page_size=512",
 )
 """Nobody takes the far host for lost, so that decode's process outlives the cut, with a small pool of large pages."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cluster.spec.hicache_config import StorageBackendName, StorageConfig
+from tests.fakes.eager_worker import EagerWorker
 from workers.hicache.storage import registry
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import Read, StorageError, StorageObject, Written
-from workers.worker import Worker
 
 DELAY_S = 2.0
 
@@ -48,10 +48,10 @@ class FaultyStorage(FileStorage):
 
 def _faulty(config: StorageConfig, host: str) -> FaultyStorage:  # noqa: ARG001 - as every maker of a backend
     assert config.folder is not None
-    return FaultyStorage(Path(config.folder), 1 << 30, fsync=False)
+    return FaultyStorage(Path(config.folder), 1 << 30)
 
 
-class WorkerWithFaultyStorage(Worker):
+class WorkerWithFaultyStorage(EagerWorker):
     """Its module, which only its process imports, puts the backend in place."""
 
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cluster.spec.hicache_config import StorageBackendName, StorageConfig
+from tests.fakes.eager_worker import EagerWorker
 from workers.hicache.storage import registry
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import Read, StorageObject
-from workers.worker import Worker
 
 HANGS = "hangs"
 """In the folder."""
@@ -18,7 +18,7 @@ class HangingStorage(FileStorage):
     """Nothing that is read comes while the file is there."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, 1 << 30, fsync=False)
+        super().__init__(folder, 1 << 30)
         self._hangs = folder / HANGS
 
     def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
@@ -32,7 +32,7 @@ def _hanging(config: StorageConfig, host: str) -> HangingStorage:  # noqa: ARG00
     return HangingStorage(Path(config.folder))
 
 
-class WorkerWithHangingStorage(Worker):
+class WorkerWithHangingStorage(EagerWorker):
     """Its module, which only its process imports, puts the backend in place."""
 
 

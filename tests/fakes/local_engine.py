@@ -103,10 +103,8 @@ class LocalEngine:
             config.decode.parallel,
             config.prefill.mode,
             config.transfer.backend,
-            config.resources.check_collectives,
             config.resources.collectives,
-            config.prefill.moe_dispatch,
-            config.decode.moe_dispatch,
+            config.resources.moe_dispatch,
             config.hicache,
         )
         if self._loaded != layout:

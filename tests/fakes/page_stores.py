@@ -16,7 +16,6 @@ from tests.fakes.paged_ranks import row
 from workers.hicache.storage.interface import StorageBackend, StorageObject
 from workers.hicache.storage.objects import ObjectFormat
 from workers.hicache.storage.page_store import PageStore
-from workers.hicache.storage.rate_limit import RateLimit
 
 GEOMETRY = kv_geometry(model="m", num_layers=2, num_kv_heads=4, head_dim=2, dtype="float32", page_size=2)
 FOREVER_S = float("inf")
@@ -78,18 +77,9 @@ def read_one(backend: StorageBackend, name: str, parts: Sequence[memoryview]) ->
 class RankStore:
     """The page store of one rank, and its host memory."""
 
-    def __init__(
-        self,
-        backend: StorageBackend,
-        row: RankRow,
-        weights: str = "w",
-        *,
-        reads: RateLimit | None = None,
-        writes: RateLimit | None = None,
-    ) -> None:
+    def __init__(self, backend: StorageBackend, row: RankRow, weights: str = "w") -> None:
         self.row = row
-        limits = reads or RateLimit(None), writes or RateLimit(None)
-        self.store = PageStore(backend, ObjectFormat(row, weights), row.layout.page_bytes, *limits)
+        self.store = PageStore(backend, ObjectFormat(row, weights), row.layout.page_bytes)
         self.memory: dict[int, bytearray] = {}
         self.failures: Counter[str] = Counter()
 

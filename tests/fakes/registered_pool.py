@@ -7,13 +7,13 @@ from typing import Any
 from unittest.mock import patch
 
 from cluster.spec.config import TransferBackendName, TransferProtocol
+from tests.fakes.eager_worker import EagerWorker
 from transfer.backends.interface import TransferBackend, make_backend
 from workers import rank
 from workers.memory.peer_memory import open_apart
-from workers.worker import Worker
 
 
-class WorkerWithRegisteredPool(Worker):
+class WorkerWithRegisteredPool(EagerWorker):
     """Its module, which only its process imports, puts the pool in place."""
 
     def load(self, store_address: str) -> Any:

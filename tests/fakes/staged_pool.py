@@ -2,12 +2,12 @@
 
 from unittest.mock import patch
 
+from tests.fakes.eager_worker import EagerWorker
 from workers import rank
 from workers.memory.peer_memory import open_apart
-from workers.worker import Worker
 
 
-class WorkerWithStagedPool(Worker):
+class WorkerWithStagedPool(EagerWorker):
     """Its module, which only its process imports, puts the pool in place."""
 
 

@@ -16,7 +16,7 @@ from tests.fakes.paged_ranks import row
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.hicache.policy.loader import Loaded
-from workers.hicache.policy.prefetcher import LONGEST_S
+from workers.hicache.policy.prefetcher import BASE_S, LONGEST_S, S_PER_1K_TOKENS
 from workers.hicache.tiers import Tiers
 
 PAGE_SIZE = 2
@@ -88,7 +88,7 @@ class TierWorld:
         rows = rows_of(len(self.ranks), self.ranks[0].ownership)
         self.tree = PrefixTree(self.num_owners)
         self.allocator = PageAllocator(pages_per_owner, self.tree, self.num_owners)
-        self.tiers = Tiers(self._config, self.tree, host_pages, rows)
+        self.tiers = Tiers(self._config, self.tree, host_pages, rows, min_prefetch_tokens=1)
         self.waiting: list[tuple[Room, list[int], float]] = []
         """Those that wait for storage, since when."""
         self.requests: list[tuple[list[int], list[bytes]]] = []
@@ -191,7 +191,7 @@ class TierWorld:
 
     def _longest_wait_s(self, num_tokens: int) -> float:
         storage = self._config.storage
-        timeout_s = storage.prefetch_base_s + storage.prefetch_s_per_1k_tokens * num_tokens / 1000
+        timeout_s = BASE_S + S_PER_1K_TOKENS * num_tokens / 1000
         longest_s = {PrefetchPolicy.BEST_EFFORT: 0.0, PrefetchPolicy.TIMEOUT: timeout_s}
         return longest_s.get(storage.prefetch, LONGEST_S)
 

@@ -20,7 +20,7 @@ LIMIT = 64 * OBJECT_BYTES
 
 
 def write_for_ever(folder: Path) -> None:
-    storage = FileStorage(folder, LIMIT, fsync=False)
+    storage = FileStorage(folder, LIMIT)
     threading.Thread(target=storage.maintain, daemon=True).start()
     data = memoryview(bytes(OBJECT_BYTES))
     while True:

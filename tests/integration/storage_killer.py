@@ -22,7 +22,7 @@ def content_of(number: int) -> bytes:
 
 
 def write_for_ever(folder: Path, first: int) -> None:
-    storage = FileStorage(folder, 1 << 30, fsync=False)
+    storage = FileStorage(folder, 1 << 30)
     numbers = range(first, first + 10_000)
     for start in numbers[::8]:
         for _ in storage.write([StorageObject(f"n/{n}", [memoryview(content_of(n))]) for n in range(start, start + 8)]):

@@ -47,7 +47,7 @@ QUARTER = LONG[: 2 * PAGE_SIZE + 1]
 
 def config_of(way: Way, folder: Path, pp: int = 1, transfer: Mapping[str, Any] = EMPTY, **hicache: Any) -> DeployConfig:
     cp, mode, tp = way
-    storage = {"backend": "files", "folder": str(folder), "prefetch_min_tokens": 1, "prefetch": "wait_complete"}
+    storage = {"backend": "files", "folder": str(folder), "prefetch": "wait_complete"}
     return DeployConfig.model_validate(
         {
             "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.01},
@@ -71,7 +71,7 @@ def oracle(checkpoint: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LocalEngine]:
-    engine = LocalEngine()
+    engine = LocalEngine("tests.fakes.eager_worker:EagerWorker")
     yield engine
     engine.close()
 
@@ -252,7 +252,7 @@ def test_a_chain_through_every_page_of_32k_tokens_is_followed_from_storage_alone
 def test_slow_and_failing_storage_fails_no_request_and_changes_no_token(
     checkpoint: Path, oracle: Oracle, tmp_path: Path
 ) -> None:
-    storage = {"backend": "files", "folder": str(tmp_path), "prefetch_min_tokens": 1, "prefetch_base_s": 0.05}
+    storage = {"backend": "files", "folder": str(tmp_path)}
     config = config_of((2, GATHER, 1), tmp_path, storage=storage)
     prompts = [[*draw(seed % 3, 4 * PAGE_SIZE), *draw(seed, 20)] for seed in range(10)]
     engine = LocalEngine("tests.fakes.faulty_storage:WorkerWithFaultyStorage")
@@ -269,7 +269,7 @@ def test_slow_and_failing_storage_fails_no_request_and_changes_no_token(
 def test_storage_that_hangs_fails_no_request_and_is_used_again_when_it_comes_back(
     checkpoint: Path, oracle: Oracle, tmp_path: Path
 ) -> None:
-    storage = {"backend": "files", "folder": str(tmp_path), "prefetch_min_tokens": 1, "prefetch_base_s": 0.05}
+    storage = {"backend": "files", "folder": str(tmp_path)}
     config = config_of((1, GATHER, 1), tmp_path, storage=storage)
     prompts = [[*LONG[: 4 * PAGE_SIZE], *draw(seed, 20)] for seed in range(4)]
     engine = LocalEngine("tests.fakes.hanging_storage:WorkerWithHangingStorage")

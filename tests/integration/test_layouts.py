@@ -15,6 +15,8 @@ from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.layouts import WIDE, covering_pairs, divided, legal_layouts, needs_experts, num_ranks
 from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
 
+pytestmark = pytest.mark.usefixtures("checked_collectives")
+
 NUM_TOKENS = 12
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_hidden_layers": 3, "mlp_only_layers": [2]},
@@ -99,11 +101,10 @@ def config_of(case: Case) -> DeployConfig:
                 "mode": case.kv.mode,
                 "passing": case.kv.passing,
                 "chunk_tokens": case.chunk_tokens,
-                "moe_dispatch": case.dispatch,
             },
-            "decode": {"parallel": case.decode, "moe_dispatch": case.dispatch},
+            "decode": {"parallel": case.decode},
             "transfer": {"mode": case.kv.sends, "page_filter": case.kv.page_filter},
-            "resources": {"check_collectives": True, "collectives": case.collectives},
+            "resources": {"collectives": case.collectives, "moe_dispatch": case.dispatch},
         }
     )
 

@@ -146,7 +146,7 @@ def test_a_master_that_falls_silent_delays_no_call_for_long_and_is_used_when_it_
 def test_a_prompt_comes_back_from_the_store(master: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "llama", "llama", seed=11)
     oracle = Oracle(folder, NUM_TOKENS)
-    storage = {"backend": "mooncake_store", "master": master, "prefetch": "wait_complete", "prefetch_min_tokens": 1}
+    storage = {"backend": "mooncake_store", "master": master, "prefetch": "wait_complete"}
     config = DeployConfig.model_validate(
         {
             "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.01},
@@ -154,7 +154,7 @@ def test_a_prompt_comes_back_from_the_store(master: str, tmp_path: Path) -> None
             "hicache": {"host_gib": 0.01, "storage": storage},
         }
     )
-    engine = LocalEngine()
+    engine = LocalEngine("tests.fakes.eager_worker:EagerWorker")
     try:
         with engine.running(folder, config) as cluster:
             ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)

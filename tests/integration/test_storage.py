@@ -21,7 +21,7 @@ def test_no_torn_object_is_left_by_writers_that_were_killed(tmp_path: Path, monk
     arguments = [sys.executable, "-m", "tests.integration.storage_killer", str(tmp_path), "200"]
     num_unfinished = int(subprocess.run(arguments, check=True, timeout=280, capture_output=True).stdout)
     assert num_unfinished, "no writer was killed while it wrote"
-    storage = FileStorage(tmp_path, 1 << 30, fsync=False)
+    storage = FileStorage(tmp_path, 1 << 30)
     monkeypatch.setattr(sweeper, "_ABANDONED_S", -1.0)
     storage.sweeper.sweep()
     names = [path.name for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith(".")]
@@ -36,7 +36,7 @@ def test_no_torn_object_is_left_by_writers_that_were_killed(tmp_path: Path, monk
 def test_a_folder_is_swept_whoever_was_killed_while_sweeping_it(tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", "tests.integration.storage_crowd", str(tmp_path), "50"]
     subprocess.run(arguments, check=True, timeout=280)
-    storage = FileStorage(tmp_path, LIMIT, fsync=False)
+    storage = FileStorage(tmp_path, LIMIT)
     assert storage.sweeper.sweep(), "a killed process holds the lock"
     objects = [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith(".")]
     assert {path.stat().st_size for path in objects} <= {OBJECT_BYTES}

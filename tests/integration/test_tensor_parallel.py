@@ -17,6 +17,8 @@ from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
 from tests.fakes.pairwise import Case, all_pairs
 from workers.process import RemoteError, WorkerProcess
 
+pytestmark = pytest.mark.usefixtures("checked_collectives")
+
 NUM_TOKENS = 24
 ODD: dict[str, Any] = {"vocab_size": 251, "intermediate_size": 97}
 """What comes out even on one rank only."""
@@ -66,7 +68,6 @@ def config_of(case: Case) -> DeployConfig:
             },
             "decode": {"parallel": {"tp": case["decode_tp"]}},
             "transfer": {"mode": kv.sends, "page_filter": kv.page_filter, "verify": "digest"},
-            "resources": {"check_collectives": True},
         }
     )
 

@@ -39,7 +39,7 @@ def pool_memory_gib(
     Raises:
         UserError: weights, a step, graphs and the pages do not fit, with the arithmetic.
     """
-    given = spec.config.kv_memory_gib(spec.pool)
+    given = spec.config.kv_memory_gib
     if spec.config.resources.device is Device.CPU:
         assert given is not None, "a CPU has no memory of its own to measure"
         return given

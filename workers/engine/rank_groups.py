@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from cluster.spec.env import CHECK_COLLECTIVES
 from cluster.spec.lifecycle import Role
 from cluster.spec.ranks import GroupName, head_copies, head_copy_groups, positions, stage_links
 from cluster.spec.ranks import groups as rank_groups
@@ -76,7 +77,7 @@ def _join_attention(spec: WorkerSpec, store: ReplicaStore) -> RankGroups:
         global_rank=spec.global_rank,
         tp=tp,
         dp=dp,
-        moe_dispatch=spec.pool.moe_dispatch,
+        moe_dispatch=spec.config.resources.moe_dispatch,
     )
     return RankGroups(cp, model, _join_stages(spec, store))
 
@@ -116,8 +117,7 @@ def _with(rank: int, groups: list[list[int]]) -> list[int]:
 
 
 def _join_members(spec: WorkerSpec, store: ReplicaStore, name: str, members: Sequence[int]) -> Communicator:
-    resources = spec.config.resources
-    check = resources.check_collectives
+    resources, check = spec.config.resources, CHECK_COLLECTIVES.get()
     return join_group(
         store,
         f"{name}/{members[0]}",

@@ -18,26 +18,35 @@ from workers.hicache.policy.host_index import HostIndex
 from workers.hicache.policy.host_writer import HostWriter
 from workers.hicache.policy.jobs import TierJobs
 from workers.hicache.policy.loader import HostLoader
-from workers.hicache.policy.prefetcher import Prefetcher
+from workers.hicache.policy.prefetcher import MIN_TOKENS, Prefetcher
 from workers.hicache.policy.storage_writer import StorageWriter
 
 
 class Tiers:
-    def __init__(self, config: HicacheConfig, tree: PrefixTree, host_pages: int, rows: Sequence[RankRow]) -> None:
-        """Build the tiers; ``host_pages`` is the count of one rank, ``rows`` are the records of all ranks of the
-        replica.
-        """
+    """Host and storage tiers of one replica, as its leader sees them."""
+
+    def __init__(
+        self,
+        config: HicacheConfig,
+        tree: PrefixTree,
+        host_pages: int,
+        rows: Sequence[RankRow],
+        min_prefetch_tokens: int = MIN_TOKENS,
+    ) -> None:
+        """Build the tiers for ``host_pages`` a rank; ``rows`` are the records of all ranks of the replica."""
         self.host = HostIndex(host_pages, rows[0].sizes.cp)
         self._tree = tree
         self._addresses = [row.address for row in rows]
         self._owners = {row.global_rank: row.coords.cp for row in rows}
         self._jobs = TierJobs(len(rows))
         self.loader = HostLoader(self.host, self._jobs)
-        self._host_writer = HostWriter(config.write, config.selective_hits, tree, self.host, self._jobs)
+        self._host_writer = HostWriter(config.write, tree, self.host, self._jobs)
         self._writes, self._reads = Breaker(), Breaker()
         self._storage_writer = StorageWriter(config.write, self.host, self._jobs, self._writes)
         page_size = rows[0].layout.page_size
-        self._prefetcher = Prefetcher(config.storage, page_size, self.host, self._jobs, self._reads)
+        self._prefetcher = Prefetcher(
+            config.storage.prefetch, page_size, self.host, self._jobs, self._reads, min_prefetch_tokens
+        )
         self._has_storage = config.storage.backend is not StorageBackendName.NONE
         self._is_attached = self._has_storage
         self._is_storing = self._is_draining = False

@@ -152,8 +152,8 @@ BAD_FILES = {
     "mode": ("prefill: {mode: rings}", ["prefill.mode: got 'rings'; allowed: gather, ring"]),
     "passing": ("prefill: {passing: kv}", ["prefill.passing: got 'kv'; allowed: auto, pass_kv, pass_q"]),
     "memory of one role": (
-        "decode: {kv_memory_gib: 0}",
-        ["decode.kv_memory_gib: got 0; allowed: a number over 0, 65536 at most"],
+        "kv: {memory_gib: 0}",
+        ["kv.memory_gib: got 0; allowed: a number over 0, 65536 at most"],
     ),
     "storage without host memory": (
         "hicache: {storage: {backend: files}}",
@@ -169,10 +169,6 @@ BAD_FILES = {
     "when to write to what is not there": (
         "hicache: {write: write_back}",
         ["hicache.write: got write_back with hicache.host_gib = 0; allowed: write_through, or host memory"],
-    ),
-    "host memory of two sizes": (
-        "hicache: {host_gib: 1, host_ratio: 2}",
-        ["hicache.host_ratio: got 2 with hicache.host_gib = 1; allowed: one of both"],
     ),
     "storage somewhere": (
         "hicache: {host_gib: 1, storage: {backend: files, folder: kv}}",
@@ -292,11 +288,6 @@ def test_a_ring_shards_kv_over_its_ranks(text: str, ownership: KvOwnership) -> N
     assert config.prefill.ownership is ownership
     assert config.prefill.num_owners == (2 if ownership is KvOwnership.SHARDED else 1)
     assert config.decode.ownership is KvOwnership.REPLICATED
-
-
-def test_each_role_may_have_memory_of_its_own() -> None:
-    config = parse_config("kv: {memory_gib: 2}\ndecode: {kv_memory_gib: 0.5}", "f.yaml")
-    assert (config.kv_memory_gib(config.prefill), config.kv_memory_gib(config.decode)) == (2, 0.5)
 
 
 def test_whole_number_is_a_number_of_seconds() -> None:

@@ -116,17 +116,6 @@ def test_host_memory_that_holds_no_page_is_refused() -> None:
     assert not problems_of("kv: {memory_gib: 0.5, prefix_cache: false}\nhicache: {host_gib: 0.00001}")
 
 
-def test_host_memory_may_be_a_multiple_of_the_pool() -> None:
-    text = "kv: {{memory_gib: 0.5}}\ndecode: {{kv_memory_gib: 0.25}}\nhicache: {{host_ratio: {}}}"
-    for role in Role:
-        memory = memory_of(text.format(2.5), role)
-        assert memory.cached == pytest.approx(2.5 * memory.pages, rel=1e-6)
-    prefill, decode = problems_of(text.format("0.00001"))
-    assert prefill.startswith("hicache.host_ratio: got 1e-05; allowed: 0, or at least 0.000")
-    least = decode.split("at least ")[1].split(",")[0]
-    assert not problems_of(text.format(least))
-
-
 def test_files_that_hold_no_page_are_refused() -> None:
     given = "kv: {{memory_gib: 0.5}}\nhicache: {{host_gib: 1, storage: {{backend: {}, max_gib: {}}}}}"
     problems = problems_of(given.format("files", "0.00001"))

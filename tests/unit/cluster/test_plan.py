@@ -166,7 +166,7 @@ def test_context_per_replica_grows_with_the_ranks_of_a_ring(model_folder: Path) 
     text = f"""
         model: {{path: {model_folder}}}
         prefill: {{parallel: {{cp: 4}}, mode: %s}}
-        decode: {{kv_memory_gib: 4.5}}
+        decode: {{parallel: {{tp: 4}}}}
     """
     gather, ring = plan_of(text % "gather"), plan_of(text % "ring")
     assert gather.kv is not None
@@ -201,18 +201,6 @@ def test_ranks_with_requests_of_their_own_hold_more_tokens_but_no_longer_request
         assert shared.kv.roles[role].tokens_per_replica == dp * num_owners * 9280
     assert failed(shared) == failed(alone)
     assert "9280 tokens fit" in failed(shared)["every replica holds the longest request"]
-
-
-def test_memory_is_asked_for_where_it_was_given(model_folder: Path) -> None:
-    plan = plan_of(f"model: {{path: {model_folder}}}\ndecode: {{kv_memory_gib: 2}}")
-    assert failed(plan) == {
-        "every replica holds the longest request": "9280 tokens fit, a request may have 40960: "
-        "set kv.memory_gib to 4.38 and decode.kv_memory_gib to 4.38, or model.max_context to 9280"
-    }
-    with pytest.raises(
-        ConfigError, match=r"decode\.kv_memory_gib: got 0\.01; a decode worker's 0\.01 GiB hold no page"
-    ):
-        plan_of(f"model: {{path: {model_folder}}}\ndecode: {{kv_memory_gib: 0.01}}")
 
 
 @pytest.mark.parametrize(

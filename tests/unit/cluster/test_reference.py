@@ -11,6 +11,8 @@ from cluster.spec.errors import ConfigError
 from cluster.spec.loader import parse_config
 from tests import readme
 
+MAX_KEYS = 75
+
 
 def keys(kind: type[Node] = DeployConfig, path: str = "") -> list[str]:
     """Every key of a deploy file that has a value of its own, with dots."""
@@ -33,6 +35,12 @@ def test_the_command_prints_it() -> None:
 def test_every_key_has_a_row() -> None:
     page = reference_text()
     assert [key for key in keys() if f"| `{key.rsplit('.', 1)[-1]}` |" not in page] == []
+
+
+def test_a_file_has_few_keys() -> None:
+    """Axes of both roles count once. What nobody can choose with knowledge is a constant, beside the code it is for."""
+    counted = {key.replace("decode.parallel.", "prefill.parallel.") for key in keys()}
+    assert len(counted) <= MAX_KEYS, "a new key replaces another, or is a constant"
 
 
 @pytest.mark.parametrize("key", keys())

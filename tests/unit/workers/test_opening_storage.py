@@ -47,7 +47,7 @@ def test_storage_that_is_away_at_the_start_is_used_when_it_comes(
     assert "starting without storage: the disk is not mounted" in caplog.text
     assert store.write(PAGES) == store.look_up(PAGES) == store.read(PAGES) == [False]
     assert store.failures["error"] == 3
-    opener.backend = FileStorage(tmp_path, 1 << 20, fsync=False)
+    opener.backend = FileStorage(tmp_path, 1 << 20)
     until(lambda: store.write(PAGES) == [True])
     assert store.read(PAGES) == [True]
     num_tries = opener.num_tries
@@ -66,7 +66,7 @@ def test_nobody_waits_for_storage_that_takes_long_to_open(tmp_path: Path) -> Non
 
     def open_slowly() -> StorageBackend:
         assert go_on.wait(10.0)
-        return Closing(tmp_path, 1 << 20, fsync=False)
+        return Closing(tmp_path, 1 << 20)
 
     storage = OpeningStorage(open_slowly, first_s=0.01)
     with pytest.raises(StorageError, match="still being opened"):
@@ -83,7 +83,7 @@ def test_a_folder_that_can_never_be_is_refused_and_one_that_is_away_is_not(tmp_p
         with pytest.raises(UserError, match=r"hicache\.storage\.folder: .* cannot be used"):
             make_storage(config, "127.0.0.1")
     with pytest.raises(StorageError, match="cannot be used"):
-        FileStorage(Path("/proc/none"), 1, fsync=False)
+        FileStorage(Path("/proc/none"), 1)
 
 
 def test_nobody_waits_until_a_large_folder_is_swept(tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_nobody_waits_until_a_large_folder_is_swept(tmp_path: Path) -> None:
             assert go_on.wait(10)
             super().maintain()
 
-    RankStore(FileStorage(tmp_path, 1 << 20, fsync=False), rows_of(sizes())[0]).write(PAGES)
-    storage = OpeningStorage(lambda: Large(tmp_path, 1 << 20, fsync=False))
+    RankStore(FileStorage(tmp_path, 1 << 20), rows_of(sizes())[0]).write(PAGES)
+    storage = OpeningStorage(lambda: Large(tmp_path, 1 << 20))
     assert RankStore(storage, rows_of(sizes())[0]).read(PAGES) == [True]
     figures = storage.figures()
     assert figures is not None

@@ -16,7 +16,6 @@ from workers.hicache import tier_worker
 from workers.hicache.storage import page_store
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import Read, StorageError, StorageObject, Written
-from workers.hicache.storage.rate_limit import RateLimit
 
 PAGES = [page_of(number) for number in range(4)]
 
@@ -27,7 +26,7 @@ class CountingStorage(FileStorage):
     delay_s = 0.0
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, 1 << 20, fsync=False)
+        super().__init__(folder, 1 << 20)
         self.asked = Counter[str]()
 
     def count_leading(self, names: Sequence[str]) -> int:
@@ -92,7 +91,7 @@ def test_storage_that_fails_in_the_middle_of_a_call_fails_the_pages_behind(tmp_p
                 raise StorageError("the disk is gone")
             self.num_left -= 1
 
-    backend = Failing(tmp_path, 1 << 20, fsync=False)
+    backend = Failing(tmp_path, 1 << 20)
     store = RankStore(backend, rows_of(sizes())[0])
     backend.num_left = num_good
     expected = [number < num_good for number in range(4)]
@@ -113,26 +112,13 @@ def test_of_a_call_that_takes_too_long_the_rest_is_left_out(tmp_path: Path) -> N
                 time.sleep(0.05)
                 yield outcome
 
-    backend = Slow(tmp_path, 1 << 20, fsync=False)
+    backend = Slow(tmp_path, 1 << 20)
     store = RankStore(backend, rows_of(sizes())[0])
     store.write(PAGES)
     backend.num_read = 0
     done = store.store.fetch(PAGES, store.buffer, time.monotonic() + 0.01, store.failures)
     assert (done, backend.num_read) == ([True, False, False, False], 1)
     assert store.failures["late"] == 3
-
-
-@pytest.mark.parametrize("page_s", [0.12, 5.0])
-def test_a_rate_limit_keeps_no_job_longer_than_its_timeout(tmp_path: Path, page_s: float) -> None:
-    backend, (row,) = CountingStorage(tmp_path), rows_of(sizes())
-    RankStore(backend, row).write(PAGES)
-    limited = RankStore(backend, row, reads=RateLimit(row.layout.page_bytes / page_s))
-    start_s = time.monotonic()
-    done = limited.store.fetch(PAGES, limited.buffer, start_s + 0.3, limited.failures)
-    assert time.monotonic() - start_s < 2.0
-    assert done == sorted(done, reverse=True)
-    assert (done[0], done[-1]) == (True, False)
-    assert limited.failures["late"] == done.count(False)
 
 
 def test_no_question_is_asked_when_the_time_is_over_or_the_worker_ends(tmp_path: Path) -> None:

@@ -21,14 +21,13 @@ from workers.hicache.policy.breaker import Breaker
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import CorruptObjectError, StorageError, StorageObject
 from workers.hicache.storage.objects import HEADER_BYTES
-from workers.hicache.storage.rate_limit import RateLimit
 from workers.hicache.storage.weights import weights_digest
 
 PAGES = [page_of(number) for number in range(7)]
 
 
 def files(folder: Path, max_bytes: int = 1 << 20) -> FileStorage:
-    return FileStorage(folder, max_bytes, fsync=False)
+    return FileStorage(folder, max_bytes)
 
 
 def objects(folder: Path) -> list[Path]:
@@ -141,8 +140,8 @@ def test_whoever_takes_no_more_results_has_no_more_objects_read_or_written(tmp_p
 def test_what_a_disk_refuses_is_told_as_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be used"):
-        FileStorage(tmp_path / "file" / "folder", 1, fsync=False)
-    backend = FileStorage(tmp_path / "kv", 1 << 20, fsync=True)
+        FileStorage(tmp_path / "file" / "folder", 1)
+    backend = FileStorage(tmp_path / "kv", 1 << 20)
     write_one(backend, "n/aa", [memoryview(b"1")])
     with pytest.raises(CorruptObjectError, match="has 1 bytes, not 2"):
         read_one(backend, "n/aa", [memoryview(bytearray(2))])
@@ -245,35 +244,10 @@ def test_a_folder_that_is_read_only_serves_reads(tmp_path: Path, monkeypatch: py
         files(tmp_path)
 
 
-def test_folders_that_were_made_for_a_file_are_on_the_disk_before_it_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced = list[str]()
-    real = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    folder = tmp_path / "a" / "kv"
-    storage = FileStorage(folder, 1 << 20, fsync=True)
-    assert synced == [str(tmp_path), str(tmp_path / "a")]
-    synced.clear()
-    write_one(storage, "n/file", [memoryview(b"1")])
-    assert synced[:2] == [str(folder), str(folder / "n")]
-    assert synced[3:] == [str(folder / "n" / "fi")]
-    synced.clear()
-    write_one(storage, "n/file2", [memoryview(b"1")])
-    assert len(synced) == 2
-    write_one(files(folder), "n/other", [memoryview(b"1")])
-    assert len(synced) == 2
-
-
 def test_a_disk_that_cannot_say_what_it_has_is_an_error_of_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = FileStorage(tmp_path / "kv", 1 << 20, fsync=True)
+    backend = FileStorage(tmp_path / "kv", 1 << 20)
 
     def fail(_path: Path, **_: object) -> bool:
         raise OSError(errno.EIO, "Input/output error")
@@ -284,34 +258,6 @@ def test_a_disk_that_cannot_say_what_it_has_is_an_error_of_storage(
         backend.count_leading(["n/aa"])
     with pytest.raises(StorageError, match=r"n/aa cannot be read: Input/output error"):
         backend.present({"n/aa": 0})
-
-
-def test_a_rate_limit_lets_no_more_through_than_its_rate() -> None:
-    now, slept = [0.0], list[float]()
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        now[0] += seconds
-
-    limit = RateLimit(100.0, lambda: now[0], sleep)
-    for _ in range(5):
-        assert limit.wait(50, 100.0)
-    assert now[0] == pytest.approx(2.0)
-    now[0] += 10
-    assert limit.wait(1000, 100.0)
-    assert now[0] == pytest.approx(12.0)
-    assert RateLimit(None, lambda: 0.0, sleep).wait(10**9, 0.0)
-    assert len(slept) == 4
-
-
-def test_a_rate_limit_makes_nobody_wait_for_a_turn_that_comes_too_late() -> None:
-    now, slept = [0.0], list[float]()
-    limit = RateLimit(100.0, lambda: now[0], slept.append)
-    assert limit.wait(1000, 5.0)
-    assert not limit.wait(1000, 5.0)
-    now[0] = 9.0
-    assert limit.wait(1000, 10.5)
-    assert slept == [1.0]
 
 
 def test_a_breaker_opens_after_failures_in_a_row_and_longer_each_time() -> None:

@@ -19,7 +19,7 @@ LIMIT = 10 * SIZE
 
 
 def files(folder: Path, max_bytes: int = LIMIT) -> FileStorage:
-    return FileStorage(folder, max_bytes, fsync=False)
+    return FileStorage(folder, max_bytes)
 
 
 def write(storage: FileStorage, *names: object) -> list[Written]:

@@ -1,6 +1,6 @@
 """What leaders hold for their jobs comes free, and storage is given everything once, no faster than it may be."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from workers.hicache.policy.host_index import HostIndex
 from workers.hicache.policy.jobs import Outcome, TierJobs
 from workers.hicache.policy.storage_writer import RENEW_S, StorageWriter
 from workers.hicache.storage.files import FileStorage
-from workers.hicache.storage.rate_limit import RateLimit
+from workers.hicache.storage.interface import StorageObject, Written
 
 KEYS = page_keys([0] * 8, PAGE_SIZE)
 
@@ -245,27 +245,19 @@ def test_a_replica_does_not_wait_for_a_write_that_hangs_when_it_drains() -> None
     assert (len(rank.stored), world.tiers.state().num_stuck) == (4, 0)
 
 
-def test_each_page_waits_for_its_turn_and_one_that_is_there_is_not_written_again(tmp_path: Path) -> None:
-    waits: dict[str, list[int]] = {"reads": [], "writes": []}
+def test_a_page_that_is_stored_is_not_written_again(tmp_path: Path) -> None:
+    written = list[str]()
 
-    class Counted(RateLimit):
-        def __init__(self, name: str) -> None:
-            super().__init__(None)
-            self._name = name
+    class Counted(FileStorage):
+        def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
+            written.extend(item.name for item in objects)
+            return super().write(objects)
 
-        def wait(self, num_bytes: int, until_s: float) -> bool:
-            waits[self._name].append(num_bytes)
-            return super().wait(num_bytes, until_s)
-
-    (row,) = rows_of(sizes())
-    storage = FileStorage(tmp_path, 1 << 20, fsync=False)
-    store = RankStore(storage, row, reads=Counted("reads"), writes=Counted("writes"))
+    store = RankStore(Counted(tmp_path, 1 << 20), rows_of(sizes())[0])
     pages = [page_of(number) for number in range(3)]
-    store.write(pages[:2])
-    store.write(pages)
-    assert waits == {"reads": [], "writes": [row.layout.page_bytes] * 3}
-    store.read(pages[:2])
-    assert waits["reads"] == [row.layout.page_bytes] * 2
+    assert store.write(pages[:2]) == [True] * 2
+    assert store.write(pages) == [True] * 3
+    assert len(written) == len(set(written)) == 3
 
 
 def test_each_rank_has_the_orders_open_that_it_has_not_answered() -> None:

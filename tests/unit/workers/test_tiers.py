@@ -30,7 +30,7 @@ def world_of(
         config=HicacheConfig.model_validate(
             {
                 "write": policy,
-                "storage": {"backend": backend, "prefetch": prefetch, "prefetch_min_tokens": 1, "prefetch_base_s": 0.3},
+                "storage": {"backend": backend, "prefetch": prefetch},
             }
         ),
         seed=seed,
@@ -60,7 +60,7 @@ def test_a_request_waits_for_storage_as_long_as_the_policy_says(policy: Prefetch
         deadline_s = world.tiers.next_deadline_s()
         assert deadline_s is not None
         waited_s = deadline_s
-    expected = {PrefetchPolicy.BEST_EFFORT: 0.0, PrefetchPolicy.TIMEOUT: 0.3 + 0.25 * 8 / 1000}
+    expected = {PrefetchPolicy.BEST_EFFORT: 0.0, PrefetchPolicy.TIMEOUT: 1.0 + 0.25 * 8 / 1000}
     assert waited_s - world.now_s == pytest.approx(expected.get(policy, LONGEST_S))
 
 
@@ -70,7 +70,7 @@ def test_storage_that_fails_or_is_late_is_left_alone_for_a_while() -> None:
         assert not world.tiers.next_deadline_s()
         world.submit([number + 1] * 8)
         assert world.tiers.is_waiting(Room(number + 1), world.now_s)
-        world.now_s += 1.0
+        world.now_s += 2.0
         world.start_waiting()
     world.submit([9] * 8)
     assert not world.tiers.is_waiting(Room(4), world.now_s)

@@ -19,6 +19,9 @@ BATCH_PAGES = 64
 """Most pages of one job."""
 MAX_OPEN = 4
 """Most open jobs; further pages wait as keys, which hold nothing."""
+SELECTIVE_HITS = 2
+"""Requests that must have found a page before ``write_through_selective`` copies it, as in SGLang: one may be
+chance."""
 MARGIN = 1024
 """Pages of each owner that ``write_back`` saves ahead of their eviction."""
 
@@ -26,11 +29,8 @@ MARGIN = 1024
 class HostWriter:
     """Saves pages by the write policy. ``advance`` is called after every possible change to the device cache."""
 
-    def __init__(
-        self, policy: WritePolicy, selective_hits: int, tree: PrefixTree, host: HostIndex, jobs: TierJobs
-    ) -> None:
+    def __init__(self, policy: WritePolicy, tree: PrefixTree, host: HostIndex, jobs: TierJobs) -> None:
         self._policy = policy
-        self._selective_hits = selective_hits
         self._tree = tree
         self._host = host
         self._jobs = jobs
@@ -54,7 +54,7 @@ class HostWriter:
         if self._policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             for key in keys:
                 self._hits[key] += 1
-                if self._hits[key] == self._selective_hits:
+                if self._hits[key] == SELECTIVE_HITS:
                     self._waiting.append(key)
 
     def note_pinned(self, keys: Sequence[bytes]) -> None:

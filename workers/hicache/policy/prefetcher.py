@@ -9,7 +9,7 @@ from functools import partial
 
 import msgspec
 
-from cluster.spec.hicache_config import PrefetchPolicy, StorageConfig
+from cluster.spec.hicache_config import PrefetchPolicy
 from cluster.spec.ids import Room
 from cluster.spec.page_key import first_place
 from cluster.spec.tiers import TierJobKind, TierPage
@@ -21,6 +21,12 @@ BATCH_PAGES = 32
 """Most pages of one job."""
 MAX_OPEN = 2
 """Most open jobs of one request."""
+MIN_TOKENS = 256
+"""Tokens below which a request computes rather than reads, as in SGLang: they take less time than a look-up."""
+BASE_S = 1.0
+"""Longest wait under ``timeout`` for any number of tokens: some look-ups and reads of a slow disk."""
+S_PER_1K_TOKENS = 0.25
+"""Additional wait under ``timeout`` for every 1000 tokens, as in SGLang: about as long as computing them takes."""
 LONGEST_S = 30.0
 """Longest time that storage is read for one request under the policies without a timeout of their own."""
 
@@ -53,9 +59,16 @@ class Prefetcher:
     """Prefetcher that reads pages by policy, and decides how long each request waits for them."""
 
     def __init__(
-        self, config: StorageConfig, page_size: int, host: HostIndex, jobs: TierJobs, breaker: Breaker
+        self,
+        policy: PrefetchPolicy,
+        page_size: int,
+        host: HostIndex,
+        jobs: TierJobs,
+        breaker: Breaker,
+        min_tokens: int = MIN_TOKENS,
     ) -> None:
-        self._config = config
+        self._policy = policy
+        self._min_tokens = min_tokens
         self._page_size = page_size
         self._host = host
         self._jobs = jobs
@@ -68,7 +81,7 @@ class Prefetcher:
         """Read the pages of a request that the tiers above lack; they have the first ``num_here``."""
         lacking = keys[num_here:]
         tokens = len(lacking) * self._page_size
-        if tokens < self._config.prefetch_min_tokens or self._breaker.is_open(now_s):
+        if tokens < self._min_tokens or self._breaker.is_open(now_s):
             return
         limit = self._host.num_pages // 2
         index = first_place(keys[0]) + num_here
@@ -108,18 +121,18 @@ class Prefetcher:
         return prefetch.num_open > 0 or bool(prefetch.shared)
 
     def _timeout_s(self, tokens: int) -> float:
-        match self._config.prefetch:
+        match self._policy:
             case PrefetchPolicy.BEST_EFFORT:
                 return 0.0
             case PrefetchPolicy.WAIT_COMPLETE:
                 return LONGEST_S
             case PrefetchPolicy.TIMEOUT:
-                return self._config.prefetch_base_s + self._config.prefetch_s_per_1k_tokens * tokens / 1000
+                return BASE_S + S_PER_1K_TOKENS * tokens / 1000
 
     def _on_looked_up(self, prefetch: _Prefetch, outcome: Outcome) -> None:
         prefetch.num_open -= 1
         self._note(prefetch, outcome)
-        if outcome.num_leading * self._page_size >= self._config.prefetch_min_tokens:
+        if outcome.num_leading * self._page_size >= self._min_tokens:
             prefetch.num_wanted = outcome.num_leading
             self._fetch_more(prefetch, outcome.now_s)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from cluster.spec.errors import UserError
 from cluster.spec.tiers import StorageFigures
-from workers.hicache.storage.folders import PRIVATE_FILE, make_folder, sync_folder
+from workers.hicache.storage.folders import PRIVATE_FILE, make_folder
 from workers.hicache.storage.interface import CorruptObjectError, Read, StorageError, StorageObject, Written
 from workers.hicache.storage.sweeper import UNFINISHED, Sweeper
 
@@ -39,7 +39,7 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 class FileStorage:
     """Folder as a ``StorageBackend``."""
 
-    def __init__(self, folder: Path, max_bytes: int, *, fsync: bool) -> None:
+    def __init__(self, folder: Path, max_bytes: int) -> None:
         """Make the folder; one that exists and cannot be written to is only read.
 
         Raises:
@@ -48,10 +48,9 @@ class FileStorage:
         """
         self._folder = folder
         self._max_bytes = max_bytes
-        self._fsync = fsync
         self.sweeper = Sweeper(folder, max_bytes)
         try:
-            make_folder(folder, fsync=fsync)
+            make_folder(folder)
         except (FileExistsError, NotADirectoryError) as error:
             raise UserError(f"hicache.storage.folder: {folder} cannot be used ({error.strerror})") from error
         except OSError as error:
@@ -147,8 +146,6 @@ class FileStorage:
                 return StorageError(f"{item.name} cannot be written: its {item.num_bytes} bytes exceed {limit}")
             self._fill(unfinished, item)
             _rename(unfinished, path)
-            if self._fsync:
-                sync_folder(path.parent)
         except OSError as error:
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
@@ -164,8 +161,6 @@ class FileStorage:
             for part in item.parts:
                 _write_all(descriptor, part)
             _stamp(descriptor, item.depth)
-            if self._fsync:
-                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -174,7 +169,7 @@ class FileStorage:
         try:
             return os.open(path, flags, PRIVATE_FILE)
         except FileNotFoundError:
-            make_folder(path.parent, fsync=self._fsync)
+            make_folder(path.parent)
             return os.open(path, flags, PRIVATE_FILE)
 
 

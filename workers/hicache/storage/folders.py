@@ -1,4 +1,4 @@
-"""Private folders that survive a power failure, and file locks that end with their process."""
+"""Private folders, and file locks that end with their process."""
 
 import contextlib
 import fcntl
@@ -10,8 +10,8 @@ PRIVATE_FILE = 0o600
 _PRIVATE_FOLDER = 0o700
 
 
-def make_folder(folder: Path, *, fsync: bool) -> None:
-    """Make a folder and its missing parents, and flush them to disk if asked to.
+def make_folder(folder: Path) -> None:
+    """Make a folder and its missing parents.
 
     Raises:
         FileExistsError: a file is in its place.
@@ -24,19 +24,8 @@ def make_folder(folder: Path, *, fsync: bool) -> None:
             raise
         return
     except FileNotFoundError:
-        make_folder(folder.parent, fsync=fsync)
+        make_folder(folder.parent)
         folder.mkdir(_PRIVATE_FOLDER, exist_ok=True)
-    if fsync:
-        sync_folder(folder.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from typing import TypeVar
 from cluster.spec.tiers import StorageFigures, TierPage
 from workers.hicache.storage.interface import Read, StorageBackend, StorageError, StorageObject
 from workers.hicache.storage.objects import HEADER_BYTES, ObjectFormat
-from workers.hicache.storage.rate_limit import RateLimit
 
 _log = logging.getLogger(__name__)
 
@@ -18,7 +17,7 @@ _LOOK_UP_PAGES = 128
 """Most pages looked up in one call, so that time and shutdown are checked in between."""
 _BATCH_PAGES = 16
 _BATCH_BYTES = 16 << 20
-"""Most bytes read or written in one call, unless a single page has more; a rate limit lets this much pass at once."""
+"""Most bytes read or written in one call, unless a single page has more."""
 
 Buffer = Callable[[TierPage], memoryview]
 """Function that returns the memory that a page's bytes are read into or written from."""
@@ -31,14 +30,10 @@ class PageStore:
     No page is started after ``until_s``, a time of the monotonic clock.
     """
 
-    def __init__(
-        self, backend: StorageBackend, format_: ObjectFormat, page_bytes: int, reads: RateLimit, writes: RateLimit
-    ) -> None:
+    def __init__(self, backend: StorageBackend, format_: ObjectFormat, page_bytes: int) -> None:
         self._backend = backend
         self._format = format_
         self._page_bytes = page_bytes
-        self._reads = reads
-        self._writes = writes
         self._is_stopping = False
 
     def look_up(self, pages: Sequence[TierPage], until_s: float, failures: Counter[str]) -> list[bool]:
@@ -86,7 +81,7 @@ class PageStore:
         objects = [self._object(page, header, buffer(page)) for page, header in zip(pages, headers, strict=True)]
         outcomes = _outcomes(self._backend.read, objects)
         for page, item in zip(pages, objects, strict=True):
-            may_read = self._is_admitted(self._reads, until_s, failures)
+            may_read = self._in_time(until_s, failures)
             yield may_read and self._accept(page, item, next(outcomes), failures)
 
     def _accept(self, page: TierPage, item: StorageObject, outcome: Read, failures: Counter[str]) -> bool:
@@ -127,7 +122,7 @@ class PageStore:
                 yield True
                 continue
             is_done = False
-            if self._is_admitted(self._writes, until_s, failures):
+            if self._in_time(until_s, failures):
                 error_or_none = next(outcomes)
                 is_done = error_or_none is None
                 if error_or_none is not None:
@@ -136,12 +131,6 @@ class PageStore:
 
     def _object(self, page: TierPage, header: bytes | memoryview, data: memoryview) -> StorageObject:
         return StorageObject(self._format.name(page), [memoryview(header), data], page.depth)
-
-    def _is_admitted(self, limit: RateLimit, until_s: float, failures: Counter[str]) -> bool:
-        """Wait until the rate limit admits a page; return False, for it and all after it, if that would be too late."""
-        is_in_time = self._goes_on(until_s) and limit.wait(self._page_bytes, until_s)
-        failures["late"] += not is_in_time
-        return is_in_time
 
     def _in_time(self, until_s: float, failures: Counter[str]) -> bool:
         is_in_time = self._goes_on(until_s)

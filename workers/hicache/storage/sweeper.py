@@ -85,7 +85,7 @@ class Sweeper:
     def sweep(self) -> bool:
         """Bring the folder below its limit; False if another process is sweeping it."""
         try:
-            make_folder(self._folder, fsync=False)
+            make_folder(self._folder)
             with try_locked(self._folder / LOCK) as is_ours:
                 if is_ours:
                     self._sweep()

@@ -270,11 +270,7 @@ def test_steps_whose_pages_come_meanwhile_are_told(model: DecoderModel) -> None:
         ({"decode": {"parallel": {"dp": 2}}, "resources": {"device": "cuda", "collectives": "tcp"}}, "sums over TCP"),
         ({"decode": {"parallel": {"tp": 2}}}, ""),
         ({"decode": {"parallel": {"tp": 2}}, "resources": {"device": "cuda", "collectives": "tcp"}}, "sums over TCP"),
-        (
-            {"decode": {"parallel": {"tp": 2}}, "resources": {"device": "cuda", "check_collectives": True}},
-            "sums that ranks compare",
-        ),
-        ({"resources": {"device": "cuda", "collectives": "tcp", "check_collectives": True}}, ""),
+        ({"resources": {"device": "cuda", "collectives": "tcp"}}, ""),
     ],
 )
 def test_which_pools_capture(text: dict[str, Any], reason: str) -> None:
@@ -282,6 +278,13 @@ def test_which_pools_capture(text: dict[str, Any], reason: str) -> None:
     assert why_not_captured(config, config.decode) == reason
     assert captures_decode(config, config.decode) == (not reason)
     assert not captures_decode(config, config.prefill)
+
+
+def test_what_ranks_compare_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CHECK_COLLECTIVES", "1")
+    config = DeployConfig.model_validate({"resources": {"device": "cuda"}, "decode": {"parallel": {"tp": 2}}})
+    assert why_not_captured(config, config.decode) == "sums that ranks compare"
+    assert why_not_captured(DeployConfig(), DeployConfig().decode) == ""
 
 
 def test_no_pool_on_a_cpu_captures() -> None:
