@@ -2,7 +2,7 @@
 
 from cluster.spec.kv import KvGeometry, pages_for
 from cluster.spec.ranks import kv_heads_of
-from cluster.spec.registry import KvOwnership, PageFilter, RankRow, TransferMode
+from cluster.spec.registry import KvOwnership, RankRow, TransferMode
 from cluster.spec.transfer_messages import Ticket
 
 _GEOMETRY_WORDS = {
@@ -74,13 +74,10 @@ def _unsendable_shards(prefill: RankRow) -> str | None:
     """Return the problem of sharded KV that not every rank sends: only the rank that holds a page can send it."""
     if prefill.ownership is KvOwnership.REPLICATED:
         return None
-    wanted = {
-        "transfer mode": (prefill.transfer_mode, TransferMode.ALL_RANKS),
-        "page filter": (prefill.page_filter, PageFilter.MODULAR),
-    }
-    for words, (given, allowed) in wanted.items():
-        if given is not allowed:
-            return f"{prefill.replica} has {words} {given} and sharded KV, which only {allowed} can send"
+    if prefill.transfer_mode is not TransferMode.ALL_RANKS:
+        return (
+            f"{prefill.replica} has transfer mode {prefill.transfer_mode} and sharded KV, which only all_ranks can send"
+        )
     return None
 
 

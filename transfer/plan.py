@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from cluster.spec.kv import KvGroup
 from cluster.spec.ranks import head_copies, kv_heads_of, stage_layers
-from cluster.spec.registry import PageFilter, RankCoords, RankRow, TransferMode
+from cluster.spec.registry import RankCoords, RankRow, TransferMode
 from transfer.page_range import intersect
 
 PagePair = tuple[int, int]
@@ -85,7 +85,6 @@ def copies_of(row: RankRow) -> int:
 
 
 def owned_pages(
-    page_filter: PageFilter,
     mode: TransferMode,
     *,
     num_pages: int,
@@ -97,11 +96,12 @@ def owned_pages(
 ) -> range:
     """Return the pages of one request that a CP rank sends, by their position in the request, ascending.
 
-    Sharded KV is divided by the modular filter over all ranks: there it says which pages a rank holds at all.
+    Page j belongs to rank (base + j) mod cp, so that a growing prompt never changes an owner. These are also the pages
+    that a rank of sharded KV holds.
 
     Args:
-        num_pages: pages of the whole request, held ones included; the contiguous filter divides these.
-        base: owner of page 0 under the modular filter.
+        num_pages: pages of the whole request, held ones included.
+        base: owner of page 0.
         first: leave out the pages before this one (decode holds them already).
         last: leave out this page and those after it; none by default.
     """
@@ -109,11 +109,7 @@ def owned_pages(
     end = num_pages if last is None else min(last, num_pages)
     if mode is TransferMode.RANK0:
         return range(first, max(first, end)) if cp_rank == 0 else range(0)
-    if page_filter is PageFilter.CONTIGUOUS:
-        part, rest = divmod(num_pages, cp_size)
-        start = cp_rank * part + min(cp_rank, rest)
-        return intersect(range(start, start + part + (cp_rank < rest)), range(first, max(first, end)))
-    # Page j belongs to (base + j) mod cp: the first such j from `first` on, then every cp-th.
+    # The first page of this rank from `first` on, then every cp-th.
     return range(first + (cp_rank - base - first) % cp_size, end, cp_size)
 
 

@@ -53,7 +53,6 @@ def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
         geometry=rank.geometry,
         layout=rank.layout,
         transfer_mode=spec.config.transfer.mode,
-        page_filter=spec.config.transfer.page_filter,
         ownership=spec.ownership,
         build=VERSION,
         host_endpoint=rank.host_region.endpoint if rank.host_region else None,

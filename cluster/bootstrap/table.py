@@ -248,7 +248,6 @@ def _shared(row: RankRow, first: RankRow) -> list[tuple[str, object, object]]:
         ("page size", row.geometry.page_size, first.geometry.page_size),
         ("KV geometry", row.geometry.digest, first.geometry.digest),
         ("transfer mode", row.transfer_mode, first.transfer_mode),
-        ("page filter", row.page_filter, first.page_filter),
         ("KV ownership", row.ownership, first.ownership),
         ("build", row.build, first.build),
     ]

@@ -92,7 +92,6 @@ def _simpler_shapes(scenario: Scenario) -> Iterator[Scenario]:
         "num_layers",
         "num_kv_heads",
         "mode",
-        "page_filter",
         "settle_s",
         "reuses_addresses",
     ):

@@ -18,7 +18,7 @@ from cluster.simulator.scenario import (
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.ids import replica_id
 from cluster.spec.lifecycle import Role
-from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
+from cluster.spec.registry import KvOwnership, TransferMode, Verify
 from cluster.spec.strategy import DpPolicy
 
 
@@ -79,7 +79,6 @@ def _draw_shape(random: Random) -> Shape:
         decode_pages=random.randint(10, 24),
         chunk_tokens=random.choice([3, 8, 16, 64]),
         mode=TransferMode.ALL_RANKS if is_sharded else random.choice(list(TransferMode)),
-        page_filter=PageFilter.MODULAR if is_sharded else random.choice(list(PageFilter)),
         ownership=KvOwnership.SHARDED if is_sharded else KvOwnership.REPLICATED,
         prefix_cache=(prefix_cache := random.random() < 0.7),
         tiers=_draw_tiers(random) if prefix_cache and random.random() < 0.5 else None,

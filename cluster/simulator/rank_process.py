@@ -63,7 +63,7 @@ class RankProcess(Process):
             prefill=leader,
             row=row,
             pool=memoryview(self.memory.pool),
-            config=TransferConfig(mode=shape.mode, page_filter=shape.page_filter, verify=shape.verify),
+            config=TransferConfig(mode=shape.mode, verify=shape.verify),
             outbox=_Post(self),
             start_writer=partial(VirtualWriter, around, self.memory, self.when_running),
             least_span_bytes=1,

@@ -55,7 +55,6 @@ def _row(
         geometry=geometry,
         layout=layout,
         transfer_mode=shape.mode,
-        page_filter=shape.page_filter,
         ownership=ownership,
         build="simulated",
         host_endpoint=host,

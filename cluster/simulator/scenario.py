@@ -6,7 +6,7 @@ from functools import cached_property
 
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.lifecycle import Role
-from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
+from cluster.spec.registry import KvOwnership, TransferMode, Verify
 from cluster.spec.strategy import DpPolicy
 from workers.scheduler.decode_request import QUARANTINE_LIMIT
 
@@ -142,7 +142,6 @@ class Shape:
     decode_pages: int = 24
     chunk_tokens: int = 16
     mode: TransferMode = TransferMode.ALL_RANKS
-    page_filter: PageFilter = PageFilter.MODULAR
     ownership: KvOwnership = KvOwnership.REPLICATED
     """Location of prefill's KV; sharded, every rank sends the pages it owns."""
     prefix_cache: bool = True

@@ -9,7 +9,7 @@ from cluster.spec.errors import Problem
 from cluster.spec.heartbeat import LEASE_S
 from cluster.spec.hicache_config import LEAST_LENT_GIB, StorageBackendName, WritePolicy
 from cluster.spec.ranks import axis_problems
-from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
+from cluster.spec.registry import KvOwnership, TransferMode
 from cluster.spec.strategy import CpMode, PassingSetting
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
@@ -76,28 +76,15 @@ def _protocol(config: DeployConfig) -> list[Problem]:
     return [Problem("transfer.protocol", message)]
 
 
-def _page_filter(config: DeployConfig) -> list[Problem]:
-    transfer = config.transfer
-    is_ring = config.prefill.ownership is KvOwnership.SHARDED  # which has a rule of its own
-    if is_ring or transfer.mode is TransferMode.ALL_RANKS or transfer.page_filter is PageFilter.MODULAR:
-        return []
-    message = f"got {transfer.page_filter} with transfer.mode = {transfer.mode}; allowed: modular, or mode all_ranks"
-    return [Problem("transfer.page_filter", message)]
-
-
 def _ring_transfer(config: DeployConfig) -> list[Problem]:
     prefill, transfer = config.prefill, config.transfer
     if prefill.ownership is KvOwnership.REPLICATED:
         return []
-    problems = []
+    if transfer.mode is TransferMode.ALL_RANKS:
+        return []
     why = f"with prefill.mode = ring and cp = {prefill.parallel.cp}"
-    if transfer.mode is not TransferMode.ALL_RANKS:
-        message = f"got {transfer.mode} {why}; allowed: all_ranks, since rank 0 holds only its own pages"
-        problems.append(Problem("transfer.mode", message))
-    if transfer.page_filter is not PageFilter.MODULAR:
-        message = f"got {transfer.page_filter} {why}; allowed: modular, since a page is sent by the rank that holds it"
-        problems.append(Problem("transfer.page_filter", message))
-    return problems
+    message = f"got {transfer.mode} {why}; allowed: all_ranks, since rank 0 holds only its own pages"
+    return [Problem("transfer.mode", message)]
 
 
 def _silence(config: DeployConfig) -> list[Problem]:
@@ -179,13 +166,8 @@ CHECKS = (
     Check("only a ring chooses what it passes", ("prefill.mode", "prefill.passing", "prefill.parallel.cp"), _passing),
     Check(
         "every rank of a ring sends the pages it holds",
-        ("prefill.mode", "prefill.parallel.cp", "transfer.mode", "transfer.page_filter"),
+        ("prefill.mode", "prefill.parallel.cp", "transfer.mode"),
         _ring_transfer,
-    ),
-    Check(
-        "senders share pages only where all ranks send",
-        ("prefill.mode", "prefill.parallel.cp", "transfer.mode", "transfer.page_filter"),
-        _page_filter,
     ),
     Check("mooncake alone talks RDMA", ("transfer.backend", "transfer.protocol"), _protocol),
     Check("a silence outlasts a lease", ("resources.silence_s",), _silence),

@@ -8,7 +8,7 @@ from pydantic import Field
 from cluster.spec.config_node import MemoryGib, Node, Origin, PositiveInt, PositiveSeconds, Text
 from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.log_config import LogConfig
-from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
+from cluster.spec.registry import KvOwnership, TransferMode, Verify
 from cluster.spec.strategy import Collectives, CpMode, DpPolicy, MoeDispatch, PassingSetting, StrategySetting
 
 PolicyName = Literal[
@@ -185,8 +185,6 @@ class TransferConfig(Node):
     worker's log says why it does not."""
     mode: TransferMode = TransferMode.ALL_RANKS
     """CP ranks that send: `all_ranks`, each its own pages, or `rank0` all pages."""
-    page_filter: PageFilter = PageFilter.MODULAR
-    """How pages are divided when all ranks send: `modular`, one after another, or `contiguous`, in one run each."""
     verify: Verify | None = None
     """What decode checks before it uses KV: `counts` of pages and bytes, or also a `digest` of each page; by default
     `digest` on CPUs, and `counts` on GPUs, where a digest has to read every page once more."""

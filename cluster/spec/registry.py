@@ -29,15 +29,6 @@ class Verify(StrEnum):
     """Additionally, every page holds the bytes that were sent."""
 
 
-class PageFilter(StrEnum):
-    """Division of a request's pages over CP ranks when all of them send replicated KV."""
-
-    MODULAR = "modular"
-    """Page j belongs to rank (base + j) mod cp; a growing prompt never changes an owner."""
-    CONTIGUOUS = "contiguous"
-    """Each rank takes one consecutive part of the request."""
-
-
 class KvOwnership(StrEnum):
     """Location of a request's KV in a CP group."""
 
@@ -89,7 +80,6 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     geometry: KvGeometry
     layout: PoolLayout
     transfer_mode: TransferMode
-    page_filter: PageFilter
     ownership: KvOwnership
     build: str
     """Version of the running code."""

@@ -10,7 +10,6 @@ from cluster.spec.peer import Peer
 from cluster.spec.registry import (
     Endpoint,
     KvOwnership,
-    PageFilter,
     RankCoords,
     RankRow,
     ReplicaEntry,
@@ -51,7 +50,6 @@ def row_of(peer: Peer) -> RankRow:
         geometry=_GEOMETRY,
         layout=_LAYOUT,
         transfer_mode=TransferMode.ALL_RANKS,
-        page_filter=PageFilter.MODULAR,
         ownership=KvOwnership.REPLICATED,
         build="test",
     )

@@ -119,7 +119,7 @@ class LocalReplica:
             worker.call("configure", config)
             worker.result()
         transfer = config.transfer
-        self.rows = [replace(row, transfer_mode=transfer.mode, page_filter=transfer.page_filter) for row in self.rows]
+        self.rows = [replace(row, transfer_mode=transfer.mode) for row in self.rows]
 
     def start(self) -> None:
         """Run every rank."""
@@ -180,15 +180,15 @@ class LocalCluster:
         self._numbers = count(1)
         """Of commands."""
 
-    def load(self, config: DeployConfig, model_folder: Path) -> None:
-        """Make both replicas anew."""
+    def load(self, config: DeployConfig, model_folder: Path, decode_config: DeployConfig | None = None) -> None:
+        """Make both replicas anew, decode with settings of its own if given."""
         num_prefill = world_size(sizes_of(config.prefill.parallel))
         num_decode = world_size(sizes_of(config.decode.parallel))
         while len(self._processes) < num_prefill + num_decode:
             self._processes.append(WorkerProcess(self._worker))
         self._replicas = [
             LocalReplica(config, Role.PREFILL, model_folder, self._processes),
-            LocalReplica(config, Role.DECODE, model_folder, self._processes[num_prefill:]),
+            LocalReplica(decode_config or config, Role.DECODE, model_folder, self._processes[num_prefill:]),
         ]
         for replica in self._replicas:
             replica.load()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.lifecycle import Role
-from cluster.spec.registry import PageFilter, TransferMode
+from cluster.spec.registry import TransferMode
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.strategy import CpMode, PassingSetting
 from tests.fakes.local_cluster import Answer, LocalCluster, Prompt
@@ -25,7 +25,6 @@ class KvWay(NamedTuple):
     mode: CpMode = CpMode.GATHER
     passing: PassingSetting = PassingSetting.AUTO
     sends: TransferMode = TransferMode.ALL_RANKS
-    page_filter: PageFilter = PageFilter.MODULAR
 
     def __str__(self) -> str:
         return "-".join(self)
@@ -34,7 +33,6 @@ class KvWay(NamedTuple):
 KV_WAYS = [
     KvWay(sends=TransferMode.RANK0),
     KvWay(),
-    KvWay(page_filter=PageFilter.CONTIGUOUS),
     KvWay(CpMode.RING, PassingSetting.PASS_KV),
     KvWay(CpMode.RING, PassingSetting.PASS_Q),
 ]
@@ -109,7 +107,7 @@ class LocalEngine:
         )
         if self._loaded != layout:
             self._loaded = None
-            self._cluster.load(config, folder)
+            self._cluster.load(config, folder, decode_config)
             self._loaded = layout
         with self._cluster.running(config, decode_config) as running:
             yield running

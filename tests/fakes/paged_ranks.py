@@ -5,7 +5,6 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.registry import (
     Endpoint,
     KvOwnership,
-    PageFilter,
     RankCoords,
     RankRow,
     TransferMode,
@@ -22,7 +21,6 @@ def row(
     cp: int,
     num_pages: int,
     mode: TransferMode = TransferMode.ALL_RANKS,
-    page_filter: PageFilter = PageFilter.MODULAR,
     ownership: KvOwnership = KvOwnership.REPLICATED,
 ) -> RankRow:
     """A rank's row; its address is readable. ``num_pages`` are those of the rank's own pool."""
@@ -47,7 +45,6 @@ def row(
             itemsize=4,
         ),
         transfer_mode=mode,
-        page_filter=page_filter,
         ownership=ownership,
         build="test",
     )

@@ -7,7 +7,7 @@ import msgspec
 from cluster.spec.ids import Incarnation, parse_replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.ranks import coords_of, world_size
-from cluster.spec.registry import Endpoint, KvOwnership, PageFilter, RankCoords, RankRow, TransferMode
+from cluster.spec.registry import Endpoint, KvOwnership, RankCoords, RankRow, TransferMode
 from cluster.spec.tiers import TierState
 from tests.fakes.kv import kv_geometry, kv_layout
 
@@ -36,7 +36,6 @@ def make_row(replica: str, rank: int, of: RankCoords, incarnation: int = 1, **ch
         geometry=GEOMETRY,
         layout=LAYOUT,
         transfer_mode=TransferMode.ALL_RANKS,
-        page_filter=PageFilter.MODULAR,
         ownership=KvOwnership.REPLICATED,
         build="test",
     )

@@ -14,7 +14,7 @@ import pytest
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.lifecycle import Role
-from cluster.spec.registry import PageFilter, TransferMode, Verify
+from cluster.spec.registry import TransferMode, Verify
 from cluster.spec.strategy import Collectives, CpMode, Strategy, StrategySetting
 from tests.fakes.checkpoints import DENSE, make_checkpoint
 from tests.fakes.local_engine import KV_WAYS, NUM_LOGPROBS, KvWay, LocalEngine, Oracle, asked
@@ -65,7 +65,7 @@ def config_of(case: Case, backend: str = "shared_memory") -> DeployConfig:
                 "chunk_tokens": case["chunk_tokens"],
             },
             "resources": {"collectives": case["collectives"]},
-            "transfer": {"backend": backend, "mode": kv.sends, "page_filter": kv.page_filter, "verify": verify},
+            "transfer": {"backend": backend, "mode": kv.sends, "verify": verify},
         }
     )
 
@@ -124,7 +124,7 @@ def test_tokens_equal_transformers_for_all_pairs_of_factors(both: Both, case: Ca
 
 @pytest.mark.integration
 @pytest.mark.mooncake
-@pytest.mark.parametrize("kv", [KvWay(sends=TransferMode.RANK0), KvWay(page_filter=PageFilter.CONTIGUOUS)], ids=str)
+@pytest.mark.parametrize("kv", [KvWay(sends=TransferMode.RANK0)], ids=str)
 def test_tokens_equal_transformers_over_mooncake(both: Both, kv: KvWay) -> None:
     both.check({**MOONCAKE, "kv": kv}, backend="mooncake")
 

@@ -103,7 +103,7 @@ def config_of(case: Case) -> DeployConfig:
                 "chunk_tokens": case.chunk_tokens,
             },
             "decode": {"parallel": case.decode},
-            "transfer": {"mode": case.kv.sends, "page_filter": case.kv.page_filter},
+            "transfer": {"mode": case.kv.sends},
             "resources": {"collectives": case.collectives, "moe_dispatch": case.dispatch},
         }
     )

@@ -60,7 +60,7 @@ def config_of(case: Case, role: Role) -> DeployConfig:
                 "chunk_tokens": case["chunk_tokens"],
             },
             "resources": {"collectives": case["collectives"]},
-            "transfer": {"mode": kv.sends, "page_filter": kv.page_filter},
+            "transfer": {"mode": kv.sends},
         }
     )
 

@@ -1,6 +1,7 @@
 """Ring mode divides the KV of a prefill replica over its ranks: what that leaves in each pool, and what then fits."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB
-from cluster.spec.registry import PageFilter, RankRow
+from cluster.spec.registry import RankRow
 from cluster.spec.strategy import CpMode
 from tests.fakes.checkpoints import SMALL, make_checkpoint
+from tests.fakes.local_cluster import LocalCluster
 from tests.fakes.local_engine import KV_WAYS, NUM_LOGPROBS, KvWay, LocalEngine, Oracle, asked
 from tests.fakes.recall_prompts import chain_prompt, recall_oracle
 from tests.integration.test_engine_matrix import prompts_of
@@ -26,6 +28,7 @@ PAGE_SIZE = 16
 PAGE_BYTES = 2 * SMALL["num_hidden_layers"] * SMALL["num_key_value_heads"] * SMALL["head_dim"] * PAGE_SIZE * 4
 NUM_TOKENS = 8
 LENGTHS = (300, 1, 47, 160, 5)
+NUM_DECODE_PAGES = 300
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +49,17 @@ def engine() -> Iterator[LocalEngine]:
 
 
 def config_of(cp: int, mode: CpMode, pages_per_rank: int) -> DeployConfig:
-    gib = (pages_per_rank + 1.5) * PAGE_BYTES / GIB
-    prefill = {"parallel": {"cp": cp}, "mode": mode, "kv_memory_gib": gib, "chunk_tokens": 100}
-    return DeployConfig.model_validate({"kv": {"page_size": PAGE_SIZE, "memory_gib": 0.02}, "prefill": prefill})
+    kv = {"page_size": PAGE_SIZE, "memory_gib": (pages_per_rank + 1.5) * PAGE_BYTES / GIB}
+    prefill = {"parallel": {"cp": cp}, "mode": mode, "chunk_tokens": 100}
+    return DeployConfig.model_validate({"kv": kv, "prefill": prefill})
+
+
+@contextmanager
+def running(engine: LocalEngine, folder: Path, cp: int, mode: CpMode, pages_per_rank: int) -> Iterator[LocalCluster]:
+    """Run a cluster whose decode rank has room for every prompt."""
+    configs = (config_of(cp, mode, num_pages) for num_pages in (pages_per_rank, NUM_DECODE_PAGES))
+    with engine.running(folder, *configs) as cluster:
+        yield cluster
 
 
 def written_pages(row: RankRow) -> int:
@@ -67,7 +78,7 @@ def test_each_rank_of_a_ring_keeps_its_part_of_every_request(
     prompts = prompts_of(LENGTHS)
     written = {}
     for mode in CpMode:
-        with engine.running(folder, config_of(cp, mode, 100)) as cluster:
+        with running(engine, folder, cp, mode, 100) as cluster:
             assert cluster.generate(asked(prompts, NUM_TOKENS)) == [oracle.tokens(prompt) for prompt in prompts]
             written[mode] = [written_pages(row) for row in cluster.rows(Role.PREFILL)]
     num_pages = sum(pages_for(length, PAGE_SIZE) for length in LENGTHS)
@@ -79,11 +90,11 @@ def test_each_rank_of_a_ring_keeps_its_part_of_every_request(
 def test_a_prompt_that_fits_into_no_rank_is_served_by_a_ring(folder: Path, oracle: Oracle, engine: LocalEngine) -> None:
     (prompt,) = prompts_of((500,))
     with (
-        engine.running(folder, config_of(2, CpMode.GATHER, 20)) as cluster,
+        running(engine, folder, 2, CpMode.GATHER, 20) as cluster,
         pytest.raises(RemoteError, match="the prompt needs 32 pages, prefill-0 has 20"),
     ):
         cluster.generate(asked([prompt], NUM_TOKENS))
-    with engine.running(folder, config_of(2, CpMode.RING, 20)) as cluster:
+    with running(engine, folder, 2, CpMode.RING, 20) as cluster:
         assert cluster.generate(asked([prompt], NUM_TOKENS)) == [oracle.tokens(prompt)]
 
 
@@ -92,7 +103,7 @@ def test_a_ring_that_is_full_evicts_and_goes_on(folder: Path, oracle: Oracle, en
     prefix, *others = prompts_of((170, 250, 180, 300))
     alike = [[*prefix, *range(3, 3 + length)] for length in (5, 70, 100)]
     prompts = [prompt for pair in zip(alike, others, strict=True) for prompt in pair]
-    with engine.running(folder, config_of(3, CpMode.RING, 14)) as cluster:
+    with running(engine, folder, 3, CpMode.RING, 14) as cluster:
         for prompt in [*prompts, *prompts]:
             assert cluster.generate(asked([prompt], NUM_TOKENS)) == [oracle.tokens(prompt)]
         assert cluster.generate(asked(prompts, NUM_TOKENS)) == [oracle.tokens(prompt) for prompt in prompts]
@@ -107,7 +118,7 @@ def test_every_mode_says_the_same_of_16k_tokens_as_one_rank(tmp_path: Path, engi
     (prompt,) = prompts_of((length,))
     oracle = Oracle(folder, NUM_TOKENS)
     found = {}
-    for cp, way in [(1, KvWay()), *((2, way) for way in KV_WAYS[1:] if way.page_filter is PageFilter.MODULAR)]:
+    for cp, way in [(1, KvWay()), *((2, way) for way in KV_WAYS[1:])]:
         prefill = {"parallel": {"cp": cp}, "mode": way.mode, "passing": way.passing, "chunk_tokens": 5000}
         kv = {"page_size": 64, "memory_gib": 0.1}
         with engine.running(folder, DeployConfig.model_validate({"kv": kv, "prefill": prefill})) as cluster:

@@ -67,7 +67,7 @@ def config_of(case: Case) -> DeployConfig:
                 "chunk_tokens": case["chunk_tokens"],
             },
             "decode": {"parallel": {"tp": case["decode_tp"]}},
-            "transfer": {"mode": kv.sends, "page_filter": kv.page_filter, "verify": "digest"},
+            "transfer": {"mode": kv.sends, "verify": "digest"},
         }
     )
 

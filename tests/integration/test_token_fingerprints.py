@@ -87,7 +87,7 @@ def side(**axes: int) -> dict[str, Any]:
     return {"parallel": axes}
 
 
-RANK0, CONTIGUOUS, DIGEST = {"mode": "rank0"}, {"page_filter": "contiguous"}, {"verify": "digest"}
+RANK0, DIGEST = {"mode": "rank0"}, {"verify": "digest"}
 HOST = {"hicache": {"host_gib": 0.01}}
 NO_CACHE = {"kv": {"page_size": PAGE_SIZE, "memory_gib": 0.01, "prefix_cache": False}}
 TCP = {"resources": {"collectives": "tcp"}}
@@ -96,7 +96,7 @@ CASES = [
     Case("one rank, small chunks", "qwen3", gather(1, "none", 7), {}, DIGEST),
     Case("cp2 zigzag", "qwen3", gather(2, "zigzag", 4096)),
     Case("cp2 interleave, rank0", "qwen3", gather(2, "interleave", 37), {}, RANK0),
-    Case("cp2 contiguous, contiguous pages", "qwen3", gather(2, "contiguous", 37), {}, CONTIGUOUS),
+    Case("cp2 contiguous", "qwen3", gather(2, "contiguous", 37)),
     Case("cp2 whole requests", "qwen3", gather(2, "whole_request", 100), {}, DIGEST),
     Case("cp2 auto", "qwen3", gather(2, "auto", 37)),
     Case("cp2 none, no prefix cache", "qwen3", gather(2, "none", 37), {}, RANK0, NO_CACHE),

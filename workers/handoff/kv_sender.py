@@ -202,7 +202,6 @@ class KvSender:
     def _owned_pages(self, base: int, target: Target, targets: Sequence[RankRow]) -> Sequence[int]:
         """Return the pages of a request that this rank owns, by position."""
         owned = owned_pages(
-            self._config.page_filter,
             self._config.mode,
             num_pages=pages_for(target.num_tokens, self._row.layout.page_size),
             cp_rank=self._row.coords.cp,

@@ -12,7 +12,6 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.registry import (
     Heartbeat,
     KvOwnership,
-    PageFilter,
     RankCoords,
     RankRow,
     ReplicaEntry,
@@ -219,7 +218,6 @@ def test_lookup_finds_a_row_or_says_what_is_missing() -> None:
     [
         ({"build": "other"}, "build other given, test registered by rank 0"),
         ({"transfer_mode": TransferMode.RANK0}, "transfer mode rank0 given, all_ranks registered by rank 0"),
-        ({"page_filter": PageFilter.CONTIGUOUS}, "page filter contiguous given, modular registered by rank 0"),
         ({"ownership": KvOwnership.SHARDED}, "KV ownership sharded given, replicated registered by rank 0"),
         ({"sizes": sizes(cp=3)}, "sizes dp1/cp3/tp1/pp1 given, dp1/cp2/tp1/pp1 registered by rank 0"),
         ({"geometry": msgspec.structs.replace(GEOMETRY, page_size=8)}, "page size 8 given, 4 registered by rank 0"),

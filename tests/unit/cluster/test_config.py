@@ -142,13 +142,6 @@ BAD_FILES = {
             "allowed: all_ranks, since rank 0 holds only its own pages"
         ],
     ),
-    "a ring with another filter": (
-        "prefill: {parallel: {cp: 4}, mode: ring, passing: pass_kv}\ntransfer: {page_filter: contiguous}",
-        [
-            "transfer.page_filter: got contiguous with prefill.mode = ring and cp = 4; "
-            "allowed: modular, since a page is sent by the rank that holds it"
-        ],
-    ),
     "mode": ("prefill: {mode: rings}", ["prefill.mode: got 'rings'; allowed: gather, ring"]),
     "passing": ("prefill: {passing: kv}", ["prefill.passing: got 'kv'; allowed: auto, pass_kv, pass_q"]),
     "memory of one role": (
@@ -161,10 +154,6 @@ BAD_FILES = {
             "hicache.storage.backend: got files with hicache.host_gib = 0.0 and kv.prefix_cache = true; "
             "allowed: none, or host memory and the prefix cache, which pages pass through"
         ],
-    ),
-    "a filter of pages that one rank sends": (
-        "transfer: {mode: rank0, page_filter: contiguous}",
-        ["transfer.page_filter: got contiguous with transfer.mode = rank0; allowed: modular, or mode all_ranks"],
     ),
     "when to write to what is not there": (
         "hicache: {write: write_back}",

@@ -6,7 +6,7 @@ import pytest
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.kv import key_value_group
 from cluster.spec.lifecycle import Role
-from cluster.spec.registry import Endpoint, KvOwnership, PageFilter, RankCoords, RankRow, TransferMode
+from cluster.spec.registry import Endpoint, KvOwnership, RankCoords, RankRow, TransferMode
 from tests.unit.transfer.samples import geometry, pool, ticket
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 
@@ -25,7 +25,6 @@ def _row(name: str, *, cp: int = 1, tp: int = 1, heads: range | None = None, **c
         geometry=geometry(),
         layout=pool(2, heads or range(max(1, 4 // tp)), range(2)),
         transfer_mode=TransferMode.ALL_RANKS,
-        page_filter=PageFilter.MODULAR,
         ownership=KvOwnership.REPLICATED,
         build="1",
     )
@@ -98,9 +97,6 @@ def test_sharded_kv_that_cannot_be_sent_is_refused() -> None:
     rank0 = TransferMode.RANK0
     assert refusal(msgspec.structs.replace(sharded, transfer_mode=rank0), _row("decode-1", transfer_mode=rank0)) == (
         "prefill-0 has transfer mode rank0 and sharded KV, which only all_ranks can send"
-    )
-    assert refusal(msgspec.structs.replace(sharded, page_filter=PageFilter.CONTIGUOUS), _row("decode-1")) == (
-        "prefill-0 has page filter contiguous and sharded KV, which only modular can send"
     )
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.spec.kv import PoolLayout
-from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
+from cluster.spec.registry import KvOwnership, TransferMode
 from tests.fakes.kv import make_spans
 from tests.fakes.rows import make_row, sizes
 from tests.unit.transfer.samples import pool
@@ -21,7 +21,6 @@ ALL = TransferMode.ALL_RANKS
 
 
 @given(
-    st.sampled_from(PageFilter),
     st.sampled_from(TransferMode),
     st.integers(0, 60),
     st.integers(1, 9),
@@ -29,11 +28,11 @@ ALL = TransferMode.ALL_RANKS
     st.integers(0, 70),
     st.none() | st.integers(0, 70),
 )
-def test_filters_are_disjoint_and_complete(
-    page_filter: PageFilter, mode: TransferMode, num_pages: int, cp: int, base: int, first: int, last: int | None
+def test_ranks_share_the_pages_of_a_request(
+    mode: TransferMode, num_pages: int, cp: int, base: int, first: int, last: int | None
 ) -> None:
     parts = [
-        owned_pages(page_filter, mode, num_pages=num_pages, cp_rank=rank, cp_size=cp, base=base, first=first, last=last)
+        owned_pages(mode, num_pages=num_pages, cp_rank=rank, cp_size=cp, base=base, first=first, last=last)
         for rank in range(cp)
     ]
     end = num_pages if last is None else min(last, num_pages)
@@ -42,19 +41,10 @@ def test_filters_are_disjoint_and_complete(
     assert all(is_sender(mode, rank) for rank, part in enumerate(parts) if part)
 
 
-@given(st.integers(0, 60), st.integers(1, 9))
-def test_contiguous_is_by_position_in_the_whole_request(total: int, cp: int) -> None:
-    base, rem = total // cp, total % cp
-    for rank in range(cp):
-        pages = owned_pages(PageFilter.CONTIGUOUS, ALL, num_pages=total, cp_rank=rank, cp_size=cp, base=5)
-        start = rank * base + min(rank, rem)
-        assert list(pages) == list(range(start, start + base + (1 if rank < rem else 0)))
-
-
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(0, 8), st.integers(0, 30))
-def test_modular_owner_does_not_depend_on_length_or_start(total: int, cp: int, base: int, first: int) -> None:
+def test_an_owner_does_not_depend_on_length_or_start(total: int, cp: int, base: int, first: int) -> None:
     for rank in range(cp):
-        pages = owned_pages(PageFilter.MODULAR, ALL, num_pages=total, cp_rank=rank, cp_size=cp, base=base, first=first)
+        pages = owned_pages(ALL, num_pages=total, cp_rank=rank, cp_size=cp, base=base, first=first)
         assert list(pages) == [page for page in range(first, total) if (base + page) % cp == rank]
 
 
@@ -68,9 +58,7 @@ def test_each_rank_of_a_ring_sends_the_pages_it_holds_and_all_are_sent(
     sent: list[int] = []
     for rank in range(cp):
         row = make_row("prefill-0", rank, sizes(cp=cp), ownership=KvOwnership.SHARDED)
-        places = owned_pages(
-            PageFilter.MODULAR, ALL, num_pages=total, cp_rank=rank, cp_size=cp, base=base, first=min(held, total)
-        )
+        places = owned_pages(ALL, num_pages=total, cp_rank=rank, cp_size=cp, base=base, first=min(held, total))
         local = [local_page(row, table[place]) for place in places]
         assert len(set(local)) == len(local)
         assert all(0 <= page < 200 for page in local)
@@ -87,8 +75,7 @@ def test_a_rank_of_a_ring_cannot_find_the_page_of_another() -> None:
 
 def test_rank0_sends_everything_and_the_others_are_dummies() -> None:
     parts = [
-        owned_pages(PageFilter.MODULAR, TransferMode.RANK0, num_pages=5, cp_rank=rank, cp_size=3, base=2, first=1)
-        for rank in range(3)
+        owned_pages(TransferMode.RANK0, num_pages=5, cp_rank=rank, cp_size=3, base=2, first=1) for rank in range(3)
     ]
     assert [list(part) for part in parts] == [[1, 2, 3, 4], [], []]
     assert [is_sender(TransferMode.RANK0, rank) for rank in range(3)] == [True, False, False]

@@ -15,7 +15,7 @@ import pytest
 
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.pool import GIB, pool_layout
-from cluster.spec.registry import PageFilter, RankCoords, RankRow, TransferMode
+from cluster.spec.registry import RankCoords, RankRow, TransferMode
 from tests.fakes.kv import kv_geometry, make_spans
 from tests.fakes.rows import make_row
 from transfer.layer_groups import early_ends
@@ -226,17 +226,11 @@ def owner_tables() -> dict[str, list[list[int]]]:
         (9, 3, 2, 40),
     ]
     return {
-        f"{page_filter} {mode} cp{cp} of {num_pages} pages, base {base}, {first}:{last or ''}": [
-            list(
-                owned_pages(
-                    page_filter, mode, num_pages=num_pages, cp_rank=rank, cp_size=cp, base=base, first=first, last=last
-                )
-            )
+        f"{mode} cp{cp} of {num_pages} pages, base {base}, {first}:{last or ''}": [
+            list(owned_pages(mode, num_pages=num_pages, cp_rank=rank, cp_size=cp, base=base, first=first, last=last))
             for rank in range(cp)
         ]
-        for page_filter, mode, cp, (num_pages, base, first, last) in product(
-            PageFilter, TransferMode, (1, 2, 3, 8), wanted
-        )
+        for mode, cp, (num_pages, base, first, last) in product(TransferMode, (1, 2, 3, 8), wanted)
     }
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cluster.spec.kv import KvGeometry, KvGroup, KvPart, PoolLayout, key_value_group
 from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.ranks import coords_of, world_size
-from cluster.spec.registry import KvOwnership, PageFilter, RankCoords, RankRow, TransferMode
+from cluster.spec.registry import KvOwnership, RankCoords, RankRow, TransferMode
 from tests.fakes.rows import make_row
 from transfer.page_range import PageRange
 from transfer.plan import PageShare, copies_of, local_page, owned_pages, receivers, sent_groups
@@ -31,7 +31,6 @@ class Pair(NamedTuple):
     def owned(self, row: RankRow) -> range:
         """The pages that a prefill rank sends, by position in the request."""
         return owned_pages(
-            row.page_filter,
             row.transfer_mode,
             num_pages=NUM_PAGES,
             cp_rank=row.coords.cp,
@@ -62,7 +61,6 @@ def pairs(draw: st.DrawFn) -> Pair:
     ownership, cp = draw(st.sampled_from(KvOwnership)), draw(st.integers(1, 3))
     is_free = ownership is KvOwnership.REPLICATED
     transfer_mode = draw(st.sampled_from(TransferMode)) if is_free else TransferMode.ALL_RANKS
-    page_filter = draw(st.sampled_from(PageFilter)) if is_free else PageFilter.MODULAR
 
     def rows(replica: str, cp: int, ownership: KvOwnership) -> list[RankRow]:
         pp = draw(st.integers(1, min(3, geometry.num_layers)))
@@ -76,7 +74,6 @@ def pairs(draw: st.DrawFn) -> Pair:
                 layout=_layout(geometry, sizes_of, rank),
                 ownership=ownership,
                 transfer_mode=transfer_mode,
-                page_filter=page_filter,
                 geometry=geometry,
             )
             for rank in range(world_size(sizes_of))
