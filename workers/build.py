@@ -10,7 +10,6 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Timeline
 from cluster.spec.peer import Peer
 from cluster.spec.registry import KvOwnership, RankRow
-from cluster.spec.strategy import Strategy
 from cluster.spec.timeline import read_clock
 from cluster.spec.version import VERSION
 from cluster.spec.worker_spec import WorkerSpec
@@ -18,7 +17,7 @@ from transfer.plan import copies_of
 from transfer.sender import SenderThread
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
-from workers.context_parallel.cost_model import StrategyChooser, fixed
+from workers.context_parallel.cost_model import StrategyChooser, undivided
 from workers.context_parallel.step_time import even_chunk
 from workers.handoff.kv_sender import KvSender
 from workers.handoff.page_checker import PageChecker
@@ -110,7 +109,7 @@ def _make_decode_leader(
         verify=config.verify_by(),
         settle_s=rank.backend.settle_s,
     )
-    steps = StepScheduler(allocator, limits, fixed(Strategy.NONE), tiers=tiers)
+    steps = StepScheduler(allocator, limits, undivided, tiers=tiers)
     return DecodeLeader(settings, steps, allocator, rank.step_recorder.recorder, tiers)
 
 
@@ -119,13 +118,13 @@ def _make_prefill_leader(
 ) -> Leader:
     prefill, own = spec.config.prefill, [row for row in rows if row.coords.dp == dp_rank]
     allocator, tiers = _make_allocator(spec, own)
-    longest = spec.longest_context(rank.model.config.max_position_embeddings)
+    longest = spec.config.model.longest_context(rank.model.config.max_position_embeddings)
     limits = StepLimits(
         rank.layout.page_size,
         prefill.chunk_tokens,
         prefill.max_requests,
         depth=depth,
-        most_seen=longest if spec.ownership is KvOwnership.SHARDED else None,
+        max_context_tokens=longest if spec.ownership is KvOwnership.SHARDED else None,
     )
     choose = StrategyChooser(
         setting=prefill.strategy,

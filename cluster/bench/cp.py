@@ -218,7 +218,7 @@ def summarize(way: Way, lens: StepLens, choice: Choice, steps: Steps, alone: Ste
         kv_bytes_per_rank=kv_bytes,
         wait_shares=tuple(median(of_rank) for of_rank in zip(*shares, strict=True)),
         cpu_s=median(max(rank.cpu_s for rank in ranks) for ranks in steps),
-        chosen=choice.strategy,
-        chosen_passing=choice.passing,
+        chosen=choice.shape.strategy,
+        chosen_passing=choice.shape.passing,
         estimate_s=choice.estimate_s,
     )

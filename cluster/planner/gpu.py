@@ -1,6 +1,6 @@
 """Division of a GPU's memory as `baton plan` expects it; a worker measures it instead."""
 
-from cluster.planner.model import ModelFacts, longest_context
+from cluster.planner.model import ModelFacts
 from cluster.planner.weights import weights_gib
 from cluster.spec.config import DecodeConfig, DeployConfig, ParallelConfig, PrefillConfig
 from cluster.spec.decode_graphs import batch_sizes, captures_decode
@@ -9,7 +9,8 @@ from cluster.spec.kv import DTYPE_BYTES, pages_for
 from cluster.spec.pool import GIB
 from cluster.spec.ranks import moe_tp_size
 from cluster.spec.registry import KvOwnership
-from cluster.spec.strategy import ON_ONE_RANK, Passing
+from cluster.spec.strategy import Passing
+from workers.context_parallel.step_shape import dummy_request, make_step_shape
 from workers.models.interface import DecoderConfig, LayerWeights
 
 _PAGE_ID_BYTES = 8
@@ -48,8 +49,11 @@ def _activation_bytes(pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> 
 
 def _most_tokens(pool: PrefillConfig | DecodeConfig) -> int:
     """Return the tokens of the largest step on one CP rank."""
-    has_all = isinstance(pool, DecodeConfig) or pool.strategy.fullest in ON_ONE_RANK
-    return pool.chunk_tokens if has_all else -(-pool.chunk_tokens // pool.parallel.cp)
+    if isinstance(pool, DecodeConfig):
+        return pool.chunk_tokens
+    return max(
+        make_step_shape([dummy_request(pool.chunk_tokens)], pool.strategy.fullest, cp=pool.parallel.cp).shard_lens
+    )
 
 
 def _exchange_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> float:
@@ -58,7 +62,7 @@ def _exchange_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, mo
         return 0.0
     geometry, tp = model.geometry, pool.parallel.tp
     row_bytes = geometry.bytes_per_token / geometry.num_layers / tp
-    passed_kv = 2 * longest_context(config, model) / pool.parallel.cp * row_bytes
+    passed_kv = 2 * config.model.longest_context(model.config.max_position_embeddings) / pool.parallel.cp * row_bytes
     passed_q = pool.chunk_tokens * model.config.attention.q_size / tp * _PASSED_QUERY_BYTES
     costs = {Passing.PASS_KV: passed_kv, Passing.PASS_Q: passed_q}
     return max(costs[passing] for passing in pool.passing.candidates)

@@ -28,11 +28,6 @@ class UnknownModel:
     reason: str
 
 
-def longest_context(config: DeployConfig, model: ModelFacts) -> int:
-    """Return the most tokens of one request, prompt and answer together."""
-    return config.model.max_context or model.config.max_position_embeddings
-
-
 def read_model(config: DeployConfig) -> ModelFacts | UnknownModel:
     """Read the served model: a built-in one, a local folder, or one in the Hugging Face cache of this machine.
 

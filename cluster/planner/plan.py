@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.planner.memory import KvPlan, kv_plan, memory_wanted, model_problems
-from cluster.planner.model import ModelFacts, UnknownModel, longest_context
+from cluster.planner.model import ModelFacts, UnknownModel
 from cluster.planner.ports import PortPlan, ports_of
 from cluster.spec.checks import CHECKS
 from cluster.spec.config import DeployConfig, PoolConfig, PrefillConfig
@@ -134,7 +134,8 @@ def _result(rule: str, problems: list[Problem]) -> CheckResult:
 
 def _longest_request(config: DeployConfig, model: ModelFacts) -> CheckResult:
     rule = "every replica holds the longest request"
-    longest, held = longest_context(config, model), kv_plan(config, model).tokens_per_request
+    longest = config.model.longest_context(model.config.max_position_embeddings)
+    held = kv_plan(config, model).tokens_per_request
     if held >= longest:
         return CheckResult(rule=rule, passed=True, detail="")
     gib = f"{memory_wanted(config, model, longest):.3g}"

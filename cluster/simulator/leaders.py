@@ -8,11 +8,13 @@ from cluster.spec.hicache_config import HicacheConfig, StorageBackendName, Stora
 from cluster.spec.lifecycle import Role
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow
+from cluster.spec.step_messages import ScheduledRequest
 from cluster.spec.strategy import Strategy
 from transfer.plan import copies_of
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
-from workers.context_parallel.cost_model import Choice, fixed
+from workers.context_parallel.cost_model import Choice, undivided
+from workers.context_parallel.step_shape import make_step_shape
 from workers.hicache.tiers import Tiers
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeSettings
@@ -82,15 +84,16 @@ def _make_decode_leader(
         verify=shape.verify,
         settle_s=shape.settle_s,
     )
-    steps = StepScheduler(allocator, _limits(around, first), fixed(Strategy.NONE), tiers=tiers)
+    steps = StepScheduler(allocator, _limits(around, first), undivided, tiers=tiers)
     return DecodeLeader(settings, steps, allocator, tiers=tiers)
 
 
 def _make_prefill_leader(
     around: Surroundings, me: Peer, own: list[RankRow], allocator: PageAllocator, tiers: Tiers | None
 ) -> Leader:
-    def choose(_extend_lens: Sequence[int], _prefix_lens: Sequence[int]) -> Choice:
-        return Choice(around.random.choice([Strategy.NONE, Strategy.ZIGZAG]), None, {})
+    def choose(scheduled: Sequence[ScheduledRequest]) -> Choice:
+        strategy = around.random.choice([Strategy.NONE, Strategy.ZIGZAG])
+        return Choice(make_step_shape(scheduled, strategy, cp=own[0].sizes.cp), None, {})
 
     settings = PrefillSettings(
         me=me,

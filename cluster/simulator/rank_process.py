@@ -185,7 +185,7 @@ class RankProcess(Process):
 
     def _met(self, plan: StepPlan) -> "list[RankProcess]":
         """Return the ranks that compute a step together with this one; followers in other CP ranks may lag behind."""
-        if plan.strategy is not Strategy.NONE or self.row.num_owners > 1:
+        if plan.shape.strategy is not Strategy.NONE or self.row.num_owners > 1:
             return self.shard
         return [rank for rank in self.shard if rank.row.coords.cp == self.row.coords.cp]
 

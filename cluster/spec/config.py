@@ -69,6 +69,10 @@ class ModelConfig(Node):
         """The name clients use."""
         return self.served_name or self.path.rstrip("/").rsplit("/", 1)[-1]
 
+    def longest_context(self, of_model: int) -> int:
+        """Return the most tokens of one request, prompt and answer together, given the model's own limit."""
+        return self.max_context or of_model
+
 
 class KvConfig(Node):
     """The page pool of each worker."""

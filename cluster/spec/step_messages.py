@@ -59,11 +59,25 @@ class ScheduledRequest(Struct, frozen=True):
     """Prompt tokens that follow those here, if their log-probabilities are requested."""
 
 
+class StepShape(Struct, frozen=True):
+    """Sharding and size of one step, built once by the leader. The defaults describe a step without tokens."""
+
+    strategy: Strategy = Strategy.NONE
+    passing: Passing | None = None
+    """Passing, if KV is sharded; None if it is replicated."""
+    shard_lens: tuple[int, ...] = (0,)
+    """Tokens of every attention shard, by dp * cp_size + cp; one entry if all shards have the same tokens."""
+    last_shard_lens: tuple[int, ...] = (0,)
+    """Tokens of every attention shard that have queries in the last layer."""
+    is_decode: bool = True
+    """True if every request has one token, is sampled without prompt log-probabilities, and waits for no pages."""
+
+
 class StepPlan(Tagged, frozen=True):
     """One step of the whole replica: the leader decides, followers obey."""
 
     step: int
-    strategy: Strategy
+    shape: StepShape
     admits: list[Admit]
     scheduled: list[ScheduledRequest]
     releases: list[Room]
@@ -76,14 +90,6 @@ class StepPlan(Tagged, frozen=True):
     """Load of the cached pages that the step's one request reads, from host memory, layer by layer during the step."""
     estimate_s: float | None = None
     """Expected time of the step; None if the strategy was not chosen by time."""
-    passing: Passing | None = None
-    """Passing, if KV is sharded; None if it is replicated."""
-    shard_lens: list[int] = []
-    """Tokens of every attention shard, by dp * cp_size + cp; empty where dp is 1."""
-    last_shard_lens: list[int] = []
-    """Tokens of every attention shard in the last layer."""
-    is_decode: bool = False
-    """True if dp is over 1 and every request of the whole step has one token, is sampled, and waits for no pages."""
 
 
 class DropSend(Tagged, frozen=True):

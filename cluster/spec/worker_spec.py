@@ -72,10 +72,6 @@ class WorkerSpec:
         """The configuration of this worker's role."""
         return self.config.prefill if self.role is Role.PREFILL else self.config.decode
 
-    def longest_context(self, of_model: int) -> int:
-        """Return the maximum tokens of one request, prompt and output together, given the model's own limit."""
-        return self.config.model.max_context or of_model
-
     @property
     def ownership(self) -> KvOwnership:
         """Location of a request's KV in this worker's CP group."""

@@ -15,11 +15,12 @@ from cluster.spec.config import AttentionSetting
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool
+from tests.fakes.steps import Request, step_of
 from workers.attention.interface import AttentionBackend
 from workers.attention.registry import choose_backend
 from workers.context_parallel.gather import join_rows
 from workers.engine.attention_context import CpExchange, StepContext
-from workers.engine.batch import BatchRow, StepBatch, build_step_batch
+from workers.engine.batch import StepBatch, build_step_batch
 from workers.engine.contexts import make_context
 from workers.layers.context import take
 from workers.parallel.collectives import Communicator
@@ -121,7 +122,7 @@ class ScenarioRun:
     def _step(self, lens: tuple[int, ...]) -> StepResult:
         present = [request for request, length in enumerate(lens) if length]
         batch = self._batch(lens, present)
-        context = make_context(batch, self.scenario.passing, self.pool, self.backend, self.exchange)
+        context = make_context(batch, self.pool, self.backend, self.exchange)
         outs = []
         for layer in range(NUM_LAYERS):
             q, k, v = (self._local(batch, lens, present, layer, which) for which in range(3))
@@ -141,13 +142,12 @@ class ScenarioRun:
         return context.attend(layer, take(q, context.wanted), params_for(q)).flatten(1)
 
     def _batch(self, lens: tuple[int, ...], present: list[int]) -> StepBatch:
-        rows = [
-            BatchRow(range(lens[r]), self.done[r], self.tables[r], sampled=place % 2 == 0)
-            for place, r in enumerate(present)
+        requests = [
+            Request(range(lens[r]), self.done[r], self.tables[r], samples=number % 2 == 0)
+            for number, r in enumerate(present)
         ]
         return build_step_batch(
-            rows,
-            self.scenario.strategy,
+            step_of(requests, self.scenario.strategy, self.scenario.cp, self.scenario.passing),
             cp=self.scenario.cp,
             cp_rank=self.exchange.group.rank,
             page_size=self.scenario.page_size,

@@ -6,10 +6,12 @@ from itertools import count, cycle
 from typing import Any
 from unittest.mock import patch
 
+from cluster.spec.step_messages import ScheduledRequest
 from cluster.spec.strategy import CpMode, Passing, Strategy
 from tests.fakes.telling_worker import TellingWorker
 from workers.context_parallel.cost_model import Choice, StrategyChooser
 from workers.context_parallel.rates import Rates
+from workers.context_parallel.step_shape import make_step_shape
 
 CHEAP_EXCHANGE = Rates(
     step_s=0.0,
@@ -33,7 +35,7 @@ class WorkerWithCheapExchange(TellingWorker):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        _choose_by(lambda chooser, *lens: _choose(replace(chooser, rates=CHEAP_EXCHANGE), *lens))
+        _choose_by(lambda chooser, scheduled: _choose(replace(chooser, rates=CHEAP_EXCHANGE), scheduled))
 
 
 class WorkerTakingTurns(TellingWorker):
@@ -43,10 +45,11 @@ class WorkerTakingTurns(TellingWorker):
         super().__init__(*args)
         strategies, numbers = cycle(TURNS), count()
 
-        def choose(chooser: StrategyChooser, *_: Sequence[int]) -> Choice:
+        def choose(chooser: StrategyChooser, scheduled: Sequence[ScheduledRequest]) -> Choice:
             is_ring = chooser.mode is CpMode.RING and chooser.cp > 1
             passing = tuple(Passing)[next(numbers) % 2] if is_ring else None
-            return Choice(next(strategies), 1.0, {}, passing)  # only estimated steps are counted
+            shape = make_step_shape(scheduled, next(strategies), passing, chooser.cp)
+            return Choice(shape, 1.0, {})  # only estimated steps are counted
 
         _choose_by(choose)
 

@@ -8,12 +8,11 @@ from cluster.spec.messages import Message, Submit, TableUpdate
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
-from cluster.spec.strategy import Strategy
 from cluster.spec.token_ids import TokenIds
 from tests.fakes.paged_ranks import GEOMETRY, PAGE_SIZE, row
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
-from workers.context_parallel.cost_model import fixed
+from workers.context_parallel.cost_model import undivided
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeSettings
 from workers.scheduler.prefill import PrefillLeader
@@ -34,7 +33,7 @@ class LeaderPair:
         self._num_rooms = self._version = 0
         self.allocators = {role: PageAllocator(num_pages, PrefixTree() if prefix_cache else None) for role in Role}
         steps = {
-            role: StepScheduler(allocator, StepLimits(PAGE_SIZE, 16, 4), fixed(Strategy.NONE))
+            role: StepScheduler(allocator, StepLimits(PAGE_SIZE, 16, 4), undivided)
             for role, allocator in self.allocators.items()
         }
         self.prefill_peer, self.decode_peer = (_peer(first) for first in (self._prefill_rows[0], self._decode_row))

@@ -3,10 +3,9 @@
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.step_messages import StepPlan
-from cluster.spec.strategy import Strategy
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
-from workers.context_parallel.cost_model import fixed
+from workers.context_parallel.cost_model import undivided
 from workers.context_parallel.step_time import Chunk
 from workers.scheduler.sequence import RequestParams, Sequence
 from workers.scheduler.steps import StepLimits, StepScheduler
@@ -29,7 +28,7 @@ class PrefillSteps:
     ) -> None:
         self.limits = StepLimits(PAGE_SIZE, chunk_tokens, max_requests, oldest_share)
         self.allocator = PageAllocator(num_pages, PrefixTree() if prefix_cache else None)
-        self.steps = StepScheduler(self.allocator, self.limits, fixed(Strategy.NONE), chunk)
+        self.steps = StepScheduler(self.allocator, self.limits, undivided, chunk)
         self.ended: dict[Room, int] = {}
         """The step in which each sequence ended."""
         self.num_steps = 0

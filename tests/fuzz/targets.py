@@ -31,7 +31,7 @@ from cluster.spec.messages import Message, Output, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad
 from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
-from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
+from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan, StepShape
 from cluster.spec.strategy import Strategy
 from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import CheckPages, Done, PageDigests
@@ -90,7 +90,7 @@ def _messages() -> list[Message]:
     )
     plan = StepPlan(
         step=3,
-        strategy=Strategy.ZIGZAG,
+        shape=StepShape(strategy=Strategy.ZIGZAG, shard_lens=(1, 1), last_shard_lens=(0, 1), is_decode=False),
         admits=[Admit(room=Room(7), prompt_len=3, owner_base=0, sampling=Sampling(), target=None)],
         scheduled=[
             ScheduledRequest(

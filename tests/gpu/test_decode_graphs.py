@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from cluster.spec.config import Device
-from cluster.spec.strategy import Strategy
 from tests.fakes.kv import kv_pool
+from tests.fakes.steps import Request, step_of
 from workers.attention.triton.backend import TritonAttention
 from workers.bench.engine import EngineBench
 from workers.bench.shapes import SHAPES
-from workers.engine.batch import BatchRow
 from workers.engine.capture import CaptureError, GraphCapture
 from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
@@ -84,15 +83,15 @@ def test_replayed_steps_are_the_usual_ones(more: dict[str, Any], dtype: torch.dt
     runner.capture_decode(16, GraphCapture(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]
     rng = random.Random(0)
     for count in (16, 1, 3, 11, 2):
-        free, rows = rng.sample(range(200), 200), []
+        free, requests = rng.sample(range(200), 200), []
         for _ in range(count):
             prefix_len = rng.choice([0, 1, 63, 64, rng.randrange(700)])
             pages = [free.pop() for _ in range(prefix_len // 64 + 1)]
-            rows.append(BatchRow([rng.randrange(256)], prefix_len, pages, sampled=True))
+            requests.append(Request([rng.randrange(256)], prefix_len, pages))
         with torch.inference_mode():
-            replayed = checked(runner._graphs).run(rows)
+            replayed = checked(runner._graphs).run(step_of(requests))
             found = checked(replayed).clone()
-            _, wanted = runner._compute(rows, Strategy.NONE, None, None)
+            _, wanted = runner._compute(step_of(requests))
         assert (found - wanted).float().norm() <= tolerance * wanted.float().norm(), f"{count} requests"
     assert runner.graph_steps == {"replayed": 5}
 

@@ -17,8 +17,16 @@ from cluster.spec.messages import Message
 from cluster.spec.peer import Peer
 from cluster.spec.registry import KvOwnership, RankRow, Verify
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, ScheduledRequest, SendReport, StepPlan, Target
-from cluster.spec.strategy import Strategy
+from cluster.spec.step_messages import (
+    Admit,
+    DropSend,
+    ForgetPeer,
+    ScheduledRequest,
+    SendReport,
+    StepPlan,
+    StepShape,
+    Target,
+)
 from cluster.spec.transfer_messages import CheckPages, Done, PagesChecked, SendState
 from tests.fakes.loopback import Loopback
 from tests.fakes.paged_ranks import PAGE_SIZE, row
@@ -103,7 +111,7 @@ def plan_of(admit: Admit, pages: list[int]) -> StepPlan:
     """The last page is computed, the others are cached."""
     return StepPlan(
         step=1,
-        strategy=Strategy.NONE,
+        shape=StepShape(),
         admits=[admit],
         scheduled=[
             ScheduledRequest(

@@ -4,18 +4,20 @@ import random
 import time
 
 import torch
+from msgspec.structs import replace
 
 from cluster.spec.config import AttentionSetting
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.registry import KvOwnership
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
+from cluster.spec.step_messages import Admit, StepPlan
 from cluster.spec.strategy import Collectives, CpMode, PassingSetting
 from workers.attention.registry import choose_backend
 from workers.bench.results import StepLens, StepTime, Way
 from workers.context_parallel.cost_model import Choice, StrategyChooser
 from workers.context_parallel.rates import Rates
+from workers.context_parallel.step_shape import dummy_request
 from workers.device import use_cpu
 from workers.engine.calibration import calibrate
 from workers.engine.random_weights import random_model
@@ -85,7 +87,7 @@ class CpBenchRank:
             mode=way.mode,
             passing=way.passing or PassingSetting.AUTO,
         )
-        return chooser([lens.prompt_len], [lens.prefix_len])
+        return chooser([dummy_request(lens.prompt_len, lens.prefix_len)])
 
     def kv_bytes(self, way: Way, num_tokens: int) -> int:
         """Return the bytes of a request's pages on the rank that owns most of them."""
@@ -112,19 +114,10 @@ class CpBenchRank:
     def _plan(self, choice: Choice, lens: StepLens) -> StepPlan:
         rng = random.Random(lens.prompt_len)
         admit = Admit(room=Room(1), prompt_len=lens.total, owner_base=0, sampling=Sampling(), target=None)
-        row = ScheduledRequest(
+        scheduled = replace(
+            dummy_request(lens.prompt_len, lens.prefix_len),
             room=admit.room,
-            first_position=lens.prefix_len,
             token_ids=[rng.randrange(self._config.vocab_size) for _ in range(lens.prompt_len)],
             new_pages=list(range(pages_for(lens.total, _PAGE_SIZE))),
-            samples=True,
-            output_position=0,
         )
-        return StepPlan(
-            step=1,
-            strategy=choice.strategy,
-            passing=choice.passing,
-            admits=[admit],
-            scheduled=[row],
-            releases=[admit.room],
-        )
+        return StepPlan(step=1, shape=choice.shape, admits=[admit], scheduled=[scheduled], releases=[admit.room])

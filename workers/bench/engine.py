@@ -13,12 +13,12 @@ from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
-from cluster.spec.strategy import Strategy
 from workers.attention.registry import choose_backend
 from workers.bench.results import DeviceLimits, EngineResult
 from workers.bench.shapes import SHAPES
 from workers.bench.timing import GpuTimer, cpu_limits, gpu_limits
 from workers.bench.transformers_peer import TransformersPeer
+from workers.context_parallel.step_shape import make_step_shape
 from workers.device import open_device, use_cpu
 from workers.engine.begun_step import BegunStep
 from workers.engine.capture import GraphCapture
@@ -113,26 +113,30 @@ class EngineBench:
         pages = list(range(pages_for(len(prompt) + num_tokens, _PAGE_SIZE)))
         for first in range(0, len(prompt), self._chunk_tokens):
             chunk = prompt[first : first + self._chunk_tokens]
-            row = _row(first, chunk, new_pages=[] if first else pages, samples=first + len(chunk) == len(prompt))
-            begun = self._begin(row, admit=None if first else admit)
+            scheduled = _scheduled(
+                first, chunk, new_pages=[] if first else pages, samples=first + len(chunk) == len(prompt)
+            )
+            begun = self._begin(scheduled, admit=None if first else admit)
         tokens = [begun.wait()[_ROOM].token_id]
         times_s = [time.perf_counter()]
         following: BegunStep | None = None
         for index in range(1, num_tokens):
-            begun = following or self._begin(_row(len(prompt) + index - 1, [tokens[-1]], index))
+            begun = following or self._begin(_scheduled(len(prompt) + index - 1, [tokens[-1]], index))
             following = None
             if self._runner.is_asynchronous and index + 1 < num_tokens:
-                following = self._begin(_row(len(prompt) + index, [0], index + 1, follows=True))
+                following = self._begin(_scheduled(len(prompt) + index, [0], index + 1, follows=True))
             tokens.append(begun.wait()[_ROOM].token_id)
             times_s.append(time.perf_counter())
         return timed(start_s, times_s, tokens)
 
-    def _begin(self, row: ScheduledRequest, admit: Admit | None = None) -> BegunStep:
+    def _begin(self, scheduled: ScheduledRequest, admit: Admit | None = None) -> BegunStep:
         admits, releases = ([], []) if admit is None else ([admit], [_ROOM])
-        plan = StepPlan(step=1, strategy=Strategy.NONE, admits=admits, scheduled=[row], releases=releases)
+        plan = StepPlan(
+            step=1, shape=make_step_shape([scheduled]), admits=admits, scheduled=[scheduled], releases=releases
+        )
         start_s = time.perf_counter()
         begun = self._runner.begin(plan)
-        if row.output_position:
+        if scheduled.output_position:
             self._host_s.append(time.perf_counter() - start_s)
         return begun
 
@@ -159,7 +163,7 @@ def _make_runner(model: DecoderModel, most_tokens: int) -> ModelRunner:
     return runner
 
 
-def _row(
+def _scheduled(
     first_position: int,
     token_ids: Sequence[int],
     output_position: int = 0,

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from cluster.spec.step_messages import ScheduledRequest, StepShape
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from workers.context_parallel.estimate import estimate_step_s
 from workers.context_parallel.rates import ModelShape, Rates
-from workers.context_parallel.shard_plan import make_shard_plan
+from workers.context_parallel.step_shape import make_step_shape, plan_shards, shape_of_plan
 
 MIN_GAIN = 0.02
 """Least relative gain for which a step is divided; below it every rank computes everything."""
@@ -14,24 +15,22 @@ MIN_GAIN = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Strategy of a step, and the reasons for it."""
+    """Shape of a step, and the reasons for its strategy."""
 
-    strategy: Strategy
+    shape: StepShape
     estimate_s: float | None
     """Expected time of the step; None if there was no choice."""
     estimates_s: Mapping[Strategy, float]
     """Estimates of every strategy that was considered."""
-    passing: Passing | None = None
-    """Passing of queries or keys if KV is sharded; None if it is replicated."""
 
 
-Choose = Callable[[Sequence[int], Sequence[int]], Choice]
-"""Function from the extend and prefix lengths of a step to its strategy."""
+Choose = Callable[[Sequence[ScheduledRequest]], Choice]
+"""Function from the scheduled requests of a step to its shape."""
 
 
-def fixed(strategy: Strategy) -> Choose:
-    """Return a chooser that always takes one strategy, without an estimate."""
-    return lambda _extend_lens, _prefix_lens: Choice(strategy, None, {})
+def undivided(scheduled: Sequence[ScheduledRequest]) -> Choice:
+    """Return a step of which every rank computes every token; a ``Choose``."""
+    return Choice(make_step_shape(scheduled), None, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +44,12 @@ class StrategyChooser:
     mode: CpMode = CpMode.GATHER
     passing: PassingSetting = PassingSetting.AUTO
 
-    def __call__(self, extend_lens: Sequence[int], prefix_lens: Sequence[int]) -> Choice:
+    def __call__(self, scheduled: Sequence[ScheduledRequest]) -> Choice:
+        num_new = sum(len(request.token_ids) for request in scheduled)
+        num_cached = sum(request.first_position for request in scheduled)
         choices = [
-            choose(extend_lens, prefix_lens, self.cp, self.shape, self.rates, self.setting.candidates, passing)
-            for passing in self._passings(sum(extend_lens), sum(prefix_lens))
+            choose(scheduled, self.cp, self.shape, self.rates, self.setting.candidates, passing)
+            for passing in self._passings(num_new, num_cached)
         ]
         return min(choices, key=lambda choice: choice.estimate_s or 0.0)
 
@@ -62,8 +63,7 @@ class StrategyChooser:
 
 
 def choose(
-    extend_lens: Sequence[int],
-    prefix_lens: Sequence[int],
+    scheduled: Sequence[ScheduledRequest],
     cp: int,
     shape: ModelShape,
     rates: Rates,
@@ -71,15 +71,14 @@ def choose(
     passing: Passing | None = None,
 ) -> Choice:
     """Return the candidate with the least estimate; a gain under MIN_GAIN does not justify an exchange."""
-    estimates_s = {
-        strategy: estimate_step_s(make_shard_plan(strategy, extend_lens, prefix_lens, cp), shape, rates, passing)
-        for strategy in (candidates if cp > 1 else (Strategy.NONE,))
-    }
+    strategies = candidates if cp > 1 else (Strategy.NONE,)
+    plans = {strategy: plan_shards(scheduled, strategy, cp) for strategy in strategies}
+    estimates_s = {strategy: estimate_step_s(plan, shape, rates, passing) for strategy, plan in plans.items()}
     best = min(estimates_s, key=lambda strategy: estimates_s[strategy])
     undivided_s = estimates_s.get(Strategy.NONE)
     if undivided_s is not None and estimates_s[best] > undivided_s * (1 - MIN_GAIN):
         best = Strategy.NONE
-    return Choice(best, estimates_s[best], estimates_s, passing)
+    return Choice(shape_of_plan(plans[best], scheduled, passing), estimates_s[best], estimates_s)
 
 
 def choose_passing(num_new: int, num_cached: int, cp: int, shape: ModelShape, rates: Rates) -> Passing:

@@ -10,31 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cluster.spec.strategy import Strategy
+from cluster.spec.step_messages import ScheduledRequest, StepShape
 from workers.attention.runs import Run
-from workers.context_parallel.shard_lens import ShardLens
-from workers.context_parallel.shard_plan import Indices, Owner, ShardPlan, make_shard_plan
+from workers.context_parallel.shard_plan import Indices, Owner, ShardPlan
+from workers.context_parallel.step_shape import plan_shards
 from workers.device import on_device
+from workers.engine.begun_step import PreviousTokens
 from workers.expert_parallel.token_exchange import Lens
 
 _NO_PAGES = np.empty(0, dtype=np.int64)
-
-
-class BatchRow(NamedTuple):
-    """Scheduled request of a step."""
-
-    token_ids: Sequence[int]
-    """Extend tokens; at least one if the request is sampled."""
-    prefix_len: int
-    """Number of tokens already in the pages."""
-    pages: Sequence[int] | NDArray[np.int64]
-    """Pages of the request in order of position, enough for prefix and extend. Page p of a pool divided over n owners
-    is page p // n of owner p mod n.
-    """
-    sampled: bool
-    """Whether logits after the last token are needed, as they are not in earlier chunks of a prompt."""
-    scored: bool = False
-    """Whether logits after the other tokens are needed too."""
 
 
 class Sample(NamedTuple):
@@ -44,10 +28,24 @@ class Sample(NamedTuple):
     run: Run
 
 
+class StepInput(NamedTuple):
+    """Step as every rank of a CP group is given it."""
+
+    scheduled: Sequence[ScheduledRequest]
+    page_tables: Sequence[NDArray[np.int64]]
+    """Pages of each request in order of position, enough for prefix and extend. Page p of a pool divided over n owners
+    is page p // n of owner p mod n.
+    """
+    shape: StepShape
+    previous: PreviousTokens | None = None
+    """Input tokens that the previous step samples."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """Step as one rank sees it."""
 
+    shape: StepShape
     plan: ShardPlan
     cp_rank: int
     page_size: int
@@ -71,25 +69,16 @@ class StepBatch:
     """Rows of this rank's tokens that have queries, int64; None for all."""
     is_scored: bool = False
     """Whether final hidden states of all tokens are needed."""
-    shards: ShardLens | None = None
-    """Token counts of all attention shards, if there are several DP ranks."""
 
     @property
     def lens(self) -> Lens:
         """Tokens of every attention shard; None if all have the same ones."""
-        if self.shards is not None:
-            return self.shards.every
-        return None if self.plan.replicated else self.plan.lens
+        return _to_exchange(self.shape.shard_lens)
 
     @property
     def last_lens(self) -> Lens:
         """Tokens of every attention shard in the last layer, which narrows queries to sampled tokens."""
-        if self.shards is not None:
-            return self.shards.last
-        if self.is_scored:
-            return self.lens
-        counts = (sum(sample.owner.cp_rank == rank for sample in self.sampled) for rank in range(self.plan.cp))
-        return None if self.plan.replicated else tuple(counts)
+        return _to_exchange(self.shape.last_shard_lens)
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -138,8 +127,7 @@ class StepBatch:
 
 
 def build_step_batch(
-    rows: Sequence[BatchRow],
-    strategy: Strategy,
+    step: StepInput,
     *,
     cp: int,
     cp_rank: int,
@@ -147,51 +135,57 @@ def build_step_batch(
     null_slot: int,
     device: torch.device,
     owners: int = 1,
-    shards: ShardLens | None = None,
 ) -> StepBatch:
     """Build one CP rank's batch of a step; every rank of the group derives the same plan from the same requests.
 
     ``owners`` is cp if the pool is divided over the ranks, and 1 if each holds all pages.
     """
-    plan = make_shard_plan(strategy, [len(row.token_ids) for row in rows], [row.prefix_len for row in rows], cp)
-    token_ids = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, plan.num_tokens)
+    scheduled, page_tables, shape, previous = step
+    plan = plan_shards(scheduled, shape.strategy, cp)
+    token_ids = np.fromiter(chain.from_iterable(request.token_ids for request in scheduled), np.int64, plan.num_tokens)
     behind = np.array(plan.prefix_lens, dtype=np.int64) - np.array(plan.starts[:-1], dtype=np.int64)
     positions = np.repeat(behind, plan.extend_lens) + np.arange(plan.num_tokens)
-    tables = [np.asarray(row.pages, dtype=np.int64) for row in rows]
     part = cp_rank % owners
-    pages, places = _pages(plan, positions, tables, page_size), positions % page_size
-    slots = pages * page_size + places
+    pages, in_page = _pages(plan, positions, page_tables, page_size), positions % page_size
+    slots = pages * page_size + in_page
     if owners > 1:
-        slots = np.where(pages % owners == part, pages // owners * page_size + places, null_slot)
+        slots = np.where(pages % owners == part, pages // owners * page_size + in_page, null_slot)
     if not plan.replicated:
         local = plan.local(cp_rank)
         token_ids, positions = token_ids[local], positions[local]
         slots = np.append(slots, null_slot)[plan.gathered_index]
 
-    own = [_own(table, part, owners) for table in tables]
+    own = [_own(table, part, owners) for table in page_tables]
 
     def tensor(values: Indices) -> Tensor:
         return on_device(torch.from_numpy(values), device)
 
+    local_ids = tensor(token_ids)
+    if previous is not None:
+        previous.put_into(local_ids)
     return StepBatch(
+        shape=shape,
         plan=plan,
         cp_rank=cp_rank,
         page_size=page_size,
-        token_ids=tensor(token_ids),
+        token_ids=local_ids,
         positions=tensor(positions),
         slots=tensor(slots),
         slots_on_host=slots,
         page_tables=tensor(np.concatenate([_NO_PAGES, *own])).split_with_sizes([len(table) for table in own]),
-        prefix_shares=_prefix_shares(plan.prefix_lens, tables, page_size, owners),
-        sampled=_samples(plan, rows),
-        is_scored=any(row.scored for row in rows),
-        shards=shards,
+        prefix_shares=_prefix_shares(plan.prefix_lens, page_tables, page_size, owners),
+        sampled=_samples(plan, scheduled),
+        is_scored=any(request.targets for request in scheduled),
     )
 
 
-def _samples(plan: ShardPlan, rows: Sequence[BatchRow]) -> tuple[Sample, ...]:
-    sampled = [request for request, row in enumerate(rows) if row.sampled]
-    if plan.replicated and plan.num_tokens == len(plan.runs[0]) == len(rows):
+def _to_exchange(shard_lens: tuple[int, ...]) -> Lens:
+    return shard_lens if len(shard_lens) > 1 else None
+
+
+def _samples(plan: ShardPlan, scheduled: Sequence[ScheduledRequest]) -> tuple[Sample, ...]:
+    sampled = [number for number, request in enumerate(scheduled) if request.samples]
+    if plan.replicated and plan.num_tokens == len(plan.runs[0]) == len(scheduled):
         return tuple(Sample(Owner(0, request), plan.runs[0][request]) for request in sampled)
     last = [plan.prefix_lens[request] + plan.extend_lens[request] - 1 for request in sampled]
     return tuple(

@@ -18,20 +18,20 @@ from workers.engine.sampler import Draws
 from workers.parallel.collectives import Communicator
 
 
-class Followed(NamedTuple):
+class PreviousTokens(NamedTuple):
     """Tokens sampled by the previous step that this one takes as input."""
 
-    places: Tensor
+    indices: Tensor
     """Indices in the flattened batch, int64."""
     token_ids: Tensor
 
     def put_into(self, token_ids: Tensor) -> None:
         """Replace their placeholders in ``token_ids [tokens]``."""
-        token_ids[self.places] = self.token_ids
+        token_ids[self.indices] = self.token_ids
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledTokens:
     """Sampled tokens of a step; empty on a rank that samples none."""
 
     rooms: Sequence[Room] = ()
@@ -48,22 +48,26 @@ class Drawn:
         }
         return sampled | reported
 
-    def followed(self, rows: Sequence[ScheduledRequest], tp: Communicator, device: torch.device) -> Followed | None:
+    def input_of(
+        self, scheduled: Sequence[ScheduledRequest], tp: Communicator, device: torch.device
+    ) -> PreviousTokens | None:
         """Return the tokens of this step that the next one takes as input; None for none. Every TP rank calls this."""
-        if not self.rooms or not any(row.input_from_previous_step for row in rows):
+        if not self.rooms or not any(request.input_from_previous_step for request in scheduled):
             return None
         if self.draws is not None:
-            drawn = self.draws.token_ids
+            token_ids = self.draws.token_ids
         else:
-            drawn = torch.empty(len(self.rooms), dtype=torch.int64, device=device)
-        tp.broadcast(drawn, root=0)
-        sources = {room: place for place, room in enumerate(self.rooms)}
-        begins = accumulate((len(row.token_ids) for row in rows), initial=0)
+            token_ids = torch.empty(len(self.rooms), dtype=torch.int64, device=device)
+        tp.broadcast(token_ids, root=0)
+        sources = {room: index for index, room in enumerate(self.rooms)}
+        begins = accumulate((len(request.token_ids) for request in scheduled), initial=0)
         pairs = [
-            (begin, sources[row.room]) for begin, row in zip(begins, rows, strict=False) if row.input_from_previous_step
+            (begin, sources[request.room])
+            for begin, request in zip(begins, scheduled, strict=False)
+            if request.input_from_previous_step
         ]
-        places, of_rows = on_device(torch.tensor(pairs, dtype=torch.int64).T.contiguous(), device)
-        return Followed(places, drawn[of_rows])
+        indices, sampled = on_device(torch.tensor(pairs, dtype=torch.int64).T.contiguous(), device)
+        return PreviousTokens(indices, token_ids[sampled])
 
 
 class BegunStep(NamedTuple):
@@ -71,7 +75,7 @@ class BegunStep(NamedTuple):
 
     requests: Mapping[Room, KnownRequest]
     """Requests of the step as they were at its start; the next step may release some before this one ends."""
-    drawn: Drawn
+    sampled_tokens: SampledTokens
     end: Event | None = None
 
     @property
@@ -79,7 +83,7 @@ class BegunStep(NamedTuple):
         """Return whether `wait` would not block."""
         if self.end is not None:
             return bool(self.end.query())  # type: ignore[no-untyped-call]
-        return self.drawn.draws is None or self.drawn.draws.is_there
+        return self.sampled_tokens.draws is None or self.sampled_tokens.draws.is_there
 
     def wait(self) -> dict[Room, Sampled]:
         """Wait for the step and return the token of every sampled request on the sampling rank, nothing on others;
@@ -87,7 +91,7 @@ class BegunStep(NamedTuple):
 
         Afterwards all KV writes of the step are complete.
         """
-        sampled = self.drawn.wait()
+        sampled = self.sampled_tokens.wait()
         if self.end is not None:
             self.end.synchronize()
         return sampled

@@ -10,13 +10,11 @@ from workers.engine.pass_q_context import PassQContext
 from workers.memory.page_pool import PagePool
 
 
-def make_context(
-    batch: StepBatch, passing: Passing | None, pool: PagePool, backend: AttentionBackend, exchange: CpExchange
-) -> StepContext:
-    """Return the context. ``passing`` matters only if the pool is divided over ranks; None passes keys."""
+def make_context(batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> StepContext:
+    """Return the context. The step's passing matters only if the pool is divided over ranks; None passes keys."""
     kind: type[StepContext]
     if batch.is_sharded:
-        kind = PassQContext if passing is Passing.PASS_Q else PassKvContext
+        kind = PassQContext if batch.shape.passing is Passing.PASS_Q else PassKvContext
     else:
         is_hidden = exchange.group.in_background and not batch.plan.replicated
         kind = OverlappedContext if is_hidden else PagedContext

@@ -3,7 +3,6 @@
 import logging
 import sys
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from cluster.spec.decode_graphs import batch_sizes
 from cluster.spec.kv import pages_for
+from cluster.spec.step_messages import StepShape
 from cluster.spec.strategy import MoeDispatch
 from workers.attention.interface import AttentionBackend, GraphAttention, GraphShape
 from workers.attention.merge import merge
 from workers.attention.params import AttentionParams
-from workers.engine.batch import BatchRow
-from workers.engine.begun_step import Followed
+from workers.engine.batch import StepInput
 from workers.engine.capture import Capture, CaptureError
 from workers.expert_parallel.token_dispatcher import FEW_TOKENS
 from workers.expert_parallel.token_exchange import Lens
@@ -56,19 +55,18 @@ class DecodeGraphs:
             step.forget()
         self._steps.clear()
 
-    def run(self, rows: Sequence[BatchRow], followed: Followed | None = None, most_rows: int = 0) -> Tensor | None:
-        """Return final hidden states ``[rows, hidden]``, valid until the next call; None for a step to be computed.
+    def run(self, step: StepInput) -> Tensor | None:
+        """Return final hidden states ``[requests, hidden]``, valid until the next call; None for a step to be computed.
 
-        ``most_rows`` is the most of any DP rank. All DP ranks call this together, get the same answer, and schedule
-        decode tokens only.
+        All DP ranks call this together and get the same answer, since the shape is that of the whole step.
         """
-        num_rows = max(len(rows), most_rows)
-        reason = self._failure or self._misfit(rows, num_rows)
+        num_requests = max(step.shape.shard_lens)
+        reason = self._failure or self._misfit(step.shape, num_requests)
         self.counts[reason or REPLAYED] += 1
         if reason:
             return None
-        size = min(size for size in self._steps if size >= num_rows)
-        return self._steps[size].run(rows, followed)
+        size = min(size for size in self._steps if size >= num_requests)
+        return self._steps[size].run(step)
 
     def _why_not(self) -> str:
         """Return which part of a step runs through the host; empty if none does."""
@@ -115,10 +113,10 @@ class DecodeGraphs:
                 return False
         return True
 
-    def _misfit(self, rows: Sequence[BatchRow], num_rows: int) -> str:
-        if any(len(row.token_ids) != 1 or not row.sampled or row.scored for row in rows):
+    def _misfit(self, shape: StepShape, num_requests: int) -> str:
+        if not shape.is_decode:
             return "prompt tokens"
-        return "" if num_rows <= max(self._steps) else "more requests than captured"
+        return "" if num_requests <= max(self._steps) else "more requests than captured"
 
 
 class _CapturedStep:
@@ -139,28 +137,27 @@ class _CapturedStep:
             hidden: Tensor = model(token_ids, positions, context)
             return hidden
 
-        self._fill([])
+        self._fill(StepInput([], [], StepShape()))
         self._hidden, self._replay = capture(compute)
 
     def forget(self) -> None:
         self._replay = _forgotten
 
-    def run(self, rows: Sequence[BatchRow], followed: Followed | None) -> Tensor:
-        self._fill(rows)
-        if followed is not None:
-            followed.put_into(self._inputs[0])
+    def run(self, step: StepInput) -> Tensor:
+        self._fill(step)
+        if step.previous is not None:
+            step.previous.put_into(self._inputs[0])
         self._replay()
-        return self._hidden[: len(rows)]
+        return self._hidden[: len(step.scheduled)]
 
-    def _fill(self, rows: Sequence[BatchRow]) -> None:
-        pool, num_rows = self._pool, len(rows)
+    def _fill(self, step: StepInput) -> None:
+        pool, num_requests = self._pool, len(step.scheduled)
         on_host = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=self._inputs.is_cuda)
         token_ids, positions, slots, is_request = on_host.numpy()
-        is_request[:num_rows] = 1
-        token_ids[:num_rows] = [row.token_ids[0] for row in rows]
-        positions[:num_rows] = [row.prefix_len for row in rows]
-        tables = [np.asarray(row.pages, dtype=np.int64) for row in rows]
-        tables += [np.array([pool.num_pages])] * (self._size - num_rows)
+        is_request[:num_requests] = 1
+        token_ids[:num_requests] = [request.token_ids[0] for request in step.scheduled]
+        positions[:num_requests] = [request.first_position for request in step.scheduled]
+        tables = [*step.page_tables, *[np.array([pool.num_pages])] * (self._size - num_requests)]
         pages, in_page = np.divmod(positions, pool.page_size)
         slots[:] = [table[page] for table, page in zip(tables, pages.tolist(), strict=True)]
         slots *= pool.page_size

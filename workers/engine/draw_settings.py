@@ -23,7 +23,7 @@ class DrawSettings:
     def __init__(self, table: Tensor) -> None:
         """Wrap ``table [settings, num_rows]`` int64, part of which holds the bits of fp64 numbers."""
         self._table = table
-        self.places, self.keys, self.top_k = table[:_NUM_WHOLE]
+        self.indices, self.keys, self.top_k = table[:_NUM_WHOLE]
         """Columns of int64: index among the step's rows, sampling key, and number of tokens to keep, at least 1."""
         self.top_p, self.temperature, self.floor, self.rounding = table[_NUM_WHOLE:].view(torch.float64)
         """Columns of fp64: mass to keep, divisor, least score by min-p, and tolerance of equal scores."""
@@ -33,13 +33,13 @@ class DrawSettings:
         cls,
         rows: Sequence[Sampling],
         positions: Sequence[int],
-        places: Sequence[int],
+        indices: Sequence[int],
         vocab_size: int,
         device: torch.device,
     ) -> "DrawSettings":
         """Return the settings of rows with temperatures above zero; ``positions`` are output positions."""
         table = np.empty((_NUM_SETTINGS, len(rows)), np.int64)
-        table[0] = places
+        table[0] = indices
         table[1] = [key_of(row.seed, position) for row, position in zip(rows, positions, strict=True)]
         table[2] = [row.top_k or vocab_size for row in rows]
         top_p, temperature, floor, rounding = table[_NUM_WHOLE:].view(np.float64)

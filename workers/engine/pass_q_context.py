@@ -27,7 +27,6 @@ class PassQContext(StepContext):
             Run(request, prefix_len, extend_len, 1)
             for request, (prefix_len, extend_len) in enumerate(zip(plan.prefix_lens, plan.extend_lens, strict=True))
         ]
-        self.last_lens = self.lens if batch.shards is None else batch.shards.last
         self._has_prefix = any(plan.prefix_lens)
         self._prefix = backend.prepare(everything, batch.page_tables, batch.page_size, batch.prefix_share)
         device = batch.slots.device

@@ -57,7 +57,7 @@ def _measure(
     """Measure memory; graphs are captured once over the only page, since later ones need the pool's addresses."""
     pool_config = spec.config.prefill if spec.role is Role.PREFILL else spec.config.decode
     chunk_len = pool_config.chunk_tokens
-    longest = spec.longest_context(model.config.max_position_embeddings)
+    longest = spec.config.model.longest_context(model.config.max_position_embeddings)
     is_sharded = spec.ownership is KvOwnership.SHARDED
 
     def run_largest_step() -> None:

@@ -28,7 +28,7 @@ class Asked:
 
 
 def prompt_logprobs(
-    model: DecoderModel, group: Communicator, batch: StepBatch, hidden: Tensor, rows: Sequence[Asked]
+    model: DecoderModel, group: Communicator, batch: StepBatch, hidden: Tensor, asked: Sequence[Asked]
 ) -> list[list[TokenLogprobs]]:
     """Return, on the first rank of each CP group, one entry per target for every scheduled request.
 
@@ -38,16 +38,16 @@ def prompt_logprobs(
     if plan.replicated and batch.cp_rank > 0:
         return []
     targets = np.full(plan.num_tokens, -1, dtype=np.int64)
-    for start, row in zip(plan.starts, rows, strict=False):
-        targets[start : start + len(row.targets)] = row.targets
+    for start, request in zip(plan.starts, asked, strict=False):
+        targets[start : start + len(request.targets)] = request.targets
     local = on_device(torch.from_numpy(targets[plan.local(batch.cp_rank)]), hidden.device)
-    scores = join_rows(group, plan, _scores(model, hidden, local, max(row.num_top for row in rows)))
+    scores = join_rows(group, plan, _scores(model, hidden, local, max(request.num_top for request in asked)))
     if batch.cp_rank > 0:
         return []
-    ends = [(start, start + len(row.targets)) for start, row in zip(plan.starts, rows, strict=False)]
+    ends = [(start, start + len(request.targets)) for start, request in zip(plan.starts, asked, strict=False)]
     return [
-        [_token_logprobs(entry, row.num_top) for entry in scores[start:end].tolist()]
-        for (start, end), row in zip(ends, rows, strict=True)
+        [_token_logprobs(entry, request.num_top) for entry in scores[start:end].tolist()]
+        for (start, end), request in zip(ends, asked, strict=True)
     ]
 
 

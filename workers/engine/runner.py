@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from cluster.grammar import Grammars
@@ -16,11 +17,11 @@ from cluster.spec.step_messages import ScheduledRequest, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
 from workers.attention.merge import Partial, merge
-from workers.context_parallel.shard_lens import Extend, ShardLens, lens_of
+from workers.context_parallel.step_shape import dummy_request, join_shapes, make_step_shape
 from workers.device import event_on, has_kernels
 from workers.engine.attention_context import CpExchange, StepContext
-from workers.engine.batch import BatchRow, build_step_batch
-from workers.engine.begun_step import BegunStep, Drawn, Followed
+from workers.engine.batch import StepInput, build_step_batch
+from workers.engine.begun_step import BegunStep, SampledTokens
 from workers.engine.capture import Capture
 from workers.engine.contexts import make_context
 from workers.engine.gpu_memory import bytes_taken_by
@@ -81,7 +82,7 @@ class ModelRunner:
         self._cp_group = cp_group
         self._exchange = CpExchange(cp_group)
         self._pipeline = pipeline or Pipeline()
-        self._drawn = Drawn()
+        self._sampled = SampledTokens()
         """Newest step in which this rank or another of its TP ranks has sampled tokens."""
 
     @property
@@ -123,11 +124,12 @@ class ModelRunner:
     ) -> None:
         """Run a dummy prompt step in the null page; every rank of the replica calls this."""
         num_pages = pages_for(prefix_len + num_tokens, self._pool.page_size)
-        null_pages = [self._pool.num_pages * self._owners] * num_pages
-        row = BatchRow(token_ids=[0] * num_tokens, prefix_len=prefix_len, pages=null_pages, sampled=True)
+        null_pages = np.full(num_pages, self._pool.num_pages * self._owners, dtype=np.int64)
+        scheduled = [dummy_request(num_tokens, prefix_len)]
+        dp, cp = self._model.groups.parallel.dp, self._cp_group.size
+        shape = join_shapes([make_step_shape(scheduled, strategy, passing, cp)] * dp, cp)[0]
         with torch.inference_mode():
-            lens = self._dummy_lens(Extend(num_tokens, prefix_len, True), strategy, passing)
-            context, hidden = self._compute([row], strategy, passing, lens)
+            context, hidden = self._compute(StepInput(scheduled, [null_pages], shape))
             if self._pipeline.is_last:
                 self._model.logits(context.last.join_last(hidden))
 
@@ -141,12 +143,6 @@ class ModelRunner:
             logits = model.logits(hidden)
             if self.draws:
                 draw(logits, [sampling] * num_rows, range(num_rows))
-
-    def _dummy_lens(self, extend: Extend, strategy: Strategy, passing: Passing | None) -> ShardLens | None:
-        """Return token counts if all DP ranks run the same dummy step."""
-        dp = self._model.groups.parallel.dp
-        lens = lens_of([extend], strategy, passing, self._cp_group.size)
-        return ShardLens(lens.every * dp, lens.last * dp) if dp > 1 else None
 
     def capture_decode(self, most_requests: int, capture: Capture) -> None:
         """Capture decode steps of up to ``most_requests`` requests on this rank's GPU, and replay them from now on.
@@ -197,88 +193,72 @@ class ModelRunner:
         self._take_notice(plan)
         if self._peer_memory is not None:
             self._peer_memory.receive(plan.arrived)
-        has_tokens = bool(plan.scheduled) or any(plan.shard_lens)
         with torch.inference_mode(), self._pool.in_step(load, on_stored):
-            drawn = self._forward(plan) if has_tokens else Drawn()
+            sampled = self._forward(plan) if any(plan.shape.shard_lens) else SampledTokens()
         # Sampled tokens arrive after everything else.
-        end = event_on(self._model.device) if drawn.draws is None else None
-        return BegunStep({row.room: self.requests[row.room] for row in plan.scheduled}, drawn, end)
+        end = event_on(self._model.device) if sampled.draws is None else None
+        return BegunStep({request.room: self.requests[request.room] for request in plan.scheduled}, sampled, end)
 
     def _take_notice(self, plan: StepPlan) -> None:
         for room in plan.releases:
             self.requests.pop(room, None)
         for admit in plan.admits:
             self.requests[admit.room] = KnownRequest(admit)
-        for row in plan.scheduled:
-            if row.new_pages:
-                self.requests[row.room].table.extend(row.new_pages)
+        for scheduled in plan.scheduled:
+            if scheduled.new_pages:
+                self.requests[scheduled.room].table.extend(scheduled.new_pages)
 
-    def _forward(self, plan: StepPlan) -> Drawn:
-        rows = [
-            BatchRow(
-                row.token_ids, row.first_position, self.requests[row.room].table.all, row.samples, bool(row.targets)
-            )
-            for row in plan.scheduled
-        ]
-        shards = ShardLens(tuple(plan.shard_lens), tuple(plan.last_shard_lens)) if plan.shard_lens else None
-        followed = self._drawn.followed(plan.scheduled, self._model.groups.tp, self._model.device)
-        last = self._replay(plan, rows, followed)
+    def _forward(self, plan: StepPlan) -> SampledTokens:
+        page_tables = [self.requests[request.room].table.all for request in plan.scheduled]
+        previous = self._sampled.input_of(plan.scheduled, self._model.groups.tp, self._model.device)
+        step = StepInput(plan.scheduled, page_tables, plan.shape, previous)
+        last = self._replay(step, is_loading=plan.layerwise_load is not None)
         if last is None:
-            context, hidden = self._compute(rows, plan.strategy, plan.passing, shards, followed)
+            context, hidden = self._compute(step)
             if not self._pipeline.is_last:
-                return Drawn()
-            if any(row.targets for row in plan.scheduled):
+                return SampledTokens()
+            if context.batch.is_scored:
                 self._score_prompts(plan.scheduled, context, hidden)
             last = context.last.join_last(hidden)
-        sampled = [row for row in plan.scheduled if row.samples]
+        sampled = [request for request in plan.scheduled if request.samples]
         if not sampled:
             # No rank waits for others to compute logits, so when the leader's step ends, all ranks' writes have ended.
             self._model.groups.tp.all_reduce(torch.zeros(1, device=self._model.device))
         if not sampled or self._cp_group.rank > 0:
-            return Drawn()
+            return SampledTokens()
         logits = self._model.logits(last)
-        self._drawn = self._begin_sample(sampled, logits) if self.draws else Drawn([row.room for row in sampled])
-        return self._drawn
+        if self.draws:
+            self._sampled = self._begin_sample(sampled, logits)
+        else:
+            self._sampled = SampledTokens([request.room for request in sampled])
+        return self._sampled
 
-    def _replay(self, plan: StepPlan, rows: Sequence[BatchRow], followed: Followed | None) -> torch.Tensor | None:
+    def _replay(self, step: StepInput, *, is_loading: bool) -> torch.Tensor | None:
         """Return final hidden states of a captured step; None if the step must be computed."""
         reason = self.why_not_captured
-        if self._graphs is not None and plan.layerwise_load is not None:
+        if self._graphs is not None and is_loading:
             reason = "layers on their way"
-        elif self._graphs is not None and plan.shard_lens and not plan.is_decode:
-            reason = "prompt tokens"  # of any DP rank
         if reason:
             self._not_captured[reason] += 1
         if self._graphs is None or reason:
             return None
-        return self._graphs.run(rows, followed, max(plan.shard_lens, default=0))
+        return self._graphs.run(step)
 
-    def _compute(
-        self,
-        rows: Sequence[BatchRow],
-        strategy: Strategy,
-        passing: Passing | None,
-        shards: ShardLens | None,
-        followed: Followed | None = None,
-    ) -> tuple[StepContext, torch.Tensor]:
+    def _compute(self, step: StepInput) -> tuple[StepContext, torch.Tensor]:
         """Compute final hidden states ``[wanted, hidden]`` of this rank's tokens, and the context that joins them.
 
         A stage before the last has already sent its own to the next one.
         """
         batch = build_step_batch(
-            rows,
-            strategy,
+            step,
             cp=self._cp_group.size,
             cp_rank=self._cp_group.rank,
             page_size=self._pool.page_size,
             null_slot=self._pool.null_slot,
             device=self._model.device,
             owners=self._owners,
-            shards=shards,
         )
-        if followed is not None:
-            followed.put_into(batch.token_ids)
-        context = make_context(batch, passing, self._pool, self._backend, self._exchange)
+        context = make_context(batch, self._pool, self._backend, self._exchange)
         hidden = self._model(batch.token_ids, batch.positions, context, self._received(len(batch.token_ids)))
         self._pipeline.send(hidden)
         return context, hidden
@@ -291,27 +271,28 @@ class ModelRunner:
         hidden = torch.empty(num_tokens, model.config.hidden_size, dtype=model.dtype, device=model.device)
         return self._pipeline.receive(hidden)
 
-    def _score_prompts(self, rows: Sequence[ScheduledRequest], context: StepContext, hidden: torch.Tensor) -> None:
-        known = [self.requests[row.room] for row in rows]
+    def _score_prompts(self, scheduled: Sequence[ScheduledRequest], context: StepContext, hidden: torch.Tensor) -> None:
+        known = [self.requests[request.room] for request in scheduled]
         asked = [
-            Asked(row.targets, request.admit.sampling.num_prompt_logprobs or 0)
-            for row, request in zip(rows, known, strict=True)
+            Asked(request.targets, each.admit.sampling.num_prompt_logprobs or 0)
+            for request, each in zip(scheduled, known, strict=True)
         ]
         logprobs = prompt_logprobs(self._model, self._cp_group, context.batch, hidden, asked)
         if self.draws:
-            for request, of_row in zip(known, logprobs, strict=True):
-                request.prompt_logprobs += of_row
+            for request, added in zip(known, logprobs, strict=True):
+                request.prompt_logprobs += added
 
-    def _begin_sample(self, rows: Sequence[ScheduledRequest], logits: torch.Tensor) -> Drawn:
-        states = [self._sampling_state(row.room) for row in rows]
-        draws = begin_sample(logits, states, [row.output_position for row in rows])
+    def _begin_sample(self, scheduled: Sequence[ScheduledRequest], logits: torch.Tensor) -> SampledTokens:
+        states = [self._sampling_state(request.room) for request in scheduled]
+        draws = begin_sample(logits, states, [request.output_position for request in scheduled])
         logprobs: dict[Room, list[TokenLogprobs]] = {}
-        for room in (row.room for row in rows):
+        rooms = [request.room for request in scheduled]
+        for room in rooms:
             # Prompt log-probabilities are reported with the first token.
             known = self.requests[room]
             if known.prompt_logprobs:
                 logprobs[room], known.prompt_logprobs = known.prompt_logprobs, []
-        return Drawn([row.room for row in rows], draws, logprobs)
+        return SampledTokens(rooms, draws, logprobs)
 
     def _sampling_state(self, room: Room) -> SamplingState:
         known = self.requests[room]

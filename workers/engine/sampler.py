@@ -92,7 +92,7 @@ def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> 
     if len(drawn) == len(rows):
         return win_race(_weights(logits, random_rows, settings), settings.keys)
     chosen = likeliest(logits)
-    chosen[settings.places] = win_race(_weights(logits[settings.places], random_rows, settings), settings.keys)
+    chosen[settings.indices] = win_race(_weights(logits[settings.indices], random_rows, settings), settings.keys)
     return chosen
 
 

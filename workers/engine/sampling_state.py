@@ -19,21 +19,21 @@ class SamplingState:
 
     def __init__(self, admit: Admit, vocab_size: int, grammars: Grammars | None = None) -> None:
         """Build the state, waiting for its grammar to be compiled if there is one."""
-        self.sampling = row = admit.sampling
+        self.sampling = sampling = admit.sampling
         output = admit.history[admit.prompt_len :]
-        self.asks = row.looks_back or bool(row.logit_bias or row.allowed_ids or row.min_tokens)
+        self.asks = sampling.looks_back or bool(sampling.logit_bias or sampling.allowed_ids or sampling.min_tokens)
         """Whether logits may have to be changed."""
         self._vocab_size = vocab_size
-        self._tokens = list(admit.history) if row.bad_words else []
-        self._bias = _shifts_of(row.logit_bias)
-        self.allowed = np.array(sorted(row.allowed_ids), dtype=np.int64)
+        self._tokens = list(admit.history) if sampling.bad_words else []
+        self._bias = _shifts_of(sampling.logit_bias)
+        self.allowed = np.array(sorted(sampling.allowed_ids), dtype=np.int64)
         """Set of tokens that can be sampled, sorted; empty means all."""
         self.counts: TokenCounts | None = None
         """Token counts, if there are penalties."""
-        if row.has_penalties:
-            prompt = admit.history[: admit.prompt_len] if row.repetition_penalty != 1 else []
+        if sampling.has_penalties:
+            prompt = admit.history[: admit.prompt_len] if sampling.repetition_penalty != 1 else []
             self.counts = TokenCounts(prompt, output)
-        self.grammar = GrammarState(grammars, row, output, vocab_size) if row.grammar else None
+        self.grammar = GrammarState(grammars, sampling, output, vocab_size) if sampling.grammar else None
 
     def shifts(self, position: int) -> Shifts:
         """Return bias and bans at this output position."""

@@ -13,25 +13,25 @@ class TokenCounts:
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         counts = Counter(output)
         counts.update(dict.fromkeys(prompt, 0))
-        self._places = {token_id: place for place, token_id in enumerate(counts)}
+        self._indices = {token_id: index for index, token_id in enumerate(counts)}
         self._ids = np.fromiter(counts.keys(), dtype=np.int64)
         self._counts = np.fromiter(counts.values(), dtype=np.float32)
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        return self._ids[: len(self._places)]
+        return self._ids[: len(self._indices)]
 
     @property
     def counts(self) -> NDArray[np.float32]:
         """Return each token's count in the output."""
-        return self._counts[: len(self._places)]
+        return self._counts[: len(self._indices)]
 
     def add(self, token_id: int) -> None:
         """Count one more output token."""
-        place = self._places.setdefault(token_id, len(self._places))
-        if place == len(self._ids):
+        index = self._indices.setdefault(token_id, len(self._indices))
+        if index == len(self._ids):
             room = np.zeros(max(len(self._ids), 64), dtype=np.int64)
             self._ids = np.concatenate([self._ids, room])
             self._counts = np.concatenate([self._counts, room.astype(np.float32)])
-        self._ids[place] = token_id
-        self._counts[place] += 1
+        self._ids[index] = token_id
+        self._counts[index] += 1

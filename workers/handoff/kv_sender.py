@@ -104,10 +104,10 @@ class KvSender:
             return  # not loaded yet
         admits = {admit.room: admit for admit in plan.admits if self._is_sent(admit)}
         with self._lock:
-            for row in plan.scheduled:
-                if row.room in admits and row.first_position:
-                    session = self._session(admits[row.room])
-                    if pairs := session.advance(row.new_pages, row.first_position):
+            for scheduled in plan.scheduled:
+                if scheduled.room in admits and scheduled.first_position:
+                    session = self._session(admits[scheduled.room])
+                    if pairs := session.advance(scheduled.new_pages, scheduled.first_position):
                         self._writer.send(self._job(session, pairs))
 
     def during_step(self, plan: StepPlan, requests: Mapping[Room, Known]) -> Callable[[int], None] | None:
@@ -123,9 +123,9 @@ class KvSender:
         if layer + 1 not in self._early_ends:
             return
         with self._lock:
-            for row in plan.scheduled:
-                known = requests[row.room]
-                if self._is_sent(known.admit) and _ends_prompt(row, known.admit):
+            for scheduled in plan.scheduled:
+                known = requests[scheduled.room]
+                if self._is_sent(known.admit) and _ends_prompt(scheduled, known.admit):
                     session = self._session(known.admit)
                     if pairs := session.rest(known.pages):
                         self._writer.send(self._job(session, pairs, layer + 1))
@@ -133,11 +133,11 @@ class KvSender:
     def after_step(self, plan: StepPlan, requests: Mapping[Room, Known]) -> None:
         """Send the pages that this step completed, or what of them was not sent yet."""
         with self._lock:
-            for row in plan.scheduled:
-                known = requests[row.room]
+            for scheduled in plan.scheduled:
+                known = requests[scheduled.room]
                 if self._is_sent(known.admit):
                     session = self._session(known.admit)
-                    pairs = session.advance(known.pages, row.first_position + len(row.token_ids))
+                    pairs = session.advance(known.pages, scheduled.first_position + len(scheduled.token_ids))
                     if pairs:
                         self._writer.send(self._job(session, pairs))
                     self._end_if_over(session)
@@ -305,8 +305,8 @@ class KvSender:
         send_if_heard(self._outbox, self._prefill.address, session.report())
 
 
-def _ends_prompt(row: ScheduledRequest, admit: Admit) -> bool:
-    return admit.target is not None and row.first_position + len(row.token_ids) == admit.target.num_tokens
+def _ends_prompt(scheduled: ScheduledRequest, admit: Admit) -> bool:
+    return admit.target is not None and scheduled.first_position + len(scheduled.token_ids) == admit.target.num_tokens
 
 
 def _writes(parts: Sequence[_Part]) -> list[Write]:

@@ -23,7 +23,7 @@ from cluster.spec.tiers import CachedTokens
 from cluster.spec.transfer_messages import Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
-from workers.context_parallel.shard_lens import idle_plan
+from workers.context_parallel.step_shape import idle_plan
 from workers.hicache.tiers import Tiers
 from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState, receiver_session

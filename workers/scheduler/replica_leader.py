@@ -17,7 +17,7 @@ from cluster.spec.step_messages import StepPlan, StepResult, StepWork
 from cluster.spec.strategy import DpPolicy
 from cluster.spec.tiers import TierJobResult, joined
 from cluster.spec.transfer_messages import Ticket
-from workers.context_parallel.shard_lens import idle_plan, with_shard_lens
+from workers.context_parallel.step_shape import idle_plan, join_shapes
 from workers.scheduler.leader import Leader
 
 _REMEMBERED_ROOMS = 100_000
@@ -126,7 +126,11 @@ class ReplicaLeader:
                 under_way.append(plan)
         if not any(plans):
             return []
-        return with_shard_lens([plan or idle_plan() for plan in plans], self._sizes.cp)
+        step = [plan or idle_plan() for plan in plans]
+        if len(step) == 1:
+            return step
+        shapes = join_shapes([plan.shape for plan in step], self._sizes.cp)
+        return [replace(plan, shape=shape) for plan, shape in zip(step, shapes, strict=True)]
 
     def commit(self, dp_rank: int, sampled: Mapping[Room, Sampled], now_s: float) -> None:
         """Apply the outcome of a DP rank's oldest step under way."""

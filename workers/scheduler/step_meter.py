@@ -17,11 +17,11 @@ class StepMeter:
         """Count a computed step; ``seconds`` are those of the leader's own rank."""
         if plan.estimate_s is None:
             return
-        way = plan.strategy, plan.passing
-        before = self._by_way.get(way, StepTimes(strategy=plan.strategy, passing=plan.passing))
+        way = plan.shape.strategy, plan.shape.passing
+        before = self._by_way.get(way, StepTimes(strategy=plan.shape.strategy, passing=plan.shape.passing))
         self._by_way[way] = StepTimes(
-            strategy=plan.strategy,
-            passing=plan.passing,
+            strategy=plan.shape.strategy,
+            passing=plan.shape.passing,
             num_steps=before.num_steps + 1,
             num_tokens=before.num_tokens + sum(len(request.token_ids) for request in plan.scheduled),
             total_s=before.total_s + seconds,

@@ -7,6 +7,8 @@ rank. ``holders`` knows who has pages, ``turns`` the ranking.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
@@ -32,9 +34,9 @@ class StepLimits:
     """Part of a step's time that belongs to the oldest sequences: a long prompt takes four times as long at most."""
     depth: int = 1
     """Most steps under way at once, if pipeline stages each compute another."""
-    most_seen: int | None = None
-    """Most tokens including prefixes, where ranks pass all of them on: bounds a step's memory by that of one long
-    prompt.
+    max_context_tokens: int | None = None
+    """Most tokens of a step including prefixes, where ranks pass all of them on: bounds a step's memory by that of one
+    long prompt.
     """
     runs_ahead: bool = False
     """Whether a step may use tokens that the previous one, still under way, has yet to sample; ``depth`` is 2 then."""
@@ -142,7 +144,7 @@ class StepScheduler:
         if self.num_under_way == self._limits.depth:
             return None
         limits = self._limits
-        budget = Budget(limits.chunk_tokens, limits.max_requests, self._chunk, limits.most_seen)
+        budget = Budget(limits.chunk_tokens, limits.max_requests, self._chunk, limits.max_context_tokens)
         self._schedule_streams(budget)
         candidates = self._find_candidates(budget)
         self._schedule_oldest(candidates, budget)
@@ -231,7 +233,7 @@ class StepScheduler:
     def _oldest_share(self) -> float:
         """Return the share of this step; if prompts may not fit together, the oldest get theirs every other step."""
         share = self._limits.oldest_share
-        if self._limits.most_seen is None:
+        if self._limits.max_context_tokens is None:
             return share
         return max(2 * share - 1, 0.0) if self._step % 2 else min(2 * share, 1.0)
 
@@ -268,18 +270,15 @@ class StepScheduler:
         if self._runs_ahead:
             for sequence, request in zip(running, scheduled, strict=True):
                 sequence.kv.num_pending_samples += request.samples
-        choice = self._choose(
-            [len(request.token_ids) for request in scheduled], [request.first_position for request in scheduled]
-        )
+        choice, load = self._choose(scheduled), self._holders.take_layerwise_load()
         return StepPlan(
             step=self._step,
-            strategy=choice.strategy,
+            shape=choice.shape if load is None else replace(choice.shape, is_decode=False),
             admits=admits,
             scheduled=scheduled,
             releases=self._holders.take_releases(),
             estimate_s=choice.estimate_s,
-            passing=choice.passing,
-            layerwise_load=self._holders.take_layerwise_load(),
+            layerwise_load=load,
         )
 
     @property

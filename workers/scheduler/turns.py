@@ -53,13 +53,13 @@ def turn(
 class Budget:
     """Tokens, time and requests of one step, granted request by request."""
 
-    def __init__(self, num_tokens: int, max_requests: int, chunk: Chunk, most_seen: int | None = None) -> None:
+    def __init__(self, num_tokens: int, max_requests: int, chunk: Chunk, max_context_tokens: int | None = None) -> None:
         """Build a budget; a request uses the part of the step's time that its tokens are of their ``chunk``.
 
-        ``most_seen``: tokens of all requests and of what is before them, where there are several.
+        ``max_context_tokens``: most tokens of all requests including their prefixes, where there are several.
         """
         self._num_left = num_tokens
-        self._seen_left = most_seen
+        self._context_left = max_context_tokens
         self._time_left = 1.0
         self._max_requests = max_requests
         self._chunk = chunk
@@ -93,11 +93,11 @@ class Budget:
     def _add(self, room: Room, prefix_len: int, count: int, chunk: int) -> None:
         count = min(count, self._num_left)
         before = 0 if room in self.granted else prefix_len
-        if self._seen_left is not None and self.granted:
-            count = min(count, self._seen_left - before)
+        if self._context_left is not None and self.granted:
+            count = min(count, self._context_left - before)
         if count > 0 and self.is_open(room):
-            if self._seen_left is not None:
-                self._seen_left -= before + count
+            if self._context_left is not None:
+                self._context_left -= before + count
             self._num_left -= count
             self._time_left = max(0.0, self._time_left - count / chunk)
             self.granted[room] = self.granted.get(room, 0) + count

@@ -79,6 +79,6 @@ def _facts(plan: StepPlan) -> dict[str, int | float | str]:
         "requests": len(plan.scheduled),
         "tokens": sum(len(row.token_ids) for row in plan.scheduled),
         "tokens before": sum(row.first_position for row in plan.scheduled),
-        "strategy": plan.strategy.value,
-        **({"passing": plan.passing.value} if plan.passing else {}),
+        "strategy": plan.shape.strategy.value,
+        **({"passing": plan.shape.passing.value} if plan.shape.passing else {}),
     }

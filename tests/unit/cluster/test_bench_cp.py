@@ -10,6 +10,7 @@ from cluster.bench.cp import CpBench, CpResult, summarize
 from cluster.cli.main import app
 from cluster.machine_memory import MachineMemory
 from cluster.spec.errors import UserError
+from cluster.spec.step_messages import StepShape
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from workers.bench.results import StepLens, StepTime, Way
 from workers.context_parallel.cost_model import Choice
@@ -90,7 +91,7 @@ def test_one_rank_comes_first_and_once_and_passings_belong_to_the_ring() -> None
 
 
 def test_the_slowest_rank_sets_the_time_and_the_busiest_the_exposed_share() -> None:
-    choice = Choice(Strategy.ZIGZAG, 1.5, {Strategy.ZIGZAG: 1.5}, Passing.PASS_Q)
+    choice = Choice(StepShape(strategy=Strategy.ZIGZAG, passing=Passing.PASS_Q), 1.5, {Strategy.ZIGZAG: 1.5})
     way = Way(cp=2, mode=CpMode.RING, strategy=StrategySetting.AUTO, passing=PassingSetting.AUTO)
     alone = [[_time(3.0, 0.0)], [_time(6.0, 0.0)], [_time(5.0, 0.0)]]
     rounds = [

@@ -12,6 +12,7 @@ from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import Scenario, ScenarioRun, check_scenario
 from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool
+from tests.fakes.steps import Request, step_of
 from tests.fakes.thread_group import on_thread_ranks
 from workers import device
 from workers.attention.runs import Run
@@ -22,27 +23,27 @@ from workers.context_parallel.shard_plan import Owner, make_shard_plan
 from workers.engine import batch as batch_module
 from workers.engine import pass_q_context
 from workers.engine.attention_context import CpExchange
-from workers.engine.batch import BatchRow, StepBatch, build_step_batch
+from workers.engine.batch import StepBatch, build_step_batch
 from workers.engine.contexts import make_context
 from workers.memory import page_pool
 from workers.parallel.collectives import Communicator
 
 
-def build(rows: list[BatchRow], strategy: Strategy, cp: int, cp_rank: int) -> StepBatch:
+def build(requests: list[Request], strategy: Strategy, cp: int, cp_rank: int) -> StepBatch:
     return build_step_batch(
-        rows, strategy, cp=cp, cp_rank=cp_rank, page_size=4, null_slot=40, device=torch.device("cpu")
+        step_of(requests, strategy, cp), cp=cp, cp_rank=cp_rank, page_size=4, null_slot=40, device=torch.device("cpu")
     )
 
 
-ROWS = [
-    BatchRow([11, 12, 13, 14, 15], 6, [7, 3, 9], sampled=True),
-    BatchRow([21], 0, [5], sampled=False),
-    BatchRow([31], 3, [1], sampled=True),
+REQUESTS = [
+    Request([11, 12, 13, 14, 15], 6, [7, 3, 9], samples=True),
+    Request([21], 0, [5], samples=False),
+    Request([31], 3, [1], samples=True),
 ]
 
 
 def test_a_batch_by_hand() -> None:
-    batch = build(ROWS, Strategy.ZIGZAG, 2, 0)
+    batch = build(REQUESTS, Strategy.ZIGZAG, 2, 0)
     assert batch.token_ids.tolist() == [11, 12, 15, 21, 31]
     assert batch.positions.tolist() == [6, 7, 10, 0, 3]
     assert batch.slots.tolist() == [14, 15, 38, 20, 7, 36, 37, 40, 40, 40]
@@ -51,7 +52,7 @@ def test_a_batch_by_hand() -> None:
 
 
 def test_a_narrowed_batch_has_queries_of_sampled_tokens_alone() -> None:
-    first, second = (build(ROWS, Strategy.ZIGZAG, 2, rank).narrowed() for rank in (0, 1))
+    first, second = (build(REQUESTS, Strategy.ZIGZAG, 2, rank).narrowed() for rank in (0, 1))
     assert first.wanted is not None
     assert first.wanted.tolist() == [2, 4]
     assert first.runs == (Run(0, 10, 1, 1), Run(2, 3, 1, 1))
@@ -61,13 +62,13 @@ def test_a_narrowed_batch_has_queries_of_sampled_tokens_alone() -> None:
 
 
 def test_a_batch_whose_tokens_are_all_sampled_stays_as_it_is() -> None:
-    rows = [BatchRow([31], 3, [1], sampled=True), BatchRow([41], 0, [2], sampled=True)]
-    batch = build(rows, Strategy.NONE, 2, 1)
+    requests = [Request([31], 3, [1], samples=True), Request([41], 0, [2], samples=True)]
+    batch = build(requests, Strategy.NONE, 2, 1)
     assert batch.narrowed() is batch
 
 
 def test_ranks_agree_on_everything_but_their_share() -> None:
-    first, second = build(ROWS, Strategy.INTERLEAVE, 2, 0), build(ROWS, Strategy.INTERLEAVE, 2, 1)
+    first, second = build(REQUESTS, Strategy.INTERLEAVE, 2, 0), build(REQUESTS, Strategy.INTERLEAVE, 2, 1)
     assert first.plan == second.plan
     assert first.sampled == second.sampled
     assert torch.equal(first.slots, second.slots)
@@ -81,7 +82,7 @@ def test_no_rows_make_an_empty_batch() -> None:
 
 def test_too_few_pages_are_our_own_bug() -> None:
     with pytest.raises(AssertionError, match="request 0 has 1 pages and needs 2"):
-        build([BatchRow([1, 2], 3, [0], sampled=True)], Strategy.NONE, 1, 0)
+        build([Request([1, 2], 3, [0], samples=True)], Strategy.NONE, 1, 0)
 
 
 scenarios = st.integers(1, 4).flatmap(
@@ -116,8 +117,7 @@ def test_a_gpu_is_not_waited_for_in_a_step(
     exchange, meta = CpExchange(Communicator("cp", 1, 2, backend)), torch.device("meta")
     pool = kv_pool(10, 2, 2, 4, 8, torch.float32, device=meta)
     batch = build_step_batch(
-        [ROWS[0]._replace(pages=[7, 3, 8]), *ROWS[1:]],
-        strategy,
+        step_of([REQUESTS[0]._replace(pages=[7, 3, 8]), *REQUESTS[1:]], strategy, 2, passing),
         cp=2,
         cp_rank=1,
         page_size=4,
@@ -125,7 +125,7 @@ def test_a_gpu_is_not_waited_for_in_a_step(
         device=meta,
         owners=1 if passing is None else 2,
     )
-    context = make_context(batch, passing, pool, TorchAttention(), exchange)
+    context = make_context(batch, pool, TorchAttention(), exchange)
     q, kv = (torch.empty(len(batch.token_ids), heads, 8, device="meta") for heads in (4, 2))
     context.put(0, kv, kv)
     out = context.attend(0, q, params_for(q))

@@ -9,11 +9,11 @@ from torch import Tensor
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
-from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.kv import kv_pool
 from tests.fakes.thread_group import on_thread_ranks
 from workers.attention.torch_backend import TorchAttention
+from workers.context_parallel.step_shape import make_step_shape
 from workers.engine import runner as runner_module
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
@@ -47,7 +47,7 @@ def plan_of(*, samples: bool) -> StepPlan:
     row = ScheduledRequest(
         room=Room(1), first_position=0, token_ids=[1, 2, 3], new_pages=[0], samples=samples, output_position=0
     )
-    return StepPlan(step=1, strategy=Strategy.NONE, admits=[admit], scheduled=[row], releases=[])
+    return StepPlan(step=1, shape=make_step_shape([row]), admits=[admit], scheduled=[row], releases=[])
 
 
 @pytest.mark.parametrize("samples", [True, False])

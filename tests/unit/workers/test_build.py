@@ -98,12 +98,12 @@ def ticket(room: Room, prompt_len: int) -> Ticket:
 
 @pytest.mark.parametrize("setting", [setting for setting in StrategySetting if setting is not StrategySetting.AUTO])
 def test_a_forced_strategy_is_that_of_every_step(setting: StrategySetting) -> None:
-    assert [plan_of(prompt_len, strategy=setting).strategy for prompt_len in (1, 64)] == [setting.value] * 2
+    assert [plan_of(prompt_len, strategy=setting).shape.strategy for prompt_len in (1, 64)] == [setting.value] * 2
 
 
 @pytest.mark.parametrize("prefill", [{}, {"strategy": "auto"}])
 def test_auto_divides_what_gains_by_it_and_nothing_else(prefill: dict[str, str]) -> None:
-    short, long = (plan_of(prompt_len, **prefill).strategy for prompt_len in (1, 64))
+    short, long = (plan_of(prompt_len, **prefill).shape.strategy for prompt_len in (1, 64))
     assert short is Strategy.NONE
     assert long in (Strategy.CONTIGUOUS, Strategy.ZIGZAG, Strategy.INTERLEAVE)
 
@@ -117,7 +117,7 @@ def test_auto_divides_what_gains_by_it_and_nothing_else(prefill: dict[str, str])
     ],
 )
 def test_mode_and_passing_are_those_of_the_file(mode: CpMode, passing: PassingSetting, planned: Passing | None) -> None:
-    assert plan_of(64, strategy=StrategySetting.ZIGZAG, mode=mode, passing=passing).passing is planned
+    assert plan_of(64, strategy=StrategySetting.ZIGZAG, mode=mode, passing=passing).shape.passing is planned
 
 
 @pytest.mark.parametrize(("mode", "num_tokens"), [(CpMode.GATHER, 120), (CpMode.RING, LONGEST)])

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
+from tests.fakes.steps import requests_of
 from workers.attention.runs import Run
 from workers.context_parallel import cost_model
 from workers.context_parallel.cost_model import (
@@ -15,11 +16,12 @@ from workers.context_parallel.cost_model import (
     StrategyChooser,
     choose,
     choose_passing,
-    fixed,
+    undivided,
 )
 from workers.context_parallel.estimate import TILE, attended_pairs, computed_pairs, estimate_step_s
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.context_parallel.shard_plan import ShardPlan, make_shard_plan
+from workers.context_parallel.step_shape import make_step_shape
 
 SHAPE = ModelShape(
     num_layers=8, linear_flops=6_300_000, kv_flops=524_288, attention_flops=2048, kv_row_bytes=1024, q_row_bytes=1024
@@ -109,9 +111,9 @@ def test_a_slower_part_never_makes_a_step_faster(
 
 @given(st.integers(4096, 200_000), st.integers(0, 4096), st.integers(2, 8))
 def test_contiguous_is_worse_than_zigzag_for_long_prompts(length: int, prefix: int, cp: int) -> None:
-    choice = choose([length], [prefix], cp, SHAPE, RATES)
+    choice = choose(requests_of([length], [prefix]), cp, SHAPE, RATES)
     assert choice.estimates_s[Strategy.CONTIGUOUS] > choice.estimates_s[Strategy.ZIGZAG]
-    assert choice.strategy in (Strategy.ZIGZAG, Strategy.INTERLEAVE)
+    assert choice.shape.strategy in (Strategy.ZIGZAG, Strategy.INTERLEAVE)
     assert choice.estimates_s[Strategy.ZIGZAG] < choice.estimates_s[Strategy.NONE] * 1.5 / cp
 
 
@@ -126,15 +128,15 @@ def test_attention_alone_puts_contiguous_where_its_formula_does() -> None:
 
 @given(st.integers(1, 4), st.integers(2, 8))
 def test_none_is_best_for_very_short_prompts(length: int, cp: int) -> None:
-    assert choose([length], [0], cp, SHAPE, RATES).strategy is Strategy.NONE
+    assert choose(requests_of([length], [0]), cp, SHAPE, RATES).shape.strategy is Strategy.NONE
 
 
 @given(LENS, st.integers(1, 8))
 def test_an_automatic_choice_is_never_slower_than_no_division(lens: list[tuple[int, int]], cp: int) -> None:
-    choice = choose([extend for extend, _ in lens], [prefix for _, prefix in lens], cp, SHAPE, RATES)
+    choice = choose(requests_of([extend for extend, _ in lens], [prefix for _, prefix in lens]), cp, SHAPE, RATES)
     undivided_s = choice.estimates_s[Strategy.NONE]
-    assert choice.estimate_s == choice.estimates_s[choice.strategy] <= undivided_s
-    assert choice.strategy is Strategy.NONE or choice.estimate_s <= undivided_s * (1 - MIN_GAIN)
+    assert choice.estimate_s == choice.estimates_s[choice.shape.strategy] <= undivided_s
+    assert choice.shape.strategy is Strategy.NONE or choice.estimate_s <= undivided_s * (1 - MIN_GAIN)
     assert choice.estimate_s <= min(choice.estimates_s.values()) / (1 - MIN_GAIN)
 
 
@@ -144,28 +146,28 @@ def test_an_exchange_must_save_two_percent(monkeypatch: pytest.MonkeyPatch, divi
         return 1.0 if plan.replicated else divided_s
 
     monkeypatch.setattr(cost_model, "estimate_step_s", estimate_s)
-    assert choose([100], [0], 2, SHAPE, RATES, (Strategy.NONE, Strategy.ZIGZAG)).strategy is chosen
+    assert choose(requests_of([100], [0]), 2, SHAPE, RATES, (Strategy.NONE, Strategy.ZIGZAG)).shape.strategy is chosen
 
 
 @given(st.sampled_from(StrategySetting), LENS)
 def test_one_rank_never_divides(setting: StrategySetting, lens: list[tuple[int, int]]) -> None:
     chooser = StrategyChooser(setting=setting, cp=1, shape=SHAPE, rates=RATES)
-    choice = chooser([extend for extend, _ in lens], [prefix for _, prefix in lens])
-    assert (choice.strategy, list(choice.estimates_s)) == (Strategy.NONE, [Strategy.NONE])
+    choice = chooser(requests_of([extend for extend, _ in lens], [prefix for _, prefix in lens]))
+    assert (choice.shape.strategy, list(choice.estimates_s)) == (Strategy.NONE, [Strategy.NONE])
 
 
 @pytest.mark.parametrize("strategy", Strategy)
 def test_a_forced_strategy_is_obeyed_and_estimated(strategy: Strategy) -> None:
     chooser = StrategyChooser(setting=StrategySetting(strategy.value), cp=3, shape=SHAPE, rates=RATES)
-    choice = chooser([1, 9000], [0, 7])
-    assert choice.strategy is strategy
+    choice = chooser(requests_of([1, 9000], [0, 7]))
+    assert choice.shape.strategy is strategy
     assert choice.estimate_s == estimate(strategy, [1, 9000], [0, 7], 3)
 
 
 def test_many_equal_requests_need_not_be_cut() -> None:
     """Two runs of each request on each rank cost more than they balance."""
-    choice = choose([64] * 64, [0] * 64, 4, SHAPE, RATES)
-    assert choice.strategy is Strategy.WHOLE_REQUEST
+    choice = choose(requests_of([64] * 64, [0] * 64), 4, SHAPE, RATES)
+    assert choice.shape.strategy is Strategy.WHOLE_REQUEST
 
 
 def test_every_strategy_can_be_asked_for() -> None:
@@ -173,8 +175,9 @@ def test_every_strategy_can_be_asked_for() -> None:
     assert [setting.candidates for setting in StrategySetting][1:] == [(strategy,) for strategy in Strategy]
 
 
-def test_a_fixed_choice_has_no_estimate() -> None:
-    assert fixed(Strategy.ZIGZAG)([5], [0]) == Choice(Strategy.ZIGZAG, None, {})
+def test_an_undivided_step_has_no_estimate() -> None:
+    scheduled = requests_of([5], [0])
+    assert undivided(scheduled) == Choice(make_step_shape(scheduled), None, {})
 
 
 @pytest.mark.parametrize("passing", [None, *Passing])
@@ -227,7 +230,7 @@ def test_the_rule_tells_where_an_exchange_hides_and_the_estimates_where_it_does_
 ) -> None:
     def chosen(rates: Rates) -> Passing | None:
         chooser = StrategyChooser(setting=StrategySetting.ZIGZAG, cp=4, shape=SHAPE, rates=rates, mode=CpMode.RING)
-        return chooser([num_new], [num_cached]).passing
+        return chooser(requests_of([num_new], [num_cached])).shape.passing
 
     assert chosen(dataclasses.replace(RATES, hidden_share=0.5)) is by_rule
     assert chosen(dataclasses.replace(RATES, hidden_share=0.0)) is by_estimate
@@ -239,7 +242,7 @@ def test_a_passing_is_named_in_ring_mode_alone(setting: PassingSetting) -> None:
         chooser = StrategyChooser(
             setting=StrategySetting.AUTO, cp=cp, shape=SHAPE, rates=rates, mode=mode, passing=setting
         )
-        return chooser([5], [5000]).passing
+        return chooser(requests_of([5], [5000])).shape.passing
 
     assert chosen(CpMode.GATHER, 4) is chosen(CpMode.RING, 1) is None
     if setting is PassingSetting.AUTO:

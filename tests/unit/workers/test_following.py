@@ -10,11 +10,10 @@ from unittest.mock import patch
 import pytest
 
 from cluster.spec.messages import Message
-from cluster.spec.step_messages import Shutdown, StepPlan
-from cluster.spec.strategy import Strategy
+from cluster.spec.step_messages import Shutdown, StepPlan, StepShape
 from cluster.spec.tiers import TierJob, TierJobKind
 from workers import worker as worker_module
-from workers.engine.begun_step import BegunStep, Drawn
+from workers.engine.begun_step import BegunStep, SampledTokens
 from workers.loop import leader_link
 from workers.loop.leader_link import RemoteLeader
 from workers.loop.rank_steps import PATIENCE_S, RankSteps
@@ -38,7 +37,7 @@ class Rank:
     def begin(self, plan: StepPlan, *_: object) -> BegunStep:
         self.calls.append(("begin", plan.step))
         end: Any = SimpleNamespace(query=lambda: plan.step in self.over, synchronize=lambda: self._wait(plan.step))
-        return BegunStep({}, Drawn(), end)
+        return BegunStep({}, SampledTokens(), end)
 
     def _wait(self, step: int) -> None:
         self.calls.append(("wait", step))
@@ -67,7 +66,7 @@ class Rank:
 
 
 def plan_of(step: int) -> StepPlan:
-    return StepPlan(step=step, strategy=Strategy.NONE, admits=[], scheduled=[], releases=[])
+    return StepPlan(step=step, shape=StepShape(), admits=[], scheduled=[], releases=[])
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,11 @@ from cluster.spec.ids import Room
 from cluster.spec.registry import Endpoint, KvOwnership
 from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.step_messages import StepPlan
-from cluster.spec.strategy import Strategy
 from cluster.spec.tiers import CachedTokens, TierJob, TierJobKind, TierJobResult
 from tests.fakes.tier_world import PAGE_SIZE, rows_of
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
-from workers.context_parallel.cost_model import fixed
+from workers.context_parallel.cost_model import undivided
 from workers.hicache.tiers import Tiers
 from workers.scheduler.sequence import RequestParams, Sequence
 from workers.scheduler.steps import StepLimits, StepScheduler
@@ -44,7 +43,7 @@ class Prefill:
         rows = [msgspec.structs.replace(row, host_endpoint=endpoint) for row in rows_of(cp, ownership)]
         self.tiers = Tiers(HicacheConfig(), tree, 24, rows)
         limits = StepLimits(PAGE_SIZE, chunk_tokens, 8, depth=depth)
-        self.steps = StepScheduler(self.allocator, limits, fixed(Strategy.NONE), tiers=self.tiers)
+        self.steps = StepScheduler(self.allocator, limits, undivided, tiers=self.tiers)
         self._num_added = 0
         self._last_owner = num_owners - 1
 

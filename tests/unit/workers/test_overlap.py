@@ -9,6 +9,7 @@ from torch import Tensor
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool
+from tests.fakes.steps import Request, step_of
 from tests.fakes.thread_group import Done
 from workers.attention.interface import AttentionBackend, GraphShape, RowAttention, StepAttention
 from workers.attention.merge import Partial
@@ -16,7 +17,7 @@ from workers.attention.params import AttentionParams
 from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
 from workers.engine.attention_context import CpExchange, StepContext
-from workers.engine.batch import BatchRow, build_step_batch
+from workers.engine.batch import build_step_batch
 from workers.engine.contexts import make_context
 from workers.layers.attention import Attention
 from workers.layers.rotary import RotaryEmbedding
@@ -109,8 +110,7 @@ def context_of(
     num_pages = (PREFIX_LEN + NEW_LEN) // PAGE_SIZE
     pool = kv_pool(cp * num_pages, HEADS, 1, PAGE_SIZE, DIM, torch.float32)
     batch = build_step_batch(
-        [BatchRow(range(NEW_LEN), PREFIX_LEN, range(num_pages), sampled=True)],
-        Strategy.CONTIGUOUS,
+        step_of([Request(range(NEW_LEN), PREFIX_LEN, range(num_pages))], Strategy.CONTIGUOUS, cp, passing),
         cp=cp,
         cp_rank=cp - 1,
         page_size=PAGE_SIZE,
@@ -120,7 +120,7 @@ def context_of(
     )
     group = Communicator("silent", cp - 1, cp, SilentPeers(events, in_background=in_background))
     backend: AttentionBackend = NotedAttention(events)
-    return make_context(batch, passing, pool, backend, CpExchange(group))
+    return make_context(batch, pool, backend, CpExchange(group))
 
 
 def one_layer(context: StepContext) -> None:

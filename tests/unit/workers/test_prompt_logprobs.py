@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.spec.strategy import Strategy
+from tests.fakes.steps import Request, step_of
 from workers.engine import prompt_logprobs as module
-from workers.engine.batch import BatchRow, build_step_batch
+from workers.engine.batch import build_step_batch
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.parallel.collectives import Communicator
 
@@ -34,8 +34,7 @@ def test_each_target_is_scored_by_the_token_before_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "_MAX_LOGITS", rows_at_once * VOCAB_SIZE)
     lens = [4, 2, 3]
     batch = build_step_batch(
-        [BatchRow([0] * length, 0, [row], sampled=True) for row, length in enumerate(lens)],
-        Strategy.NONE,
+        step_of([Request([0] * length, 0, [page]) for page, length in enumerate(lens)]),
         cp=1,
         cp_rank=0,
         page_size=4,

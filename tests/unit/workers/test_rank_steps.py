@@ -8,8 +8,7 @@ import pytest
 
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled
-from cluster.spec.step_messages import StepPlan
-from cluster.spec.strategy import Strategy
+from cluster.spec.step_messages import StepPlan, StepShape
 from cluster.spec.tiers import TierJob, TierJobKind
 from workers.loop.rank_steps import RankSteps
 from workers.loop.watch import BETWEEN_STEPS, Heartbeat
@@ -69,7 +68,7 @@ class FakeParts:
 
 
 def plan_of(step: int, fill: TierJob | None = None) -> StepPlan:
-    return StepPlan(step=step, strategy=Strategy.NONE, admits=[], scheduled=[], releases=[], layerwise_load=fill)
+    return StepPlan(step=step, shape=StepShape(), admits=[], scheduled=[], releases=[], layerwise_load=fill)
 
 
 @pytest.fixture

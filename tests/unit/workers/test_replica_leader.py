@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cluster.spec.ids import Incarnation, ReplicaId, Room
@@ -15,14 +13,13 @@ from cluster.spec.peer import Peer
 from cluster.spec.registry import RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.step_messages import ScheduledRequest, StepPlan, StepResult
-from cluster.spec.strategy import DpPolicy, Passing, Strategy
-from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult, TierState
+from cluster.spec.strategy import DpPolicy, Strategy
+from cluster.spec.tiers import TierJobResult, TierState
 from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import Ticket
 from tests.fakes.kv import kv_geometry
 from tests.fakes.rows import tier_state
-from workers.context_parallel.shard_lens import Extend, idle_plan, lens_of, with_shard_lens
-from workers.context_parallel.shard_plan import make_shard_plan
+from workers.context_parallel.step_shape import make_step_shape
 from workers.scheduler.leader import Leader
 from workers.scheduler.replica_leader import ReplicaLeader
 
@@ -113,14 +110,15 @@ def ticket(room: int, wanted: int | None = None) -> Ticket:
     )
 
 
-def plan_of(step: int, *lens: int, samples: bool = True) -> StepPlan:
-    rows = [
+def plan_of(step: int, *lens: int, samples: bool = True, cp: int = 1) -> StepPlan:
+    scheduled = [
         ScheduledRequest(
             room=Room(i), first_position=0, token_ids=[1] * n, new_pages=[], samples=samples, output_position=0
         )
         for i, n in enumerate(lens)
     ]
-    return StepPlan(step=step, strategy=Strategy.CONTIGUOUS, admits=[], scheduled=rows, releases=[])
+    shape = make_step_shape(scheduled, Strategy.CONTIGUOUS, cp=cp)
+    return StepPlan(step=step, shape=shape, admits=[], scheduled=scheduled, releases=[])
 
 
 def _news(number: int) -> PageNews:
@@ -260,11 +258,11 @@ def test_a_question_that_no_leader_answers_does_not_begin_the_news_anew() -> Non
 
 def test_a_rank_with_nothing_to_do_takes_part_and_all_know_all_lengths() -> None:
     replica, leaders = leader_of(2, cp=2)
-    leaders[1].plans = [plan_of(1, 5)]
+    leaders[1].plans = [plan_of(1, 5, cp=2)]
     idle, busy = replica.next_plans()
     assert (idle.scheduled, busy.step) == ([], 1)
-    assert idle.shard_lens == busy.shard_lens == [0, 0, 3, 2]
-    assert idle.last_shard_lens == busy.last_shard_lens == [0, 0, 0, 1]
+    assert idle.shape.shard_lens == busy.shape.shard_lens == (0, 0, 3, 2)
+    assert idle.shape.last_shard_lens == busy.shape.last_shard_lens == (0, 0, 0, 1)
     assert replica.next_plans() == []
 
 
@@ -287,46 +285,3 @@ def test_stages_have_several_steps_under_way_which_end_in_order() -> None:
     replica.commit(0, {}, 0.0)
     assert leader.committed == [1]
     assert replica.has_work()
-
-
-@given(
-    rows=st.lists(st.builds(Extend, st.integers(1, 9), st.integers(0, 9), st.booleans(), st.booleans()), max_size=4),
-    strategy=st.sampled_from(Strategy),
-    passing=st.sampled_from([None, *Passing]),
-    cp=st.integers(1, 4),
-)
-def test_lengths_are_those_that_ranks_derive(
-    rows: list[Extend], strategy: Strategy, passing: Passing | None, cp: int
-) -> None:
-    lens = lens_of(rows, strategy, passing, cp)
-    plan = make_shard_plan(strategy, [row.extend_len for row in rows], [row.prefix_len for row in rows], cp)
-    assert lens.every == plan.lens
-    if passing is Passing.PASS_Q or any(row.scored for row in rows):
-        assert lens.last == lens.every
-    else:
-        copies = cp if plan.replicated else 1
-        assert sum(lens.last) == copies * sum(row.samples for row in rows)
-        assert all(last <= every for every, last in zip(*lens, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("row", "is_decode"),
-    [({}, True), ({"token_ids": [1, 2]}, False), ({"samples": False}, False), ({"targets": [3]}, False)],
-    ids=str,
-)
-def test_a_step_is_decode_where_that_of_every_dp_rank_is(row: dict[str, Any], is_decode: bool) -> None:
-    """Else some would replay what they recorded, and the others meet them otherwise."""
-    usual: dict[str, Any] = {"first_position": 4, "token_ids": [1], "new_pages": [], "samples": True}
-    plans = [
-        StepPlan(
-            step=1,
-            strategy=Strategy.NONE,
-            admits=[],
-            scheduled=[ScheduledRequest(room=Room(room), output_position=1, **(usual | more))],
-            releases=[],
-        )
-        for room, more in enumerate([{}, row])
-    ]
-    assert [plan.is_decode for plan in with_shard_lens([*plans, idle_plan()], 1)] == [is_decode] * 3
-    filled = replace(plans[0], layerwise_load=TierJob(job_id=1, kind=TierJobKind.LOAD, pages=[]))
-    assert not any(plan.is_decode for plan in with_shard_lens([plans[0], filled], 1))

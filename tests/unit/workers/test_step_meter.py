@@ -2,7 +2,7 @@
 
 from cluster.spec.ids import Room
 from cluster.spec.registry import SendTimes, StepTimes
-from cluster.spec.step_messages import ScheduledRequest, SendReport, StepPlan
+from cluster.spec.step_messages import ScheduledRequest, SendReport, StepPlan, StepShape
 from cluster.spec.strategy import Passing, Strategy
 from cluster.spec.transfer_messages import SendState
 from workers.scheduler.send_meter import SendMeter
@@ -18,7 +18,12 @@ ROWS = [
 
 def plan(strategy: Strategy, estimate_s: float | None, passing: Passing | None = None) -> StepPlan:
     return StepPlan(
-        step=1, strategy=strategy, passing=passing, admits=[], scheduled=ROWS, releases=[], estimate_s=estimate_s
+        step=1,
+        shape=StepShape(strategy=strategy, passing=passing),
+        admits=[],
+        scheduled=ROWS,
+        releases=[],
+        estimate_s=estimate_s,
     )
 
 

@@ -8,10 +8,10 @@ import torch
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
-from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.thread_group import on_thread_ranks
+from workers.context_parallel.step_shape import make_step_shape
 from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator
 from workers.trace.recorder import COLLECTIVES, COMPUTE
@@ -74,4 +74,4 @@ def _plan(room: Room, timed: bool) -> StepPlan:
     row = ScheduledRequest(
         room=room, first_position=0, token_ids=TOKENS.tolist(), new_pages=[0], samples=True, output_position=0
     )
-    return StepPlan(step=7, strategy=Strategy.NONE, admits=[admit], scheduled=[row], releases=[])
+    return StepPlan(step=7, shape=make_step_shape([row]), admits=[admit], scheduled=[row], releases=[])

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.step_messages import StepPlan
-from cluster.spec.strategy import Strategy
 from workers.cache.page_allocator import PageAllocator
-from workers.context_parallel.cost_model import fixed
+from workers.context_parallel.cost_model import undivided
 from workers.scheduler.sequence import RequestParams, Sequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 
@@ -89,7 +88,7 @@ class Ranks:
     runs_ahead=st.booleans(),
     stops=st.sampled_from([range(0), range(0, 1009, 5)]),
     penalty=st.sampled_from([0.0, 0.0, 1.0]),
-    most_seen=st.sampled_from([None, 12]),
+    max_context_tokens=st.sampled_from([None, 12]),
 )
 def test_outputs_do_not_depend_on_chunks_batches_preemptions_or_steps_under_way(
     prompts: list[list[int]],
@@ -102,13 +101,15 @@ def test_outputs_do_not_depend_on_chunks_batches_preemptions_or_steps_under_way(
     runs_ahead: bool,
     stops: range,
     penalty: float,
-    most_seen: int | None,
+    max_context_tokens: int | None,
 ) -> None:
     """Every third request looks back where there is a penalty."""
     depth = 2 if runs_ahead else depth
     allocator = PageAllocator(-(-num_pages // num_owners), num_owners=num_owners)
-    limits = StepLimits(PAGE_SIZE, chunk_tokens, max_requests, depth=depth, runs_ahead=runs_ahead, most_seen=most_seen)
-    steps = StepScheduler(allocator, limits, fixed(Strategy.NONE))
+    limits = StepLimits(
+        PAGE_SIZE, chunk_tokens, max_requests, depth=depth, runs_ahead=runs_ahead, max_context_tokens=max_context_tokens
+    )
+    steps = StepScheduler(allocator, limits, undivided)
     ranks = Ranks()
     under_way: deque[tuple[StepPlan, dict[Room, Sampled]]] = deque()
     for room, prompt in enumerate(prompts):
@@ -144,7 +145,7 @@ def test_outputs_do_not_depend_on_chunks_batches_preemptions_or_steps_under_way(
 def test_a_request_is_not_passed_for_ever_by_those_that_take_the_pages_of_one_owner() -> None:
     """There are pages enough for all of them, but not with the owner whose pages all of them begin with."""
     allocator = PageAllocator(4, num_owners=4)
-    steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, 64, 8, depth=40), fixed(Strategy.NONE))
+    steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, 64, 8, depth=40), undivided)
     steps.add(sequence(1, [1], 1))
     assert steps.next_plan() is not None
     steps.add(sequence(0, [1] * 13 * PAGE_SIZE, 1))
@@ -159,7 +160,7 @@ def test_a_request_is_not_passed_for_ever_by_those_that_take_the_pages_of_one_ow
 
 def test_the_newest_sequence_gives_its_pages_back_when_the_pool_runs_dry() -> None:
     allocator = PageAllocator(4)
-    steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, 64, 8), fixed(Strategy.NONE))
+    steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, 64, 8), undivided)
     ranks = Ranks()
     for room in range(2):
         steps.add(sequence(room, [room] * 7, 8))
@@ -175,7 +176,7 @@ def test_the_newest_sequence_gives_its_pages_back_when_the_pool_runs_dry() -> No
 
 def test_the_last_to_come_of_the_least_urgent_is_preempted_though_others_got_their_pages_later() -> None:
     """Room 0 is the oldest and starts again, behind the others; room 2 came before room 3 and is less urgent."""
-    steps = StepScheduler(PageAllocator(8), StepLimits(PAGE_SIZE, 64, 8), fixed(Strategy.NONE))
+    steps = StepScheduler(PageAllocator(8), StepLimits(PAGE_SIZE, 64, 8), undivided)
     holders = steps._holders
     priorities = [0, 0, 1, 0]
     for room, priority in enumerate(priorities):
@@ -196,7 +197,7 @@ def test_the_last_to_come_of_the_least_urgent_is_preempted_though_others_got_the
 
 
 def test_chunks_of_one_prompt_are_under_way_together_but_no_more_than_there_are_stages() -> None:
-    steps = StepScheduler(PageAllocator(8), StepLimits(PAGE_SIZE, 4, 8, depth=3), fixed(Strategy.NONE))
+    steps = StepScheduler(PageAllocator(8), StepLimits(PAGE_SIZE, 4, 8, depth=3), undivided)
     steps.add(sequence(0, list(range(18)), 4))
     plans = [steps.next_plan() for _ in range(4)]
     assert [plan and (plan.scheduled[0].first_position, plan.scheduled[0].samples) for plan in plans] == [
@@ -214,7 +215,7 @@ def test_chunks_of_one_prompt_are_under_way_together_but_no_more_than_there_are_
 
 
 def test_streams_are_divided_over_the_steps_under_way() -> None:
-    steps = StepScheduler(PageAllocator(64), StepLimits(PAGE_SIZE, 64, 8, depth=2), fixed(Strategy.NONE))
+    steps = StepScheduler(PageAllocator(64), StepLimits(PAGE_SIZE, 64, 8, depth=2), undivided)
     for room in range(5):
         running = sequence(room, [1, 2], 4)
         steps.add(running)
@@ -227,7 +228,7 @@ def test_streams_are_divided_over_the_steps_under_way() -> None:
 
 def test_a_removed_sequence_hands_its_pages_to_the_caller() -> None:
     allocator = PageAllocator(4)
-    steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, 64, 8), fixed(Strategy.NONE))
+    steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, 64, 8), undivided)
     steps.add(sequence(0, [1] * 9, 4))
     plan = steps.next_plan()
     assert plan is not None
@@ -240,7 +241,7 @@ def test_a_removed_sequence_hands_its_pages_to_the_caller() -> None:
 
 def test_a_step_follows_tokens_that_are_not_drawn_yet_unless_a_draw_looks_back() -> None:
     limits = StepLimits(PAGE_SIZE, 64, 8, depth=2, runs_ahead=True)
-    steps = StepScheduler(PageAllocator(64), limits, fixed(Strategy.NONE))
+    steps = StepScheduler(PageAllocator(64), limits, undivided)
     steps.add(sequence(0, [1, 2], 3))
     first, second = steps.next_plan(), steps.next_plan()
     assert first is not None
@@ -269,9 +270,9 @@ def test_a_step_follows_tokens_that_are_not_drawn_yet_unless_a_draw_looks_back()
 
 def test_prompts_without_room_beside_each_other_take_turns() -> None:
     """The urgent one, which comes late, has every other step, and so has the one that was there."""
-    limits = StepLimits(PAGE_SIZE, 8, 8, most_seen=64)
+    limits = StepLimits(PAGE_SIZE, 8, 8, max_context_tokens=64)
     allocator = PageAllocator(64)
-    steps = StepScheduler(allocator, limits, fixed(Strategy.NONE))
+    steps = StepScheduler(allocator, limits, undivided)
     steps.add(sequence(0, [1] * 64, 1, priority=1))
     computed: list[dict[int, int]] = []
     for step in range(16):
@@ -291,9 +292,9 @@ def test_prompts_without_room_beside_each_other_take_turns() -> None:
 def test_the_oldest_have_their_share_on_average(share: float) -> None:
     """In a ring, too, where all have room beside each other."""
     tokens = []
-    for most_seen in (None, 10_000):
-        limits = StepLimits(PAGE_SIZE, 8, 8, share, most_seen=most_seen)
-        steps = StepScheduler(PageAllocator(1000), limits, fixed(Strategy.NONE))
+    for max_context_tokens in (None, 10_000):
+        limits = StepLimits(PAGE_SIZE, 8, 8, share, max_context_tokens=max_context_tokens)
+        steps = StepScheduler(PageAllocator(1000), limits, undivided)
         steps.add(sequence(0, [1] * 1000, 1, priority=1))
         steps.add(sequence(1, [2] * 1000, 1))
         of_oldest = 0

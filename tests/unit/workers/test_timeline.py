@@ -2,8 +2,7 @@
 
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
-from cluster.spec.strategy import Strategy
+from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan, StepShape
 from cluster.spec.timeline import Interval
 from workers.trace import recorder as timeline
 from workers.trace.recorder import COMPUTE, REQUEST, Recorder
@@ -81,4 +80,4 @@ def _plan(*rooms: int, timed: tuple[int, ...]) -> StepPlan:
         )
         for room in rooms
     ]
-    return StepPlan(step=1, strategy=Strategy.NONE, admits=admits, scheduled=rows, releases=[])
+    return StepPlan(step=1, shape=StepShape(), admits=admits, scheduled=rows, releases=[])

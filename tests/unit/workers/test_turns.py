@@ -98,21 +98,23 @@ def test_a_budget_is_used_up_and_never_exceeded(
 
 @given(
     wants=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 100)), min_size=1, max_size=10),
-    most_seen=st.integers(1, 500),
+    max_context_tokens=st.integers(1, 500),
     share=st.floats(0.01, 1.0),
 )
-def test_rows_see_no_more_together_than_one_may(wants: list[tuple[int, int]], most_seen: int, share: float) -> None:
+def test_rows_see_no_more_together_than_one_may(
+    wants: list[tuple[int, int]], max_context_tokens: int, share: float
+) -> None:
     """But somebody always has a turn, and whoever still fits has it as well."""
-    budget = Budget(200, 20, lambda _: 200, most_seen)
+    budget = Budget(200, 20, lambda _: 200, max_context_tokens)
     budget.grant_share(Room(0), *wants[0], share)
     assert budget.granted[Room(0)] >= 1
     for number, (prefix, wanted) in enumerate(wants):
         budget.grant(Room(number), prefix, wanted)
     seen = sum(wants[room][0] + count for room, count in budget.granted.items())
-    assert seen <= most_seen or len(budget.granted) == 1
+    assert seen <= max_context_tokens or len(budget.granted) == 1
     used_up = sum(budget.granted.values()) == 200
     for number, (prefix, _) in enumerate(wants):
-        assert used_up or Room(number) in budget.granted or seen + prefix + 1 > most_seen
+        assert used_up or Room(number) in budget.granted or seen + prefix + 1 > max_context_tokens
 
 
 @given(

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from cluster.spec.config import ParallelConfig
 from cluster.spec.decode_graphs import batch_sizes
-from cluster.spec.strategy import MoeDispatch, Strategy
+from cluster.spec.strategy import MoeDispatch
 from tests.fakes.attention_params import params_for, shape_for
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.counted_launches import CountedLaunches
 from tests.fakes.kernels_on_cpu import kernels_on_cpu
 from tests.fakes.kv import kv_pool
 from tests.fakes.plain_graphs import PlainGraphs
+from tests.fakes.steps import Request, step_of
 from tests.fakes.thread_group import on_thread_ranks
 from tests.fakes.thread_layout import on_thread_layout
 from workers.attention.runs import Run
@@ -29,9 +30,10 @@ from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.attention.triton.tiling import fair_share
+from workers.context_parallel.step_shape import join_shapes
 from workers.engine.attention_context import CpExchange
-from workers.engine.batch import BatchRow, build_step_batch
-from workers.engine.begun_step import Followed
+from workers.engine.batch import build_step_batch
+from workers.engine.begun_step import PreviousTokens
 from workers.engine.capture import CaptureError
 from workers.engine.contexts import make_context
 from workers.engine.decode_graphs import REPLAYED, DecodeGraphs
@@ -52,17 +54,16 @@ def capture(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
     return out, replay
 
 
-def usual(model: DecoderModel, pool: PagePool, rows: list[BatchRow]) -> Tensor:
+def usual(model: DecoderModel, pool: PagePool, requests: list[Request]) -> Tensor:
     batch = build_step_batch(
-        rows,
-        Strategy.NONE,
+        step_of(requests),
         cp=1,
         cp_rank=0,
         page_size=pool.page_size,
         null_slot=pool.null_slot,
         device=model.device,
     )
-    context = make_context(batch, None, pool, TorchAttention(), CpExchange(Communicator("cp")))
+    context = make_context(batch, pool, TorchAttention(), CpExchange(Communicator("cp")))
     hidden: Tensor = model(batch.token_ids, batch.positions, context)
     return hidden
 
@@ -73,8 +74,8 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
     pool = kv_pool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
     pool.group("full_attention").copy_(torch.randn(pool.group("full_attention").shape))
     steps = [
-        [BatchRow([5], 6, [4, 1], True), BatchRow([7], 0, [2], True), BatchRow([9], 3, [5], True)],
-        [BatchRow([6], 7, [4, 1], True)],
+        [Request([5], 6, [4, 1], True), Request([7], 0, [2], True), Request([9], 3, [5], True)],
+        [Request([6], 7, [4, 1], True)],
     ]
     with torch.inference_mode():
         kernels_on_cpu(monkeypatch)
@@ -82,7 +83,7 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
         before = pool.group("full_attention").clone()
         replayed = []
         for rows in steps:
-            hidden = graphs.run(rows)
+            hidden = graphs.run(step_of(rows))
             assert hidden is not None
             replayed.append(hidden.clone())
         kernels_on_cpu(monkeypatch, on=False)
@@ -91,14 +92,14 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
             torch.testing.assert_close(found, usual(model, pool, rows), atol=1e-4, rtol=1e-4)
         kernels_on_cpu(monkeypatch)
         unknown = [row._replace(token_ids=[0]) for row in steps[0]]
-        followed = Followed(torch.tensor([0, 2]), torch.tensor([5, 9]))
-        hidden = graphs.run([unknown[0], steps[0][1], unknown[2]], followed)
+        previous = PreviousTokens(torch.tensor([0, 2]), torch.tensor([5, 9]))
+        hidden = graphs.run(step_of([unknown[0], steps[0][1], unknown[2]])._replace(previous=previous))
         assert hidden is not None
         torch.testing.assert_close(hidden, replayed[0])
         kernels_on_cpu(monkeypatch, on=False)
     torch.testing.assert_close(after[:-1], pool.group("full_attention")[:-1], atol=1e-4, rtol=1e-4)
-    assert graphs.run([BatchRow([1, 2], 0, [0], True)]) is None
-    assert graphs.run([BatchRow([1], 0, [0], True)] * 4) is None
+    assert graphs.run(step_of([Request([1, 2], 0, [0], True)])) is None
+    assert graphs.run(step_of([Request([1], 0, [0], True)] * 4)) is None
     assert graphs.counts == {REPLAYED: 3, "prompt tokens": 1, "more requests than captured": 1}
 
 
@@ -130,7 +131,7 @@ def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest
     assert config.moe is not None
     pool = kv_pool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
     pool.group("full_attention").copy_(torch.randn(pool.group("full_attention").shape))
-    rows = [BatchRow([5], 6, [4, 1], True), BatchRow([7], 0, [2], True), BatchRow([9], 3, [5], True)]
+    rows = [Request([5], 6, [4, 1], True), Request([7], 0, [2], True), Request([9], 3, [5], True)]
     experts = [module for module in model.modules() if isinstance(module, Experts)]
 
     def loads() -> list[list[int]]:
@@ -142,7 +143,7 @@ def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest
         kernels_on_cpu(monkeypatch)
         graphs = DecodeGraphs(model, pool, TritonAttention(), 5, capture)
         assert not any(map(any, loads())), "no request was in what was captured"
-        hidden = graphs.run(rows)
+        hidden = graphs.run(step_of(rows))
         assert hidden is not None
         torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
     assert loads() == by_usual
@@ -158,7 +159,7 @@ def test_what_goes_through_the_host_is_not_captured(tmp_path: Path) -> None:
         model = load_model(folder, groups=groups)
         pool = kv_pool(1, 1, 1, 4, model.config.head_dim, torch.float32)
         graphs = DecodeGraphs(model, pool, TritonAttention(), 2, capture)
-        assert graphs.run([BatchRow([1], 0, [0], True)]) is None
+        assert graphs.run(step_of([Request([1], 0, [0], True)])) is None
         return dict(graphs.counts)
 
     assert on_thread_ranks(2, counts_of) == [{"tokens sent to experts": 1}] * 2
@@ -168,7 +169,7 @@ def test_steps_of_a_backend_without_graphs_go_the_usual_way(tmp_path: Path) -> N
     model = load_model(make_checkpoint(tmp_path, "qwen3"))
     pool = kv_pool(1, 1, 1, 4, model.config.head_dim, torch.float32)
     graphs = DecodeGraphs(model, pool, TorchAttention(), 2, capture)
-    assert graphs.run([BatchRow([1], 0, [0], True)]) is None
+    assert graphs.run(step_of([Request([1], 0, [0], True)])) is None
     assert graphs.counts == {"attention that cannot be captured": 1}
 
 
@@ -180,7 +181,7 @@ def test_what_cannot_be_captured_goes_the_usual_way(tmp_path: Path) -> None:
         raise CaptureError("operation not permitted when stream is capturing")
 
     graphs = DecodeGraphs(model, pool, TritonAttention(), 2, fail)
-    assert graphs.run([BatchRow([1], 0, [0], True)]) is None
+    assert graphs.run(step_of([Request([1], 0, [0], True)])) is None
     assert graphs.counts == {"capture failed": 1}
 
 
@@ -189,8 +190,8 @@ def test_what_cannot_be_captured_goes_the_usual_way(tmp_path: Path) -> None:
 def test_dp_ranks_replay_steps_of_one_size(tmp_path: Path, family: str, parallel: ParallelConfig) -> None:
     """One has three requests and the other one, then none: each gets what a rank alone computes."""
     folder = make_checkpoint(tmp_path, family)
-    three = [BatchRow([5], 6, [4, 1], True), BatchRow([7], 0, [2], True), BatchRow([9], 3, [5], True)]
-    by_rank = [[three, three[:1]], [[BatchRow([11], 5, [0, 3], True)], []]]
+    three = [Request([5], 6, [4, 1], True), Request([7], 0, [2], True), Request([9], 3, [5], True)]
+    by_rank = [[three, three[:1]], [[Request([11], 5, [0, 3], True)], []]]
 
     def pool_of(model: DecoderModel, tp: Part) -> PagePool:
         """With the heads of a rank of what all have."""
@@ -211,11 +212,14 @@ def test_dp_ranks_replay_steps_of_one_size(tmp_path: Path, family: str, parallel
         graphs = DecodeGraphs(model, pool, PlainGraphs(), 4, capture)
         hidden = []
         for step in (0, 1):
-            rows = by_rank[groups.position.dp][step]
-            found = graphs.run(rows, None, max(len(steps[step]) for steps in by_rank))
+            of_step = [step_of(steps[step]) for steps in by_rank]
+            shape = join_shapes([each.shape for each in of_step], 1)[0]
+            found = graphs.run(of_step[groups.position.dp]._replace(shape=shape))
             assert found is not None
             hidden.append(found.clone())
-        assert graphs.run(three[:1], None, 5) is None, "another rank has more requests than captured"
+        assert graphs.run(step_of(three[:1])._replace(shape=step_of(three[:1] * 5).shape)) is None, (
+            "another rank has more requests than captured"
+        )
         assert graphs.counts == {REPLAYED: 2, "more requests than captured": 1}
         return hidden
 
@@ -242,7 +246,7 @@ def test_ranks_that_share_sums_replay_together_or_not_at_all(tmp_path: Path) -> 
             return torch.zeros(2, 1), lambda: None
 
         graphs = DecodeGraphs(model, pool, TritonAttention(), 2, capture_but_last)
-        assert graphs.run([BatchRow([1], 0, [0], True)]) is None
+        assert graphs.run(step_of([Request([1], 0, [0], True)])) is None
         return dict(graphs.counts)
 
     assert on_thread_ranks(2, counts_of) == [{"capture failed": 1}] * 2

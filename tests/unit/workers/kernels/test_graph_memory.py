@@ -19,7 +19,7 @@ from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
+from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan, StepShape
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.kv import kv_pool
@@ -27,7 +27,9 @@ from tests.fakes.plain_graphs import PlainGraphs
 from tests.fakes.worker_specs import lone_worker
 from workers import rank
 from workers.attention.registry import Choice
+from workers.context_parallel.step_shape import make_step_shape
 from workers.engine import pool_memory, runner
+from workers.engine.batch import StepInput
 from workers.engine.capture import Capture
 from workers.engine.pool_memory import pool_memory_gib
 from workers.engine.rank_groups import RankGroups
@@ -145,7 +147,7 @@ def test_what_was_captured_goes_also_where_an_error_holds_a_step(
     held = one._graphs._steps[8]
     one.drop_graphs()
     assert gpu.used == WEIGHTS + OTHERS + WORKSPACE, held
-    assert one._graphs.run([]) is None
+    assert one._graphs.run(StepInput([], [], StepShape())) is None
 
 
 def test_without_graphs_pages_take_their_part(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +239,7 @@ def test_a_rank_that_captures_nothing_says_why(tmp_path: Path, monkeypatch: pyte
     row = ScheduledRequest(
         room=Room(1), first_position=0, token_ids=[5], new_pages=[0], samples=True, output_position=0
     )
-    loaded.runner.execute(StepPlan(step=1, strategy=Strategy.NONE, admits=[admit], scheduled=[row], releases=[]))
+    loaded.runner.execute(StepPlan(step=1, shape=make_step_shape([row]), admits=[admit], scheduled=[row], releases=[]))
     assert loaded.runner.graph_steps == {"a reason": 1}
     loaded.close()
 
@@ -247,15 +249,7 @@ def test_steps_whose_pages_come_meanwhile_are_told(model: DecoderModel) -> None:
     pool = kv_pool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
     one = ModelRunner(model, pool, PlainGraphs(), Communicator("cp"))
     one._graphs = SimpleNamespace(counts=Counter(replayed=2))  # type: ignore[assignment]
-    fill: Any = object()
-    assert (
-        one._replay(
-            StepPlan(step=1, strategy=Strategy.NONE, admits=[], scheduled=[], releases=[], layerwise_load=fill),
-            [],
-            None,
-        )
-        is None
-    )
+    assert one._replay(StepInput([], [], StepShape()), is_loading=True) is None
     assert one.graph_steps == {"replayed": 2, "layers on their way": 1}
 
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.kernels_on_cpu import kernels_on_cpu
 from tests.fakes.kv import kv_pool
+from tests.fakes.steps import Request, step_of
 from workers.attention.interface import AttentionBackend
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
 from workers.engine.attention_context import CpExchange
-from workers.engine.batch import BatchRow, build_step_batch
+from workers.engine.batch import build_step_batch
 from workers.engine.contexts import make_context
 from workers.engine.weights import load_model
 from workers.models.decoder import DecoderModel
@@ -29,17 +29,16 @@ def hidden_states(model: DecoderModel, backend: AttentionBackend) -> Tensor:
     pool = kv_pool(4, config.num_kv_heads, config.num_layers, PAGE_SIZE, config.head_dim, torch.float32)
     exchange = CpExchange(Communicator("cp"))
     outs = []
-    for rows in ([(range(3, 24), 0, [2, 0])], [(range(30, 36), 21, [2, 0]), ([7], 0, [3])]):
+    for requests in ([(range(3, 24), 0, [2, 0])], [(range(30, 36), 21, [2, 0]), ([7], 0, [3])]):
         batch = build_step_batch(
-            [BatchRow(tokens, prefix, pages, sampled=True, scored=True) for tokens, prefix, pages in rows],
-            Strategy.NONE,
+            step_of([Request(tokens, prefix, pages, scored=True) for tokens, prefix, pages in requests]),
             cp=1,
             cp_rank=0,
             page_size=PAGE_SIZE,
             null_slot=pool.null_slot,
             device=torch.device("cpu"),
         )
-        outs.append(model(batch.token_ids, batch.positions, make_context(batch, None, pool, backend, exchange)))
+        outs.append(model(batch.token_ids, batch.positions, make_context(batch, pool, backend, exchange)))
     return torch.cat(outs)
 
 

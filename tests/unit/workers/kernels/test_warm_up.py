@@ -17,6 +17,7 @@ from tests.fakes.attention_params import params_for
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.kernels_on_cpu import kernels_on_cpu
 from tests.fakes.kv import kv_pool
+from tests.fakes.steps import Request, step_of
 from tests.fakes.thread_group import on_thread_ranks
 from workers.attention.merge import Partial, merge
 from workers.attention.runs import Run
@@ -24,7 +25,6 @@ from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton import backend
 from workers.attention.triton.backend import TritonAttention
 from workers.engine import attention_context, runner
-from workers.engine.batch import BatchRow
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
 from workers.kernels import copy_pages, cutoffs, exponential_race
@@ -131,9 +131,9 @@ def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
             for _ in range(4):
                 # Of several requests, some of which have no token on some ranks, and some no prefix.
                 lens = [(rng.choice([1, 2, 50]), rng.choice([0, 100])) for _ in range(rng.randrange(1, 4))]
-                rows = [BatchRow([1] * count, prefix_len, range(10), sampled=True) for count, prefix_len in lens]
+                requests = [Request([1] * count, prefix_len, range(10)) for count, prefix_len in lens]
                 with torch.inference_mode():
-                    one._compute(rows, strategy, passing, None)
+                    one._compute(step_of(requests, strategy, group.size, passing))
         return warm, merged.kinds
 
     for warm, later in on_thread_ranks(3, compute):

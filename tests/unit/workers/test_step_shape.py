@@ -1,0 +1,129 @@
+"""The shape of a step equals what the ranks' shard plans and batches give."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.spec.ids import Room
+from cluster.spec.sampling import Sampling, Stopping
+from cluster.spec.step_messages import StepShape
+from cluster.spec.strategy import Passing, Strategy
+from cluster.spec.tiers import TierJob, TierJobKind
+from tests.fakes.steps import Request, scheduled_of, step_of
+from workers.cache.page_allocator import PageAllocator
+from workers.context_parallel.cost_model import choose, undivided
+from workers.context_parallel.rates import ModelShape, Rates
+from workers.context_parallel.shard_plan import make_shard_plan
+from workers.context_parallel.step_shape import join_shapes, make_step_shape
+from workers.engine.batch import build_step_batch
+from workers.scheduler.sequence import RequestParams, Sequence
+from workers.scheduler.steps import StepLimits, StepScheduler
+
+PAGE_SIZE = 4
+ONE_TOKEN = Request([1], 4)
+REQUESTS = st.lists(
+    st.builds(
+        Request,
+        st.integers(1, 9).map(lambda length: [1] * length),
+        st.integers(0, 9),
+        st.just(range(5)),
+        st.booleans(),
+        st.booleans(),
+    ),
+    max_size=4,
+) | st.lists(st.builds(Request, st.just([1]), st.integers(0, 9), st.just(range(5))), max_size=4)
+STRATEGIES, PASSINGS, SIZES = st.sampled_from(Strategy), st.sampled_from([None, *Passing]), st.integers(1, 4)
+
+
+def expected_lens(
+    requests: list[Request], strategy: Strategy, passing: Passing | None, cp: int
+) -> tuple[list[int], list[int]]:
+    """Count tokens of each CP rank, and those with queries in the last layer, from the ranks' own tokens."""
+    plan = make_shard_plan(
+        strategy, [len(request.token_ids) for request in requests], [request.prefix_len for request in requests], cp
+    )
+    local = [plan.local(cp_rank).tolist() for cp_rank in range(cp)]
+    lens = [len(tokens) for tokens in local]
+    if passing is Passing.PASS_Q or any(request.scored for request in requests):
+        return lens, lens
+    wanted = {plan.last_token(number) for number, request in enumerate(requests) if request.samples}
+    return lens, [len(wanted.intersection(tokens)) for tokens in local]
+
+
+@given(REQUESTS, STRATEGIES, PASSINGS, SIZES)
+def test_the_shape_equals_the_shard_plans_of_the_ranks(
+    requests: list[Request], strategy: Strategy, passing: Passing | None, cp: int
+) -> None:
+    shape = make_step_shape(scheduled_of(requests), strategy, passing, cp)
+    lens, last = expected_lens(requests, strategy, passing, cp)
+    copies = cp if cp > 1 and strategy is Strategy.NONE else 1
+    assert [*shape.shard_lens * copies] == lens
+    assert [*shape.last_shard_lens * copies] == last
+    assert (shape.strategy, shape.passing) == (strategy, passing)
+    assert shape.is_decode == all(len(each.token_ids) == 1 and each.samples and not each.scored for each in requests)
+
+
+@given(st.lists(st.tuples(REQUESTS, STRATEGIES, PASSINGS), min_size=2, max_size=4), SIZES)
+def test_joined_shapes_count_the_tokens_of_all_dp_ranks(
+    ranks: list[tuple[list[Request], Strategy, Passing | None]], cp: int
+) -> None:
+    shapes = [make_step_shape(scheduled_of(requests), strategy, passing, cp) for requests, strategy, passing in ranks]
+    expected = [expected_lens(*rank, cp) for rank in ranks]
+    for shape, (_, strategy, passing) in zip(join_shapes(shapes, cp), ranks, strict=True):
+        assert (shape.strategy, shape.passing) == (strategy, passing)
+        assert [*shape.shard_lens] == [count for lens, _ in expected for count in lens]
+        assert [*shape.last_shard_lens] == [count for _, last in expected for count in last]
+        assert shape.is_decode == all(each.is_decode for each in shapes)
+
+
+@given(REQUESTS, STRATEGIES, SIZES)
+def test_every_rank_computes_as_many_tokens_as_the_shape_says(
+    requests: list[Request], strategy: Strategy, cp: int
+) -> None:
+    for cp_rank in range(cp):
+        batch = build_step_batch(
+            step_of(requests, strategy, cp),
+            cp=cp,
+            cp_rank=cp_rank,
+            page_size=PAGE_SIZE,
+            null_slot=100,
+            device=torch.device("cpu"),
+        )
+        shard = 0 if batch.lens is None else cp_rank
+        assert len(batch.token_ids) == batch.shape.shard_lens[shard]
+        narrowed = batch.narrowed()
+        num_queries = len(batch.token_ids) if narrowed.wanted is None else len(narrowed.wanted)
+        assert num_queries == batch.shape.last_shard_lens[shard]
+
+
+@given(REQUESTS, PASSINGS, SIZES)
+def test_the_cost_model_returns_the_shape_of_the_strategy_that_it_chose(
+    requests: list[Request], passing: Passing | None, cp: int
+) -> None:
+    size = ModelShape(
+        num_layers=2, linear_flops=10**6, kv_flops=10**5, attention_flops=10**4, kv_row_bytes=64, q_row_bytes=64
+    )
+    scheduled = scheduled_of(requests)
+    shape = choose(scheduled, cp, size, Rates(exchange_s=0.0, step_s=0.0), passing=passing).shape
+    assert shape == make_step_shape(scheduled, shape.strategy, passing, cp)
+
+
+def test_a_decode_step_needs_no_shard_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.context_parallel.step_shape.make_shard_plan", None)
+    shape = undivided(scheduled_of([ONE_TOKEN] * 64)).shape
+    assert shape == StepShape(shard_lens=(64,), last_shard_lens=(64,))
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_a_step_that_waits_for_pages_is_not_decode(monkeypatch: pytest.MonkeyPatch, *, is_loading: bool) -> None:
+    """Otherwise one DP rank would compute what the others replay."""
+    steps = StepScheduler(PageAllocator(4), StepLimits(PAGE_SIZE, 8, 8), undivided)
+    load = TierJob(job_id=1, kind=TierJobKind.LOAD, pages=[]) if is_loading else None
+    monkeypatch.setattr(steps._holders, "take_layerwise_load", lambda: load)
+    params = RequestParams(room=Room(1), prompt_len=1, sampling=Sampling(), stopping=Stopping(max_tokens=1), max_len=2)
+    steps.add(Sequence(params, tokens=[1]))
+    plan = steps.next_plan()
+    assert plan is not None
+    assert plan.layerwise_load is load
+    assert plan.shape.is_decode == (not is_loading)
