@@ -40,7 +40,10 @@ class StepContext(ABC):
         assert batch.page_size == pool.page_size, f"pages of {batch.page_size} and of {pool.page_size} tokens"
         self.batch, self.pool, self.backend, self.exchange = batch, pool, backend, exchange
         self.counted: Tensor | None = None
-        self.wanted, self.lens, self.last_lens = batch.wanted, batch.lens, batch.last_lens
+        self.wanted, shape = batch.wanted, batch.shape
+        self.lens, self.last_lens = (
+            lens if len(lens) > 1 else None for lens in (shape.shard_lens, shape.last_shard_lens)
+        )
         is_hidden = exchange.group.in_background and not batch.plan.replicated
         self.kv_first = is_hidden or batch.wanted is not None
 

@@ -16,7 +16,6 @@ from workers.context_parallel.shard_plan import Indices, Owner, ShardPlan
 from workers.context_parallel.step_shape import plan_shards
 from workers.device import on_device
 from workers.engine.begun_step import PreviousTokens
-from workers.expert_parallel.token_exchange import Lens
 
 _NO_PAGES = np.empty(0, dtype=np.int64)
 
@@ -69,16 +68,6 @@ class StepBatch:
     """Rows of this rank's tokens that have queries, int64; None for all."""
     is_scored: bool = False
     """Whether final hidden states of all tokens are needed."""
-
-    @property
-    def lens(self) -> Lens:
-        """Tokens of every attention shard; None if all have the same ones."""
-        return _to_exchange(self.shape.shard_lens)
-
-    @property
-    def last_lens(self) -> Lens:
-        """Tokens of every attention shard in the last layer, which narrows queries to sampled tokens."""
-        return _to_exchange(self.shape.last_shard_lens)
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -177,10 +166,6 @@ def build_step_batch(
         sampled=_samples(plan, scheduled),
         is_scored=any(request.targets for request in scheduled),
     )
-
-
-def _to_exchange(shard_lens: tuple[int, ...]) -> Lens:
-    return shard_lens if len(shard_lens) > 1 else None
 
 
 def _samples(plan: ShardPlan, scheduled: Sequence[ScheduledRequest]) -> tuple[Sample, ...]:

@@ -127,8 +127,6 @@ class ReplicaLeader:
         if not any(plans):
             return []
         step = [plan or idle_plan() for plan in plans]
-        if len(step) == 1:
-            return step
         shapes = join_shapes([plan.shape for plan in step], self._sizes.cp)
         return [replace(plan, shape=shape) for plan, shape in zip(step, shapes, strict=True)]
 
