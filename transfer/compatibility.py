@@ -1,6 +1,6 @@
 """Compatibility check of two replicas when they first meet, with the reason for a refusal."""
 
-from cluster.spec.kv import KvGeometry, pages_for
+from cluster.spec.kv import NO_PAGE, KvGeometry, pages_for
 from cluster.spec.ranks import kv_heads_of
 from cluster.spec.registry import KvOwnership, RankRow, TransferMode
 from cluster.spec.transfer_messages import Ticket
@@ -40,17 +40,20 @@ def refusal(prefill: RankRow, decode: RankRow) -> str | None:
 
 
 def ticket_refusal(ticket: Ticket, prompt_len: int) -> str | None:
-    """Return why a ticket does not fit its prompt, or None when it does. A worker has one KV group."""
-    if len(ticket.pages) != 1:
-        return f"{ticket.decode.replica} gave pages for {len(ticket.pages)} KV groups; 1 is allowed"
-    needed = pages_for(prompt_len, ticket.geometry.page_size)
-    given = len(ticket.pages[0]) + ticket.held_pages
-    if given == needed and ticket.held_pages >= 0:
-        return None
-    return (
-        f"{ticket.decode.replica} gave {len(ticket.pages[0])} pages after {ticket.held_pages} held ones; "
-        f"a prompt of {prompt_len} tokens takes {needed}"
-    )
+    """Return why a ticket does not fit its prompt, or None when it does."""
+    lifetimes, page_size = ticket.geometry.lifetimes, ticket.geometry.page_size
+    if len(ticket.pages) != len(lifetimes):
+        return f"{ticket.decode.replica} gave {len(ticket.pages)} lists of pages; {len(lifetimes)} are allowed"
+    needed, held = pages_for(prompt_len, page_size), ticket.held_pages
+    for lifetime, pages in zip(lifetimes, ticket.pages, strict=True):
+        num_passed = max(0, lifetime.first_page(prompt_len, page_size) - held)
+        seen = pages[num_passed:]
+        if len(pages) + held != needed or held < 0 or NO_PAGE in seen or pages.count(NO_PAGE) != num_passed:
+            return (
+                f"{ticket.decode.replica} gave {len(seen)} pages after {held} held ones; "
+                f"a prompt of {prompt_len} tokens takes {needed - held - num_passed}"
+            )
+    return None
 
 
 def _unequal_settings(prefill: RankRow, decode: RankRow) -> str | None:

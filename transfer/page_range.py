@@ -29,12 +29,14 @@ class PageRange:
     """Layers of the model; None for all."""
     groups: Collection[str] | None = None
     """Names of KV groups; None for all."""
+    lifetime: int = 0
+    """Index of the lifetime whose groups are in the pages."""
 
     @property
     def is_whole(self) -> bool:
         """Return whether every byte of the pages is included."""
         whole = [group for group, _, layers in self._shards() if len(layers) == len(group.layers)]
-        return len(whole) == len(self.layout.groups)
+        return len(whole) == sum(group.lifetime == self.lifetime for group in self.layout.groups)
 
     @property
     def num_bytes(self) -> int:
@@ -102,6 +104,8 @@ class PageRange:
         """Yield each group with its first byte in a page, and the indices of its included layers."""
         start = 0
         for group in self.layout.groups:
+            if group.lifetime != self.lifetime:
+                continue
             layers = self._layer_indices(group)
             if layers and (self.groups is None or group.name in self.groups):
                 yield group, start, layers

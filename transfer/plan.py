@@ -2,14 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.spec.kv import KvGroup
 from cluster.spec.ranks import head_copies, kv_heads_of, stage_layers
 from cluster.spec.registry import RankCoords, RankRow, TransferMode
 from transfer.page_range import intersect
 
-PagePair = tuple[int, int]
-"""Page id in the source replica, page id in the target pool."""
+
+class PagePair(NamedTuple):
+    """One page to send."""
+
+    lifetime: int
+    source: int
+    """Page id in the source replica."""
+    target: int
+    """Page id in the target pool."""
 
 
 def is_sender(mode: TransferMode, cp_rank: int) -> bool:

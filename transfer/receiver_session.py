@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cluster.spec.ids import Incarnation
+from cluster.spec.kv import NO_PAGE
 from cluster.spec.lifecycle import Moves, move
 from cluster.spec.peer import Peer
 from cluster.spec.registry import Verify
@@ -272,7 +273,7 @@ class ReceiverSession:
 
     def _digest_problem(self, num_bytes: int) -> str | None:
         """Return the problem of the digests before any byte is read: they must cover every byte, once."""
-        pages = self.ticket.pages[0]
+        pages = [page for pages in self.ticket.pages for page in pages if page != NO_PAGE]
         if reason := coverage_problem(self.told, pages, num_bytes, self._num_ranks, self._num_copies):
             return f"digests of {self._prefill.replica}: {reason} (transfer.verify)"
         return None

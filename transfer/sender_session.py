@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 
 from cluster.spec.ids import Room
-from cluster.spec.kv import pages_for
+from cluster.spec.kv import NO_PAGE, pages_for
 from cluster.spec.lifecycle import Moves, move
 from cluster.spec.peer import Peer
 from cluster.spec.step_messages import SendReport, Target
 from cluster.spec.transfer_messages import Done, PageDigests, SendState
-from transfer.plan import PagePair
+from transfer.plan import PagePair, PageShare
 
 
 def is_quiet(states: Collection[SendState]) -> bool:
@@ -73,10 +73,19 @@ class SenderSession:
         sender_rank: int,
         page_size: int,
         owned: Sequence[int],
+        share: PageShare,
         sends: bool,
     ) -> None:
+        """Begin a transfer.
+
+        Args:
+            owned: pages of the request that this rank owns, by position.
+            share: the ones among them that it sends, by their ids in decode.
+            sends: whether this rank sends anything at all.
+        """
         self.num_pages = pages_for(target.num_tokens, page_size)
-        assert len(target.pages) + target.held_pages == self.num_pages, f"room {room}: ticket of another length"
+        for pages in target.pages:
+            assert len(pages) + target.held_pages == self.num_pages, f"room {room}: ticket of another length"
         assert not owned or (owned[0] >= target.held_pages and owned[-1] < self.num_pages), f"room {room}: {owned}"
         self.room = room
         self.target = target
@@ -90,7 +99,10 @@ class SenderSession:
         self._sender_rank = sender_rank
         self._page_size = page_size
         self._owned = owned
+        self._share = share
         self._sends = sends
+        self._next_owned = 0
+        """Owned pages that are complete, with or without a part to send."""
         self._num_handed = 0
         self.saw_last_chunk = False
         """True once nothing of the prompt remains to be computed."""
@@ -100,11 +112,11 @@ class SenderSession:
         """Return whether this rank will never write for this transfer again."""
         return not _SENDER_MOVES[self.state]
 
-    def advance(self, page_table: Sequence[int], computed_len: int) -> list[PagePair]:
+    def advance(self, page_tables: Sequence[Sequence[int]], computed_len: int) -> list[PagePair]:
         """Return the pages that became complete and are this rank's to send now.
 
         Args:
-            page_table: the request's page ids here, from its first page on; at least the computed ones.
+            page_tables: the request's page ids here by lifetime, from its first page on; at least the computed ones.
             computed_len: leading tokens that have KV. When all of them do, the partial last page is sent too.
         """
         assert computed_len <= self.target.num_tokens, (
@@ -114,15 +126,16 @@ class SenderSession:
             return []
         self.saw_last_chunk = computed_len == self.target.num_tokens
         complete = self.num_pages if self.saw_last_chunk else computed_len // self._page_size
-        fresh = self._owned[self._num_handed : bisect_left(self._owned, complete)]
-        self._num_handed += len(fresh)
+        first, self._next_owned = self._next_owned, bisect_left(self._owned, complete)
+        pairs = self._pairs(page_tables, self._owned[first : self._next_owned])
+        self._num_handed += len(pairs)
         self._end_if_written("advance")
-        return self._pairs(page_table, fresh)
+        return pairs
 
-    def rest(self, page_table: Sequence[int]) -> list[PagePair]:
+    def rest(self, page_tables: Sequence[Sequence[int]]) -> list[PagePair]:
         """Return the pages that the last ``advance``, which comes next, will return."""
-        pages = self._owned[self._num_handed :] if self.state is SenderState.SENDING else ()
-        return self._pairs(page_table, pages)
+        pages = self._owned[self._next_owned :] if self.state is SenderState.SENDING else ()
+        return self._pairs(page_tables, pages)
 
     def written(
         self, num_pages: int, num_bytes: int, digests: Iterable[PageDigests] = (), seconds: float = 0.0
@@ -179,8 +192,14 @@ class SenderSession:
             digests=self._digests,
         )
 
-    def _pairs(self, page_table: Sequence[int], pages: Sequence[int]) -> list[PagePair]:
-        return [(page_table[page], self.target.pages[page - self.target.held_pages]) for page in pages]
+    def _pairs(self, page_tables: Sequence[Sequence[int]], positions: Sequence[int]) -> list[PagePair]:
+        first = self.target.held_pages
+        return [
+            PagePair(lifetime, sources[position], targets[position - first])
+            for lifetime, (sources, targets) in enumerate(zip(page_tables, self.target.pages, strict=True))
+            for position in positions
+            if targets[position - first] != NO_PAGE and self._share.has(targets[position - first])
+        ]
 
     def _end_if_written(self, event: str) -> None:
         if self.saw_last_chunk and self.num_pages_written == self._num_handed:

@@ -16,6 +16,7 @@ from cluster.spec.worker_spec import WorkerSpec
 from transfer.plan import copies_of
 from transfer.sender import SenderThread
 from workers.cache.page_allocator import PageAllocator
+from workers.cache.page_lists import Lifetimes
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import StrategyChooser, undivided
 from workers.context_parallel.step_time import even_chunk
@@ -80,7 +81,8 @@ def _make_allocator(spec: WorkerSpec, rows: list[RankRow]) -> tuple[PageAllocato
     num_owners = rows[0].num_owners
     tree = PrefixTree(num_owners) if spec.config.kv.prefix_cache else None
     # Stages differ in layers, and so in pages.
-    allocator = PageAllocator(min(row.layout.num_pages for row in rows), tree, num_owners)
+    pages_per_owner, lifetimes = min(row.layout.num_pages for row in rows), Lifetimes.of(rows[0].geometry)
+    allocator = PageAllocator(pages_per_owner, tree, num_owners, lifetimes)
     return allocator, make_tiers(spec.config.hicache, tree, rows) if tree else None
 
 
@@ -102,7 +104,10 @@ def _make_decode_leader(
         dp_rank=dp_rank,
         geometry=rank.geometry,
         layout=rank.layout,
-        page_bytes=sum(row.layout.page_bytes for row in own) // num_copies,
+        page_bytes=tuple(
+            sum(row.layout.bytes_of(lifetime) for row in own) // num_copies
+            for lifetime in range(rank.layout.num_lifetimes)
+        ),
         num_copies=num_copies,
         transfer_timeout_s=config.transfer.transfer_timeout_s,
         rank_addresses=tuple(row.address for row in rows),

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cluster.simulator.memory import Memory, Pieces, Text, Violation, num_head_copies
 from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE
@@ -30,7 +30,8 @@ def answer(prompt: bytes, count: int) -> bytes:
 class _Known:
     admit: Admit
     text: Text
-    pages: list[int] = field(default_factory=list)
+    pages: list[list[int]]
+    """Page ids by lifetime."""
 
 
 class VirtualDevice:
@@ -38,6 +39,7 @@ class VirtualDevice:
 
     def __init__(self, around: Surroundings, memory: Memory, sender: KvSender) -> None:
         self._around, self._memory, self._sender = around, memory, sender
+        self._lifetimes = memory.row.geometry.lifetimes
         self._known: dict[Room, _Known] = {}
 
     def begin(self, plan: StepPlan) -> Callable[[int], None] | None:
@@ -47,13 +49,15 @@ class VirtualDevice:
         for room in plan.releases:
             self._known.pop(room, None)
         for admit in plan.admits:
-            self._known[admit.room] = _Known(admit, self._around.text_of(admit.room))
+            pages: list[list[int]] = [[] for _ in self._lifetimes]
+            self._known[admit.room] = _Known(admit, self._around.text_of(admit.room), pages)
         for row in plan.scheduled:
             known = self._known.get(row.room)
             if known is None:
                 name = self._memory.session
                 raise Violation(f"{name} is to compute room {row.room}, which it was never given")
-            known.pages += row.new_pages
+            for known_pages, new_pages in zip(known.pages, row.new_pages, strict=False):
+                known_pages += new_pages
             known.text.put(row.first_position, bytes(row.token_ids))
         return on_stored
 
@@ -68,9 +72,10 @@ class VirtualDevice:
 
     def compute(self, plan: StepPlan, layers: range) -> None:
         """Read the KV of all requests of the step in some layers, and write that of the step's tokens."""
-        pieces = self._memory.pieces(layers)
-        for row in plan.scheduled:
-            self._compute(row, self._known[row.room], layers, pieces)
+        for lifetime in range(len(self._lifetimes)):
+            pieces = self._memory.pieces(layers, lifetime)
+            for row in plan.scheduled:
+                self._compute(row, self._known[row.room], lifetime, layers, pieces)
 
     def end(self, plan: StepPlan) -> dict[Room, Sampled]:
         """Sample, and send complete pages."""
@@ -88,21 +93,23 @@ class VirtualDevice:
         coords, sizes = self._memory.row.coords, self._memory.row.sizes
         return coords.cp == coords.tp == 0 and coords.pp == sizes.pp - 1
 
-    def _compute(self, row: ScheduledRequest, known: _Known, layers: range, pieces: Pieces) -> None:
+    def _compute(self, row: ScheduledRequest, known: _Known, lifetime: int, layers: range, pieces: Pieces) -> None:
         """Compute on the pages of this rank: all of them, or those it owns."""
         memory, mine = self._memory, self._memory.row
         num_owners, layout, text = mine.num_owners, mine.layout, known.text
         first, end = row.first_position, row.first_position + len(row.token_ids)
-        for number, page in enumerate(known.pages[: -(-end // PAGE_SIZE)]):
+        seen = range(self._lifetimes[lifetime].first_page(first, PAGE_SIZE), -(-end // PAGE_SIZE))
+        for number in seen:
+            page = known.pages[lifetime][number]
             if page % num_owners != (mine.coords.cp if num_owners > 1 else 0):
                 continue
             is_read = number * PAGE_SIZE < first
-            if is_read and not memory.holds(page // num_owners, text.page(number, first, layout), pieces):
+            if is_read and not memory.holds(page // num_owners, text.page(number, first, layout, lifetime), pieces):
                 where = f"layers {layers.start} to {layers.stop - 1} of page {page} of {memory.session}"
                 raise Violation(f"room {row.room} is read before {where} have the KV of its first {first} tokens")
             if (number + 1) * PAGE_SIZE > first:
                 self._check_own(page)
-                memory.put_pieces(page // num_owners, text.page(number, end, layout), pieces)
+                memory.put_pieces(page // num_owners, text.page(number, end, layout, lifetime), pieces)
 
     def _check_own(self, page: int) -> None:
         """Check that only its own request writes to a page."""

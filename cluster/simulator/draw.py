@@ -73,7 +73,6 @@ def _draw_shape(random: Random) -> Shape:
         decode_pp=decode_pp,
         num_layers=random.randint(2, 6),
         num_kv_heads=random.choice([1, 2, 4]),
-        has_extra_group=random.random() < 0.4,
         dp_policy=random.choice(list(DpPolicy)),
         prefill_pages=random.randint(3, 7) * cp if is_sharded else random.randint(10, 30),
         decode_pages=random.randint(10, 24),
@@ -81,11 +80,13 @@ def _draw_shape(random: Random) -> Shape:
         mode=TransferMode.ALL_RANKS if is_sharded else random.choice(list(TransferMode)),
         ownership=KvOwnership.SHARDED if is_sharded else KvOwnership.REPLICATED,
         prefix_cache=(prefix_cache := random.random() < 0.7),
-        tiers=_draw_tiers(random) if prefix_cache and random.random() < 0.5 else None,
+        tiers=(tiers := _draw_tiers(random) if prefix_cache and random.random() < 0.5 else None),
         skip_below_tokens=random.choice([0, 0, 3 * PAGE_SIZE]),
         settle_s=random.choice([0.0, 2.0]),
         reuses_addresses=random.random() < 0.5,
         verify=random.choice(list(Verify)),
+        has_extra_group=random.random() < 0.4,
+        window=None if is_sharded or tiers or random.random() < 0.5 else random.randint(1, 3 * PAGE_SIZE),
     )
 
 
@@ -100,7 +101,8 @@ def _draw_tiers(random: Random) -> TierShape:
 
 def _draw_asks(random: Random, shape: Shape) -> tuple[Ask, ...]:
     """Return prompts that sometimes share a prefix, and that fit into the smaller pool with their answers."""
-    num_tokens = min(shape.prefill_pages, shape.decode_pages) * PAGE_SIZE
+    num_pages = min(shape.prefill_pages, shape.decode_pages) // (1 if shape.window is None else 2)
+    num_tokens = num_pages * PAGE_SIZE
     beginnings = [_draw_tokens(random, num_tokens // 3) for _ in range(2)]
     asks = []
     for _ in range(random.randint(1, 10)):

@@ -12,6 +12,7 @@ from cluster.spec.step_messages import ScheduledRequest
 from cluster.spec.strategy import Strategy
 from transfer.plan import copies_of
 from workers.cache.page_allocator import PageAllocator
+from workers.cache.page_lists import Lifetimes
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import Choice, undivided
 from workers.context_parallel.step_shape import make_step_shape
@@ -43,7 +44,7 @@ def make_leader(around: Surroundings, me: Peer, rows: Sequence[RankRow], dp_rank
     own = shard_of(rows, dp_rank)
     first = own[0]
     tree = PrefixTree(first.num_owners) if around.shape.prefix_cache else None
-    allocator = PageAllocator(first.layout.num_pages, tree, first.num_owners)
+    allocator = PageAllocator(first.layout.num_pages, tree, first.num_owners, Lifetimes.of(first.geometry))
     tiers = _make_tiers(around.shape.tiers, tree, own)
     if first.role is Role.DECODE:
         return _make_decode_leader(around, me, rows, dp_rank, allocator, tiers), allocator
@@ -76,7 +77,10 @@ def _make_decode_leader(
         dp_rank=dp_rank,
         geometry=first.geometry,
         layout=first.layout,
-        page_bytes=sum(row.layout.page_bytes for row in own) // num_copies,
+        page_bytes=tuple(
+            sum(row.layout.bytes_of(lifetime) for row in own) // num_copies
+            for lifetime in range(first.layout.num_lifetimes)
+        ),
         num_copies=num_copies,
         transfer_timeout_s=shape.transfer_timeout_s,
         quarantine_limit=shape.quarantine_limit,

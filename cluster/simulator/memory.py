@@ -12,7 +12,7 @@ from typing import Self
 
 from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE
 from cluster.spec.ids import Room
-from cluster.spec.kv import FULL_ATTENTION, GroupLayout, PoolLayout
+from cluster.spec.kv import FULL_ATTENTION, NO_PAGE, SLIDING_ATTENTION, GroupLayout, PoolLayout
 from cluster.spec.registry import RankRow
 from cluster.spec.transfer_messages import Ticket
 from transfer.page_range import PageRange, Span
@@ -45,7 +45,7 @@ class Text:
         self._seeds = bytearray()
         """One byte per token that depends on it and on all before it."""
         self._digest = 0
-        self._images: dict[tuple[int, int, tuple[GroupLayout, ...]], bytes] = {}
+        self._images: dict[tuple[int, int, int, tuple[GroupLayout, ...]], bytes] = {}
         self.put(0, prompt)
 
     def put(self, first: int, tokens: bytes) -> None:
@@ -62,18 +62,19 @@ class Text:
         """Return the first tokens."""
         return bytes(self._tokens[:length])
 
-    def page(self, number: int, length: int, layout: PoolLayout) -> bytes:
-        """Return a page as a pool holds it when the first ``length`` tokens have KV."""
+    def page(self, number: int, length: int, layout: PoolLayout, lifetime: int) -> bytes:
+        """Return a page of a lifetime as a pool holds it when the first ``length`` tokens have KV."""
         end = min(length, (number + 1) * PAGE_SIZE)
-        image = self._images.get((number, end, layout.groups))
+        image = self._images.get((number, end, lifetime, layout.groups))
         if image is None:
             seeds = bytes(self._seeds[number * PAGE_SIZE : end]).ljust(PAGE_SIZE, bytes([_NOTHING]))
             image = b"".join(
                 bytes(byte for byte in seeds.translate(table) for _ in range(dim))
                 for group in layout.groups
+                if group.lifetime == lifetime
                 for table, dim in _tables(group)
             )
-            self._images[number, end, layout.groups] = image
+            self._images[number, end, lifetime, layout.groups] = image
         return image
 
 
@@ -114,12 +115,12 @@ class Memory:
 
     def holds(self, page: int, image: bytes, pieces: Pieces) -> bool:
         """Return whether some pieces of a page equal those of an image."""
-        start = page * len(image)
+        start = page * self.row.layout.page_bytes
         return all(self.pool[start + first : start + last] == image[first:last] for first, last in pieces)
 
     def put_pieces(self, page: int, image: bytes, pieces: Pieces) -> None:
         """Set some pieces of a page to those of an image."""
-        start = page * len(image)
+        start = page * self.row.layout.page_bytes
         for first, last in pieces:
             self.pool[start + first : start + last] = image[first:last]
 
@@ -134,16 +135,16 @@ class Memory:
             raise Violation(f"host page {page} of {self.session} is read, which nobody has filled")
         return self.host_page(page)
 
-    def pieces(self, layers: range) -> Pieces:
-        """Return the bytes of some layers in a page; layers count from the rank's first one."""
+    def pieces(self, layers: range, lifetime: int = 0) -> Pieces:
+        """Return the bytes of some layers in a page of a lifetime; layers count from the rank's first one."""
         layout = self.row.layout
-        page = PageRange(layout, [0], layout.layers[layers.start : layers.stop])
+        page = PageRange(layout, [0], layout.layers[layers.start : layers.stop], lifetime=lifetime)
         return [(span.source_offset, span.source_offset + span.num_bytes) for span in page.spans_to(page)]
 
 
 def _tables(group: GroupLayout) -> Iterator[tuple[bytes, int]]:
     """Yield the table and the bytes per token of each (head, layer, part) of a group, in page order."""
-    first = len(_TABLES) // 2 * (group.name != FULL_ATTENTION)
+    first = len(_TABLES) // 2 * (group.name not in (FULL_ATTENTION, SLIDING_ATTENTION))
     for head in group.heads:
         for layer in group.layers:
             for index, part in enumerate(group.parts):
@@ -160,6 +161,7 @@ def copy_spans(source: bytes | bytearray, target: bytearray, spans: Sequence[Spa
 class _Permission:
     room: Room
     generation: int
+    lifetime: int
     number: int
     """Prompt page of the permission."""
 
@@ -186,10 +188,13 @@ class Tickets:
         self._transfers[ticket.room] = _Transfer(memories, text, num_tokens)
         allocator = memories[0].allocator
         permissions = self._permissions.setdefault(allocator, {})
-        for number, page in enumerate(ticket.pages[0], start=ticket.held_pages):
-            if not allocator.is_held(page):
-                raise Violation(f"room {ticket.room}: page {page} of its ticket is not its own")
-            permissions[page] = _Permission(ticket.room, ticket.generation, number)
+        for lifetime, pages in enumerate(ticket.pages):
+            for number, page in enumerate(pages, start=ticket.held_pages):
+                if page == NO_PAGE:
+                    continue
+                if not allocator.is_held(page):
+                    raise Violation(f"room {ticket.room}: page {page} of its ticket is not its own")
+                permissions[page] = _Permission(ticket.room, ticket.generation, lifetime, number)
 
     def check_write(self, memory: Memory, page: int, room: Room, generation: int) -> None:
         """Check a write of prefill to a page."""
@@ -214,10 +219,11 @@ class Tickets:
             return
         permissions = self._permissions[transfer.memories[0].allocator]
         for page in [page for page, permission in permissions.items() if permission.room == room]:
-            number = permissions.pop(page).number
+            permission = permissions.pop(page)
             for memory in transfer.memories:
-                expected = transfer.text.page(number, transfer.num_tokens, memory.row.layout)
-                if _is_sent_to(memory.row, page) and memory.page(page) != expected:
+                layout = memory.row.layout
+                expected = transfer.text.page(permission.number, transfer.num_tokens, layout, permission.lifetime)
+                if _is_sent_to(memory.row, page) and not memory.page(page).startswith(expected):
                     raise Violation(f"room {room} is read before page {page} of {memory.session} has arrived")
 
 

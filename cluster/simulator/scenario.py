@@ -134,6 +134,8 @@ class Shape:
     num_layers: int = 4
     has_extra_group: bool = False
     """True if layers store a second KV group, of one head."""
+    window: int | None = None
+    """Tokens that every second layer sees; None if all."""
     num_kv_heads: int = 2
     """Number of KV heads; ranks of a larger TP group share heads."""
     dp_policy: DpPolicy = DpPolicy.LEAST_TOKENS

@@ -31,7 +31,7 @@ def send_late_words(around: Surroundings, ticket: Ticket, page_bytes: int) -> No
             (ticket, _earlier(prefill)),
         ]
     )
-    word = around.random.choice(_WORDS)(earlier, writer, len(ticket.pages[0]), page_bytes)
+    word = around.random.choice(_WORDS)(earlier, writer, sum(map(len, ticket.pages)), page_bytes)
     send = partial(around.network.send, prefill.address, ticket.decode.address, word)
     around.after(around.random.uniform(0, 0.1), send)
 

@@ -1,11 +1,18 @@
 """KV of a model and of one rank, as data that can travel: the model's groups, its geometry, the layout of a pool."""
 
 import hashlib
+import math
 
 import msgspec
 
 FULL_ATTENTION = "full_attention"
 """Name of the group of ordinary attention, as in transformers' `layer_types`."""
+
+SLIDING_ATTENTION = "sliding_attention"
+"""Name of the group of attention within a window."""
+
+NO_PAGE = -1
+"""Stands in a list of pages where every later token has lost sight of a page."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
@@ -56,6 +63,17 @@ class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name} ({layers} of {heads} x {parts}{window})"
 
 
+class Lifetime(msgspec.Struct, frozen=True):
+    """KV groups that are kept equally long. They share one list of pages for each request."""
+
+    window: int | None
+    """Tokens that a later token can still see, itself included; None if all."""
+
+    def first_page(self, num_tokens: int, page_size: int) -> int:
+        """Return the first page that a token after the first ``num_tokens`` can see."""
+        return 0 if self.window is None else max(0, num_tokens - self.window + 1) // page_size
+
+
 class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
     """The KV shape of the whole model, not of one rank's shard: replicas of unequal TP or PP agree on it."""
 
@@ -66,6 +84,19 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[KvGroup, ...]
     page_size: int
     """Tokens per page."""
+
+    @property
+    def lifetimes(self) -> tuple[Lifetime, ...]:
+        """Lifetimes, longest first. The first one is kept whole: it carries the prefix cache."""
+        return (Lifetime(None), *map(Lifetime, self._windows[1:]))
+
+    def lifetime_of(self, group: KvGroup) -> int:
+        """Return the index of a group's lifetime."""
+        return self._windows.index(group.window)
+
+    @property
+    def _windows(self) -> list[int | None]:
+        return sorted({group.window for group in self.groups}, key=lambda window: -(window or math.inf))
 
     @property
     def digest(self) -> str:
@@ -93,6 +124,8 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Layer numbers of the model, ascending; the ``layer`` axis follows their order."""
     parts: tuple[KvPart, ...]
     page_size: int
+    lifetime: int = 0
+    """Index of its lifetime in the geometry."""
 
     @property
     def heads(self) -> range:
@@ -116,7 +149,11 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's page pool ``[page, byte]`` and the part of the model in it; in a page, group follows group."""
+    """One rank's page pool ``[page, byte]`` and the part of the model in it.
+
+    A page holds the groups of one lifetime, one after the other. Pages of all lifetimes are equally large, so that
+    they can share the memory.
+    """
 
     num_pages: int
     """Pages available to requests; one more, the null page, follows in memory and takes padding."""
@@ -125,6 +162,8 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     """Layers of the rank's pipeline stage, with or without KV."""
     groups: tuple[GroupLayout, ...]
+    num_lifetimes: int = 1
+    """Lifetimes of the whole model; each request has as many lists of pages."""
 
     @property
     def layers(self) -> range:
@@ -133,8 +172,12 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, over all groups."""
-        return sum(group.num_bytes for group in self.groups)
+        """Bytes of one page."""
+        return max(self.bytes_of(lifetime) for lifetime in {group.lifetime for group in self.groups})
+
+    def bytes_of(self, lifetime: int) -> int:
+        """Return the bytes that the groups of a lifetime take of each of its pages."""
+        return sum(group.num_bytes for group in self.groups if group.lifetime == lifetime)
 
     @property
     def pool_bytes(self) -> int:

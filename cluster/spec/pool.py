@@ -29,6 +29,7 @@ def pool_layout(geometry: KvGeometry, sizes: RankCoords, coords: RankCoords, mem
         first_layer=layout.first_layer,
         num_layers=layout.num_layers,
         groups=layout.groups,
+        num_lifetimes=layout.num_lifetimes,
     )
 
 
@@ -48,6 +49,7 @@ def page_layout(geometry: KvGeometry, sizes: RankCoords, coords: RankCoords, num
         first_layer=layers.start,
         num_layers=len(layers),
         groups=groups,
+        num_lifetimes=len(geometry.lifetimes),
     )
 
 
@@ -55,15 +57,16 @@ def _group_layouts(geometry: KvGeometry, sizes: RankCoords, coords: RankCoords, 
     for group in geometry.groups:
         heads = kv_heads_of(group.num_heads, sizes.tp, coords.tp)
         if layers := tuple(layer for layer in group.layers if layer in stage):
-            yield _group_layout(group, heads, layers, geometry.page_size)
+            yield _group_layout(geometry, group, heads, layers)
 
 
-def _group_layout(group: KvGroup, heads: range, layers: tuple[int, ...], page_size: int) -> GroupLayout:
+def _group_layout(geometry: KvGeometry, group: KvGroup, heads: range, layers: tuple[int, ...]) -> GroupLayout:
     return GroupLayout(
         name=group.name,
         first_head=heads.start,
         num_heads=len(heads),
         layers=layers,
         parts=group.parts,
-        page_size=page_size,
+        page_size=geometry.page_size,
+        lifetime=geometry.lifetime_of(group),
     )

@@ -21,7 +21,8 @@ class Target(Struct, frozen=True):
     """Decode ranks by global rank: endpoints and layouts of their pools."""
     num_tokens: int
     """Tokens whose KV is sent: the prompt, and output of earlier attempts."""
-    pages: list[int]
+    pages: list[list[int]]
+    """Page ids by lifetime, as in the ticket."""
     held_pages: int
 
 
@@ -47,8 +48,8 @@ class ScheduledRequest(Struct, frozen=True):
     first_position: int
     """Tokens of this request that already have KV."""
     token_ids: list[int]
-    new_pages: list[int]
-    """Pages added to the request's page table before this step."""
+    new_pages: list[list[int]]
+    """Pages added to the request's page tables before this step, by lifetime; empty if there are none."""
     samples: bool
     """True if the last token's logits give an output token."""
     output_position: int

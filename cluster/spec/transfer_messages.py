@@ -36,7 +36,7 @@ class Ticket(Tagged, frozen=True):
     decode: Peer
     prefill_incarnation: Incarnation
     pages: list[list[int]]
-    """Page ids per KV group, for the tokens after the held ones."""
+    """Page ids by lifetime, for the tokens after the held ones; ``NO_PAGE`` where no later token sees them."""
     held_pages: int
     """Leading pages of the prompt that decode already has."""
     geometry: KvGeometry
@@ -79,7 +79,7 @@ class Result(Tagged, frozen=True):
     senders: list[int]
     """Global ranks whose Done must arrive."""
     num_pages: int
-    """Filled pages of the ticket, over all KV groups; each counts once per rank that sends a part of it."""
+    """Filled pages of the ticket, over all lifetimes; each counts once per rank that sends a part of it."""
     num_bytes: int
     """Written bytes of KV, over all senders."""
     is_last: bool = False

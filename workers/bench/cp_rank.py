@@ -118,6 +118,6 @@ class CpBenchRank:
             dummy_request(lens.prompt_len, lens.prefix_len),
             room=admit.room,
             token_ids=[rng.randrange(self._config.vocab_size) for _ in range(lens.prompt_len)],
-            new_pages=list(range(pages_for(lens.total, _PAGE_SIZE))),
+            new_pages=[list(range(pages_for(lens.total, _PAGE_SIZE)))],
         )
         return StepPlan(step=1, shape=choice.shape, admits=[admit], scheduled=[scheduled], releases=[admit.room])

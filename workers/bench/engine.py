@@ -176,7 +176,7 @@ def _scheduled(
         room=_ROOM,
         first_position=first_position,
         token_ids=list(token_ids),
-        new_pages=list(new_pages),
+        new_pages=[list(new_pages)] if new_pages else [],
         samples=samples,
         output_position=output_position,
         input_from_previous_step=follows,

@@ -2,13 +2,18 @@
 
 If every CP rank holds all KV there is one owner, and every rank uses the same ids. If pages are divided over n ranks,
 page g belongs to owner g % n, which numbers it g // n in its own pool. Page j of a request belongs to owner (base + j)
-% n, so each allocation names the owner of its first page.
+% n, so each demand names the owner of its first page.
+
+Pages of all lifetimes come from the same memory. A page that later tokens can see for a while only is cached under a
+key of its own: it is used by requests that continue right behind it, and needs no other page.
 """
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
+from cluster.spec.kv import NO_PAGE
 from workers.cache.page_journal import PageJournal
+from workers.cache.page_lists import ONE_LIFETIME, Lifetimes, PageLists, live_pages
 from workers.cache.prefix_tree import PrefixTree
 
 Demand = tuple[int, int]
@@ -23,10 +28,17 @@ class PageAllocator:
     number.
     """
 
-    def __init__(self, pages_per_owner: int, tree: PrefixTree | None = None, num_owners: int = 1) -> None:
+    def __init__(
+        self,
+        pages_per_owner: int,
+        tree: PrefixTree | None = None,
+        num_owners: int = 1,
+        lifetimes: Lifetimes = ONE_LIFETIME,
+    ) -> None:
         """Build an allocator; without a tree nothing is cached."""
         assert tree is None or tree.num_owners == num_owners, "tree and allocator divide pages differently"
         self.num_pages = pages_per_owner * num_owners
+        self.lifetimes = lifetimes
         self._num_owners = num_owners
         self._free = [deque(range(owner, self.num_pages, num_owners)) for owner in range(num_owners)]
         self._held = Counter[int]()
@@ -60,19 +72,23 @@ class PageAllocator:
         """Return whether one sequence alone has this page, so that it may be written to."""
         return self._held[page] == 1
 
-    def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the cached pages of the longest known prefix, to be passed to ``allocate`` before anything else
-        happens.
+    def find(self, keys: Sequence[bytes]) -> PageLists:
+        """Return the cached pages of the longest prefix that can be continued, to be passed to ``allocate`` before
+        anything else happens.
         """
-        return self._tree.find(keys) if self._tree else []
+        if self._tree is None:
+            return [[] for _ in self.lifetimes.each]
+        whole = self._tree.find(keys)
+        num_pages = self._count_continued(keys, len(whole))
+        lists = [whole[:num_pages]]
+        for lifetime, first in list(enumerate(self._first_pages(num_pages)))[1:]:
+            seen = [self._tree.page_of(_key_of(key, lifetime)) for key in keys[first:num_pages]]
+            lists.append([NO_PAGE] * first + [page for page in seen if page is not None])
+        return lists
 
     def count_cached(self, keys: Sequence[bytes]) -> int:
-        """Return how many pages ``find`` would return."""
-        return self._tree.count(keys) if self._tree else 0
-
-    def can_allocate_all(self, demands: Iterable[Demand]) -> bool:
-        """Return whether all of these can be allocated together, without any cached page."""
-        return self._covers(self._free_by_owner(), demands)
+        """Return the length of the prefix that ``find`` would return, in pages."""
+        return self._count_continued(keys, self._tree.count(keys)) if self._tree else 0
 
     def would_fit(self, demands: Iterable[Demand], beside: Collection[int]) -> bool:
         """Return whether all of these could be allocated if nothing but the given pages were held."""
@@ -80,41 +96,38 @@ class PageAllocator:
         each = self.num_pages // self._num_owners
         return self._covers([each - held[owner] for owner in range(self._num_owners)], demands)
 
-    def can_allocate(self, count: int, shared: Sequence[int] = (), first_owner: int = 0) -> bool:
-        """Return whether this many pages can be allocated when the ``shared`` ones are the first of them.
+    def can_allocate(self, demands: Iterable[Demand], shared: Iterable[int] = ()) -> bool:
+        """Return whether all of these can be allocated together with the ``shared`` pages.
 
         Shared pages are those that ``find`` returned, or that another sequence has.
         """
-        wanted = self._by_owner(count - len(shared), first_owner + len(shared))
         num_idle = Counter(page % self._num_owners for page in shared if self._tree and self._tree.is_idle(page))
-        return all(wanted[owner] <= num_free - num_idle[owner] for owner, num_free in enumerate(self._free_by_owner()))
+        return self._covers([free - num_idle[owner] for owner, free in enumerate(self._free_by_owner())], demands)
 
-    def allocate(self, count: int, shared: Sequence[int] = (), first_owner: int = 0) -> list[int]:
-        """Allocate pages in the order of their sequence, the shared ones first; evict cached ones as needed.
+    def allocate(self, demands: Sequence[Demand], shared: Sequence[int] = ()) -> PageLists:
+        """Hold the shared pages, and allocate new ones for each demand; evict cached ones as needed.
 
         The caller has checked ``can_allocate``.
         """
-        assert self.can_allocate(count, shared, first_owner), (
-            f"{count} wanted, {self.num_free} of {self.num_pages} free"
-        )
-        assert all((page - first_owner - place) % self._num_owners == 0 for place, page in enumerate(shared))
-        first_new = first_owner + len(shared)
-        num_new = count - len(shared)
+        assert self.can_allocate(demands, shared), f"{demands} wanted, {self.num_free} of {self.num_pages} free"
         self._held.update(page for page in shared if not self.is_cached(page))
         if self._tree:
             self._tree.claim([page for page in shared if page in self._tree])
-            wanted = self._by_owner(num_new, first_new)
+            wanted = self._total_by_owner(demands)
             missing = [max(0, number - len(free)) for number, free in zip(wanted, self._free, strict=True)]
             # Leaves are evicted first; in reverse, neighbours of a prefix are in order again and are sent as one span.
             evicted = self._tree.evict(missing)
             self.num_evicted += len(evicted)
             for page in reversed(evicted):
                 self._put_back(page)
-        pages = [self._free[(first_new + place) % self._num_owners].popleft() for place in range(num_new)]
-        self._held.update(pages)
-        return [*shared, *pages]
+        lists = [
+            [self._free[(first_owner + index) % self._num_owners].popleft() for index in range(count)]
+            for count, first_owner in demands
+        ]
+        self._held.update(live_pages(lists))
+        return lists
 
-    def share(self, pages: Sequence[int], keys: Sequence[bytes], num_shared: int = 0) -> int:
+    def share(self, pages: Sequence[Sequence[int]], keys: Sequence[bytes], num_shared: int = 0) -> int:
         """Cache the leading pages of a running sequence for which there are keys; their KV must be complete.
 
         Ends before the first page of which the cache has another copy: a holder of a page holds those above it.
@@ -123,13 +136,17 @@ class PageAllocator:
         self.num_gains += 1
         if self._tree is None:
             return 0
-        num_own = self._tree.num_own(keys, pages, num_shared)
-        num_insertable = self._num_insertable(pages[:num_own], num_shared)
-        self._forget_held(self._tree.insert(keys[:num_insertable], pages[:num_insertable], num_shared))
+        whole = pages[0]
+        num_own = self._tree.num_own(keys, whole, num_shared)
+        num_insertable = self._num_insertable(whole[:num_own], num_shared)
+        self._forget_held(self._tree.insert(keys[:num_insertable], whole[:num_insertable], num_shared))
+        self._share_others(self._tree, pages, keys[:num_insertable], num_shared)
         return num_insertable
 
     def free(self, pages: Sequence[int]) -> None:
-        """Free pages, in the order of their sequence; each must be held. Cached ones stay cached."""
+        """Free pages, those of a lifetime in the order of their sequence; each must be held. Cached ones stay
+        cached.
+        """
         self.num_gains += len(pages)
         own = [page for page in pages if not self.is_cached(page)]
         for page in own:
@@ -141,21 +158,23 @@ class PageAllocator:
         if self._tree:
             self._tree.release([page for page in pages if page in self._tree])
 
-    def keep(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
+    def keep(self, pages: Sequence[Sequence[int]], keys: Sequence[bytes]) -> None:
         """Free pages and cache the first of them, for which there are keys; their KV must be complete."""
-        if self._tree is None:
-            self.free(pages)
+        if self._tree is None or not keys:
+            self.free(live_pages(pages))
             return
-        self.num_gains += len(pages)
-        num_insertable = self._num_insertable(pages[: len(keys)])
-        path = self._tree.insert(keys[:num_insertable], pages[:num_insertable])
+        whole = pages[0]
+        self.num_gains += len(whole)
+        num_insertable = self._num_insertable(whole[: len(keys)])
+        path = self._tree.insert(keys[:num_insertable], whole[:num_insertable])
         self._forget_held(path)
+        self._share_others(self._tree, pages, keys[:num_insertable])
         kept = set(path)
-        self.free([page for page in pages if page not in kept])
+        self.free([page for page in live_pages(pages) if page not in kept])
         self._tree.release(path)
 
     def cached_keys(self) -> list[bytes]:
-        """Return keys of all cached pages, each after those above it."""
+        """Return keys of the cached pages of the first lifetime, each after those above it."""
         return self._tree.keys() if self._tree else []
 
     def follow(self, journal: PageJournal) -> None:
@@ -189,6 +208,30 @@ class PageAllocator:
         total = len(free) + len(self._held) + self.num_cached
         assert total == self.num_pages, f"free, held and cached pages are {total}, not {self.num_pages}"
 
+    def _first_pages(self, num_pages: int) -> list[int]:
+        """Return the first page by lifetime that is needed to continue after a number of full pages."""
+        return self.lifetimes.first_pages(num_pages * self.lifetimes.page_size)
+
+    def _count_continued(self, keys: Sequence[bytes], most: int) -> int:
+        """Return the length of the longest prefix whose pages of all lifetimes are cached, as far as they are seen."""
+        assert self._tree is not None
+        num_pages, lifetime = most, 1
+        while lifetime < self.lifetimes.num:
+            first = self._first_pages(num_pages)[lifetime]
+            missing = [at for at in range(first, num_pages) if self._tree.page_of(_key_of(keys[at], lifetime)) is None]
+            # Every prefix that is longer than a missing page, up to this one, needs it.
+            num_pages, lifetime = (missing[-1], 1) if missing else (num_pages, lifetime + 1)
+        return num_pages
+
+    def _share_others(
+        self, tree: PrefixTree, pages: Sequence[Sequence[int]], keys: Sequence[bytes], first: int = 0
+    ) -> None:
+        """Cache the pages of the lifetimes after the first, except those of which the cache has another copy."""
+        for lifetime, ids in list(enumerate(pages))[1:]:
+            for at in range(first, len(keys)):
+                if self._held[ids[at]] == 1 and tree.insert_alone(_key_of(keys[at], lifetime), ids[at], at):
+                    self._forget_held([ids[at]])
+
     def _num_insertable(self, pages: Sequence[int], num_shared: int = 0) -> int:
         """Return how many leading pages the caller alone has, or are cached, as the first ``num_shared`` are known to
         be.
@@ -213,10 +256,20 @@ class PageAllocator:
         each, rest = divmod(count, self._num_owners)
         return [each + ((owner - first_owner) % self._num_owners < rest) for owner in range(self._num_owners)]
 
+    def _total_by_owner(self, demands: Iterable[Demand]) -> list[int]:
+        """Return how many pages each owner provides."""
+        counts = [self._by_owner(*demand) for demand in demands]
+        return [sum(count[owner] for count in counts) for owner in range(self._num_owners)]
+
     def _covers(self, num_free: Sequence[int], demands: Iterable[Demand]) -> bool:
         """Return whether each owner has the pages it would have to provide."""
-        shares = zip(*(self._by_owner(*demand) for demand in demands), strict=True)
-        return all(sum(share) <= there for share, there in zip(shares, num_free, strict=True))
+        wanted = self._total_by_owner(demands)
+        return all(number <= there for number, there in zip(wanted, num_free, strict=True))
 
     def _put_back(self, page: int) -> None:
         self._free[page % self._num_owners].append(page)
+
+
+def _key_of(key: bytes, lifetime: int) -> bytes:
+    """Return the key of a page of a lifetime after the first."""
+    return key + bytes([lifetime])

@@ -3,7 +3,7 @@
 A node is one full page under its chained key (``cluster.spec.page_key``), so that one look-up per page walks the tree.
 Holding a page means holding every page above it, and pages are released deepest first; so in the idle list of each
 owner, least recently used first, a page comes before those above it. Everything below an idle page is idle too, and
-older.
+older. A node that stands alone has no page above or below: it is a page of a lifetime after the first.
 """
 
 from bisect import bisect_left
@@ -25,6 +25,7 @@ class _Node:
     """Index that determines the owner wherever pages are divided (``cluster.spec.page_key``)."""
     depth: int
     """Number of pages above it."""
+    is_alone: bool = False
     num_holders: int = 1
     children: "set[_Node]" = field(default_factory=set)
 
@@ -106,8 +107,8 @@ class PrefixTree:
         return [self._by_page[page].key for page in islice(self._idle[owner], count)]
 
     def keys(self) -> list[bytes]:
-        """Return all keys, each after those above it."""
-        return list(self._by_key)
+        """Return the keys of pages that do not stand alone, each after those above it."""
+        return [key for key, node in self._by_key.items() if not node.is_alone]
 
     def claim(self, pages: Sequence[int]) -> None:
         """Hold pages that ``find`` returned, from the first on."""
@@ -149,6 +150,14 @@ class PrefixTree:
             path.append(node.page)
             parent = node
         return path
+
+    def insert_alone(self, key: bytes, page: int, index: int) -> bool:
+        """Insert a page that needs none above it, held by the caller; return False if the key is known."""
+        if key in self._by_key:
+            return False
+        assert page not in self._by_page, f"page {page} is cached under another key"
+        self._by_key[key] = self._by_page[page] = _Node(key, page, None, index, index, is_alone=True)
+        return True
 
     def num_own(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> int:
         """Return how many leading pages represent their tokens here, as those before ``first`` do, or would once
@@ -203,7 +212,7 @@ class PrefixTree:
         del self._idle[node.page % self.num_owners][node.page]
         del self._by_page[node.page]
         del self._by_key[node.key]
-        for journal in self.journals:
+        for journal in () if node.is_alone else self.journals:
             journal.note(node.key, False)
         if node.parent is not None:
             node.parent.children.remove(node)

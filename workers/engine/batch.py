@@ -1,6 +1,6 @@
 """Tensors of one rank's share of a step: tokens, positions, KV slots, and requests to sample."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -31,13 +31,26 @@ class StepInput(NamedTuple):
     """Step as every rank of a CP group is given it."""
 
     scheduled: Sequence[ScheduledRequest]
-    page_tables: Sequence[NDArray[np.int64]]
-    """Pages of each request in order of position, enough for prefix and extend. Page p of a pool divided over n owners
-    is page p // n of owner p mod n.
+    page_tables: Sequence[Sequence[NDArray[np.int64]]]
+    """Pages by lifetime and request, in order of position, enough for prefix and extend. Page p of a pool divided over
+    n owners is page p // n of owner p mod n.
     """
     shape: StepShape
     previous: PreviousTokens | None = None
     """Input tokens that the previous step samples."""
+
+
+class StepPages(NamedTuple):
+    """Pages of one lifetime in a step, on one rank."""
+
+    slots: Tensor
+    """Slots ``[gathered rows]`` int64 for K and V of each gathered row; padding and tokens of other owners go to the
+    null slot.
+    """
+    slots_on_host: Indices
+    """Host copy of ``slots``, readable without waiting for a GPU."""
+    tables: tuple[Tensor, ...]
+    """Pages by request, int64, in order of position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +65,8 @@ class StepBatch:
     """``[tokens]`` int64, this rank's, in local order."""
     positions: Tensor
     """``[tokens]`` int64, position of each local token in its request."""
-    slots: Tensor
-    """Slots ``[gathered rows]`` int64 for K and V of each gathered row on this rank; padding and tokens of other
-    owners go to the null slot.
-    """
-    slots_on_host: Indices
-    """Host copy of ``slots``, readable without waiting for a GPU."""
-    page_tables: tuple[Tensor, ...]
-    """Pages on this rank by request, int64, in order of position."""
+    pages: tuple[StepPages, ...]
+    """Pages by lifetime."""
     prefix_shares: tuple[tuple[int, ...], ...]
     """Tokens of each request's prefix that are in an owner's pages, by owner and request."""
     sampled: tuple[Sample, ...]
@@ -106,12 +113,13 @@ class StepBatch:
 
     def owned_rows(self, cp_rank: int, null_slot: int) -> tuple[Tensor, Tensor]:
         """Return the rows, in a rank's local order, that belong in this rank's pages, and their slots."""
-        slots = self.slots_on_host
+        (pages,) = self.pages
+        slots = pages.slots_on_host
         if not self.plan.replicated:
             begin = cp_rank * self.plan.padded_len
             slots = slots[begin : begin + self.plan.lens[cp_rank]]
         (rows,) = np.nonzero(slots != null_slot)
-        both = on_device(torch.from_numpy(np.stack((rows, slots[rows]))), self.slots.device)
+        both = on_device(torch.from_numpy(np.stack((rows, slots[rows]))), pages.slots.device)
         return both[0], both[1]
 
 
@@ -135,16 +143,13 @@ def build_step_batch(
     behind = np.array(plan.prefix_lens, dtype=np.int64) - np.array(plan.starts[:-1], dtype=np.int64)
     positions = np.repeat(behind, plan.extend_lens) + np.arange(plan.num_tokens)
     part = cp_rank % owners
-    pages, in_page = _pages(plan, positions, page_tables, page_size), positions % page_size
-    slots = pages * page_size + in_page
-    if owners > 1:
-        slots = np.where(pages % owners == part, pages // owners * page_size + in_page, null_slot)
+    slots = [
+        _slots(plan, _pages(plan, positions, tables, page_size), positions, page_size, part, owners, null_slot)
+        for tables in page_tables
+    ]
     if not plan.replicated:
         local = plan.local(cp_rank)
         token_ids, positions = token_ids[local], positions[local]
-        slots = np.append(slots, null_slot)[plan.gathered_index]
-
-    own = [_own(table, part, owners) for table in page_tables]
 
     def tensor(values: Indices) -> Tensor:
         return on_device(torch.from_numpy(values), device)
@@ -159,13 +164,36 @@ def build_step_batch(
         page_size=page_size,
         token_ids=local_ids,
         positions=tensor(positions),
-        slots=tensor(slots),
-        slots_on_host=slots,
-        page_tables=tensor(np.concatenate([_NO_PAGES, *own])).split_with_sizes([len(table) for table in own]),
-        prefix_shares=_prefix_shares(plan.prefix_lens, page_tables, page_size, owners),
+        pages=tuple(
+            StepPages(tensor(of_one), of_one, _split(tensor, [_own(table, part, owners) for table in tables]))
+            for of_one, tables in zip(slots, page_tables, strict=True)
+        ),
+        prefix_shares=_prefix_shares(plan.prefix_lens, page_tables[0], page_size, owners),
         sampled=_samples(plan, scheduled),
         is_scored=any(request.targets for request in scheduled),
     )
+
+
+def _slots(
+    plan: ShardPlan,
+    pages: Indices,
+    positions: Indices,
+    page_size: int,
+    part: int,
+    owners: int,
+    null_slot: int,
+) -> Indices:
+    """Return the slot of every gathered row on the rank that owns a part of the pages."""
+    in_page = positions % page_size
+    slots = pages * page_size + in_page
+    if owners > 1:
+        slots = np.where(pages % owners == part, pages // owners * page_size + in_page, null_slot)
+    return slots if plan.replicated else np.append(slots, null_slot)[plan.gathered_index]
+
+
+def _split(tensor: Callable[[Indices], Tensor], tables: Sequence[Indices]) -> tuple[Tensor, ...]:
+    """Move tables to the device as one tensor; return its parts."""
+    return tensor(np.concatenate([_NO_PAGES, *tables])).split_with_sizes([len(table) for table in tables])
 
 
 def _samples(plan: ShardPlan, scheduled: Sequence[ScheduledRequest]) -> tuple[Sample, ...]:

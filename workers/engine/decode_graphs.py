@@ -157,7 +157,7 @@ class _CapturedStep:
         is_request[:num_requests] = 1
         token_ids[:num_requests] = [request.token_ids[0] for request in step.scheduled]
         positions[:num_requests] = [request.first_position for request in step.scheduled]
-        tables = [*step.page_tables, *[np.array([pool.num_pages])] * (self._size - num_requests)]
+        tables = [*step.page_tables[0], *[np.array([pool.num_pages])] * (self._size - num_requests)]
         pages, in_page = np.divmod(positions, pool.page_size)
         slots[:] = [table[page] for table, page in zip(tables, pages.tolist(), strict=True)]
         slots *= pool.page_size

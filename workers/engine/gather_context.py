@@ -20,22 +20,24 @@ class PagedContext(StepContext):
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
-        self._attention = backend.prepare(batch.runs, batch.page_tables, batch.page_size)
-        self._slots = pool.at_slots(batch.slots)
+        self._attention = [backend.prepare(batch.runs, pages.tables, batch.page_size) for pages in batch.pages]
+        self._slots = [pool.at_slots(pages.slots) for pages in batch.pages]
         self._gathered: Gathered | None = None
 
     def place(self, layer: int) -> KvSlots | None:
         """Return slots as StepContext does; None if other ranks need the new rows too."""
-        return self.pool.place(layer, self.batch.slots) if self.batch.plan.replicated else None
+        slots = self.batch.pages[self.pool.lifetime_of(layer)].slots
+        return self.pool.place(layer, slots) if self.batch.plan.replicated else None
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
         self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
 
     def attend_storing(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
+        lifetime = self.pool.lifetime_of(layer)
         if self._gathered is not None:
-            self._slots.write(layer, self._gathered.wait())
+            self._slots[lifetime].write(layer, self._gathered.wait())
             self._gathered = None
-        return self.joined(q, [self._attention.attend(q, *self.pool.layer_view(layer), params)], params)
+        return self.joined(q, [self._attention[lifetime].attend(q, *self.pool.layer_view(layer), params)], params)
 
 
 class OverlappedContext(StepContext):
@@ -44,10 +46,11 @@ class OverlappedContext(StepContext):
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
         plan = batch.plan
-        self._slots = pool.at_slots(batch.slots)
-        self._prefix = None
-        if any(plan.prefix_lens):
-            self._prefix = backend.prepare(batch.runs, batch.page_tables, batch.page_size, plan.prefix_lens)
+        self._slots = [pool.at_slots(pages.slots) for pages in batch.pages]
+        self._prefix = [
+            backend.prepare(batch.runs, pages.tables, batch.page_size, plan.prefix_lens)
+            for pages in (batch.pages if any(plan.prefix_lens) else ())
+        ]
         self._own = self.prepare_rows(plan.runs[batch.cp_rank])
         others = ((rank, self.prepare_rows(plan.runs[rank])) for rank in range(plan.cp) if rank != batch.cp_rank)
         self._others = [(rank, rows) for rank, rows in others if rows is not None]
@@ -57,12 +60,12 @@ class OverlappedContext(StepContext):
         self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
 
     def attend_storing(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
-        partials = []
-        if self._prefix is not None:
-            partials.append(self._prefix.attend(q, *self.pool.layer_view(layer), params))
+        partials, lifetime = [], self.pool.lifetime_of(layer)
+        if self._prefix:
+            partials.append(self._prefix[lifetime].attend(q, *self.pool.layer_view(layer), params))
         if self._own is not None:
             partials.append(self._own.attend(q, self._k, self._v, params))
-        self._slots.write(layer, self._gathered.wait())
+        self._slots[lifetime].write(layer, self._gathered.wait())
         for rank, rows in self._others:
             kv = self._gathered.of_rank(rank)
             partials.append(rows.attend(q, kv[:, 0], kv[:, 1], params))

@@ -13,15 +13,14 @@ class KnownRequest:
     """State of a request as announced by step plans."""
 
     admit: Admit
-    table: PageTable = field(default_factory=PageTable)
-    """Page table of the request; page p of a sharded pool is page p // cp of CP rank p mod cp."""
+    tables: list[PageTable]
+    """Page tables by lifetime; page p of a sharded pool is page p // cp of CP rank p mod cp."""
     sampling: SamplingState | None = None
     """Sampling state on the sampling rank, from the first sample on."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probabilities of the prompt so far, until the first sample."""
 
     @property
-    def pages(self) -> list[int]:
-        """Return a copy of the table, for senders."""
-        pages: list[int] = self.table.all.tolist()
-        return pages
+    def pages(self) -> list[list[int]]:
+        """Return a copy of the tables, for senders."""
+        return [table.all.tolist() for table in self.tables]

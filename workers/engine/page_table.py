@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.spec.kv import NO_PAGE
+
 
 class PageTable:
     """Pages in order of position."""
@@ -13,12 +15,12 @@ class PageTable:
         self._pages = np.empty(16, dtype=np.int64)
         self._len = 0
 
-    def extend(self, pages: Sequence[int]) -> None:
-        """Add pages at the end."""
+    def extend(self, pages: Sequence[int], null_page: int) -> None:
+        """Add pages at the end; the null page stands for those that no token of this request will see."""
         end = self._len + len(pages)
         if end > len(self._pages):
             self._pages = np.concatenate([self._pages, np.empty(max(end, len(self._pages)), dtype=np.int64)])
-        self._pages[self._len : end] = pages
+        self._pages[self._len : end] = [null_page if page == NO_PAGE else page for page in pages]
         self._len = end
 
     @property

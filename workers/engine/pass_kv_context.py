@@ -32,7 +32,7 @@ class PassKvContext(StepContext):
         ]
         self._prefix_pages = [
             (table[: pages_for(share, batch.page_size)], share)
-            for table, share in zip(batch.page_tables, batch.prefix_share, strict=True)
+            for table, share in zip(batch.pages[0].tables, batch.prefix_share, strict=True)
             if share
         ]
         self._rows = [self.prepare_rows(self._key_runs(source)) for source in range(plan.cp)]

@@ -28,8 +28,8 @@ class PassQContext(StepContext):
             for request, (prefix_len, extend_len) in enumerate(zip(plan.prefix_lens, plan.extend_lens, strict=True))
         ]
         self._has_prefix = any(plan.prefix_lens)
-        self._prefix = backend.prepare(everything, batch.page_tables, batch.page_size, batch.prefix_share)
-        device = batch.slots.device
+        self._prefix = backend.prepare(everything, batch.pages[0].tables, batch.page_size, batch.prefix_share)
+        device = batch.token_ids.device
         self._inverse = on_device(torch.from_numpy(plan.inverse), device)
         self._homes = [on_device(torch.from_numpy(plan.local(rank)), device) for rank in range(plan.cp)]
         self._own = self.prepare_rows(batch.runs)

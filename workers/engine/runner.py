@@ -26,6 +26,7 @@ from workers.engine.capture import Capture
 from workers.engine.contexts import make_context
 from workers.engine.gpu_memory import bytes_taken_by
 from workers.engine.known_request import KnownRequest
+from workers.engine.page_table import PageTable
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.sampler import begin_sample, draw
 from workers.engine.sampling_state import SamplingState
@@ -124,12 +125,12 @@ class ModelRunner:
     ) -> None:
         """Run a dummy prompt step in the null page; every rank of the replica calls this."""
         num_pages = pages_for(prefix_len + num_tokens, self._pool.page_size)
-        null_pages = np.full(num_pages, self._pool.num_pages * self._owners, dtype=np.int64)
+        null_pages = np.full(num_pages, self._null_page, dtype=np.int64)
         scheduled = [dummy_request(num_tokens, prefix_len)]
         dp, cp = self._model.groups.parallel.dp, self._cp_group.size
         shape = join_shapes([make_step_shape(scheduled, strategy, passing, cp)] * dp, cp)[0]
         with torch.inference_mode():
-            context, hidden = self._compute(StepInput(scheduled, [null_pages], shape))
+            context, hidden = self._compute(StepInput(scheduled, [[null_pages]] * self._pool.num_lifetimes, shape))
             if self._pipeline.is_last:
                 self._model.logits(context.last.join_last(hidden))
 
@@ -176,6 +177,11 @@ class ModelRunner:
         return self._cp_group.size if self._is_sharded else 1
 
     @property
+    def _null_page(self) -> int:
+        """Return the page of the whole replica that is the null page on every rank."""
+        return self._pool.num_pages * self._owners
+
+    @property
     def is_asynchronous(self) -> bool:
         """Return whether a started step runs by itself, so that the next one can be planned meanwhile."""
         return self._model.device.type == "cuda"
@@ -203,13 +209,16 @@ class ModelRunner:
         for room in plan.releases:
             self.requests.pop(room, None)
         for admit in plan.admits:
-            self.requests[admit.room] = KnownRequest(admit)
+            self.requests[admit.room] = KnownRequest(admit, [PageTable() for _ in range(self._pool.num_lifetimes)])
         for scheduled in plan.scheduled:
-            if scheduled.new_pages:
-                self.requests[scheduled.room].table.extend(scheduled.new_pages)
+            for table, pages in zip(self.requests[scheduled.room].tables, scheduled.new_pages, strict=False):
+                table.extend(pages, self._null_page)
 
     def _forward(self, plan: StepPlan) -> SampledTokens:
-        page_tables = [self.requests[request.room].table.all for request in plan.scheduled]
+        known = [self.requests[request.room] for request in plan.scheduled]
+        page_tables = [
+            [request.tables[lifetime].all for request in known] for lifetime in range(self._pool.num_lifetimes)
+        ]
         previous = self._sampled.input_of(plan.scheduled, self._model.groups.tp, self._model.device)
         step = StepInput(plan.scheduled, page_tables, plan.shape, previous)
         last = self._replay(step, is_loading=plan.layerwise_load is not None)

@@ -1,9 +1,10 @@
 """Sender of one rank's part of finished KV: a session per transfer, a writer thread, and the final reports."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any, Protocol
 
 from cluster.spec.config import TransferConfig
@@ -36,14 +37,16 @@ class Known(Protocol):
     @property
     def admit(self) -> Admit: ...
     @property
-    def pages(self) -> Sequence[int]: ...
+    def pages(self) -> Sequence[Sequence[int]]:
+        """Page ids by lifetime."""
+        ...
 
 
 class SourceMemory(Protocol):
     """Memory that pages are sent from; see workers.memory.peer_memory."""
 
     def event(self) -> Any: ...
-    def publish(self, pages: Sequence[int], layers: range, after: Any) -> None: ...
+    def publish(self, pages: PageRange, after: Any) -> None: ...
 
 
 class KvSender:
@@ -191,7 +194,8 @@ class KvSender:
                 prefill=self._prefill,
                 sender_rank=row.global_rank,
                 page_size=row.layout.page_size,
-                owned=self._owned_pages(admit.owner_base, admit.target, targets),
+                owned=self._owned_pages(admit.owner_base, admit.target),
+                share=PageShare.of(targets),
                 sends=bool(targets),
             )
         return self._sessions[transfer]
@@ -199,9 +203,9 @@ class KvSender:
     def _receivers(self, target: Target) -> list[RankRow]:
         return receivers(self._config.mode, self._row.coords, self._row.sizes, target.rows)
 
-    def _owned_pages(self, base: int, target: Target, targets: Sequence[RankRow]) -> Sequence[int]:
+    def _owned_pages(self, base: int, target: Target) -> Sequence[int]:
         """Return the pages of a request that this rank owns, by position."""
-        owned = owned_pages(
+        return owned_pages(
             self._config.mode,
             num_pages=pages_for(target.num_tokens, self._row.layout.page_size),
             cp_rank=self._row.coords.cp,
@@ -209,8 +213,6 @@ class KvSender:
             base=base,
             first=target.held_pages,
         )
-        share, pages = PageShare.of(targets), target.pages
-        return owned if share.is_all else [at for at in owned if share.has(pages[at - target.held_pages])]
 
     def _forget_older(self, target: Target) -> None:
         """Unmap the memory of a decode replica's earlier start."""
@@ -233,9 +235,15 @@ class KvSender:
         layers = self._row.layout.layers[self._num_gone.pop(transfer, 0) : end]
         if end is not None:
             self._num_gone[transfer] = end
-        local_pairs = [(local_page(self._row, page), target_page) for page, target_page in pairs]
-        parts = [self._part(target, local_pairs, layers) for target in self._receivers(session.target)]
-        publish = partial(self._publish, [page for page, _ in local_pairs], layers, self._event())
+        by_lifetime = [(lifetime, list(of_one)) for lifetime, of_one in groupby(pairs, lambda pair: pair.lifetime)]
+        sources = [self._source(lifetime, of_one, layers) for lifetime, of_one in by_lifetime]
+        parts = [
+            part
+            for target in self._receivers(session.target)
+            for lifetime, of_one in by_lifetime
+            for part in self._part(target, lifetime, of_one, layers)
+        ]
+        publish = partial(self._publish, sources, self._event())
         return SendJob(
             room=session.room,
             generation=session.target.generation,
@@ -244,21 +252,28 @@ class KvSender:
             make_ready=partial(self._make_ready, publish, parts if end is None else []),
         )
 
-    def _part(self, target: RankRow, pairs: list[PagePair], layers: range) -> _Part:
-        """Return the part of these pages that a decode rank is sent."""
+    def _source(self, lifetime: int, pairs: Sequence[PagePair], layers: range) -> PageRange:
+        """Return these pages here."""
+        pages = [local_page(self._row, pair.source) for pair in pairs]
+        return PageRange(self._row.layout, pages, layers, lifetime=lifetime)
+
+    def _part(self, target: RankRow, lifetime: int, pairs: list[PagePair], layers: range) -> Iterator[_Part]:
+        """Yield the part of these pages of one lifetime that a decode rank is sent, if there is one."""
         share = PageShare.of([target])
-        sent = pairs if share.is_all else [pair for pair in pairs if share.has(pair[1])]
+        sent = pairs if share.is_all else [pair for pair in pairs if share.has(pair.target)]
         groups = sent_groups(self._row.coords, self._row.sizes, target)
-        source = PageRange(self._row.layout, [page for page, _ in sent], layers, groups)
-        return target, source, PageRange(target.layout, [page for _, page in sent])
+        source = replace(self._source(lifetime, sent, layers), groups=groups)
+        if replace(source, layers=None).num_bytes:
+            yield target, source, PageRange(target.layout, [pair.target for pair in sent], lifetime=lifetime)
 
     def _event(self) -> Any:
         """Record the event after which everything computed so far is in the pages."""
         return self._memory.event() if self._memory is not None else None
 
-    def _publish(self, pages: Sequence[int], layers: range, after: Any) -> None:
+    def _publish(self, sources: Sequence[PageRange], after: Any) -> None:
         if self._memory is not None:
-            self._memory.publish(pages, layers, after)
+            for source in sources:
+                self._memory.publish(source, after)
 
     def _make_ready(self, publish: Callable[[], None], whole: Sequence[_Part]) -> list[PageDigests]:
         """Publish the pages and return digests of complete ones; runs on the sender thread, before it writes."""

@@ -38,7 +38,7 @@ class PageMemory:
         """``[page, byte]``."""
 
     def at(self, pages: Sequence[int], layers: range | None = None) -> Pages:
-        """Return pages by index, either whole or some layers of the model."""
+        """Return pages by index: whole ones of any lifetime, or some layers of the model of the first."""
         return Pages(self.bytes, PageRange(self.layout, pages, layers))
 
 

@@ -38,6 +38,7 @@ class PagePool(PageMemory):
         self.page_bytes = layout.page_bytes
         self._groups = {group.name: _group_view(self.bytes, layout, group) for group in layout.groups}
         self._layers = _attention_layers(layout, self._groups)
+        self._lifetimes = _attention_lifetimes(layout)
         self._load: LayerwiseLoad | None = None
         self._on_stored: OnStored | None = None
 
@@ -55,6 +56,15 @@ class PagePool(PageMemory):
     def group(self, name: str) -> Tensor:
         """Return the pages of one KV group as ``[page, head, layer, part, slot, dim]``, null page included."""
         return self._groups[name]
+
+    @property
+    def num_lifetimes(self) -> int:
+        """Return the number of lifetimes of the whole model."""
+        return self.layout.num_lifetimes
+
+    def lifetime_of(self, layer: int) -> int:
+        """Return the index of the lifetime of one layer's K and V."""
+        return self._lifetimes[layer]
 
     def layer_pages(self, layer: int) -> Tensor:
         """Return the K and V of one layer as a strided view ``[page, head, part, slot, dim]``."""
@@ -142,8 +152,9 @@ class PoolSlots:
 
 def _group_view(memory: Tensor, layout: PoolLayout, group: GroupLayout) -> Tensor:
     """Return ``[page, head, layer, part, slot, dim]`` of a group, or ``[page, head, layer, byte]`` of unlike parts."""
-    (view,) = PageRange(layout, (), groups=[group.name]).views(memory)
-    view = view.view(len(memory), group.num_heads, len(group.layers), group.layer_bytes)
+    (view,) = PageRange(layout, (), groups=[group.name], lifetime=group.lifetime).views(memory)
+    # Whole pages are one piece, which may end in bytes that other lifetimes need.
+    view = view[..., : group.num_bytes].view(len(memory), group.num_heads, len(group.layers), group.layer_bytes)
     shapes = {(part.dim, part.dtype) for part in group.parts}
     if len(shapes) > 1:
         return view
@@ -159,6 +170,14 @@ def _attention_layers(layout: PoolLayout, groups: dict[str, Tensor]) -> dict[int
         for index, layer in enumerate(group.layers):
             layers.setdefault(layer - layout.first_layer, groups[group.name][:, :, index])
     return layers
+
+
+def _attention_lifetimes(layout: PoolLayout) -> dict[int, int]:
+    lifetimes: dict[int, int] = {}
+    for group in layout.groups:
+        for layer in group.layers:
+            lifetimes.setdefault(layer - layout.first_layer, group.lifetime)
+    return lifetimes
 
 
 def _words_of(rows: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from cluster.spec.errors import TransferError
 from cluster.spec.kv import PoolLayout
 from cluster.spec.registry import Verify
 from transfer.backends.interface import Region, TransferBackend
+from transfer.page_range import PageRange
 from workers.device import Event, event_on
-from workers.memory.copy import PageMemory, copy, copy_stream
+from workers.memory.copy import PageMemory, Pages, copy, copy_stream
 from workers.memory.page_pool import PagePool
 from workers.parallel.collectives import Communicator
 
@@ -47,15 +48,16 @@ class PeerMemory:
         """Record an event after everything that the computing thread has started so far."""
         return event_on(self.pool.bytes.device)
 
-    def publish(self, pages: Sequence[int], layers: range, after: Event | None) -> None:
-        """Publish layers of pages to peers once ``after`` completes; whichever thread calls this may send them on
+    def publish(self, pages: PageRange, after: Event | None) -> None:
+        """Publish a range of pages to peers once ``after`` completes; whichever thread calls this may send them on
         return.
         """
         if self.host is None:
             if after is not None:
                 after.synchronize()
             return
-        if (copied := copy(self.pool.at(pages, layers), self.host.at(pages, layers), after, self._stream)) is not None:
+        source, target = (Pages(memory.bytes, pages) for memory in (self.pool, self.host))
+        if (copied := copy(source, target, after, self._stream)) is not None:
             copied.synchronize()
 
     def receive(self, pages: Sequence[int]) -> None:

@@ -23,6 +23,7 @@ from cluster.spec.tiers import CachedTokens
 from cluster.spec.transfer_messages import Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
+from workers.cache.page_lists import live_pages
 from workers.context_parallel.step_shape import idle_plan
 from workers.hicache.tiers import Tiers
 from workers.scheduler.decode_queue import DecodeQueue
@@ -159,7 +160,7 @@ class DecodeLeader(Leader):
         self._num_arrivals += 1
         self._requests[submit.room] = request
         self.record_arrival(submit, request.state.value)
-        if reason := self.too_large(num_pages, self._allocator.num_pages):
+        if reason := self.too_large(num_pages):
             self._refuse(request, reason, retryable=False)
         elif self._must_await(submit.prompt_of):
             self._queue.add_choice(request, submit.prompt_of)
@@ -261,14 +262,15 @@ class DecodeLeader(Leader):
         self._move(request, DecodeState.RUNNING, "result and all done")
         if self.tiers:
             self.tiers.note_received(request.page_keys)
-        self._arrived += request.pages[request.num_held :]
+        self._arrived += live_pages(request.new_pages)
         sequence = self._run(request, [*submit.prompt_ids, *result.token_ids], len(submit.prompt_ids))
         output = self._newest_output(sequence, result.logprobs, is_last=result.is_last)
         self._emit_first(request, replace(output, prompt_logprobs=result.prompt_logprobs, cached=result.cached))
 
     def _run(self, request: DecodeRequest, tokens: Iterable[int], computed_len: int) -> Sequence:
         """Hand a request to the step scheduler, which allocates pages if it has none."""
-        max_len = self._allocator.num_pages * self._settings.layout.page_size
+        max_pages = self._allocator.num_pages // self._allocator.lifetimes.num
+        max_len = max_pages * self._settings.layout.page_size
         sequence = request.begin_sequence(tokens, computed_len, max_len)
         add = self._steps.add_running if sequence.kv.pages else self._steps.add
         add(sequence)
@@ -382,7 +384,7 @@ class DecodeLeader(Leader):
     def _end(self, request: DecodeRequest, event: str) -> None:
         self._move(request, DecodeState.ENDED, event)
         self.forget_in_tiers(request.room)
-        self._allocator.free(request.pages)
+        self._allocator.free(live_pages(request.pages))
         request.pages = []
         self._checks.forget(request.room)
         del self._requests[request.submit.room]

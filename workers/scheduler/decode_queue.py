@@ -4,11 +4,13 @@ A request that is computed here from its beginning gets pages from the step sche
 tiers. It leaves this queue when there are enough, which stay promised to it until it has them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from cluster.spec.ids import Room
-from workers.cache.page_allocator import PageAllocator
+from cluster.spec.kv import NO_PAGE
+from workers.cache.page_allocator import Demand, PageAllocator
+from workers.cache.page_lists import PageLists, live_pages
 from workers.hicache.tiers import Tiers
 from workers.scheduler.decode_request import DecodeRequest, cacheable_keys
 from workers.scheduler.steps import StepScheduler
@@ -99,17 +101,16 @@ class DecodeQueue:
                 if not self._promised:
                     self._queue.note_in_vain(request)
                 continue
-            self._queue.note_passed(space.count_passing(request, self._new_pages_for(request)))
+            self._queue.note_passed(space.count_passing(request, self._count_new(request)))
             self._queue.remove(request.room)
             space = None
             if request.submit.prefill is None and not self._shared_pages(request):
-                self._promised[request.room] = request.num_pages
+                self._promised[request.room] = self._count_new(request)
                 yield request
                 continue
-            request.pages = self._allocator.allocate(request.num_pages, held)
-            request.num_held = len(held)
+            self._allocate(request, held)
             if self._tiers:
-                self._tiers.note_hits(request.page_keys[: len(held)])
+                self._tiers.note_hits(request.page_keys[: request.num_held])
             yield request
 
     @property
@@ -124,28 +125,60 @@ class DecodeQueue:
     def _look(self) -> _Space:
         oldest, num_free = self._queue.oldest, self._allocator.num_free - self._num_promised
         assert oldest is not None
-        oldest_pages = self._new_pages_for(oldest)
+        oldest_pages = self._count_new(oldest)
         most_passing = max(num_free - oldest_pages, self._queue.most_passing(oldest_pages))
         return _Space(num_free, oldest, oldest_pages, most_passing)
 
-    def _find_held(self, request: DecodeRequest, space: _Space) -> list[int] | None:
+    def _find_held(self, request: DecodeRequest, space: _Space) -> PageLists | None:
         """Return the request's cached pages; None if it may not or cannot have the others."""
         shared = self._shared_pages(request)
-        if request.num_pages - len(shared) > space.most_passing and request is not space.oldest:
+        if _total(self._demands(request, shared)) > space.most_passing and request is not space.oldest:
             return None
-        held = shared or self._allocator.find(request.page_keys)
+        held = self._seen(request, shared or self._allocator.find(request.page_keys))
+        demands = self._demands(request, held)
         # Cheaper than the allocator's answer, and mostly enough.
-        if request.num_pages - len(held) > space.num_free:
+        if _total(demands) > space.num_free:
             return None
-        return held if self._allocator.can_allocate(request.num_pages + self._num_promised, held) else None
+        promised = (self._num_promised, 0)
+        return held if self._allocator.can_allocate([*demands, promised], live_pages(held)) else None
 
-    def _new_pages_for(self, request: DecodeRequest) -> int:
+    def _allocate(self, request: DecodeRequest, held: PageLists) -> None:
+        request.num_held = len(held[0])
+        new = self._allocator.allocate(self._demands(request, held), live_pages(held))
+        request.pages = [
+            found + [NO_PAGE] * (request.num_pages - len(found) - len(pages)) + pages
+            for found, pages in zip(held, new, strict=True)
+        ]
+
+    def _demands(self, request: DecodeRequest, held: PageLists) -> list[Demand]:
+        """Return the demand of each lifetime after the held pages; a transfer brings what later tokens can see."""
+        num_held, lifetimes = len(held[0]) if held else 0, self._allocator.lifetimes
+        num_seen = len(request.submit.prompt_ids) if request.submit.prefill is not None else 0
+        return [(request.num_pages - max(num_held, first), 0) for first in lifetimes.first_pages(num_seen)]
+
+    def _seen(self, request: DecodeRequest, held: PageLists) -> PageLists:
+        """Return held pages as far as the first token that is computed here can see them."""
+        num_tokens = (
+            len(held[0]) * self._page_size if request.submit.prefill is None else len(request.submit.prompt_ids)
+        )
+        return self._allocator.lifetimes.visible(held, num_tokens)
+
+    def _count_new(self, request: DecodeRequest) -> int:
         """Return the number of pages that it takes from others, cached or not."""
-        return request.num_pages - len(self._shared_pages(request))
+        return _total(self._demands(request, self._shared_pages(request)))
 
-    def _shared_pages(self, request: DecodeRequest) -> list[int]:
-        """Return the pages of the choice that brought the prompt, except the last token's; none if it has ended."""
+    def _shared_pages(self, request: DecodeRequest) -> PageLists:
+        """Return the pages of the choice that brought the prompt, except the last token's; none if it has ended, or
+        is too far ahead.
+        """
         submit = request.submit
         if submit.prompt_of is None:
             return []
-        return self._steps.whole_pages(submit.prompt_of)[: (len(submit.prompt_ids) - 1) // self._page_size]
+        num_full = (len(submit.prompt_ids) - 1) // self._page_size
+        pages = [ids[:num_full] for ids in self._steps.whole_pages(submit.prompt_of)]
+        is_usable = pages and pages[0] and self._allocator.lifetimes.can_continue(pages)
+        return pages if is_usable else []
+
+
+def _total(demands: Iterable[Demand]) -> int:
+    return sum(count for count, _ in demands)

@@ -13,6 +13,7 @@ from cluster.spec.registry import Verify
 from cluster.spec.tiers import CachedTokens
 from cluster.spec.transfer_messages import Ticket
 from transfer.receiver_session import ReceiverSession
+from workers.cache.page_lists import PageLists, live_pages
 from workers.scheduler.sequence import KvState, RequestParams, Sequence
 
 
@@ -54,8 +55,8 @@ class DecodeSettings:
     dp_rank: int = 0
     geometry: KvGeometry
     layout: PoolLayout
-    page_bytes: int
-    """Bytes of one page over all ranks that hold a part of it; ranks with the same heads count once."""
+    page_bytes: tuple[int, ...]
+    """Bytes of one page by lifetime, over all ranks that hold a part of it; ranks with the same heads count once."""
     num_copies: int = 1
     """Ranks that hold the same heads."""
     transfer_timeout_s: float
@@ -82,8 +83,8 @@ class DecodeRequest:
     result_s: float = 0.0
     """Arrival time of prefill's first token."""
     state: DecodeState = DecodeState.QUEUED
-    pages: list[int] = field(default_factory=list)
-    """Pages while RECEIVING, VERIFYING or STOPPING; later the step scheduler holds them."""
+    pages: PageLists = field(default_factory=list)
+    """Pages by lifetime while RECEIVING, VERIFYING or STOPPING; later the step scheduler holds them."""
     num_held: int = 0
     """Leading pages that others read too, from the cache or another choice; they are never ticketed."""
     page_keys: list[bytes] = field(default_factory=list)
@@ -97,6 +98,11 @@ class DecodeRequest:
     @property
     def room(self) -> Room:
         return self.submit.room
+
+    @property
+    def new_pages(self) -> PageLists:
+        """Return the pages that nobody else reads."""
+        return [pages[self.num_held :] for pages in self.pages]
 
     def phases(self, now_s: float) -> PhaseTimes | None:
         """Return phase durations until now, once the first token is here; None for a choice that shares another's
@@ -147,13 +153,14 @@ def cacheable_keys(submit: Submit, page_size: int) -> list[bytes]:
 
 def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: Peer) -> ReceiverSession:
     """Return the session of a transfer into the request's pages that it does not hold already."""
-    pages = request.pages[request.num_held :]
+    pages = request.new_pages
+    counts = [len(live_pages([of_lifetime])) for of_lifetime in pages]
     ticket = Ticket(
         room=request.room,
         generation=1,
         decode=settings.me,
         prefill_incarnation=prefill.incarnation,
-        pages=[pages],
+        pages=pages,
         held_pages=request.num_held,
         dp_rank=settings.dp_rank,
         wanted_dp_rank=request.submit.dp_rank,
@@ -162,8 +169,8 @@ def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: 
     return ReceiverSession(
         ticket,
         prefill,
-        num_pages=len(pages),
-        num_bytes=len(pages) * settings.page_bytes,
+        num_pages=sum(counts),
+        num_bytes=sum(count * size for count, size in zip(counts, settings.page_bytes, strict=True)),
         num_ranks=len(settings.rank_addresses),
         silence_s=settings.transfer_timeout_s,
         settle_s=settings.settle_s,

@@ -8,9 +8,10 @@ cache does not keep of its KV is then computed again from its tokens, with no ef
 from functools import partial
 
 from cluster.spec.ids import Room
-from cluster.spec.kv import pages_for
+from cluster.spec.kv import NO_PAGE, pages_for
 from cluster.spec.tiers import CachedTokens, TierJob
-from workers.cache.page_allocator import PageAllocator
+from workers.cache.page_allocator import Demand, PageAllocator
+from workers.cache.page_lists import PageLists, live_pages
 from workers.hicache.policy.loader import Loaded
 from workers.hicache.tiers import Tiers
 from workers.scheduler.sequence import KvState, PageLoad, Sequence
@@ -46,11 +47,11 @@ class PageHolders:
         if not sequence.kv.pages:
             self.waiting.add(sequence)
             return
-        assert len(sequence.kv.pages) >= pages_for(sequence.kv.num_computed_tokens, self._page_size)
+        assert sequence.kv.num_pages >= pages_for(sequence.kv.num_computed_tokens, self._page_size)
         self.running[sequence.room] = sequence
         self.share(sequence)
 
-    def remove(self, room: Room) -> list[int]:
+    def remove(self, room: Room) -> PageLists:
         """Remove a sequence and give its pages to the caller, unless copies to them are in flight: these stay held
         here.
         """
@@ -62,8 +63,10 @@ class PageHolders:
         if sequence.kv.load is None:
             return self._withdraw(sequence)
         self._leaving.append(sequence)
-        pages = sequence.kv.pages if sequence.kv.load.is_layerwise else []
-        return self._allocator.allocate(len(pages), pages, sequence.owner_base)
+        if not sequence.kv.load.is_layerwise:
+            return []
+        self._allocator.allocate([], live_pages(sequence.kv.pages))
+        return [list(pages) for pages in sequence.kv.pages]
 
     def retire(self, room: Room) -> None:
         """Remove a sequence and leave what was computed of it to the cache."""
@@ -77,24 +80,25 @@ class PageHolders:
         else:
             self._leave_to_cache(sequence)
 
-    def whole_pages(self, room: Room) -> list[int]:
-        """Return the pages of a sequence whose KV is complete; empty if it waits or is unknown."""
+    def whole_pages(self, room: Room) -> PageLists:
+        """Return the pages of a sequence whose KV is complete; none if it waits or is unknown."""
         known = self.running.get(room)
-        return known.kv.pages[: known.kv.num_computed_tokens // self._page_size] if known is not None else []
+        if known is None:
+            return []
+        return [pages[: known.kv.num_computed_tokens // self._page_size] for pages in known.kv.pages]
 
     def can_start(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence can have its pages, and they are not reserved for the oldest one."""
-        needed, oldest = self._pages_of(sequence), self.waiting.oldest
+        oldest = self.waiting.oldest
         assert oldest is not None, f"room {sequence.room} does not wait"
         num_gains = self._allocator.num_gains + self._num_left
         if self.waiting.is_in_vain(sequence, num_gains):
             return False
         if self._tiers and (key := self.next_key(sequence)) is not None and self._tiers.loader.is_loading(key):
             return False
-        allocator, base = self._allocator, sequence.owner_base
-        can_start = self.waiting.may_pass(self._count_passing(sequence, oldest), self._pages_of(oldest)) and (
-            allocator.can_allocate(needed, (), base)
-            or allocator.can_allocate(needed, self._find_cached(sequence), base)
+        may_pass = self.waiting.may_pass(self._count_passing(sequence, oldest), self._pages_of(oldest))
+        can_start = may_pass and (
+            self._allocator.can_allocate(self._demands(sequence)) or self._can_start_behind_cached(sequence)
         )
         if not can_start:
             self.waiting.note_in_vain(sequence)
@@ -111,9 +115,10 @@ class PageHolders:
         self.waiting.note_passed(self._count_passing(sequence, self.waiting.oldest))
         self.waiting.remove(sequence.room)
         cached = self._find_cached(sequence)
-        num_cached = len(cached) * self._page_size
+        new = self._allocator.allocate(self._demands(sequence, len(cached[0])), live_pages(cached))
+        num_cached = len(cached[0]) * self._page_size
         sequence.kv = KvState(
-            pages=self._allocator.allocate(self._pages_of(sequence), cached, sequence.owner_base),
+            pages=[[*found, *pages] for found, pages in zip(cached, new, strict=True)],
             num_computed_tokens=num_cached,
             num_planned_tokens=num_cached,
             cached=CachedTokens(total=num_cached),
@@ -121,7 +126,7 @@ class PageHolders:
         self.running[sequence.room] = sequence
         if self._tiers:
             self._load_from_host(
-                self._tiers, sequence, len(cached), is_layerwise=is_alone and self._tiers.can_load_layerwise
+                self._tiers, sequence, len(cached[0]), is_layerwise=is_alone and self._tiers.can_load_layerwise
             )
         return not sequence.waits_for_pages
 
@@ -130,7 +135,7 @@ class PageHolders:
         kv, keys, load = sequence.kv, self._prefix_keys(sequence), PageLoad(is_layerwise)
         tiers.note_hits(keys[:num_cached])
         on_end = partial(self._on_loaded, sequence, load)
-        loaded = tiers.loader.load(keys, kv.pages, num_cached, on_end, layerwise=is_layerwise)
+        loaded = tiers.loader.load(keys, kv.pages[0], num_cached, on_end, layerwise=is_layerwise)
         kv.load = load if loaded.num_pages else None
         if is_layerwise:
             self._go_behind(kv, loaded)
@@ -148,17 +153,19 @@ class PageHolders:
         Nobody is preempted for a sequence that is less urgent or came later, so some sequence always makes progress.
         """
         kv = sequence.kv
-        needed = pages_for(kv.num_planned_tokens + count, self._page_size) - len(kv.pages)
-        next_owner = sequence.owner_base + len(kv.pages)
+        needed = pages_for(kv.num_planned_tokens + count, self._page_size) - kv.num_pages
+        if needed <= 0:
+            return True
+        demands = [(needed, sequence.owner_base + kv.num_pages)] * len(kv.pages)
         running = self.running.values()
-        while needed > 0 and not self._allocator.can_allocate(needed, (), next_owner):
+        while not self._allocator.can_allocate(demands):
             last = max((other for other in running if other is sequence or not other.is_loading), key=urgency)
             if not last.is_loading:
                 self._preempt(last)
             if last is sequence:
                 return False
-        if needed > 0:
-            kv.pages += self._allocator.allocate(needed, (), next_owner)
+        for pages, new in zip(kv.pages, self._allocator.allocate(demands), strict=True):
+            pages += new
         return True
 
     def share(self, sequence: Sequence) -> None:
@@ -167,6 +174,19 @@ class PageHolders:
             return
         kv, keys = sequence.kv, self.keys(sequence, sequence.kv.num_computed_tokens)
         kv.num_shared_pages = self._allocator.share(kv.pages, keys, kv.num_shared_pages)
+
+    def free_passed(self, sequence: Sequence) -> None:
+        """Free the pages that no token after the last full page can see, unless copies to them may be in flight."""
+        kv = sequence.kv
+        if len(kv.pages) == 1 or sequence.is_loading:
+            return
+        num_full = kv.num_computed_tokens // self._page_size * self._page_size
+        for pages, end in zip(kv.pages, self._allocator.lifetimes.first_pages(num_full), strict=True):
+            start = end
+            while start and pages[start - 1] != NO_PAGE:
+                start -= 1
+            self._allocator.free(pages[start:end])
+            pages[start:end] = [NO_PAGE] * (end - start)
 
     def take_layerwise_load(self) -> TierJob | None:
         """Return the load of cached pages that the next step reads from host memory layer by layer, if any."""
@@ -197,13 +217,14 @@ class PageHolders:
 
     @property
     def held_pages(self) -> list[int]:
-        return [page for sequence in (*self.running.values(), *self._leaving) for page in sequence.kv.pages]
+        holders = (*self.running.values(), *self._leaving)
+        return [page for sequence in holders for page in live_pages(sequence.kv.pages)]
 
     def check_integrity(self) -> None:
         """Prove that every running sequence has the pages its KV needs, and no waiting one has any."""
         for sequence in self.running.values():
             kv = sequence.kv
-            assert len(kv.pages) >= pages_for(kv.num_computed_tokens, self._page_size), sequence.room
+            assert kv.num_pages >= pages_for(kv.num_computed_tokens, self._page_size), sequence.room
         assert not any(sequence.kv.pages for sequence in self.waiting)
 
     def _count_passing(self, sequence: Sequence, oldest: Sequence) -> int:
@@ -211,14 +232,14 @@ class PageHolders:
 
         Zero when both fit now, or will once sequences older than the oldest waiting one have ended.
         """
-        needed, reserved = self._pages_of(sequence), (self._pages_of(oldest), oldest.owner_base)
-        if sequence is oldest or self._allocator.can_allocate_all([(needed, sequence.owner_base), reserved]):
+        reserved = self._demands(oldest)
+        if sequence is oldest or self._allocator.can_allocate([*self._demands(sequence), *reserved]):
             return 0
         cached = self._find_cached(sequence)
         younger = [other for other in self.running.values() if other.arrival > oldest.arrival]
-        taken = set(cached).union(*(other.kv.pages for other in younger))
-        rest = (needed - len(cached), sequence.owner_base + len(cached))
-        return 0 if self._allocator.would_fit([rest, reserved], beside=taken) else needed
+        taken = set(live_pages(cached)).union(*(live_pages(other.kv.pages) for other in younger))
+        demands = [*self._demands(sequence, len(cached[0])), *reserved]
+        return 0 if self._allocator.would_fit(demands, beside=taken) else self._pages_of(sequence)
 
     def _go_behind(self, kv: KvState, loaded: Loaded) -> None:
         """Count loaded pages as computed; the rest will be computed."""
@@ -249,7 +270,7 @@ class PageHolders:
         keys = self.keys(sequence, sequence.kv.num_computed_tokens)
         self._allocator.keep(self._withdraw(sequence), keys)
 
-    def _withdraw(self, sequence: Sequence) -> list[int]:
+    def _withdraw(self, sequence: Sequence) -> PageLists:
         """Reset a sequence's KV state; return its pages."""
         kv, sequence.kv = sequence.kv, KvState()
         if kv.admitted_step:
@@ -257,9 +278,22 @@ class PageHolders:
         return kv.pages
 
     def _pages_of(self, sequence: Sequence) -> int:
-        return pages_for(len(sequence.tokens), self._page_size)
+        return pages_for(len(sequence.tokens), self._page_size) * self._allocator.lifetimes.num
 
-    def _find_cached(self, sequence: Sequence) -> list[int]:
+    def _demands(self, sequence: Sequence, num_cached: int = 0) -> list[Demand]:
+        """Return the demand of each lifetime behind the cached pages.
+
+        A sequence has pages for all of its tokens at once, so that it need not wait between its steps; those that no
+        later token can see are freed on the way.
+        """
+        num_new = pages_for(len(sequence.tokens), self._page_size) - num_cached
+        return [(num_new, sequence.owner_base + num_cached)] * self._allocator.lifetimes.num
+
+    def _can_start_behind_cached(self, sequence: Sequence) -> bool:
+        cached = self._find_cached(sequence)
+        return self._allocator.can_allocate(self._demands(sequence, len(cached[0])), live_pages(cached))
+
+    def _find_cached(self, sequence: Sequence) -> PageLists:
         return self._allocator.find(self._prefix_keys(sequence))
 
     def _prefix_keys(self, sequence: Sequence) -> list[bytes]:

@@ -26,6 +26,7 @@ from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import FlushCache, PinPages, Tier, TierJobResult, UseStorage
 from workers.cache.page_allocator import PageAllocator
+from workers.cache.page_lists import PageLists, live_pages
 from workers.hicache.tiers import Tiers
 from workers.scheduler.page_reporter import PageReporter
 from workers.scheduler.steps import StepScheduler
@@ -37,7 +38,7 @@ _REMEMBERED_ROOMS = 100_000
 class Request(Protocol):
     """State of a request that leaders of both roles share."""
 
-    pages: list[int]
+    pages: PageLists
     """Pages that the step scheduler does not hold."""
 
 
@@ -119,7 +120,7 @@ class Leader(ABC):
         self._steps.check_integrity()
         if self.tiers:
             self.tiers.check_integrity()
-        own = [page for request in self._requests.values() for page in request.pages]
+        own = [page for request in self._requests.values() for page in live_pages(request.pages)]
         self._allocator.check_integrity(self._steps.held_pages + own)
 
     def send(self, address: str, message: Message) -> None:
@@ -264,8 +265,9 @@ class Leader(ABC):
         """Count a message that changes nothing."""
         self.dropped[type(message).__name__] += 1
 
-    def too_large(self, num_pages: int, pool_pages: int) -> str | None:
-        """Return why a prompt of this size can never be served here; None if it can."""
+    def too_large(self, prompt_pages: int) -> str | None:
+        """Return why a prompt of this length in pages can never be served here; None if it can."""
+        num_pages, pool_pages = prompt_pages * self._allocator.lifetimes.num, self._allocator.num_pages
         if num_pages <= pool_pages:
             return None
         return f"the prompt needs {num_pages} pages, {self.me.replica} has {pool_pages}"

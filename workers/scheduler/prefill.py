@@ -148,7 +148,7 @@ class PrefillLeader(Leader):
         if ticket is not None and not _is_from_decode(submit, ticket):
             self.drop(ticket)
             ticket = None
-        if reason := self.too_large(pages, self._allocator.num_pages):
+        if reason := self.too_large(pages):
             self._give_up(request, reason, ticket, retryable=False)
         elif ticket is not None:
             self._accept(request, ticket)
@@ -236,7 +236,7 @@ class PrefillLeader(Leader):
                 decode=ticket.decode,
                 rows=list(rows),
                 num_tokens=len(submit.prompt_ids),
-                pages=ticket.pages[0],
+                pages=ticket.pages,
                 held_pages=ticket.held_pages,
             ),
         )

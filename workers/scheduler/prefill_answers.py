@@ -7,6 +7,7 @@ from cluster.spec.step_messages import Target
 from cluster.spec.tiers import CachedTokens
 from cluster.spec.transfer_messages import Drained, Refused, Result, Revoke, Ticket
 from transfer.plan import PageShare, receivers
+from workers.cache.page_lists import live_pages
 from workers.scheduler.prefill_request import PrefillRequest, PrefillSettings
 
 
@@ -42,8 +43,12 @@ def result_of(
         bootstrap_s=request.scheduled_s - request.arrived_s,
         prefill_s=now_s - request.scheduled_s,
         senders=list(receivers_of),
-        num_pages=sum(PageShare.of(part).count(target.pages) for part in parts.values()),
-        num_bytes=sum(row.layout.page_bytes * PageShare.of([row]).count(target.pages) for row in target.rows),
+        num_pages=sum(PageShare.of(part).count(live_pages(target.pages)) for part in parts.values()),
+        num_bytes=sum(
+            row.layout.bytes_of(lifetime) * PageShare.of([row]).count(live_pages([pages]))
+            for row in target.rows
+            for lifetime, pages in enumerate(target.pages)
+        ),
     )
 
 

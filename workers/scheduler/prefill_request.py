@@ -8,6 +8,7 @@ from cluster.spec.messages import Submit
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow
 from cluster.spec.transfer_messages import SendState, Ticket
+from workers.cache.page_lists import PageLists
 
 
 class PrefillState(Enum):
@@ -64,7 +65,7 @@ class PrefillRequest:
     """Time at which its ticket and decode's ranks were there."""
     state: PrefillState = PrefillState.QUEUED
     ticket: Ticket | None = None
-    pages: list[int] = field(default_factory=list)
+    pages: PageLists = field(default_factory=list)
     """Pages while SENDING or STOPPING; before that the step scheduler holds them."""
     page_keys: list[bytes] = field(default_factory=list)
     """Keys of the full pages that may be cached when the request ends; none until the prompt is computed."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
+from workers.cache.page_lists import live_pages
 from workers.scheduler.decode_request import DecodeRequest, DecodeState
 from workers.scheduler.steps import StepScheduler
 
@@ -16,7 +17,7 @@ def stopping(requests: Iterable[DecodeRequest], since_s: float = math.inf) -> li
 
 def count_pages(requests: Iterable[DecodeRequest]) -> int:
     """Count the pages of these requests."""
-    return sum(len(request.pages) - request.num_held for request in requests)
+    return sum(len(live_pages(request.new_pages)) for request in requests)
 
 
 def all_wait(requests: Iterable[DecodeRequest], steps: StepScheduler) -> bool:

@@ -27,8 +27,9 @@ def schedule(sequence: Sequence, count: int) -> ScheduledRequest:
     start = kv.num_planned_tokens
     token_ids = sequence.tokens[start : start + count]
     kv.num_planned_tokens += count
-    new_pages = kv.pages[kv.num_announced_pages :]
-    kv.num_announced_pages = len(kv.pages)
+    is_longer = kv.num_pages > kv.num_announced_pages
+    new_pages = [pages[kv.num_announced_pages :] for pages in kv.pages] if is_longer else []
+    kv.num_announced_pages = kv.num_pages
     # Only once, not when the prompt is computed again.
     is_scored = sequence.params.sampling.num_prompt_logprobs is not None and not sequence.num_outputs
     return ScheduledRequest(

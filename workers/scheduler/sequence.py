@@ -8,6 +8,7 @@ from cluster.spec.page_key import extend_page_keys
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
 from cluster.spec.step_messages import Target
 from cluster.spec.tiers import CachedTokens
+from workers.cache.page_lists import PageLists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,8 @@ class PageLoad:
 class KvState:
     """State that a running sequence loses when it is preempted: its pages, and how much of its KV is in them."""
 
-    pages: list[int] = field(default_factory=list)
+    pages: PageLists = field(default_factory=list)
+    """Pages by lifetime; empty while the sequence waits."""
     num_computed_tokens: int = 0
     """Leading tokens that have KV."""
     num_planned_tokens: int = 0
@@ -72,6 +74,11 @@ class KvState:
     """Leading pages shared through the cache."""
     num_pending_samples: int = 0
     """Tokens that steps under way will sample, if the next step is planned before they are known."""
+
+    @property
+    def num_pages(self) -> int:
+        """Return the length of the page lists."""
+        return len(self.pages[0]) if self.pages else 0
 
 
 @dataclass(slots=True, eq=False)

@@ -13,6 +13,7 @@ from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from workers.cache.page_allocator import PageAllocator
+from workers.cache.page_lists import PageLists
 from workers.context_parallel.cost_model import Choose
 from workers.context_parallel.step_time import Chunk
 from workers.hicache.tiers import Tiers
@@ -107,8 +108,8 @@ class StepScheduler:
     def held_pages(self) -> list[int]:
         return self._holders.held_pages
 
-    def whole_pages(self, room: Room) -> list[int]:
-        """Return the pages of a sequence whose KV is complete; empty if it waits or is unknown."""
+    def whole_pages(self, room: Room) -> PageLists:
+        """Return the pages of a sequence whose KV is complete; none if it waits or is unknown."""
         return self._holders.whole_pages(room)
 
     def has_work(self) -> bool:
@@ -131,7 +132,7 @@ class StepScheduler:
         assert sequence.kv.pages, f"room {sequence.room} is to run and brings no pages"
         self._holders.add(sequence)
 
-    def remove(self, room: Room) -> list[int]:
+    def remove(self, room: Room) -> PageLists:
         """Remove a sequence; its pages now belong to the caller."""
         return self._holders.remove(room)
 
@@ -169,6 +170,7 @@ class StepScheduler:
             page_size = self._limits.page_size
             if kv.num_computed_tokens // page_size > scheduled.first_position // page_size:
                 self._holders.share(sequence)
+                self._holders.free_passed(sequence)
             if scheduled.samples:
                 sequence.tokens.append(sampled[scheduled.room].token_id)
                 kv.num_pending_samples = max(0, kv.num_pending_samples - 1)
