@@ -43,7 +43,7 @@ def ticket_refusal(ticket: Ticket, prompt_len: int) -> str | None:
     """Return why a ticket does not fit its prompt, or None when it does."""
     lifetimes, page_size = ticket.geometry.lifetimes, ticket.geometry.page_size
     if len(ticket.pages) != len(lifetimes):
-        return f"{ticket.decode.replica} gave {len(ticket.pages)} lists of pages; {len(lifetimes)} are allowed"
+        return f"{ticket.decode.replica} gave {len(ticket.pages)} lists of pages; its KV groups take {len(lifetimes)}"
     needed, held = pages_for(prompt_len, page_size), ticket.held_pages
     for lifetime, pages in zip(lifetimes, ticket.pages, strict=True):
         num_passed = max(0, lifetime.first_page(prompt_len, page_size) - held)
@@ -51,7 +51,7 @@ def ticket_refusal(ticket: Ticket, prompt_len: int) -> str | None:
         if len(pages) + held != needed or held < 0 or NO_PAGE in seen or pages.count(NO_PAGE) != num_passed:
             return (
                 f"{ticket.decode.replica} gave {len(seen)} pages after {held} held ones; "
-                f"a prompt of {prompt_len} tokens takes {needed - held - num_passed}"
+                f"a prompt of {prompt_len} tokens takes {needed - num_passed}"
             )
     return None
 

@@ -85,11 +85,11 @@ def make_spans(
     first_layer: int = 0,
     last_layer: int | None = None,
 ) -> list[Span]:
-    """The spans that copy layers of pages, given as (source page, target page)."""
+    """The spans that copy layers of pages, of the first lifetime."""
     pairs = list(pairs)
     layers = range(first_layer, source.layers.stop if last_layer is None else last_layer)
-    pages = PageRange(source, [page for page, _ in pairs], layers)
-    return pages.spans_to(PageRange(target, [page for _, page in pairs]))
+    pages = PageRange(source, [pair.source for pair in pairs], layers)
+    return pages.spans_to(PageRange(target, [pair.target for pair in pairs]))
 
 
 def two_groups(num_layers: int = 4, num_heads: int = 2, page_size: int = 4) -> KvGeometry:

@@ -106,7 +106,7 @@ class LeaderPair:
             me=self.decode_peer,
             geometry=GEOMETRY,
             layout=self._decode_row.layout,
-            page_bytes=self._decode_row.layout.page_bytes,
+            page_bytes=(self._decode_row.layout.page_bytes,),
             transfer_timeout_s=60.0,
             quarantine_limit=0.25,
             rank_addresses=(self._decode_row.address,),

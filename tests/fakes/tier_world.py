@@ -13,6 +13,7 @@ from cluster.spec.page_key import owner_base, page_keys
 from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult, TierPage
 from tests.fakes.paged_ranks import row
+from tests.fakes.pages import allocate, can_allocate
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.hicache.policy.loader import Loaded
@@ -118,10 +119,10 @@ class TierWorld:
         """A request gets its pages, and is computed as soon as what other tiers have of it is there."""
         keys = page_keys(tokens, PAGE_SIZE)
         base = owner_base(tokens, PAGE_SIZE, self.num_owners)
-        cached = self.allocator.find(keys)
-        if not keys or not self.allocator.can_allocate(len(keys), cached, base):
+        cached = self.allocator.find(keys)[0]
+        if not keys or not can_allocate(self.allocator, len(keys), cached, base):
             return
-        pages = self.allocator.allocate(len(keys), cached, base)
+        pages = allocate(self.allocator, len(keys), cached, base)
         self.tiers.note_hits(keys[: len(cached)])
         request, num_cached = (pages, keys), len(cached)
         loader = self.tiers.loader
@@ -134,7 +135,7 @@ class TierWorld:
     def finish(self, number: int) -> None:
         if self.requests:
             pages, keys = self.requests.pop(number % len(self.requests))
-            self.allocator.keep(pages, keys)
+            self.allocator.keep([pages], keys)
             self.advance()
 
     def step(self, number: int, *, fails: bool) -> None:
@@ -211,7 +212,7 @@ class TierWorld:
             else:
                 self.ranks[0].copies.append(message)
         self.requests.append(request)
-        self.allocator.share(pages, keys)
+        self.allocator.share([pages], keys)
 
     def _move(self, rank: FakeRank, kind: TierJobKind, page: TierPage, *, fails: bool) -> bool:
         """One rank's part of one page; where it fails, the target holds nonsense, but storage holds nothing."""

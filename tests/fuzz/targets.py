@@ -94,7 +94,7 @@ def _messages() -> list[Message]:
         admits=[Admit(room=Room(7), prompt_len=3, owner_base=0, sampling=Sampling(), target=None)],
         scheduled=[
             ScheduledRequest(
-                room=Room(7), first_position=0, token_ids=[1, 2], new_pages=[0], samples=True, output_position=0
+                room=Room(7), first_position=0, token_ids=[1, 2], new_pages=[[0]], samples=True, output_position=0
             )
         ],
         releases=[Room(5)],

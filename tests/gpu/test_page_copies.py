@@ -21,6 +21,7 @@ from tests.fakes.loopback import Loopback
 from tests.fakes.page_copies import check_copies
 from tests.fakes.paged_ranks import row
 from transfer.backends.interface import Region
+from transfer.page_range import PageRange
 from workers.engine import sampler
 from workers.hicache.copier import Copier
 from workers.memory import copy as memory_copy
@@ -98,7 +99,7 @@ def test_pages_leave_when_they_are_written(world: World) -> None:
     expected = world.write_late([5, 1, 3])
     event = world.memory.event()
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(world.memory.publish, [5, 1, 3], LAYOUT.layers, event).result()
+        thread.submit(world.memory.publish, PageRange(LAYOUT, [5, 1, 3], LAYOUT.layers), event).result()
     assert torch.equal(world.staged[[5, 1, 3]], expected)
     assert not world.staged[[0, 2, 4, 6, 7]].any()
 
@@ -107,7 +108,7 @@ def test_layers_leave_when_they_are_written(world: World) -> None:
     expected = world.write_late([5, 1])
     event = world.memory.event()
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(world.memory.publish, [5, 1], range(2, 6), event).result()
+        thread.submit(world.memory.publish, PageRange(LAYOUT, [5, 1], range(2, 6)), event).result()
     assert torch.equal(world.staged[[5, 1], :, 2:6], expected[:, :, 2:6])
     assert not world.staged[:, :, :2].any()
     assert not world.staged[:, :, 6:].any()

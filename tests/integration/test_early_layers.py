@@ -71,7 +71,7 @@ class Case:
 
     @property
     def known(self) -> dict[Room, Known]:
-        return {ROOM: Known(self.admit, PAGES)}
+        return {ROOM: Known(self.admit, [PAGES])}
 
     def compute(self, layer: int) -> None:
         """Write what only now is known."""

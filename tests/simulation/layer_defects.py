@@ -82,7 +82,7 @@ def count_pages_with_their_first_layers(patch: Patch) -> None:
     def count(self: KvSender, session: SenderSession, pairs: list[PagePair], end: int | None = None) -> SendJob:
         if end is None:
             return make(self, session, pairs)
-        session.advance(range(1 << 20), session.target.num_tokens)
+        session.advance([range(1 << 20)] * len(session.target.pages), session.target.num_tokens)
         return dataclasses.replace(make(self, session, pairs, end), num_pages=len(pairs))
 
     patch.setattr(KvSender, "_job", count)

@@ -111,5 +111,5 @@ def test_a_ticket_must_cover_the_prompt() -> None:
     assert ticket_refusal(ticket([5], held_pages=1), prompt_len=9) == (
         "decode-1 gave 1 pages after 1 held ones; a prompt of 9 tokens takes 3"
     )
-    two_groups = msgspec.structs.replace(ticket([1]), pages=[[1], [2]])
-    assert ticket_refusal(two_groups, prompt_len=4) == "decode-1 gave pages for 2 KV groups; 1 is allowed"
+    two_lists = msgspec.structs.replace(ticket([1]), pages=[[1], [2]])
+    assert ticket_refusal(two_lists, prompt_len=4) == "decode-1 gave 2 lists of pages; its KV groups take 1"

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from cluster.spec.kv import PoolLayout
 from cluster.spec.registry import KvOwnership, TransferMode
 from tests.fakes.kv import make_spans
+from tests.fakes.pages import allocate
 from tests.fakes.rows import make_row, sizes
 from tests.unit.transfer.samples import pool
 from transfer.page_range import PageRange, Span, batches, total_bytes
-from transfer.plan import is_sender, local_page, owned_pages
+from transfer.plan import PagePair, is_sender, local_page, owned_pages
 from workers.cache.page_allocator import PageAllocator
 
 ALL = TransferMode.ALL_RANKS
@@ -54,7 +55,7 @@ def test_each_rank_of_a_ring_sends_the_pages_it_holds_and_all_are_sent(
 ) -> None:
     """Through the allocator: pages by id, where they lie, and the counts that the ranks tell decode."""
     allocator = PageAllocator(200, num_owners=cp)
-    table = allocator.allocate(total, first_owner=base)
+    table = allocate(allocator, total, first_owner=base)
     sent: list[int] = []
     for rank in range(cp):
         row = make_row("prefill-0", rank, sizes(cp=cp), ownership=KvOwnership.SHARDED)
@@ -115,7 +116,7 @@ def test_spans_equal_an_element_for_element_copy(
                     source_page, head - heads_a.start, layer - layers_a.start
                 ]
 
-    pairs = list(zip(from_ids, to_ids, strict=True))
+    pairs = list(map(PagePair, itertools.repeat(0), from_ids, to_ids))
     spans = make_spans(source, target, pairs, first_layer=first_layer, last_layer=last_layer)
     copied = np.full(target.pool_bytes, -1)
     for span in spans:
@@ -132,14 +133,14 @@ def test_spans_equal_an_element_for_element_copy(
 def test_equal_layouts_give_one_span_per_run_of_pages() -> None:
     whole = pool(9, range(4), range(5))
     size = whole.page_bytes
-    assert make_spans(whole, whole, [(0, 3), (1, 4), (2, 6)]) == [
+    assert make_spans(whole, whole, [PagePair(0, 0, 3), PagePair(0, 1, 4), PagePair(0, 2, 6)]) == [
         Span(0, 3 * size, 2 * size),
         Span(2 * size, 6 * size, size),
     ]
 
 
 def test_unequal_layers_give_one_span_per_head() -> None:
-    spans = make_spans(pool(2, range(4), range(5)), pool(2, range(4), range(2, 4)), [(1, 0)])
+    spans = make_spans(pool(2, range(4), range(5)), pool(2, range(4), range(2, 4)), [PagePair(0, 1, 0)])
     assert [span.num_bytes for span in spans] == [2 * 12] * 4
 
 

@@ -8,6 +8,7 @@ from cluster.spec.errors import IllegalTransitionError
 from cluster.spec.step_messages import Target
 from cluster.spec.transfer_messages import SendState
 from tests.unit.transfer.samples import DECODE, PREFILL, ROOM
+from transfer.plan import PageShare
 from transfer.sender_session import SenderSession, SenderState, is_quiet
 
 PAGE = 4
@@ -20,7 +21,7 @@ def _session(prompt_len: int, owned: range, *, held: int = 0, sends: bool = True
         decode=DECODE,
         rows=[],
         num_tokens=prompt_len,
-        pages=[100 + i for i in range(held, num_pages)],
+        pages=[[100 + i for i in range(held, num_pages)]],
         held_pages=held,
     )
     return SenderSession(
@@ -30,6 +31,7 @@ def _session(prompt_len: int, owned: range, *, held: int = 0, sends: bool = True
         sender_rank=1,
         page_size=PAGE,
         owned=owned,
+        share=PageShare(1, frozenset({0})),
         sends=sends,
     )
 
@@ -45,9 +47,9 @@ def test_every_owned_page_goes_once_and_only_when_complete(prompt_len: int, data
     sent: list[int] = []
     for computed in [*cuts, prompt_len]:
         complete = num_pages if computed == prompt_len else computed // PAGE
-        pairs = session.advance([7 * page for page in range(complete)], computed)
-        assert all(source // 7 == target - 100 for source, target in pairs)
-        sent += [target - 100 for _, target in pairs]
+        pairs = session.advance([[7 * page for page in range(complete)]], computed)
+        assert all(source // 7 == target - 100 for _, source, target in pairs)
+        sent += [target - 100 for _, _, target in pairs]
         assert sent == [page for page in owned if page < complete]
         session.written(len(pairs), 10 * len(pairs))
         assert session.is_over == (computed == prompt_len)
@@ -60,8 +62,8 @@ def test_every_owned_page_goes_once_and_only_when_complete(prompt_len: int, data
 
 def test_it_is_sent_only_when_the_last_write_is_acknowledged() -> None:
     session = _session(6, range(2))
-    assert session.advance([3], 4) == [(3, 100)]
-    assert session.advance([3, 9], 6) == [(9, 101)]
+    assert session.advance([[3]], 4) == [(0, 3, 100)]
+    assert session.advance([[3, 9]], 6) == [(0, 9, 101)]
     session.written(1, 5)
     assert session.done() is None
     assert session.report().state is SendState.SENDING
@@ -71,13 +73,13 @@ def test_it_is_sent_only_when_the_last_write_is_acknowledged() -> None:
 
 def test_a_rank_that_owns_nothing_is_sent_at_the_last_chunk() -> None:
     dummy = _session(8, range(0), sends=False)
-    assert dummy.advance([1], 4) == []
+    assert dummy.advance([[1]], 4) == []
     assert not dummy.is_over
-    assert dummy.advance([1, 2], 8) == []
+    assert dummy.advance([[1, 2]], 8) == []
     assert dummy.report().state is SendState.SENT
     assert dummy.done() is None
     empty = _session(8, range(0))
-    empty.advance([1, 2], 8)
+    empty.advance([[1, 2]], 8)
     done = empty.done()
     assert done is not None
     assert (done.num_pages, done.num_bytes) == (0, 0)
@@ -85,10 +87,10 @@ def test_a_rank_that_owns_nothing_is_sent_at_the_last_chunk() -> None:
 
 def test_a_dropped_session_hands_out_nothing_and_is_over_when_drained() -> None:
     session = _session(8, range(2))
-    session.advance([1], 4)
+    session.advance([[1]], 4)
     session.drop()
     session.drop()
-    assert session.advance([1, 2], 8) == []
+    assert session.advance([[1, 2]], 8) == []
     assert session.report().state is SendState.SENDING
     session.written(1, 5)
     assert not session.is_over
@@ -101,9 +103,9 @@ def test_a_dropped_session_hands_out_nothing_and_is_over_when_drained() -> None:
 
 def test_a_failed_session_says_why_and_hands_out_nothing() -> None:
     session = _session(8, range(2))
-    session.advance([1], 4)
+    session.advance([[1]], 4)
     session.failed("the wire is cut")
-    assert session.advance([1, 2], 8) == []
+    assert session.advance([[1, 2]], 8) == []
     assert (session.report().state, session.report().reason) == (SendState.FAILED, "the wire is cut")
     session.drop()
     session.drained()
@@ -113,7 +115,7 @@ def test_a_failed_session_says_why_and_hands_out_nothing() -> None:
 
 def test_a_drop_that_ends_in_a_failure_is_a_failure() -> None:
     session = _session(8, range(2))
-    session.advance([1], 4)
+    session.advance([[1]], 4)
     session.drop()
     session.failed("the wire is cut")
     assert session.report().state is SendState.FAILED
@@ -121,7 +123,7 @@ def test_a_drop_that_ends_in_a_failure_is_a_failure() -> None:
 
 def test_a_drop_after_the_end_changes_nothing() -> None:
     session = _session(4, range(1))
-    session.written(*(len(session.advance([1], 4)), 5))
+    session.written(*(len(session.advance([[1]], 4)), 5))
     session.drop()
     session.drained()
     assert session.state is SenderState.SENT
@@ -131,9 +133,9 @@ def test_our_own_bugs_are_caught() -> None:
     with pytest.raises(AssertionError, match="more pages written"):
         _session(8, range(2)).written(1, 5)
     with pytest.raises(AssertionError, match="9 of 8 tokens"):
-        _session(8, range(2)).advance([1, 2], 9)
+        _session(8, range(2)).advance([[1, 2]], 9)
     session = _session(4, range(1))
-    session.written(*(len(session.advance([1], 4)), 5))
+    session.written(*(len(session.advance([[1]], 4)), 5))
     with pytest.raises(IllegalTransitionError, match="sender of room 41"):
         session._move(SenderState.DRAINING, "test")
 

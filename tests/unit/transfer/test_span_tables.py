@@ -19,7 +19,7 @@ from cluster.spec.registry import RankCoords, RankRow, TransferMode
 from tests.fakes.kv import kv_geometry, make_spans
 from tests.fakes.rows import make_row
 from transfer.layer_groups import early_ends
-from transfer.plan import PageShare, owned_pages, receivers
+from transfer.plan import PagePair, PageShare, owned_pages, receivers
 
 TABLES = Path(__file__).parents[2] / "data" / "span_tables.json"
 SOURCE_PAGES, TARGET_PAGES = 40, 50
@@ -66,13 +66,14 @@ class Layers(NamedTuple):
 
 
 Span = tuple[int, int, int]
-PagePair = tuple[int, int]
 
 
-def spans_of(geometry: Geometry, source: Rank, target: Rank, pages: Iterable[PagePair], layers: Layers) -> list[Span]:
+def spans_of(
+    geometry: Geometry, source: Rank, target: Rank, pages: Iterable[tuple[int, int]], layers: Layers
+) -> list[Span]:
     """Source offset, target offset and bytes of each copy from one pool to another."""
     pools = (pool_of(geometry, source, SOURCE_PAGES), pool_of(geometry, target, TARGET_PAGES))
-    spans = make_spans(*pools, pages, first_layer=layers.first, last_layer=layers.last)
+    spans = make_spans(*pools, (PagePair(0, *pair) for pair in pages), first_layer=layers.first, last_layer=layers.last)
     return [(span.source_offset, span.target_offset, span.num_bytes) for span in spans]
 
 
@@ -125,7 +126,7 @@ def _rows(geometry: Geometry, side: Side) -> list[RankRow]:
 KV_HEADS, DTYPES = (1, 2, 8), ("float32", "bfloat16")
 SOURCES = [Side(tp, pp) for tp, pp in product((1, 2, 4), (1, 2))]
 TARGETS = [Side(tp, pp) for tp, pp in product((1, 2, 4, 8), (1, 2))]
-PAGES: dict[str, list[PagePair]] = {
+PAGES: dict[str, list[tuple[int, int]]] = {
     "none": [],
     "one": [(3, 5)],
     "run": [(4, 7), (5, 8), (6, 9)],

@@ -12,6 +12,7 @@ from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import CachedTokens, TierJob, TierJobKind, TierJobResult
 from tests.fakes.tier_world import PAGE_SIZE, rows_of
 from workers.cache.page_allocator import PageAllocator
+from workers.cache.page_lists import live_pages
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import undivided
 from workers.hicache.tiers import Tiers
@@ -117,7 +118,7 @@ def test_a_sequence_that_is_alone_is_computed_while_its_pages_come(
     plan = prefill.plan()
     assert plan.layerwise_load is not None
     assert plan.layerwise_load.kind is TierJobKind.LOAD
-    assert [page.device for page in plan.layerwise_load.pages] == plan.scheduled[0].new_pages[:CACHED]
+    assert [page.device for page in plan.layerwise_load.pages] == plan.scheduled[0].new_pages[0][:CACHED]
     assert plan.scheduled[0].first_position == CACHED * PAGE_SIZE
     assert sequence.kv.cached == CachedTokens(total=6, host=6)
     assert not prefill.orders(), "the order goes out twice"
@@ -171,7 +172,7 @@ def test_pages_of_who_leaves_are_held_until_they_are_loaded_and_sent(
     assert plan.layerwise_load is not None
     prefill.commit(plan)
     free = prefill.allocator.num_free
-    pages = prefill.steps.remove(longer.room)
+    pages = live_pages(prefill.steps.remove(longer.room))
     assert prefill.allocator.num_free == free
     if is_sent:
         prefill.allocator.free(pages)

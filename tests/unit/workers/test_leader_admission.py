@@ -13,6 +13,7 @@ from cluster.spec.page_key import page_keys
 from cluster.spec.transfer_messages import Drained, Ticket
 from tests.fakes.leader_pair import PROMPT, LeaderPair
 from tests.fakes.paged_ranks import PAGE_SIZE
+from tests.fakes.pages import allocate
 
 
 def tickets_of(pair: LeaderPair, *messages: Message) -> list[Room]:
@@ -39,7 +40,7 @@ def test_a_prompt_larger_than_the_pool_is_refused_in_words(role: Role) -> None:
 def test_pages_are_shared_only_under_the_same_salt() -> None:
     pair = LeaderPair()
     allocator = pair.allocators[Role.DECODE]
-    allocator.keep(allocator.allocate(4), page_keys(PROMPT, PAGE_SIZE, "a"))
+    allocator.keep([allocate(allocator, 4)], page_keys(PROMPT, PAGE_SIZE, "a"))
     submits = [pair.submit(PROMPT, cache_salt=salt) for salt in ("", "a", "b")]
     tickets = [said for said in pair.tell(Role.DECODE, *submits) if isinstance(said, Ticket)]
     assert [ticket.held_pages for ticket in tickets] == [0, 4, 0]

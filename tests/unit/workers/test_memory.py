@@ -10,6 +10,7 @@ from tests.fakes.kv import kv_geometry, two_groups
 from tests.fakes.loopback import Loopback
 from tests.fakes.page_copies import check_copies, layout_of
 from tests.fakes.thread_group import on_thread_ranks
+from transfer.page_range import PageRange
 from workers.memory import peer_memory
 from workers.memory.page_pool import PagePool
 from workers.memory.peer_memory import PeerMemory
@@ -41,7 +42,7 @@ def test_published_layers_are_on_the_host_and_no_others(
 ) -> None:
     memory = staged(layout)
     layers = range(first, min(last, layout.num_layers))
-    memory.publish(pages, layers, memory.event())
+    memory.publish(PageRange(layout, pages, layers), memory.event())
     assert memory.host is not None
     pages_of = memory.pool.at([], layers).range
     views = zip(pages_of.views(memory.host.bytes), pages_of.views(memory.pool.bytes), strict=True)

@@ -14,6 +14,7 @@ from cluster.spec.registry import KvOwnership, TableSnapshot
 from cluster.spec.tiers import Tier
 from tests.fakes.leader_pair import LeaderPair
 from tests.fakes.paged_ranks import PAGE_SIZE
+from tests.fakes.pages import allocate
 from tests.fakes.tier_world import TierWorld
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_journal import PageJournal
@@ -34,8 +35,8 @@ def ask(peer: Peer, incarnation: int = 3) -> FollowPages:
 
 def cached(allocator: PageAllocator, tokens: list[int]) -> None:
     """A computed prefix, left to the cache."""
-    pages = allocator.allocate(len(tokens) // PAGE_SIZE)
-    allocator.keep(pages, page_keys(tokens, PAGE_SIZE))
+    pages = allocate(allocator, len(tokens) // PAGE_SIZE)
+    allocator.keep([pages], page_keys(tokens, PAGE_SIZE))
 
 
 def reporter_of(num_pages: int = 8) -> tuple[PageReporter, PageAllocator]:

@@ -10,7 +10,7 @@ from workers.engine.page_table import PageTable
 def test_it_grows_and_what_was_seen_of_it_stays(parts: list[list[int]]) -> None:
     table, seen, added = PageTable(), [], list[int]()
     for part in parts:
-        table.extend(part)
+        table.extend(part, 7)
         added += part
         seen.append((table.all, list(added)))
     assert all(view.tolist() == wanted for view, wanted in seen)

@@ -20,7 +20,7 @@ from tests.fakes.loopback import Loopback
 from tests.fakes.mooncake_engine import FakeFabric
 from tests.fakes.paged_ranks import row
 from transfer.backends.interface import TransferBackend, make_backend
-from transfer.page_range import Span
+from transfer.page_range import PageRange, Span
 from workers.hicache.copier import Copier
 from workers.memory.peer_memory import PeerMemory, _check_reachable, open_apart
 from workers.memory.tier_memory import TierMemory
@@ -69,7 +69,7 @@ def test_pages_go_from_pool_to_pool(fabric: FakeFabric, caplog: pytest.LogCaptur
         [made.pool.group("full_attention").data_ptr()] for made in (ours, theirs)
     ], "host memory in between"
     before = theirs.pool.group("full_attention").clone()
-    ours.publish([1, 2], LAYOUT.layers, ours.event())
+    ours.publish(PageRange(LAYOUT, [1, 2]), ours.event())
     backends[0].write(ours.region, theirs.region.endpoint, [Span(PAGE, 3 * PAGE, 2 * PAGE)])
     assert fabric.moved == [
         (ours.pool.group("full_attention")[1].data_ptr(), theirs.pool.group("full_attention")[3].data_ptr(), 2 * PAGE)
@@ -85,7 +85,7 @@ def test_nothing_is_sent_before_it_is_written() -> None:
     events = []
     written: Any = SimpleNamespace(synchronize=lambda: events.append("written"))
     backend = backend_of()
-    opened(backend).publish([0], LAYOUT.layers, written)
+    opened(backend).publish(PageRange(LAYOUT, [0]), written)
     assert events == ["written"]
 
 
@@ -125,7 +125,7 @@ def test_pages_go_by_way_of_the_host_and_why(
     (engine,) = fabric.engines.values()
     assert engine.registered == {made.region.endpoint.base_address: LAYOUT.pool_bytes}
     assert made.region.endpoint.base_address != made.pool.group("full_attention").data_ptr()
-    made.publish([2], LAYOUT.layers, made.event())
+    made.publish(PageRange(LAYOUT, [2]), made.event())
     assert bytes(made.region.buffer[2 * PAGE : 3 * PAGE]) == made.pool.group("full_attention")[2].numpy().tobytes()
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.page_key import extend_page_keys, owner_base, page_keys
+from tests.fakes.pages import allocate, can_allocate
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 
@@ -92,17 +93,17 @@ class Pair:
     def start(self, tokens: list[int]) -> None:
         allocator, model = self.allocator, self.model
         base = owner_base(tokens, PAGE_SIZE, model.num_owners)
-        shared = allocator.find(page_keys(tokens, PAGE_SIZE))
+        shared = allocator.find(page_keys(tokens, PAGE_SIZE))[0]
         assert shared == model.find(tokens)
         needed = -(-len(tokens) // PAGE_SIZE)
         new = model.count(base + place for place in range(len(shared), needed))
         unused = model.count(model.unused())
         idle = model.count(page for prefix in model.idle() if (page := model.cached[prefix]) not in shared)
         can = all(wanted <= there for wanted, there in zip(new, map(sum, zip(unused, idle, strict=True)), strict=True))
-        assert allocator.can_allocate(needed, shared, base) == can
+        assert can_allocate(allocator, needed, shared, base) == can
         if not can:
             return
-        pages = allocator.allocate(needed, shared, base)
+        pages = allocate(allocator, needed, shared, base)
         assert pages[: len(shared)] == shared
         assert all(page % model.num_owners == (base + place) % model.num_owners for place, page in enumerate(pages))
         model.sequences.append((tokens, shared))
@@ -115,14 +116,14 @@ class Pair:
         tokens, pages = self.model.sequences[number]
         self.model.share(number)
         keys = page_keys(tokens, PAGE_SIZE)
-        self.num_shared[number] = self.allocator.share(pages, keys, self.num_shared[number])
+        self.num_shared[number] = self.allocator.share([pages], keys, self.num_shared[number])
 
     def let_go(self, number: int, *, kept: bool) -> None:
         tokens, pages = self.model.sequences[number]
         self.model.let_go(number, kept=kept)
         del self.num_shared[number]
         if kept:
-            self.allocator.keep(pages, page_keys(tokens, PAGE_SIZE))
+            self.allocator.keep([pages], page_keys(tokens, PAGE_SIZE))
         else:
             self.allocator.free(pages)
 
@@ -133,7 +134,7 @@ class Pair:
         idle = [model.cached[prefix] for prefix in model.idle()]
         assert allocator.num_free == model.num_owners * min(model.count([*model.unused(), *idle]))
         for prefix in model.cached:
-            assert allocator.find(page_keys(prefix, PAGE_SIZE)) == model.find(list(prefix))
+            assert allocator.find(page_keys(prefix, PAGE_SIZE))[0] == model.find(list(prefix))
         for page in range(model.num_pages):
             assert allocator.is_cached(page) == (page in model.cached.values())
 
@@ -168,19 +169,19 @@ def test_cache_and_model_agree_on_every_page(
 def test_without_a_tree_nothing_is_kept() -> None:
     allocator = PageAllocator(4)
     keys = page_keys([1, 2, 3, 4], PAGE_SIZE)
-    allocator.keep(allocator.allocate(2), keys)
-    assert (allocator.find(keys), allocator.num_cached, allocator.num_free) == ([], 0, 4)
+    allocator.keep([allocate(allocator, 2)], keys)
+    assert (allocator.find(keys)[0], allocator.num_cached, allocator.num_free) == ([], 0, 4)
     allocator.check_integrity([])
 
 
 def test_a_page_that_somebody_reads_is_not_evicted() -> None:
     allocator = PageAllocator(3, PrefixTree())
     keys = page_keys([1, 2, 3, 4], PAGE_SIZE)
-    allocator.keep(allocator.allocate(2), keys)
-    reader = allocator.allocate(2, allocator.find(keys))
+    allocator.keep([allocate(allocator, 2)], keys)
+    reader = allocate(allocator, 2, allocator.find(keys)[0])
     assert allocator.num_free == 1
-    assert not allocator.can_allocate(2)
-    assert set(allocator.allocate(1)).isdisjoint(reader)
+    assert not can_allocate(allocator, 2)
+    assert set(allocate(allocator, 1)).isdisjoint(reader)
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), max_size=6), st.integers(1, 4))
@@ -189,8 +190,8 @@ def test_every_owner_holds_its_part_of_each_request(requests: list[tuple[int, in
     allocator = PageAllocator(240, num_owners=num_owners)
     held: list[int] = []
     for count, base in requests:
-        pages = allocator.allocate(count // 2, first_owner=base)
-        pages += allocator.allocate(count - count // 2, first_owner=base + len(pages))
+        pages = allocate(allocator, count // 2, first_owner=base)
+        pages += allocate(allocator, count - count // 2, first_owner=base + len(pages))
         assert [page % num_owners for page in pages] == [(base + place) % num_owners for place in range(count)]
         for owner in range(num_owners):
             local = [page // num_owners for page in pages if page % num_owners == owner]
@@ -206,46 +207,46 @@ def test_an_empty_pool_takes_what_its_owners_hold_together(
     pages_per_owner: int, num_owners: int, base: int, count: int
 ) -> None:
     allocator = PageAllocator(pages_per_owner, num_owners=num_owners)
-    assert allocator.can_allocate(count, first_owner=base) == (count <= pages_per_owner * num_owners)
+    assert can_allocate(allocator, count, first_owner=base) == (count <= pages_per_owner * num_owners)
 
 
 def test_an_owner_evicts_its_own_oldest_page_and_what_hangs_below() -> None:
     allocator = PageAllocator(3, PrefixTree(2), 2)
     old, new = page_keys([1, 2, 3, 4, 5, 6], PAGE_SIZE), page_keys([7, 8, 9, 10], PAGE_SIZE)
-    allocator.keep(allocator.allocate(3), old)
-    allocator.keep(allocator.allocate(2), new)
-    held = allocator.allocate(1, first_owner=1)
-    assert (len(allocator.find(old)), len(allocator.find(new))) == (3, 2)
-    held += allocator.allocate(1, first_owner=1)
-    assert (len(allocator.find(old)), len(allocator.find(new))) == (1, 2)
+    allocator.keep([allocate(allocator, 3)], old)
+    allocator.keep([allocate(allocator, 2)], new)
+    held = allocate(allocator, 1, first_owner=1)
+    assert (len(allocator.find(old)[0]), len(allocator.find(new)[0])) == (3, 2)
+    held += allocate(allocator, 1, first_owner=1)
+    assert (len(allocator.find(old)[0]), len(allocator.find(new)[0])) == (1, 2)
     assert allocator.num_free == 2
-    held += allocator.allocate(1, first_owner=0)
-    assert (len(allocator.find(old)), len(allocator.find(new))) == (1, 2)
+    held += allocate(allocator, 1, first_owner=0)
+    assert (len(allocator.find(old)[0]), len(allocator.find(new)[0])) == (1, 2)
     allocator.check_integrity(held)
 
 
 def test_a_request_waits_for_the_owner_who_has_least() -> None:
     allocator = PageAllocator(2, num_owners=2)
-    allocator.allocate(1, first_owner=1)
+    allocate(allocator, 1, first_owner=1)
     assert allocator.num_free == 2
-    assert not allocator.can_allocate(3, first_owner=1)
-    assert allocator.can_allocate(3, first_owner=0)
+    assert not can_allocate(allocator, 3, first_owner=1)
+    assert can_allocate(allocator, 3, first_owner=0)
 
 
 def test_letting_go_of_what_is_not_held_is_our_own_bug() -> None:
     allocator = PageAllocator(2, PrefixTree())
-    pages = allocator.allocate(2)
-    allocator.keep(pages, page_keys([1, 2, 3, 4], PAGE_SIZE))
+    pages = allocate(allocator, 2)
+    allocator.keep([pages], page_keys([1, 2, 3, 4], PAGE_SIZE))
     with pytest.raises(AssertionError, match="not held"):
         allocator.free(pages)
 
 
 def test_pages_that_are_given_up_for_others_are_counted() -> None:
     allocator = PageAllocator(4, PrefixTree())
-    allocator.keep(allocator.allocate(2), page_keys([1, 2, 3, 4], PAGE_SIZE))
-    allocator.free(allocator.allocate(2))
+    allocator.keep([allocate(allocator, 2)], page_keys([1, 2, 3, 4], PAGE_SIZE))
+    allocator.free(allocate(allocator, 2))
     assert (allocator.num_cached, allocator.num_evicted) == (2, 0)
-    allocator.free(allocator.allocate(3))
+    allocator.free(allocate(allocator, 3))
     assert (allocator.num_cached, allocator.num_evicted) == (1, 1)
     allocator.flush()
     assert (allocator.num_cached, allocator.num_evicted) == (0, 1)

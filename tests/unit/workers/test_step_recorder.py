@@ -72,6 +72,6 @@ def test_collectives_of_a_timed_step_have_their_lane(folder: Path) -> None:
 def _plan(room: Room, timed: bool) -> StepPlan:
     admit = Admit(room=room, prompt_len=5, owner_base=0, sampling=Sampling(), target=None, timed=timed)
     row = ScheduledRequest(
-        room=room, first_position=0, token_ids=TOKENS.tolist(), new_pages=[0], samples=True, output_position=0
+        room=room, first_position=0, token_ids=TOKENS.tolist(), new_pages=[[0]], samples=True, output_position=0
     )
     return StepPlan(step=7, shape=make_step_shape([row]), admits=[admit], scheduled=[row], releases=[])

@@ -11,6 +11,7 @@ from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.step_messages import StepPlan
 from workers.cache.page_allocator import PageAllocator
+from workers.cache.page_lists import live_pages
 from workers.context_parallel.cost_model import undivided
 from workers.scheduler.sequence import RequestParams, Sequence
 from workers.scheduler.steps import StepLimits, StepScheduler
@@ -63,7 +64,7 @@ class Ranks:
             self.tokens[admit.room], self.pages[admit.room] = [], []
         sampled: dict[Room, Sampled] = {}
         for row in plan.scheduled:
-            self.pages[row.room] += row.new_pages
+            self.pages[row.room] += live_pages(row.new_pages)
             assert row.token_ids, "a row without tokens"
             known = self.tokens[row.room]
             assert row.first_position == len(known)
@@ -129,7 +130,7 @@ def test_outputs_do_not_depend_on_chunks_batches_preemptions_or_steps_under_way(
         for advanced in steps.commit(*under_way.popleft()):
             if advanced.finish_reason():
                 finished[advanced.room] = advanced.tokens
-                allocator.free(steps.remove(advanced.room))
+                allocator.free(live_pages(steps.remove(advanced.room)))
         steps.check_integrity()
         allocator.check_integrity(steps.held_pages)
     for room, prompt in enumerate(prompts):
@@ -154,7 +155,7 @@ def test_a_request_is_not_passed_for_ever_by_those_that_take_the_pages_of_one_ow
         plan = steps.next_plan()
         if plan is not None and any(row.room == 0 for row in plan.scheduled):
             return
-        allocator.free(steps.remove(Room(room - 1)))
+        allocator.free(live_pages(steps.remove(Room(room - 1))))
     raise AssertionError("the large request was passed every time")
 
 
@@ -188,8 +189,8 @@ def test_the_last_to_come_of_the_least_urgent_is_preempted_though_others_got_the
     assert list(holders.running)[-1] == oldest.room
     preempted = []
     for _ in range(3):
-        assert holders.grow(oldest, len(oldest.kv.pages) * PAGE_SIZE - oldest.kv.num_planned_tokens + 1)
-        oldest.kv.num_planned_tokens = len(oldest.kv.pages) * PAGE_SIZE
+        assert holders.grow(oldest, oldest.kv.num_pages * PAGE_SIZE - oldest.kv.num_planned_tokens + 1)
+        oldest.kv.num_planned_tokens = oldest.kv.num_pages * PAGE_SIZE
         preempted += [waiting.room for waiting in holders.waiting if waiting.room not in preempted]
     assert preempted == [2, 3]
     assert not holders.grow(holders.running[Room(1)], 8 * PAGE_SIZE), "it goes before one that is older"
@@ -232,7 +233,7 @@ def test_a_removed_sequence_hands_its_pages_to_the_caller() -> None:
     steps.add(sequence(0, [1] * 9, 4))
     plan = steps.next_plan()
     assert plan is not None
-    pages = steps.remove(Room(0))
+    pages = live_pages(steps.remove(Room(0)))
     assert len(pages) == 3
     allocator.check_integrity(pages)
     assert steps.commit(plan, {Room(0): Sampled(token_id=1)}) == []
@@ -283,7 +284,7 @@ def test_prompts_without_room_beside_each_other_take_turns() -> None:
         computed.append({int(row.room): len(row.token_ids) for row in plan.scheduled})
         assert sum(row.first_position + len(row.token_ids) for row in plan.scheduled) <= 64
         for ended in steps.commit(plan, {row.room: Sampled(token_id=0) for row in plan.scheduled if row.samples}):
-            allocator.free(steps.remove(ended.room))
+            allocator.free(live_pages(steps.remove(ended.room)))
     both = [{1: 8}, {0: 4, 1: 4}] * 2
     assert computed == [{0: 8}] * 3 + both + [{1: 8}, {0: 8}] * 4 + [{1: 8}]
 

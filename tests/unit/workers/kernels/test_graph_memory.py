@@ -237,7 +237,7 @@ def test_a_rank_that_captures_nothing_says_why(tmp_path: Path, monkeypatch: pyte
     loaded = rank.load_rank(given, make_checkpoint(tmp_path, "qwen3"), store)
     admit = Admit(room=Room(1), prompt_len=1, owner_base=0, sampling=Sampling(temperature=0.0), target=None)
     row = ScheduledRequest(
-        room=Room(1), first_position=0, token_ids=[5], new_pages=[0], samples=True, output_position=0
+        room=Room(1), first_position=0, token_ids=[5], new_pages=[[0]], samples=True, output_position=0
     )
     loaded.runner.execute(StepPlan(step=1, shape=make_step_shape([row]), admits=[admit], scheduled=[row], releases=[]))
     assert loaded.runner.graph_steps == {"a reason": 1}
