@@ -18,6 +18,7 @@ from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
 from workers.attention.interface import AttentionBackend
+from workers.attention.params import Feature
 from workers.attention.registry import choose_backend
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.device import open_device
@@ -108,11 +109,14 @@ def _load(
     geometry = model_config.kv_geometry(config.model.name, dtype_name, config.kv.page_size)
     dtype = torch_dtype(dtype_name)
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
-    attention = choose_backend(config.resources.attention, device, dtype)
+    is_windowed = any(model_config.windows)
+    attention = choose_backend(
+        config.resources.attention, device, dtype, {Feature.WINDOW} if is_windowed else frozenset()
+    )
     _log.info("attention by %s: %s", attention.name, attention.reason)
     if attention.name == "native":
         elementwise.register("cpu", torch.bfloat16, NativeElementwise.load())
-    make_capture = _make_captures(spec, device)
+    make_capture = None if is_windowed else _make_captures(spec, device)
     memory_gib = pool_memory_gib(spec, store, model, attention.backend, groups, geometry, make_capture)
     layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
     backend = make_backend(config.transfer.backend, spec.host, config.transfer.protocol)
@@ -129,7 +133,7 @@ def _load(
     if make_capture is not None:
         runner.capture_decode(config.decode.max_requests, make_capture())
         _log.info("CUDA graphs of decode steps hold %.3g GiB", runner.graph_bytes / GIB)
-    elif reason := why_not_captured(config, spec.pool):
+    elif reason := "sliding windows" if is_windowed else why_not_captured(config, spec.pool):
         runner.why_not_captured = reason
         _log.info("decode steps are not captured: %s", reason)
     shape, rates = measured_rates(spec, store, model, pool, attention.backend, groups, dtype_name)

@@ -91,6 +91,9 @@ def model_problems(config: DeployConfig, model: ModelFacts, *, with_gpu: bool = 
     if wanted is not None and wanted > most:
         message = f"got {wanted}; allowed: at most {most}, the model's own limit"
         problems.append(Problem("model.max_context", message))
+    if len(model.geometry.lifetimes) > 1 and config.hicache.has_host:
+        message = "got host memory for cached pages; allowed: none with a model of sliding windows"
+        problems.append(Problem("hicache", message))
     for role, pool in _pools(config).items():
         refused = layout_problems(pool.parallel, f"{role}.parallel", model.config.limits)
         problems += refused or (_memory_problems(config, role, pool, model) if is_reckoned else [])
@@ -99,7 +102,7 @@ def model_problems(config: DeployConfig, model: ModelFacts, *, with_gpu: bool = 
 
 def memory_wanted(config: DeployConfig, model: ModelFacts, num_tokens: int) -> float:
     """Return the ``kv.memory_gib`` with which every replica holds a request of this length."""
-    num_pages = pages_for(num_tokens, config.kv.page_size)
+    num_pages = pages_for(num_tokens, config.kv.page_size) * len(model.geometry.lifetimes)
     return max(
         (-(-num_pages // pool.num_owners) + 1) * _role_kv(config, pool, model).page_bytes / GIB
         for pool in _pools(config).values()
@@ -112,7 +115,8 @@ def _pools(config: DeployConfig) -> dict[Role, Pool]:
 
 def _role_kv(config: DeployConfig, pool: Pool, model: ModelFacts) -> RoleKv:
     layout = min(_layouts(config, pool, model), key=lambda layout: layout.num_pages)
-    tokens_per_worker = layout.num_pages * layout.page_size
+    # A prompt has a list of pages for each lifetime while it is computed.
+    tokens_per_worker = layout.num_pages // layout.num_lifetimes * layout.page_size
     tokens_per_request = tokens_per_worker * pool.num_owners
     return RoleKv(
         page_bytes=layout.page_bytes,

@@ -1,11 +1,9 @@
 """Rows of a simulated replica: a few layers and heads, with one byte for K and for V of each token."""
 
-from msgspec.structs import replace
-
 from cluster.simulator.scenario import PAGE_SIZE, Shape
 from cluster.spec.config import TransferBackendName
 from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.kv import SLIDING_ATTENTION, KvGeometry, KvGroup, KvPart, key_value_group
+from cluster.spec.kv import KvGeometry, KvGroup, KvPart, key_value_group
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import page_layout
 from cluster.spec.ranks import coords_of, world_size
@@ -70,8 +68,7 @@ def geometry_of(shape: Shape) -> KvGeometry:
     whole = range(0, shape.num_layers, 1 if shape.window is None else 2)
     groups = [key_value_group(whole, shape.num_kv_heads, 1, _BYTE)]
     if shape.window is not None:
-        others = key_value_group(range(1, shape.num_layers, 2), shape.num_kv_heads, 1, _BYTE)
-        groups.append(replace(others, name=SLIDING_ATTENTION, window=shape.window))
+        groups.append(key_value_group(range(1, shape.num_layers, 2), shape.num_kv_heads, 1, _BYTE, shape.window))
     if shape.has_extra_group:
         parts = (KvPart(name="latent", dim=2, dtype=_BYTE), KvPart(name="keys", dim=1, dtype=_BYTE))
         groups.append(KvGroup(name="extra", num_heads=1, layers=tuple(range(0, shape.num_layers, 2)), parts=parts))

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Iterable
 
 import msgspec
 
@@ -185,10 +186,13 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
         return (self.num_pages + 1) * self.page_bytes
 
 
-def key_value_group(layers: range, num_heads: int, head_dim: int, dtype: str) -> KvGroup:
-    """Return the group of ordinary attention: K and V of one width in every layer."""
+def key_value_group(
+    layers: Iterable[int], num_heads: int, head_dim: int, dtype: str, window: int | None = None
+) -> KvGroup:
+    """Return the group of ordinary attention: K and V of one width in each of these layers."""
     parts = tuple(KvPart(name=name, dim=head_dim, dtype=dtype) for name in ("k", "v"))
-    return KvGroup(name=FULL_ATTENTION, num_heads=num_heads, layers=tuple(layers), parts=parts)
+    name = FULL_ATTENTION if window is None else SLIDING_ATTENTION
+    return KvGroup(name=name, num_heads=num_heads, layers=tuple(layers), parts=parts, window=window)
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:

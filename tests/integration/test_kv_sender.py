@@ -51,7 +51,7 @@ class Known:
     """What a rank knows of a request after a step."""
 
     admit: Admit
-    pages: list[int]
+    pages: list[list[int]]
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ T: queries, S: keys, H: kv heads, G: query heads a kv head, D and V: dims of a k
 
 from collections.abc import Sequence
 from functools import cache, partial
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -151,8 +152,12 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: 
 
 
 def _gather(pages: Tensor, table: Tensor) -> Tensor:
-    """Copy pages ``[page, H, slot, dim]``, whose first two dimensions merge without a copy, to ``[H, slots, dim]``."""
+    """Copy pages ``[page, H, slot, dim]`` to ``[H, slots, dim]``."""
     num_pages, num_heads, page_size, dim = pages.shape
-    rows = table * num_heads + torch.arange(num_heads, device=table.device)[:, None]
-    copied = pages.view(num_pages * num_heads, page_size, dim).index_select(0, rows.flatten())
-    return copied.view(num_heads, -1, dim)
+    of_page, of_head, of_slot, _ = pages.stride()
+    # Page and head merge into one dimension of steps that both strides are multiples of.
+    step = gcd(of_page, of_head)
+    num_steps = ((num_pages - 1) * of_page + (num_heads - 1) * of_head) // step + 1
+    pieces = pages.as_strided((num_steps, page_size, dim), (step, of_slot, 1))
+    rows = table * (of_page // step) + torch.arange(num_heads, device=table.device)[:, None] * (of_head // step)
+    return pieces.index_select(0, rows.flatten()).view(num_heads, -1, dim)

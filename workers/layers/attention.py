@@ -13,7 +13,13 @@ from workers.layers.shard import TpGroup, even_shard, kv_head_shard
 
 class Attention(nn.Module):
     def __init__(
-        self, hidden_size: int, config: AttentionConfig, rms_norm_eps: float, layer: int, group: TpGroup
+        self,
+        hidden_size: int,
+        config: AttentionConfig,
+        rms_norm_eps: float,
+        layer: int,
+        group: TpGroup,
+        window: int | None = None,
     ) -> None:
         """Build the layer; ``layer`` counts from the stage's first one."""
         super().__init__()
@@ -21,7 +27,7 @@ class Attention(nn.Module):
         q = even_shard(config.q_size, group)
         kv = kv_head_shard(config.num_kv_heads, config.head_dim, group)
         self.q_size = q.size
-        self._params = AttentionParams(scale=config.head_dim**-0.5)
+        self._params = AttentionParams(config.head_dim**-0.5, window)
         self.qkv_proj = FusedLinear(hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=config.qkv_bias)
         self.o_proj = SummedLinear(q, hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, rms_norm_eps) if config.qk_norm else None

@@ -25,7 +25,8 @@ class DecoderLayer(nn.Module):
         hidden_size, eps, feed_forward = config.hidden_size, config.rms_norm_eps, config.feed_forward[layer]
         first_layer = groups.layers(config.num_layers).start
         self.input_layernorm = RMSNorm(hidden_size, eps)
-        self.self_attn = Attention(hidden_size, config.attention, eps, layer - first_layer, groups.tp)
+        window = config.windows[layer]
+        self.self_attn = Attention(hidden_size, config.attention, eps, layer - first_layer, groups.tp, window)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
         self.mlp: GatedMLP | MoeBlock = (
             MoeBlock(hidden_size, feed_forward, groups)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from cluster.spec.kv import FULL_ATTENTION, SLIDING_ATTENTION
 from workers.layers.config import AttentionConfig, FeedForwardConfig, MlpConfig, MoeConfig
 from workers.models.hf_config import HfConfig, UnsupportedModelError
 from workers.models.interface import DecoderConfig
@@ -12,6 +13,7 @@ def read_decoder(
     hf: HfConfig,
     attention: AttentionConfig,
     feed_forward: Sequence[FeedForwardConfig],
+    windows: Sequence[int | None] | None = None,
     renamed: Mapping[str, str] | None = None,
 ) -> DecoderConfig:
     """Read everything that all families spell alike."""
@@ -22,6 +24,7 @@ def read_decoder(
         hidden_size=hf.positive("hidden_size"),
         attention=attention,
         feed_forward=tuple(feed_forward),
+        windows=tuple(windows or [None] * len(feed_forward)),
         rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         rope=read_rope_config(hf.raw, max_len),
         max_position_embeddings=max_len,
@@ -64,6 +67,20 @@ def sparse_layers(hf: HfConfig, moe: MoeConfig) -> list[FeedForwardConfig]:
     mlp = MlpConfig(intermediate_size=hf.positive("intermediate_size"))
     num_layers = hf.num_layers
     return [mlp if (layer + 1) % every or layer in dense else moe for layer in range(num_layers)]
+
+
+def read_windows(hf: HfConfig) -> list[int | None]:
+    """Return the window of each layer of a dense Qwen model: by `layer_types`, or from `max_window_layers` on."""
+    num_layers, is_used = hf.num_layers, uses_sliding_window(hf)
+    num_full = hf.get("max_window_layers", 28) if is_used else num_layers
+    by_number = [FULL_ATTENTION if layer < num_full else SLIDING_ATTENTION for layer in range(num_layers)]
+    layer_types = hf.get("layer_types") or by_number
+    if len(layer_types) != num_layers or (unknown := set(layer_types) - {FULL_ATTENTION, SLIDING_ATTENTION}):
+        given = f"{len(layer_types)} entries" if len(layer_types) != num_layers else ", ".join(sorted(unknown))
+        allowed = f"{num_layers} of {FULL_ATTENTION}, {SLIDING_ATTENTION}"
+        raise UnsupportedModelError(f"layer_types has {given}; allowed: {allowed}")
+    window = hf.positive("sliding_window", 4096)
+    return [window if layer_type == SLIDING_ATTENTION and is_used else None for layer_type in layer_types]
 
 
 def refuse_sliding_window(hf: HfConfig, *, is_used: bool) -> None:

@@ -54,6 +54,8 @@ class DecoderConfig:
     """Attention, the same in all layers."""
     feed_forward: tuple[FeedForwardConfig, ...]
     """Feed-forward part by layer."""
+    windows: tuple[int | None, ...]
+    """Tokens that a token of each layer can see, itself included; None if all."""
     rms_norm_eps: float
     rope: RopeConfig
     max_position_embeddings: int
@@ -106,6 +108,7 @@ class DecoderConfig:
             self,
             attention=self.attention.of_rank(tp_size),
             feed_forward=tuple(self.feed_forward[layer].of_rank(tp_size) for layer in layers),
+            windows=tuple(self.windows[layer] for layer in layers),
         )
 
     @property
@@ -140,7 +143,13 @@ class DecoderConfig:
 
     def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
         """Return what the layers store for each token, computed in a dtype."""
-        return (key_value_group(range(self.num_layers), self.num_kv_heads, self.head_dim, dtype),)
+        layers: dict[int | None, list[int]] = {}
+        for layer, window in enumerate(self.windows):
+            layers.setdefault(window, []).append(layer)
+        return tuple(
+            key_value_group(of_window, self.num_kv_heads, self.head_dim, dtype, window)
+            for window, of_window in layers.items()
+        )
 
     def kv_geometry(self, name: str, dtype: str, page_size: int) -> KvGeometry:
         """Return the KV of the model as served under a name."""

@@ -1,15 +1,14 @@
 """Qwen3: like Llama, with normalized queries and keys, and heads of a size of their own."""
 
 from workers.layers.config import MlpConfig
-from workers.models.fields import read_attention, read_decoder, refuse_sliding_window, uses_sliding_window
+from workers.models.fields import read_attention, read_decoder, read_windows
 from workers.models.hf_config import HfConfig
 from workers.models.interface import DecoderConfig
 
 
 def read(hf: HfConfig) -> DecoderConfig:
     """Read a config.json of the family."""
-    num_layers, has_bias = hf.num_layers, hf.flag("attention_bias")
-    refuse_sliding_window(hf, is_used=uses_sliding_window(hf) and hf.get("max_window_layers", 28) < num_layers)
+    has_bias = hf.flag("attention_bias")
     attention = read_attention(hf, head_dim=128, qkv_bias=has_bias, output_bias=has_bias, qk_norm=True)
     mlp = MlpConfig(intermediate_size=hf.positive("intermediate_size"))
-    return read_decoder(hf, attention, [mlp] * num_layers)
+    return read_decoder(hf, attention, [mlp] * hf.num_layers, read_windows(hf))
