@@ -12,7 +12,7 @@ from cluster.simulator.scenario import PAGE_SIZE, Fault, FaultKind, Hazards, Sce
 from cluster.simulator.simulation import Simulation
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.registry import KvOwnership, TransferMode, Verify
-from tests.simulation import defects, layer_defects, router_defects
+from tests.simulation import defects, layer_defects, router_defects, window_defects
 
 MAX_SEEDS = 600
 
@@ -145,7 +145,8 @@ def several_dp_ranks(scenario: Scenario) -> Scenario:
 
 def leavers_of_dp_ranks(scenario: Scenario) -> Scenario:
     """Clients leave while a step of another DP rank than the leader's is computed, and others wait for their pages."""
-    shape = replace(scenario.shape, decode_dp=3, decode_pages=10, prefill_pages=10 * scenario.shape.cp)
+    prefill_pages = 10 * scenario.shape.cp
+    shape = replace(scenario.shape, decode_dp=3, decode_pages=10, prefill_pages=prefill_pages, window=None)
     asks = tuple(
         replace(ask, at_s=number % 7 / 4, max_tokens=8, prompt=(ask.prompt * 16)[:30], patience_s=number % 3 or None)
         for number, ask in enumerate(scenario.asks * 4)
@@ -156,7 +157,7 @@ def leavers_of_dp_ranks(scenario: Scenario) -> Scenario:
 def cold_tiers(scenario: Scenario) -> Scenario:
     """Small pools, so that pages come back from below."""
     tiers = TierShape(host_pages=12, write=WritePolicy.WRITE_THROUGH, prefetch=PrefetchPolicy.WAIT_COMPLETE)
-    shape = replace(scenario.shape, prefix_cache=True, tiers=tiers)
+    shape = replace(scenario.shape, prefix_cache=True, tiers=tiers, window=None)
     return replace(scenario, shape=shape, faults=(), hazards=Hazards(fail_move=0.1, slow_move=True))
 
 
@@ -168,6 +169,14 @@ def shared_heads(scenario: Scenario) -> Scenario:
     """Ranks of decode share heads, so that each is sent a part of the pages."""
     shape = replace(scenario.shape, num_kv_heads=2, decode_tp=4, verify=Verify.COUNTS)
     return calm(replace(scenario, shape=shape))
+
+
+def windows(scenario: Scenario) -> Scenario:
+    """Answers go on behind their window, and small pools drop pages of the cache."""
+    shape = replace(scenario.shape, window=5, tiers=None, ownership=KvOwnership.REPLICATED, prefix_cache=True)
+    shape = replace(shape, prefill_pages=24, decode_pages=24, verify=Verify.COUNTS)
+    asks = tuple(replace(ask, prompt=ask.prompt[: 5 * PAGE_SIZE], patience_s=None) for ask in scenario.asks)
+    return calm(replace(scenario, shape=shape, asks=asks))
 
 
 def failing_writes(scenario: Scenario) -> Scenario:
@@ -192,10 +201,14 @@ def cold_tiers_of_shared_heads(scenario: Scenario) -> Scenario:
 @pytest.mark.parametrize(
     ("defect", "weather", "promise"),
     [
+        (window_defects.free_pages_that_are_still_seen, windows, FOREIGN_PAGE),
+        (window_defects.continue_without_the_window, windows, EARLY_READ),
+        (window_defects.reserve_too_little_of_a_window, windows, EARLY_READ),
         (defects.free_on_timeout, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
         (defects.skip_the_generation_check, late_words, FOREIGN_WRITE),
         (defects.count_the_same_sender_twice, repeated_messages, EARLY_READ),
         (router_defects.reuse_a_room, as_drawn, f"{FAILS_IN_CALM}|{EARLY_READ}"),
+        (defects.start_again_beside_what_is_left, ranks_that_die_elsewhere, FOREIGN_WRITE),
         (defects.ignore_the_incarnation, dying_ranks, FOREIGN_WRITE),
         (defects.heed_words_to_an_earlier_start, late_words, OTHER_START),
         (defects.heed_words_of_an_earlier_start, late_words, f"{FOREIGN_WRITE}|{EARLY_READ}"),
@@ -287,6 +300,7 @@ def test_a_defect_is_caught(
         failing_writes,
         cold_tiers_of_peers,
         cold_tiers_of_shared_heads,
+        windows,
     ],
 )
 def test_without_a_defect_the_same_weather_breaks_nothing(weather: Weather) -> None:
