@@ -28,7 +28,7 @@ CLUSTERS: dict[str, dict[str, Any]] = {
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four layers; the first sees everything, the others a window of less than three pages."""
     root = tmp_path_factory.mktemp("windows")
-    windows = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
     return make_checkpoint(root / "qwen3", "qwen3", seed=7, num_hidden_layers=4, **windows)
 
 

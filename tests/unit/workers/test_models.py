@@ -228,8 +228,9 @@ def raw_config() -> dict[str, Any]:
         ({"num_hidden_layers": 10**9}, ["num_hidden_layers is 1000000000", "at most 4096"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantized", "fp8", "bfloat16"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, ["sliding-window"]),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding-window"]),
+        ({"layer_types": ["full_attention", "linear_attention"]}, ["linear_attention", "sliding_attention"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types has 1 entries", "2 of full_attention"]),
+        ({"use_sliding_window": True, "sliding_window": "8"}, ["sliding_window", "'8'"]),
         ({"rope_scaling": {"type": "su", "factor": 2}}, ["'su'", "yarn"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads (4)", "num_key_value_heads (3)"]),
         ({"head_dim": 15}, ["head_dim", "15"]),
@@ -246,10 +247,23 @@ def test_unsupported_configs_are_refused_in_words(
     assert all(word in str(caught.value) for word in words)
 
 
-def test_sliding_window_that_no_layer_uses_is_accepted(raw_config: dict[str, Any]) -> None:
-    unused = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
-    assert parse_model_config({**raw_config, **unused}).num_layers == 2
-    assert parse_model_config({**raw_config, "sliding_window": 8}).num_layers == 2
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"sliding_window": 8}, (None, None)),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, (None, None)),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, (None, 8)),
+        ({"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}, (4096, None)),
+        ({"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, (None, None)),
+    ],
+)
+def test_windows_are_those_of_transformers(
+    raw_config: dict[str, Any], changes: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    config = parse_model_config({**raw_config, **changes})
+    assert config.windows == windows
+    layers = {group.window: group.layers for group in config.kv_groups("float32")}
+    assert layers == {window: tuple(at for at in (0, 1) if windows[at] == window) for window in windows}
 
 
 def test_what_a_layer_stores_is_declared_for_the_whole_model(raw_config: dict[str, Any]) -> None:
