@@ -22,8 +22,15 @@ from transfer.sender_session import is_quiet
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
 from workers.scheduler.leader import Leader
-from workers.scheduler.prefill_answers import drained, refused, result_of
-from workers.scheduler.prefill_request import MOVES, PrefillRequest, PrefillSettings, PrefillState
+from workers.scheduler.prefill_request import (
+    MOVES,
+    PrefillRequest,
+    PrefillSettings,
+    PrefillState,
+    drained,
+    refused,
+    result_of,
+)
 from workers.scheduler.send_meter import SendMeter
 from workers.scheduler.sequence import RequestParams
 from workers.scheduler.sequence import Sequence as TokenSequence
