@@ -51,4 +51,4 @@ def step_of(
     """Return the step of these requests."""
     scheduled = scheduled_of(requests)
     tables = [np.asarray(request.pages, dtype=np.int64) for request in requests]
-    return StepInput(scheduled, tables, make_step_shape(scheduled, strategy, passing, cp))
+    return StepInput(scheduled, [tables], make_step_shape(scheduled, strategy, passing, cp))

@@ -52,7 +52,12 @@ def mild(scenario: Scenario) -> Scenario:
 def repeated_messages(scenario: Scenario) -> Scenario:
     """Two ranks send as much as each other, one often later."""
     shape = replace(
-        scenario.shape, cp=2, prefill_pages=24, mode=TransferMode.ALL_RANKS, ownership=KvOwnership.REPLICATED
+        scenario.shape,
+        cp=2,
+        prefill_pages=24,
+        decode_pages=24,
+        mode=TransferMode.ALL_RANKS,
+        ownership=KvOwnership.REPLICATED,
     )
     asks = tuple(replace(ask, prompt=(ask.prompt * 16)[: 4 * PAGE_SIZE]) for ask in scenario.asks)
     hazards = Hazards(duplicate=0.5, slow_write=0.3, slowness=10.0)
@@ -63,7 +68,7 @@ def dying_streams(scenario: Scenario) -> Scenario:
     """Decode replicas die, one after the other, while tokens come."""
     shape = scenario.shape
     # Room for the longer answers.
-    prefill_pages, decode_pages = shape.prefill_pages + 4 * shape.cp, shape.decode_pages + 4
+    prefill_pages, decode_pages = shape.prefill_pages + 8 * shape.cp, shape.decode_pages + 8
     shape = replace(shape, num_prefill=2, num_decode=2, prefill_pages=prefill_pages, decode_pages=decode_pages)
     asks = tuple(replace(ask, max_tokens=12, patience_s=None) for ask in scenario.asks)
     faults = tuple(Fault(kind=FaultKind.KILL, at_s=at_s, member=f"decode-{at_s % 2}") for at_s in (2, 5, 8))

@@ -1,10 +1,11 @@
 """Defects of pages that later tokens see for a while only."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from workers.cache.page_allocator import PageAllocator
+from workers.cache.page_allocator import Demand, PageAllocator
 from workers.cache.page_lists import Lifetimes
 from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.holders import PageHolders
@@ -51,7 +52,7 @@ def reserve_too_little_of_a_window(patch: Patch) -> None:
 
     grant = DecodeQueue._demands
 
-    def demand(self: DecodeQueue, *given: object) -> object:
+    def demand(self: DecodeQueue, *given: Any) -> list[Demand]:
         with pytest.MonkeyPatch.context() as little:
             little.setattr(Lifetimes, "first_pages", short)
             return grant(self, *given)

@@ -46,9 +46,9 @@ def test_a_batch_by_hand() -> None:
     batch = build(REQUESTS, Strategy.ZIGZAG, 2, 0)
     assert batch.token_ids.tolist() == [11, 12, 15, 21, 31]
     assert batch.positions.tolist() == [6, 7, 10, 0, 3]
-    assert batch.slots.tolist() == [14, 15, 38, 20, 7, 36, 37, 40, 40, 40]
+    assert batch.pages[0].slots.tolist() == [14, 15, 38, 20, 7, 36, 37, 40, 40, 40]
     assert [sample.owner for sample in batch.sampled] == [Owner(0, 2), Owner(0, 4)]
-    assert [table.tolist() for table in batch.page_tables] == [[7, 3, 9], [5], [1]]
+    assert [table.tolist() for table in batch.pages[0].tables] == [[7, 3, 9], [5], [1]]
 
 
 def test_a_narrowed_batch_has_queries_of_sampled_tokens_alone() -> None:
@@ -71,13 +71,13 @@ def test_ranks_agree_on_everything_but_their_share() -> None:
     first, second = build(REQUESTS, Strategy.INTERLEAVE, 2, 0), build(REQUESTS, Strategy.INTERLEAVE, 2, 1)
     assert first.plan == second.plan
     assert first.sampled == second.sampled
-    assert torch.equal(first.slots, second.slots)
+    assert torch.equal(first.pages[0].slots, second.pages[0].slots)
     assert sorted(first.token_ids.tolist() + second.token_ids.tolist()) == [11, 12, 13, 14, 15, 21, 31]
 
 
 def test_no_rows_make_an_empty_batch() -> None:
     batch = build([], Strategy.ZIGZAG, 2, 1)
-    assert (batch.token_ids.shape, batch.slots.shape, batch.runs, batch.sampled) == ((0,), (0,), (), ())
+    assert (batch.token_ids.shape, batch.pages[0].slots.shape, batch.runs, batch.sampled) == ((0,), (0,), (), ())
 
 
 def test_too_few_pages_are_our_own_bug() -> None:
