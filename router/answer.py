@@ -9,13 +9,13 @@ from typing import Self
 from cluster.spec.messages import PhaseTimes
 from cluster.spec.sampling import FinishReason
 from cluster.spec.tiers import CachedTokens
-from cluster.spec.timeline import Interval
+from cluster.spec.trace import Interval
 from router.errors import RequestFailedError
 from router.metrics import Metrics
 from router.request import Fail, OutputChunk, RequestId, Targets
 
-HEADERS = ("x-baton-prefill", "x-baton-decode", "server-timing", "x-baton-timeline")
-"""Response headers of every answer, and of timed ones."""
+HEADERS = ("x-baton-prefill", "x-baton-decode", "server-timing", "x-baton-trace")
+"""Response headers of every answer, and of traced ones."""
 
 
 class Answer:
@@ -52,17 +52,17 @@ class Answer:
         self._failure: Fail | None = None
         self._reader: asyncio.Future[None] | None = None
 
-    def add(self, request_id: RequestId, *, timed: bool = False) -> None:
+    def add(self, request_id: RequestId, *, traced: bool = False) -> None:
         self.request_ids.append(request_id)
-        if timed:
-            self._trace_path = {"x-baton-timeline": f"/timelines/{request_id}"}
+        if traced:
+            self._trace_path = {"x-baton-trace": f"/traces/{request_id}"}
 
     def attempt_started(self, request_id: RequestId, targets: Targets) -> None:
         """Take note of where a request runs now."""
         self._targets[request_id] = targets
 
     @property
-    def is_timed(self) -> bool:
+    def is_traced(self) -> bool:
         return bool(self._trace_path)
 
     @property

@@ -20,8 +20,8 @@ from cluster.spec.messages import (
     Output,
     Outputs,
     PageNews,
+    RankTrace,
     Submit,
-    Timeline,
 )
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
@@ -117,7 +117,7 @@ class Relay:
             is_sharing = request.shares_prompt
             request_id, actions = self._requests.open(request, deadline_s, opened_s, first if is_sharing else None)
             first = first if is_sharing else request_id
-            answer.add(request_id, timed=request.timed)
+            answer.add(request_id, traced=request.traced)
             prompt_len = 0 if is_sharing else len(request.prompt_ids)
             self._choices[request_id] = OpenChoice(answer, index, prompt_len, arrived_s, opened_s, self._metrics)
             self._perform(actions)
@@ -149,7 +149,7 @@ class Relay:
                 self._on_page_news(message, now_s)
             case CommandTaken():
                 self.commands.on_taken(message)
-            case Timeline():
+            case RankTrace():
                 self.traces.on_part(message)
             case _:
                 self._requests.dropped["foreign"] += 1
@@ -212,7 +212,7 @@ class Relay:
             if self._requests.is_open(request_id):
                 self._perform(self._requests.on_client_left(request_id))
             choice = self._choices.pop(request_id)
-            if choice.answer.is_timed:
+            if choice.answer.is_traced:
                 self.traces.end(request_id, choice.intervals(self._clock.now_s()))
         self._num_answers -= 1
         if not self._num_answers:
@@ -244,7 +244,7 @@ class Relay:
         answer.attempt_started(started.request_id, targets)
         if targets.computes == targets.decode:
             self._metrics.skipped.add(1)
-        if answer.is_timed:
+        if answer.is_traced:
             ranks = [row for peer in targets.peers for row in self._directory.rows(peer)]
             self.traces.begin(started.request_id, started.room, ranks)
 

@@ -29,7 +29,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Only requests with the same salt share cached pages."""
     priority: int = 0
     """Lower values are scheduled earlier."""
-    timed: bool = False
+    traced: bool = False
     """Every rank records a trace of it."""
     dp_rank: int | None = None
     """The DP rank that the client wants; None for any."""
@@ -190,7 +190,7 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
             prompt_of=attempt.prompt_of,
             cache_salt=request.cache_salt,
             priority=request.priority,
-            timed=request.timed,
+            traced=request.traced,
             dp_rank=request.dp_rank,
         )
 

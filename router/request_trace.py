@@ -1,4 +1,4 @@
-"""Traces of timed requests: collected from every rank at the end, and written in the Trace Event Format.
+"""Traces of requests, collected from every rank at the end and written in the Trace Event Format.
 
 Perfetto and chrome://tracing read it: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Message, Timeline
+from cluster.spec.messages import Message, RankTrace
 from cluster.spec.registry import RankRow
-from cluster.spec.step_messages import GiveTimeline
-from cluster.spec.timeline import ClockReading, Interval
+from cluster.spec.step_messages import ReportTrace
+from cluster.spec.trace import ClockReading, Interval
 from router.request import RequestId
 
 MAX_KEPT = 8
@@ -25,13 +25,13 @@ GATHER_S = 30.0
 
 @dataclass(slots=True)
 class RequestTrace:
-    """Trace data of one timed request."""
+    """Trace data of one request."""
 
     attempt: Room
     """Room of its last attempt, the one that is shown."""
     ranks: Sequence[RankRow]
     """All ranks of its targets."""
-    parts: list[Timeline] = field(default_factory=list)
+    parts: list[RankTrace] = field(default_factory=list)
     router: list[Interval] | None = None
     """The router's own part; None until the request has ended."""
     complete: asyncio.Event = field(default_factory=asyncio.Event)
@@ -82,20 +82,20 @@ class RequestTraces:
         self._traces: OrderedDict[RequestId, RequestTrace] = OrderedDict()
 
     def begin(self, request_id: RequestId, attempt: Room, ranks: Sequence[RankRow]) -> None:
-        """Take note that an attempt of a timed request starts on these ranks."""
+        """Take note that an attempt of a traced request starts on these ranks."""
         self._traces[request_id] = RequestTrace(attempt, ranks)
         if len(self._traces) > MAX_KEPT:
             self._traces.popitem(last=False)
 
     def end(self, request_id: RequestId, router: list[Interval]) -> None:
-        """Store the router's part of a request that has ended, if it is timed, and ask its ranks for theirs."""
+        """Store the router's part of a request that has ended, if it is traced, and ask its ranks for theirs."""
         if (trace := self._traces.get(request_id)) is None:
             return
         trace.router = router
         for rank in trace.ranks:
-            self._send(rank.address, GiveTimeline(room=trace.attempt, reply_to=self._reply_to))
+            self._send(rank.address, ReportTrace(room=trace.attempt, reply_to=self._reply_to))
 
-    def on_part(self, part: Timeline) -> None:
+    def on_part(self, part: RankTrace) -> None:
         """Take a rank's part; one that was not asked for is ignored."""
         trace = next((trace for trace in self._traces.values() if trace.attempt == part.room), None)
         if trace is None or _rank_name(part.replica, part.global_rank) not in trace.missing:

@@ -7,10 +7,10 @@ from cluster.channel import Outbox
 from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Timeline
+from cluster.spec.messages import RankTrace
 from cluster.spec.peer import Peer
 from cluster.spec.registry import KvOwnership, RankRow
-from cluster.spec.timeline import read_clock
+from cluster.spec.trace import read_clock
 from cluster.spec.version import VERSION
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.plan import copies_of
@@ -199,10 +199,10 @@ def make_page_checker(
     return PageChecker(rows[spec.global_rank], rank.memory.region.buffer, rows[0].address, outbox, on_failure)
 
 
-def make_timeline(spec: WorkerSpec, rank: Rank, room: Room, now_s: float) -> Timeline:
+def make_rank_trace(spec: WorkerSpec, rank: Rank, room: Room, now_s: float) -> RankTrace:
     """Return this rank's trace of a request, and forget it."""
     log = rank.step_recorder.recorder.take(room, now_s)
-    return Timeline(
+    return RankTrace(
         room=room,
         replica=spec.replica,
         incarnation=spec.incarnation,

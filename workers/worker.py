@@ -20,7 +20,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.heartbeat import HEARTBEAT_S
 from cluster.spec.messages import Drain, Message, TableUpdate
 from cluster.spec.registry import RankRow, TableSnapshot
-from cluster.spec.step_messages import DropSend, ForgetPeer, GiveTimeline, Shutdown, StepPlan
+from cluster.spec.step_messages import DropSend, ForgetPeer, ReportTrace, Shutdown, StepPlan
 from cluster.spec.tiers import TierJob
 from cluster.spec.transfer_messages import CheckPages
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
@@ -28,9 +28,9 @@ from workers.build import (
     make_kv_sender,
     make_leader,
     make_page_checker,
+    make_rank_trace,
     make_row,
     make_tier_worker,
-    make_timeline,
     num_ahead,
 )
 from workers.device import use_cpu
@@ -172,10 +172,10 @@ class Worker:
                     parts.tiers.submit(message)
                 case CheckPages():
                     parts.checker.check(message)
-                case GiveTimeline():
+                case ReportTrace():
                     assert self._rank is not None
-                    timeline = make_timeline(self.spec, self._rank, message.room, self._clock.now_s())
-                    send_if_heard(parts.outbox, message.reply_to, timeline)
+                    trace = make_rank_trace(self.spec, self._rank, message.room, self._clock.now_s())
+                    send_if_heard(parts.outbox, message.reply_to, trace)
                 case _:
                     _begin(link.on_message(message), link, steps)
         return False

@@ -15,7 +15,7 @@ from cluster.bench.workload import Workload
 
 _RUN_SALT = secrets.token_hex(8)
 """Keeps a run from hitting prefix-cache entries of an earlier run."""
-_TIMELINE_S = 60.0
+_TRACE_S = 60.0
 
 
 class StreamError(Exception):
@@ -23,11 +23,11 @@ class StreamError(Exception):
 
 
 async def complete(
-    client: httpx.AsyncClient, model: str, prompt: list[int], output_len: int, *, timed: bool = False
+    client: httpx.AsyncClient, model: str, prompt: list[int], output_len: int, *, traced: bool = False
 ) -> RequestRecord:
     """Request exactly ``output_len`` tokens after a prompt of token ids; a failure is recorded, not raised.
 
-    With ``timed`` the endpoint traces the request, and the record has the path of the trace.
+    With ``traced`` the endpoint traces the request, and the record has the path of the trace.
     """
     body = {
         "model": model,
@@ -39,7 +39,7 @@ async def complete(
         "return_token_ids": True,
         "cache_salt": _RUN_SALT,
         "stream_options": {"include_usage": True},
-    } | ({"timeline": True} if timed else {})
+    } | ({"trace": True} if traced else {})
     record = RequestRecord(sent_s=time.monotonic())
     try:
         finished = await _read_stream(client, body, record)
@@ -60,7 +60,7 @@ async def _read_stream(client: httpx.AsyncClient, body: Mapping[str, Any], recor
         if response.status_code != 200:
             await response.aread()
             raise StreamError(f"HTTP {response.status_code}: {error_message(response.text)}")
-        record.timeline_path = response.headers.get("x-baton-timeline")
+        record.trace_path = response.headers.get("x-baton-trace")
         async for line in response.aiter_lines():
             event = parse_line(line)
             if event is not None:
@@ -92,12 +92,12 @@ async def run_load(
     *,
     num_warmup: int = 0,
     timeout_s: float = 600.0,
-    timed: bool = False,
+    traced: bool = False,
     on_progress: Callable[[], None] = lambda: None,
 ) -> tuple[str, list[RequestRecord]]:
     """Return the name of the model and one record per request, in order of arrival.
 
-    ``model`` is the endpoint's first by default. With ``timed`` the endpoint traces the middle request.
+    ``model`` is the endpoint's first by default. With ``traced`` the endpoint traces the middle request.
 
     Raises:
         StreamError: the endpoint serves no model, or a warm-up request failed.
@@ -112,7 +112,7 @@ async def run_load(
             if record.error is not None:
                 raise StreamError(f"a warm-up request failed: {record.error}")
         limit = asyncio.Semaphore(workload.concurrency) if workload.concurrency else contextlib.nullcontext()
-        middle = len(workload.requests) // 2 if timed else None
+        middle = len(workload.requests) // 2 if traced else None
         start_s = time.monotonic()
 
         async def send(index: int) -> RequestRecord:
@@ -120,7 +120,7 @@ async def run_load(
             await asyncio.sleep(max(0.0, start_s + request.arrival_s - time.monotonic()))
             async with limit:
                 record = await complete(
-                    client, served, request.make_prompt(), request.output_len, timed=index == middle
+                    client, served, request.make_prompt(), request.output_len, traced=index == middle
                 )
             on_progress()
             return record
@@ -145,16 +145,16 @@ async def first_model(client: httpx.AsyncClient) -> str:
     return str(models[0]["id"])
 
 
-def fetch_timeline(url: str, record: RequestRecord) -> bytes:
+def fetch_trace(url: str, record: RequestRecord) -> bytes:
     """Return the trace of a request that asked for one, as Trace Event JSON.
 
     Raises:
         StreamError: there is none.
         httpx.HTTPError: the endpoint does not respond.
     """
-    if record.timeline_path is None:
-        raise StreamError(f"no timeline: {record.error or 'this endpoint makes none'}")
-    response = httpx.get(f"{url.rstrip('/')}{record.timeline_path}", timeout=_TIMELINE_S, headers=key_headers())
+    if record.trace_path is None:
+        raise StreamError(f"no trace: {record.error or 'this endpoint makes none'}")
+    response = httpx.get(f"{url.rstrip('/')}{record.trace_path}", timeout=_TRACE_S, headers=key_headers())
     if response.status_code != 200:
-        raise StreamError(f"no timeline: HTTP {response.status_code}: {error_message(response.text)}")
+        raise StreamError(f"no trace: HTTP {response.status_code}: {error_message(response.text)}")
     return response.content

@@ -23,7 +23,7 @@ class RequestRecord:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that the endpoint reports as cached."""
-    timeline_path: str | None = None
+    trace_path: str | None = None
     """Path of the request's trace at the endpoint."""
     error: str | None = None
     """Reason of a failure; None for a complete answer."""

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cluster.bench.load import StreamError, fetch_timeline, run_load
+from cluster.bench.load import StreamError, fetch_trace, run_load
 from cluster.bench.statistics import GOODPUT_METRICS, Report, RequestRecord, parse_goodput, summarize
 from cluster.bench.trace import infinite_cache_hits, read_trace, trace_workload
 from cluster.bench.workload import Workload, random_workload
@@ -84,7 +84,7 @@ def serve(
         workload = trace_workload(entries, scale=scale, speed=speed, concurrency=concurrency, **common)
     goodput_ms = None if goodput is None else parse_goodput(goodput)
     _check_can_write(trace_out)
-    served, records = _measure(url, model, workload, warmup, timeout_s, timed=trace_out is not None)
+    served, records = _measure(url, model, workload, warmup, timeout_s, traced=trace_out is not None)
     report = summarize(records, goodput_ms)
     ideal = None if trace is None else _ideal_hit_rate(workload, records, page_size or PAGE_SIZE)
     if as_json:
@@ -95,7 +95,7 @@ def serve(
     if report.completed == 0:
         fail(f"no request succeeded: {', '.join(report.errors)}")
     if trace_out is not None:
-        _write_timeline(url, records[len(records) // 2], trace_out)
+        _write_trace(url, records[len(records) // 2], trace_out)
 
 
 def _or(value: int | None, default: int) -> int:
@@ -122,7 +122,7 @@ def _check_can_write(path: Path | None) -> None:
 
 
 def _measure(
-    url: str, model: str | None, workload: Workload, num_warmup: int, timeout_s: float, *, timed: bool
+    url: str, model: str | None, workload: Workload, num_warmup: int, timeout_s: float, *, traced: bool
 ) -> tuple[str, list[RequestRecord]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
@@ -135,7 +135,7 @@ def _measure(
                     workload,
                     num_warmup=num_warmup,
                     timeout_s=timeout_s,
-                    timed=timed,
+                    traced=traced,
                     on_progress=lambda: progress.advance(task),
                 )
             )
@@ -145,12 +145,12 @@ def _measure(
         fail("interrupted; nothing is reported", 130)
 
 
-def _write_timeline(url: str, record: RequestRecord, path: Path) -> None:
+def _write_trace(url: str, record: RequestRecord, path: Path) -> None:
     try:
-        path.write_bytes(fetch_timeline(url, record))
+        path.write_bytes(fetch_trace(url, record))
     except (httpx.HTTPError, StreamError) as error:
         fail(f"{url}: {error}")
-    print(f"timeline: {path}; open it at https://ui.perfetto.dev", file=sys.stderr)
+    print(f"trace: {path}; open it at https://ui.perfetto.dev", file=sys.stderr)
 
 
 def _ideal_hit_rate(workload: Workload, records: Sequence[RequestRecord], page_size: int) -> float:

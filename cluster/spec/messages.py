@@ -13,7 +13,7 @@ from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprob
 from cluster.spec.step_messages import (
     DropSend,
     ForgetPeer,
-    GiveTimeline,
+    ReportTrace,
     SendReport,
     Shutdown,
     StepPlan,
@@ -21,8 +21,8 @@ from cluster.spec.step_messages import (
     StepWork,
 )
 from cluster.spec.tiers import CachedTokens, FlushCache, PinPages, Tier, TierJob, TierJobResult, UseStorage
-from cluster.spec.timeline import ClockReading, Interval
 from cluster.spec.token_ids import TokenIds
+from cluster.spec.trace import ClockReading, Interval
 from cluster.spec.transfer_messages import CheckPages, Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
 from cluster.spec.wire import Struct, Tagged
 
@@ -70,7 +70,7 @@ class Submit(Tagged, frozen=True):
     """Salt of the page keys: only requests with the same salt share cached pages."""
     priority: int = 0
     """Priority; lower values are computed earlier. The oldest request gets its share whatever its priority."""
-    timed: bool = False
+    traced: bool = False
     """True if every rank keeps a trace of this request until it is asked for it."""
     dp_rank: int | None = None
     """Requested DP rank, on each side that has one of this number."""
@@ -169,8 +169,8 @@ class PageNews(Tagged, frozen=True):
     """Tier of the pages; for storage, only what this replica has stored is reported."""
 
 
-class Timeline(Tagged, frozen=True):
-    """Trace of a timed request on one rank."""
+class RankTrace(Tagged, frozen=True):
+    """Trace of one request on one rank."""
 
     room: Room
     replica: ReplicaId
@@ -233,7 +233,7 @@ Message = (
     | Failure
     | FollowPages
     | PageNews
-    | Timeline
+    | RankTrace
     | Ticket
     | Revoke
     | Refused
@@ -244,7 +244,7 @@ Message = (
     | DropSend
     | ForgetPeer
     | CheckPages
-    | GiveTimeline
+    | ReportTrace
     | TierJob
     | StepResult
     | StepWork

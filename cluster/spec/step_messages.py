@@ -38,7 +38,7 @@ class Admit(Struct, frozen=True):
     """Target; None if KV stays on this replica."""
     history: list[int] = []
     """Prompt and output so far; set only if sampling looks back."""
-    timed: bool = False
+    traced: bool = False
 
 
 class ScheduledRequest(Struct, frozen=True):
@@ -107,7 +107,7 @@ class ForgetPeer(Tagged, frozen=True):
     incarnation: Incarnation
 
 
-class GiveTimeline(Tagged, frozen=True):
+class ReportTrace(Tagged, frozen=True):
     """Request of the router to every rank to send the trace of a request, and forget it."""
 
     room: Room

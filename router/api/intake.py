@@ -85,8 +85,8 @@ async def completion_requests(service: Service, body: CompletionRequest) -> list
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise bad_request("max_tokens: 0 is only allowed together with echo or prompt_logprobs", "max_tokens")
     prompts = await _prompt_ids(service, body)
-    if body.timeline and len(prompts) > 1:
-        raise bad_request(f"timeline: at most one prompt can be timed, got {len(prompts)}", "timeline")
+    if body.trace and len(prompts) > 1:
+        raise bad_request(f"trace: at most one prompt can be traced, got {len(prompts)}", "trace")
     grammar = await checked_grammar(service, wanted_answer(body))
     default = _DEFAULT_COMPLETION_TOKENS
     return [make_request(service, body, prompt, body.max_tokens, default, "prompt", grammar) for prompt in prompts]
@@ -175,7 +175,7 @@ def make_request(
         stopping=stopping,
         cache_salt=salt,
         priority=body.priority or 0,
-        timed=bool(body.timeline),
+        traced=bool(body.trace),
         page_keys=PromptKeys(prompt_ids, service.config.kv.page_size, salt) if may_use_cache else None,
     )
 

@@ -110,7 +110,7 @@ class GenerationBody(SaltedBody):
     routed_dp_rank: DpRank | None = None
     data_parallel_rank: DpRank | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    timeline: bool | None = None
+    trace: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None

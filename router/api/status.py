@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import ReplicaEntry
-from cluster.spec.timeline import read_clock
+from cluster.spec.trace import read_clock
 from cluster.spec.version import VERSION
 from router.api.errors import ApiError
 from router.api.front import key_needed
@@ -69,17 +69,15 @@ def routes(service: Service) -> APIRouter:
 def trace_routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["status"])
 
-    @router.get("/timelines/{name}")
-    async def timeline(name: str) -> Response:
-        """The trace of one of this process's newest timed requests, in the Trace Event Format."""
-        trace = await service.relay.traces.gather(name)
-        if trace is None:
-            raise ApiError(
-                HTTPStatus.NOT_FOUND, f"there is no timeline {name}; each router process keeps its newest few"
-            )
-        if trace.router is None:
-            raise ApiError(HTTPStatus.CONFLICT, f"the request of timeline {name} has not ended")
-        return _json(trace.events(read_clock()))
+    @router.get("/traces/{name}")
+    async def trace(name: str) -> Response:
+        """The trace of one of this process's newest traced requests, in the Trace Event Format."""
+        found = await service.relay.traces.gather(name)
+        if found is None:
+            raise ApiError(HTTPStatus.NOT_FOUND, f"there is no trace {name}; each router process keeps its newest few")
+        if found.router is None:
+            raise ApiError(HTTPStatus.CONFLICT, f"the request of trace {name} has not ended")
+        return _json(found.events(read_clock()))
 
     return router
 

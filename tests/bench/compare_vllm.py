@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", default="2048,8192,16384")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--deploy", default="deploy/local-cpu.yaml")
-    parser.add_argument("--timeline", type=Path, help="write Baton's timeline of the longest prompt here")
+    parser.add_argument("--trace", type=Path, help="write Baton's trace of the longest prompt here")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # both servers are ended however this one is
     lengths = sorted(int(length) for length in options.prompt_len.split(","))
@@ -64,10 +64,10 @@ def main() -> None:
         ]
         for server in servers:
             print(f"{server.name}, idle: {idle_share(server):.1%} of a core", flush=True)
-        timelines = asyncio.run(measure(servers, lengths, options.rounds))
-    report(servers, lengths, timelines)
-    if options.timeline:
-        options.timeline.write_text(json.dumps(timelines[lengths[-1]]))
+        traces = asyncio.run(measure(servers, lengths, options.rounds))
+    report(servers, lengths, traces)
+    if options.trace:
+        options.trace.write_text(json.dumps(traces[lengths[-1]]))
 
 
 def make_model(folder: Path, max_len: int) -> Path:
@@ -88,8 +88,8 @@ def make_model(folder: Path, max_len: int) -> Path:
 
 
 async def measure(servers: list[Server], lengths: list[int], rounds: int) -> dict[int, dict[str, Any]]:
-    """Fill in the times; Baton's timeline of one more prompt of each length. The first round is not counted."""
-    timelines = {}
+    """Fill in the times; Baton's trace of one more prompt of each length. The first round is not counted."""
+    traces = {}
     async with httpx.AsyncClient(timeout=600) as client:
         for length in lengths:
             for number in range(rounds + 1):
@@ -99,8 +99,8 @@ async def measure(servers: list[Server], lengths: list[int], rounds: int) -> dic
                     ttft_s = await first_token_s(client, server, prompt)
                     if number:
                         server.ttft_s.setdefault(length, []).append(ttft_s)
-            timelines[length] = await timeline(client, servers[0], prompt)
-    return timelines
+            traces[length] = await trace_of(client, servers[0], prompt)
+    return traces
 
 
 async def first_token_s(client: httpx.AsyncClient, server: Server, prompt: list[int]) -> float:
@@ -112,16 +112,16 @@ async def first_token_s(client: httpx.AsyncClient, server: Server, prompt: list[
     return record.arrivals_s[0] - record.sent_s
 
 
-async def timeline(client: httpx.AsyncClient, baton: Server, prompt: list[int]) -> dict[str, Any]:
+async def trace_of(client: httpx.AsyncClient, baton: Server, prompt: list[int]) -> dict[str, Any]:
     """Where the time of one prompt goes."""
     client.base_url = httpx.URL(baton.url)
-    record = await complete(client, baton.model, prompt, OUTPUT_LEN, timed=True)
-    assert record.timeline_path is not None
-    trace: dict[str, Any] = (await client.get(record.timeline_path)).raise_for_status().json()
+    record = await complete(client, baton.model, prompt, OUTPUT_LEN, traced=True)
+    assert record.trace_path is not None
+    trace: dict[str, Any] = (await client.get(record.trace_path)).raise_for_status().json()
     return trace
 
 
-def report(servers: list[Server], lengths: list[int], timelines: dict[int, dict[str, Any]]) -> None:
+def report(servers: list[Server], lengths: list[int], traces: dict[int, dict[str, Any]]) -> None:
     """One line a prompt length, and below it where Baton's time went."""
     baton, vllm = servers
     for length in lengths:
@@ -132,7 +132,7 @@ def report(servers: list[Server], lengths: list[int], timelines: dict[int, dict[
             f" ms to the first token (medians of {len(ours)}); vllm / baton {statistics.median(ratios):.2f}, "
             f"by round {min(ratios):.2f} to {max(ratios):.2f}"
         )
-        for line in where_time_goes(timelines[length]):
+        for line in where_time_goes(traces[length]):
             print(f"    {line}")
 
 

@@ -1,4 +1,4 @@
-"""Sums up a timeline: what every process did until the client had its first token."""
+"""Sums up a trace: what every process did until the client had its first token."""
 
 from collections import defaultdict
 from typing import Any

@@ -11,14 +11,14 @@ REFUSED = "refuse this"
 """A chat message that is answered with HTTP 503; so is a prompt whose first token id is `REFUSED_TOKEN`."""
 REFUSED_TOKEN = 10
 PAGE_SIZE = 4
-TIMELINE = "/timelines/1"
+TRACE_PATH = "/traces/1"
 CUT = "cut this"
 """A chat message whose stream ends with an error event after the first piece."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        if self.path == TIMELINE:
+        if self.path == TRACE_PATH:
             self._send(200, '{"traceEvents": []}')
         else:
             self._send(200, json.dumps({"object": "list", "data": [{"id": "fake", "object": "model"}]}))
@@ -32,8 +32,8 @@ class _Handler(BaseHTTPRequestHandler):
         if text == REFUSED or body.get("prompt", [None])[0] == REFUSED_TOKEN:
             self._send(503, json.dumps({"error": {"message": "nothing is ready"}}))
         else:
-            timeline = {"x-baton-timeline": TIMELINE} if body.get("timeline") and server.makes_timelines else {}
-            self._send(200, "".join(_stream(body, text, server.count_cached(body))), timeline)
+            trace = {"x-baton-trace": TRACE_PATH} if body.get("trace") and server.makes_traces else {}
+            self._send(200, "".join(_stream(body, text, server.count_cached(body))), trace)
 
     def log_message(self, *_: Any) -> None:
         """Say nothing."""
@@ -53,7 +53,7 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.bodies: list[dict[str, Any]] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.makes_timelines = True
+        self.makes_traces = True
         self._pages: set[tuple[int, ...]] = set()
 
     def count_cached(self, body: Mapping[str, Any]) -> int:

@@ -25,14 +25,14 @@ from cluster.spec.messages import (
     Outputs,
     PageNews,
     PhaseTimes,
+    RankTrace,
     Submit,
-    Timeline,
 )
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, TokenLogprobs
-from cluster.spec.step_messages import GiveTimeline, Shutdown
+from cluster.spec.step_messages import ReportTrace, Shutdown
 from cluster.spec.tiers import CachedTokens
-from cluster.spec.timeline import Interval, read_clock
+from cluster.spec.trace import Interval, read_clock
 from tests.fakes.bootstrap import peer_of
 
 
@@ -94,7 +94,7 @@ class FakeReplica:
     skips: int = 0
     """So many answers lose their second batch."""
     silent: bool = False
-    """Give no timelines."""
+    """Give no traces."""
     refusal: str = ""
     """With which it answers commands."""
     num_pinned: int = 0
@@ -184,8 +184,8 @@ class FakeReplica:
                         self._fail(message, outbox, self.fails)
                     elif self.name.startswith("decode"):
                         self._open[message.room] = message, message.num_given
-                case GiveTimeline() if not self.silent:
-                    outbox.send(message.reply_to, self._timeline(message.room))
+                case ReportTrace() if not self.silent:
+                    outbox.send(message.reply_to, self._rank_trace(message.room))
                 case Cancel():
                     self.cancels.append(message)
                     self._open.pop(message.room, None)
@@ -220,9 +220,9 @@ class FakeReplica:
             removed=[],
         )
 
-    def _timeline(self, room: Room) -> Timeline:
+    def _rank_trace(self, room: Room) -> RankTrace:
         """An hour of work, wherever the clock stands."""
-        return Timeline(
+        return RankTrace(
             room=room,
             replica=self.peer.replica,
             incarnation=self.peer.incarnation,

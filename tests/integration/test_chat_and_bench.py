@@ -109,11 +109,11 @@ def test_a_trace_is_replayed_and_its_hits_are_compared(server: openai_server.Fak
 
 
 def test_the_middle_request_is_timed(server: openai_server.FakeServer, tmp_path: Path) -> None:
-    out = tmp_path / "timeline.json"
+    out = tmp_path / "trace.json"
     result = _bench("--url", server.url, "--num-requests", "5", "--concurrency", "1", "--trace-out", str(out))
     assert result.exit_code == 0, result.stderr
     assert json.loads(out.read_text()) == {"traceEvents": []}
-    assert [body.get("timeline") for body in server.bodies[1:]] == [None, None, True, None, None]
+    assert [body.get("trace") for body in server.bodies[1:]] == [None, None, True, None, None]
 
 
 @pytest.mark.parametrize("option", ["--trace-scale", "--trace-speed", "--page-size"])
@@ -122,10 +122,10 @@ def test_options_of_a_trace_are_refused_without_one(option: str) -> None:
     assert f"{option}: got 1" in str(result.exception)
 
 
-def test_a_timeline_that_cannot_be_written_is_refused_before_the_run(server: openai_server.FakeServer) -> None:
-    result = _bench("--url", server.url, "--trace-out", "/nowhere/timeline.json")
+def test_a_trace_that_cannot_be_written_is_refused_before_the_run(server: openai_server.FakeServer) -> None:
+    result = _bench("--url", server.url, "--trace-out", "/nowhere/trace.json")
     assert isinstance(result.exception, UserError)
-    assert str(result.exception) == "--trace-out: cannot write /nowhere/timeline.json: No such file or directory"
+    assert str(result.exception) == "--trace-out: cannot write /nowhere/trace.json: No such file or directory"
     assert server.bodies == []
 
 

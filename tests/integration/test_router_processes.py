@@ -127,10 +127,10 @@ def test_one_cannot_drain_the_others(routers: Routers) -> None:
     assert {routers.ask().status_code for _ in range(12)} == {200}
 
 
-def test_a_connection_that_asked_for_a_timeline_gets_it(routers: Routers) -> None:
-    body = {"model": "echo", "prompt": "hello", "max_tokens": 2, "timeline": True}
+def test_a_connection_that_asked_for_a_trace_gets_it(routers: Routers) -> None:
+    body = {"model": "echo", "prompt": "hello", "max_tokens": 2, "trace": True}
     with httpx.Client(base_url=routers.url, timeout=WAIT_S, trust_env=False) as http:
-        path = http.post("/v1/completions", json=body).headers["x-baton-timeline"]
+        path = http.post("/v1/completions", json=body).headers["x-baton-trace"]
         assert http.get(path).status_code == 200
     codes = [httpx.get(f"{url}{path}", timeout=WAIT_S, trust_env=False).status_code for url in routers.own_urls]
     assert sorted(codes) == [200, 404]

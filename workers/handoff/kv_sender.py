@@ -14,7 +14,7 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow, Verify
 from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, ScheduledRequest, SendReport, StepPlan, Target
-from cluster.spec.timeline import Interval
+from cluster.spec.trace import Interval
 from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.digests import digest_pages
 from transfer.layer_groups import LEAST_SPAN_BYTES, early_ends

@@ -184,9 +184,9 @@ class Leader(ABC):
                 self.drop(message)
 
     def record_arrival(self, submit: Submit, state: str) -> None:
-        """Note a request in its first state; if it is timed, its states are recorded from now on."""
+        """Note a request in its first state; if it is traced, its states are recorded from now on."""
         self.num_taken += 1
-        if submit.timed:
+        if submit.traced:
             self.recorder.follow(submit.room)
         self.recorder.enter(submit.room, state, self._now_s)
 

@@ -17,7 +17,7 @@ def admit(sequence: Sequence, step: int) -> Admit:
         sampling=params.sampling,
         history=list(sequence.tokens) if params.sampling.looks_back else [],
         target=sequence.target,
-        timed=params.timed,
+        traced=params.traced,
     )
 
 

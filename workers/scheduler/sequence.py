@@ -25,7 +25,7 @@ class RequestParams:
     """Priority; lower values go first."""
     cache_salt: str = ""
     """Salt of page keys: only requests with the same salt share pages."""
-    timed: bool = False
+    traced: bool = False
     """Whether the ranks keep a trace of it."""
 
     @classmethod
@@ -39,7 +39,7 @@ class RequestParams:
             stopping=submit.stopping,
             priority=submit.priority,
             cache_salt=submit.cache_salt,
-            timed=submit.timed,
+            traced=submit.traced,
         )
 
 

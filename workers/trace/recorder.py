@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from cluster.spec.ids import Room
 from cluster.spec.step_messages import Admit, StepPlan
-from cluster.spec.timeline import Interval
+from cluster.spec.trace import Interval
 
 REQUEST, COMPUTE, COLLECTIVES, KV_SENDER = "request", "compute", "collectives", "kv sender"
 """Names of lanes in the trace."""
@@ -85,5 +85,5 @@ class Recorder:
 
     def _follow_admits(self, admits: Iterable[Admit]) -> None:
         for admit in admits:
-            if admit.timed:
+            if admit.traced:
                 self.follow(admit.room)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cluster.spec.step_messages import StepPlan
-from cluster.spec.timeline import Interval
+from cluster.spec.trace import Interval
 from workers.models.decoder import DecoderLayer, DecoderModel
 from workers.parallel.collectives import Communicator
 from workers.trace.recorder import COLLECTIVES, COMPUTE, Recorder

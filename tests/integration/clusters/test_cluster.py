@@ -138,8 +138,8 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(cluster: Runni
     assert "131072" in answer.json()["error"]["message"]
 
 
-def test_a_timeline_shows_what_every_rank_did_for_one_request(cluster: RunningCluster, tmp_path: Path) -> None:
-    out = tmp_path / "timeline.json"
+def test_a_trace_shows_what_every_rank_did_for_one_request(cluster: RunningCluster, tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
     _bench(cluster, "--num-requests", "1", "--input-len", "9000", "--output-len", "4", "--trace-out", str(out))
     trace = json.loads(out.read_text())
     check_trace(trace)

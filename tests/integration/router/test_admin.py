@@ -61,7 +61,7 @@ def test_what_is_not_open_wants_a_key(guarded: RouterCluster) -> None:
     asked = {path: guarded.http.request(method, path) for path, methods in paths.items() for method in methods}
     refused = {path for path, reply in asked.items() if reply.status_code == 401}
     assert set(paths) - refused == {"/", "/health", "/ready", "/version", "/metrics"}
-    assert {"/admin/drain", "/v1/completions", "/generate", "/timelines/{number}"} & set(paths) <= refused
+    assert {"/admin/drain", "/v1/completions", "/generate", "/traces/{number}"} & set(paths) <= refused
 
 
 def test_replicas_are_told(guarded: RouterCluster) -> None:
@@ -167,7 +167,7 @@ def test_only_known_keys_may_ask(guarded: RouterCluster) -> None:
     refused = ask(guarded, "key-of-nobody")
     assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
     assert "key-of-nobody" not in refused.text
-    for path in ("/v1/models", "/cluster", "/timelines/1"):
+    for path in ("/v1/models", "/cluster", "/traces/1"):
         assert guarded.http.get(path).status_code == 401, path
     for path in ("/health", "/ready", "/version", "/metrics"):
         assert guarded.http.get(path).status_code == 200, path

@@ -60,13 +60,13 @@ def test_others_are_not_let_in(guarded: RouterCluster) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_pages_read_all_that_an_answer_tells(guarded: RouterCluster, stream: bool) -> None:
-    reply = ask(guarded, timeline=True, stream=stream)
+    reply = ask(guarded, trace=True, stream=stream)
     assert reply.status_code == 200
     assert reply.headers["access-control-allow-origin"] == ORIGIN
     assert "origin" in reply.headers["vary"].lower()
     shown = set(reply.headers["access-control-expose-headers"].split(", "))
     told = set(reply.headers.keys()) - SAFE - UNREAD - {"transfer-encoding"}
-    assert told >= {"x-request-id", "x-baton-prefill", "x-baton-decode", "x-baton-timeline", "server-timing"}
+    assert told >= {"x-request-id", "x-baton-prefill", "x-baton-decode", "x-baton-trace", "server-timing"}
     assert told <= shown
     assert "traceparent" in shown
 

@@ -115,7 +115,7 @@ OTHERWISE: dict[str, Any] = {
     "temperature": 0.5,
     "text": {"format": {"type": "json_object"}},
     "thinking_token_budget": 1,
-    "timeline": True,
+    "trace": True,
     "token_ids_logprob": [1],
     "tool_choice": "required",
     "tools": [TOOL],

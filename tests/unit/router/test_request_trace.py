@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from cluster.spec.ids import Incarnation, Room, replica_id
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Message, Timeline
-from cluster.spec.step_messages import GiveTimeline
-from cluster.spec.timeline import ClockReading, Interval
+from cluster.spec.messages import Message, RankTrace
+from cluster.spec.step_messages import ReportTrace
+from cluster.spec.trace import ClockReading, Interval
 from router import request_trace
 from router.request import RequestId
 from router.request_trace import MAX_KEPT, RequestTrace, RequestTraces
@@ -35,7 +35,7 @@ def nested(draw: st.DrawFn) -> list[Interval]:
 
 @given(nested(), nested())
 def test_every_trace_is_valid_and_keeps_every_interval(router: list[Interval], rank: list[Interval]) -> None:
-    trace = json.loads(json.dumps(_trace(router, _timeline(rank, HERE)).events(HERE)))
+    trace = json.loads(json.dumps(_trace(router, _rank_trace(rank, HERE)).events(HERE)))
     check_trace(trace)
     assert len(complete_events(trace)) == len(router) + len(rank)
     assert set(process_names(trace).values()) == {"router", "prefill-0 rank 0"}
@@ -44,7 +44,7 @@ def test_every_trace_is_valid_and_keeps_every_interval(router: list[Interval], r
 def test_times_are_microseconds_since_the_request_arrived() -> None:
     router = [Interval("request", "read and tokenize", 5.0, 5.25)]
     rank = [Interval("compute", "step 1", 5.5, 5.75, {"tokens": 3})]
-    trace = _trace(router, _timeline(rank, HERE)).events(HERE)
+    trace = _trace(router, _rank_trace(rank, HERE)).events(HERE)
     assert [(event["ts"], event["dur"], event["args"]) for event in complete_events(trace)] == [
         (0.0, 250_000.0, {}),
         (500_000.0, 250_000.0, {"tokens": 3}),
@@ -54,7 +54,7 @@ def test_times_are_microseconds_since_the_request_arrived() -> None:
 def test_another_machine_is_shifted_by_the_difference_of_unix_times() -> None:
     router = [Interval("request", "stream", 5.0, 6.0)]
     # At Unix time 1005.5, half a second after the arrival at 1005.0.
-    trace = _trace(router, _timeline([Interval("compute", "step 1", 605.5, 606.0)], ELSEWHERE)).events(HERE)
+    trace = _trace(router, _rank_trace([Interval("compute", "step 1", 605.5, 606.0)], ELSEWHERE)).events(HERE)
     assert complete_events(trace)[-1]["ts"] == 500_000.0
 
 
@@ -63,12 +63,12 @@ def test_what_is_missing_is_named() -> None:
     assert trace.events(HERE)["otherData"]["ranks that did not answer"] == ["prefill-0 rank 0"]
 
 
-def _trace(router: list[Interval], *parts: Timeline) -> RequestTrace:
+def _trace(router: list[Interval], *parts: RankTrace) -> RequestTrace:
     return RequestTrace(Room(1), RANKS, list(parts), router)
 
 
-def _timeline(intervals: list[Interval], clock: ClockReading) -> Timeline:
-    return Timeline(
+def _rank_trace(intervals: list[Interval], clock: ClockReading) -> RankTrace:
+    return RankTrace(
         room=Room(1),
         replica=replica_id(Role.PREFILL, 0),
         incarnation=Incarnation(1),
@@ -85,7 +85,7 @@ async def test_a_trace_waits_for_its_ranks_and_names_those_that_do_not_answer(mo
     traces = RequestTraces("here", lambda address, message: sent.append((address, message)))
     traces.begin(RequestId(7), Room(1), RANKS)
     traces.end(RequestId(7), [])
-    assert sent == [(RANKS[0].address, GiveTimeline(room=Room(1), reply_to="here"))]
+    assert sent == [(RANKS[0].address, ReportTrace(room=Room(1), reply_to="here"))]
     incomplete = await traces.gather("7")
     assert incomplete is not None
     assert incomplete.missing == ["prefill-0 rank 0"]
@@ -93,7 +93,7 @@ async def test_a_trace_waits_for_its_ranks_and_names_those_that_do_not_answer(mo
     waiting = asyncio.create_task(traces.gather("7"))
     await asyncio.sleep(0)
     for _ in range(2):
-        traces.on_part(_timeline([], HERE))
+        traces.on_part(_rank_trace([], HERE))
     complete = await waiting
     assert complete is not None
     assert (complete.missing, len(complete.parts)) == ([], 1)

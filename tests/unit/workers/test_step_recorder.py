@@ -1,4 +1,4 @@
-"""A timed step shows its layers, nested in it; a step that is not timed leaves no trace, and no hook on the model."""
+"""A traced step shows its layers, nested in it; a step that is not traced leaves no trace, and no hook on the model."""
 
 from pathlib import Path
 
@@ -28,11 +28,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_timed_step_shows_its_parts_and_leaves_the_model_as_it_was(folder: Path) -> None:
     model = load_model(folder)
     recorder = StepRecorder(model, [Communicator("alone")])
-    with recorder.step(_plan(Room(1), timed=True)), torch.inference_mode():
-        timed = model(TOKENS, TOKENS, DenseAttention())
+    with recorder.step(_plan(Room(1), traced=True)), torch.inference_mode():
+        traced = model(TOKENS, TOKENS, DenseAttention())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    with recorder.step(_plan(Room(2), timed=False)), torch.inference_mode():
-        assert torch.equal(model(TOKENS, TOKENS, DenseAttention()), timed)
+    with recorder.step(_plan(Room(2), traced=False)), torch.inference_mode():
+        assert torch.equal(model(TOKENS, TOKENS, DenseAttention()), traced)
     intervals = recorder.recorder.take(Room(1), 0.0).intervals
     parts = [name for number in (0, 1) for name in ("attention", "mlp", f"layer {number}")]
     assert [(interval.lane, interval.name) for interval in intervals] == [
@@ -47,7 +47,7 @@ def test_a_timed_step_shows_its_parts_and_leaves_the_model_as_it_was(folder: Pat
 def test_a_step_that_fails_leaves_no_hooks(folder: Path) -> None:
     model = load_model(folder)
     recorder = StepRecorder(model, [Communicator("alone")])
-    with pytest.raises(ZeroDivisionError), recorder.step(_plan(Room(1), timed=True)):
+    with pytest.raises(ZeroDivisionError), recorder.step(_plan(Room(1), traced=True)):
         raise ZeroDivisionError
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -58,7 +58,7 @@ def test_collectives_of_a_timed_step_have_their_lane(folder: Path) -> None:
     def names(group: Communicator) -> list[str]:
         recorder = StepRecorder(model, [group])
         group.barrier()
-        with recorder.step(_plan(Room(1), timed=True)):
+        with recorder.step(_plan(Room(1), traced=True)):
             group.all_gather(torch.empty(2), torch.ones(1))
         group.barrier()
         return [
@@ -69,8 +69,8 @@ def test_collectives_of_a_timed_step_have_their_lane(folder: Path) -> None:
     assert on_thread_ranks(2, names) == [begun_and_waited_for] * 2
 
 
-def _plan(room: Room, timed: bool) -> StepPlan:
-    admit = Admit(room=room, prompt_len=5, owner_base=0, sampling=Sampling(), target=None, timed=timed)
+def _plan(room: Room, traced: bool) -> StepPlan:
+    admit = Admit(room=room, prompt_len=5, owner_base=0, sampling=Sampling(), target=None, traced=traced)
     row = ScheduledRequest(
         room=room, first_position=0, token_ids=TOKENS.tolist(), new_pages=[[0]], samples=True, output_position=0
     )

@@ -1,4 +1,4 @@
-"""Trace of one timed request in one process: intervals on its own clock, and how to convert that clock."""
+"""Trace of one request in one process: intervals on its own clock, and how to convert that clock."""
 
 import time
 from functools import cache

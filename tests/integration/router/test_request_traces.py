@@ -1,4 +1,4 @@
-"""``timeline: true`` over real sockets, with replicas that answer at once, late, or never."""
+"""``trace: true`` over real sockets, with replicas that answer at once, late, or never."""
 
 import pytest
 
@@ -11,9 +11,9 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_process_has_its_part(shared: RouterCluster, stream: bool) -> None:
-    reply = shared.post("/v1/completions", prompt="hello", max_tokens=7, timeline=True, stream=stream)
-    assert shared.last_submit().timed
-    trace = shared.http.get(reply.headers["x-baton-timeline"]).raise_for_status().json()
+    reply = shared.post("/v1/completions", prompt="hello", max_tokens=7, trace=True, stream=stream)
+    assert shared.last_submit().traced
+    trace = shared.http.get(reply.headers["x-baton-trace"]).raise_for_status().json()
     check_trace(trace)
     assert list(process_names(trace).values()) == ["router", "prefill-0 rank 0", "decode-0 rank 0"]
     assert [event["name"] for event in complete_events(trace)] == [
@@ -28,28 +28,28 @@ def test_every_process_has_its_part(shared: RouterCluster, stream: bool) -> None
 
 def test_nothing_is_kept_of_other_requests(shared: RouterCluster) -> None:
     reply = shared.post("/v1/completions", prompt="hello", max_tokens=3)
-    assert "x-baton-timeline" not in reply.headers
-    assert not shared.last_submit().timed
+    assert "x-baton-trace" not in reply.headers
+    assert not shared.last_submit().traced
 
 
-def test_a_timeline_that_nobody_knows(shared: RouterCluster) -> None:
-    reply = shared.http.get("/timelines/7")
+def test_a_trace_that_nobody_knows(shared: RouterCluster) -> None:
+    reply = shared.http.get("/traces/7")
     assert reply.status_code == 404
-    assert reply.json()["error"]["message"] == "there is no timeline 7; each router process keeps its newest few"
-    assert shared.http.get("/timelines/x").status_code == 404
+    assert reply.json()["error"]["message"] == "there is no trace 7; each router process keeps its newest few"
+    assert shared.http.get("/traces/x").status_code == 404
 
 
 def test_only_one_prompt_can_be_timed(shared: RouterCluster) -> None:
-    reply = shared.post("/v1/completions", prompt=["one", "two"], timeline=True)
+    reply = shared.post("/v1/completions", prompt=["one", "two"], trace=True)
     assert reply.status_code == 400
-    assert reply.json()["error"]["message"] == "timeline: at most one prompt can be timed, got 2"
+    assert reply.json()["error"]["message"] == "trace: at most one prompt can be traced, got 2"
 
 
 def test_a_rank_that_does_not_answer_is_named(cluster: RouterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_trace, "GATHER_S", 0.05)
     cluster.prefill.silent = True
-    reply = cluster.post("/v1/completions", prompt="hello", max_tokens=3, timeline=True)
-    trace = cluster.http.get(reply.headers["x-baton-timeline"]).json()
+    reply = cluster.post("/v1/completions", prompt="hello", max_tokens=3, trace=True)
+    trace = cluster.http.get(reply.headers["x-baton-trace"]).json()
     cluster.prefill.silent = False
     check_trace(trace)
     assert trace["otherData"]["ranks that did not answer"] == ["prefill-0 rank 0"]

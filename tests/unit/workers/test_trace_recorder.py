@@ -1,16 +1,16 @@
-"""What a worker keeps of timed requests: all of theirs, nothing of others, never too much."""
+"""What a worker keeps of traced requests: all of theirs, nothing of others, never too much."""
 
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan, StepShape
-from cluster.spec.timeline import Interval
-from workers.trace import recorder as timeline
+from cluster.spec.trace import Interval
+from workers.trace import recorder as trace_recorder
 from workers.trace.recorder import COMPUTE, REQUEST, Recorder
 
 
 def test_nothing_is_kept_of_a_request_that_is_not_timed() -> None:
     recorder = Recorder()
-    assert not recorder.begin(_plan(1, timed=()))
+    assert not recorder.begin(_plan(1, traced=()))
     recorder.note(_interval("layer 0"))
     recorder.add(Room(1), _interval("write"))
     recorder.enter(Room(1), "queued", 1.0)
@@ -19,14 +19,14 @@ def test_nothing_is_kept_of_a_request_that_is_not_timed() -> None:
 
 def test_a_step_belongs_to_every_timed_request_in_it_and_to_no_later_one() -> None:
     recorder = Recorder()
-    assert recorder.begin(_plan(1, 2, 3, timed=(1, 3)))
+    assert recorder.begin(_plan(1, 2, 3, traced=(1, 3)))
     recorder.note(_interval("step 1"))
     recorder.end()
     recorder.note(_interval("between"))
-    assert recorder.begin(_plan(3, 4, timed=()))
+    assert recorder.begin(_plan(3, 4, traced=()))
     recorder.note(_interval("step 2"))
     recorder.end()
-    assert not recorder.begin(_plan(4, timed=()))
+    assert not recorder.begin(_plan(4, traced=()))
     names = {room: [interval.name for interval in recorder.take(Room(room), 8.0).intervals] for room in range(1, 5)}
     assert names == {1: ["step 1"], 2: [], 3: ["step 1", "step 2"], 4: []}
     assert recorder.take(Room(1), 8.0).intervals == [], "taken twice"
@@ -53,25 +53,25 @@ def test_a_request_that_goes_on_while_it_is_told_of_is_told_up_to_now() -> None:
 
 def test_what_nobody_asks_for_is_bounded() -> None:
     recorder = Recorder()
-    for room in range(timeline.MAX_ROOMS + 1):
-        recorder.begin(_plan(room, timed=(room,)))
+    for room in range(trace_recorder.MAX_ROOMS + 1):
+        recorder.begin(_plan(room, traced=(room,)))
         recorder.note(_interval("step"))
         recorder.end()
     assert recorder.take(Room(0), 8.0).intervals == []
     assert len(recorder.take(Room(1), 8.0).intervals) == 1
-    for _ in range(timeline.MAX_INTERVALS + 5):
+    for _ in range(trace_recorder.MAX_INTERVALS + 5):
         recorder.add(Room(2), _interval("write"))
     log = recorder.take(Room(2), 8.0)
-    assert (len(log.intervals), log.num_left_out) == (timeline.MAX_INTERVALS, 6)
+    assert (len(log.intervals), log.num_left_out) == (trace_recorder.MAX_INTERVALS, 6)
 
 
 def _interval(name: str) -> Interval:
     return Interval(COMPUTE, name, 1.0, 2.0)
 
 
-def _plan(*rooms: int, timed: tuple[int, ...]) -> StepPlan:
+def _plan(*rooms: int, traced: tuple[int, ...]) -> StepPlan:
     admits = [
-        Admit(room=Room(room), prompt_len=1, owner_base=0, sampling=Sampling(), target=None, timed=room in timed)
+        Admit(room=Room(room), prompt_len=1, owner_base=0, sampling=Sampling(), target=None, traced=room in traced)
         for room in rooms
     ]
     rows = [
