@@ -16,7 +16,6 @@ from router.dispatch import RequestTable
 from router.page_index import PageIndex
 from router.replica_metrics import replica_metrics
 from router.request import ENDS
-from router.tier_metrics import tier_metrics
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +49,6 @@ class StateMetrics(Collector):
         yield _labelled("message_dropped", "Unused messages, by reason.", "why", dropped)
         yield from self._readiness()
         yield from replica_metrics(self.directory.snapshot)
-        yield from tier_metrics(self.directory.snapshot)
 
     def _readiness(self) -> Iterator[Metric]:
         ready = GaugeMetricFamily("baton_ready_replicas", "Replicas that take requests.", labels=["role"])
