@@ -91,10 +91,6 @@ class Answer:
         self.num_tokens += len(chunk.token_ids)
         self._wake()
 
-    def num_unread(self, index: int) -> int:
-        chunk = self._chunks.get(index)
-        return len(chunk.token_ids) if chunk else 0
-
     def fail(self, failure: Fail) -> None:
         """Let the reader raise: nothing more will come."""
         self._failure = failure
@@ -171,10 +167,6 @@ class OpenChoice:
         self.answer.push(chunk)
         if chunk.finish is not None:
             self.end(chunk.finish, now_s)
-
-    @property
-    def num_unread(self) -> int:
-        return self.answer.num_unread(self._index)
 
     def end(self, finish: FinishReason, now_s: float) -> None:
         """Measure a complete answer."""

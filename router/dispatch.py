@@ -197,11 +197,6 @@ class RequestTable:
         state = self._states[request_id]
         return self._end(state, RequestPhase.CANCELLED, "client left", state.targets)
 
-    def on_slow_reader(self, request_id: RequestId, reason: str) -> list[Action]:
-        """Fail a request whose client reads too slowly."""
-        state = self._states[request_id]
-        return self._fail(state, Cause.SLOW_READER, reason, state.targets)
-
     def on_enough(self, request_id: RequestId) -> list[Action]:
         """Finish a request that a stop string completed before the model ended it."""
         state = self._states[request_id]

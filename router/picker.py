@@ -12,7 +12,7 @@ from cluster.spec.worker_spec import ALONE, RouterShare
 from router.attempts import Breakers, LoadBook
 from router.directory import Directory
 from router.page_index import PageIndex, Weights
-from router.policies import Bounds, Candidate, PickInputs, find_policy
+from router.policies import POLICIES, Candidate, PickInputs
 from router.request import GenerateRequest, Targets
 
 _PREFIX_AWARE = "prefix_aware"
@@ -35,10 +35,9 @@ class Picker:
         share: RouterShare = ALONE,
     ) -> None:
         names = {Role.PREFILL: config.router.prefill_policy, Role.DECODE: config.router.decode_policy}
-        self._policies = {role: find_policy(name) for role, name in names.items()}
+        self._policies = {role: POLICIES[name] for role, name in names.items()}
         self._numbers = {role: itertools.count() for role in Role}
         self._random = generator or random.Random()
-        self._bounds = Bounds()
         self._page_size = config.kv.page_size
         self._max_queued_tokens = share.of(config.prefill.max_queued_tokens)
         self._max_fill = config.decode.max_fill / share.num_processes
@@ -83,13 +82,8 @@ class Picker:
             Candidate(peer=peer, load=self._load.of(peer), cached_tokens=self._count_cached(peer, keys))
             for peer in peers
         ]
-        inputs = PickInputs(
-            number=next(self._numbers[role]),
-            unit=self._random.random(),
-            room=room,
-            session=request.session,
-            bounds=self._bounds,
-        )
+        number, unit = next(self._numbers[role]), self._random.random()
+        inputs = PickInputs(number=number, unit=unit, room=room, session=request.session)
         return self._policies[role](candidates, inputs)
 
     def _peers(self, role: Role, now_s: float, avoided: frozenset[Peer] = frozenset()) -> list[Peer]:

@@ -8,8 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from cluster.spec.config import PolicyName
 from cluster.spec.ids import Room
 from cluster.spec.peer import Peer
+
+MAX_IMBALANCE, MAX_RATIO = 32, 2.0
+"""Requests that the busiest replica may have more than the idlest, and times as many, for the sake of cached prefixes.
+
+Both must be exceeded, as in SGLang's router: a difference alone is common among many requests, a ratio among few.
+"""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,20 +36,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that it is known to have cached; set for ``prefix_aware`` only."""
 
 
-class Bounds(msgspec.Struct, frozen=True):
-    """Limits on how unevenly requests may be spread for the sake of cached prefixes.
-
-    Both must be exceeded, as in SGLang's router: a difference alone is common among many requests, a ratio among few.
-    """
-
-    max_imbalance: int = 32
-    max_ratio: float = 2.0
-
-    def are_exceeded(self, fewest: int, most: int) -> bool:
-        """Return whether the busiest replica has too many more requests than the least busy one."""
-        return most - fewest > self.max_imbalance and most > self.max_ratio * fewest
-
-
 class PickInputs(msgspec.Struct, frozen=True, kw_only=True):
     """Everything besides the candidates that a choice may depend on."""
 
@@ -53,22 +46,10 @@ class PickInputs(msgspec.Struct, frozen=True, kw_only=True):
     room: Room
     session: str = ""
     """The client's name for the conversation; empty for none."""
-    bounds: Bounds = Bounds()
 
 
 Policy = Callable[[Sequence[Candidate], PickInputs], Candidate]
 """Called once per request and role, with at least one candidate, ordered by replica."""
-
-
-def find_policy(name: str) -> Policy:
-    """Return the policy of this name.
-
-    Raises:
-        ValueError: there is none; lists the known ones.
-    """
-    if name not in POLICIES:
-        raise ValueError(f"unknown policy {name!r}; allowed: {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]
 
 
 def round_robin(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
@@ -109,10 +90,11 @@ def prefix_aware(candidates: Sequence[Candidate], inputs: PickInputs) -> Candida
     """Pick the fewest tokens less those cached of this prompt, then the fewest requests; ties alternate.
 
     A cached prefix is worth a queue of its own length and no longer one. Where nothing is cached, and where requests
-    are spread more unevenly than ``inputs.bounds`` allow, this is ``least_tokens``.
+    are spread too unevenly, this is ``least_tokens``.
     """
     counts = [candidate.load.num_requests for candidate in candidates]
-    if inputs.bounds.are_exceeded(min(counts), max(counts)):
+    fewest, most = min(counts), max(counts)
+    if most - fewest > MAX_IMBALANCE and most > MAX_RATIO * fewest:
         return least_tokens(candidates, inputs)
     return min(
         _rotated(candidates, inputs),
@@ -131,7 +113,7 @@ def session(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
     return max(candidates, key=lambda one: hashlib.blake2b(name, key=one.peer.replica.encode(), digest_size=8).digest())
 
 
-POLICIES: Mapping[str, Policy] = {
+POLICIES: Mapping[PolicyName, Policy] = {
     "round_robin": round_robin,
     "random": random,
     "power_of_two": power_of_two,

@@ -38,8 +38,6 @@ from router.request import Action, AttemptStarted, Cause, Fail, GenerateRequest,
 from router.request_trace import RequestTraces
 
 _log = logging.getLogger(__name__)
-MAX_UNREAD_TOKENS = 32768
-"""Tokens of one choice that are kept for a client which reads slowly: minutes of decode, and a few MB of memory."""
 _FORGET_AFTER_S = 1.0
 """Time for the last Cancels to leave for a replica that is lost."""
 
@@ -223,10 +221,7 @@ class Relay:
         for action in actions:
             match action:
                 case OutputChunk():
-                    choice = self._choices[action.request_id]
-                    choice.take(action, self._clock.now_s())
-                    if choice.num_unread > MAX_UNREAD_TOKENS:
-                        self._end_slow_reader(action.request_id, choice.num_unread)
+                    self._choices[action.request_id].take(action, self._clock.now_s())
                 case Send():
                     self._send(action)
                 case AttemptStarted():
@@ -256,11 +251,6 @@ class Relay:
 
     def _follow_pages(self, peer: Peer) -> None:
         self._try_send(peer.address, FollowPages(router=self._requests.me, incarnation=peer.incarnation))
-
-    def _end_slow_reader(self, request_id: RequestId, num_unread: int) -> None:
-        if self._requests.is_open(request_id):
-            reason = f"{num_unread} tokens were left unread; allowed: {MAX_UNREAD_TOKENS}"
-            self._perform(self._requests.on_slow_reader(request_id, reason))
 
     def _send(self, action: Send) -> None:
         try:

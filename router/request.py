@@ -227,8 +227,6 @@ class Cause(StrEnum):
     """The request's deadline passed."""
     STOPPED = "stopped"
     """The router stops."""
-    SLOW_READER = "slow_reader"
-    """The client left too much of its stream unread."""
     BROKEN_OUTPUT = "broken_output"
     """Tokens are missing, repeated differently, or too many."""
 

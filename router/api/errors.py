@@ -22,7 +22,6 @@ from router.metrics import Metrics
 from router.request import Cause
 
 _CLIENT_CLOSED_REQUEST = 499
-_RETRY = {"retry-after": "1"}
 _STATUS = {
     Cause.REFUSED: HTTPStatus.BAD_REQUEST,
     Cause.REPLICA_FAILED: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -31,8 +30,17 @@ _STATUS = {
     Cause.TIMED_OUT: HTTPStatus.GATEWAY_TIMEOUT,
     Cause.STOPPED: HTTPStatus.SERVICE_UNAVAILABLE,
     Cause.BROKEN_OUTPUT: HTTPStatus.INTERNAL_SERVER_ERROR,
-    Cause.SLOW_READER: HTTPStatus.REQUEST_TIMEOUT,
 }
+
+
+_ANSWERS: Mapping[type[Exception], tuple[HTTPStatus, str]] = {
+    NotReadyError: (HTTPStatus.SERVICE_UNAVAILABLE, "not_ready"),
+    QueueFullError: (HTTPStatus.TOO_MANY_REQUESTS, "queue_full"),
+    KeyLimitError: (HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_exceeded"),
+    NoAnswerError: (HTTPStatus.GATEWAY_TIMEOUT, "no_answer"),
+    RefusedError: (HTTPStatus.CONFLICT, "refused"),
+}
+"""Status and code of errors other than a request's own."""
 
 
 class ErrorObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,21 +87,10 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 def failed(error: RequestFailedError) -> ApiError:
     """Return the error of an admitted request that failed."""
     status = _STATUS[error.cause]
-    retry = _RETRY if status == HTTPStatus.SERVICE_UNAVAILABLE else None
-    return ApiError(status, str(error), code=error.cause.value, headers=retry)
+    return ApiError(status, str(error), code=error.cause.value, headers=_retry(status))
 
 
-EXPECTED_ERRORS = (
-    ApiError,
-    NoAnswerError,
-    RefusedError,
-    RequestFailedError,
-    NotReadyError,
-    QueueFullError,
-    KeyLimitError,
-    ClientLeftError,
-    ClientDisconnect,
-)
+EXPECTED_ERRORS = (ApiError, RequestFailedError, ClientLeftError, ClientDisconnect, *_ANSWERS)
 """All others are our bugs."""
 
 
@@ -122,23 +119,20 @@ def _shape(request: Request, error: Exception) -> ApiError:
             return error
         case RequestFailedError():
             return failed(error)
-        case NotReadyError():
-            return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="not_ready", headers=_RETRY)
-        case QueueFullError():
-            return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="queue_full", headers=_RETRY)
-        case KeyLimitError():
-            headers = {"retry-after": str(error.retry_after_s)}
-            return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="rate_limit_exceeded", headers=headers)
-        case NoAnswerError():
-            return ApiError(HTTPStatus.GATEWAY_TIMEOUT, str(error), code="no_answer")
-        case RefusedError():
-            return ApiError(HTTPStatus.CONFLICT, str(error), code="refused")
         case ClientLeftError() | ClientDisconnect():
             return ApiError(_CLIENT_CLOSED_REQUEST, "client left", code="client_left")
+        case KeyLimitError() | NotReadyError() | QueueFullError() | NoAnswerError() | RefusedError():
+            status, code = _ANSWERS[type(error)]
+            return ApiError(status, str(error), code=code, headers=_retry(status, getattr(error, "retry_after_s", 1)))
         case HTTPException():
             return _http_error(request, error)
         case _:
             return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; the router's log says more")
+
+
+def _retry(status: HTTPStatus, after_s: int = 1) -> dict[str, str]:
+    is_temporary = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+    return {"retry-after": str(after_s)} if is_temporary else {}
 
 
 def _kind(status: int) -> str:

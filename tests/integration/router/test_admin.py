@@ -11,7 +11,6 @@ from cluster.spec.errors import UserError
 from cluster.spec.messages import Drain, Resume
 from cluster.spec.page_key import page_keys
 from cluster.spec.tiers import FlushCache, PinPages, UseStorage
-from router import relay
 from router.api import connection
 from tests.fakes.bootstrap import FakeTable
 from tests.fakes.router_cluster import MODEL, RouterCluster, make_server, run_cluster
@@ -214,19 +213,3 @@ def test_limits_of_a_request(folder: Path) -> None:
         assert error["message"] == "prompt: the prompt has 7 tokens; allowed: 5 (router.max_prompt_tokens)"
         assert cluster.post("/v1/completions", prompt="x" * 2**20).status_code == 413
         assert cluster.post("/v1/completions", prompt="abcd", n=2).status_code == 200
-
-
-def test_a_reader_that_leaves_too_much_is_cut_off_and_others_go_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(relay, "MAX_UNREAD_TOKENS", 4)
-    for cluster in run_cluster(folder):
-        cluster.decode.batch = 100
-        reply = cluster.post("/v1/completions", prompt="abc", max_tokens=200)
-        assert (reply.status_code, reply.json()["error"]["code"]) == (408, "slow_reader")
-        assert "left unread; allowed: 4" in reply.json()["error"]["message"]
-        cluster.decode.wait_cancels(1)
-        cluster.assert_empty()
-        cluster.decode.batch = 1
-        cluster.decode.token_s = 0.01
-        assert cluster.post("/v1/completions", prompt="abc", max_tokens=6).status_code == 200

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.spec.config import RouterConfig
+from cluster.spec.config import PolicyName, RouterConfig
 from cluster.spec.ids import Room
-from router.policies import POLICIES, Candidate, Load, PickInputs, find_policy
+from router.policies import POLICIES, Candidate, Load, PickInputs
 from tests.fakes.bootstrap import peer_of
 
 
@@ -23,8 +23,8 @@ def inputs_of(number: int = 0, unit: float = 0.0, room: int = 1, session: str = 
     return PickInputs(number=number, unit=unit, room=Room(room), session=session)
 
 
-def picks(name: str, candidates: list[Candidate], count: int) -> list[int]:
-    policy = find_policy(name)
+def picks(name: PolicyName, candidates: list[Candidate], count: int) -> list[int]:
+    policy = POLICIES[name]
     chosen = [policy(candidates, inputs_of(number, number / count)) for number in range(count)]
     return [candidates.index(candidate) for candidate in chosen]
 
@@ -76,7 +76,7 @@ def test_where_no_replica_has_more_cached_prefix_aware_is_least_tokens(
 ) -> None:
     for everywhere in (0, cached):
         candidates, inputs = loaded(loads, [everywhere] * len(loads)), inputs_of(number)
-        assert find_policy("prefix_aware")(candidates, inputs) is find_policy("least_tokens")(candidates, inputs)
+        assert POLICIES["prefix_aware"](candidates, inputs) is POLICIES["least_tokens"](candidates, inputs)
 
 
 @given(loads=LOADS, number=st.integers(0, 100), data=st.data())
@@ -86,20 +86,20 @@ def test_prefix_aware_never_waits_longer_than_least_tokens(
     """Tokens to be computed before the prompt's last one are no more; no luck with caches makes it worse."""
     cached = data.draw(st.lists(st.integers(0, 10**6), min_size=len(loads), max_size=len(loads)))
     candidates, inputs = loaded(loads, cached), inputs_of(number)
-    by_prefix, by_load = (find_policy(name)(candidates, inputs) for name in ("prefix_aware", "least_tokens"))
+    by_prefix, by_load = (POLICIES[name](candidates, inputs) for name in ("prefix_aware", "least_tokens"))
     wait, wait_by_load = (chosen.load.num_tokens - chosen.cached_tokens for chosen in (by_prefix, by_load))
     assert wait <= wait_by_load
 
 
 def test_a_cached_prefix_is_worth_a_queue_of_its_length() -> None:
-    policy = find_policy("prefix_aware")
+    policy = POLICIES["prefix_aware"]
     for num_tokens, chosen in ((999, 0), (1001, 1), (5000, 1)):
         candidates = loaded([(1, num_tokens), (1, 2000)], [0, 1000])
         assert policy(candidates, inputs_of()) is candidates[chosen]
 
 
 def test_beyond_the_bounds_load_alone_decides() -> None:
-    policy = find_policy("prefix_aware")
+    policy = POLICIES["prefix_aware"]
     for requests, chosen in ((33, 1), (34, 0), (80, 0)):
         candidates = loaded([(1, 500), (requests, 600)], [0, 1000])
         assert policy(candidates, inputs_of()) is candidates[chosen]
@@ -109,13 +109,13 @@ def test_beyond_the_bounds_load_alone_decides() -> None:
 
 def test_follow_room_is_the_rooms_remainder() -> None:
     candidates = candidates_of(5, 0, 9)
-    policy = find_policy("follow_room")
+    policy = POLICIES["follow_room"]
     assert [candidates.index(policy(candidates, inputs_of(room=room))) for room in (7, 8, 9)] == [1, 2, 0]
 
 
 @given(session=st.text(min_size=1), gone=st.integers(0, 4), tokens=st.lists(st.integers(0, 9), min_size=5, max_size=5))
 def test_a_replica_that_leaves_moves_only_its_own_sessions(session: str, gone: int, tokens: list[int]) -> None:
-    candidates, policy = candidates_of(*tokens), find_policy("session")
+    candidates, policy = candidates_of(*tokens), POLICIES["session"]
     before = policy(candidates, inputs_of(session=session))
     rest = [candidate for index, candidate in enumerate(candidates) if index != gone]
     after = policy(rest, inputs_of(number=3, unit=0.5, room=9, session=session))
@@ -123,14 +123,14 @@ def test_a_replica_that_leaves_moves_only_its_own_sessions(session: str, gone: i
 
 
 def test_sessions_are_spread_and_requests_without_one_go_by_load() -> None:
-    candidates, policy = candidates_of(5, 2, 9), find_policy("session")
+    candidates, policy = candidates_of(5, 2, 9), POLICIES["session"]
     homes = Counter(policy(candidates, inputs_of(session=str(i))).peer.replica for i in range(300))
     assert all(70 < count < 130 for count in homes.values()), homes
     assert policy(candidates, inputs_of()) == candidates[1]
 
 
 def test_a_session_stays_when_its_replica_starts_again() -> None:
-    policy = find_policy("session")
+    policy = POLICIES["session"]
     old, new = ([Candidate(peer=peer_of(f"decode-{i}", start), load=Load()) for i in range(4)] for start in (1, 2))
     for session in map(str, range(20)):
         chosen = (policy(candidates, inputs_of(session=session)).peer.replica for candidates in (old, new))
@@ -146,15 +146,10 @@ def test_a_session_stays_when_its_replica_starts_again() -> None:
     session=st.text(max_size=3),
 )
 def test_any_choice_is_a_candidate(
-    name: str, tokens: list[int], number: int, unit: float, room: int, session: str
+    name: PolicyName, tokens: list[int], number: int, unit: float, room: int, session: str
 ) -> None:
     candidates = candidates_of(*tokens)
-    assert find_policy(name)(candidates, inputs_of(number, unit, room, session)) in candidates
-
-
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown policy 'best'; allowed: follow_room, least_requests, least"):
-        find_policy("best")
+    assert POLICIES[name](candidates, inputs_of(number, unit, room, session)) in candidates
 
 
 @pytest.mark.parametrize("field", ["prefill_policy", "decode_policy"])
