@@ -14,24 +14,21 @@ from router.api.requests import (
     PinRequest,
     TargetRequest,
     TokenizeRequest,
-    TokensRequest,
 )
 from router.api.response_objects import ResponseObject
 from router.api.response_request import ResponseRequest
 from router.api.responses import ChatChunk, ChatCompletion, Completion
-from router.api.token_shape import Generation
 
 _BODIES = (
     CompletionRequest,
     ChatRequest,
     ResponseRequest,
-    TokensRequest,
     TokenizeRequest,
     DetokenizeRequest,
     PinRequest,
     TargetRequest,
 )
-_ANSWERS = (Completion, ChatCompletion, ChatChunk, ResponseObject, Generation, ErrorBody)
+_ANSWERS = (Completion, ChatCompletion, ChatChunk, ResponseObject, ErrorBody)
 _REF = "#/components/schemas/{name}"
 
 

@@ -1,4 +1,4 @@
-"""``/v1/completions``, ``/v1/chat/completions`` and ``/generate``: requests run and answers written."""
+"""``/v1/completions`` and ``/v1/chat/completions``: requests run and answers written."""
 
 import asyncio
 import time
@@ -21,12 +21,11 @@ from router.api.completion_shape import CompletionShape
 from router.api.connection import EventStream, JsonAnswer, event, unless_client_leaves
 from router.api.document import document
 from router.api.front import caller_of, dp_rank_of, header, priority_of, request_id, session_of
-from router.api.intake import choices_of, completion_requests, text_rules, tokens_request
+from router.api.intake import choices_of, completion_requests, text_rules
 from router.api.logprobs import ShownPrompt
-from router.api.requests import ChatRequest, CompletionRequest, GenerationBody, TokensRequest
+from router.api.requests import ChatRequest, CompletionRequest, GenerationBody
 from router.api.responses import ChatCompletion, Completion, PromptTokensDetails, Usage
 from router.api.shapes import ChatShape, Shape
-from router.api.token_shape import Generation, TokenShape
 from router.errors import ClientLeftError
 from router.finished import FinishedRequest
 from router.key_ring import ApiKey
@@ -78,14 +77,6 @@ def routes(service: Service) -> APIRouter:
         shape = ChatShape(request_id(request), service, body, new_reader, made.prompt_ids)
         job = make_job(service, request, body, [made], arrived_s, markers(service, body))
         return await _respond(service, request, body, job, shape)
-
-    @router.post("/generate", openapi_extra=document(TokensRequest, Generation))
-    async def generate(request: Request) -> Response:
-        """Continue a prompt of token ids with token ids; the fields are those of completions."""
-        arrived_s = service.relay.now_s()
-        body = await read(request, TokensRequest)
-        job = make_job(service, request, body, [await tokens_request(service, body)], arrived_s)
-        return await _respond(service, request, body, job, TokenShape(request_id(request), service, body))
 
     return router
 

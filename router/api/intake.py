@@ -18,7 +18,7 @@ from cluster.spec.token_ids import TokenIds
 from cluster.tokenizer import Tokenizer
 from router.api.constrain import checked_grammar, wanted_answer
 from router.api.errors import ApiError, bad_request
-from router.api.requests import CompletionRequest, GenerationBody, TokensRequest
+from router.api.requests import CompletionRequest, GenerationBody
 from router.api.unsupported import refuse_unsupported
 from router.page_index import PromptKeys
 from router.request import GenerateRequest
@@ -90,17 +90,6 @@ async def completion_requests(service: Service, body: CompletionRequest) -> list
     grammar = await checked_grammar(service, wanted_answer(body))
     default = _DEFAULT_COMPLETION_TOKENS
     return [make_request(service, body, prompt, body.max_tokens, default, "prompt", grammar) for prompt in prompts]
-
-
-async def tokens_request(service: Service, body: TokensRequest) -> GenerateRequest:
-    """Make a request of a prompt in tokens.
-
-    Raises:
-        ApiError: 404 or 400.
-    """
-    check(service, body)
-    grammar, default = await checked_grammar(service, wanted_answer(body)), _DEFAULT_COMPLETION_TOKENS
-    return make_request(service, body, body.prompt_ids, body.max_tokens, default, "prompt_ids", grammar)
 
 
 async def encode(service: Service, text: str, add_special_tokens: bool) -> list[int]:

@@ -20,8 +20,6 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 IdList = Annotated[list[int], Field(min_length=1, fail_fast=True)]
-PromptIds = Annotated[IdList, WrapValidator(put_back)]
-"""TokenIds in a long body."""
 Prompt = Annotated[
     str | IdList | Texts | Annotated[list[IdList], Field(min_length=1, fail_fast=True)],
     Field(union_mode="left_to_right"),
@@ -177,18 +175,6 @@ class CompletionRequest(GenerationBody):
         """``prompt_logprobs``, and with ``echo`` at least as many as of the answer."""
         echoed = self.logprobs if self.echo else None
         return max((num for num in (echoed, self.prompt_logprobs) if num is not None), default=None)
-
-
-class TokensRequest(GenerationBody):
-    """``POST /generate``: a completion whose prompt and answer are tokens."""
-
-    ids_field = "prompt_ids"
-    prompt_ids: PromptIds
-    logprobs: NumLogprobs | None = None
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
 
 
 class TextPart(Body):

@@ -24,15 +24,15 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_whitespace_pattern": (),
-    "input_embeds": (),
+    "input_ids": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
     "lora_path": (),
-    "max_thinking_tokens": (),
     "modalities": (["text"],),
     "prompt_embeds": (),
     "repetition_detection": (),
+    "reasoning": (),
     "return_cached_tokens_details": (False,),
     "return_hidden_states": (False,),
     "return_meta_info": (False,),
@@ -47,7 +47,6 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "task": (),
     "thinking_token_budget": (),
-    "token_ids_logprob": ([],),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "truncate_prompt_tokens": (),
@@ -57,20 +56,6 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Neutral values besides null, by undeclared field."""
-
-ELSEWHERE: Mapping[str, str] = {
-    "input_ids": "/generate calls it prompt_ids",
-    "logprob_start_len": "prompt_logprobs is for prompts",
-    "max_new_tokens": "is called max_tokens",
-    "min_new_tokens": "is called min_tokens",
-    "reasoning": "a chat calls it reasoning_effort",
-    "return_logprob": "is called logprobs",
-    "sampling_params": "its fields are given next to the prompt",
-    "sampling_seed": "is called seed",
-    "text": "/v1/completions takes it as prompt",
-    "top_logprobs_num": "is called logprobs",
-}
-"""Baton's name of a field, by undeclared field."""
 
 _SWITCHED_OFF_BY = {"tools": "tool_choice", "functions": "function_call"}
 """Any value of a field changes nothing if this other one is "none"."""
@@ -86,8 +71,6 @@ def refuse_unsupported(fields: Mapping[str, Any], table: Mapping[str, tuple[Any,
         ApiError: 400 that names the first field that would change the answer.
     """
     for name, value in fields.items():
-        if name in ELSEWHERE and value is not None:
-            raise bad_request(f"{name}: unknown here; {ELSEWHERE[name]}", name, "unsupported")
         harmless, switch = table.get(name), _SWITCHED_OFF_BY.get(name, "")
         if harmless is None or value is None or any(_same(value, allowed) for allowed in harmless):
             continue

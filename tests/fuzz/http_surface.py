@@ -198,7 +198,6 @@ def requests() -> list[bytes]:
         ("/v1/chat/completions", [*client, ["traceparent", f"00-{'a' * 32}-{'b' * 16}-01"]], chat),
         ("/v1/chat/completions", client, {**chat, "tools": tools, "tool_choice": "auto"}),
         ("/v1/responses", client, {"model": "echo", "input": "hello", "reasoning": {"effort": "low"}}),
-        ("/generate", client, {"prompt_ids": [1, 2, 3], "max_tokens": 4}),
         ("/tokenize", client, {"model": "echo", "prompt": "hello"}),
         ("/detokenize", client, {"model": "echo", "tokens": [1, 2]}),
         ("/admin/drain", admin, {"replica": "decode-0"}),

@@ -39,7 +39,7 @@ from cluster.supervisor.events import Tick
 from cluster.supervisor.orders import DrainOrder, RestartOrder, ResumeOrder, ScaleOrder, TellOrder
 from router.api.body import parse
 from router.api.errors import ApiError
-from router.api.requests import Body, ChatRequest, CompletionRequest, TokensRequest
+from router.api.requests import Body, ChatRequest, CompletionRequest
 from router.api.response_request import ResponseRequest
 from router.key_ring import read_keys
 from tests.fakes.page_stores import page_of, rows_of
@@ -192,7 +192,7 @@ def _orders() -> list[bytes]:
 
 # ---- bodies of the router
 
-_SCHEMAS: tuple[type[Body], ...] = (CompletionRequest, ChatRequest, TokensRequest, ResponseRequest)
+_SCHEMAS: tuple[type[Body], ...] = (CompletionRequest, ChatRequest, ResponseRequest)
 _BODIES = (
     {"model": "m", "prompt": "abc", "max_tokens": 3, "stop": ["a"], "logit_bias": {"3": 1}, "stream": True, "n": 2},
     {

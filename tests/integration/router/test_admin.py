@@ -60,7 +60,7 @@ def test_what_is_not_open_wants_a_key(guarded: RouterCluster) -> None:
     asked = {path: guarded.http.request(method, path) for path, methods in paths.items() for method in methods}
     refused = {path for path, reply in asked.items() if reply.status_code == 401}
     assert set(paths) - refused == {"/", "/health", "/ready", "/version", "/metrics"}
-    assert {"/admin/drain", "/v1/completions", "/generate", "/traces/{number}"} & set(paths) <= refused
+    assert {"/admin/drain", "/v1/completions", "/traces/{number}"} & set(paths) <= refused
 
 
 def test_replicas_are_told(guarded: RouterCluster) -> None:

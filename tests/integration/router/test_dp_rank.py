@@ -11,7 +11,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/responses": {"input": "x"},
-    "/generate": {"prompt_ids": [1, 2]},
 }
 
 

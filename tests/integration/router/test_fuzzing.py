@@ -12,7 +12,7 @@ from schemathesis import BaseSchema, checks
 
 from router.app import create_api
 from router.metrics import Metrics
-from tests.fakes.model_folder import BOS, write_model_folder
+from tests.fakes.model_folder import write_model_folder
 from tests.fakes.router_cluster import MODEL, RouterCluster, config_of, run_cluster
 from tests.integration.router.test_tool_calls import MESSAGES, TEMPLATE, TOOLS
 
@@ -28,7 +28,6 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": MODEL, "prompt": "x", "max_tokens": 3},
     "/v1/chat/completions": {"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 3},
     "/v1/responses": {"model": MODEL, "input": "x", "max_output_tokens": 3},
-    "/generate": {"model": MODEL, "prompt_ids": [BOS, 97], "max_tokens": 3},
     "/tokenize": {"prompt": "x"},
 }
 

@@ -205,11 +205,6 @@ class TestPromptLogprobs:
         assert len(reply["prompt_logprobs"]) == reply["usage"]["prompt_tokens"]
         assert SECOND in reply["prompt_logprobs"]
 
-    def test_of_tokens(self, shared: RouterCluster) -> None:
-        reply = shared.post("/generate", prompt_ids=[BOS, 97], max_tokens=1, prompt_logprobs=1, n=2).json()
-        told = {"token_id": 97, "logprob": -0.097, "top_logprobs": [{"token_id": 98, "logprob": -0.125}]}
-        assert [choice["prompt_logprobs"] for choice in reply["choices"]] == [[None, told]] * 2
-
     def test_are_not_there_unasked(self, shared: RouterCluster) -> None:
         assert "prompt_logprobs" not in shared.complete("ab", max_tokens=1, echo=True, logprobs=1)["choices"][0]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from router.api.errors import ApiError
-from router.api.requests import Body, ChatRequest, CompletionRequest, GenerationBody, TokensRequest
+from router.api.requests import Body, ChatRequest, CompletionRequest, GenerationBody
 from router.api.response_chat import chat_of
 from router.api.response_request import ResponseRequest
 from router.api.unsupported import refuse_unsupported
@@ -49,7 +49,6 @@ OTHERWISE: dict[str, Any] = {
     "include_reasoning": False,
     "include_stop_str_in_output": True,
     "input": "y",
-    "input_embeds": [[0.5]],
     "input_ids": [1],
     "instructions": "x",
     "json_schema": {"type": "integer"},
@@ -57,17 +56,13 @@ OTHERWISE: dict[str, Any] = {
     "logit_bias": {"1": 2.0},
     "logits_processors": ["x"],
     "logprob_token_ids": [1],
-    "logprob_start_len": 1,
     "logprobs": True,
     "lora_path": "x",
     "max_completion_tokens": 3,
     "max_output_tokens": 3,
-    "max_new_tokens": 3,
-    "max_thinking_tokens": 3,
     "max_tokens": 3,
     "max_tool_calls": 1,
     "messages": MESSAGES,
-    "min_new_tokens": 1,
     "min_p": 0.5,
     "min_tokens": 1,
     "modalities": ["audio"],
@@ -89,7 +84,6 @@ OTHERWISE: dict[str, Any] = {
     "response_format": {"type": "json_object"},
     "return_cached_tokens_details": True,
     "return_hidden_states": "last",
-    "return_logprob": True,
     "return_meta_info": True,
     "return_prompt_token_ids": True,
     "return_routed_experts": True,
@@ -97,8 +91,6 @@ OTHERWISE: dict[str, Any] = {
     "return_tokens_as_token_ids": True,
     "routed_dp_rank": 1,
     "routed_experts_start_len": 1,
-    "sampling_params": {"max_new_tokens": 3},
-    "sampling_seed": 1,
     "seed": 1,
     "separate_reasoning": False,
     "session_params": {"id": "x"},
@@ -116,12 +108,10 @@ OTHERWISE: dict[str, Any] = {
     "text": {"format": {"type": "json_object"}},
     "thinking_token_budget": 1,
     "trace": True,
-    "token_ids_logprob": [1],
     "tool_choice": "required",
     "tools": [TOOL],
     "top_k": 3,
     "top_logprobs": 3,
-    "top_logprobs_num": 3,
     "top_p": 0.5,
     "truncate_prompt_tokens": 3,
     "truncation": "auto",
@@ -176,8 +166,6 @@ OF_OTHERS: dict[type[GenerationBody], str] = {
     "mm_processor_kwargs modalities prediction prompt_cache_key repetition_detection request_id "
     "return_tokens_as_token_ids safety_identifier service_tier store thinking_token_budget truncate_prompt_tokens "
     "use_beam_search user verbosity vllm_xargs web_search_options",
-    TokensRequest: f"{OF_SGLANG} input_embeds input_ids logprob_start_len max_new_tokens max_thinking_tokens "
-    "min_new_tokens return_logprob sampling_params sampling_seed text token_ids_logprob top_logprobs_num",
 }
 """Fields of OpenAI's, vLLM's and SGLang's APIs that these do not declare."""
 
