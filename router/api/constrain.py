@@ -8,7 +8,6 @@ from pydantic_core import from_json
 
 from cluster.grammar import lark_of
 from cluster.spec.errors import UserError
-from router.api.constraint_fields import OUTPUT_OPTIONS
 from router.api.errors import bad_request
 from router.api.requests import GenerationBody
 from router.api.unsupported import refuse_unsupported
@@ -49,7 +48,8 @@ def wanted_answer(body: GenerationBody) -> Constraint | None:
         "ebnf": body.ebnf,
     }
     if outputs is not None:
-        refuse_unsupported(_in_outputs(outputs.options), _in_outputs(OUTPUT_OPTIONS))
+        others = _in_outputs(outputs.model_extra or {})
+        refuse_unsupported(others, dict.fromkeys(others, (False,)))
         given |= _in_outputs(outputs.forms)
     parts = [_part(field, value) for field, value in given.items() if value is not None]
     parts += _formatted(body)

@@ -1,6 +1,5 @@
 """Fields that constrain the form of an answer: OpenAI's, vLLM's and SGLang's."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,15 +22,6 @@ EXPECTED = {
 }
 """The fields that may have several types, in words."""
 
-OUTPUT_OPTIONS: Mapping[str, tuple[Any, ...]] = {
-    "structural_tag": (),
-    "whitespace_pattern": (),
-    "disable_any_whitespace": (False,),
-    "disable_additional_properties": (False,),
-    "disable_fallback": (False,),
-}
-"""Neutral values besides null, by option of ``structured_outputs``; others are rejected."""
-
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, protected_namespaces=(), populate_by_name=True)
@@ -50,31 +40,20 @@ class ResponseFormat(_Part):
     json_schema: NamedSchema | None = None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(_Part):
     """vLLM's field for all forms; one is given."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
     json_: Schema | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: Pattern | None = None
     choice: Choices | None = None
     grammar: Pattern | None = None
-    structural_tag: Any = None
-    whitespace_pattern: Any = None
-    disable_any_whitespace: Any = None
-    disable_additional_properties: Any = None
-    disable_fallback: Any = None
 
     @property
     def forms(self) -> dict[str, Any]:
         """The value of every form; null if not given."""
-        given = self.model_dump(by_alias=True, exclude=set(OUTPUT_OPTIONS))
-        return given | {"json_object": self.json_object or None}
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return self.model_dump(include=set(OUTPUT_OPTIONS))
+        given = {name: getattr(self, name) for name in ("regex", "choice", "grammar")}
+        return given | {"json": self.json_, "json_object": self.json_object or None}
 
 
 class Function(_Part):

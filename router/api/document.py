@@ -7,36 +7,20 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from router.api.errors import ErrorBody
-from router.api.requests import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    PinRequest,
-    TargetRequest,
-    TokenizeRequest,
-)
-from router.api.response_objects import ResponseObject
-from router.api.response_request import ResponseRequest
-from router.api.responses import ChatChunk, ChatCompletion, Completion
 
-_BODIES = (
-    CompletionRequest,
-    ChatRequest,
-    ResponseRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    PinRequest,
-    TargetRequest,
-)
-_ANSWERS = (Completion, ChatCompletion, ChatChunk, ResponseObject, ErrorBody)
 _REF = "#/components/schemas/{name}"
+_bodies: dict[str, type[BaseModel]] = {}
+_answers: dict[str, type[msgspec.Struct]] = {ErrorBody.__name__: ErrorBody}
+"""Schemas by name; every route with ``document`` adds its own."""
 
 
-def document(body: type[BaseModel], answer: type[msgspec.Struct] | None = None) -> dict[str, Any]:
-    """Return ``openapi_extra`` of a route with this body and this answer, whole or as a stream."""
+def document(body: type[BaseModel], *answers: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return ``openapi_extra`` of a route with this body and this answer: the first whole, a further one a stream's."""
+    _bodies[body.__name__] = body
+    _answers.update({answer.__name__: answer for answer in answers})
     extra: dict[str, Any] = {"requestBody": {"required": True, "content": _json(body)}}
-    if answer is not None:
-        content = _json(answer) | {"text/event-stream": {}}
+    if answers:
+        content = _json(answers[0]) | {"text/event-stream": {}}
         description = "The answer; as server-sent events where `stream` is true."
         extra["responses"] = {"200": {"description": description, "content": content}}
     return extra
@@ -45,10 +29,9 @@ def document(body: type[BaseModel], answer: type[msgspec.Struct] | None = None) 
 def complete(document: dict[str, Any]) -> dict[str, Any]:
     """Add the schemas that ``document`` refers to, and the form of errors, to an application's document."""
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    _, of_bodies = models_json_schema(
-        [(body, "validation") for body in _BODIES], ref_template=_REF.format(name="{model}")
-    )
-    _, of_answers = msgspec.json.schema_components(_ANSWERS, ref_template=_REF)
+    ref_template = _REF.format(name="{model}")
+    _, of_bodies = models_json_schema([(body, "validation") for body in _bodies.values()], ref_template=ref_template)
+    _, of_answers = msgspec.json.schema_components(_answers.values(), ref_template=_REF)
     assert of_answers.keys().isdisjoint(of_bodies["$defs"]), "two schemas of one name"
     schemas |= of_bodies["$defs"] | of_answers
     failed = {"description": "Why there is no answer.", "content": _json(ErrorBody)}

@@ -24,7 +24,7 @@ from router.api.front import caller_of, dp_rank_of, header, priority_of, request
 from router.api.intake import choices_of, completion_requests, text_rules
 from router.api.logprobs import ShownPrompt
 from router.api.requests import ChatRequest, CompletionRequest, GenerationBody
-from router.api.responses import ChatCompletion, Completion, PromptTokensDetails, Usage
+from router.api.responses import ChatChunk, ChatCompletion, Completion, PromptTokensDetails, Usage
 from router.api.shapes import ChatShape, Shape
 from router.errors import ClientLeftError
 from router.finished import FinishedRequest
@@ -68,7 +68,7 @@ def routes(service: Service) -> APIRouter:
         shape = CompletionShape(request_id(request), service, body, _prompts(service, body, requests))
         return await _respond(service, request, body, make_job(service, request, body, requests, arrived_s), shape)
 
-    @router.post("/v1/chat/completions", openapi_extra=document(ChatRequest, ChatCompletion))
+    @router.post("/v1/chat/completions", openapi_extra=document(ChatRequest, ChatCompletion, ChatChunk))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         arrived_s = service.relay.now_s()

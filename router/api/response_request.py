@@ -14,19 +14,6 @@ LOGPROBS = "message.output_text.logprobs"
 SEALED_THOUGHTS = "reasoning.encrypted_content"
 _SEAL = b"baton\0"
 """Begins what we call encrypted; nobody else's begins so."""
-Included = Literal[
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "message.input_image.image_url",
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-]
-"""Optional contents in OpenAI's API: log-probabilities, thoughts, and parts of items that responses here do not
-have.
-"""
 
 
 class InputPart(Body):
@@ -150,7 +137,7 @@ class ResponseRequest(Body):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_logprobs: NumLogprobs | None = None
-    include: list[Included] | None = None
+    include: list[str] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=1024)] | None = None
     tool_choice: (
         Annotated[Literal["none", "auto", "required"] | ChosenTool | AllowedTools, Field(union_mode="left_to_right")]

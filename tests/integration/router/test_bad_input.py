@@ -87,7 +87,7 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("guided_json", {"items": {"uniqueItems": True}}, 'Unimplemented keys: ["uniqueItems"]'),
     ("guided_json", {"$ref": "#"}, NO_TEXT),
     ("guided_grammar", "nonsense ::", "Expected ::= at line 1, 'nonsense ' ^ '::'"),
-    ("structured_outputs.colour", {"colour": None}, "there is no such field, got None"),
+    ("structured_outputs.colour", {"colour": 1}, "not supported, got 1; allowed: null or false"),
     (
         "structured_outputs.choice",
         {"choice": ["a"], "regex": "b"},
