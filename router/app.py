@@ -11,7 +11,7 @@ from router.answer import HEADERS
 from router.api import admin, errors, generation, models, response_routes, status
 from router.api.body import ArrivingBodies
 from router.api.document import complete
-from router.api.front import REQUEST_ID, Direct, RequestIds, key_needed
+from router.api.front import REQUEST_ID, Front, key_needed
 from router.service import Service
 from router.tracing import TRACEPARENT
 
@@ -24,13 +24,13 @@ _EXPOSED = (REQUEST_ID, *HEADERS, TRACEPARENT, "retry-after")
 def create_app(service: Service) -> ASGIApp:
     """Make the application; it runs in the event loop of the service's relay."""
     busy = [route for routes in _BUSY for route in routes(service).routes if isinstance(route, APIRoute)]
-    app: ASGIApp = Direct(create_api(service), {route.path: route.endpoint for route in busy}, service)
-    # Around everything: a page can read only errors that name its origin, and a preflight brings no key.
+    app: ASGIApp = Front(create_api(service), {route.path: route.endpoint for route in busy}, service)
+    # Around all of it: a page can read only errors that name its origin, and a preflight brings no key.
     if origins := service.config.router.allowed_origins:
         app = CORSMiddleware(
             app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_EXPOSED
         )
-    return RequestIds(app)
+    return app
 
 
 def create_api(service: Service) -> FastAPI:

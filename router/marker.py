@@ -2,27 +2,39 @@
 
 
 class MarkerScanner:
-    """Passes text on up to a marker."""
+    """Passes text on up to the first of some markers."""
 
-    def __init__(self, marker: str) -> None:
-        self.marker = marker
+    def __init__(self, *markers: str) -> None:
+        assert all(markers), "an empty marker is everywhere"
+        self._markers = markers
         self._held = ""
-        """Text that may begin the marker."""
+        """Text that may begin a marker."""
+        self.hit: str | None = None
+        """The marker that came last."""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text before the marker, and the text after it; None until it has come."""
-        self._held += text
-        before, found, after = self._held.partition(self.marker)
+        """Return the text before the first marker, and the text after it; None until one has come."""
+        if not self._markers:
+            return text, None
+        held = self._held + text
+        found = [(start + len(marker), start, marker) for marker in self._markers if (start := held.find(marker)) >= 0]
         if found:
+            end, start, self.hit = min(found)
             self._held = ""
-            return before, after
-        suspect = next(n for n in range(len(self.marker), -1, -1) if before.endswith(self.marker[:n]))
-        self._held = before[len(before) - suspect :]
-        return before[: len(before) - suspect], None
+            return held[:start], held[end:]
+        end = len(held) - self._num_suspect(held)
+        self._held = held[end:]
+        return held[:end], None
 
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
+
+    def _num_suspect(self, text: str) -> int:
+        """Return the length of the longest ending that begins a marker."""
+        longest = min(len(text), max(map(len, self._markers)) - 1)
+        lengths = range(longest, 0, -1)
+        return next((n for n in lengths if any(marker.startswith(text[-n:]) for marker in self._markers)), 0)
 
 
 class Trimmer:

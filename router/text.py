@@ -7,6 +7,7 @@ import msgspec
 
 from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.tokenizer import Detokenizer, Tokenizer
+from router.marker import MarkerScanner
 from router.request import OutputChunk
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -30,49 +31,6 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
     """Stop strings in the text of earlier tokens do not count."""
     prompt_only: bool = False
     """True if the answer is not shown: max_tokens is 0, but one token is the minimum."""
-
-
-class StopScanner:
-    """Passes text on up to the first stop string, however the text is split."""
-
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        """
-        Args:
-            include: the stop string itself is passed on.
-        """
-        assert all(stops), "an empty stop string stops everything"
-        self._stops = stops
-        self._include = include
-        self._held = ""
-        """Text that may begin a stop string."""
-        self.hit: str | None = None
-        """The stop string that came; text after it is dropped."""
-
-    def push(self, text: str) -> str:
-        """Take the next text; return what can be shown now."""
-        assert self.hit is None, "nothing follows a stop string"
-        if not self._stops:
-            return text
-        self._held += text
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
-        if found:
-            end, start, self.hit = min(found)
-            return self._pass_on(end if self._include else start)
-        return self._pass_on(len(self._held) - self._num_suspect())
-
-    def flush(self) -> str:
-        """Return the text held back; empty after a hit."""
-        return self._pass_on(len(self._held)) if self.hit is None else ""
-
-    def _pass_on(self, length: int) -> str:
-        text, self._held = self._held[:length], self._held[length:]
-        return text
-
-    def _num_suspect(self) -> int:
-        """Return the length of the longest ending that begins a stop string."""
-        longest = min(len(self._held), max((len(stop) for stop in self._stops), default=1) - 1)
-        lengths = range(longest, 0, -1)
-        return next((n for n in lengths if any(stop.startswith(self._held[-n:]) for stop in self._stops)), 0)
 
 
 def join(chunks: Sequence[OutputChunk]) -> OutputChunk:
@@ -101,7 +59,7 @@ class AnswerText:
         self._index = index
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, rules.skip_special_tokens)
-        self._scanner = StopScanner(rules.stops, rules.include_stop)
+        self._scanner = MarkerScanner(*rules.stops)
         self._rules = rules
         self._num_tokens = 0
         self._num_chars = 0
@@ -166,7 +124,10 @@ class AnswerText:
 
     def _scan(self, text: str) -> str:
         self._num_chars += len(text)
-        return text if self._num_tokens < self._rules.min_tokens else self._scanner.push(text)
+        if self._num_tokens < self._rules.min_tokens:
+            return text
+        shown, after = self._scanner.push(text)
+        return shown + (self._scanner.hit or "") if after is not None and self._rules.include_stop else shown
 
 
 def _continues_character(token: bytes) -> bool:

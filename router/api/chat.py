@@ -11,7 +11,7 @@ from router.api.constrain import checked_grammar, wanted_answer
 from router.api.constraint_fields import AllowedTools, NamedTool, Tool, may_talk
 from router.api.errors import bad_request
 from router.api.intake import check, make_request, max_tokens, off_loop
-from router.api.requests import ChatMessage, ChatRequest
+from router.api.requests import ChatMessage, ChatRequest, TemplateBody
 from router.constraints import ANY_OBJECT, Constraint, either, json_part
 from router.message import MessageReader, NewReader
 from router.reasoning import CLOSING, OPENING, Thinking, thinking_after
@@ -33,8 +33,7 @@ async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateReq
         raise bad_request("top_logprobs: only allowed with logprobs=true", "top_logprobs")
     _check_effort(service, body)
     dialect = _dialect(service, body)
-    adds = body.add_generation_prompt is not False
-    prompt_ids, prompt = await chat_prompt(service, body.messages, adds, body.variables, bool(body.add_special_tokens))
+    prompt_ids, prompt = await chat_prompt(service, body.messages, body)
     thinking = thinking_after(prompt) if service.model.has_thoughts else Thinking.NONE
     constraint = _constraint(service, body, dialect)
     grammar = "" if constraint is None else await checked_grammar(service, constraint, thinking)
@@ -44,11 +43,7 @@ async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateReq
 
 
 async def chat_prompt(
-    service: Service,
-    messages: Sequence[ChatMessage],
-    add_generation_prompt: bool,
-    variables: dict[str, Any] | None = None,
-    add_special_tokens: bool = False,
+    service: Service, messages: Sequence[ChatMessage], options: TemplateBody
 ) -> tuple[list[int], str]:
     """Render and tokenize a conversation by the model's chat template, which mostly writes special tokens itself.
 
@@ -63,8 +58,9 @@ async def chat_prompt(
         given = [message | {"role": "system"} if message["role"] == "developer" else message for message in given]
 
     def render_and_encode() -> tuple[list[int], str]:
-        text = service.tokenizer.apply_chat_template(given, add_generation_prompt, variables)
-        return service.tokenizer.encode(text, add_special_tokens), text
+        opens_answer = options.add_generation_prompt is not False
+        text = service.tokenizer.apply_chat_template(given, opens_answer, options.variables)
+        return service.tokenizer.encode(text, bool(options.add_special_tokens)), text
 
     try:
         return await off_loop(sum(len(message["content"]) for message in given), render_and_encode)

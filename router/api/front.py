@@ -29,66 +29,54 @@ _MAX_SESSION_CHARS = 256
 _DP_RANK_HEADER = "X-data-parallel-rank"
 
 
-class RequestIds:
-    """ASGI middleware that gives every request an id: the client's ``X-Request-Id`` if it is sound, else a new one."""
+class Front:
+    """ASGI application in front of FastAPI's: gives every request an id, and calls the busiest handlers itself.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and add the header to the response."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = header(scope, _ID_HEADER) or ""
-        chosen = given if _SOUND_ID.fullmatch(given) else secrets.token_hex(16)
-        scope[_ID_KEY] = chosen
-
-        # Plain, not async: it is called for every token.
-        def send_with_id(message: Message) -> Awaitable[None]:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (_ID_HEADER, chosen.encode())]
-            return send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
-class Direct:
-    """ASGI application that calls the handlers of busy POST routes without FastAPI, which takes longer than they do.
-
-    Everything else goes to another application.
+    The id is the client's ``X-Request-Id`` if it is sound, else a new one. FastAPI takes longer than these handlers do.
     """
 
     def __init__(self, app: ASGIApp, handlers: Mapping[str, Handler], service: Service) -> None:
+        """
+        Args:
+            handlers: of POST routes, by path.
+        """
         self._app = app
         self._handlers = handlers
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        is_post = scope["type"] == "http" and scope["method"] == "POST"
-        handler = self._handlers.get(scope["path"]) if is_post else None
-        if handler is None:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        given = header(scope, _ID_HEADER) or ""
+        chosen = given if _SOUND_ID.fullmatch(given) else secrets.token_hex(16)
+        scope[_ID_KEY] = chosen
         has_begun = False
 
         # Plain, not async: it is called for every token.
-        def send_noting(message: Message) -> Awaitable[None]:
+        def send_with_id(message: Message) -> Awaitable[None]:
             nonlocal has_begun
-            has_begun = True
+            if message["type"] == "http.response.start":
+                has_begun = True
+                message["headers"] = [*message.get("headers", ()), (_ID_HEADER, chosen.encode())]
             return send(message)
 
+        handler = self._handlers.get(scope["path"]) if scope["method"] == "POST" else None
+        if handler is None:
+            await self._app(scope, receive, send_with_id)
+            return
         scope["app"] = self._app
         request = Request(scope, receive)
         try:
             check_key(self._service, request)
             response = await handler(request)
-            await response(scope, receive, send_noting)
+            await response(scope, receive, send_with_id)
         except Exception as error:
-            if not has_begun:
-                await answer_error(self._service.metrics, request, error)(scope, receive, send)
-            if has_begun or not isinstance(error, EXPECTED_ERRORS):
+            if has_begun:
+                raise
+            await answer_error(self._service.metrics, request, error)(scope, receive, send_with_id)
+            if not isinstance(error, EXPECTED_ERRORS):
                 raise  # for the log
 
 
@@ -171,7 +159,7 @@ def session_of(request: Request, fields: Mapping[str, Any]) -> str:
 
 
 def dp_rank_of(request: Request, config: DeployConfig, body: GenerationBody) -> int | None:
-    """Return ``X-data-parallel-rank``, else SGLang's field, or that of its earlier releases; None where none is given.
+    """Return ``X-data-parallel-rank``, else ``routed_dp_rank``, SGLang's field; None where none is given.
 
     The rank is meant for both roles. Where one has no DP rank of this number, its ``dp_policy`` chooses there.
 
@@ -179,14 +167,9 @@ def dp_rank_of(request: Request, config: DeployConfig, body: GenerationBody) -> 
         ApiError: 400 for a rank that neither role has.
     """
     named = header(request.scope, _DP_RANK_HEADER.lower().encode())
-    if named is None and body.routed_dp_rank is None and body.data_parallel_rank is None:
+    name, given = ("routed_dp_rank", body.routed_dp_rank) if named is None else (_DP_RANK_HEADER, named)
+    if given is None:
         return None
-    candidates = {
-        _DP_RANK_HEADER: named,
-        "routed_dp_rank": body.routed_dp_rank,
-        "data_parallel_rank": body.data_parallel_rank,
-    }
-    name, given = next((name, given) for name, given in candidates.items() if given is not None)
     most = max(config.prefill.parallel.dp, config.decode.parallel.dp)
     text = str(given)
     if not text.isascii() or not text.isdigit() or int(text) >= most:

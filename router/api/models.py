@@ -59,14 +59,7 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("prompt: give either prompt or messages", "prompt")
     if body.messages is not None:
-        token_ids, _ = await chat_prompt(
-            service,
-            body.messages,
-            body.add_generation_prompt is not False,
-            body.variables,
-            bool(body.add_special_tokens),
-        )
-        return token_ids
+        return (await chat_prompt(service, body.messages, body))[0]
     assert body.prompt is not None
     return await encode(service, body.prompt, body.add_special_tokens is not False)
 

@@ -106,7 +106,6 @@ class GenerationBody(SaltedBody):
     return_token_ids: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
     routed_dp_rank: DpRank | None = None
-    data_parallel_rank: DpRank | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     trace: bool | None = None
     response_format: ResponseFormat | None = None
@@ -221,46 +220,45 @@ class ChatMessage(Body):
         return self.content or ""
 
 
-class ChatRequest(GenerationBody):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Positive | None = None
+class TemplateBody(Body):
+    """Fields of chat that its template reads."""
+
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    include_reasoning: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
-    logprobs: bool | None = None
-    top_logprobs: NumLogprobs | None = None
 
     @property
     def variables(self) -> dict[str, Any]:
         """The template's input besides the messages; tools that must not be called are in it too, for the cache."""
-        return template_variables(self.tools, self.reasoning_effort, self.chat_template_kwargs)
+        written = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
+        effort, others = self.reasoning_effort, self.chat_template_kwargs or {}
+        thinking = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        return ({"tools": written} if written else {}) | thinking | others
+
+
+class ChatRequest(GenerationBody, TemplateBody):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    include_reasoning: bool | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
 
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(TemplateBody):
     """``POST /tokenize``: a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Effort | None = None
     return_token_strs: bool | None = None
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        return template_variables(self.tools, self.reasoning_effort, self.chat_template_kwargs)
 
 
 class DetokenizeRequest(Body):
@@ -281,15 +279,6 @@ class PinRequest(TargetRequest, SaltedBody):
     model_config = _STRICT
     expected: ClassVar[Mapping[str, str]] = {"prompt": "a string, or a list of token ids; neither may be empty"}
     prompt: Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]
-
-
-def template_variables(
-    tools: list[Tool] | None, effort: Effort | None, others: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Return a chat template's input besides the messages; tools as the client wrote them."""
-    written = [tool.model_dump(exclude_unset=True) for tool in tools or ()]
-    thinking = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
-    return ({"tools": written} if written else {}) | thinking | (others or {})
 
 
 def _with_parsed_arguments(call: Any) -> Any:

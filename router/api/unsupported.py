@@ -18,6 +18,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "custom_logit_processor": (),
     "custom_params": ({},),
+    "data_parallel_rank": (),
     "documents": ([],),
     "early_stopping": (False,),
     "echo": (False,),

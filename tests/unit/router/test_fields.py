@@ -151,7 +151,7 @@ HARMLESS = {
 OF_SGLANG = (
     "bootstrap_host bootstrap_port bootstrap_room custom_labels custom_logit_processor custom_params "
     "disagg_prefill_dp_rank images_config lora_path ngram_corpus_id return_cached_tokens_details return_hidden_states "
-    "return_routed_experts rid routed_experts_start_len session_id session_params stop_regex "
+    "data_parallel_rank return_routed_experts rid routed_experts_start_len session_id session_params stop_regex "
 )
 """Fields that all its routes have."""
 

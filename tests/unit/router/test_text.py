@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from cluster.spec.sampling import FinishReason
 from cluster.tokenizer import Tokenizer
+from router.marker import MarkerScanner
 from router.request import OutputChunk
-from router.text import AnswerText, StopScanner, TextRules, join
+from router.text import AnswerText, TextRules, join
 from tests.fakes.model_folder import EOS, write_model_folder
 from tests.fakes.replica import logprobs_of
 
@@ -39,9 +40,9 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
     cuts=st.lists(st.integers(0, 30)),
 )
 def test_scanner_equals_brute_force(text: str, stops: list[str], cuts: list[int]) -> None:
-    scanner, shown = StopScanner(stops), ""
+    scanner, shown = MarkerScanner(*stops), ""
     for piece in pieces_of(text, cuts):
-        shown += scanner.push(piece)
+        shown += scanner.push(piece)[0]
         assert cut(text, stops).startswith(shown), "shown text is never taken back"
         if scanner.hit:
             break
@@ -52,10 +53,10 @@ def test_scanner_equals_brute_force(text: str, stops: list[str], cuts: list[int]
 
 
 def test_text_that_cannot_become_a_stop_string_is_not_held_back() -> None:
-    scanner = StopScanner(["stop"])
-    assert scanner.push("a s") == "a "
-    assert scanner.push("o") == "so"
-    assert scanner.push("sto") == ""
+    scanner = MarkerScanner("stop")
+    assert scanner.push("a s")[0] == "a "
+    assert scanner.push("o")[0] == "so"
+    assert scanner.push("sto")[0] == ""
     assert scanner.flush() == "sto"
 
 
