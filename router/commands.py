@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import Command, CommandTaken, Wanted
@@ -22,7 +21,8 @@ class Commands:
         self._me = me
         self._send = send
         self._numbers = itertools.count(1)
-        self._open: dict[int, _Open] = {}
+        self._answers: dict[tuple[int, ReplicaId, Incarnation], asyncio.Future[CommandTaken]] = {}
+        """Awaited answers, by number of the command and start of the replica."""
 
     async def give(self, peers: Sequence[Peer], wanted: Wanted) -> list[CommandTaken]:
         """Have replicas do something; return their answers when every one of them has done it.
@@ -31,32 +31,36 @@ class Commands:
             NoAnswerError: some did not answer.
             RefusedError: some cannot do it.
         """
-        number = next(self._numbers)
-        given = self._open[number] = _Open(peers)
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        awaited = {peer: loop.create_future() for peer in peers}
+        keys = {(number, peer.replica, peer.incarnation): answer for peer, answer in awaited.items()}
+        self._answers |= keys
+        missing = list(peers)
         try:
-            for _ in range(MAX_TIMES):
-                for peer in given.missing.values():
-                    command = Command(number=number, sender=self._me, incarnation=peer.incarnation, wanted=wanted)
-                    self._send(peer, command)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(given.taken.wait(), AGAIN_S)
-                if not given.missing:
-                    return _all_done(given.answers)
+            for _ in range(MAX_TIMES if peers else 0):
+                for peer in missing:
+                    self._send(
+                        peer, Command(number=number, sender=self._me, incarnation=peer.incarnation, wanted=wanted)
+                    )
+                await asyncio.wait(awaited.values(), timeout=AGAIN_S)
+                missing = [peer for peer in missing if not awaited[peer].done()]
+                if not missing:
+                    break
         finally:
-            del self._open[number]
-        names = ", ".join(peer.replica for peer in given.missing.values())
-        raise NoAnswerError(
-            f"{names}: no answer to {type(wanted).__name__}, sent {MAX_TIMES} times in {MAX_TIMES * AGAIN_S:g} s; "
-            "it may be done nevertheless"
-        )
+            for key in keys:
+                del self._answers[key]
+        if missing:
+            raise NoAnswerError(
+                f"{', '.join(peer.replica for peer in missing)}: no answer to {type(wanted).__name__}, "
+                f"sent {MAX_TIMES} times in {MAX_TIMES * AGAIN_S:g} s; it may be done nevertheless"
+            )
+        return _all_done([answer.result() for answer in awaited.values()])
 
     def on_taken(self, taken: CommandTaken) -> None:
-        """Take a replica's answer; one that was not asked is ignored."""
-        if (given := self._open.get(taken.number)) is not None:
-            if given.missing.pop((taken.replica, taken.incarnation), None) is not None:
-                given.answers.append(taken)
-            if not given.missing:
-                given.taken.set()
+        """Take a replica's answer; one that is not awaited is ignored."""
+        answer = self._answers.get((taken.number, taken.replica, taken.incarnation))
+        if answer is not None and not answer.done():
+            answer.set_result(taken)
 
 
 def _all_done(answers: list[CommandTaken]) -> list[CommandTaken]:
@@ -65,16 +69,3 @@ def _all_done(answers: list[CommandTaken]) -> list[CommandTaken]:
         return answers
     done = [answer.replica for answer in answers if not answer.refusal]
     raise RefusedError("; ".join(refusals) + (f"; done by {', '.join(done)}" if done else ""))
-
-
-class _Open:
-    def __init__(self, peers: Sequence[Peer]) -> None:
-        self.missing: dict[tuple[ReplicaId, Incarnation], Peer] = {
-            (peer.replica, peer.incarnation): peer for peer in peers
-        }
-        """Replicas that have not responded."""
-        self.answers: list[CommandTaken] = []
-        self.taken = asyncio.Event()
-        """Set when all have."""
-        if not peers:
-            self.taken.set()
