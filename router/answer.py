@@ -58,7 +58,6 @@ class Answer:
             self._trace_path = {"x-baton-trace": f"/traces/{request_id}"}
 
     def attempt_started(self, request_id: RequestId, targets: Targets) -> None:
-        """Take note of where a request runs now."""
         self._targets[request_id] = targets
 
     @property
@@ -153,7 +152,6 @@ class OpenChoice:
         self._metrics = metrics
 
     def take(self, chunk: OutputChunk, now_s: float) -> None:
-        """Pass a chunk to the answer."""
         chunk.index = self._index
         self._measure(len(chunk.token_ids), now_s)
         if chunk.phases is not None:
@@ -169,7 +167,6 @@ class OpenChoice:
             self.end(chunk.finish, now_s)
 
     def end(self, finish: FinishReason, now_s: float) -> None:
-        """Measure a complete answer."""
         metrics = self._metrics
         metrics.success.add(1, finish.value)
         metrics.e2e_s.note(now_s - self._arrived_s)

@@ -38,7 +38,6 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrived_s: float
     ended_s: float
     unix_s: float
-    """End of the request."""
 
     def summary(self) -> dict[str, Any]:
         """Return what the status page shows, times in seconds."""

@@ -129,7 +129,6 @@ class Relay:
                 self.on_message(message)
 
     def on_message(self, message: Message) -> None:
-        """Take a message from a replica."""
         now_s = self._clock.now_s()
         match message:
             case Output():
@@ -154,7 +153,6 @@ class Relay:
         self._on_ended()
 
     def on_table(self, snapshot: TableSnapshot) -> None:
-        """Take a change of the bootstrap table."""
         now_s = self._clock.now_s()
         self._give_up(self._directory.update(snapshot, now_s))
         for peer in self._picker.pages.update(self._directory.peers(*self._picker.prefix_roles), now_s):

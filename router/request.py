@@ -89,11 +89,9 @@ class RequestPhase(StrEnum):
     STREAMING = "streaming"
     """Decode sends tokens; prefill is done."""
     FINISHED = "finished"
-    """The answer is complete."""
     FAILED = "failed"
     """The answer will not be complete; the client gets the reason."""
     CANCELLED = "cancelled"
-    """The client left."""
 
 
 ENDS = frozenset({RequestPhase.FINISHED, RequestPhase.FAILED, RequestPhase.CANCELLED})
@@ -127,11 +125,9 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
     due_s: float = 0.0
     """Time of the next attempt, in phase BETWEEN."""
     reason: str = ""
-    """Why the last attempt failed."""
 
     @property
     def targets(self) -> list[Peer]:
-        """The replicas of the current attempt."""
         return self.attempt.targets.peers if self.attempt is not None else []
 
     @property
@@ -153,7 +149,6 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
         return decode is not None and decode.replica == replica and decode.incarnation == incarnation
 
     def target(self, replica: ReplicaId, incarnation: Incarnation) -> Peer | None:
-        """Return the target that is this start of a replica."""
         return next((peer for peer in self.targets if (peer.replica, peer.incarnation) == (replica, incarnation)), None)
 
     @property
@@ -220,13 +215,11 @@ class Cause(StrEnum):
     REPLICA_FAILED = "replica_failed"
     """A replica failed; another attempt may succeed."""
     REPLICA_LOST = "replica_lost"
-    """A replica is gone."""
     NO_REPLICA = "no_replica"
     """An attempt failed, and a role has no replica left for another one."""
     TIMED_OUT = "timed_out"
     """The request's deadline passed."""
     STOPPED = "stopped"
-    """The router stops."""
     BROKEN_OUTPUT = "broken_output"
     """Tokens are missing, repeated differently, or too many."""
 

@@ -28,7 +28,6 @@ class ModelFacts:
     """Facts about the model that the router needs besides its tokens."""
 
     name: str
-    """The name that clients use."""
     max_context: int
     """Most tokens of prompt and answer together."""
     dialect: Dialect | None
@@ -77,7 +76,6 @@ class Service:
     recent: deque[FinishedRequest] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
     """The newest first."""
     created_s: int = field(default_factory=lambda: int(time.time()))
-    """Unix time of the start."""
 
     @property
     def state(self) -> dict[str, object]:

@@ -19,7 +19,6 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
     """Rules for the text of an answer, and for its end."""
 
     stops: Sequence[str] = ()
-    """Stop strings."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens whose text is not shown when they end the answer."""
     asked_stop_ids: frozenset[int] = frozenset()

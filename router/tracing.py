@@ -49,7 +49,6 @@ class Tracing:
         return self._tracer.start_span("request", parent, SpanKind.SERVER, start_time=_unix_ns(arrived_s))
 
     def header(self, span: "Span") -> dict[str, str]:
-        """Return the header that names the trace."""
         from opentelemetry.trace import set_span_in_context
 
         carrier: dict[str, str] = {}

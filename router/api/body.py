@@ -99,11 +99,7 @@ async def read(request: Request, schema: type[Body]) -> Body:
 
 
 def parse(content: bytes, schema: type[Body]) -> Body:
-    """Read the bytes of a body.
-
-    Raises:
-        ApiError: 400 naming the first wrong field.
-    """
+    """Read the bytes of a body."""
     if (body := _read_cut(content, schema)) is not None:
         return body
     try:

@@ -23,11 +23,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 
 async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateRequest, NewReader]:
-    """Make a request of a conversation, and the readers of its answers.
-
-    Raises:
-        ApiError: 404 or 400.
-    """
+    """Make a request of a conversation, and the readers of its answers."""
     check(service, body)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs: only allowed with logprobs=true", "top_logprobs")
@@ -47,11 +43,7 @@ async def chat_prompt(
 ) -> tuple[list[int], str]:
     """Render and tokenize a conversation by the model's chat template, which mostly writes special tokens itself.
 
-    ``developer`` is OpenAI's newer word for ``system``, and shown as that to templates that do not know it.
-
-    Raises:
-        ApiError: 400 when there is no template, or it refuses the messages.
-    """
+    ``developer`` is OpenAI's newer word for ``system``, and shown as that to templates that do not know it."""
     given = [message.for_template() for message in messages]
     if "developer" not in (service.tokenizer.chat_template or ""):
         # Most templates skip unknown roles: the developer's message would be lost.

@@ -30,11 +30,7 @@ MAX_GRAMMAR_CHARS = 1024 * 1024
 
 
 def wanted_answer(body: GenerationBody) -> Constraint | None:
-    """Return the required form of the answer's text; None for none.
-
-    Raises:
-        ApiError: 400 for two fields at once, or one that is malformed or not supported.
-    """
+    """Return the required form of the answer's text; None for none."""
     if not body.wants_form:
         return None
     outputs = body.structured_outputs
@@ -60,11 +56,7 @@ def wanted_answer(body: GenerationBody) -> Constraint | None:
 
 
 async def checked_grammar(service: Service, constraint: Constraint | None, thinking: Thinking = Thinking.NONE) -> str:
-    """Return the grammar for the replicas; empty for none.
-
-    Raises:
-        ApiError: 400 that names the field and says why it cannot be used.
-    """
+    """Return the grammar for the replicas; empty for none."""
     if constraint is None:
         return ""
     grammar = constraint.grammar(thinking, service.tokenizer.special_texts)

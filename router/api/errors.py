@@ -58,7 +58,7 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApiError(Exception):
-    """A request that is answered with an error."""
+    """A request that is answered with an error; whatever reads or converts a body may raise it."""
 
     def __init__(
         self,
@@ -85,7 +85,6 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def failed(error: RequestFailedError) -> ApiError:
-    """Return the error of an admitted request that failed."""
     status = _STATUS[error.cause]
     return ApiError(status, str(error), code=error.cause.value, headers=_retry(status))
 

@@ -45,7 +45,6 @@ class Front:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -90,17 +89,12 @@ def header(scope: MutableMapping[str, Any], name: bytes) -> str | None:
 
 
 def request_id(request: Request) -> str:
-    """Return the id that the middleware gave."""
     chosen: str = request.scope[_ID_KEY]
     return chosen
 
 
 def check_key(service: Service, request: Request) -> None:
-    """Admit a request with a known key, and remember its owner.
-
-    Raises:
-        ApiError: 401, which does not repeat the key.
-    """
+    """Admit a request with a known key, and remember its owner."""
     if not service.keys.keys:
         return
     caller = service.keys.find(_given_key(request))
@@ -161,11 +155,7 @@ def session_of(request: Request, fields: Mapping[str, Any]) -> str:
 def dp_rank_of(request: Request, config: DeployConfig, body: GenerationBody) -> int | None:
     """Return ``X-data-parallel-rank``, else ``routed_dp_rank``, SGLang's field; None where none is given.
 
-    The rank is meant for both roles. Where one has no DP rank of this number, its ``dp_policy`` chooses there.
-
-    Raises:
-        ApiError: 400 for a rank that neither role has.
-    """
+    The rank is meant for both roles. Where one has no DP rank of this number, its ``dp_policy`` chooses there."""
     named = header(request.scope, _DP_RANK_HEADER.lower().encode())
     name, given = ("routed_dp_rank", body.routed_dp_rank) if named is None else (_DP_RANK_HEADER, named)
     if given is None:

@@ -46,7 +46,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     requests: Sequence[GenerateRequest]
     """One for every choice; those of one prompt stand together."""
     num_choices: int
-    """Choices of each prompt."""
     num_prompt_tokens: int
     """Each prompt counts once, however many choices it has."""
     rules: TextRules

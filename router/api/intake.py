@@ -41,11 +41,7 @@ _T = TypeVar("_T")
 
 
 def check_model(service: Service, model: str | None) -> None:
-    """Refuse a model that is not served here.
-
-    Raises:
-        ApiError: 404 that names both.
-    """
+    """Refuse a model that is not served here."""
     if model is not None and model != service.model.name:
         message = f"the model {model!r} does not exist; this endpoint serves {service.model.name!r}"
         raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
@@ -58,11 +54,7 @@ def max_tokens(service: Service) -> int:
 
 
 def check(service: Service, body: GenerationBody) -> None:
-    """Refuse what no request may ask for here.
-
-    Raises:
-        ApiError: 404 or 400.
-    """
+    """Refuse what no request may ask for here."""
     check_model(service, body.model)
     if body.others:
         refuse_unsupported(body.others)
@@ -76,11 +68,7 @@ def check(service: Service, body: GenerationBody) -> None:
 
 
 async def completion_requests(service: Service, body: CompletionRequest) -> list[GenerateRequest]:
-    """Make a request of every prompt.
-
-    Raises:
-        ApiError: 404 or 400.
-    """
+    """Make a request of every prompt."""
     check(service, body)
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise bad_request("max_tokens: 0 is only allowed together with echo or prompt_logprobs", "max_tokens")
@@ -102,11 +90,7 @@ async def off_loop(num_chars: int, make: Callable[[], _T]) -> _T:
 
 
 def pack_token_ids(service: Service, token_ids: Collection[int], param: str) -> TokenIds:
-    """Pack token ids for messages.
-
-    Raises:
-        ApiError: 400 that names one for which the model has no token.
-    """
+    """Pack token ids for messages."""
     vocab_size = service.tokenizer.vocab_size
     with suppress(ValueError):
         packed = TokenIds.of(token_ids)
@@ -133,11 +117,7 @@ def make_request(
 
     Args:
         wanted, default: most tokens of the answer.
-        param: the field of the prompt.
-
-    Raises:
-        ApiError: 400 for no tokens, or too many.
-    """
+        param: the field of the prompt."""
     if not given_ids:
         raise bad_request(f"{param}: is empty; at least one token is needed", param)
     prompt_ids = pack_token_ids(service, given_ids, param)

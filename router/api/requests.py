@@ -124,7 +124,6 @@ class GenerationBody(SaltedBody):
 
     @property
     def include_usage(self) -> bool:
-        """Return whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property

@@ -59,11 +59,7 @@ _ADDITIONS = (
 
 
 def chat_of(body: ResponseRequest) -> ChatRequest:
-    """Return the chat request.
-
-    Raises:
-        ApiError: 400 that names a field which would change the answer and is not supported.
-    """
+    """Return the chat request."""
     refuse_unsupported(body.others, _HARMLESS)
     for name, own in _OWN_WORDS:
         if body.others.get(name) is not None:

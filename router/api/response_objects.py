@@ -27,8 +27,6 @@ class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
 
 
 class OutputThoughts(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning"):
-    """Thoughts before what follows."""
-
     id: str
     status: ItemStatus
     summary: list[Any] = []

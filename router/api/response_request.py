@@ -118,8 +118,6 @@ class TextSettings(Body):
 
 
 class Reasoning(Body):
-    """Reasoning settings."""
-
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     """Ignored: thoughts are given in full, as by models without summaries."""

@@ -39,11 +39,9 @@ class ResponseWriter:
         self._finish: FinishReason | None = None
         self._num_thought_tokens = 0
         self.num_tokens = 0
-        """Tokens of the answer so far."""
         self._begun = _begun(request_id, service, body)
 
     def opening(self) -> bytes:
-        """Return the events before any text."""
         kinds = ("response.created", "response.in_progress")
         return self._write([(kind, {"response": self._begun}) for kind in kinds])
 
@@ -62,7 +60,6 @@ class ResponseWriter:
         return events
 
     def closing(self, usage: Usage) -> bytes:
-        """Return the events after all text."""
         ended, events = self._ended(usage)
         return self._write([*events, (f"response.{ended.status}", {"response": ended})])
 

@@ -24,12 +24,10 @@ class CallScanner:
         self._escaped = False
         self._key: str | None = None
         self._written = ""
-        """The current key or value."""
         self._values: dict[str, str] = {}
         self._num_passed = 0
         """Characters of the arguments that were passed on."""
         self.raw = ""
-        """All text that was taken."""
         self.has_begun = False
         """True once it is known to be a call."""
         self.is_over = False

@@ -23,7 +23,6 @@ class Dialect:
     """Text between name and arguments."""
     closing: str
     between: str
-    """Text between calls."""
     text: str
     """Lark terminal of a text without calls."""
     marker: str
