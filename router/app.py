@@ -8,22 +8,21 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from router.answer import HEADERS
-from router.api import admin, errors, generation, models, response_routes, status
+from router.api import admin, errors, generation, models, status
 from router.api.body import ArrivingBodies
 from router.api.document import complete
 from router.api.front import REQUEST_ID, Front, key_needed
 from router.service import Service
 from router.tracing import TRACEPARENT
 
-_BUSY = (generation.routes, response_routes.routes)
-"""Routes whose handlers need nothing of FastAPI, and are too busy to pay for it."""
 _EXPOSED = (REQUEST_ID, *HEADERS, TRACEPARENT, "retry-after")
 """Response headers that pages of other origins may read."""
 
 
 def create_app(service: Service) -> ASGIApp:
     """Make the application; it runs in the event loop of the service's relay."""
-    busy = [route for routes in _BUSY for route in routes(service).routes if isinstance(route, APIRoute)]
+    # These handlers need nothing of FastAPI, and are too busy to pay for it.
+    busy = [route for route in generation.routes(service).routes if isinstance(route, APIRoute)]
     app: ASGIApp = Front(create_api(service), {route.path: route.endpoint for route in busy}, service)
     # Around all of it: a page can read only errors that name its origin, and a preflight brings no key.
     if origins := service.config.router.allowed_origins:
@@ -38,7 +37,7 @@ def create_api(service: Service) -> FastAPI:
     app = _Api(title="Baton", description="Long-context LLM serving with OpenAI's API.", redirect_slashes=False)
     limits = service.config.router
     app.state.bodies = ArrivingBodies(limits.max_body_mib << 20)
-    for routes in (*_BUSY, models.routes, status.trace_routes):
+    for routes in (generation.routes, models.routes, status.trace_routes):
         app.include_router(routes(service), dependencies=[key_needed(service)])
     for routes in (status.routes, admin.routes):
         app.include_router(routes(service))

@@ -43,7 +43,8 @@ async def chat_prompt(
 ) -> tuple[list[int], str]:
     """Render and tokenize a conversation by the model's chat template, which mostly writes special tokens itself.
 
-    ``developer`` is OpenAI's newer word for ``system``, and shown as that to templates that do not know it."""
+    ``developer`` is OpenAI's newer word for ``system``, and shown as that to templates that do not know it.
+    """
     given = [message.for_template() for message in messages]
     if "developer" not in (service.tokenizer.chat_template or ""):
         # Most templates skip unknown roles: the developer's message would be lost.

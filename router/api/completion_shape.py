@@ -4,12 +4,14 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
+from router.api.connection import event
 from router.api.logprobs import ShownPrompt, completion_logprobs, echo_logprobs, joined
 from router.api.requests import GenerationBody
 from router.api.responses import Completion, CompletionChoice, Usage
 from router.api.shapes import TextShape, encode_json, stop_reason
 from router.request import OutputChunk
 from router.service import Service
+from router.text import join
 
 
 class CompletionShape(TextShape):
@@ -22,11 +24,11 @@ class CompletionShape(TextShape):
         self._begun: set[int] = set()
         """Choices whose prompt token ids were written."""
 
-    def opening(self, first: OutputChunk) -> bytes | None:
+    def opening(self, first: OutputChunk) -> bytes:
         """Return the prompt, where it is echoed."""
         prompt = self._prompt_of(first.index, first)
         if prompt.echo is None:
-            return None
+            return b""
         choice = CompletionChoice(
             index=first.index,
             text=prompt.echo,
@@ -34,7 +36,7 @@ class CompletionShape(TextShape):
             finish_reason=None,
             prompt_token_ids=self._first_prompt_token_ids(first.index, prompt),
         )
-        return self._encode([choice], None)
+        return event(self._encode([choice], None))
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         prompt = self._prompt_of(chunk.index, chunk)
@@ -47,13 +49,13 @@ class CompletionShape(TextShape):
             prompt_token_ids=self._first_prompt_token_ids(chunk.index, prompt),
             token_ids=self._token_ids(chunk),
         )
-        return self._encode([choice], usage)
+        return event(self._encode([choice], usage))
 
-    def closing(self, usage: Usage) -> bytes:
-        return self._encode([], usage)
+    def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
+        return self._encode([self._choice(index, join(chunks)) for index, chunks in enumerate(choices)], usage)
 
-    def whole(self, choices: Sequence[OutputChunk], usage: Usage) -> bytes:
-        return self._encode([self._choice(index, chunk) for index, chunk in enumerate(choices)], usage)
+    def _usage_frame(self, usage: Usage) -> bytes:
+        return event(self._encode([], usage))
 
     def _choice(self, index: int, chunk: OutputChunk) -> CompletionChoice:
         prompt = self._prompt_of(index, chunk)

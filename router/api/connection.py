@@ -10,7 +10,6 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from router.answer import Answer
-from router.api.errors import failed
 from router.errors import ClientLeftError, RequestFailedError
 
 Got = TypeVar("Got")
@@ -96,11 +95,17 @@ class EventStream(Response):
         self,
         open_answer: Callable[[], AbstractAsyncContextManager[Answer]],
         frames: Callable[[Answer], Frames],
+        failed: Callable[[RequestFailedError], bytes],
     ) -> None:
+        """
+        Args:
+            failed: makes the last frame of an answer that fails after its first one.
+        """
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._open_answer = open_answer
         self._frames = frames
+        self._failed = failed
         self._started = False
         self._sends_since_s: float | None = None
         """Start of writing the current frame."""
@@ -137,7 +142,7 @@ class EventStream(Response):
             except RequestFailedError as error:
                 if not self._started:
                     raise
-                await self._send(send, event(failed(error).body))
+                await self._send(send, self._failed(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_first(self, send: Send, answer: Answer, frames: Frames) -> None:

@@ -155,7 +155,8 @@ def session_of(request: Request, fields: Mapping[str, Any]) -> str:
 def dp_rank_of(request: Request, config: DeployConfig, body: GenerationBody) -> int | None:
     """Return ``X-data-parallel-rank``, else ``routed_dp_rank``, SGLang's field; None where none is given.
 
-    The rank is meant for both roles. Where one has no DP rank of this number, its ``dp_policy`` chooses there."""
+    The rank is meant for both roles. Where one has no DP rank of this number, its ``dp_policy`` chooses there.
+    """
     named = header(request.scope, _DP_RANK_HEADER.lower().encode())
     name, given = ("routed_dp_rank", body.routed_dp_rank) if named is None else (_DP_RANK_HEADER, named)
     if given is None:

@@ -1,4 +1,4 @@
-"""``/v1/completions`` and ``/v1/chat/completions``: requests run and answers written."""
+"""``/v1/completions``, ``/v1/chat/completions`` and ``/v1/responses``: requests run and answers written."""
 
 import asyncio
 import time
@@ -18,12 +18,17 @@ from router.answer import Answer
 from router.api.body import read
 from router.api.chat import chat_request, markers
 from router.api.completion_shape import CompletionShape
-from router.api.connection import EventStream, JsonAnswer, event, unless_client_leaves
+from router.api.connection import EventStream, JsonAnswer, unless_client_leaves
 from router.api.document import document
+from router.api.errors import ApiError
 from router.api.front import caller_of, dp_rank_of, header, priority_of, request_id, session_of
 from router.api.intake import choices_of, completion_requests, text_rules
 from router.api.logprobs import ShownPrompt
 from router.api.requests import ChatRequest, CompletionRequest, GenerationBody
+from router.api.response_chat import chat_of, in_own_words
+from router.api.response_objects import ResponseObject
+from router.api.response_request import ResponseRequest
+from router.api.response_shape import ResponseShape
 from router.api.responses import ChatChunk, ChatCompletion, Completion, PromptTokensDetails, Usage
 from router.api.shapes import ChatShape, Shape
 from router.errors import ClientLeftError
@@ -31,7 +36,7 @@ from router.finished import FinishedRequest
 from router.key_ring import ApiKey
 from router.request import GenerateRequest, OutputChunk
 from router.service import Service
-from router.text import AnswerText, TextRules, join
+from router.text import AnswerText, TextRules
 from router.tracing import TRACEPARENT
 
 if TYPE_CHECKING:
@@ -65,7 +70,7 @@ def routes(service: Service) -> APIRouter:
         body = await read(request, CompletionRequest)
         requests = await completion_requests(service, body)
         shape = CompletionShape(request_id(request), service, body, _prompts(service, body, requests))
-        return await _respond(service, request, body, make_job(service, request, body, requests, arrived_s), shape)
+        return await _respond(service, request, body, _make_job(service, request, body, requests, arrived_s), shape)
 
     @router.post("/v1/chat/completions", openapi_extra=document(ChatRequest, ChatCompletion, ChatChunk))
     async def chat_completions(request: Request) -> Response:
@@ -74,13 +79,29 @@ def routes(service: Service) -> APIRouter:
         body = await read(request, ChatRequest)
         made, new_reader = await chat_request(service, body)
         shape = ChatShape(request_id(request), service, body, new_reader, made.prompt_ids)
-        job = make_job(service, request, body, [made], arrived_s, markers(service, body))
+        job = _make_job(service, request, body, [made], arrived_s, markers(service, body))
         return await _respond(service, request, body, job, shape)
+
+    @router.post("/v1/responses", openapi_extra=document(ResponseRequest, ResponseObject))
+    async def create_response(request: Request) -> Response:
+        """Answer a text or a conversation, in the form of OpenAI's newer API; nothing is stored."""
+        arrived_s = service.relay.now_s()
+        body = await read(request, ResponseRequest)
+        chat = chat_of(body)
+        try:
+            made, new_reader = await chat_request(service, chat)
+            texts = markers(service, chat)
+        except ApiError as error:
+            raise in_own_words(error) from None
+        shape = ResponseShape(request_id(request), service, body, new_reader())
+        fields = {"user": body.user} | body.others
+        job = _make_job(service, request, chat, [made], arrived_s, texts, fields)
+        return await _respond(service, request, chat, job, shape)
 
     return router
 
 
-def make_job(
+def _make_job(
     service: Service,
     request: Request,
     body: GenerationBody,
@@ -116,6 +137,7 @@ async def _respond(service: Service, request: Request, body: GenerationBody, job
         return EventStream(
             open_answer=lambda: opened(service, job),
             frames=lambda answer: _frames(service, answer, job, body, shape),
+            failed=shape.failed,
         )
     return await unless_client_leaves(request.receive, _whole(service, job, shape))
 
@@ -219,10 +241,9 @@ async def _whole(service: Service, job: Job, shape: Shape) -> Response:
         async for chunks in Chunks(service, job, answer):
             for chunk in chunks:
                 parts[chunk.index].append(chunk)
-        choices = [join(part) for part in parts]
-        usage = usage_of(job, answer, sum(len(choice.token_ids) for choice in choices))
+        usage = _usage(job, answer, sum(len(chunk.token_ids) for part in parts for chunk in part))
         headers = answer.headers
-    return JsonAnswer(shape.whole(choices, usage), headers=headers)
+    return JsonAnswer(shape.whole(parts, usage), headers=headers)
 
 
 async def _frames(
@@ -239,18 +260,16 @@ async def _frames(
         for chunk in chunks:
             if chunk.index not in begun:
                 begun.add(chunk.index)
-                events += [event(opening)] if (opening := shape.opening(chunk)) else []
+                events.append(shape.opening(chunk))
             num_tokens += len(chunk.token_ids)
-            usage = usage_of(job, answer, num_tokens) if with_usage else None
-            events.append(event(shape.chunk(chunk, usage)))
+            usage = _usage(job, answer, num_tokens) if with_usage else None
+            events.append(shape.chunk(chunk, usage))
         if events:
             yield b"".join(events)
-    if body.include_usage:
-        yield event(shape.closing(usage_of(job, answer, num_tokens)))
-    yield event(b"[DONE]")
+    yield shape.closing(_usage(job, answer, num_tokens))
 
 
-def usage_of(job: Job, answer: Answer, completion_tokens: int) -> Usage:
+def _usage(job: Job, answer: Answer, completion_tokens: int) -> Usage:
     """Return the usage of a whole answer, or of a stream so far."""
     prompt_tokens = job.num_prompt_tokens
     cached = sum(answer.cached[:: job.num_choices], CachedTokens())

@@ -117,7 +117,8 @@ def make_request(
 
     Args:
         wanted, default: most tokens of the answer.
-        param: the field of the prompt."""
+        param: the field of the prompt.
+    """
     if not given_ids:
         raise bad_request(f"{param}: is empty; at least one token is needed", param)
     prompt_ids = pack_token_ids(service, given_ids, param)

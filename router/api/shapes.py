@@ -1,6 +1,7 @@
 """JSON shape of responses: the interface, and the shape of ``/v1/chat/completions``."""
 
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,6 +10,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cluster.spec.sampling import FinishReason
+from router.api.connection import event
+from router.api.errors import failed
 from router.api.logprobs import ShownPrompt, chat_logprobs, prompt_logprobs
 from router.api.requests import ChatRequest, GenerationBody
 from router.api.responses import (
@@ -25,45 +28,61 @@ from router.api.responses import (
     ToolCallDelta,
     Usage,
 )
+from router.errors import RequestFailedError
 from router.message import CallPart, MessagePart, MessageReader, NewReader
 from router.request import OutputChunk
 from router.service import Service
+from router.text import join
 
 encode_json = msgspec.json.Encoder().encode
 
 
 class Shape(Protocol):
-    """Called by ``router.api.generation``; every result is one JSON object."""
+    """Writes one answer in the form of its route: whole as JSON, or as frames of server-sent events."""
 
-    def opening(self, first: OutputChunk) -> bytes | None:
-        """Return what a stream says of a choice before its text, which ``first`` begins; None for nothing."""
+    def opening(self, first: OutputChunk) -> bytes:
+        """Return the frames of a choice before its text, which ``first`` begins; empty for none."""
         ...
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
-        """Return the next part of a choice, with the usage so far if it is requested."""
+        """Return the frames of the next part of a choice, with the usage so far if it is requested."""
         ...
 
     def closing(self, usage: Usage) -> bytes:
-        """Return the usage of the whole stream."""
+        """Return the frames after all choices."""
         ...
 
-    def whole(self, choices: Sequence[OutputChunk], usage: Usage) -> bytes:
-        """Return the whole answer."""
+    def failed(self, error: RequestFailedError) -> bytes:
+        """Return the frames that end a stream without a complete answer."""
+        ...
+
+    def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
+        """Return the whole answer, from the chunks of every choice."""
         ...
 
 
-class TextShape:
-    """Common parts of the text shapes."""
+class TextShape(ABC):
+    """Common parts of chats and completions."""
 
     def __init__(self, response_id: str, service: Service, body: GenerationBody) -> None:
         self._id = response_id
         self._model = service.model.name
         self._tokenizer = service.tokenizer
         self._created = int(time.time())
+        self._includes_usage = body.include_usage
         self._no_usage: UnsetType | None = None if body.include_usage else UNSET
         self._with_token_ids = bool(body.return_token_ids)
         self._num_choices = body.num_choices
         self._num_prompt_logprobs = body.prompt_logprobs
+
+    def closing(self, usage: Usage) -> bytes:
+        return (self._usage_frame(usage) if self._includes_usage else b"") + event(b"[DONE]")
+
+    def failed(self, error: RequestFailedError) -> bytes:
+        return event(failed(error).body)
+
+    @abstractmethod
+    def _usage_frame(self, usage: Usage) -> bytes: ...
 
     def _token_ids(self, chunk: OutputChunk) -> Sequence[int] | UnsetType:
         return chunk.token_ids if self._with_token_ids else UNSET
@@ -93,10 +112,10 @@ class ChatShape(TextShape):
         self._readers = defaultdict[int, MessageReader](new_reader)
         """Readers by choice."""
 
-    def opening(self, first: OutputChunk) -> bytes | None:
+    def opening(self, first: OutputChunk) -> bytes:
         """Return the role."""
         choice = ChatChunkChoice(index=first.index, delta=Delta(role="assistant", content=""), finish_reason=None)
-        return self._encode([choice], None, self._prompt_token_ids(self._prompt_ids))
+        return self._frame([choice], None, self._prompt_token_ids(self._prompt_ids))
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         choice = ChatChunkChoice(
@@ -107,12 +126,10 @@ class ChatShape(TextShape):
             stop_reason=stop_reason(chunk),
             token_ids=self._token_ids(chunk),
         )
-        return self._encode([choice], usage)
+        return self._frame([choice], usage)
 
-    def closing(self, usage: Usage) -> bytes:
-        return self._encode([], usage)
-
-    def whole(self, choices: Sequence[OutputChunk], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
+        chunks = [join(chunks) for chunks in choices]
         made = [
             ChatChoice(
                 index=index,
@@ -122,9 +139,9 @@ class ChatShape(TextShape):
                 stop_reason=stop_reason(chunk),
                 token_ids=self._token_ids(chunk),
             )
-            for index, chunk in enumerate(choices)
+            for index, chunk in enumerate(chunks)
         ]
-        prompt = ShownPrompt(self._prompt_ids, logprobs=choices[0].prompt_logprobs)
+        prompt = ShownPrompt(self._prompt_ids, logprobs=chunks[0].prompt_logprobs)
         return encode_json(
             ChatCompletion(
                 id=self._id,
@@ -148,22 +165,24 @@ class ChatShape(TextShape):
         has_called = chunk.finish is FinishReason.STOP and self._readers[chunk.index].has_called
         return "tool_calls" if has_called else chunk.finish
 
-    def _encode(
+    def _usage_frame(self, usage: Usage) -> bytes:
+        return self._frame([], usage)
+
+    def _frame(
         self,
         choices: list[ChatChunkChoice],
         usage: Usage | None,
         prompt_token_ids: list[int] | UnsetType = UNSET,
     ) -> bytes:
-        return encode_json(
-            ChatChunk(
-                id=self._id,
-                created=self._created,
-                model=self._model,
-                choices=choices,
-                prompt_token_ids=prompt_token_ids,
-                usage=self._no_usage if usage is None else usage,
-            )
+        chunk = ChatChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            prompt_token_ids=prompt_token_ids,
+            usage=self._no_usage if usage is None else usage,
         )
+        return event(encode_json(chunk))
 
 
 def stop_reason(chunk: OutputChunk) -> StopReason:

@@ -66,7 +66,8 @@ def refuse_unsupported(fields: Mapping[str, Any], table: Mapping[str, tuple[Any,
     """Check the undeclared fields of a request.
 
     Args:
-        table: by field, the values besides null that change nothing."""
+        table: by field, the values besides null that change nothing.
+    """
     for name, value in fields.items():
         harmless, switch = table.get(name), _SWITCHED_OFF_BY.get(name, "")
         if harmless is None or value is None or any(_same(value, allowed) for allowed in harmless):

@@ -40,7 +40,7 @@ def stream_of(left: list[object]) -> EventStream:
         with Answer(1, lambda _: None, left.append) as answer:
             yield answer
 
-    return EventStream(opened, frames)
+    return EventStream(opened, frames, lambda error: str(error).encode())
 
 
 async def test_a_client_that_takes_nothing_is_given_up_and_its_answer_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
-"""Writes one answer of ``/v1/responses``: the object, and the events of its stream."""
+"""JSON shape of ``/v1/responses``: the object, and the events of its stream."""
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -21,6 +21,7 @@ from router.api.response_objects import (
 )
 from router.api.response_request import SEALED_THOUGHTS, Reasoning, ResponseRequest
 from router.api.responses import Usage
+from router.errors import RequestFailedError
 from router.message import MessageReader
 from router.request import OutputChunk
 from router.service import Service
@@ -28,8 +29,8 @@ from router.service import Service
 _encoder = msgspec.json.Encoder()
 
 
-class ResponseWriter:
-    """One response: ``opening``, ``push`` for every token, ``closing``; events are numbered in the order of calls."""
+class ResponseShape:
+    """See ``router.api.shapes.Shape``; events are numbered in the order of calls."""
 
     def __init__(self, request_id: str, service: Service, body: ResponseRequest, reader: MessageReader) -> None:
         self._tokenizer = service.tokenizer
@@ -38,39 +39,42 @@ class ResponseWriter:
         self._items = OutputItems(request_id, seals_thoughts=SEALED_THOUGHTS in (body.include or ()))
         self._finish: FinishReason | None = None
         self._num_thought_tokens = 0
-        self.num_tokens = 0
+        self._num_tokens = 0
         self._begun = _begun(request_id, service, body)
 
-    def opening(self) -> bytes:
+    def opening(self, first: OutputChunk) -> bytes:
+        """Return the events that the response was created; the first chunk brings none of its own."""
+        del first
         kinds = ("response.created", "response.in_progress")
         return self._write([(kind, {"response": self._begun}) for kind in kinds])
 
-    def push(self, chunk: OutputChunk) -> bytes:
-        return self._write(self.take(chunk))
+    def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
+        del usage  # it comes with the last event
+        return self._write(self._take(chunk))
 
-    def take(self, chunk: OutputChunk) -> list[Event]:
+    def _take(self, chunk: OutputChunk) -> list[Event]:
         """Take the next token; return its events."""
         read = self._reader.read(chunk.text, is_end=chunk.finish is not None)
         logprobs = chat_logprobs(self._tokenizer, chunk).content if chunk.logprobs else ()
         events = self._items.push(read, logprobs)
         self._finish = chunk.finish
-        self.num_tokens += len(chunk.token_ids)
+        self._num_tokens += len(chunk.token_ids)
         if self._items.is_thinking:
-            self._num_thought_tokens = self.num_tokens
+            self._num_thought_tokens = self._num_tokens
         return events
 
     def closing(self, usage: Usage) -> bytes:
         ended, events = self._ended(usage)
         return self._write([*events, (f"response.{ended.status}", {"response": ended})])
 
-    def whole(self, usage: Usage) -> bytes:
-        """Return the response at its end, instead of ``closing``."""
+    def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
+        for chunk in choices[0]:
+            self._take(chunk)
         return _encoder.encode(self._ended(usage)[0])
 
-    def failed(self, code: str, message: str) -> bytes:
-        """Return the event that the answer failed."""
-        error = ResponseError(code=code, message=message)
-        failed = msgspec.structs.replace(self._begun, status="failed", error=error)
+    def failed(self, error: RequestFailedError) -> bytes:
+        why = ResponseError(code=error.cause.value, message=str(error))
+        failed = msgspec.structs.replace(self._begun, status="failed", error=why)
         return self._write([("response.failed", {"response": failed})])
 
     def _ended(self, usage: Usage) -> tuple[ResponseObject, list[Event]]:
