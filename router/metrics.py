@@ -4,7 +4,7 @@ Counters and histograms of our own: they are written many times a token, and pro
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -83,36 +83,13 @@ class Histogram:
         return [0] * (len(self._bounds) + 2)
 
 
-class Measures(Collector):
-    """All counters and histograms of one registry."""
-
-    def __init__(self) -> None:
-        self._all: list[Count | Histogram] = []
-
-    def count(self, name: str, help_text: str, *labels: str) -> Count:
-        self._all.append(made := Count(f"baton_{name}", help_text, *labels))
-        return made
-
-    def histogram(self, name: str, help_text: str, bounds: Sequence[float], *labels: str) -> Histogram:
-        self._all.append(made := Histogram(f"baton_{name}", help_text, bounds, *labels))
-        return made
-
-    def describe(self) -> Iterable[Metric]:
-        """Skip the registry's check for duplicate names."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        return (measure.family() for measure in self._all)
-
-
-class Metrics:
-    """The measures of one router process, in a registry of their own."""
+class Metrics(Collector):
+    """The counters and histograms of one router process, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        measures = Measures()
-        self.registry.register(measures)
-        count, histogram = measures.count, measures.histogram
+        self._all: list[Count | Histogram] = []
+        count, histogram = self._count, self._histogram
         self.refused = count("request_refused", "HTTP requests answered with an error, by status.", "status")
         self.rejections = count("admission_rejections", "HTTP requests answered with 429, by limit.", "reason")
         self.success = count("request_success", "Complete answers, by reason of ending.", "finished_reason")
@@ -154,6 +131,19 @@ class Metrics:
         )
         self._max_tokens = histogram("request_params_max_tokens", "max_tokens of each request.", _TOKENS)
         self._n = histogram("request_params_n", "Choices requested for each prompt of one HTTP request.", _CHOICES)
+
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        return (measure.family() for measure in self._all)
+
+    def _count(self, name: str, help_text: str, *labels: str) -> Count:
+        self._all.append(made := Count(f"baton_{name}", help_text, *labels))
+        return made
+
+    def _histogram(self, name: str, help_text: str, bounds: Sequence[float], *labels: str) -> Histogram:
+        self._all.append(made := Histogram(f"baton_{name}", help_text, bounds, *labels))
+        return made
 
     def exposition(self) -> bytes:
         """Return everything in Prometheus' text format."""

@@ -1,6 +1,6 @@
 """Metrics of a router's state, read when Prometheus asks: requests, breakers, and reports of replicas."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -28,9 +28,6 @@ class StateMetrics(Collector):
     pages: PageIndex
     clock: Clock
     inbox: AsyncInbox
-
-    def describe(self) -> Iterable[Metric]:
-        return []
 
     def collect(self) -> Iterator[Metric]:
         requests, dropped = self.requests, self.requests.dropped + self.inbox.dropped

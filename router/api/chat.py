@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any
 
 from cluster.spec.errors import UserError
-from router.api.constrain import checked_grammar, wanted_answer
+from router.api.constrain import ANY_OBJECT, Constraint, checked_grammar, either, json_part, wanted_answer
 from router.api.constraint_fields import AllowedTools, NamedTool, Tool, may_talk
 from router.api.errors import bad_request
 from router.api.intake import check, make_request, max_tokens, off_loop
 from router.api.requests import ChatMessage, ChatRequest, TemplateBody
-from router.constraints import ANY_OBJECT, Constraint, either, json_part
 from router.message import MessageReader, NewReader
 from router.reasoning import CLOSING, OPENING, Thinking, thinking_after
 from router.request import GenerateRequest

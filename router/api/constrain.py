@@ -1,32 +1,78 @@
-"""Conversion of body fields to the grammar of the answer."""
+"""Conversion of body fields to the required form of an answer, as one grammar for ``cluster.grammar``."""
 
 import asyncio
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
 
-from cluster.grammar import lark_of
+from cluster.grammar import lark_of, lark_of_regex
 from cluster.spec.errors import UserError
 from router.api.errors import bad_request
 from router.api.requests import GenerationBody
 from router.api.unsupported import refuse_unsupported
-from router.constraints import (
-    ANY_OBJECT,
-    Constraint,
-    Part,
-    answer_of,
-    choice_part,
-    grammar_text,
-    json_part,
-    lark_part,
-    regex_part,
-)
-from router.reasoning import Thinking
+from router.json_schemas import without_noops
+from router.reasoning import CLOSING, OPENING, Thinking
 from router.service import Service
 
 MAX_GRAMMAR_CHARS = 1024 * 1024
 """Longest grammar; it is sent with the request."""
+_WHITE_SPACE = r"[ \t\r\n]{0,40}"
+"""White space between JSON tokens, limited because a model that must write JSON may continue with it for ever."""
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One grammar of several; others may refer to it."""
+
+    field: str
+    """The field of the body, for errors."""
+    grammar: Mapping[str, Any]
+    """Grammar in llguidance's JSON form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """Alternative forms of an answer."""
+
+    rules: Sequence[str]
+    """Lark rules; those named in ``starts`` are the alternatives."""
+    starts: Sequence[str]
+    parts: Mapping[str, Part]
+    """Parts by their name in the rules."""
+
+    def grammar(self, thinking: Thinking, special_texts: frozenset[str]) -> str:
+        """Return the whole grammar, with thoughts before the answer.
+
+        Args:
+            special_texts: how special tokens are written.
+        """
+        start = f"start: {_thoughts(thinking)}({' | '.join(self.starts)})"
+        lark = "\n".join([start, *self.rules, *_thought_rules(thinking, special_texts)])
+        named = [{"name": name, **part.grammar} for name, part in self.parts.items()]
+        return _grammar_text({"lark_grammar": lark}, *named)
+
+
+def either(one: Constraint, other: Constraint) -> Constraint:
+    return Constraint(
+        rules=(*one.rules, *other.rules), starts=(*one.starts, *other.starts), parts={**one.parts, **other.parts}
+    )
+
+
+def json_part(schema: Mapping[str, Any] | bool, field: str) -> Part:
+    """Return the grammar of a JSON schema, whose ``x-guidance`` may set other options of llguidance."""
+    if schema is False:
+        return Part(field=field, grammar={"json_schema": False})
+    given = {} if schema is True else without_noops(schema)
+    options = {"whitespace_pattern": _WHITE_SPACE}
+    own = given.get("x-guidance", {})
+    if isinstance(own, dict):
+        own = own if "whitespace_flexible" in own or "whitespace_pattern" in own else options | own
+    return Part(field=field, grammar={"json_schema": given | {"x-guidance": own}})
 
 
 def wanted_answer(body: GenerationBody) -> Constraint | None:
@@ -52,7 +98,7 @@ def wanted_answer(body: GenerationBody) -> Constraint | None:
     if len(parts) > 1:
         fields = " and ".join(part.field for part in parts)
         raise bad_request(f"{parts[1].field}: the answer can have only one form, got {fields}", parts[1].field)
-    return answer_of(parts[0]) if parts else None
+    return Constraint(rules=(), starts=("@answer",), parts={"answer": parts[0]}) if parts else None
 
 
 async def checked_grammar(service: Service, constraint: Constraint | None, thinking: Thinking = Thinking.NONE) -> str:
@@ -74,7 +120,7 @@ async def checked_grammar(service: Service, constraint: Constraint | None, think
 async def _blame(service: Service, constraint: Constraint, problem: str) -> Exception:
     """Return an error about the part that cannot be used even alone, else about all of them."""
     for part in constraint.parts.values():
-        if own := await _problem(service, grammar_text(part.grammar)):
+        if own := await _problem(service, _grammar_text(part.grammar)):
             return bad_request(f"{part.field}: {own}", part.field)
     field = next(iter(constraint.parts.values())).field
     return bad_request(f"{field}: {problem}", field)
@@ -102,14 +148,19 @@ def _part(field: str, value: Any) -> Part:
         case "json_object":
             return json_part(ANY_OBJECT, field)
         case "regex":
-            return regex_part(value, field)
+            lark = lark_of_regex(value)
         case "choice":
-            return choice_part(value, field)
-    assert kind in ("grammar", "ebnf"), f"no such form: {kind}"
-    try:
-        return lark_part(lark_of(value), field)
-    except UserError as error:
-        raise bad_request(f"{field}: {error}", field) from error
+            # A terminal (in capitals) is one automaton; alternatives of a rule would each be followed on their own.
+            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
+            lark = f"start: CHOICE\nCHOICE: {choices}"
+        case "grammar" | "ebnf":
+            try:
+                lark = lark_of(value)
+            except UserError as error:
+                raise bad_request(f"{field}: {error}", field) from error
+        case _:
+            raise AssertionError(f"no such form: {kind}")
+    return Part(field=field, grammar={"lark_grammar": lark})
 
 
 def _formatted(body: GenerationBody) -> list[Part]:
@@ -134,3 +185,23 @@ def _schema(given: Any, field: str) -> Mapping[str, Any] | bool:
     if not isinstance(given, dict | bool):
         raise bad_request(f"{field}: must be a JSON schema: an object, or its text", field)
     return given
+
+
+def _grammar_text(*grammars: Mapping[str, Any]) -> str:
+    """Join grammars, the first of which is that of the text."""
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
+
+
+def _thoughts(thinking: Thinking) -> str:
+    return {Thinking.NONE: "", Thinking.OPTIONAL: "(opening thoughts)? ", Thinking.BEGUN: "thoughts "}[thinking]
+
+
+def _thought_rules(thinking: Thinking, special_texts: frozenset[str]) -> list[str]:
+    if thinking is Thinking.NONE:
+        return []
+    opening = OPENING if OPENING in special_texts else json.dumps(OPENING)
+    if CLOSING in special_texts:
+        thoughts = [f"thoughts: /(?s:.*)/ {CLOSING} /\\n{{0,2}}/"]
+    else:
+        thoughts = ["thoughts: thought /\\n{0,2}/", f"thought[suffix={json.dumps(CLOSING)}]: /(?s:.*)/"]
+    return [f"opening: {opening}", *thoughts]
