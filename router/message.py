@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from router.reasoning import Thinking, ThoughtSplitter
-from router.tool_calls.events import Argued, CallBegun, Event, Said, ToolParser
+from router.tool_calls.call_scanner import Argued, CallBegun, Event, Said, ToolParser
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from cluster.logs import with_facts
 from cluster.spec.clock import Clock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
-from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import (
     CommandTaken,
     Failure,
@@ -33,7 +32,6 @@ from router.dispatch import RequestTable
 from router.errors import NotReadyError, QueueFullError
 from router.metrics import Metrics
 from router.picker import Picker
-from router.policies import Load
 from router.request import Action, AttemptStarted, Cause, Fail, GenerateRequest, OutputChunk, RequestId, Send, Wait
 from router.request_trace import RequestTraces
 
@@ -166,29 +164,18 @@ class Relay:
         self._on_ended()
         await self._idle.wait()
 
-    def pause(self) -> None:
-        self._is_paused = True
+    def set_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
         self._on_ended()
-
-    def resume(self) -> None:
-        self._is_paused = False
 
     @property
     def is_paused(self) -> bool:
         return self._is_draining or self._is_paused
 
-    def load_lines(self) -> dict[tuple[ReplicaId, Incarnation], Load]:
-        """Return what is open at each replica that has anything open."""
-        return self._requests.load.lines()
-
     @property
     def uses_prefixes(self) -> bool:
         """Return whether ``open`` needs the page keys of prompts."""
         return bool(self._picker.prefix_roles)
-
-    @property
-    def num_open(self) -> int:
-        return self._requests.num_open
 
     def stop(self) -> None:
         self._is_draining = True

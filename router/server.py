@@ -154,6 +154,7 @@ class RouterServer:
             tokenizer=self._tokenizer,
             model=self._model,
             relay=Relay(self._config, requests, directory, picker, outbox, clock, metrics, gate.look),
+            requests=requests,
             directory=directory,
             metrics=metrics,
             grammars=Grammars(self._model_folder, self._tokenizer.vocab_size),

@@ -13,6 +13,7 @@ from cluster.spec.worker_spec import RouterShare
 from cluster.tokenizer import Tokenizer
 from router.admission import Gate, KeyLimits
 from router.directory import Directory
+from router.dispatch import RequestTable
 from router.finished import MAX_RECENT, FinishedRequest
 from router.key_ring import KeyRing
 from router.metrics import Metrics
@@ -64,6 +65,7 @@ class Service:
     tokenizer: Tokenizer
     model: ModelFacts
     relay: Relay
+    requests: RequestTable
     directory: Directory
     metrics: Metrics
     grammars: Grammars
@@ -80,7 +82,7 @@ class Service:
     @property
     def state(self) -> dict[str, object]:
         return {
-            "open": self.relay.num_open,
+            "open": self.requests.num_open,
             "waiting": self.gate.num_waiting,
             "draining": self.relay.is_paused,
         }

@@ -31,24 +31,12 @@ def routes(service: Service) -> APIRouter:
     @router.post("/drain", **_BODY_OF_TARGET)
     async def drain(request: Request) -> dict[str, object]:
         """Send no new requests to a replica; without a name, admit no new ones at all. Open ones continue."""
-        body = await read(request, TargetRequest)
-        if body.replica is None:
-            _check_alone(service)
-            service.relay.pause()
-            return {"draining": "router"}
-        await _give(service, [_peer(service, body.replica)], Drain())
-        return {"draining": body.replica}
+        return {"draining": await _drain(service, request, Drain())}
 
     @router.post("/resume", **_BODY_OF_TARGET)
     async def resume(request: Request) -> dict[str, object]:
         """Undo a drain."""
-        body = await read(request, TargetRequest)
-        if body.replica is None:
-            _check_alone(service)
-            service.relay.resume()
-            return {"resumed": "router"}
-        await _give(service, [_peer(service, body.replica)], Resume())
-        return {"resumed": body.replica}
+        return {"resumed": await _drain(service, request, Resume())}
 
     _add_cache_routes(router, service)
 
@@ -65,8 +53,7 @@ def _add_cache_routes(router: APIRouter, service: Service) -> None:
     @router.post("/flush_cache", **_BODY_OF_TARGET)
     async def flush_cache(request: Request) -> dict[str, object]:
         """Drop the cached pages that no request holds: of one replica, or of all."""
-        peers = _peers(service, await read(request, TargetRequest))
-        return {"flushing": await _give(service, peers, FlushCache())}
+        return {"flushing": await _give(service, request, FlushCache())}
 
     @router.post("/pin", openapi_extra=document(PinRequest))
     async def pin(request: Request) -> dict[str, object]:
@@ -84,14 +71,12 @@ def _add_cache_routes(router: APIRouter, service: Service) -> None:
     @router.post("/attach_storage", **_BODY_OF_TARGET)
     async def attach_storage(request: Request) -> dict[str, object]:
         """Use storage again: one replica, or all."""
-        peers = _peers(service, await read(request, TargetRequest))
-        return {"attaching": await _give(service, peers, UseStorage(is_attached=True))}
+        return {"attaching": await _give(service, request, UseStorage(is_attached=True))}
 
     @router.post("/detach_storage", **_BODY_OF_TARGET)
     async def detach_storage(request: Request) -> dict[str, object]:
         """Stop using storage, for maintenance; jobs under way end, and a replica that starts later uses it."""
-        peers = _peers(service, await read(request, TargetRequest))
-        return {"detaching": await _give(service, peers, UseStorage(is_attached=False))}
+        return {"detaching": await _give(service, request, UseStorage(is_attached=False))}
 
 
 async def _pin(service: Service, body: PinRequest, *, is_pinned: bool) -> dict[str, object]:
@@ -111,21 +96,23 @@ async def _pin(service: Service, body: PinRequest, *, is_pinned: bool) -> dict[s
     return {"prompt_pages": len(keys), "pinned_pages": pinned, "replicas": replicas}
 
 
-async def _give(service: Service, peers: Sequence[Peer], wanted: Wanted) -> list[str]:
-    """Return when every one of them has done it.
-
-    Raises:
-        NoAnswerError: some did not answer.
-        RefusedError: some cannot do it.
-    """
-    await service.relay.commands.give(peers, wanted)
-    return [peer.replica for peer in peers]
-
-
-def _check_alone(service: Service) -> None:
-    """Refuse what one of several router processes cannot do for all."""
+async def _drain(service: Service, request: Request, wanted: Drain | Resume) -> str:
+    """Drain or resume a replica, or this router; return its name."""
+    body = await read(request, TargetRequest)
+    if body.replica is not None:
+        await service.relay.commands.give([_peer(service, body.replica)], wanted)
+        return body.replica
     if (num := service.share.num_processes) > 1:
         raise RefusedError(f"replica: needed with router.processes: {num}; a router process cannot drain the others")
+    service.relay.set_paused(isinstance(wanted, Drain))
+    return "router"
+
+
+async def _give(service: Service, request: Request, wanted: Wanted) -> list[str]:
+    """Return the names of the replicas when every one of them has done it."""
+    peers = _peers(service, await read(request, TargetRequest))
+    await service.relay.commands.give(peers, wanted)
+    return [peer.replica for peer in peers]
 
 
 def _peers(service: Service, body: TargetRequest) -> Sequence[Peer]:
@@ -141,7 +128,7 @@ def _peer(service: Service, name: str) -> Peer:
 
 
 def _load(service: Service) -> dict[str, object]:
-    book = service.relay.load_lines()
+    book = service.requests.load.lines()
     snapshot = service.directory.snapshot
     entries = snapshot.replicas if snapshot else ()
     replicas = {

@@ -19,7 +19,7 @@ from router.api.response_objects import (
 from router.api.response_request import sealed
 from router.api.responses import ChosenLogprob
 from router.message import MessageEvent, Thought, new_call_id
-from router.tool_calls.events import Argued, CallBegun, Said
+from router.tool_calls.call_scanner import Argued, CallBegun, Said
 
 Event = tuple[str, dict[str, Any]]
 """Type and fields of a server-sent event."""

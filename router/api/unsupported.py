@@ -7,54 +7,34 @@ import msgspec
 
 from router.api.errors import bad_request
 
+_NEVER = (
+    {"audio", "bootstrap_host", "bootstrap_pair_key", "bootstrap_port", "bootstrap_room"}
+    | {"chat_template", "custom_logit_processor", "data_parallel_rank", "guided_whitespace_pattern"}
+    | {"input_ids", "lora_path", "prompt_embeds", "reasoning", "repetition_detection", "session_params"}
+    | {"task", "thinking_token_budget", "truncate_prompt_tokens", "web_search_options"}
+)
+_UNLESS_FALSE = (
+    {"continue_final_message", "early_stopping", "echo", "return_cached_tokens_details"}
+    | {"return_hidden_states", "return_meta_info", "return_prompt_token_ids", "return_routed_experts"}
+    | {"return_tokens_as_token_ids", "use_beam_search"}
+)
+_UNLESS_EMPTY = {"documents", "functions", "logits_processors", "logprob_token_ids", "stop_regex", "tools"}
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "audio": (),
+    **dict.fromkeys(_NEVER, ()),
+    **dict.fromkeys(_UNLESS_FALSE, (False,)),
+    **dict.fromkeys(_UNLESS_EMPTY, ([],)),
     "best_of": (1,),
-    "bootstrap_host": (),
-    "bootstrap_pair_key": (),
-    "bootstrap_port": (),
-    "bootstrap_room": (),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "custom_logit_processor": (),
-    "custom_params": ({},),
-    "data_parallel_rank": (),
-    "documents": ([],),
-    "early_stopping": (False,),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_whitespace_pattern": (),
-    "input_ids": (),
     "length_penalty": (1,),
-    "logits_processors": ([],),
-    "logprob_token_ids": ([],),
-    "lora_path": (),
+    "custom_params": ({},),
+    "vllm_xargs": ({},),
+    "function_call": ("none", "auto"),
+    "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
-    "prompt_embeds": (),
-    "repetition_detection": (),
-    "reasoning": (),
-    "return_cached_tokens_details": (False,),
-    "return_hidden_states": (False,),
-    "return_meta_info": (False,),
-    "return_prompt_token_ids": (False,),
-    "return_routed_experts": (False,),
-    "return_tokens_as_token_ids": (False,),
     "routed_experts_start_len": (0,),
     "separate_reasoning": (True,),
-    "session_params": (),
-    "stop_regex": ([],),
     "stream_reasoning": (True,),
     "suffix": ("",),
-    "task": (),
-    "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
-    "vllm_xargs": ({},),
-    "web_search_options": (),
 }
 """Neutral values besides null, by undeclared field."""
 

@@ -1,13 +1,47 @@
-"""Incremental reader of one call: a JSON object with the name of a function and its arguments."""
+"""Events of tool parsers, and the incremental reader of one call: a JSON object with name and arguments."""
 
 import json
-from collections.abc import Collection
-
-from router.tool_calls.events import Argued, CallBegun, Event
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 _ARGUMENTS = ("arguments", "parameters")
 KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
 """Allowed members of a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A call of this function; what follows belongs to it until the next call."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Argued:
+    """The next part of the arguments, JSON, of the call that began last."""
+
+    text: str
+
+
+Event = Said | CallBegun | Argued
+
+
+class ToolParser(Protocol):
+    """Takes the text of one answer in arbitrary pieces."""
+
+    def push(self, text: str) -> Sequence[Event]:
+        """Return the events that this text completes. No part of a marker is ever said."""
+        ...
+
+    def flush(self) -> Sequence[Event]:
+        """Return the events held back."""
+        ...
 
 
 class CallScanner:

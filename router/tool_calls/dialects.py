@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from cluster.spec.config import ToolParserName
 from router.tool_calls import hermes, llama3
-from router.tool_calls.call_scanner import KEYS
-from router.tool_calls.events import ToolParser
+from router.tool_calls.call_scanner import KEYS, ToolParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

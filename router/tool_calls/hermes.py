@@ -3,8 +3,7 @@
 from collections.abc import Collection
 
 from router.marker import MarkerScanner, Trimmer
-from router.tool_calls.call_scanner import CallScanner
-from router.tool_calls.events import Event, Said
+from router.tool_calls.call_scanner import CallScanner, Event, Said
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Collection
 
-from router.tool_calls.call_scanner import CallScanner
-from router.tool_calls.events import Event, Said
+from router.tool_calls.call_scanner import CallScanner, Event, Said
 
 TAG = "<|python_tag|>"
 """May precede a call."""

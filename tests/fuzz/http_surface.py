@@ -135,7 +135,7 @@ class HttpSurface:
         protocol.data_received(data)
         await self._settle(ANSWER_S)
         protocol.connection_lost(None)
-        self._service.relay.resume()  # it may have been told to take no requests
+        self._service.relay.set_paused(False)  # it may have been told to take no requests
         await self._settle(END_S)
         assert not self._state.tasks, "a request goes on without its client"
         for answer in bytes(wire.written).split(b"HTTP/1.1 ")[1:]:
