@@ -76,8 +76,7 @@ class _Breaker:
     num_failures: int = 0
     """Consecutive failures."""
     opened_s: float | None = None
-    trial: Room | None = None
-    """The attempt that tries it."""
+    """Time of the last failure that opened it, or of the last attempt that tried it."""
 
 
 class Breakers:
@@ -99,8 +98,7 @@ class Breakers:
 
     def allows(self, peer: Peer, now_s: float) -> bool:
         """Return whether a replica should get the next attempt."""
-        state = self.state(peer, now_s)
-        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._breakers[peer].trial is None)
+        return self.state(peer, now_s) is not BreakerState.OPEN
 
     def allowed(self, peers: list[Peer], now_s: float) -> list[Peer]:
         """Return the replicas that should get the next attempt; all of them where none should."""
@@ -108,16 +106,10 @@ class Breakers:
             return peers
         return [peer for peer in peers if self.allows(peer, now_s)] or peers
 
-    def begin(self, peer: Peer, room: Room, now_s: float) -> None:
-        """Take note that a replica gets an attempt."""
-        if self.state(peer, now_s) is BreakerState.HALF_OPEN and self._breakers[peer].trial is None:
-            self._breakers[peer].trial = room
-
-    def end(self, peer: Peer, room: Room) -> None:
-        """Take note that an attempt is over, whatever it showed of the replica."""
-        breaker = self._breakers.get(peer)
-        if breaker is not None and breaker.trial == room:
-            breaker.trial = None
+    def begin(self, peer: Peer, now_s: float) -> None:
+        """Take note that a replica gets an attempt; one that is being tried gets no other for a while."""
+        if self.state(peer, now_s) is BreakerState.HALF_OPEN:
+            self._breakers[peer].opened_s = now_s
 
     def succeed(self, peer: Peer) -> None:
         """Close the breaker of a replica that did its part."""
@@ -187,7 +179,7 @@ class Attempts:
         submit, actions = state.submit(attempt, self._me), list[Action]()
         actions.append(AttemptStarted(request_id=state.request_id, room=room, targets=targets))
         for peer in targets.peers:
-            self._breakers.begin(peer, room, now_s)
+            self._breakers.begin(peer, now_s)
             actions.append(Send(address=peer.address, message=submit))
         return actions
 
@@ -215,8 +207,6 @@ class Attempts:
         if state.phase is RequestPhase.WAITING:
             self._leave_prefill(attempt)
         self._load.remove(attempt.targets.decode, attempt.decode_len)
-        for peer in attempt.targets.peers:
-            self._breakers.end(peer, attempt.room)
         del self._states[attempt.room]
         state.attempt = None
         return [

@@ -52,15 +52,12 @@ def read_keys(config: RouterConfig, environ: Mapping[str, str] | None = None) ->
     Raises:
         UserError: the file cannot be used, or two keys are alike; never quotes a key.
     """
-    keys = [*_of_file(config.api_keys_file), *_of_environ(API_KEYS.get(environ))]
+    given = [ApiKey(name=f"key-{number}", key=key) for number, key in enumerate(API_KEYS.get(environ))]
+    keys = [*_of_file(config.api_keys_file), *given]
     for what in ("name", "key"):
         if len({getattr(key, what) for key in keys}) < len(keys):
             raise UserError(f"API keys: two have the same {what}; allowed: each {what} once")
     return KeyRing(tuple(keys), ADMIN_KEY.get(environ))
-
-
-def _of_environ(keys: tuple[str, ...]) -> list[ApiKey]:
-    return [ApiKey(name=f"key-{number}", key=key) for number, key in enumerate(keys)]
 
 
 def _of_file(path: str | None) -> list[ApiKey]:

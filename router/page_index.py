@@ -73,26 +73,15 @@ class KeySet(Set[bytes]):
     def __len__(self) -> int:
         return sum(map(len, self._parts))
 
-    def add_all(self, keys: Iterable[bytes]) -> int:
-        """Add keys; return how many are new."""
-        before, part_of = len(self), self._part_of
+    def add_all(self, keys: Iterable[bytes]) -> None:
+        part_of = self._part_of
         for key in keys:
             part_of[key[0]][key] = None
-        return len(self) - before
 
-    def remove_all(self, keys: Iterable[bytes]) -> int:
-        """Remove keys; return how many were there."""
-        before, part_of = len(self), self._part_of
+    def remove_all(self, keys: Iterable[bytes]) -> None:
+        part_of = self._part_of
         for key in keys:
             part_of[key[0]].pop(key, None)
-        return before - len(self)
-
-    def clear(self) -> int:
-        """Remove everything; return how many keys there were."""
-        num_keys = len(self)
-        for part in self._parts:
-            part.clear()
-        return num_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +99,6 @@ class LowerTiers:
         """Keep at most ``max_keys`` keys of host pages, and as many of stored ones."""
         self._max_keys = max_keys
         self._host: dict[Owner, KeySet] = {}
-        self._num_host = 0
         self._stored: OrderedDict[bytes, None] = OrderedDict()
         """Least recently reported or looked up first, which is the order of eviction."""
 
@@ -119,15 +107,13 @@ class LowerTiers:
         if tier is Tier.STORAGE:
             self._note_stored(stored, removed)
             return
-        if owner not in self._host:
-            self._host[owner] = KeySet()
-        keys = self._host[owner]
-        self._num_host -= keys.remove_all(removed)
-        self._num_host += keys.add_all(stored[: self._max_keys - self._num_host])
+        keys = self._host.setdefault(owner, KeySet())
+        keys.remove_all(removed)
+        keys.add_all(stored[: self._max_keys - sum(map(len, self._host.values()))])
 
     def forget(self, owner: Owner) -> None:
         """Drop what a replica has reported: it is gone, or reports everything anew."""
-        self._num_host -= len(self._host.pop(owner, ()))
+        self._host.pop(owner, None)
 
     def is_known(self, key: bytes) -> bool:
         """Return whether a page is in any lower tier."""
@@ -135,7 +121,7 @@ class LowerTiers:
 
     def worth(self, owner: Owner, keys: Sequence[bytes], weights: Weights) -> float:
         """Return the worth, in pages, of the keys after those on the device, up to the first that is nowhere."""
-        if not self._num_host and not self._stored:
+        if not self._host and not self._stored:
             return 0.0
         host = self._host.get(owner, frozenset[bytes]())
         worth, found = 0.0, list[bytes]()
@@ -180,15 +166,19 @@ class PageIndex:
         self._max_pages = max_pages
         self._known: dict[Owner, _Known] = {}
         self._below = LowerTiers(max_pages)
-        self.num_pages = 0
         self.num_gaps = 0
         """Times that reports were missing."""
+
+    @property
+    def num_pages(self) -> int:
+        """Keys of all replicas' devices."""
+        return sum(len(known.keys) for known in self._known.values())
 
     def update(self, peers: Iterable[Peer], now_s: float) -> list[Peer]:
         """Take the replicas there are; return those to be asked what they have."""
         present = {(peer.replica, peer.incarnation): peer for peer in peers}
         for key in self._known.keys() - present.keys():
-            self.num_pages -= len(self._known.pop(key).keys)
+            del self._known[key]
             self._below.forget(key)
         asked = []
         for key, peer in present.items():
@@ -215,7 +205,7 @@ class PageIndex:
             return True
         known.next_number = news.number + 1
         if news.tier is Tier.DEVICE:
-            self.num_pages -= known.keys.remove_all(news.removed)
+            known.keys.remove_all(news.removed)
             self._store(known, news.stored)
         else:
             self._below.note(owner, news.tier, news.stored, news.removed)
@@ -250,11 +240,11 @@ class PageIndex:
         return frozenset(known.keys) if known else frozenset()
 
     def _clear(self, owner: Owner, known: _Known) -> None:
-        self.num_pages -= known.keys.clear()
+        known.keys = KeySet()
         self._below.forget(owner)
         known.is_partial = False
 
     def _store(self, known: _Known, keys: Sequence[bytes]) -> None:
         free = self._max_pages - self.num_pages
         known.is_partial = known.is_partial or len(keys) > free
-        self.num_pages += known.keys.add_all(keys[:free])
+        known.keys.add_all(keys[:free])

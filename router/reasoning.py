@@ -48,20 +48,20 @@ class ThoughtSplitter:
         if self._start is not None:
             self._start, text = self._decide(self._start + text)
         if not self._thinks:
-            return "", self._say(text)
+            return "", self._answer.push(text)
         before, after = self._scanner.push(text)
         thoughts = self._thoughts.push(before)
         if after is None:
             return thoughts, ""
         self._thinks = False
         self._thoughts.flush()
-        return thoughts, self._say(after)
+        return thoughts, self._answer.push(after)
 
     def flush(self) -> tuple[str, str]:
         if self._thinks:
             thoughts = self._thoughts.push(self._scanner.flush())
             return thoughts + self._thoughts.flush(), ""
-        return "", self._say(self._start or "") + self._answer.flush()
+        return "", self._answer.push(self._start or "") + self._answer.flush()
 
     def _decide(self, start: str) -> tuple[str | None, str]:
         """Return the undecided text, and the text to process."""
@@ -73,6 +73,3 @@ class ThoughtSplitter:
             return start, ""
         self._answer = Trimmer(keeps_start=True)
         return None, start
-
-    def _say(self, text: str) -> str:
-        return self._answer.push(text)

@@ -177,12 +177,10 @@ class RouterServer:
                 listener.close()
 
     async def _main(self, listeners: list[socket.socket]) -> None:
-        outbox = Outbox(self._rendezvous.channel_key)
-        try:
-            async with AsyncInbox(self._host, self._rendezvous.channel_key) as inbox:
+        key = self._rendezvous.channel_key
+        with contextlib.closing(Outbox(key)) as outbox:
+            async with AsyncInbox(self._host, key) as inbox:
                 await self._serve_until_stopped(listeners, inbox, outbox)
-        finally:
-            outbox.close()
 
     async def _serve_until_stopped(self, listeners: list[socket.socket], inbox: AsyncInbox, outbox: Outbox) -> None:
         service = self.service(inbox, outbox)

@@ -64,7 +64,8 @@ class ArrivingBodies:
                     part = self._checked(_body_of(event), num_bytes)
                     num_bytes += len(part)
                     self._num_bytes += len(part)
-                    self._check_all()
+                    if self._num_bytes > _MOST_LARGEST * self._limit:
+                        raise self._no_memory()
                     parts.append(part)
                     has_more = event.get("more_body", False)
         except TimeoutError:
@@ -80,12 +81,10 @@ class ArrivingBodies:
             raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
         return part
 
-    def _check_all(self) -> None:
-        most = _MOST_LARGEST * self._limit
-        if self._num_bytes > most:
-            message = f"arriving bodies take more than {most} bytes together; try again"
-            headers = _CLOSE | {"retry-after": "1"}
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large", headers=headers)
+    def _no_memory(self) -> ApiError:
+        message = f"arriving bodies take more than {_MOST_LARGEST * self._limit} bytes together; try again"
+        headers = _CLOSE | {"retry-after": "1"}
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large", headers=headers)
 
 
 async def read(request: Request, schema: type[Body]) -> Body:

@@ -5,7 +5,6 @@ Anything that is not certainly a list of integers is left to pydantic, which rep
 
 import re
 import secrets
-import threading
 from typing import Any
 
 import numpy as np
@@ -16,19 +15,9 @@ from cluster.spec.token_ids import TokenIds
 
 _LONG_BYTES = 2048
 """Pydantic is as fast on shorter bodies."""
-_KEPT_BYTES = 2**20
-"""Longest list whose parser is reused, and so keeps its memory."""
 _PLACEHOLDER = secrets.token_hex(16)
 """Replaces the ids; unknown to the authors of bodies."""
 _OPENING = re.compile(rb"\s*:\s*\[")
-
-
-class _PerThread(threading.local):
-    def __init__(self) -> None:
-        self.parser = simdjson.Parser()
-
-
-_per_thread = _PerThread()
 
 
 def cut_ids(body: bytes, field: str) -> tuple[bytes, TokenIds] | None:
@@ -54,9 +43,8 @@ def put_back(given: Any, handler: ValidatorFunctionWrapHandler, info: Validation
 
 def _read(numbers: bytes) -> TokenIds | None:
     """Return the ids of a JSON array; None unless it has some, and nothing else."""
-    parser = _per_thread.parser if len(numbers) <= _KEPT_BYTES else simdjson.Parser()
     try:
-        wide = np.frombuffer(parser.parse(numbers).as_buffer(of_type="i"), np.uint64)  # type: ignore[union-attr]
+        wide = np.frombuffer(simdjson.Parser().parse(numbers).as_buffer(of_type="i"), np.uint64)  # type: ignore[union-attr]
     except (TypeError, ValueError, RuntimeError):
         # RuntimeError for numbers of more than 64 bits.
         return None

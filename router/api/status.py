@@ -56,13 +56,6 @@ def routes(service: Service) -> APIRouter:
         """Prometheus' text format."""
         return Response(service.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
-    @router.get("/cluster", dependencies=[key_needed(service)])
-    async def cluster() -> Response:
-        """The bootstrap table as this router last saw it."""
-        if service.directory.snapshot is None:
-            raise NotReadyError("the bootstrap service has not answered yet")
-        return _json(service.directory.snapshot)
-
     return router
 
 

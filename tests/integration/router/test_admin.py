@@ -166,7 +166,7 @@ def test_only_known_keys_may_ask(guarded: RouterCluster) -> None:
     refused = ask(guarded, "key-of-nobody")
     assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
     assert "key-of-nobody" not in refused.text
-    for path in ("/v1/models", "/cluster", "/traces/1"):
+    for path in ("/v1/models", "/status", "/traces/1"):
         assert guarded.http.get(path).status_code == 401, path
     for path in ("/health", "/ready", "/version", "/metrics"):
         assert guarded.http.get(path).status_code == 200, path

@@ -66,10 +66,6 @@ class TestStatusRoutes:
         content = document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
         assert list(content) == ["text/plain"]
 
-    def test_cluster_is_the_table(self, shared: RouterCluster) -> None:
-        table = shared.http.get("/cluster").json()
-        assert [entry["replica"] for entry in table["replicas"]] == ["prefill-0", "decode-0"]
-
     def test_request_id_and_replicas_in_the_headers(self, shared: RouterCluster) -> None:
         reply = shared.http.post(
             "/v1/completions", json={"model": MODEL, "prompt": "x"}, headers={"X-Request-Id": "mine"}

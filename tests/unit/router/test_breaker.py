@@ -1,6 +1,5 @@
 """A breaker opens after failures in a row, lets one request try, and is closed by the first success."""
 
-from cluster.spec.ids import Room
 from router.attempts import Breakers, BreakerState
 from tests.fakes.bootstrap import peer_of
 
@@ -32,24 +31,15 @@ def test_a_single_request_tries_it() -> None:
     breakers = opened()
     assert breakers.state(PEER, 11.0) is BreakerState.HALF_OPEN
     assert breakers.allows(PEER, 11.0)
-    breakers.begin(PEER, Room(1), 11.0)
-    assert not breakers.allows(PEER, 11.0)
-    breakers.end(PEER, Room(2))
-    assert not breakers.allows(PEER, 11.0)
-
-
-def test_a_trial_that_says_nothing_makes_room_for_the_next() -> None:
-    breakers = opened()
-    breakers.begin(PEER, Room(1), 11.0)
-    breakers.end(PEER, Room(1))
-    assert breakers.allows(PEER, 11.0)
+    breakers.begin(PEER, 11.0)
+    assert not breakers.allows(PEER, 20.9)
+    assert breakers.allows(PEER, 21.0)
 
 
 def test_a_success_closes_it() -> None:
     breakers = opened()
-    breakers.begin(PEER, Room(1), 11.0)
+    breakers.begin(PEER, 11.0)
     breakers.succeed(PEER)
-    breakers.end(PEER, Room(1))
     assert breakers.state(PEER, 11.0) is BreakerState.CLOSED
     breakers.fail(PEER, 12.0)
     assert breakers.allows(PEER, 12.0)
@@ -57,9 +47,8 @@ def test_a_success_closes_it() -> None:
 
 def test_one_failure_opens_it_again() -> None:
     breakers = opened()
-    breakers.begin(PEER, Room(1), 11.0)
+    breakers.begin(PEER, 11.0)
     breakers.fail(PEER, 12.0)
-    breakers.end(PEER, Room(1))
     assert breakers.state(PEER, 21.9) is BreakerState.OPEN
     assert breakers.state(PEER, 22.0) is BreakerState.HALF_OPEN
 

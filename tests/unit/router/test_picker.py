@@ -66,7 +66,7 @@ def test_an_open_breaker_moves_requests_and_half_open_lets_one_through(broken: P
     choices.breakers.fail(broken, 0.0)
     assert choices.names() == {peer.replica for peer in PEERS if peer != broken}
     assert len(choices.names(now_s=10.0)) == 4
-    choices.breakers.begin(broken, Room(7), 10.0)
+    choices.breakers.begin(broken, 10.0)
     assert len(choices.names(now_s=10.0)) == 3
 
 
