@@ -83,7 +83,7 @@ class KeyLimits:
     def _check(self, account: _Account, name: str, limit: Limit) -> None:
         if limit.max_requests is not None and account.num_open >= limit.max_requests:
             message = f"{name}: {account.num_open} requests are open; allowed: {limit.max_requests} requests at once"
-            raise KeyLimitError(message, 1, "max_requests")
+            raise KeyLimitError(message, "max_requests")
         if limit.tokens_per_minute is None:
             return
         self._refill(account, limit.tokens_per_minute)
@@ -91,7 +91,7 @@ class KeyLimits:
         if over >= 0:
             wait_s = max(1, math.ceil((over + 1) * _MINUTE_S / limit.tokens_per_minute))
             message = f"{name}: this minute's tokens are used up; allowed: {limit.tokens_per_minute} a minute"
-            raise KeyLimitError(message, wait_s, "tokens_per_minute")
+            raise KeyLimitError(message, "tokens_per_minute", wait_s)
 
     def _refill(self, account: _Account, tokens_per_minute: int) -> None:
         now_s = self._clock.now_s()

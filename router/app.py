@@ -37,7 +37,7 @@ def create_api(service: Service) -> FastAPI:
     app = _Api(title="Baton", description="Long-context LLM serving with OpenAI's API.", redirect_slashes=False)
     limits = service.config.router
     app.state.bodies = ArrivingBodies(limits.max_body_mib << 20)
-    for routes in (generation.routes, models.routes, status.trace_routes):
+    for routes in (generation.routes, models.routes):
         app.include_router(routes(service), dependencies=[key_needed(service)])
     for routes in (status.routes, admin.routes):
         app.include_router(routes(service))

@@ -64,7 +64,6 @@ class BreakerState(StrEnum):
     """State of a replica's circuit breaker."""
 
     CLOSED = "closed"
-    """The replica gets requests."""
     OPEN = "open"
     """The replica failed too often in a row, and gets none for a while."""
     HALF_OPEN = "half_open"
@@ -116,7 +115,6 @@ class Breakers:
         self._breakers.pop(peer, None)
 
     def fail(self, peer: Peer, now_s: float) -> None:
-        """Count a failed attempt."""
         breaker = self._breakers.setdefault(peer, _Breaker())
         breaker.num_failures += 1
         if breaker.num_failures >= self._max_failures:
@@ -145,7 +143,6 @@ class Attempts:
         return len(self._states)
 
     def find(self, room: Room) -> RequestState | None:
-        """Return the request whose attempt has this room."""
         return self._states.get(room)
 
     def silent_since(self, time_s: float) -> Iterator[Attempt]:

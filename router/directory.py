@@ -27,7 +27,6 @@ class _Usable:
     peers: dict[Role, list[Peer]]
     """Peers by role, ordered by id."""
     missing: list[Role]
-    """Roles without any."""
     pool_tokens: int | None
     """Longest request, in tokens, that fits every one of them; None while none has reported."""
 

@@ -92,7 +92,6 @@ class RequestTable:
         return request_id in self._states
 
     def is_under_way(self, room: Room) -> bool:
-        """Return whether this is the room of a current attempt."""
         return room in self._attempts
 
     def open(
@@ -112,7 +111,6 @@ class RequestTable:
         return request_id, self._begin(state, room, now_s, first)
 
     def on_output(self, output: Output, now_s: float) -> list[Action]:
-        """Take tokens from a decode leader."""
         state = self._attempts.find(output.room)
         if state is None:
             return self._drop("late")

@@ -8,13 +8,25 @@ class NotReadyError(BatonError):
     """No request can be taken now; names what is missing."""
 
 
-class QueueFullError(BatonError):
+class LimitError(BatonError):
+    """A limit is reached for now."""
+
+    def __init__(self, message: str, limit: str = "", retry_after_s: int = 1) -> None:
+        """
+        Args:
+            limit: name of the setting.
+        """
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class QueueFullError(LimitError):
     """No request can be taken before some of the open ones are computed; says how many there are."""
 
-    def __init__(self, message: str, limit: str = "") -> None:
-        """limit: the setting that ended the wait for room."""
-        self.limit = limit
-        super().__init__(message)
+
+class KeyLimitError(LimitError):
+    """The client's key has reached a limit; says which."""
 
 
 class NoAnswerError(BatonError):
@@ -23,16 +35,6 @@ class NoAnswerError(BatonError):
 
 class RefusedError(BatonError):
     """The router or a replica cannot do what an administrator wants; says which, and why."""
-
-
-class KeyLimitError(BatonError):
-    """The client's key has reached a limit; says which."""
-
-    def __init__(self, message: str, retry_after_s: int, limit: str) -> None:
-        """limit: its name in the file of keys."""
-        self.limit = limit
-        self.retry_after_s = retry_after_s
-        super().__init__(message)
 
 
 class ClientLeftError(BatonError):

@@ -31,7 +31,6 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     error: BaseException | None
     request_id: str
     caller: str | None
-    """Name of its API key."""
     traceparent: str
     """The OpenTelemetry trace it is in, by its client or the router's own span; empty for none."""
     num_prompt_tokens: int

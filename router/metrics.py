@@ -146,7 +146,6 @@ class Metrics(Collector):
         return made
 
     def exposition(self) -> bytes:
-        """Return everything in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def totals(self) -> dict[str, float]:
@@ -173,7 +172,6 @@ class Metrics(Collector):
                 self._cache_queries.add(0 if request.page_keys is None else prompt_len)
 
     def on_prompt(self, prompt_len: int, num_cached: int) -> None:
-        """Count a computed prompt."""
         self._cache_hits.add(num_cached)
         self._computed.note(prompt_len - num_cached)
 

@@ -53,7 +53,6 @@ Policy = Callable[[Sequence[Candidate], PickInputs], Candidate]
 
 
 def round_robin(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
-    """Pick one after the other."""
     return candidates[inputs.number % len(candidates)]
 
 

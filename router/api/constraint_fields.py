@@ -13,9 +13,7 @@ Pattern = Annotated[str, Field(min_length=1)]
 EXPECTED = {
     "tool_choice": '"none", "auto", "required", an object of type "function" that names one of the tools, or one of '
     'type "allowed_tools" with a mode, "auto" or "required", and at least one of the tools',
-    "guided_json": "a JSON schema: an object, or its text",
-    "json_schema": "a JSON schema: an object, or its text",
-    "json": "a JSON schema: an object, or its text",
+    **dict.fromkeys(("guided_json", "json_schema", "json"), "a JSON schema: an object, or its text"),
     "format": 'an object of type "text", "json_object" or "json_schema"; the last with "name" and "schema"',
     "response_format": 'an object of type "text", "json_object" or "json_schema"; the last with "json_schema": '
     '{"name": ..., "schema": {...}}',

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from router.errors import (
     ClientLeftError,
     KeyLimitError,
+    LimitError,
     NoAnswerError,
     NotReadyError,
     QueueFullError,
@@ -47,7 +48,6 @@ class ErrorObject(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     type: str
     param: str | None
-    """The field at fault."""
     code: str | None
 
 
@@ -97,7 +97,7 @@ def answer_error(metrics: Metrics, request: Request, error: Exception) -> Respon
     """Return the response to a request that raised this, and count it."""
     shaped = _shape(request, error)
     metrics.refused.add(1, str(int(shaped.status)))
-    if isinstance(error, QueueFullError | KeyLimitError):
+    if isinstance(error, LimitError):
         metrics.rejections.add(1, error.limit)
     return Response(shaped.body, shaped.status, shaped.headers, media_type="application/json")
 

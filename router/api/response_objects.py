@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from router.api.responses import ChosenLogprob
+from router.api.responses import ChosenLogprob, PromptTokensDetails
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -45,14 +45,9 @@ class OutputCall(msgspec.Struct, frozen=True, kw_only=True, tag="function_call")
 OutputItem = OutputMessage | OutputThoughts | OutputCall
 
 
-class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Source of the prompt's KV; see ``PromptTokensDetails``."""
-
-    cached_tokens: int
+class InputTokensDetails(PromptTokensDetails, frozen=True, kw_only=True, omit_defaults=True):
     cache_write_tokens: int
     """Tokens that OpenAI charges for; always 0 here."""
-    host_tokens: int = 0
-    storage_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):

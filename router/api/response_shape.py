@@ -89,12 +89,7 @@ class ResponseShape:
             output=items,
             usage=ResponseUsage(
                 input_tokens=usage.prompt_tokens,
-                input_tokens_details=InputTokensDetails(
-                    cached_tokens=cached.cached_tokens,
-                    cache_write_tokens=0,
-                    host_tokens=cached.host_tokens,
-                    storage_tokens=cached.storage_tokens,
-                ),
+                input_tokens_details=InputTokensDetails(**msgspec.structs.asdict(cached), cache_write_tokens=0),
                 output_tokens=usage.completion_tokens,
                 output_tokens_details=OutputTokensDetails(reasoning_tokens=self._num_thought_tokens),
                 total_tokens=usage.total_tokens,

@@ -110,7 +110,6 @@ class ChatShape(TextShape):
         self._prompt_ids = prompt_ids
         self._with_thoughts = body.include_reasoning is not False
         self._readers = defaultdict[int, MessageReader](new_reader)
-        """Readers by choice."""
 
     def opening(self, first: OutputChunk) -> bytes:
         """Return the role."""

@@ -56,13 +56,7 @@ def routes(service: Service) -> APIRouter:
         """Prometheus' text format."""
         return Response(service.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
-    return router
-
-
-def trace_routes(service: Service) -> APIRouter:
-    router = APIRouter(tags=["status"])
-
-    @router.get("/traces/{name}")
+    @router.get("/traces/{name}", dependencies=[key_needed(service)])
     async def trace(name: str) -> Response:
         """The trace of one of this process's newest traced requests, in the Trace Event Format."""
         found = await service.relay.traces.gather(name)
