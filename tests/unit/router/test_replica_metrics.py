@@ -1,50 +1,132 @@
-"""The metrics of replicas, from what their leaders' heartbeats say."""
+"""Metrics of replicas, ranks and tiers, from the heartbeats of leaders."""
 
 import msgspec
+import pytest
 
 from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Role
-from cluster.spec.registry import ComputeTimes, ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.registry import ComputeTimes, RankCoords, RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.tiers import JOB_BOUNDS_S, RankTiers, RankWork, StorageFigures, TierJobKind, TierState
 from router.replica_metrics import replica_metrics
 from tests.fakes.paged_ranks import row
+from tests.fakes.rows import tier_state
+
+Samples = list[tuple[dict[str, str], float]]
+ROWS = tuple(row(Role.PREFILL, rank, 2, num_pages=1) for rank in range(2))
+LAYOUT = ROWS[1].layout
 
 
-def samples(load: ReplicaLoad, family: str) -> list[tuple[dict[str, str], float]]:
-    """Labels and values of one family, where a prefill replica of one rank tells of this load."""
+def samples(load: ReplicaLoad, family: str, rows: tuple[RankRow, ...] = ROWS) -> Samples:
+    """Return labels, besides the replica, and values of one family, where a prefill replica reports this load."""
     load = msgspec.json.decode(msgspec.json.encode(load), type=ReplicaLoad)
-    first = row(Role.PREFILL, 0, 1, num_pages=1)
     entry = ReplicaEntry(
-        replica=first.replica, role=Role.PREFILL, incarnation=Incarnation(1), ready=True, rows=(first,), load=load
+        replica=rows[0].replica, role=Role.PREFILL, incarnation=Incarnation(1), ready=True, rows=rows, load=load
     )
     families = {made.name: made for made in replica_metrics(TableSnapshot(version=1, replicas=(entry,), reaped={}))}
-    return [(sample.labels, sample.value) for sample in families[family].samples]
+    found = [(dict(sample.labels), sample.value) for sample in families[f"baton_{family}"].samples]
+    assert all(labels.pop("replica") == entry.replica for labels, _ in found)
+    return found
 
 
-def test_each_expert_has_its_line() -> None:
-    assert samples(ReplicaLoad(expert_tokens={1: 7, 0: 5}), "baton_expert_tokens") == [
-        ({"replica": "prefill-0", "expert": "0"}, 5),
-        ({"replica": "prefill-0", "expert": "1"}, 7),
-    ]
+@pytest.mark.parametrize(
+    ("load", "family", "expected"),
+    [
+        (ReplicaLoad(num_preempted=5), "num_preemptions", [({}, 5)]),
+        (ReplicaLoad(expert_tokens={1: 7, 0: 5}), "expert_tokens", [({"expert": "0"}, 5), ({"expert": "1"}, 7)]),
+        (ReplicaLoad(graph_steps={"replayed": 3}), "decode_graph_steps", [({"way": "replayed"}, 3)]),
+        (ReplicaLoad(graph_bytes=5), "decode_graph_bytes", [({}, 5)]),
+        (ReplicaLoad(), "decode_graph_bytes", []),
+        (ReplicaLoad(), "wrong_pages", []),
+        (ReplicaLoad(total_pages=8, free_pages=6), "kv_cache_usage_perc", [({}, 0.25)]),
+        (
+            ReplicaLoad(computed=(ComputeTimes(global_rank=1, num_steps=3, total_s=0.5),)),
+            "rank_step_seconds",
+            [({"rank": "1"}, 0.5)],
+        ),
+    ],
+)
+def test_what_a_leader_reports(load: ReplicaLoad, family: str, expected: Samples) -> None:
+    assert samples(load, family) == expected
 
 
-def test_preemptions_are_counted() -> None:
-    assert samples(ReplicaLoad(num_preempted=5), "baton_num_preemptions") == [({"replica": "prefill-0"}, 5)]
+def test_pages_and_their_type_are_labels() -> None:
+    ((labels, value),) = samples(ReplicaLoad(total_pages=9), "cache_config_info")
+    assert (labels["num_gpu_blocks"], value) == ("9", 1)
+    assert labels.keys() == {"block_size", "num_gpu_blocks", "cache_dtype"}
 
 
-def test_each_rank_has_its_steps() -> None:
-    load = ReplicaLoad(computed=(ComputeTimes(global_rank=1, num_steps=3, total_s=0.5),))
-    assert samples(load, "baton_rank_steps") == [({"replica": "prefill-0", "rank": "1"}, 3)]
-    assert samples(load, "baton_rank_step_seconds") == [({"replica": "prefill-0", "rank": "1"}, 0.5)]
+def rank_tiers(global_rank: int, storage: StorageFigures | None = None) -> RankTiers:
+    return RankTiers(
+        global_rank=global_rank,
+        host_pages=4,
+        used_host_pages=1,
+        num_evicted=2,
+        num_open={TierJobKind.FETCH: 9},
+        storage=storage,
+    )
 
 
-def test_pages_and_their_type_are_told() -> None:
-    ((labels, value),) = samples(ReplicaLoad(total_pages=9), "baton_cache_config_info")
-    assert (labels["replica"], labels["num_gpu_blocks"], value) == ("prefill-0", "9", 1)
-    assert labels.keys() == {"replica", "block_size", "num_gpu_blocks", "cache_dtype"}
+def fetches(global_rank: int) -> RankWork:
+    """Return three pages that were fetched in two jobs, of up to the first bound and beyond the last."""
+    return RankWork(
+        kind=TierJobKind.FETCH,
+        global_rank=global_rank,
+        num_jobs=2,
+        num_bytes=3 * LAYOUT.page_bytes,
+        busy_s=0.75,
+        waited_s=0.5,
+        num_within=(1, *(0 for _ in JOB_BOUNDS_S[1:]), 1),
+        failures={"corrupt": 1},
+    )
 
 
-def test_graphs_are_told_with_their_memory() -> None:
-    load = ReplicaLoad(graph_steps={"replayed": 3}, graph_bytes=5)
-    assert samples(load, "baton_decode_graph_steps") == [({"replica": "prefill-0", "way": "replayed"}, 3)]
-    assert samples(load, "baton_decode_graph_bytes") == [({"replica": "prefill-0"}, 5)]
-    assert samples(ReplicaLoad(), "baton_decode_graph_bytes") == []
+def tiers_of_the_second_rank() -> TierState:
+    figures = StorageFigures(used_bytes=1000, num_evicted=3, evicted_bytes=300)
+    return tier_state(host_pages=8, num_lost=2, work=(fetches(1),), ranks=(rank_tiers(1, figures),))
+
+
+@pytest.mark.parametrize(
+    ("family", "labels", "value"),
+    [
+        ("host_bytes", {}, 4 * LAYOUT.page_bytes),
+        ("host_used_bytes", {}, LAYOUT.page_bytes),
+        ("host_evicted_bytes", {}, 2 * LAYOUT.page_bytes),
+        ("storage_used_bytes", {}, 1000),
+        ("storage_evicted_objects", {}, 3),
+        ("storage_evicted_bytes", {}, 300),
+        ("tier_open_jobs", {"kind": "fetch"}, 9),
+        ("tier_jobs", {"kind": "fetch"}, 2),
+        ("tier_bytes", {"kind": "fetch"}, 3 * LAYOUT.page_bytes),
+        ("tier_tokens", {"kind": "fetch"}, 3 * LAYOUT.page_size),
+        ("tier_seconds", {"kind": "fetch"}, 0.75),
+        ("tier_failures", {"kind": "fetch", "why": "corrupt"}, 1),
+    ],
+)
+def test_tiers_of_each_rank(family: str, labels: dict[str, str], value: float) -> None:
+    place = {"cp_rank": "1", "cp_size": "2", "dp_rank": "0", "dp_size": "1"}
+    place |= {"tp_rank": "0", "tp_size": "1", "pp_rank": "0", "pp_size": "1"}
+    assert samples(ReplicaLoad(tiers=tiers_of_the_second_rank()), family) == [(place | labels, value)]
+
+
+def test_times_of_jobs_are_a_histogram() -> None:
+    *buckets, count, total = samples(ReplicaLoad(tiers=tiers_of_the_second_rank()), "tier_job_seconds")
+    assert [value for _, value in buckets] == [1.0] * len(JOB_BOUNDS_S) + [2.0]
+    assert (count[1], total[1]) == (2, 1.25)
+
+
+def test_tiers_of_a_replica() -> None:
+    load = ReplicaLoad(tiers=tiers_of_the_second_rank())
+    assert samples(load, "host_pages") == [({}, 8)]
+    assert samples(load, "tier_lost_pages") == [({}, 2)]
+    assert samples(ReplicaLoad(), "host_pages") == samples(ReplicaLoad(), "tier_bytes") == []
+
+
+def test_dp_ranks_are_told_apart() -> None:
+    alone, sizes = row(Role.PREFILL, 0, 1, num_pages=1), RankCoords(dp=2, cp=1, tp=1, pp=1)
+    rows = tuple(
+        msgspec.structs.replace(alone, coords=RankCoords(dp=rank, cp=0, tp=0, pp=0), sizes=sizes, global_rank=rank)
+        for rank in range(2)
+    )
+    tiers = tier_state(host_pages=4, work=(fetches(0), fetches(1)), ranks=(rank_tiers(0), rank_tiers(1)))
+    found = samples(ReplicaLoad(tiers=tiers), "tier_bytes", rows)
+    assert [labels["dp_rank"] for labels, _ in found] == ["0", "1"]
