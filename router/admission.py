@@ -60,11 +60,7 @@ class KeyLimits:
 
     @contextmanager
     def open(self, name: str, limit: Limit) -> Generator[None, None, None]:
-        """Count one request of a key as open.
-
-        Raises:
-            KeyLimitError: the key has reached a limit.
-        """
+        """Count one request of a key as open, unless the key has reached a limit."""
         account = self._accounts.setdefault(name, _Account())
         self._check(account, name, limit)
         account.num_open += 1

@@ -137,10 +137,7 @@ class OpenChoice:
     def __init__(
         self, answer: Answer, index: int, prompt_len: int, arrived_s: float, opened_s: float, metrics: Metrics
     ) -> None:
-        """
-        Args:
-            prompt_len: in tokens; 0 where another choice brings the prompt.
-        """
+        """``prompt_len`` is in tokens, and 0 where another choice brings the prompt."""
         self.answer = answer
         self._index = index
         self._prompt_len = prompt_len

@@ -26,7 +26,6 @@ class _Known:
 class _Usable:
     peers: dict[Role, list[Peer]]
     """Peers by role, ordered by id."""
-    missing: list[Role]
     pool_tokens: int | None
     """Longest request, in tokens, that fits every one of them; None while none has reported."""
 
@@ -79,7 +78,7 @@ class Directory:
     @property
     def missing(self) -> list[Role]:
         """Roles without a replica that takes new requests."""
-        return self._usable.missing
+        return [role for role in Role if not self.ready(role)]
 
     def rows(self, peer: Peer) -> tuple[RankRow, ...]:
         """Return every rank of a replica's start, if it is known."""
@@ -109,8 +108,7 @@ class Directory:
             all_entries = chain.from_iterable(entries.values())
             pages = ((entry, entry.load.total_pages // entry.leader.sizes.dp) for entry in all_entries)
             tokens = (num_pages * entry.leader.layout.page_size for entry, num_pages in pages)
-            missing = [role for role in Role if not peers[role]]
-            self._known_usable = _Usable(peers, missing, min(filter(None, tokens), default=None))
+            self._known_usable = _Usable(peers, min(filter(None, tokens), default=None))
         return self._known_usable
 
     def _find_usable(self, role: Role) -> list[ReplicaEntry]:

@@ -54,10 +54,7 @@ class RequestTable:
         draw: Callable[[], Room] = draw_room,
         retry_backoff_s: float = RETRY_BACKOFF_S,
     ) -> None:
-        """
-        Args:
-            load, breakers: updated here, read by ``pick``.
-        """
+        """``load`` and ``breakers`` are updated here and read by ``pick``."""
         self.me = me
         self.load = load
         self.breakers = breakers
@@ -97,11 +94,7 @@ class RequestTable:
     def open(
         self, request: GenerateRequest, deadline_s: float, now_s: float, prompt_of: RequestId | None = None
     ) -> tuple[RequestId, list[Action]]:
-        """Start a request.
-
-        Args:
-            prompt_of: another choice, which brings the prompt to the decode replica of both.
-        """
+        """Start a request; the choice ``prompt_of`` brings the prompt to the decode replica of both."""
         room = self._draw()
         request_id = RequestId(room)
         assert request_id not in self._states, f"room {room} drawn twice"

@@ -12,10 +12,7 @@ class LimitError(BatonError):
     """A limit is reached for now."""
 
     def __init__(self, message: str, limit: str = "", retry_after_s: int = 1) -> None:
-        """
-        Args:
-            limit: name of the setting.
-        """
+        """``limit`` is the name of the setting."""
         self.limit = limit
         self.retry_after_s = retry_after_s
         super().__init__(message)

@@ -79,7 +79,11 @@ class Picker:
         page_keys = request.page_keys if role in self.prefix_roles else None
         keys = page_keys.known(self.pages.is_known) if page_keys is not None else ()
         candidates = [
-            Candidate(peer=peer, load=self._load.of(peer), cached_tokens=self._count_cached(peer, keys))
+            Candidate(
+                peer=peer,
+                load=self._load.of(peer),
+                cached_tokens=int(self.pages.worth(peer, keys, _WEIGHTS) * self._page_size),
+            )
             for peer in peers
         ]
         number, unit = next(self._numbers[role]), self._random.random()
@@ -113,9 +117,6 @@ class Picker:
             return 0
         keys = request.page_keys.known(self.pages.is_known)
         return int(self.pages.worth(decode, keys, Weights(host=1.0)) * self._page_size)
-
-    def _count_cached(self, peer: Peer, keys: Sequence[bytes]) -> int:
-        return int(self.pages.worth(peer, keys, _WEIGHTS) * self._page_size) if keys else 0
 
 
 def _longest(request: GenerateRequest) -> int:

@@ -54,10 +54,7 @@ class Relay:
         metrics: Metrics,
         on_ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """
-        Args:
-            on_ended: called when a waiting request may find room at the replicas.
-        """
+        """``on_ended`` is called when a waiting request may find room at the replicas."""
         self._request_timeout_s = config.router.request_timeout_s
         self._on_ended = on_ended
         self._picker = picker

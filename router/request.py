@@ -218,7 +218,6 @@ class Cause(StrEnum):
     NO_REPLICA = "no_replica"
     """An attempt failed, and a role has no replica left for another one."""
     TIMED_OUT = "timed_out"
-    """The request's deadline passed."""
     STOPPED = "stopped"
     BROKEN_OUTPUT = "broken_output"
     """Tokens are missing, repeated differently, or too many."""

@@ -73,10 +73,7 @@ class RequestTraces:
     """The newest traces of this process. Belongs to one event loop."""
 
     def __init__(self, reply_to: str, send: Callable[[str, Message], None]) -> None:
-        """
-        Args:
-            reply_to: address of this process's inbox.
-        """
+        """``reply_to`` is the address of this process's inbox."""
         self._reply_to = reply_to
         self._send = send
         self._traces: OrderedDict[RequestId, RequestTrace] = OrderedDict()
@@ -105,11 +102,7 @@ class RequestTraces:
             trace.complete.set()
 
     async def gather(self, name: str) -> RequestTrace | None:
-        """Return a trace once every rank has answered, or after ``GATHER_S``; None where there is none.
-
-        Args:
-            name: the request id in decimal.
-        """
+        """Return the trace of a request id when every rank has answered, or after ``GATHER_S``; None for none."""
         trace = next((trace for request_id, trace in self._traces.items() if str(request_id) == name), None)
         if trace is not None and trace.ranks:
             with suppress(TimeoutError):
@@ -129,7 +122,7 @@ def _process(pid: int, name: str, intervals: Sequence[Interval], origin_s: float
     for lane, tid in lanes.items():
         yield _label(pid, tid, "thread_name", name=lane)
     for interval in intervals:
-        start_us, end_us = (_micros(time_s - origin_s) for time_s in (interval.start_s, interval.end_s))
+        start_us, end_us = (round((at_s - origin_s) * 1e6, 3) for at_s in (interval.start_s, interval.end_s))
         yield {
             "name": interval.name,
             "cat": interval.lane,
@@ -144,7 +137,3 @@ def _process(pid: int, name: str, intervals: Sequence[Interval], origin_s: float
 
 def _label(pid: int, tid: int, what: str, **args: str | int) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args}
-
-
-def _micros(time_s: float) -> float:
-    return round(time_s * 1e6, 3)

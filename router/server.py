@@ -93,11 +93,7 @@ class RouterServer:
         """URL of this process alone, on this machine; the endpoint itself if no other process shares its port."""
 
     def start(self) -> str:
-        """Serve in a thread; return the base url.
-
-        Raises:
-            UserError: the address cannot be listened on; names it.
-        """
+        """Serve in a thread; return the base url."""
         assert self._thread is None, "a router starts once"
         is_shared = self._share.num_processes > 1
         listeners = [_listen(self._config.router.host, self._config.router.port, is_shared)]
@@ -262,9 +258,6 @@ def _listen(host: str, port: int, is_shared: bool = False) -> socket.socket:
     Args:
         is_shared: other processes may have the port too. The kernel gives each connection to one of those that listen,
             so this one does not listen yet.
-
-    Raises:
-        UserError: the address cannot be listened on; names it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

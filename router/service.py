@@ -39,11 +39,7 @@ class ModelFacts:
 
 
 def read_model_facts(config: DeployConfig, tokenizer: Tokenizer) -> ModelFacts:
-    """Combine configuration and model files.
-
-    Raises:
-        UserError: neither gives the longest context.
-    """
+    """Combine configuration and model files."""
     max_context = config.model.max_context or tokenizer.max_context
     if max_context is None:
         raise UserError("model.max_context: not given, and the model's config.json has no max_position_embeddings")

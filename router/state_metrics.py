@@ -32,16 +32,22 @@ class StateMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         requests, dropped = self.requests, self.requests.dropped + self.inbox.dropped
         ended = {end.value: requests.ended[end] for end in ENDS}
-        yield _gauge("num_requests_running", "Open requests.", requests.num_open)
-        yield _gauge("num_requests_waiting", "HTTP requests that wait for room.", self.gate.num_waiting)
-        yield _gauge("router_known_pages", "Cached pages that replicas have reported.", self.pages.num_pages)
-        yield _counter("request_retries", "Attempts that began a request anew after a failure.", requests.num_retries)
-        yield _counter(
-            "request_continuations",
-            "Attempts that continued a stream after the tokens its client had.",
-            requests.num_continuations,
+        yield GaugeMetricFamily("baton_num_requests_running", "Open requests.", value=requests.num_open)
+        yield GaugeMetricFamily(
+            "baton_num_requests_waiting", "HTTP requests that wait for room.", value=self.gate.num_waiting
         )
-        yield _counter("router_page_gaps", "Times that a replica's page reports were missing.", self.pages.num_gaps)
+        yield GaugeMetricFamily(
+            "baton_router_known_pages", "Cached pages that replicas have reported.", value=self.pages.num_pages
+        )
+        yield CounterMetricFamily(
+            "baton_request_retries", "Attempts that began a request anew after a failure.", value=requests.num_retries
+        )
+        yield CounterMetricFamily(
+            "baton_request_continuations", "Attempts that continued a stream.", value=requests.num_continuations
+        )
+        yield CounterMetricFamily(
+            "baton_router_page_gaps", "Times that a replica's page reports were missing.", value=self.pages.num_gaps
+        )
         yield _labelled("request_ended", "Requests by outcome.", "outcome", ended)
         yield _labelled("message_dropped", "Unused messages, by reason.", "why", dropped)
         yield from self._readiness()
@@ -59,14 +65,6 @@ class StateMetrics(Collector):
                 for state in BreakerState:
                     breakers.add_metric([peer.replica, state.value], float(state is now))
         yield from (ready, breakers)
-
-
-def _gauge(name: str, help_text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"baton_{name}", help_text, value=value)
-
-
-def _counter(name: str, help_text: str, value: float) -> Metric:
-    return CounterMetricFamily(f"baton_{name}", help_text, value=value)
 
 
 def _labelled(name: str, help_text: str, label: str, values: Mapping[str, int]) -> Metric:

@@ -51,10 +51,6 @@ class AnswerText:
     """The text of one choice."""
 
     def __init__(self, tokenizer: Tokenizer, rules: TextRules, index: int = 0) -> None:
-        """
-        Args:
-            index: of the choice.
-        """
         self._index = index
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, rules.skip_special_tokens)

@@ -82,11 +82,7 @@ class Tracing:
 
 
 def make_tracing() -> Tracing | None:
-    """Make spans for the endpoint that the environment names; None where it names none.
-
-    Raises:
-        UserError: the library is not installed.
-    """
+    """Make spans for the endpoint that the environment names; None where it names none."""
     if not any(os.environ.get(name) for name in _ENDPOINTS):
         return None
     try:

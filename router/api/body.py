@@ -126,11 +126,7 @@ def _read_cut(content: bytes, schema: type[Body]) -> Body | None:
 
 
 def problem_of(error: ErrorDetails, expected: Mapping[str, str] = EXPECTED) -> ApiError:
-    """Return a validation error in our words, naming the field.
-
-    Args:
-        expected: the schema's fields that may have several types, in words.
-    """
+    """Return a validation error in our words, naming the field."""
     if error["type"] == "json_invalid":
         return bad_request(f"body: {error['msg']}")
     path, field = _path(error["loc"], expected)

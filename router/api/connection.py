@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from router.answer import Answer
 from router.errors import ClientLeftError, RequestFailedError
@@ -25,11 +25,7 @@ _UNWATCHED_S = 0.05
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, Got]) -> Got:
-    """Await the work of a request whose body has been read; stop it when the connection closes.
-
-    Raises:
-        ClientLeftError: the connection closed first.
-    """
+    """Await the work of a request whose body has been read; raise ClientLeftError if the connection closes first."""
     with _Leash() as leash:
         watching: asyncio.Task[None] | None = None
 
@@ -97,10 +93,7 @@ class EventStream(Response):
         frames: Callable[[Answer], Frames],
         failed: Callable[[RequestFailedError], bytes],
     ) -> None:
-        """
-        Args:
-            failed: makes the last frame of an answer that fails after its first one.
-        """
+        """``failed`` makes the last frame of an answer that fails after its first one."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._open_answer = open_answer
@@ -165,12 +158,10 @@ class EventStream(Response):
         self._sends_since_s = asyncio.get_running_loop().time()
         if not self._started:
             self._started = True
-            await send(self._start())
+            start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            await send(start)
         await send({"type": "http.response.body", "body": frame, "more_body": True})
         self._sends_since_s = None
-
-    def _start(self) -> Message:
-        return {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
 
 
 def event(data: bytes) -> bytes:

@@ -46,11 +46,7 @@ class Constraint:
     """Parts by their name in the rules."""
 
     def grammar(self, thinking: Thinking, special_texts: frozenset[str]) -> str:
-        """Return the whole grammar, with thoughts before the answer.
-
-        Args:
-            special_texts: how special tokens are written.
-        """
+        """Return the whole grammar, with thoughts before the answer, written in ``special_texts`` if they are there."""
         start = f"start: {_thoughts(thinking)}({' | '.join(self.starts)})"
         lark = "\n".join([start, *self.rules, *_thought_rules(thinking, special_texts)])
         named = [{"name": name, **part.grammar} for name, part in self.parts.items()]

@@ -36,10 +36,7 @@ class Front:
     """
 
     def __init__(self, app: ASGIApp, handlers: Mapping[str, Handler], service: Service) -> None:
-        """
-        Args:
-            handlers: of POST routes, by path.
-        """
+        """``handlers`` are those of POST routes, by path."""
         self._app = app
         self._handlers = handlers
         self._service = service
@@ -140,11 +137,7 @@ def priority_of(request: Request, asked: int | None) -> int:
 
 
 def session_of(request: Request, fields: Mapping[str, Any]) -> str:
-    """Return ``X-Session-Id``, else ``prompt_cache_key``, ``session_id`` or ``user``; empty where none is given.
-
-    Args:
-        fields: undeclared fields of the body; values that are no strings are ignored.
-    """
+    """Return ``X-Session-Id``, else a field of the body that names a session or user; empty where none is given."""
     named = header(request.scope, _SESSION_HEADER)
     if named is None and not fields:
         return ""

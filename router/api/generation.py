@@ -127,12 +127,7 @@ def _make_job(
 
 
 async def _respond(service: Service, request: Request, body: GenerationBody, job: Job, shape: Shape) -> Response:
-    """Return the answer, whole or as a stream.
-
-    Raises:
-        NotReadyError, QueueFullError, KeyLimitError, RequestFailedError, ClientLeftError: there is none; of a stream
-            these come when it is written.
-    """
+    """Return the answer, whole or as a stream; errors of a stream come when it is written."""
     if body.stream:
         return EventStream(
             open_answer=lambda: opened(service, job),
@@ -161,7 +156,10 @@ async def opened(service: Service, job: Job) -> AsyncGenerator[Answer, None]:
             answer.opened_s = service.relay.now_s()
             answer.queue_s = answer.opened_s - begun_s
             service.metrics.queue_s.note(answer.queue_s)
-            span = _begin_span(service, job, answer)
+            span = None
+            if service.tracing is not None:
+                span = service.tracing.begin(job.traceparent, job.arrived_s)
+                answer.trace_header = service.tracing.header(span)
             error: BaseException | None = None
             try:
                 yield answer
@@ -171,14 +169,6 @@ async def opened(service: Service, job: Job) -> AsyncGenerator[Answer, None]:
             finally:
                 service.limits.spend(name, limit, job.num_prompt_tokens + answer.num_tokens)
                 _record(service, job, answer, span, error)
-
-
-def _begin_span(service: Service, job: Job, answer: Answer) -> "Span | None":
-    if service.tracing is None:
-        return None
-    span = service.tracing.begin(job.traceparent, job.arrived_s)
-    answer.trace_header = service.tracing.header(span)
-    return span
 
 
 def _record(service: Service, job: Job, answer: Answer, span: "Span | None", error: BaseException | None) -> None:

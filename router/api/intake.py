@@ -176,11 +176,7 @@ def make_sampling(service: Service, body: GenerationBody, ending_ids: frozenset[
 
 
 def text_rules(service: Service, body: GenerationBody, markers: Collection[str] = ()) -> TextRules:
-    """Return how the tokens of every choice become text.
-
-    Args:
-        markers: texts that are shown even if they are special tokens.
-    """
+    """Return how the tokens of every choice become text; ``markers`` are shown even if they are special tokens."""
     is_marked = not service.tokenizer.special_texts.isdisjoint(markers)
     return TextRules(
         stops=body.stops,

@@ -51,7 +51,6 @@ class Body(BaseModel):
     ids_field: ClassVar[str | None] = None
     """The field that may have thousands of token ids; its validator is ``put_back``."""
     expected: ClassVar[Mapping[str, str]] = EXPECTED
-    """The fields that may have several types, in words."""
 
     @property
     def others(self) -> dict[str, Any]:

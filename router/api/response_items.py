@@ -29,10 +29,7 @@ class OutputItems:
     """The items so far. One grows at a time; what belongs to another one ends it."""
 
     def __init__(self, request_id: str, *, seals_thoughts: bool = False) -> None:
-        """
-        Args:
-            seals_thoughts: thoughts also end in a form for clients that keep no other.
-        """
+        """``seals_thoughts`` adds a form of thoughts for clients that keep no other."""
         self._request_id = request_id
         self._seals_thoughts = seals_thoughts
         self._ended: list[OutputItem] = []

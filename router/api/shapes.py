@@ -42,23 +42,18 @@ class Shape(Protocol):
 
     def opening(self, first: OutputChunk) -> bytes:
         """Return the frames of a choice before its text, which ``first`` begins; empty for none."""
-        ...
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         """Return the frames of the next part of a choice, with the usage so far if it is requested."""
-        ...
 
     def closing(self, usage: Usage) -> bytes:
         """Return the frames after all choices."""
-        ...
 
     def failed(self, error: RequestFailedError) -> bytes:
         """Return the frames that end a stream without a complete answer."""
-        ...
 
     def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
         """Return the whole answer, from the chunks of every choice."""
-        ...
 
 
 class TextShape(ABC):

@@ -43,11 +43,7 @@ _SWITCHED_OFF_BY = {"tools": "tool_choice", "functions": "function_call"}
 
 
 def refuse_unsupported(fields: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]] = HARMLESS) -> None:
-    """Check the undeclared fields of a request.
-
-    Args:
-        table: by field, the values besides null that change nothing.
-    """
+    """Refuse undeclared fields that would change the answer: others than null and the values in ``table``."""
     for name, value in fields.items():
         harmless, switch = table.get(name), _SWITCHED_OFF_BY.get(name, "")
         if harmless is None or value is None or any(_same(value, allowed) for allowed in harmless):

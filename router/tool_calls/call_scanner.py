@@ -37,21 +37,16 @@ class ToolParser(Protocol):
 
     def push(self, text: str) -> Sequence[Event]:
         """Return the events that this text completes. No part of a marker is ever said."""
-        ...
 
     def flush(self) -> Sequence[Event]:
         """Return the events held back."""
-        ...
 
 
 class CallScanner:
     """Follows the object character by character; values are taken as they are written."""
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        """
-        Args:
-            names: known functions; an object that calls another one, or has unknown members, is no call. None for any.
-        """
+        """``names`` are the known functions: an object that calls another, or has unknown members, is no call."""
         self._names = names
         self._depth = 0
         self._in_string = False
