@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster.bootstrap.client import LeaseKeeper
-from cluster.bootstrap.rank_keeper import RankKeeper
+from cluster.bootstrap.keepers import LeaseKeeper, RankKeeper
 from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
@@ -191,7 +190,7 @@ class Worker:
             try:
                 yield
             finally:
-                lease.stop(unregister=True)
+                lease.stop()
         else:
             url, token, every_s = self._rendezvous.bootstrap_url, self._rendezvous.token, HEARTBEAT_S
             keeper = RankKeeper(url, token, rows[self.spec.global_rank], every_s, self._fail)

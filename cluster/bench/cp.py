@@ -14,14 +14,7 @@ from cluster.spec.errors import UserError
 from cluster.spec.kv import DTYPE_BYTES
 from cluster.spec.pool import GIB
 from cluster.spec.ranks import MOST_RANKS
-from cluster.spec.strategy import (
-    Collectives,
-    CpMode,
-    Passing,
-    PassingSetting,
-    Strategy,
-    StrategySetting,
-)
+from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from workers.bench.results import StepLens, StepTime, Way
 from workers.bench.shapes import SHAPES
 from workers.context_parallel.cost_model import Choice
@@ -31,23 +24,20 @@ from workers.process import WorkerProcess
 
 DTYPES = ("bfloat16", "float32")
 _RANK = "workers.bench.cp_rank:CpBenchRank"
-_PROCESS_BYTES = 24 << 20
-"""Minimum memory of a rank besides weights and KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpBench:
     """Options of one run. Raises UserError when a value is not allowed."""
 
-    prompt_lens: tuple[int, ...]
-    cps: tuple[int, ...]
-    strategies: tuple[StrategySetting, ...]
-    modes: tuple[CpMode, ...] = (CpMode.GATHER,)
-    passings: tuple[PassingSetting, ...] = (PassingSetting.AUTO,)
+    prompt_lens: Sequence[int]
+    cps: Sequence[int]
+    strategies: Sequence[StrategySetting]
+    modes: Sequence[CpMode] = (CpMode.GATHER,)
+    passings: Sequence[PassingSetting] = (PassingSetting.AUTO,)
     """Tensors that ring mode passes on."""
-    prefix_lens: tuple[int, ...] = (0,)
+    prefix_lens: Sequence[int] = (0,)
     """Numbers of tokens that count as cached before the prompt."""
-    collectives: Collectives = Collectives.AUTO
     num_rounds: int = 5
     model: str = "small"
     dtype: str = "bfloat16"
@@ -59,11 +49,9 @@ class CpBench:
             raise UserError(f"--prefix-len: got {min(self.prefix_lens)}; allowed: 0 or more")
         if wrong := [cp for cp in self.cps if not 1 <= cp <= MOST_RANKS]:
             raise UserError(f"--cp: got {wrong[0]}; allowed: 1 to {MOST_RANKS}")
-        if self.model not in SHAPES:
-            raise UserError(f"--model: got {self.model!r}; allowed: {', '.join(SHAPES)}")
         if self.dtype not in DTYPES:
             raise UserError(f"--dtype: got {self.dtype!r}; allowed: {', '.join(DTYPES)}")
-        if CpMode.RING not in self.modes and self.passings != (PassingSetting.AUTO,):
+        if CpMode.RING not in self.modes and set(self.passings) != {PassingSetting.AUTO}:
             raise UserError(f"--passing: got {', '.join(self.passings)} with --mode gather; allowed: with --mode ring")
         if CpMode.RING in self.modes and max(self.cps) == 1:
             raise UserError("--mode: ring mode needs cp ≥ 2; got --cp 1")
@@ -109,10 +97,6 @@ class CpResult:
     """Share of time inside collectives on the rank where it is least: others also wait for that rank's work."""
     kv_bytes_per_rank: int
     """Bytes of the request's pages on the rank that owns most of them."""
-    wait_shares: tuple[float, ...]
-    """Share of time inside collectives, by rank."""
-    cpu_s: float
-    """CPU time of the slowest rank, which other processes on the machine hardly disturb."""
     chosen: Strategy
     """The strategy that ran."""
     chosen_passing: Passing | None
@@ -131,9 +115,9 @@ def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:
 
 
 def _check_memory(bench: CpBench) -> None:
-    shape, num_ranks, itemsize = SHAPES[bench.model], max(bench.cps), DTYPE_BYTES[bench.dtype]
-    weight_bytes, kv_bytes = shape.num_weights * itemsize, shape.layers * shape.kv_row_len * itemsize * bench.max_len
-    wanted, available = num_ranks * (_PROCESS_BYTES + weight_bytes + kv_bytes), machine_memory().available
+    """Refuse weights and KV that do not fit, since the ranks would be killed one by one."""
+    num_ranks, available = max(bench.cps), machine_memory().available
+    wanted = num_ranks * SHAPES[bench.model].decode_bytes(bench.max_len, DTYPE_BYTES[bench.dtype])
     if wanted > available:
         raise UserError(
             f"--prompt-len, --cp, --model: {bench.max_len} tokens on {num_ranks} ranks of {bench.model} take "
@@ -143,10 +127,8 @@ def _check_memory(bench: CpBench) -> None:
 
 @contextmanager
 def _ranks(count: int) -> Iterator[list[WorkerProcess]]:
-    ranks: list[WorkerProcess] = []
+    ranks = [WorkerProcess(_RANK) for _ in range(count)]
     try:
-        while len(ranks) < count:
-            ranks.append(WorkerProcess(_RANK))
         yield ranks
     finally:
         for rank in ranks:
@@ -162,7 +144,7 @@ def _start(ranks: list[WorkerProcess], config: DecoderConfig, bench: CpBench) ->
         rank.result()
     store = _ask(ranks[:1], "open_store")[0]
     for cp in sorted({1, *bench.cps}):
-        _ask(ranks[:cp], "join", store, cp, bench.collectives)
+        _ask(ranks[:cp], "join", store, cp)
 
 
 def _measure(bench: CpBench, ranks: list[WorkerProcess], lens: StepLens) -> list[CpResult]:
@@ -216,8 +198,6 @@ def summarize(way: Way, lens: StepLens, choice: Choice, steps: Steps, alone: Ste
         efficiency=median(ratios),
         exposed_comm_share=median(min(ranks) for ranks in shares),
         kv_bytes_per_rank=kv_bytes,
-        wait_shares=tuple(median(of_rank) for of_rank in zip(*shares, strict=True)),
-        cpu_s=median(max(rank.cpu_s for rank in ranks) for ranks in steps),
         chosen=choice.shape.strategy,
         chosen_passing=choice.shape.passing,
         estimate_s=choice.estimate_s,

@@ -4,7 +4,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import httpx
+
 from cluster.spec.env import API_KEY
+
+
+class EndpointError(Exception):
+    """Request that the endpoint refused or did not answer in full; the message is for the user."""
 
 
 def key_headers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -17,16 +23,30 @@ def key_headers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key is not None else {}
 
 
+def first_model(client: httpx.Client) -> str:
+    """Return the name of the first model that ``/v1/models`` lists.
+
+    Raises:
+        EndpointError: the list is empty, or the endpoint answers with an error.
+    """
+    response = client.get("/v1/models")
+    if response.status_code != 200:
+        raise EndpointError(f"/v1/models: HTTP {response.status_code}: {error_message(response.text)}")
+    models = response.json()["data"]
+    if not models:
+        raise EndpointError("/v1/models lists no model")
+    return str(models[0]["id"])
+
+
 def parse_line(line: str) -> dict[str, Any] | None:
     """Return the object of a ``data:`` line; None for comments, blank lines and the closing ``[DONE]``.
 
     Raises:
+        EndpointError: the event reports an error.
         ValueError: the data is not a JSON object.
     """
-    if not line.startswith("data:"):
-        return None
     text = line.removeprefix("data:").strip()
-    if text == "[DONE]":
+    if not line.startswith("data:") or text == "[DONE]":
         return None
     try:
         event = json.loads(text)
@@ -34,6 +54,8 @@ def parse_line(line: str) -> dict[str, Any] | None:
         raise ValueError(f"an event of the stream is nested too deeply: {text[:80]!r}") from error
     if not isinstance(event, dict):
         raise ValueError(f"an event of the stream is {text[:80]!r}, not a JSON object")
+    if "error" in event:
+        raise EndpointError(error_message(text))
     return event
 
 

@@ -9,30 +9,58 @@ from typing import Any
 
 import httpx
 
-from cluster.bench.endpoint import error_message, key_headers, parse_line
+from cluster.bench.endpoint import EndpointError, error_message, key_headers, parse_line
 from cluster.bench.statistics import RequestRecord
-from cluster.bench.workload import Workload
+from cluster.bench.workload import PlannedRequest, Workload
 
 _RUN_SALT = secrets.token_hex(8)
 """Keeps a run from hitting prefix-cache entries of an earlier run."""
-_TRACE_S = 60.0
+_TIMEOUT_S = 600.0
+"""Maximum time without data from the endpoint."""
 
 
-class StreamError(Exception):
-    """Request that failed; the report counts failures by this message."""
+async def run_load(
+    url: str, model: str, workload: Workload, *, traced: bool = False, on_progress: Callable[[], None] = lambda: None
+) -> list[RequestRecord]:
+    """Return one record per request, in order of arrival, after a warm-up request.
 
+    With ``traced`` the endpoint traces the middle request.
 
-async def complete(
-    client: httpx.AsyncClient, model: str, prompt: list[int], output_len: int, *, traced: bool = False
-) -> RequestRecord:
-    """Request exactly ``output_len`` tokens after a prompt of token ids; a failure is recorded, not raised.
-
-    With ``traced`` the endpoint traces the request, and the record has the path of the trace.
+    Raises:
+        EndpointError: the warm-up request failed.
+        httpx.HTTPError: nothing answers at the URL.
     """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=workload.concurrency)
+    timeout = httpx.Timeout(_TIMEOUT_S, connect=10.0)
+    async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, headers=key_headers()) as client:
+        record = await _complete(client, model, workload.warm_up)
+        if record.error is not None:
+            raise EndpointError(f"the warm-up request failed: {record.error}")
+        limit = asyncio.Semaphore(workload.concurrency) if workload.concurrency else contextlib.nullcontext()
+        middle = len(workload.requests) // 2 if traced else None
+        start_s = time.monotonic()
+
+        async def send(index: int) -> RequestRecord:
+            request = workload.requests[index]
+            await asyncio.sleep(max(0.0, start_s + request.arrival_s - time.monotonic()))
+            async with limit:
+                record = await _complete(client, model, request, traced=index == middle)
+            on_progress()
+            return record
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(send(index)) for index in range(len(workload.requests))]
+        return [task.result() for task in tasks]
+
+
+async def _complete(
+    client: httpx.AsyncClient, model: str, request: PlannedRequest, *, traced: bool = False
+) -> RequestRecord:
+    """Send one request; a failure is recorded, not raised."""
     body = {
         "model": model,
-        "prompt": prompt,
-        "max_tokens": output_len,
+        "prompt": request.make_prompt(),
+        "max_tokens": request.output_len,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
@@ -44,10 +72,10 @@ async def complete(
     try:
         finished = await _read_stream(client, body, record)
         if not finished:
-            raise StreamError("the stream ended before its finish_reason")
-        if record.num_output_tokens != output_len:
-            raise StreamError(f"{record.num_output_tokens} output tokens, {output_len} asked for")
-    except (httpx.HTTPError, StreamError, ValueError) as failure:
+            raise EndpointError("the stream ended before its finish_reason")
+        if record.num_output_tokens != request.output_len:
+            raise EndpointError(f"{record.num_output_tokens} output tokens, {request.output_len} asked for")
+    except (httpx.HTTPError, EndpointError, ValueError) as failure:
         record.error = str(failure) or type(failure).__name__
     record.ended_s = time.monotonic()
     return record
@@ -59,7 +87,7 @@ async def _read_stream(client: httpx.AsyncClient, body: Mapping[str, Any], recor
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             await response.aread()
-            raise StreamError(f"HTTP {response.status_code}: {error_message(response.text)}")
+            raise EndpointError(f"HTTP {response.status_code}: {error_message(response.text)}")
         record.trace_path = response.headers.get("x-baton-trace")
         async for line in response.aiter_lines():
             event = parse_line(line)
@@ -70,8 +98,6 @@ async def _read_stream(client: httpx.AsyncClient, body: Mapping[str, Any], recor
 
 def _note(event: Mapping[str, Any], record: RequestRecord) -> bool:
     """Record one event; return whether it ends the answer."""
-    if "error" in event:
-        raise StreamError(f"in the stream: {event['error'].get('message', event['error'])}")
     ended = False
     for choice in event.get("choices", ()):
         ended |= (is_last := choice.get("finish_reason") is not None)
@@ -85,76 +111,16 @@ def _note(event: Mapping[str, Any], record: RequestRecord) -> bool:
     return ended
 
 
-async def run_load(
-    url: str,
-    model: str | None,
-    workload: Workload,
-    *,
-    num_warmup: int = 0,
-    timeout_s: float = 600.0,
-    traced: bool = False,
-    on_progress: Callable[[], None] = lambda: None,
-) -> tuple[str, list[RequestRecord]]:
-    """Return the name of the model and one record per request, in order of arrival.
-
-    ``model`` is the endpoint's first by default. With ``traced`` the endpoint traces the middle request.
-
-    Raises:
-        StreamError: the endpoint serves no model, or a warm-up request failed.
-        httpx.HTTPError: nothing answers at the URL.
-    """
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=workload.concurrency)
-    timeout = httpx.Timeout(timeout_s, connect=10.0)
-    async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, headers=key_headers()) as client:
-        served = model or await first_model(client)
-        for request in workload.warmup(num_warmup):
-            record = await complete(client, served, request.make_prompt(), request.output_len)
-            if record.error is not None:
-                raise StreamError(f"a warm-up request failed: {record.error}")
-        limit = asyncio.Semaphore(workload.concurrency) if workload.concurrency else contextlib.nullcontext()
-        middle = len(workload.requests) // 2 if traced else None
-        start_s = time.monotonic()
-
-        async def send(index: int) -> RequestRecord:
-            request = workload.requests[index]
-            await asyncio.sleep(max(0.0, start_s + request.arrival_s - time.monotonic()))
-            async with limit:
-                record = await complete(
-                    client, served, request.make_prompt(), request.output_len, traced=index == middle
-                )
-            on_progress()
-            return record
-
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(send(index)) for index in range(len(workload.requests))]
-        return served, [task.result() for task in tasks]
-
-
-async def first_model(client: httpx.AsyncClient) -> str:
-    """Return the name of the first model that ``/v1/models`` lists.
-
-    Raises:
-        StreamError: the list is empty, or the endpoint answers with an error.
-    """
-    response = await client.get("/v1/models")
-    if response.status_code != 200:
-        raise StreamError(f"/v1/models: HTTP {response.status_code}: {error_message(response.text)}")
-    models = response.json()["data"]
-    if not models:
-        raise StreamError("/v1/models lists no model")
-    return str(models[0]["id"])
-
-
 def fetch_trace(url: str, record: RequestRecord) -> bytes:
-    """Return the trace of a request that asked for one, as Trace Event JSON.
+    """Return the trace of a traced request, as Trace Event JSON.
 
     Raises:
-        StreamError: there is none.
+        EndpointError: there is none.
         httpx.HTTPError: the endpoint does not respond.
     """
     if record.trace_path is None:
-        raise StreamError(f"no trace: {record.error or 'this endpoint makes none'}")
-    response = httpx.get(f"{url.rstrip('/')}{record.trace_path}", timeout=_TRACE_S, headers=key_headers())
+        raise EndpointError(f"no trace: {record.error or 'this endpoint makes none'}")
+    response = httpx.get(f"{url.rstrip('/')}{record.trace_path}", timeout=60.0, headers=key_headers())
     if response.status_code != 200:
-        raise StreamError(f"no trace: HTTP {response.status_code}: {error_message(response.text)}")
+        raise EndpointError(f"no trace: HTTP {response.status_code}: {error_message(response.text)}")
     return response.content

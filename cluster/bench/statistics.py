@@ -107,10 +107,10 @@ def summarize(records: Sequence[RequestRecord], goodput_ms: Mapping[str, float] 
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         hit_rate=sum(record.num_cached_tokens for record in good) / prompt_tokens if prompt_tokens else 0.0,
-        requests_per_s=_rate(len(good), duration_s),
-        goodput_per_s=_rate(num_in_time, duration_s) if limits_ms else None,
-        output_tokens_per_s=_rate(output_tokens, duration_s),
-        total_tokens_per_s=_rate(prompt_tokens + output_tokens, duration_s),
+        requests_per_s=len(good) / duration_s,
+        goodput_per_s=num_in_time / duration_s if limits_ms else None,
+        output_tokens_per_s=output_tokens / duration_s,
+        total_tokens_per_s=(prompt_tokens + output_tokens) / duration_s,
         ttft_ms=ttft,
         tpot_ms=tpot,
         itl_ms=quantiles_ms(gaps_s),
@@ -136,21 +136,9 @@ def parse_goodput(text: str) -> dict[str, float]:
 
 def quantiles_ms(values_s: Sequence[float]) -> Quantiles | None:
     """Return mean and percentiles in milliseconds of values in seconds; None for no values."""
+    import numpy as np  # not at the start of every command
+
     if not values_s:
         return None
-    ordered_ms = sorted(value * 1000 for value in values_s)
-    return Quantiles(
-        math.fsum(ordered_ms) / len(ordered_ms), *(_quantile(ordered_ms, part) for part in (0.5, 0.9, 0.99))
-    )
-
-
-def _quantile(ordered: Sequence[float], fraction: float) -> float:
-    # Linear between the two neighbours, numpy's default.
-    position = fraction * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def _rate(count: int, duration_s: float) -> float:
-    return count / duration_s if duration_s > 0 else 0.0
+    values_ms = np.array(values_s) * 1000
+    return Quantiles(float(values_ms.mean()), *map(float, np.percentile(values_ms, (50, 90, 99))))

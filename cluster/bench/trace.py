@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.bench.workload import PlannedRequest, Workload, check_common, describe_limit, random_tokens
+from cluster.bench.workload import VOCAB_SIZE, PlannedRequest, Workload, describe_limit
 from cluster.spec.errors import UserError
 from cluster.spec.page_key import page_keys
 
@@ -34,7 +34,7 @@ def trace_workload(
     scale: float = 1.0,
     speed: float = 1.0,
     concurrency: int | None = None,
-    vocab_size: int = 4096,
+    vocab_size: int = VOCAB_SIZE,
     seed: int = 0,
 ) -> Workload:
     """Return the requests of a trace, with lengths multiplied by ``scale`` and arrival times divided by ``speed``.
@@ -42,34 +42,28 @@ def trace_workload(
     Raises:
         UserError: a value is not allowed.
     """
-    settings = {"scale": scale, "speed": speed, "concurrency": concurrency, "vocab_size": vocab_size, "seed": seed}
     if not entries:
         raise UserError("--trace: got no requests; allowed: 1 or more")
-    check_common(vocab_size, concurrency)
     for name, value in (("trace-scale", scale), ("trace-speed", speed)):
         if not 0 < value < float("inf"):
             raise UserError(f"--{name}: got {value}; allowed: a finite number greater than 0")
     block_len, first_ms = scaled_block_len(scale), entries[0].timestamp
-
-    def planned(entry: TraceEntry) -> PlannedRequest:
-        def make_prompt() -> list[int]:
-            blocks = (random_tokens(f"block {seed} {hash_id}", vocab_size, block_len) for hash_id in entry.hash_ids)
-            tokens = [token for block in blocks for token in block]
-            return tokens[: max(1, entry.input_length * block_len // BLOCK_LEN)]
-
-        return PlannedRequest(
+    requests = [
+        PlannedRequest(
             arrival_s=(entry.timestamp - first_ms) / 1000 / speed,
+            input_len=max(1, entry.input_length * block_len // BLOCK_LEN),
             output_len=max(1, entry.output_length * block_len // BLOCK_LEN),
-            make_prompt=make_prompt,
+            block_len=block_len,
+            block_seeds=tuple(f"block {seed} {hash_id}" for hash_id in entry.hash_ids),
+            vocab_size=vocab_size,
         )
-
+        for entry in entries
+    ]
     lengths = f"lengths x {block_len / BLOCK_LEN:.3g}, speed x {speed:g}"
     return Workload(
-        requests=[planned(entry) for entry in entries],
-        # No trace has negative ids.
-        warmup=lambda count: [planned(TraceEntry(first_ms, BLOCK_LEN, BLOCK_LEN, [~index])) for index in range(count)],
+        requests=requests,
         concurrency=concurrency,
-        settings=settings | {"entries": len(entries)},
+        settings={"scale": scale, "speed": speed, "concurrency": concurrency, "seed": seed, "entries": len(entries)},
         title=f"{len(entries)} requests of a trace, {lengths}, {describe_limit(concurrency)}",
     )
 

@@ -1,30 +1,23 @@
-"""Client of the bootstrap service: calls, a watch on the table, and a leader's lease."""
+"""Client of the bootstrap service: calls, and watches on the table."""
 
 import asyncio
-import contextlib
 import logging
-import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import TypeVar
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 import httpx
 import msgspec
 
-from cluster.bootstrap.replies import ErrorReply, TableReply
-from cluster.bootstrap.table import RefusalCode, TableRefusedError, rows_digest
+from cluster.bootstrap.table import ErrorReply, RefusalCode, TableRefusedError
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.registry import Heartbeat, RankCoords, RankRow, ReplicaLoad, TableSnapshot
+from cluster.spec.registry import Heartbeat, RankRow, TableSnapshot
 
 _log = logging.getLogger(__name__)
 
 _WATCH_S = 30.0
-_RECONNECT_S, _MOST_RECONNECT_S = 0.5, 2.0
-"""First and longest wait before reconnecting; the wait doubles. Shorter than a lease, so that a restart of the service
-costs no leases.
-"""
-
-Reply = TypeVar("Reply")
+_RECONNECT_S = 0.5
+"""Wait before reconnecting, shorter than a lease, so that a restart of the service costs no leases."""
 
 
 class BootstrapClient:
@@ -41,7 +34,8 @@ class BootstrapClient:
 
     def register(self, row: RankRow) -> None:
         """Add one rank. Idempotent."""
-        self._call("PUT", _row_path(row.replica, row.coords), msgspec.json.encode(row))
+        at = row.coords
+        self._call("PUT", f"/replicas/{row.replica}/ranks/{at.dp}/{at.cp}/{at.tp}/{at.pp}", msgspec.json.encode(row))
 
     def heartbeat(self, beat: Heartbeat) -> bool:
         """Renew a replica's lease; False when the service does not know these rows and needs all of them again."""
@@ -57,22 +51,14 @@ class BootstrapClient:
         query = f"incarnation={incarnation}&reaped={str(reaped).lower()}"
         self._call("DELETE", f"/replicas/{replica}?{query}")
 
-    def lookup(self, replica: ReplicaId, coords: RankCoords) -> RankRow:
-        """Return one row."""
-        return msgspec.json.decode(self._call("GET", _row_path(replica, coords)).content, type=RankRow)
-
     def table(self) -> TableSnapshot:
         """Return the whole table."""
-        return msgspec.json.decode(self._call("GET", "/table").content, type=TableReply).snapshot
+        return msgspec.json.decode(self._call("GET", "/table").content, type=TableSnapshot)
 
     def watch(self, version: int, timeout_s: float) -> TableSnapshot | None:
         """Return the table once its version differs; None if nothing changes in time."""
         reply = self._call("GET", _watch_path(version, timeout_s), timeout_s=timeout_s + self._timeout_s)
         return _snapshot(reply)
-
-    def request_stop(self) -> None:
-        """Ask the whole cluster to drain and stop."""
-        self._call("POST", "/stop")
 
     def close(self) -> None:
         self._http.close()
@@ -98,139 +84,48 @@ class BootstrapClient:
 
 async def watch_table(url: str, token: str) -> AsyncGenerator[TableSnapshot, None]:
     """Yield the table now and after every change; waits while the service is unavailable."""
-    version, wait_s = -1, _RECONNECT_S
+    version = -1
     async with httpx.AsyncClient(base_url=url, headers=_headers(token), timeout=_WATCH_S + 5, trust_env=False) as http:
         while True:
             try:
                 snapshot = _snapshot(_checked(await http.get(_watch_path(version, _WATCH_S))))
             except (httpx.TransportError, BatonError) as error:
                 _log.info("no table from %s: %s", url, error or type(error).__name__)
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, _MOST_RECONNECT_S)
+                await asyncio.sleep(_RECONNECT_S)
                 continue
-            wait_s = _RECONNECT_S
             if snapshot is not None:
                 version = snapshot.version
                 yield snapshot
 
 
-class LeaseKeeper:
-    """Two threads of a leader: one registers the rows and sends heartbeats, one reports every new table.
+def follow_table(
+    watch: Callable[[int, float], TableSnapshot | None],
+    poll_s: Callable[[], float],
+    on_lost: Callable[[], None] = lambda: None,
+) -> Iterator[TableSnapshot | None]:
+    """Yield the table now and after every change, and None when nothing changes in time or the service is unavailable.
 
-    ``load`` and ``on_table`` are called from these threads. A replica that the table refuses (a later start of it
-    is known, or its rows do not fit together) stops sending; ``on_refused`` gets the reason.
+    Args:
+        watch: see BootstrapClient.watch.
+        poll_s: longest wait for the next change.
+        on_lost: called each time that the service gives no table; when it does again, there is a new one.
     """
-
-    def __init__(
-        self,
-        url: str,
-        token: str,
-        rows: Sequence[RankRow],
-        load: Callable[[], ReplicaLoad],
-        on_table: Callable[[TableSnapshot], None],
-        interval_s: float,
-        on_refused: Callable[[TableRefusedError], None] = lambda error: _log.error("%s", error),
-    ) -> None:
-        assert rows, "a replica has rows"
-        self._url, self._token = url, token
-        self._client = BootstrapClient(url, token)
-        self._rows = tuple(rows)
-        self._digest = rows_digest(rows)
-        self._load = load
-        self._on_table = on_table
-        self._on_refused = on_refused
-        self._interval_s = interval_s
-        self._stopping = threading.Event()
-        self._due = threading.Event()
-        """Set when the next heartbeat should be sent at once."""
-        self._beats = threading.Thread(target=self._keep, name="lease", daemon=True)
-        self._watcher = _TableWatcher(url, token, on_table)
-
-    def start(self) -> None:
-        """Start the threads; returns at once."""
-        self._beats.start()
-        self._watcher.start()
-
-    def hurry(self) -> None:
-        """Send the next heartbeat at once, because something changed that others should know. Thread-safe."""
-        self._due.set()
-
-    def stop(self, unregister: bool) -> None:
-        """Stop both threads and, if asked, unregister; does not wait for a service that is unavailable."""
-        self._stopping.set()
-        self._due.set()
-        self._watcher.stop()
-        self._beats.join()
+    version = -1
+    while True:
+        snapshot = None
         try:
-            if unregister:
-                self._client.unregister(self._rows[0].replica, self._rows[0].incarnation, reaped=False)
-        except PeerUnreachableError:
-            _log.info("the bootstrap service is away; the lease of %s will run out", self._rows[0].replica)
-        finally:
-            self._client.close()
-
-    def _keep(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                self._beat()
-            except PeerUnreachableError as error:
-                _log.info("%s", error)
-            except TableRefusedError as error:
-                self._on_refused(error)
-                return
-            self._due.wait(self._interval_s)
-            self._due.clear()
-
-    def _beat(self) -> None:
-        """Send one heartbeat; if the service does not know the rows, register all of them first."""
-        if self._client.heartbeat(self._heartbeat()):
-            return
-        for row in self._rows:
-            self._client.register(row)
-        self._client.heartbeat(self._heartbeat())
-
-    def _heartbeat(self) -> Heartbeat:
-        first = self._rows[0]
-        return Heartbeat(
-            replica=first.replica, incarnation=first.incarnation, rows_digest=self._digest, load=self._load()
-        )
-
-
-class _TableWatcher:
-    """Runs ``watch_table`` in a thread; stopping does not wait for the current long poll."""
-
-    def __init__(self, url: str, token: str, on_table: Callable[[TableSnapshot], None]) -> None:
-        self._url, self._token, self._on_table = url, token, on_table
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="table-watch", daemon=True)
-
-    def start(self) -> None:
-        self._task = self._loop.create_task(self._watch())
-        self._thread.start()
-
-    def stop(self) -> None:
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join()
-
-    def _run(self) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._task)
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
-
-    async def _watch(self) -> None:
-        async with contextlib.aclosing(watch_table(self._url, self._token)) as snapshots:
-            async for snapshot in snapshots:
-                self._on_table(snapshot)
+            snapshot = watch(version, poll_s())
+        except BatonError:  # the service is unavailable, or responds with something else
+            on_lost()
+            version = -1
+            time.sleep(min(_RECONNECT_S, poll_s()))
+        if snapshot is not None:
+            version = snapshot.version
+        yield snapshot
 
 
 def _headers(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
-
-
-def _row_path(replica: ReplicaId, coords: RankCoords) -> str:
-    return f"/replicas/{replica}/ranks/{coords.dp}/{coords.cp}/{coords.tp}/{coords.pp}"
 
 
 def _watch_path(version: int, timeout_s: float) -> str:

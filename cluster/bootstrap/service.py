@@ -17,8 +17,7 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from cluster.bootstrap.replies import ErrorDetail, ErrorReply, TableReply, view
-from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError
+from cluster.bootstrap.table import BootstrapTable, ErrorDetail, ErrorReply, TableRefusedError
 from cluster.bootstrap.watch import WatchedTable
 from cluster.spec.clock import Clock, SystemClock
 from cluster.spec.errors import UserError
@@ -132,10 +131,6 @@ def _row_routes(watched: WatchedTable) -> APIRouter:
         watched.wake_if_changed()
         return _json(row)
 
-    @routes.get("/ranks/{dp}/{cp}/{tp}/{pp}")
-    async def lookup(replica: str, dp: int, cp: int, tp: int, pp: int) -> Response:
-        return _json(table.lookup(_replica(replica), RankCoords(dp=dp, cp=cp, tp=tp, pp=pp)))
-
     @routes.post("/heartbeat")
     async def heartbeat(replica: str, request: Request) -> Response:
         beat = decode_body(await _read(request), Heartbeat)
@@ -164,21 +159,12 @@ def _table_routes(watched: WatchedTable) -> APIRouter:
 
     @routes.get("/table")
     async def whole_table() -> Response:
-        snapshot = watched.table.snapshot(watched.now_s())
-        return _json(
-            TableReply(replicas={entry.replica: view(entry) for entry in snapshot.replicas}, snapshot=snapshot)
-        )
+        return _json(watched.table.snapshot(watched.now_s()))
 
     @routes.get("/watch")
     async def watch(version: int, timeout_s: Annotated[float, Query(ge=0, le=MAX_WATCH_S)] = 30.0) -> Response:
         snapshot = await watched.watch(version, timeout_s)
         return Response(status_code=204) if snapshot is None else _json(snapshot)
-
-    @routes.post("/stop")
-    async def stop() -> Response:
-        watched.table.request_stop()
-        watched.wake_if_changed()
-        return Response(status_code=204)
 
     return routes
 
@@ -247,7 +233,7 @@ def _error(status: int, code: str, message: str) -> Response:
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, TableRefusedError)
-    return _error(404 if error.code is RefusalCode.NOT_FOUND else 409, error.code, str(error))
+    return _error(409, error.code, str(error))
 
 
 async def _http_error(_: Request, error: Exception) -> Response:

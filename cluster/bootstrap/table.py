@@ -1,7 +1,6 @@
 """Rank table as a state machine: registered ranks, current leases, processes proven gone. No clock, no I/O.
 
-Soft state: the leaders' next heartbeats restore it after a restart, except what only the supervisor knows (reaped
-incarnations, the request to stop), which the supervisor repeats.
+Soft state: the leaders' next heartbeats restore it after a restart; the supervisor repeats the reaped incarnations.
 """
 
 import hashlib
@@ -13,7 +12,7 @@ import msgspec
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.ranks import global_rank, world_size
-from cluster.spec.registry import Heartbeat, RankCoords, RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.registry import Heartbeat, RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
 
 
 class RefusalCode(StrEnum):
@@ -25,8 +24,6 @@ class RefusalCode(StrEnum):
     """A later start of the replica is known, or this one has ended."""
     MISMATCH = "mismatch"
     """The row is inconsistent with the other rows of its replica, or with itself."""
-    NOT_FOUND = "not_found"
-    """No such row."""
 
 
 class TableRefusedError(BatonError):
@@ -39,6 +36,20 @@ class TableRefusedError(BatonError):
     def __reduce__(self) -> tuple[type["TableRefusedError"], tuple[RefusalCode, str]]:
         """Pickle by code and message: the error ends a rank in one process and is reported in another."""
         return TableRefusedError, (self.code, str(self))
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """Reason why a request was refused."""
+
+    code: str
+    """A RefusalCode, or ``bad_request``, ``unauthorized``, ``not_found`` for a request that never reached the table."""
+    message: str
+
+
+class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of every response with status 4xx."""
+
+    error: ErrorDetail
 
 
 def rows_digest(rows: Iterable[RankRow]) -> str:
@@ -59,7 +70,6 @@ class BootstrapTable:
         self._replicas: dict[ReplicaId, _Replica] = {}
         self._ended: dict[ReplicaId, Incarnation] = {}
         self._reaped: dict[ReplicaId, Incarnation] = {}
-        self._stop_requested = False
         self.version = first_version
 
     def register(self, row: RankRow) -> None:
@@ -127,22 +137,6 @@ class BootstrapTable:
         if current and current.first.incarnation <= incarnation:
             del self._replicas[replica]
 
-    def request_stop(self) -> None:
-        """Request that all watchers drain and stop."""
-        self.version += not self._stop_requested
-        self._stop_requested = True
-
-    def lookup(self, replica: ReplicaId, coords: RankCoords) -> RankRow:
-        """Return the row at a position of a replica's current incarnation.
-
-        Raises:
-            TableRefusedError: no such row.
-        """
-        row = self._replicas[replica].rows.get(coords) if replica in self._replicas else None
-        if row is None:
-            raise TableRefusedError(RefusalCode.NOT_FOUND, f"{replica} has no row {coords}; GET /table lists all rows")
-        return row
-
     def expire(self, now_s: float) -> None:
         """End expired leases."""
         for replica in self._replicas.values():
@@ -163,7 +157,6 @@ class BootstrapTable:
             version=self.version,
             replicas=tuple(self._replicas[replica].entry() for replica in sorted(self._replicas)),
             reaped=dict(self._reaped),
-            stop_requested=self._stop_requested,
         )
 
     def _renew(self, replica: "_Replica", rank: int, now_s: float) -> None:

@@ -1,22 +1,29 @@
-"""Helpers of the `baton bench` commands: errors, comma-separated options, tables, and measuring processes."""
+"""Helpers of the `baton bench` commands: options, errors, tables, and measuring processes."""
 
 import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from cluster.spec.errors import UserError
+from workers.bench.shapes import SHAPES
 
 T = TypeVar("T")
 
 _WIDTH = 118
 """Width of a table that goes to a file or a pipe."""
+_ANSWER_S = 7200.0
+
+PromptLens = Annotated[str, typer.Option("--prompt-len", help="Prompt lengths in tokens, comma-separated.")]
+Rounds = Annotated[int, typer.Option(help="Measurements of each; medians are reported.", min=1)]
+Model = Annotated[str, typer.Option(help=f"Model shape, with random weights: {', '.join(SHAPES)}.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 
 bench = typer.Typer(help="Benchmark a running cluster, context parallelism, the engine or the kernels.")
 
@@ -27,17 +34,38 @@ def fail(message: str, code: int = 1) -> NoReturn:
     raise typer.Exit(code)
 
 
-def parse_list(option: str, text: str, parse: Callable[[str], T], allowed: str) -> tuple[T, ...]:
+def parse_list(option: str, text: str, parse: Callable[[str], T], allowed: Iterable[str] = ("integers",)) -> list[T]:
     """Return the values of a comma-separated option; raise UserError with the one that is wrong."""
-    return tuple(parse_one(option, item, parse, f"{allowed}, separated by commas") for item in text.split(","))
+    values = []
+    for item in text.split(","):
+        try:
+            values.append(parse(item.strip()))
+        except ValueError as error:
+            raise UserError(f"{option}: got {item!r}; allowed: {', '.join(allowed)}, separated by commas") from error
+    return values
 
 
-def parse_one(option: str, text: str, parse: Callable[[str], T], allowed: str) -> T:
-    """Return the value of an option; raise UserError if it is wrong."""
-    try:
-        return parse(text.strip())
-    except ValueError as error:
-        raise UserError(f"{option}: got {text!r}; allowed: {allowed}") from error
+def check_models(option: str, names: Iterable[str]) -> None:
+    """Raise UserError if there is no shape of a name."""
+    if unknown := [name for name in names if name not in SHAPES]:
+        raise UserError(f"{option}: got {unknown[0]!r}; allowed: {', '.join(SHAPES)}")
+
+
+def print_results(
+    results: Iterable[Any],
+    cells: Callable[[Any], Sequence[str]],
+    *,
+    title: str,
+    names: Sequence[str],
+    figures: Sequence[str],
+    as_json: bool,
+) -> None:
+    """Print dataclasses as JSON, one per line as they arrive, or as the rows of a table."""
+    if as_json:
+        for result in results:
+            print_json(result)
+    else:
+        print_table(title, names, figures, map(cells, results))
 
 
 def print_json(value: Any) -> None:
@@ -66,7 +94,7 @@ def milliseconds(seconds: float | None, digits: int = 1) -> str:
 
 
 @contextmanager
-def bench_worker(name: str, timeout_s: float) -> Iterator[Callable[..., Any]]:
+def bench_worker(name: str) -> Iterator[Callable[..., Any]]:
     """Start the worker ``name`` and yield a function that calls one of its methods by name."""
     from workers.process import WorkerProcess
 
@@ -74,7 +102,7 @@ def bench_worker(name: str, timeout_s: float) -> Iterator[Callable[..., Any]]:
 
     def ask(method: str, *args: Any) -> Any:
         process.call(method, *args)
-        return process.result(timeout_s)
+        return process.result(_ANSWER_S)
 
     try:
         with failures_end_the_command():

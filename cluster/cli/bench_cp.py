@@ -4,55 +4,57 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli.bench import failures_end_the_command, milliseconds, parse_list, parse_one, print_json, print_table
-from cluster.spec.strategy import Collectives, CpMode, PassingSetting, StrategySetting
-from workers.bench.shapes import SHAPES
+from cluster.cli.bench import (
+    Json,
+    Model,
+    PromptLens,
+    Rounds,
+    check_models,
+    failures_end_the_command,
+    milliseconds,
+    parse_list,
+    print_results,
+)
+from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
 
 if TYPE_CHECKING:
     from cluster.bench.cp import CpResult
 
-DEFAULT_STRATEGIES = "none,contiguous,zigzag,auto"
 _NAMES = ("prompt", "cp", "mode", "strategy", "ran as")
 _FIGURES = ("prefill\nms", "estimate\nms", "effi-\nciency", "exposed", "KV MiB\na rank")
-_COUNTS = "integers"
 
 
 def cp(
-    prompt_len: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = "2048,8192",
+    prompt_len: PromptLens = "2048,8192",
     cp: Annotated[str, typer.Option(help="CP sizes, comma-separated; cp=1 always runs as the baseline.")] = "1,2",
-    strategy: Annotated[str, typer.Option(help="Strategies or auto, comma-separated.")] = DEFAULT_STRATEGIES,
+    strategy: Annotated[str, typer.Option(help="Strategies or auto, comma-separated.")] = "none,contiguous,zigzag,auto",
     mode: Annotated[str, typer.Option(help="gather or ring, comma-separated.")] = "gather",
     passing: Annotated[str, typer.Option(help="In ring mode: auto, pass_kv or pass_q, comma-separated.")] = "auto",
     prefix_len: Annotated[str, typer.Option(help="Cached tokens before the prompt, comma-separated.")] = "0",
-    collectives: Annotated[str, typer.Option(help="auto for shared memory, or tcp as between hosts.")] = "auto",
-    rounds: Annotated[int, typer.Option(help="Measurements of each; medians are reported.", min=1)] = 5,
-    model: Annotated[str, typer.Option(help=f"Model shape, with random weights: {', '.join(SHAPES)}.")] = "small",
+    rounds: Rounds = 5,
+    model: Model = "small",
     dtype: Annotated[str, typer.Option(help="Data type of weights and KV: bfloat16 or float32.")] = "bfloat16",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Benchmark one prefill step over CP ranks on this machine's CPUs, one thread per rank, without a cluster."""
     # Imported here to keep the command line's start-up short.
     from cluster.bench.cp import CpBench, run_cp_bench
 
+    check_models("--model", [model])
     bench = CpBench(
-        prompt_lens=parse_list("--prompt-len", prompt_len, int, _COUNTS),
-        cps=parse_list("--cp", cp, int, _COUNTS),
-        strategies=parse_list("--strategy", strategy, StrategySetting, ", ".join(StrategySetting)),
-        modes=parse_list("--mode", mode, CpMode, ", ".join(CpMode)),
-        passings=parse_list("--passing", passing, PassingSetting, ", ".join(PassingSetting)),
-        prefix_lens=parse_list("--prefix-len", prefix_len, int, _COUNTS),
-        collectives=parse_one("--collectives", collectives, Collectives, ", ".join(Collectives)),
+        prompt_lens=parse_list("--prompt-len", prompt_len, int),
+        cps=parse_list("--cp", cp, int),
+        strategies=parse_list("--strategy", strategy, StrategySetting, StrategySetting),
+        modes=parse_list("--mode", mode, CpMode, CpMode),
+        passings=parse_list("--passing", passing, PassingSetting, PassingSetting),
+        prefix_lens=parse_list("--prefix-len", prefix_len, int),
         num_rounds=rounds,
         model=model,
         dtype=dtype,
     )
+    title = f"{model}, {dtype}; medians of {rounds} rounds"
     with failures_end_the_command():
-        if as_json:
-            for result in run_cp_bench(bench):
-                print_json(result)
-        else:
-            title = f"{model}, {dtype}; medians of {rounds} rounds"
-            print_table(title, _NAMES, _FIGURES, [_cells(result) for result in run_cp_bench(bench)])
+        print_results(run_cp_bench(bench), _cells, title=title, names=_NAMES, figures=_FIGURES, as_json=as_json)
 
 
 def _cells(result: "CpResult") -> list[str]:

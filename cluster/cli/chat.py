@@ -9,14 +9,10 @@ from typing import Annotated
 import httpx
 import typer
 
-from cluster.bench.endpoint import error_message, key_headers, parse_line
+from cluster.bench.endpoint import EndpointError, error_message, first_model, key_headers, parse_line
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 HELP = "Ctrl-C stops an answer, Ctrl-D exits, /reset starts a new conversation."
-
-
-class ChatError(Exception):
-    """The endpoint rejected the request or could not be reached; the message is for the user."""
 
 
 def chat(
@@ -30,14 +26,14 @@ def chat(
     try:
         timeout = httpx.Timeout(600.0, connect=10.0)
         with httpx.Client(base_url=url, timeout=timeout, headers=key_headers()) as client:
-            name = model or _first_model(client)
+            name = model or first_model(client)
             conversation = Conversation(client, name, max_tokens, temperature)
             if message is not None:
                 _print_answer(conversation, message)
             else:
                 print(f"{name} at {url}. {HELP}")
                 _loop(conversation)
-    except (httpx.HTTPError, httpx.InvalidURL, ChatError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, EndpointError) as error:
         print(f"baton chat: {url}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
@@ -58,7 +54,7 @@ class Conversation:
         """Yield the pieces of the answer as they arrive. The part that was read joins the conversation.
 
         Raises:
-            ChatError: the endpoint responded with an error; the question is dropped.
+            EndpointError: the endpoint responded with an error; the question is dropped.
             httpx.HTTPError: the connection failed; the question is dropped.
         """
         question = {"role": "user", "content": text}
@@ -68,7 +64,7 @@ class Conversation:
             for piece in self._stream([*self.messages, question]):
                 pieces.append(piece)
                 yield piece
-        except (ChatError, httpx.HTTPError):
+        except (EndpointError, httpx.HTTPError):
             kept = False
             raise
         finally:
@@ -86,24 +82,12 @@ class Conversation:
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
                 response.read()
-                raise ChatError(f"HTTP {response.status_code}: {error_message(response.text)}")
+                raise EndpointError(f"HTTP {response.status_code}: {error_message(response.text)}")
             for line in response.iter_lines():
                 event = parse_line(line) or {}
-                if "error" in event:
-                    raise ChatError(str(event["error"].get("message", event["error"])))
                 for choice in event.get("choices", ()):
                     if piece := choice["delta"].get("content"):
                         yield piece
-
-
-def _first_model(client: httpx.Client) -> str:
-    response = client.get("/v1/models")
-    if response.status_code != 200:
-        raise ChatError(f"/v1/models: HTTP {response.status_code}: {error_message(response.text)}")
-    models = response.json()["data"]
-    if not models:
-        raise ChatError("/v1/models lists no model")
-    return str(models[0]["id"])
 
 
 def _loop(conversation: Conversation) -> None:
@@ -131,7 +115,7 @@ def _answer_or_say_why(conversation: Conversation, text: str) -> None:
         _print_answer(conversation, text)
     except KeyboardInterrupt:
         print(" [stopped]")
-    except (ChatError, httpx.HTTPError) as error:
+    except (EndpointError, httpx.HTTPError) as error:
         print(f"[{error}]", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""`baton doctor`: print the findings of check_install.py and check_machine.py with suggested fixes."""
+"""`baton doctor`: print the findings of checks.py with suggested fixes."""
 
 import dataclasses
 import json
@@ -9,21 +9,18 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from cluster.cli import check_install, check_machine
-from cluster.cli.finding import Finding, Status
+from cluster.cli import checks
+from cluster.cli.checks import Finding, Status
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    check_install.check_python,
-    check_install.check_packages,
-    check_install.check_ray,
-    check_install.check_torch,
-    check_install.check_mooncake,
-    check_machine.check_port,
-    check_machine.check_cores,
-    check_machine.check_memory,
-    check_machine.check_attention,
-    check_machine.check_model_cache,
-    check_machine.check_open_files,
+    checks.check_python,
+    checks.check_packages,
+    checks.check_ray,
+    checks.check_torch,
+    checks.check_mooncake,
+    checks.check_port,
+    checks.check_memory,
+    checks.check_attention,
 )
 
 _STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}

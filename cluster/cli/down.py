@@ -2,12 +2,9 @@
 
 import os
 import signal
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from cluster.cli.running import RunningCluster
 
 
 def down(
@@ -23,26 +20,9 @@ def down(
     from cluster.processes import wait_gone
 
     cluster = find_running(name)
-    _request_stop(cluster)
+    os.kill(cluster.process.pid, signal.SIGTERM)
     typer.echo(f"{cluster.name}: draining", err=True)
     if not wait_gone([cluster.process], timeout_s):
         typer.echo(f"{cluster.name}: process {cluster.process.pid} is still running after {timeout_s:g} s", err=True)
         raise typer.Exit(1)
     typer.echo(f"{cluster.name}: stopped", err=True)
-
-
-def _request_stop(cluster: "RunningCluster") -> None:
-    """Request a stop through the bootstrap service, or by a signal where that does not respond, as during start-up."""
-    from cluster.bootstrap.client import BootstrapClient
-    from cluster.spec.errors import PeerUnreachableError
-
-    if cluster.bootstrap_url is not None:
-        client = BootstrapClient(cluster.bootstrap_url, cluster.token)
-        try:
-            client.request_stop()
-            return
-        except PeerUnreachableError:
-            typer.echo(f"{cluster.name}: its bootstrap service does not respond; stopping its driver", err=True)
-        finally:
-            client.close()
-    os.kill(cluster.process.pid, signal.SIGTERM)

@@ -69,7 +69,9 @@ def _print_kv(console: Console, kv: KvPlan | None) -> None:
     if kv is None:
         console.print(Text("KV memory: unknown, see the checks\n", style="bold"))
         return
-    title = f"KV memory: {_size(kv.bytes_per_token)} a token, pages of {kv.page_size} tokens ({', '.join(kv.groups)})"
+    title = f"KV memory: {_size(kv.bytes_per_token)} a token, pages of {kv.page_size} tokens"
+    for group in kv.groups:
+        title += f"\n  {group}"
     rows = [
         (
             role,

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from cluster.ray_adapter import RaySystem
     from cluster.supervisor.loop import Supervisor
 
+_WATCH_S = 5.0
+"""Longest wait for a change of the table: a service that hangs is only noticed when its response is late."""
+
 
 def up(
     file: Annotated[Path, typer.Argument(help="Deploy YAML.", show_default=False)],
@@ -133,7 +136,7 @@ def _supervise(
 
     def on_up() -> None:
         _announce(launcher, config, note, progress)
-        for name in launcher.router_names:
+        for name in launcher.routers:
             url, on_seen = partial(launcher.own_router_url, name), partial(supervisor.saw_router, name=name)
             arguments = (url, on_seen, LEASE_S, HEARTBEAT_S)
             threading.Thread(target=follow_router, args=arguments, daemon=True).start()
@@ -155,15 +158,18 @@ def _supervise(
 
 
 def _follow_table(launcher: "Launcher", tools: "Tools", supervisor: "Supervisor", note: "Note") -> None:
-    from cluster.supervisor.table_watch import follow_table
+    from cluster.bootstrap.client import follow_table
+    from cluster.supervisor.events import TableLost, TableSeen
 
     try:
         rendezvous = launcher.rendezvous.result()
     except BatonError:
         return  # the supervisor handles it too
     note.update(bootstrap_url=rendezvous.bootstrap_url)
-    follow_table(tools.connect(rendezvous), supervisor.saw_table, supervisor.lost_table)
-    supervisor.request_stop("baton down")
+    table = tools.connect(rendezvous)
+    for snapshot in follow_table(table.watch, lambda: _WATCH_S, lambda: supervisor.post(TableLost())):
+        if snapshot is not None:
+            supervisor.post(TableSeen.of(snapshot))
 
 
 def _announce(launcher: "Launcher", config: DeployConfig, note: "Note", progress: "StartProgress") -> None:

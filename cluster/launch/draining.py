@@ -1,11 +1,11 @@
 """Drain detection: decide from the rank table when a replica that takes no new requests has none left."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
+from cluster.bootstrap.client import follow_table
 from cluster.launch.calls import Deadline
 from cluster.launch.tools import Table
-from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import TableSnapshot
 
@@ -13,7 +13,6 @@ QUIET_HEARTBEATS = 2.5
 """Heartbeats without an open or new request before a replica counts as drained; two of them must have reported it."""
 TELL_AGAIN_S = 2.0
 """Time after which an unacknowledged message to a replica is repeated."""
-_RECONNECT_S = 0.2
 
 
 class DrainWatch:
@@ -55,39 +54,30 @@ def tell_until(
     table: Table, is_shown: Callable[[TableSnapshot], bool], tell: Callable[[], None], deadline: Deadline
 ) -> bool:
     """Send a message, at least once, until the table shows that it arrived; False at the deadline."""
-    while True:
-        tell()
-        soon = Deadline(min(deadline.left_s(), TELL_AGAIN_S))
-        if any(snapshot is not None and is_shown(snapshot) for snapshot in _looks(table, TELL_AGAIN_S, soon)):
+    tell()
+    again = Deadline(TELL_AGAIN_S)
+    for snapshot in follow_table(table.watch, lambda: min(deadline.left_s(), TELL_AGAIN_S)):
+        if snapshot is not None and is_shown(snapshot):
             return True
         if not deadline.left_s():
-            return False
+            break
+        if not again.left_s():
+            tell()
+            again = Deadline(TELL_AGAIN_S)
+    return False
 
 
 def wait_drained(table: Table, watch: DrainWatch, poll_s: float, deadline: Deadline) -> bool:
     """Wait until the watch is over; False at the deadline. Checks the clock at least every ``poll_s``."""
-    for snapshot in _looks(table, poll_s, deadline, lambda: watch.saw(None, time.monotonic())):
+
+    def on_lost() -> None:
+        watch.saw(None, time.monotonic())
+
+    for snapshot in follow_table(table.watch, lambda: min(deadline.left_s(), poll_s), on_lost):
         if snapshot is not None:
             watch.saw(snapshot, time.monotonic())
         if watch.is_over(time.monotonic()):
             return True
+        if not deadline.left_s():
+            break
     return False
-
-
-def _looks(
-    table: Table, poll_s: float, deadline: Deadline, on_lost: Callable[[], None] = lambda: None
-) -> Iterator[TableSnapshot | None]:
-    """Yield each new table, or None after ``poll_s`` without one; calls ``on_lost`` each time the service is
-    unavailable.
-    """
-    seen_version = 0
-    while left_s := deadline.left_s():
-        try:
-            snapshot = table.watch(seen_version, min(left_s, poll_s))
-        except PeerUnreachableError:
-            on_lost()
-            time.sleep(min(left_s, _RECONNECT_S))
-            continue
-        if snapshot is not None:
-            seen_version = snapshot.version
-        yield snapshot

@@ -1,19 +1,20 @@
 """One start of one replica: seats, worker actors, and the steps from an empty process to a registered replica."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import closing
 from typing import Any
 
 from cluster.actors import Actor, Reservation
+from cluster.bootstrap.client import follow_table
 from cluster.launch.calls import Deadline, gather, raise_failure
 from cluster.launch.draining import DrainWatch, tell_until, wait_drained
 from cluster.launch.kinds import worker_environ
 from cluster.launch.tools import Table, Tools
 from cluster.placement import ReplicaPlacement
 from cluster.spec.config import DeployConfig
-from cluster.spec.errors import BatonError, PeerUnreachableError
+from cluster.spec.errors import BatonError
 from cluster.spec.heartbeat import HEARTBEAT_S
 from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Role
@@ -24,7 +25,6 @@ from cluster.spec.step_messages import Shutdown
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 
 _WATCH_S = 1.0
-_RECONNECT_S = 0.2
 _RESUME_S = 20.0
 """Maximum wait for a replica to report that it takes requests again."""
 
@@ -52,7 +52,6 @@ class Gang:
         self._actors: list[Actor] = []
         self._reservation: Reservation | None = None
         self._rows: list[RankRow] = []
-        self._seen_version = 0
         self.runs: dict[str, Future[Any]] = {}
         """Running call of each rank, by the name of its actor."""
 
@@ -84,19 +83,13 @@ class Gang:
         """Take no new requests; return whether all open ones ended in time."""
         deadline = Deadline(timeout_s)
         watch = DrainWatch(self._placement.replica, self._incarnation, HEARTBEAT_S)
-        table = self._tools.connect(meeting)
-        try:
+        with closing(self._tools.connect(meeting)) as table:
             return self._make_heard(table, Drain(), deadline) and wait_drained(table, watch, HEARTBEAT_S, deadline)
-        finally:
-            table.close()
 
     def resume(self, meeting: Rendezvous) -> bool:
         """Take new requests again; True once the replica does."""
-        table = self._tools.connect(meeting)
-        try:
+        with closing(self._tools.connect(meeting)) as table:
             return self._make_heard(table, Resume(), Deadline(_RESUME_S))
-        finally:
-            table.close()
 
     def stop(self, timeout_s: float) -> None:
         """Let the workers end by themselves; those that have not in time are left to ``kill``."""
@@ -169,29 +162,17 @@ class Gang:
         return {self._who(rank): call for rank, call in enumerate(calls)}
 
     def _wait_ready(self, meeting: Rendezvous, deadline: Deadline) -> None:
-        table = self._tools.connect(meeting)
-        try:
-            while not self._is_ready(table):
+        """Return once the table shows this start as ready."""
+        with closing(self._tools.connect(meeting)) as table:
+            for snapshot in follow_table(table.watch, lambda: _WATCH_S):
+                entry = None if snapshot is None else snapshot.find(self._placement.replica)
+                if entry is not None and entry.ready and entry.incarnation == self._incarnation:
+                    return
                 raise_failure(self.runs, deadline)
                 if ended := [who for who, run in self.runs.items() if run.done()]:
                     raise BatonError(f"{', '.join(ended)}: ended at once")
                 if not deadline.left_s():
                     raise deadline.missed(f"{self._placement.replica}: not ready in the rank table")
-        finally:
-            table.close()
-
-    def _is_ready(self, table: Table) -> bool:
-        """Return whether the table shows this start as ready; waits briefly for that."""
-        try:
-            snapshot = table.watch(self._seen_version, _WATCH_S)
-        except PeerUnreachableError:
-            time.sleep(_RECONNECT_S)
-            return False
-        if snapshot is None:
-            return False
-        self._seen_version = snapshot.version
-        entry = snapshot.find(self._placement.replica)
-        return entry is not None and entry.ready and entry.incarnation == self._incarnation
 
     def _who(self, rank: int) -> str:
         return f"{self._placement.replica} rank {rank}"

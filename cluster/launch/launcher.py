@@ -7,6 +7,7 @@ replica joins its group, loads, and registers.
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -76,10 +77,12 @@ class Launcher:
         """Ended members whose processes may still be alive."""
         self._lost: dict[tuple[str, Incarnation], set[str]] = {}
         """Machines on which a member's end was not proven; Ray takes longer to notice that a machine is gone."""
-        self._rendezvous: Future[Rendezvous] = Future()
+        self.rendezvous: Future[Rendezvous] = Future()
+        """Address of the bootstrap service, once it has started; it never moves."""
         self._bootstrap_port = 0
         self._port_lock = threading.Lock()
-        self._routers: dict[str, RouterShare] = {share.name: share for share in router_shares(config.router.processes)}
+        self.routers: dict[str, RouterShare] = {share.name: share for share in router_shares(config.router.processes)}
+        """Router processes by name."""
         self._own_urls: dict[str, str] = {}
         self.router_url = ""
         """Base URL of the endpoint; empty before the router has started."""
@@ -87,17 +90,7 @@ class Launcher:
     @property
     def names(self) -> list[str]:
         """Names of everything that has to run."""
-        return [BOOTSTRAP, *self._routers, *self._placements]
-
-    @property
-    def rendezvous(self) -> "Future[Rendezvous]":
-        """Address of the bootstrap service, once it has started; it never moves."""
-        return self._rendezvous
-
-    @property
-    def router_names(self) -> list[str]:
-        """Names of the router processes."""
-        return list(self._routers)
+        return [BOOTSTRAP, *self.routers, *self._placements]
 
     def own_router_url(self, name: str) -> str:
         """Return the own URL of one router process, or its last one."""
@@ -115,8 +108,8 @@ class Launcher:
         deadline = Deadline(self._config.resources.start_timeout_s)
         if name == BOOTSTRAP:
             self._start_bootstrap(incarnation, deadline)
-        elif name in self._routers:
-            self._start_router(self._routers[name], incarnation, deadline)
+        elif name in self.routers:
+            self._start_router(self.routers[name], incarnation, deadline)
         else:
             self._start_gang(self._living_placement(ReplicaId(name)), incarnation)
         self._tools.progress(name, "ready")
@@ -152,11 +145,8 @@ class Launcher:
         """Report to the rank table that a start is over; ``proven`` means no process of it is left. Raises
         PeerUnreachableError.
         """
-        table = self._tools.connect(self._rendezvous.result())
-        try:
+        with closing(self._tools.connect(self.rendezvous.result())) as table:
             table.unregister(replica, incarnation, reaped=proven)
-        finally:
-            table.close()
 
     def place(self, names: Sequence[str]) -> None:
         """Place new replicas.
@@ -173,12 +163,12 @@ class Launcher:
         """Drain a replica; True when its requests ended in time."""
         timeout_s = self._config.router.drain_s if grace_s is None else grace_s
         gang = self._running.get(name)
-        return isinstance(gang, Gang) and gang.drain(self._rendezvous.result(), timeout_s)
+        return isinstance(gang, Gang) and gang.drain(self.rendezvous.result(), timeout_s)
 
     def resume_replica(self, name: str) -> bool:
         """Let a replica take new requests again; True once the rank table shows it."""
         gang = self._running.get(name)
-        return isinstance(gang, Gang) and gang.resume(self._rendezvous.result())
+        return isinstance(gang, Gang) and gang.resume(self.rendezvous.result())
 
     def drain(self) -> bool:
         """Let the router finish its open requests, and replicas store their pages; True when all requests have ended.
@@ -192,7 +182,7 @@ class Launcher:
         # Wait for every router, whatever the result of the one before.
         drained = [router.wait_drained(deadline.left_s()) for router in routers]
         if self._config.hicache.is_stored:
-            meeting = self._rendezvous.result()
+            meeting = self.rendezvous.result()
             gangs = [member for member in self._snapshot() if isinstance(member, Gang) and member.runs]
             _each(gangs, lambda gang: gang.drain(meeting, deadline.left_s()), deadline.left_s())
         return all(drained)
@@ -217,12 +207,12 @@ class Launcher:
         try:
             url = process.start(self._home_host, self._bootstrap_port, self._token, deadline)
         except BatonError as error:
-            if not self._rendezvous.done():
-                self._rendezvous.set_exception(error)
+            if not self.rendezvous.done():
+                self.rendezvous.set_exception(error)
             raise
         self._bootstrap_port = urlsplit(url).port or 0
-        if not self._rendezvous.done():
-            self._rendezvous.set_result(self._meeting(url))
+        if not self.rendezvous.done():
+            self.rendezvous.set_result(self._meeting(url))
 
     def _meeting(self, url: str) -> Rendezvous:
         return Rendezvous(bootstrap_url=url, token=self._token, channel_key=self._tools.channel_key)
@@ -230,7 +220,7 @@ class Launcher:
     def _start_router(self, share: RouterShare, incarnation: Incarnation, deadline: Deadline) -> None:
         process = RouterProcess(self._tools, incarnation, share)
         self._keep(share.name, process)
-        meeting = self._rendezvous.result()
+        meeting = self.rendezvous.result()
         with self._port_lock:  # one after another: the first may have to pick a port
             self.router_url = process.start(self._config, self._model, meeting, self._home_host, deadline)
             self._keep_port()
@@ -244,7 +234,7 @@ class Launcher:
         hosts = [self._hosts[seat.node_id] for seat in placement.seats]
         gang = Gang(self._tools, self._config, placement, incarnation, hosts)
         self._keep(placement.replica, gang)
-        gang.start(self._model, self._rendezvous.result)
+        gang.start(self._model, self.rendezvous.result)
 
     def _living_placement(self, replica: ReplicaId) -> ReplicaPlacement:
         """Return a replica's placement, or a new one if one of its machines is lost. Raises ConfigError: there is no

@@ -32,9 +32,6 @@ class KvPart(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of one token of one head."""
         return self.dim * DTYPE_BYTES[self.dtype]
 
-    def __str__(self) -> str:
-        return f"{self.name} {self.dim} {self.dtype}"
-
 
 class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers of a model that store the same parts for the same number of heads."""
@@ -58,10 +55,11 @@ class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_heads * len(self.layers) * self.slot_bytes
 
     def __str__(self) -> str:
-        parts = " + ".join(map(str, self.parts))
+        parts = " + ".join(f"{part.name} {part.dim}" for part in self.parts)
+        dtypes = "/".join(dict.fromkeys(part.dtype for part in self.parts))
         window = f", window {self.window}" if self.window else ""
         heads, layers = _counted(self.num_heads, "head"), _counted(len(self.layers), "layer")
-        return f"{self.name} ({layers} of {heads} x {parts}{window})"
+        return f"{self.name} ({layers}, {heads}, {parts} {dtypes}{window})"
 
 
 class Lifetime(msgspec.Struct, frozen=True):

@@ -202,8 +202,6 @@ class TableSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[ReplicaEntry, ...]
     reaped: dict[ReplicaId, Incarnation]
     """Highest incarnation of each replica whose processes are proven gone."""
-    stop_requested: bool = False
-    """True if the whole cluster was asked to drain and stop."""
 
     def find(self, replica: ReplicaId) -> ReplicaEntry | None:
         """Return the entry of a replica, if it is in the table."""

@@ -9,6 +9,15 @@ from cluster.spec.ids import ROUTER, Incarnation
 from cluster.spec.registry import TableSnapshot
 from cluster.supervisor.orders import Order
 
+
+@dataclass(frozen=True, slots=True)
+class _OfStart:
+    """Base of events and actions about one start of a member."""
+
+    name: str
+    incarnation: Incarnation
+
+
 # ---- events
 
 
@@ -18,37 +27,27 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class Started(_OfStart):
     """A member is ready for use."""
-
-    name: str
-    incarnation: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(_OfStart):
     """A member could not start, or one of its processes has ended."""
 
-    name: str
-    incarnation: Incarnation
     error: BaseException
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(_OfStart):
     """No process of a failed member should be left; ``proven`` if none is."""
 
-    name: str
-    incarnation: Incarnation
     proven: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Proven:
+class Proven(_OfStart):
     """Processes of a start that ended without a proof are gone."""
-
-    name: str
-    incarnation: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,20 +121,16 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaDrained:
+class ReplicaDrained(_OfStart):
     """A replica has finished its open requests, or its time ran out."""
 
-    name: str
-    incarnation: Incarnation
     complete: bool
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaResumed:
+class ReplicaResumed(_OfStart):
     """A replica takes new requests again, or did not confirm it in time."""
 
-    name: str
-    incarnation: Incarnation
     complete: bool
 
 
@@ -162,37 +157,26 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class Start(_OfStart):
     """Start a member; answer with Started or Failed."""
 
-    name: str
-    incarnation: Incarnation
-
 
 @dataclass(frozen=True, slots=True)
-class End:
+class End(_OfStart):
     """Kill a member's processes; answer with Ended."""
 
-    name: str
-    incarnation: Incarnation
-
 
 @dataclass(frozen=True, slots=True)
-class Prove:
+class Prove(_OfStart):
     """Check repeatedly whether the processes of an ended start are gone; answer with Proven once they are."""
 
-    name: str
-    incarnation: Incarnation
-
 
 @dataclass(frozen=True, slots=True)
-class MarkEnded:
+class MarkEnded(_OfStart):
     """Report to the rank table that an incarnation, and all before it, are over; ``proven`` if their processes are
     gone.
     """
 
-    name: str
-    incarnation: Incarnation
     proven: bool
 
 
@@ -231,21 +215,16 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainReplica:
+class DrainReplica(_OfStart):
     """Drain a replica; answer with ReplicaDrained."""
 
-    name: str
-    incarnation: Incarnation
     grace_s: float | None
     """Maximum wait; `router.drain_s` by default."""
 
 
 @dataclass(frozen=True, slots=True)
-class ResumeReplica:
+class ResumeReplica(_OfStart):
     """Let a replica take new requests again; answer with ReplicaResumed."""
-
-    name: str
-    incarnation: Incarnation
 
 
 class Outcome(StrEnum):

@@ -4,14 +4,13 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
-from typing import Protocol
 
+from cluster.launch.launcher import Launcher
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
-from cluster.spec.registry import TableSnapshot
 from cluster.supervisor import events as words
 from cluster.supervisor.events import Action, Answer, Event, Outcome
 from cluster.supervisor.orders import Order
@@ -21,25 +20,6 @@ from cluster.supervisor.state import Cluster, Member, Now, Phase
 _RETRY_S = 1.0
 _PROVE_S = 30.0
 """Interval between checks of a machine that could not prove its processes gone."""
-
-
-class Members(Protocol):
-    """Interface that carries out actions, implemented by Launcher. Methods may block; each call has a thread of its
-    own.
-    """
-
-    @property
-    def names(self) -> Sequence[str]: ...
-    def start(self, name: str, incarnation: Incarnation) -> None: ...
-    def end(self, name: str, incarnation: Incarnation) -> bool: ...
-    def prove(self, name: str, incarnation: Incarnation) -> bool: ...
-    def mark_ended(self, replica: ReplicaId, incarnation: Incarnation, *, proven: bool) -> None: ...
-    def place(self, names: Sequence[str]) -> None: ...
-    def drain_replica(self, name: str, grace_s: float | None) -> bool: ...
-    def resume_replica(self, name: str) -> bool: ...
-    def drain(self) -> bool: ...
-    def stop(self) -> None: ...
-    def kill(self) -> None: ...
 
 
 class Supervisor:
@@ -77,16 +57,16 @@ class Supervisor:
         """Queue an event; from any thread, and from signal handlers."""
         self._events.put(event)
 
-    def run(self, members: Members) -> None:
+    def run(self, launcher: Launcher) -> None:
         """Start everything, and keep it running until a stop is requested and done.
 
         Raises:
             Exception: the failure of the first start, usually a BatonError.
         """
-        self._cluster = replace(self._cluster, members={name: Member(name=name) for name in members.names})
-        self._handle(words.Tick(), members)
+        self._cluster = replace(self._cluster, members={name: Member(name=name) for name in launcher.names})
+        self._handle(words.Tick(), launcher)
         while self._cluster.phase is not Phase.STOPPED:
-            self._handle(self._next_event(), members)
+            self._handle(self._next_event(), launcher)
         if self._cluster.failure is not None:
             raise self._cluster.failure
 
@@ -97,14 +77,6 @@ class Supervisor:
     def request_stop(self, reason: str) -> None:
         """Drain and stop; the second time, stop at once. From any thread, and from signal handlers."""
         self.post(words.StopRequested(reason))
-
-    def saw_table(self, snapshot: TableSnapshot) -> None:
-        """Take in a new rank table; from any thread."""
-        self.post(words.TableSeen.of(snapshot))
-
-    def lost_table(self) -> None:
-        """Report that the bootstrap service does not respond, or not with a table; from any thread."""
-        self.post(words.TableLost())
 
     def saw_router(self, answers: bool, name: str = ROUTER) -> None:
         """Report the result of a liveness check of a router process; from any thread."""
@@ -132,7 +104,7 @@ class Supervisor:
         except queue.Empty:
             return words.Tick()
 
-    def _handle(self, event: Event, members: Members) -> None:
+    def _handle(self, event: Event, launcher: Launcher) -> None:
         now = Now(s=time.monotonic(), unix_ms=time.time_ns() // 1_000_000)
         self._cluster, actions = reconcile(self._cluster, event, now)
         for action in actions:
@@ -144,11 +116,11 @@ class Supervisor:
                     answers.put(action)
             else:
                 name = type(action).__name__.lower()
-                threading.Thread(target=self._do, args=(action, members), name=name, daemon=True).start()
+                threading.Thread(target=self._do, args=(action, launcher), name=name, daemon=True).start()
 
-    def _do(self, action: Action, members: Members) -> None:
+    def _do(self, action: Action, launcher: Launcher) -> None:
         try:
-            answer = self._carry_out(action, members)
+            answer = self._carry_out(action, launcher)
         except Exception as error:  # whatever it is, the supervisor must learn that the action is over
             answer = _answer_to_failure(action, error)
             if not isinstance(action, words.Start | words.Place):
@@ -156,53 +128,53 @@ class Supervisor:
         if answer is not None:
             self.post(answer)
 
-    def _carry_out(self, action: Action, members: Members) -> Event | None:
+    def _carry_out(self, action: Action, launcher: Launcher) -> Event | None:
         match action:
             case words.Start(name, incarnation):
-                members.start(name, incarnation)
+                launcher.start(name, incarnation)
                 return words.Started(name, incarnation)
             case words.End(name, incarnation):
-                return words.Ended(name, incarnation, members.end(name, incarnation))
+                return words.Ended(name, incarnation, launcher.end(name, incarnation))
             case words.Prove(name, incarnation):
-                return self._prove(name, incarnation, members)
+                return self._prove(name, incarnation, launcher)
             case words.MarkEnded(name, incarnation, proven):
-                self._mark_ended(ReplicaId(name), incarnation, proven, members)
+                self._mark_ended(ReplicaId(name), incarnation, proven, launcher)
             case words.Announce():
                 self._announce()
             case words.Place(names):
-                members.place(names)
+                launcher.place(names)
                 return words.Placed(None)
             case words.DrainReplica(name, incarnation, grace_s):
-                return words.ReplicaDrained(name, incarnation, members.drain_replica(name, grace_s))
+                return words.ReplicaDrained(name, incarnation, launcher.drain_replica(name, grace_s))
             case words.ResumeReplica(name, incarnation):
-                return words.ReplicaResumed(name, incarnation, members.resume_replica(name))
+                return words.ReplicaResumed(name, incarnation, launcher.resume_replica(name))
             case words.Drain():
-                return words.Drained(members.drain())
+                return words.Drained(launcher.drain())
             case words.Stop():
-                members.stop()
+                launcher.stop()
                 return words.Stopped()
             case words.Kill():
-                members.kill()
+                launcher.kill()
                 return words.Stopped()
             case words.Report() | words.Answer():
                 raise AssertionError("told on the supervisor's own thread")
         return None
 
-    def _prove(self, name: str, incarnation: Incarnation, members: Members) -> Event | None:
+    def _prove(self, name: str, incarnation: Incarnation, launcher: Launcher) -> Event | None:
         while self._cluster.phase is Phase.SERVING:
             time.sleep(_PROVE_S)
             try:
-                if members.prove(name, incarnation):
+                if launcher.prove(name, incarnation):
                     return words.Proven(name, incarnation)
             except Exception as error:  # whatever it is, the pages of this start wait for its proof
                 self._report(f"{name}: no proof that incarnation {incarnation} is gone: {_told(error)}")
         return None
 
-    def _mark_ended(self, replica: ReplicaId, incarnation: Incarnation, proven: bool, members: Members) -> None:
+    def _mark_ended(self, replica: ReplicaId, incarnation: Incarnation, proven: bool, launcher: Launcher) -> None:
         """Report the end until the table has it; a table that restarts gets it again."""
         while self._cluster.phase is Phase.SERVING:
             try:
-                members.mark_ended(replica, incarnation, proven=proven)
+                launcher.mark_ended(replica, incarnation, proven=proven)
                 return
             except PeerUnreachableError:
                 time.sleep(_RETRY_S)

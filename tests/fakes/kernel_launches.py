@@ -115,7 +115,7 @@ def _draws_any() -> object:
 def _experts() -> object:
     experts, loads = torch.zeros(20, 8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
     for counted in (None, torch.zeros(20, 1, dtype=torch.bool)):
-        choose_experts(_bf16(20, 128), 8, torch.zeros(128, dtype=torch.int32), counted, sum_to_one=True)
+        choose_experts(_bf16(20, 128), 8, counted, sum_to_one=True)
     few = expert_rows(experts, 8, loads, 16)
     grouped_matmul(_bf16(20, 2048), _bf16(8, 768, 2048), few.tiles, few.tokens)
     answers = grouped_matmul(_bf16(2000, 2048), _bf16(2, 768, 2048), tiles_of([1000, 1000], 2, torch.device("cpu")))

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from cluster.bootstrap.client import LeaseKeeper
-from cluster.bootstrap.rank_keeper import RankKeeper
+from cluster.bootstrap.keepers import LeaseKeeper, RankKeeper
 from cluster.channel import Inbox
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Incarnation
@@ -49,14 +48,15 @@ class QuietWorker:
         keeper = None
         if self._spec.is_leader:
             meeting = self._rendezvous
-            keeper = LeaseKeeper(meeting.bootstrap_url, meeting.token, rows, ReplicaLoad, lambda _: None, _BEAT_S)
+            url, token = meeting.bootstrap_url, meeting.token
+            keeper = LeaseKeeper(url, token, rows, ReplicaLoad, lambda _: None, _BEAT_S, lambda _: None)
             keeper.start()
         else:
             meeting, row = self._rendezvous, rows[self._spec.global_rank]
             RankKeeper(meeting.bootstrap_url, meeting.token, row, _BEAT_S, lambda _: None).start()
         _wait(self._inbox, Shutdown)
         if keeper is not None:
-            keeper.stop(unregister=True)
+            keeper.stop()
 
 
 class QuietRouter:

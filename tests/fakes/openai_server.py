@@ -8,9 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 REFUSED = "refuse this"
-"""A chat message that is answered with HTTP 503; so is a prompt whose first token id is `REFUSED_TOKEN`."""
-REFUSED_TOKEN = 10
-PAGE_SIZE = 4
+"""A chat message that is answered with HTTP 503; so is a prompt of `REFUSED_LEN` tokens."""
+REFUSED_LEN = 10
+PAGE_SIZE = 64
 TRACE_PATH = "/traces/1"
 CUT = "cut this"
 """A chat message whose stream ends with an error event after the first piece."""
@@ -29,7 +29,7 @@ class _Handler(BaseHTTPRequestHandler):
         assert isinstance(server, FakeServer)
         server.bodies.append(body)
         text = body["messages"][-1]["content"] if "messages" in body else ""
-        if text == REFUSED or body.get("prompt", [None])[0] == REFUSED_TOKEN:
+        if text == REFUSED or len(body.get("prompt", [])) == REFUSED_LEN:
             self._send(503, json.dumps({"error": {"message": "nothing is ready"}}))
         else:
             trace = {"x-baton-trace": TRACE_PATH} if body.get("trace") and server.makes_traces else {}

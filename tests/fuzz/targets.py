@@ -18,7 +18,7 @@ import yaml
 from fastapi import HTTPException
 from safetensors.torch import save
 
-from cluster.bench.endpoint import error_message, parse_line
+from cluster.bench.endpoint import EndpointError, error_message, parse_line
 from cluster.bench.trace import read_trace
 from cluster.bootstrap.service import decode_body
 from cluster.bootstrap.table import BootstrapTable, TableRefusedError
@@ -293,7 +293,7 @@ def _feed_sse(data: bytes) -> None:
     text = data.decode(errors="replace")
     error_message(text)
     for line in text.splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, EndpointError):
             parse_line(line)
 
 

@@ -41,10 +41,10 @@ def test_cp_prints_a_line_for_every_length_group_mode_and_strategy() -> None:
         num_pages = 2 if line["prompt_len"] == 5 else 4
         held = num_pages // 2 if line["mode"] == "ring" else num_pages
         assert line["kv_bytes_per_rank"] == held * 64 * BYTES_PER_TOKEN
-        assert (line["prefix_len"], len(line["wait_shares"])) == (70, line["cp"])
+        assert line["prefix_len"] == 70
         assert line["chosen_passing"] == line["passing"]
-        assert 0.0 <= line["exposed_comm_share"] <= min(line["wait_shares"]) < 1.0
-        assert min(line[name] for name in ("estimate_s", "cpu_s", "efficiency")) > 0
+        assert 0.0 <= line["exposed_comm_share"] < 1.0
+        assert min(line["estimate_s"], line["efficiency"]) > 0
         if line["cp"] == 1:
             assert line["efficiency"] == 1.0
         if line["chosen"] == "contiguous":
@@ -75,7 +75,7 @@ def test_engine_prints_a_line_for_each_length() -> None:
     assert min(limits["flops_per_s"], limits["bytes_per_s"]) > 0
     assert [result["prompt_len"] for result in results] == [70, 150]
     for result in results:
-        assert (result["num_same_tokens"], result.pop("host_s")) == (5, None)
+        assert result["num_same_tokens"] == 5
         assert all(value > 0 for name, value in result.items() if name.endswith(("_s", "_ratio")))
 
 
@@ -92,9 +92,7 @@ def test_without_a_gpu_a_command_fails_with_one_line(command: str) -> None:
     [
         (["engine", "--model", "GPT-5"], "--model: got 'GPT-5'; allowed: Llama-3-8B, "),
         (["engine", "--prompt-len", "64,0"], "--prompt-len: got 0; allowed: 1 to "),
-        (["engine", "--device", "tpu"], "--device: got 'tpu'; allowed: cpu, cuda"),
         (["kernels", "--models", "Llama-3-8B,GPT-5"], "--models: got 'GPT-5'; allowed: Llama-3-8B, "),
-        (["kernels", "--tp", "3"], "--tp: got 3; allowed: a divisor of the 32 heads of Llama-3-8B"),
     ],
 )
 def test_wrong_options_are_refused(options: list[str], words: str) -> None:

@@ -13,8 +13,8 @@ import httpx
 import msgspec
 import pytest
 
-from cluster.bootstrap.client import BootstrapClient, LeaseKeeper, watch_table
-from cluster.bootstrap.rank_keeper import RankKeeper
+from cluster.bootstrap.client import BootstrapClient, follow_table, watch_table
+from cluster.bootstrap.keepers import LeaseKeeper, RankKeeper
 from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer, create_app
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
 from cluster.spec.clock import SystemClock
@@ -22,7 +22,6 @@ from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 from cluster.spec.ids import Incarnation, ReplicaId, router_names
 from cluster.spec.registry import Heartbeat, ReplicaLoad, TableSnapshot
 from cluster.supervisor.router_watch import follow_router
-from cluster.supervisor.table_watch import follow_table
 from tests.fakes.rows import make_row, make_rows, sizes
 
 pytestmark = pytest.mark.integration
@@ -86,20 +85,12 @@ def wait_until(condition: Callable[[], object]) -> None:
 def test_rows_travel_and_come_back(client: BootstrapClient) -> None:
     assert not client.heartbeat(BEAT)
     make_ready(client)
-    assert client.lookup(P0, ROWS[1].coords) == ROWS[1]
     entry = client.table().find(P0)
     assert entry is not None
     assert (entry.rows, entry.ready) == (tuple(ROWS), True)
     client.unregister(P0, ROWS[0].incarnation, reaped=True)
     assert client.table().replicas == ()
     assert client.table().reaped == {P0: ROWS[0].incarnation}
-
-
-def test_table_is_nested_for_people(url: str, client: BootstrapClient) -> None:
-    make_ready(client)
-    table = httpx.get(f"{url}/table", headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False).json()
-    assert table["replicas"]["prefill-0"]["ranks"]["0"]["1"]["0"]["0"]["address"] == ROWS[1].address
-    assert table["snapshot"]["replicas"][0]["replica"] == "prefill-0"
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}])
@@ -139,8 +130,7 @@ def test_health_needs_no_token(empty_url: str) -> None:
             "the path names prefill-0 dp0/cp1/tp0/pp0, the body prefill-0 dp0/cp0/tp0/pp0",
         ),
         ("POST", "/replicas/decode-0/heartbeat", msgspec.json.encode(BEAT), 400, "the path names decode-0"),
-        ("GET", "/replicas/prefill-0/ranks/0/x/0/0", b"", 400, "cp: Input should be a valid integer"),
-        ("GET", "/replicas/prefill-0/ranks/0/7/0/0", b"", 404, "prefill-0 has no row dp0/cp7/tp0/pp0"),
+        ("PUT", "/replicas/prefill-0/ranks/0/x/0/0", b"", 400, "cp: Input should be a valid integer"),
         ("DELETE", "/replicas/prefill-0", b"", 400, "incarnation: Field required"),
         ("DELETE", f"/replicas/prefill-0?incarnation={10**30}", b"", 400, "incarnation: Input should be less than"),
         ("GET", "/watch?version=0&timeout_s=1e9", b"", 400, "timeout_s: Input should be less than or equal to 60"),
@@ -195,18 +185,6 @@ def test_watch_returns_on_change_on_expiry_and_on_time(url: str, client: Bootstr
     other.close()
 
 
-def test_stop_request_reaches_watchers(url: str, client: BootstrapClient) -> None:
-    version = client.table().version
-    other = BootstrapClient(url, TOKEN)
-    asking = threading.Timer(0.05, other.request_stop)
-    asking.start()
-    snapshot = client.watch(version, WAIT_S)
-    asking.join()
-    other.close()
-    assert snapshot is not None
-    assert snapshot.stop_requested
-
-
 def test_ending_service_answers_its_watchers() -> None:
     server = BootstrapServer("127.0.0.1", 0, TOKEN, LEASE_S)
     client = BootstrapClient(server.start(), TOKEN)
@@ -252,14 +230,14 @@ def test_lease_keeper_registers_renews_and_leaves(url: str, client: BootstrapCli
     wait_until(lambda: not is_ready(tables[-1]))
     assert tables[-1].replicas[0].silent == (1,)
     before_s = time.monotonic()
-    keeper.stop(unregister=True)
+    keeper.stop()
     assert time.monotonic() - before_s < 10.0, "the long poll is not waited for"
     assert client.table().replicas == ()
 
 
 def test_lease_keeper_tells_at_once_what_cannot_wait(url: str, client: BootstrapClient) -> None:
     load = [ReplicaLoad()]
-    keeper = LeaseKeeper(url, TOKEN, ROWS, lambda: load[-1], lambda _: None, 3600.0)
+    keeper = LeaseKeeper(url, TOKEN, ROWS, lambda: load[-1], lambda _: None, 3600.0, lambda _: None)
     keeper.start()
 
     def is_draining() -> bool:
@@ -271,7 +249,7 @@ def test_lease_keeper_tells_at_once_what_cannot_wait(url: str, client: Bootstrap
     load.append(ReplicaLoad(draining=True))
     keeper.hurry()
     wait_until(is_draining)
-    keeper.stop(unregister=True)
+    keeper.stop()
 
 
 def test_lease_keeper_refills_a_restarted_service() -> None:
@@ -287,7 +265,7 @@ def test_lease_keeper_refills_a_restarted_service() -> None:
     assert again.start() == url
     wait_until(lambda: tables[-1].version != version and is_ready(tables[-1]))
     again.stop()
-    keeper.stop(unregister=True)
+    keeper.stop()
 
 
 def test_lease_keeper_of_an_old_start_falls_silent(url: str, client: BootstrapClient) -> None:
@@ -298,7 +276,7 @@ def test_lease_keeper_of_an_old_start_falls_silent(url: str, client: BootstrapCl
     follower.start()
     wait_until(lambda: len(refusals) >= 2)
     time.sleep(0.2)
-    keeper.stop(unregister=True)
+    keeper.stop()
     follower.stop()
     assert [error.code for error in refusals] == [RefusalCode.SUPERSEDED] * 2
     entry = client.table().find(P0)
@@ -340,7 +318,7 @@ class _Ailing(BaseHTTPRequestHandler):
 @contextmanager
 def ailing_service() -> Iterator[str]:
     """A service that fails, and answers with nonsense, before it is well."""
-    table = msgspec.json.encode(TableSnapshot(version=7, replicas=(), reaped={}, stop_requested=True))
+    table = msgspec.json.encode(TableSnapshot(version=7, replicas=(), reaped={}))
     unauthorized = b'{"error": {"code": "unauthorized", "message": "wrong token"}}'
     _Ailing.answers = [(503, b"busy"), (200, b"[]"), (401, unauthorized), (200, table)]
     with HTTPServer(("127.0.0.1", 0), _Ailing) as server:
@@ -356,13 +334,15 @@ async def test_watch_table_goes_on_after_answers_that_are_no_table() -> None:
         await tables.aclose()
 
 
-def test_the_driver_takes_no_table_for_a_lost_service_and_goes_on() -> None:
-    seen: list[TableSnapshot | None] = []
+def test_answers_that_are_no_table_count_as_a_lost_service() -> None:
+    lost: list[int] = []
     with ailing_service() as url:
         client = BootstrapClient(url, TOKEN)
-        follow_table(client, seen.append, lambda: seen.append(None))
+        tables = follow_table(client.watch, lambda: WAIT_S, lambda: lost.append(1))
+        seen = [next(tables) for _ in range(4)]
         client.close()
     assert [snapshot and snapshot.version for snapshot in seen] == [None, None, None, 7]
+    assert len(lost) == 3
 
 
 def test_the_router_is_seen_while_it_answers() -> None:

@@ -12,7 +12,7 @@ from cluster.spec.kv import pages_for
 from cluster.spec.registry import KvOwnership
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, StepPlan
-from cluster.spec.strategy import Collectives, CpMode, PassingSetting
+from cluster.spec.strategy import CpMode, PassingSetting
 from workers.attention.registry import choose_backend
 from workers.bench.results import StepLens, StepTime, Way
 from workers.context_parallel.cost_model import Choice, StrategyChooser
@@ -63,14 +63,12 @@ class CpBenchRank:
         self._store, port = open_store(_HOST, _TIMEOUT_S)
         return f"{_HOST}:{port}"
 
-    def join(self, store: str, cp: int, collectives: Collectives) -> None:
+    def join(self, store: str, cp: int) -> None:
         """Form the group of ranks 0..cp-1, warm up and measure rates; each of these ranks calls this."""
         if self._store is None:
             self._store = join_store(store, _TIMEOUT_S)
         ranks, rank = range(cp), self._global_rank
-        self._groups[cp] = group = join_group(
-            self._store, f"cp{cp}", ranks, rank, host=_HOST, timeout_s=_TIMEOUT_S, collectives=collectives
-        )
+        self._groups[cp] = group = join_group(self._store, f"cp{cp}", ranks, rank, host=_HOST, timeout_s=_TIMEOUT_S)
         for mode, ownership in _OWNERSHIP.items():
             runner = ModelRunner(self._model, self._pool, self._backend, group, ownership)
             runner.warm_up()
@@ -99,13 +97,9 @@ class CpBenchRank:
         plan = self._plan(choice, lens)
         group, runner = self._groups[way.cp], self._runners[way.cp, way.mode]
         group.barrier()
-        waited_before_s, cpu_before_s, start_s = group.waited_s, time.thread_time(), time.perf_counter()
+        waited_before_s, start_s = group.waited_s, time.perf_counter()
         runner.execute(plan)
-        return StepTime(
-            seconds=time.perf_counter() - start_s,
-            waited_s=group.waited_s - waited_before_s,
-            cpu_s=time.thread_time() - cpu_before_s,
-        )
+        return StepTime(time.perf_counter() - start_s, group.waited_s - waited_before_s)
 
     def close(self) -> None:
         for group in self._groups.values():

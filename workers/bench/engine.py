@@ -55,8 +55,6 @@ class EngineBench:
         raw = SHAPES[name].config_json()
         self._model = random_model(parse_model_config(raw), dtype, self._device)
         self._runner = _make_runner(self._model, most_tokens)
-        self._host_s: list[float] = []
-        """Host time of each launch after the prompt's."""
         self._peer: TransformersPeer | None = None
         self._no_peer = ""
         try:
@@ -76,9 +74,7 @@ class EngineBench:
         rng = random.Random(prompt_len)
         prompt = [rng.randrange(self._model.config.vocab_size) for _ in range(prompt_len)]
         ours, theirs, problem = list[Timed](), list[Timed](), self._no_peer
-        for number in range(1 + num_rounds):
-            if number == 1:
-                self._host_s.clear()
+        for _ in range(1 + num_rounds):
             ours.append(self._generate(prompt, output_len))
             if not problem and self._peer is not None:
                 try:
@@ -99,7 +95,6 @@ class EngineBench:
             tpot_floor_s=tpot_floor_s,
             ttft_ratio=own.ttft_s / ttft_floor_s,
             tpot_ratio=own.tpot_s / tpot_floor_s,
-            host_s=median(self._host_s) if self._runner.is_asynchronous else None,
             transformers_ttft_s=peer and peer.ttft_s,
             transformers_tpot_s=peer and peer.tpot_s,
             num_same_tokens=peer and num_same(own.token_ids, peer.token_ids),
@@ -131,14 +126,9 @@ class EngineBench:
 
     def _begin(self, scheduled: ScheduledRequest, admit: Admit | None = None) -> BegunStep:
         admits, releases = ([], []) if admit is None else ([admit], [_ROOM])
-        plan = StepPlan(
-            step=1, shape=make_step_shape([scheduled]), admits=admits, scheduled=[scheduled], releases=releases
-        )
-        start_s = time.perf_counter()
-        begun = self._runner.begin(plan)
-        if scheduled.output_position:
-            self._host_s.append(time.perf_counter() - start_s)
-        return begun
+        shape = make_step_shape([scheduled])
+        plan = StepPlan(step=1, shape=shape, admits=admits, scheduled=[scheduled], releases=releases)
+        return self._runner.begin(plan)
 
 
 def timed(start_s: float, times_s: Sequence[float], token_ids: Sequence[int]) -> Timed:

@@ -19,27 +19,15 @@ from workers.attention.triton.decode import DecodeAttention
 from workers.bench.results import Limit
 from workers.bench.shapes import BenchShape
 from workers.bench.timing import Launch
-from workers.engine.cutoffs import ranked_cutoffs
-from workers.engine.exponential_race import plain_race
-from workers.kernels.copy_pages import copy_pages
-from workers.kernels.cutoffs import find_cutoffs
-from workers.kernels.exponential_race import win_race
 from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
-from workers.kernels.merge import merge_partials
 from workers.kernels.rms_norm import add_rms_norm
 from workers.kernels.rotate import rotate_storing
-from workers.kernels.store_kv import store_kv
-from workers.kernels.sum_choices import sum_choices
 from workers.kernels.swiglu import swiglu
 from workers.memory.page_pool import PagePool
 
 PAGE_SIZE = 64
-NUM_EXPERTS, NUM_CHOSEN = 8, 2
-"""Number of experts, each as wide as the shape's MLP, that share the tokens evenly; and number chosen per token."""
-NUM_LAYERS, PIECE_LAYERS = 32, 4
-"""Layers of the pages that go to the host and back, and those that go in one copy: pieces so small that a kernel
-copies them. The copy engine moves whole pages, and sets the limit.
-"""
+NUM_EXPERTS = 8
+"""Number of experts, each as wide as the shape's MLP, that share the tokens evenly."""
 _DTYPE = torch.bfloat16
 _Batch = Sequence[tuple[int, int]]
 """Number of requests and their length."""
@@ -72,9 +60,6 @@ class Sizes:
     """Length of a request that is decoded alone, and then in a batch of short ones."""
     short_len: int = 2000
     num_short: int = 63
-    num_sampled: int = 64
-    moved_kv_bytes: int = 1 << 30
-    """KV that is stored, gathered, saved and loaded: as much as is copied to measure the device."""
     least_bytes: int = 512 << 20
     """Memory that is timed together: far more than a cache holds."""
 
@@ -85,15 +70,11 @@ def kernel_cases(shape: BenchShape, sizes: Sizes, device: torch.device) -> Itera
     A short kernel comes as several copies over different memory: launched in a row they find nothing in a cache, and
     launch overhead counts little.
     """
-    num_moved = sizes.moved_kv_bytes // (shape.kv_row_len * _DTYPE.itemsize)
     for make in (
         partial(_prefill, num_tokens=sizes.prompt_len, prefix_len=0),
         partial(_prefill, num_tokens=sizes.chunk_len, prefix_len=sizes.prefix_len),
         *(partial(_decode, batch=batch) for batch in _decode_batches(shape, sizes)),
-        *(partial(make, num=sizes.prompt_len) for make in (_merge, _rotate, _norm, _swiglu, _experts, _sum_choices)),
-        *(partial(make, num=sizes.num_sampled) for make in (_sample, _top_p)),
-        *(partial(make, num=num_moved) for make in (_store, _gather)),
-        *(partial(_host_copy, num=num_moved // PAGE_SIZE // NUM_LAYERS, to_host=to_host) for to_host in (True, False)),
+        *(partial(make, num=sizes.prompt_len) for make in (_rotate, _norm, _swiglu, _experts)),
     ):
         cases = [make(shape, device)]
         if cases[0].limit is Limit.BYTES:
@@ -177,13 +158,6 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tens
     return functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
 
 
-def _merge(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
-    outs = [_random(device, num, shape.heads, shape.head_dim) for _ in range(4)]
-    lses = [torch.zeros(num, shape.heads, device=device) for _ in outs]
-    work = 5.0 * (outs[0].nbytes + lses[0].nbytes)
-    return KernelCase("merge 4 partials", Limit.BYTES, work, lambda: merge_partials(outs, lses))
-
-
 def _rotate(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
     heads = _random(device, num, shape.heads + 2 * shape.kv_heads, shape.head_dim)
     angles = _random(device, num, 1, shape.head_dim)
@@ -211,66 +185,12 @@ def _experts(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase
     return KernelCase(f"{NUM_EXPERTS} experts", Limit.FLOPS, work, lambda: grouped_matmul(x, weights, tiles))
 
 
-def _sum_choices(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
-    answers = _random(device, num * NUM_CHOSEN, shape.hidden)
-    rows = torch.randperm(len(answers), device=device).to(torch.int32).view(num, NUM_CHOSEN)
-    weights = torch.rand(num, NUM_CHOSEN, device=device)
-    work = answers.nbytes * (1 + 1 / NUM_CHOSEN)
-    return KernelCase("combine experts", Limit.BYTES, work, lambda: sum_choices(answers, rows, weights))
-
-
-def _sample(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
-    weights, keys = torch.rand(num, shape.vocab, device=device), torch.arange(num, device=device)
-    peers = {"torch": lambda: plain_race(weights, keys)}
-    return KernelCase("sample", Limit.BYTES, float(weights.nbytes), lambda: win_race(weights, keys), peers)
-
-
-def _top_p(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
-    """Cutoffs of flat distributions, the costliest ones."""
-    scores = torch.rand(num, shape.vocab, device=device)
-    scores -= scores.amax(dim=-1, keepdim=True)
-    top_k, top_p = torch.full((num,), shape.vocab, device=device), torch.full((num,), 0.9, device=device).double()
-    cutoffs, is_sure = scores[:, 0].clone(), torch.zeros(num, dtype=torch.bool, device=device)
-    run = partial(find_cutoffs, scores, top_k, top_p, is_sure, cutoffs)
-    peers = {"torch": lambda: ranked_cutoffs(scores, top_k, top_p, shape.vocab)}
-    return KernelCase("top-p", Limit.BYTES, float(scores.nbytes), run, peers)
-
-
-def _store(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
-    layer, slots = _slots(shape, device, num)
-    kv = _random(device, num, 2, shape.kv_heads, shape.head_dim)
-    return KernelCase("store K and V", Limit.BYTES, 2.0 * kv.nbytes, lambda: store_kv(layer, slots, kv))
-
-
-def _gather(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
-    pool, pages = _pages(shape, device, num)
-    data = pool.group(FULL_ATTENTION)
-    staged = torch.zeros_like(data[: len(pages)])
-    indices = torch.stack([pages, torch.arange(len(pages), device=device)])
-    run, peers = partial(copy_pages, data, staged, indices), {"torch": lambda: data[pages]}
-    return KernelCase("gather pages", Limit.BYTES, 2.0 * staged.nbytes, run, peers)
-
-
-def _host_copy(shape: BenchShape, device: torch.device, *, num: int, to_host: bool) -> KernelCase:
-    """Copy some layers of ``num`` pages to or from the host, one piece per head."""
-    pool, pages = _pages(shape, device, num * PAGE_SIZE, NUM_LAYERS)
-    layers = pool.group(FULL_ATTENTION)[:, :, PIECE_LAYERS : 2 * PIECE_LAYERS]
-    on_host = torch.zeros(layers[:num].shape, dtype=_DTYPE, pin_memory=device.type == "cuda")
-    row = torch.arange(num, device=device)
-    name, work = f"{PIECE_LAYERS} of {NUM_LAYERS} layers", float(on_host.nbytes)
-    if to_host:
-        run = partial(copy_pages, layers, on_host, torch.stack([pages, row]))
-        return KernelCase(f"save {name}", Limit.TO_HOST, work, run)
-    run = partial(copy_pages, on_host, layers, torch.stack([row, pages]))
-    return KernelCase(f"load {name}", Limit.FROM_HOST, work, run)
-
-
-def _pages(shape: BenchShape, device: torch.device, num_tokens: int, num_layers: int = 1) -> tuple[PagePool, Tensor]:
+def _pages(shape: BenchShape, device: torch.device, num_tokens: int) -> tuple[PagePool, Tensor]:
     """Return a pool and all of its pages in random order."""
     num_pages = pages_for(num_tokens, PAGE_SIZE)
     dtype = str(_DTYPE).removeprefix("torch.")
-    group = key_value_group(range(num_layers), shape.kv_heads, shape.head_dim, dtype)
-    geometry = KvGeometry(model="bench", num_layers=num_layers, groups=(group,), page_size=PAGE_SIZE)
+    group = key_value_group(range(1), shape.kv_heads, shape.head_dim, dtype)
+    geometry = KvGeometry(model="bench", num_layers=1, groups=(group,), page_size=PAGE_SIZE)
     pool = PagePool.of_one_rank(geometry, num_pages, device)
     pool.group(FULL_ATTENTION).normal_()
     return pool, torch.randperm(num_pages, device=device)

@@ -31,14 +31,13 @@ class KernelBench:
         """Return the limits that kernels are compared with."""
         return self._limits
 
-    def measure(self, model: str, tp: int) -> list[KernelResult]:
-        """Run every kernel at the shapes of one of ``tp`` ranks of a model."""
+    def measure(self, model: str) -> list[KernelResult]:
+        """Run every kernel at the shapes of a model."""
         from workers.bench.kernel_cases import Sizes, kernel_cases  # loads Triton
 
-        name = model if tp == 1 else f"{model}/TP{tp}"
         with torch.inference_mode():
-            cases = kernel_cases(SHAPES[model].of_tp_rank(tp), Sizes(), self._device)
-            return [self._result(name, copies) for copies in cases]
+            cases = kernel_cases(SHAPES[model], Sizes(), self._device)
+            return [self._result(model, copies) for copies in cases]
 
     def _result(self, model: str, copies: "Sequence[KernelCase]") -> KernelResult:
         """Time one kernel; its copies differ only in their memory."""

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from math import inf
 
 from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
 
@@ -14,10 +13,6 @@ class Limit(StrEnum):
     """Rate of bf16 matrix products."""
     BYTES = "bytes"
     """Bandwidth of a copy in device memory."""
-    TO_HOST = "to_host"
-    """Bandwidth of a copy to pinned host memory."""
-    FROM_HOST = "from_host"
-    """Bandwidth of a copy from pinned host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +22,10 @@ class DeviceLimits:
     device: str
     flops_per_s: float
     bytes_per_s: float
-    to_host_bytes_per_s: float | None = None
-    """None for a CPU, as the next."""
-    from_host_bytes_per_s: float | None = None
 
     def rate(self, limit: Limit) -> float:
-        """Return a limit in FLOPs or bytes per second; infinite where it was not measured."""
-        rates = {
-            Limit.FLOPS: self.flops_per_s,
-            Limit.BYTES: self.bytes_per_s,
-            Limit.TO_HOST: self.to_host_bytes_per_s,
-            Limit.FROM_HOST: self.from_host_bytes_per_s,
-        }
-        return rates[limit] or inf
+        """Return a limit in FLOPs or bytes per second."""
+        return self.flops_per_s if limit is Limit.FLOPS else self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +62,6 @@ class EngineResult:
     ttft_ratio: float
     """Time to first token as a multiple of its floor."""
     tpot_ratio: float
-    host_s: float | None
-    """Host time to launch a decode step; None on a CPU."""
     transformers_ttft_s: float | None
     transformers_tpot_s: float | None
     num_same_tokens: int | None
@@ -111,7 +95,7 @@ class StepLens:
         return self.prompt_len + self.prefix_len
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StepTime:
     """Times of one step on one rank."""
 
@@ -119,5 +103,3 @@ class StepTime:
     """Time from the common start to the end of this rank's part."""
     waited_s: float
     """Part of it inside collectives."""
-    cpu_s: float
-    """CPU time of the computing thread, excluding waits and other processes."""

@@ -1,7 +1,7 @@
 """Model shapes that benchmarks run with random weights, and the least work of a model of a shape. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -40,10 +40,6 @@ class BenchShape:
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": max_len,
         }
-
-    def of_tp_rank(self, tp: int) -> "BenchShape":
-        """Return the part of one of ``tp`` ranks."""
-        return replace(self, heads=self.heads // tp, kv_heads=max(1, self.kv_heads // tp), inner=self.inner // tp)
 
     @property
     def num_weights(self) -> int:

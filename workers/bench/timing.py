@@ -51,23 +51,15 @@ class GpuTimer:
 
 
 def gpu_limits(device: torch.device, timer: GpuTimer) -> DeviceLimits:
-    """Measure bf16 matrix products, and copies in device memory and over the host link."""
+    """Measure bf16 matrix products, and copies in device memory."""
     a, b = (torch.randn(_MATRIX, _MATRIX, device=device).bfloat16() for _ in range(2))
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
-    target, on_host = torch.empty_like(source), torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    runs = (
-        lambda: a @ b,
-        lambda: target.copy_(source),
-        lambda: on_host.copy_(source, non_blocking=True),
-        lambda: target.copy_(on_host, non_blocking=True),
-    )
-    [product], [copy], [to_host], [from_host] = (timer.medians([[run]]) for run in runs)
+    target = torch.empty_like(source)
+    [product], [copy] = (timer.medians([[run]]) for run in (lambda: a @ b, lambda: target.copy_(source)))
     return DeviceLimits(
         device=torch.cuda.get_device_name(device),
         flops_per_s=2 * _MATRIX**3 / product,
         bytes_per_s=2 * _COPY_BYTES / copy,
-        to_host_bytes_per_s=_COPY_BYTES / to_host,
-        from_host_bytes_per_s=_COPY_BYTES / from_host,
     )
 
 

@@ -57,5 +57,5 @@ class StepReports:
         if self._experts:  # all layers at once, since the host may wait for a GPU
             loads = torch.stack([experts.loads for experts in self._experts]).tolist()
             for experts, of_layer in zip(self._experts, loads, strict=True):
-                counts.update(dict(zip(experts.logical, of_layer, strict=True)))
+                counts.update(dict(zip(experts.numbers, of_layer, strict=True)))
         return counts

@@ -15,7 +15,7 @@ class RoutedTokens(NamedTuple):
     hidden: Tensor
     """``[tokens, hidden]``."""
     experts: Tensor
-    """``[tokens, k]`` int32, physical experts, or NO_EXPERT."""
+    """``[tokens, k]`` int32, numbers of experts, or NO_EXPERT."""
     weights: Tensor
     """``[tokens, k]`` fp32."""
 

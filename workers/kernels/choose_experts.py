@@ -9,12 +9,12 @@ from workers.kernels.launch import block_of
 
 
 def choose_experts(
-    logits: Tensor, num_chosen: int, physical: Tensor, counted: Tensor | None, *, sum_to_one: bool
+    logits: Tensor, num_chosen: int, counted: Tensor | None, *, sum_to_one: bool
 ) -> tuple[Tensor, Tensor]:
     """Choose the ``num_chosen`` likeliest of ``logits [tokens, experts]``.
 
-    Returns their physical numbers int32 and weights fp32, ``[tokens, k]`` each. The first of equals comes first.
-    ``physical [experts]`` int32 has their numbers; tokens that are not ``counted``, bool ``[tokens, 1]``, get -1.
+    Returns their numbers int32 and weights fp32, ``[tokens, k]`` each. The first of equals comes first. Tokens that are
+    not ``counted``, bool ``[tokens, 1]``, get -1.
     """
     assert logits.is_contiguous(), f"strides {logits.stride()}"
     num_tokens, num_experts = logits.shape
@@ -23,7 +23,6 @@ def choose_experts(
     if num_tokens:
         _choose_kernel[(num_tokens,)](
             logits,
-            physical,
             counted,
             weights,
             experts,
@@ -39,7 +38,7 @@ def choose_experts(
 
 @triton.jit
 def _choose_kernel(
-    logits, physical, counted, weights, experts,
+    logits, counted, weights, experts,
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, SUM_TO_ONE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
 ):  # fmt: skip
@@ -54,10 +53,10 @@ def _choose_kernel(
         is_counted = tl.load(counted + token) != 0
     for place in range(0, NUM_CHOSEN):
         best = tl.max(likelihoods, 0)
-        # If all are NaN, take the last expert, so that the load stays in bounds.
+        # If all are NaN, take the last expert, so that the number stays in bounds.
         expert = tl.minimum(tl.min(tl.where(likelihoods == best, each, BLOCK), 0), NUM_EXPERTS - 1)
         of_chosen = tl.where(places == place, best, of_chosen)
-        found = tl.where((places == place) & is_counted, tl.load(physical + expert), found)
+        found = tl.where((places == place) & is_counted, expert, found)
         likelihoods = tl.where(each == expert, -1.0, likelihoods)
     if SUM_TO_ONE:
         of_chosen = of_chosen / tl.sum(of_chosen, 0)

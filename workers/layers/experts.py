@@ -1,13 +1,12 @@
 """Experts of one rank: gated MLPs side by side, each multiplied with all of its tokens at once."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from workers.device import has_kernels, index_on
 from workers.expert_parallel.expert_order import order_by_expert
-from workers.expert_parallel.expert_placement import ExpertPlacement
 from workers.expert_parallel.routed_tokens import RoutedTokens
 from workers.layers.gated_mlp import gated
 from workers.layers.matmul import multiply
@@ -20,18 +19,17 @@ hidden states of 2,048.
 
 
 class Experts(ShardedLayer):
-    """The physical experts of one EP rank, with a part of each one's width."""
+    """Experts of one EP rank, an equal run of all, with a part of each one's width."""
 
-    def __init__(self, hidden_size: int, inner: Shard, placement: ExpertPlacement, ep_rank: int) -> None:
+    def __init__(self, hidden_size: int, inner: Shard, numbers: range) -> None:
         super().__init__()
-        num_local = placement.num_local
+        num_local = len(numbers)
         self.gate_up = nn.Parameter(torch.empty(num_local, 2 * inner.size, hidden_size), requires_grad=False)
         self.down = nn.Parameter(torch.empty(num_local, hidden_size, inner.size), requires_grad=False)
         self.loads = torch.zeros(num_local, dtype=torch.int64, device="cpu")
         """Tokens that each expert has computed since the start; on its device from the first step on."""
-        self.logical: Sequence[int] = placement.logical(ep_rank)
-        """Logical expert of each physical one."""
-        self._first = ep_rank * num_local
+        self.numbers = numbers
+        """Numbers of these experts in the model."""
         self._inner = inner
 
     def forward(self, routed: RoutedTokens) -> Tensor:
@@ -60,7 +58,7 @@ class Experts(ShardedLayer):
         hidden, experts = routed.hidden, routed.experts
         if experts.numel() <= FEW_CHOICES:
             block_rows = block_rows_for(experts.numel(), len(self.loads), hidden.itemsize)
-            sorted_rows = expert_rows(experts, self._first, self.loads, block_rows)
+            sorted_rows = expert_rows(experts, self.numbers.start, self.loads, block_rows)
         else:
             order, counts = self._counted(experts)
             rows = torch.full_like(experts, -1)
@@ -72,15 +70,15 @@ class Experts(ShardedLayer):
 
     def _counted(self, experts: Tensor) -> tuple[Tensor, list[int]]:
         """Count tokens on each expert; see ``order_by_expert``."""
-        order, counts = order_by_expert(experts, self._first, len(self.loads))
+        order, counts = order_by_expert(experts, self.numbers.start, len(self.loads))
         self.loads += index_on(counts, self.loads.device)
         return order, counts
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
-        """Yield the projections of every expert, by its logical number."""
+        """Yield the projections of every expert, by its number."""
         hidden = replicated(self.gate_up.shape[2])
-        for physical, expert in enumerate(self.logical):
-            gate, up = self.gate_up[physical].chunk(2)
+        for index, expert in enumerate(self.numbers):
+            gate, up = self.gate_up[index].chunk(2)
             yield f"{expert}.gate_proj.weight", WeightShard(gate, (self._inner, hidden))
             yield f"{expert}.up_proj.weight", WeightShard(up, (self._inner, hidden))
-            yield f"{expert}.down_proj.weight", WeightShard(self.down[physical], (hidden, self._inner))
+            yield f"{expert}.down_proj.weight", WeightShard(self.down[index], (hidden, self._inner))

@@ -47,6 +47,18 @@ class Done:
         return True
 
 
+class CopiedBack:
+    """Collective on a copy of a tensor; ``wait`` copies the result into the tensor itself."""
+
+    def __init__(self, work: Work, copy: Tensor, tensor: Tensor) -> None:
+        self._work, self._copy, self._tensor = work, copy, tensor
+
+    def wait(self) -> bool:
+        done = self._work.wait()
+        self._tensor.copy_(self._copy)
+        return done
+
+
 class Pending:
     """Started collective; its tensors must not be touched until ``wait`` returns."""
 

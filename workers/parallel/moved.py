@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from workers.parallel.collectives import Backend, Work
+from workers.parallel.collectives import Backend, CopiedBack, Work
 
 
 class MovedBackend:
@@ -44,22 +44,10 @@ class MovedBackend:
         if output.device.type == self._device.type:
             return begin(output)
         there = torch.empty_like(output, device=self._device)
-        return _Arriving(begin(there), there, output)
+        return CopiedBack(begin(there), there, output)
 
     def _in_place(self, tensor: Tensor, begin: Callable[[Tensor], Work]) -> Work:
         if tensor.device.type == self._device.type:
             return begin(tensor)
         there = tensor.to(self._device)
-        return _Arriving(begin(there), there, tensor)
-
-
-class _Arriving:
-    """Work on a copy, whose result is copied into the tensor itself."""
-
-    def __init__(self, work: Work, there: Tensor, tensor: Tensor) -> None:
-        self._work, self._there, self._tensor = work, there, tensor
-
-    def wait(self) -> bool:
-        done = self._work.wait()
-        self._tensor.copy_(self._there)
-        return done
+        return CopiedBack(begin(there), there, tensor)

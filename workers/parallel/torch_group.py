@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from workers.parallel.collectives import Work
+from workers.parallel.collectives import CopiedBack, Work
 
 
 class TorchGroup:
@@ -28,7 +28,7 @@ class TorchGroup:
         wide = tensor.float()
         self.received_bytes += 2 * (self._size - 1) * wide.nbytes // self._size
         work: Work = self._group.allreduce([wide])
-        return work if wide is tensor else Narrowed(work, wide, tensor)
+        return work if wide is tensor else CopiedBack(work, wide, tensor)
 
     def broadcast(self, tensor: Tensor, root: int, /) -> Work:
         self.received_bytes += tensor.nbytes if self._rank != root else 0
@@ -38,15 +38,3 @@ class TorchGroup:
     def barrier(self) -> Work:
         work: Work = self._group.barrier()
         return work
-
-
-class Narrowed:
-    """Work on a wide copy, whose result is rounded into the tensor itself."""
-
-    def __init__(self, work: Work, wide: Tensor, tensor: Tensor) -> None:
-        self._work, self._wide, self._tensor = work, wide, tensor
-
-    def wait(self) -> bool:
-        done = self._work.wait()
-        self._tensor.copy_(self._wide)
-        return done

@@ -51,7 +51,7 @@ def test_answers_are_scaled_too_and_never_empty() -> None:
 
 def test_warm_up_has_nothing_in_common_with_the_trace() -> None:
     workload = trace_workload([TraceEntry(**entry) for entry in make_entries(20)], scale=0.1)
-    (warmed,) = [request.make_prompt() for request in workload.warmup(1)]
+    warmed = workload.warm_up.make_prompt()
     assert all(_common(warmed, request.make_prompt()) < 8 for request in workload.requests)
 
 

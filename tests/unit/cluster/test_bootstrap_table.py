@@ -5,7 +5,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.bootstrap.replies import view
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.lifecycle import Role
@@ -194,25 +193,6 @@ def test_reaping_an_old_incarnation_leaves_the_new_one_alone() -> None:
     assert table.snapshot(0.0).reaped == {P0: 8}
 
 
-def test_stop_request_is_seen_once() -> None:
-    table = BootstrapTable(LEASE_S, first_version=100)
-    table.request_stop()
-    table.request_stop()
-    assert table.snapshot(0.0).stop_requested
-    assert table.version == 101
-
-
-def test_lookup_finds_a_row_or_says_what_is_missing() -> None:
-    rows = make_rows(P0, CP2)
-    table = table_with(rows)
-    assert table.lookup(P0, RankCoords(dp=0, cp=1, tp=0, pp=0)) is rows[1]
-    with pytest.raises(TableRefusedError, match="prefill-0 has no row dp0/cp2/tp0/pp0") as caught:
-        table.lookup(P0, RankCoords(dp=0, cp=2, tp=0, pp=0))
-    assert caught.value.code is RefusalCode.NOT_FOUND
-    with pytest.raises(TableRefusedError, match="decode-0 has no row"):
-        table.lookup(ReplicaId("decode-0"), rows[0].coords)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -242,11 +222,3 @@ def test_other_content_at_the_same_place_is_refused() -> None:
     table = table_with(make_rows(P0, CP2))
     error = refusal(table, make_row(P0, 1, CP2, address="tcp://elsewhere:1"))
     assert str(error).startswith("prefill-0 dp0/cp1/tp0/pp0: already registered with other content")
-
-
-def test_nested_view_goes_by_dp_cp_tp_pp() -> None:
-    rows = make_rows(P0, sizes(dp=2, cp=2, tp=2, pp=2))
-    nested = view(entry(table_with(rows))).ranks
-    for row in rows:
-        at = row.coords
-        assert nested[at.dp][at.cp][at.tp][at.pp] is row

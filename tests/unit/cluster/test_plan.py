@@ -143,7 +143,7 @@ def test_kv_of_the_built_in_model() -> None:
 def test_kv_of_a_model_folder(model_folder: Path) -> None:
     kv = plan_of(f"model: {{path: {model_folder}}}\nprefill: {{parallel: {{tp: 4, pp: 3}}}}").kv
     assert kv is not None
-    assert kv.groups == ("full_attention (28 layers of 8 heads x k 128 bfloat16 + v 128 bfloat16)",)
+    assert kv.groups == ("full_attention (28 layers, 8 heads, k 128 + v 128 bfloat16)",)
     assert kv.bytes_per_token == 2 * 28 * 8 * 128 * 2
     prefill = kv.roles[Role.PREFILL]
     assert prefill.page_bytes == 64 * 2 * 10 * 2 * 128 * 2
@@ -298,7 +298,7 @@ def test_tables_show_every_part(baton: RunBaton, tmp_path: Path, monkeypatch: py
         "prefill-0 to prefill-1, each: 2 workers",
         "decode-0: 1 worker",
         "attn_cp      {0,1}",
-        "KV memory: 2 KiB a token, pages of 64 tokens (full_attention (2 layers of 1 head x k 128 float32 + v",
+        "KV memory: 2 KiB a token, pages of 64 tokens\n  full_attention (2 layers, 1 head, k 128 + v 128 float32)\n",
         "HTTP for clients",
         "decode runs without context parallelism",
         "only a ring chooses what it passes",

@@ -1,6 +1,5 @@
 """The driver's loop over fake processes: what is replaced, ordered, killed and placed anew."""
 
-import threading
 from dataclasses import replace
 from itertools import count
 
@@ -18,7 +17,6 @@ from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import ReplicaEntry
 from cluster.supervisor.events import Outcome
 from cluster.supervisor.orders import DrainOrder, Order, RestartOrder, ResumeOrder, ScaleOrder
-from cluster.supervisor.table_watch import follow_table
 from tests.fakes.launching import CONFIG, ONE, WAIT_S, FakeDriver, make_launcher, wait_until
 from tests.fakes.ray import HOME, FakeSystem, FakeTable, World
 
@@ -72,21 +70,6 @@ def test_lost_bootstrap_is_replaced_and_nothing_else() -> None:
     assert all(actor.alive for actor in workers)
     driver.supervisor.request_stop("SIGINT")
     driver.ended.result(WAIT_S)
-
-
-def test_stop_through_the_table_survives_a_bootstrap_that_is_away() -> None:
-    world = World()
-    world.bootstrap_up = False
-    following = threading.Thread(
-        target=follow_table, args=(FakeTable(world), lambda _: None, lambda: None), daemon=True
-    )
-    following.start()
-    world.table.request_stop()
-    following.join(0.05)
-    assert following.is_alive()
-    world.bootstrap_up = True
-    following.join(WAIT_S)
-    assert not following.is_alive()
 
 
 def test_orders_reach_the_replicas_and_the_table_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:

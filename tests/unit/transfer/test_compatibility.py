@@ -41,8 +41,8 @@ def test_a_fitting_pair_is_not_refused() -> None:
         ({"page_size": 128}, "prefill-0 has page size 4, decode-1 has 128; they must be equal"),
         (
             {"groups": (key_value_group(range(2), 4, 3, "bfloat16"),)},
-            "prefill-0 has KV groups full_attention (2 layers of 4 heads x k 3 float32 + v 3 float32), "
-            "decode-1 has full_attention (2 layers of 4 heads x k 3 bfloat16 + v 3 bfloat16); they must be equal",
+            "prefill-0 has KV groups full_attention (2 layers, 4 heads, k 3 + v 3 float32), "
+            "decode-1 has full_attention (2 layers, 4 heads, k 3 + v 3 bfloat16); they must be equal",
         ),
         ({"num_layers": 3}, "prefill-0 has number of layers 2, decode-1 has 3; they must be equal"),
         ({"model": "big"}, "prefill-0 has model tiny, decode-1 has big; they must be equal"),

@@ -11,7 +11,6 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from workers.expert_parallel.expert_placement import in_order
 from workers.layers.config import MoeConfig
 from workers.layers.expert_router import ExpertRouter
 
@@ -30,7 +29,7 @@ def theirs_and_ours(family: str, num_experts: int, top_k: int, *, renormalize: b
     else:
         make, config = Qwen3MoeTopKRouter, Qwen3MoeConfig(**shape, num_experts=num_experts, norm_topk_prob=renormalize)
     moe = MoeConfig(num_experts=num_experts, top_k=top_k, intermediate_size=8, renormalize=renormalize)
-    return make(config), ExpertRouter(HIDDEN, moe, in_order(num_experts, 1))
+    return make(config), ExpertRouter(HIDDEN, moe)
 
 
 @pytest.mark.parametrize(

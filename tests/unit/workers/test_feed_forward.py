@@ -15,8 +15,6 @@ from cluster.spec.ranks import axis_problems
 from cluster.spec.strategy import MoeDispatch
 from tests.fakes.thread_layout import on_thread_layout
 from workers.expert_parallel.dispatch_cost import BlockShape, cheaper_dispatch
-from workers.expert_parallel.expert_placement import ExpertPlacement
-from workers.layers import moe_block
 from workers.layers.config import MoeConfig
 from workers.layers.gated_mlp import GatedMLP
 from workers.layers.moe_block import MoeBlock
@@ -136,14 +134,6 @@ def test_a_dense_mlp_is_divided_over_dp_and_tp(parallel: ParallelConfig, lens: A
         blocks = check(dense, parallel, step_of(parallel, lens), MoeDispatch.AUTO)
         width = -(-WIDTH // (parallel.dp * parallel.tp))
         assert {block.down_proj.weight.shape[1] for block in blocks} == {width}
-
-
-@pytest.mark.parametrize("dispatch", [MoeDispatch.GATHER, MoeDispatch.ALL_TO_ALL])
-def test_experts_may_be_placed_in_any_order(monkeypatch: pytest.MonkeyPatch, dispatch: MoeDispatch) -> None:
-    monkeypatch.setattr(moe_block, "in_order", lambda _, ranks: ExpertPlacement((2, 0, 3, 1), ranks))
-    parallel = ParallelConfig(cp=2, tp=2, ep=2)
-    blocks = check(moe, parallel, step_of(parallel, (3, 5)), dispatch)
-    assert [block.experts.logical for block in blocks] == [[1, 3], [1, 3], [0, 2], [0, 2]]
 
 
 @pytest.mark.parametrize("dispatch", [MoeDispatch.GATHER, MoeDispatch.ALL_TO_ALL])

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.cli.check_machine import check_attention
-from cluster.cli.finding import Status
+from cluster.cli.checks import Status, check_attention
 from cluster.spec.config import AttentionSetting
 from workers.attention import registry
 from workers.attention.interface import AttentionBackend

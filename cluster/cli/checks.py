@@ -1,18 +1,45 @@
-"""Installation checks of `baton doctor`. They import nothing heavy and start no process."""
+"""Checks of `baton doctor`: installation and machine. They import nothing heavy and start no process."""
 
 import ctypes
 import importlib.metadata
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
-from cluster.cli.finding import Finding, Status
+from cluster.machine_memory import MachineMemory, machine_memory
+from cluster.spec.pool import GIB
+from workers.native.compile import CannotCompileError, find_compiler
 
 MOONCAKE_PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 MOONCAKE_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "libnuma.so.1": "libnuma1"}
 """Shared libraries that the mooncake wheel links to, and the Debian packages that contain them."""
+ENDPOINT = ("127.0.0.1", 8000)
+
+
+class Status(StrEnum):
+    """Severity of a finding."""
+
+    OK = "ok"
+    WARN = "warn"
+    """A feature works less well, or not at all in some topologies."""
+    FAIL = "fail"
+    """The default cluster does not start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of one check."""
+
+    name: str
+    status: Status
+    found: str
+    mend: str = ""
+    """Suggested fix; empty if there is nothing to fix."""
 
 
 def check_python(version: tuple[int, int, int] = sys.version_info[:3], prefix: str = sys.prefix) -> Finding:
@@ -85,6 +112,38 @@ def check_mooncake(
         mend = f"for `transfer.backend: mooncake`: apt-get install -y {' '.join(packages)}"
         return Finding("mooncake", Status.WARN, f"{installed}, but Debian's {', '.join(packages)} missing", mend)
     return Finding("mooncake", Status.OK, installed)
+
+
+def check_port(address: tuple[str, int] = ENDPOINT) -> Finding:
+    """Check that the endpoint's default port is free."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            mend = "stop what listens there, or set router.port in the deploy file"
+            return Finding("port", Status.WARN, f"{address[0]}:{address[1]}: {error.strerror}", mend)
+    return Finding("port", Status.OK, f"{address[0]}:{address[1]} is free")
+
+
+def check_attention() -> Finding:
+    """Check whether the CPU supports native bf16 attention; without it everything works, at half the speed."""
+    try:
+        path, kind = find_compiler()
+        return Finding("attention", Status.OK, f"native for bf16 with {kind.name}, compiled by {path}")
+    except CannotCompileError as error:
+        status = Status.WARN if error.mend else Status.OK
+        mend = error.mend and f"for twice the speed in bf16: {error.mend}"
+        return Finding("attention", status, f"plain torch: {error}", mend)
+
+
+def check_memory(memory: MachineMemory | None = None) -> Finding:
+    """Check the memory available without swapping."""
+    available_gib = (memory or machine_memory()).available / GIB
+    found = f"{available_gib:.1f} GiB available"
+    if available_gib < 4:
+        return Finding("memory", Status.WARN, found, "free at least 4 GiB, or lower kv.memory_gib in the deploy file")
+    return Finding("memory", Status.OK, found)
 
 
 def missing_mooncake_packages() -> list[str]:

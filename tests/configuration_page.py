@@ -1,4 +1,7 @@
-"""Generator of docs/configuration.md: tables of every key of a deploy YAML and every environment variable."""
+"""Tables of every key of a deploy YAML and every environment variable.
+
+Run as ``python -m tests.configuration_page > docs/configuration.md``.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,7 +19,7 @@ A deploy file is YAML. A key that is not given has its default, and one that is 
 with `--set SECTION.KEY=VALUE` goes before that of the file. `baton plan FILE` checks a file and shows what it would
 start; with `deploy/schema.json` editors complete and check it.
 
-This page is what `baton schema --form markdown` prints.
+This page is what `python -m tests.configuration_page` prints.
 """
 _QUOTING = ", in quotes if it looks like a number"
 
@@ -73,3 +76,7 @@ def _one_line(text: str | None) -> str:
 def _environment() -> str:
     rows = [f"| `{variable.name}` | {variable.allowed} | {variable.sentence} |" for variable in ALL]
     return "\n".join(["## Environment", "", "| variable | allowed | |", "| --- | --- | --- |", *rows, ""])
+
+
+if __name__ == "__main__":
+    print(reference_text(), end="")
