@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from cluster.spec.kv import pages_for
 from workers.attention.runs import Run
 
 
@@ -72,6 +73,27 @@ def row_pieces(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int |
                 is_rest = window is None and pieces and _continues(piece, pieces[-1])
                 pieces.append(_joined(pieces.pop(), piece) if is_rest else piece)
     return pieces
+
+
+def cut(piece: Piece, most_keys: int) -> list[Piece]:
+    """Cut a piece into pieces of at most ``most_keys`` keys, without the queries that see none of them."""
+    blocks = []
+    for begin in range(0, piece.num_keys, most_keys):
+        first = max(-((piece.ahead - begin) // max(piece.step, 1)), 0)
+        block = piece._replace(
+            query=slice(piece.query.start + first, piece.query.stop),
+            key=slice(piece.key.start + begin, piece.key.start + min(begin + most_keys, piece.num_keys)),
+            ahead=piece.ahead - begin + first * piece.step,
+            behind=None,
+        )
+        blocks += [block] if piece.behind is None else _from(block, piece.behind - begin + first * piece.step)
+    return blocks
+
+
+def pages_of(piece: Piece, page_size: int) -> tuple[slice, int]:
+    """Return the pages that hold a piece's keys, and the slot of its first key, counted from the first of them."""
+    first_page = piece.key.start // page_size
+    return slice(first_page, pages_for(piece.key.stop, page_size)), piece.key.start - first_page * page_size
 
 
 def _rows_of(runs: Sequence[Run]) -> list[slice]:

@@ -3,27 +3,28 @@
 T: queries, S: keys, H: kv heads, G: query heads a kv head, D and V: dims of a key and of a value.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from math import gcd
 
 import torch
 from torch import Tensor
 
-from cluster.spec.kv import pages_for
+from workers.attention.flash import flash, gather, has_flash
 from workers.attention.interface import GraphShape
 from workers.attention.merge import Partial, empty_partial, merge
 from workers.attention.params import AttentionParams
-from workers.attention.pieces import Piece, paged_pieces, row_pieces
+from workers.attention.pieces import Piece, cut, paged_pieces, pages_of, row_pieces
 from workers.attention.runs import Run
+from workers.attention.single_tokens import SingleTokens, batches
 
-BLOCK_KEYS = 1 << 13
+MOST_KEYS = 1 << 12
+"""Keys copied out of a request's pages at once: malloc keeps their memory, and what they leave in caches is used."""
 MOST_SCORES = 1 << 24
-"""Scores that exist at once, 64 MiB, unless one query with one block of keys has more."""
+"""Scores that exist at once, 64 MiB, unless one query has more."""
 
 
 class TorchAttention:
-    """Exact attention in fp32, except for prompts on a CPU that torch's own kernel supports."""
+    """Exact attention in fp32, except for prompts in another dtype that torch's own kernel supports."""
 
     def prepare(
         self,
@@ -42,26 +43,28 @@ class TorchAttention:
 
 
 class _PagedStep:
-    """Queries over pages, copied out request by request."""
+    """Queries over pages: single tokens in batches, other queries request by request."""
 
     def __init__(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None
     ) -> None:
         self._tables, self._page_size = page_tables, page_size
-        self._pieces = cache(partial(paged_pieces, runs, key_lens))
+        pieces = partial(paged_pieces, runs, key_lens)
+        self._work = cache(lambda window, is_batched: _divide(pieces(window), page_tables, page_size, is_batched))
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
-        result = empty_partial(query, value_pages.shape[-1])
-        for piece in self._pieces(params.window):
-            first_page = piece.key.start // self._page_size
-            pages = self._tables[piece.request][first_page : pages_for(piece.key.stop, self._page_size)]
-            begin = piece.key.start - first_page * self._page_size
-            keys = slice(begin, begin + piece.num_keys)
-            key, value = (_gather(x, pages)[:, keys] for x in (key_pages, value_pages))
-            found = attend_piece(query[piece.query], key, value, piece, params.scale)
+        def keys_of(piece: Piece) -> tuple[Tensor, Tensor]:
+            pages, begin = pages_of(piece, self._page_size)
+            rows, keys = self._tables[piece.request][pages], slice(begin, begin + piece.num_keys)
+            return gather(key_pages, rows)[:, keys], gather(value_pages, rows)[:, keys]
+
+        singles, pieces = self._work(params.window, has_flash(query, key_pages, value_pages))
+        result = _attend_pieces(query, pieces, keys_of, value_pages.shape[-1], params.scale)
+        for batch in singles:
+            found = batch.attend(query, key_pages, value_pages, params.scale)
             for whole, part in zip(result, found, strict=True):
-                whole[piece.query] = part
-        return result
+                whole[batch.rows] = part
+        return Partial(result.out.to(query.dtype), result.lse)
 
 
 class _Rows:
@@ -71,93 +74,119 @@ class _Rows:
         self._pieces = cache(partial(row_pieces, query_runs, key_runs))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
-        result = empty_partial(query, value.shape[-1])
-        for piece in self._pieces(params.window):
-            keys, values = (x[piece.key].transpose(0, 1) for x in (key, value))
-            found = attend_piece(query[piece.query], keys, values, piece, params.scale)
-            merged = merge([Partial(*(x[piece.query] for x in result)), found])
-            for whole, part in zip(result, merged, strict=True):
-                whole[piece.query] = part
-        return result
+        def keys_of(piece: Piece) -> tuple[Tensor, Tensor]:
+            return key[piece.key].transpose(0, 1), value[piece.key].transpose(0, 1)
+
+        out, lse = _attend_pieces(query, self._pieces(params.window), keys_of, value.shape[-1], params.scale)
+        return Partial(out.to(query.dtype), lse)
+
+
+def _divide(
+    pieces: Sequence[Piece], tables: Sequence[Tensor], page_size: int, is_batched: bool
+) -> tuple[list[SingleTokens], list[Piece]]:
+    """Return the single tokens to attend in batches, and the blocks of all other pieces."""
+    singles: list[Piece] = []
+    others: list[Piece] = []
+    for piece in pieces:
+        is_single = is_batched and piece.num_queries == 1 and piece.num_keys <= MOST_KEYS
+        (singles if is_single else others).append(piece)
+    built = [SingleTokens.build(batch, tables, page_size) for batch in batches(singles, MOST_KEYS)]
+    return built, [block for piece in others for block in cut(piece, MOST_KEYS)]
+
+
+def _attend_pieces(
+    query: Tensor,
+    pieces: Sequence[Piece],
+    keys_of: Callable[[Piece], tuple[Tensor, Tensor]],
+    value_dim: int,
+    scale: float,
+) -> Partial:
+    """Join the pieces' partials in fp32; pieces of the same queries follow each other."""
+    result = empty_partial(query.float(), value_dim)
+    num_done = 0
+    for piece in pieces:
+        found = attend_piece(query[piece.query], *keys_of(piece), piece, scale)
+        if piece.query.start < num_done:
+            found = merge([Partial(*(x[piece.query] for x in result)), found])
+        for whole, part in zip(result, found, strict=True):
+            whole[piece.query] = part
+        num_done = max(num_done, piece.query.stop)
+    return result
 
 
 def attend_piece(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: float) -> Partial:
     """Compute attention of a piece's queries ``[T, heads, D]`` over its keys ``[H, S, D]`` and values ``[H, S, V]``."""
-    is_triangle = piece.behind is None and piece.step == 1
-    if query.device.type == "cpu" and len(query) > 1 and (piece.is_full or is_triangle) and key.shape == value.shape:
-        return _by_torch(query, key, value, None if piece.is_full else piece.ahead, scale)
-    # Partial sums of blocks are merged in fp32, and rounded once at the end.
-    step = max(MOST_SCORES // (query.shape[1] * min(piece.num_keys, BLOCK_KEYS)), 1)
+    if piece.behind is None and has_flash(query, key, value):
+        if len(query) == 1:
+            query, key, value = (x.float() for x in (query, key, value))
+        return _by_flash(query, key, value, piece, scale)
+    step = max(MOST_SCORES // (query.shape[1] * piece.num_keys), 1)
     parts = [
         _attend_queries(query[first : first + step].float() * scale, key, value, piece, first)
         for first in range(0, len(query), step)
     ]
     out, lse = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return Partial(out.to(query.dtype), lse)
+    return Partial(out, lse)
 
 
 def _attend_queries(query: Tensor, key: Tensor, value: Tensor, piece: Piece, first: int) -> Partial:
-    """Compute attention of the queries from the piece's ``first`` on, scaled and in fp32, over blocks of keys."""
+    """Compute attention of the queries from the piece's ``first`` on, scaled and in fp32, by definition."""
     last = first + len(query) - 1
-    stop = min(piece.ahead + last * piece.step + 1, piece.num_keys)
     begin = 0 if piece.behind is None else max(piece.behind + first * piece.step, 0)
-    numbers = torch.arange(first, last + 1, device=query.device)[:, None]
-    partials = []
-    for at in range(begin, stop, BLOCK_KEYS):
-        keys = slice(at, min(at + BLOCK_KEYS, stop))
-        seen = None
-        if not piece.is_full:
-            places = torch.arange(keys.start, keys.stop, device=query.device)
-            seen = places <= piece.ahead + numbers * piece.step
-            if piece.behind is not None:
-                seen &= places >= piece.behind + numbers * piece.step
-        partials.append(_attend_block(query, key[:, keys].float(), value[:, keys].float(), seen))
-    return merge(partials)
+    keys = slice(begin, min(piece.ahead + last * piece.step + 1, piece.num_keys))
+    seen = None
+    if not piece.is_full:
+        steps = torch.arange(first, last + 1, device=query.device)[:, None] * piece.step
+        indices = torch.arange(keys.start, keys.stop, device=query.device)
+        seen = indices <= piece.ahead + steps
+        if piece.behind is not None:
+            seen &= indices >= piece.behind + steps
+    return _by_definition(query, key[:, keys].float(), value[:, keys].float(), seen)
 
 
-def _attend_block(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Partial:
-    """Compute attention by definition, in fp32; ``seen [T, S]``, None for all."""
+def _by_definition(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Partial:
+    """Compute attention in fp32; ``seen [T, S]`` is not empty for any query, None for all keys."""
     num_queries, num_heads, head_dim = query.shape
     rows = query.view(num_queries, len(key), -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
     scores = (rows @ key.transpose(1, 2)).view(num_heads, num_queries, -1)
     if seen is not None:
         scores.masked_fill_(~seen, -torch.inf)
     lse = scores.logsumexp(-1)
-    weights = scores.softmax(-1)
-    if seen is not None:
-        weights.masked_fill_((lse == -torch.inf)[..., None], 0.0)
-    out = weights.view(*rows.shape[:2], -1) @ value
+    out = scores.softmax(-1).view(*rows.shape[:2], -1) @ value
     return Partial(out.view(num_heads, num_queries, -1).transpose(0, 1).contiguous(), lse.T.contiguous())
 
 
-def _by_torch(query: Tensor, key: Tensor, value: Tensor, ahead: int | None, scale: float) -> Partial:
-    """Compute attention by torch's CPU kernel: query i sees keys 0..ahead + i, or all keys for None.
+def _by_flash(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: float) -> Partial:
+    """Compute attention by torch's kernel, which supports triangles and rectangles only.
 
-    The kernel supports triangles and rectangles only.
+    From ``ahead`` on, keys fall into ``step`` classes by their index modulo step. Query i sees the first i + 1 keys of
+    the first class, and the first i of any other.
     """
-    if ahead is None:
-        return _kernel(query, key, value, scale, causal=False)
-    triangle = _kernel(query, key[:, ahead:], value[:, ahead:], scale, causal=True)
-    if not ahead:
-        return triangle
-    return merge([triangle, _kernel(query, key[:, :ahead], value[:, :ahead], scale, causal=False)])
+    if piece.is_full:
+        return _rectangle(query, key, value, scale)
+    ahead, step = piece.ahead, piece.step
+    found = _triangle(query, key[:, ahead::step], value[:, ahead::step], scale)
+    if ahead:
+        found = merge([found, _rectangle(query, key[:, :ahead], value[:, :ahead], scale)])
+    for first in range(ahead + 1, min(ahead + step, piece.num_keys)):
+        later = Partial(*(x[1:] for x in found))
+        joined = merge([later, _triangle(query[1:], key[:, first::step], value[:, first::step], scale)])
+        for whole, part in zip(later, joined, strict=True):
+            whole.copy_(part)
+    return found
 
 
-def _kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> Partial:
-    num_queries, _, head_dim = query.shape
-    rows = query.view(num_queries, len(key), -1, head_dim).permute(1, 2, 0, 3)
+def _triangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
+    """Compute attention of query i over keys 0..i."""
+    rows = query.unflatten(1, (len(key), -1)).permute(1, 2, 0, 3)
     keys, values = (x[:, None].expand(-1, rows.shape[1], -1, -1) for x in (key, value))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(rows, keys, values, 0.0, causal, scale=scale)
+    out, lse = flash(rows, keys, values, scale, causal=True)
     return Partial(out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2))
 
 
-def _gather(pages: Tensor, table: Tensor) -> Tensor:
-    """Copy pages ``[page, H, slot, dim]`` to ``[H, slots, dim]``."""
-    num_pages, num_heads, page_size, dim = pages.shape
-    of_page, of_head, of_slot, _ = pages.stride()
-    # Page and head merge into one dimension of steps that both strides are multiples of.
-    step = gcd(of_page, of_head)
-    num_steps = ((num_pages - 1) * of_page + (num_heads - 1) * of_head) // step + 1
-    pieces = pages.as_strided((num_steps, page_size, dim), (step, of_slot, 1))
-    rows = table * (of_page // step) + torch.arange(num_heads, device=table.device)[:, None] * (of_head // step)
-    return pieces.index_select(0, rows.flatten()).view(num_heads, -1, dim)
+def _rectangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
+    """Compute attention of every query over every key; the G heads of a kv head are rows, which read each key once."""
+    rows = query.unflatten(1, (len(key), -1)).transpose(0, 1).flatten(1, 2)
+    out, lse = flash(rows[None], key[None], value[None], scale)
+    out, lse = (x[0].unflatten(1, (len(query), -1)).transpose(0, 1).flatten(1, 2) for x in (out, lse))
+    return Partial(out, lse)

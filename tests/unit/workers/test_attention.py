@@ -34,10 +34,10 @@ def test_pages(case: PagedCase) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(CASES.flatmap(any_params), st.sampled_from([1, 100, 1 << 20]), st.sampled_from([1, 7, 1 << 20]))
-def test_any_scale_window_and_width_in_blocks_of_any_size(case: PagedCase, most_scores: int, block_keys: int) -> None:
+def test_any_scale_window_and_width_in_blocks_of_any_size(case: PagedCase, most_scores: int, most_keys: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_backend, "MOST_SCORES", most_scores)
-        patch.setattr(torch_backend, "BLOCK_KEYS", block_keys)
+        patch.setattr(torch_backend, "MOST_KEYS", most_keys)
         check_paged(TORCH, case, "cpu")
 
 
@@ -115,20 +115,19 @@ def test_a_sink_alone_takes_all_and_gives_nothing(dtype: torch.dtype) -> None:
 
 
 def test_transients_do_not_grow_with_queries_times_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_backend, "MOST_SCORES", 1 << 10)
-    monkeypatch.setattr(torch_backend, "BLOCK_KEYS", 1 << 6)
+    monkeypatch.setattr(torch_backend, "MOST_SCORES", 1 << 12)
     sizes: list[int] = []
-    attend_block = torch_backend._attend_block
+    by_definition = torch_backend._by_definition
 
     def note(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Partial:
         sizes.append(query.shape[0] * query.shape[1] * key.shape[1])
-        return attend_block(query, key, value, mask)
+        return by_definition(query, key, value, mask)
 
-    monkeypatch.setattr(torch_backend, "_attend_block", note)
+    monkeypatch.setattr(torch_backend, "_by_definition", note)
     query, key, value = tensors(100, 500)
     attention = TORCH.prepare_rows([Run(0, 400, 100, 1)], [Run(0, 0, 500, 1)])
     attention.attend(query, key, value, params_for(query, 450))
-    assert max(sizes) <= 1 << 10
+    assert max(sizes) <= 1 << 12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
