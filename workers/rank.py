@@ -18,8 +18,7 @@ from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
 from workers.attention.interface import AttentionBackend
-from workers.attention.params import Feature
-from workers.attention.registry import choose_backend
+from workers.attention.registry import choose_backend, needs_of
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.device import open_device
 from workers.engine.capture import Capture, GraphCapture
@@ -86,6 +85,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         device = open_device(spec.config.resources.device)
         model_config = read_model_config(folder)
         model_config.check_layout(spec.pool.parallel, f"{spec.role}.parallel")
+        model_config.check_ring(spec.config.prefill)
         groups = join_groups(spec, store, model_config)
         on_failure.callback(groups.leave)
         rank = _load(spec, folder, model_config, device, groups, store, on_failure)
@@ -109,13 +109,11 @@ def _load(
     geometry = model_config.kv_geometry(config.model.name, dtype_name, config.kv.page_size)
     dtype = torch_dtype(dtype_name)
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
-    is_windowed = any(model_config.windows)
-    attention = choose_backend(
-        config.resources.attention, device, dtype, {Feature.WINDOW} if is_windowed else frozenset()
-    )
+    attention = choose_backend(config.resources.attention, device, dtype, needs_of(geometry.groups))
     _log.info("attention by %s: %s", attention.name, attention.reason)
     if attention.name == "native":
         elementwise.register("cpu", torch.bfloat16, NativeElementwise.load())
+    is_windowed = any(model_config.windows)
     make_capture = None if is_windowed else _make_captures(spec, device)
     memory_gib = pool_memory_gib(spec, store, model, attention.backend, groups, geometry, make_capture)
     layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)

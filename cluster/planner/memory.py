@@ -13,7 +13,7 @@ from cluster.spec.hicache_config import StorageBackendName
 from cluster.spec.host_memory import HostMemory
 from cluster.spec.kv import PoolLayout, pages_for
 from cluster.spec.lifecycle import Role
-from cluster.spec.model_limits import layout_problems
+from cluster.spec.model_limits import layout_problems, ring_problems
 from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.ranks import positions, sizes_of
 from workers.hicache.storage.objects import HEADER_BYTES
@@ -94,6 +94,7 @@ def model_problems(config: DeployConfig, model: ModelFacts, *, with_gpu: bool = 
     if len(model.geometry.lifetimes) > 1 and config.hicache.has_host:
         message = "got host memory for cached pages; allowed: none with a model of sliding windows"
         problems.append(Problem("hicache", message))
+    problems += ring_problems(config.prefill, model.config.limits)
     for role, pool in _pools(config).items():
         refused = layout_problems(pool.parallel, f"{role}.parallel", model.config.limits)
         problems += refused or (_memory_problems(config, role, pool, model) if is_reckoned else [])

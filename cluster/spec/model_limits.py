@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from cluster.spec.config import ParallelConfig
+from cluster.spec.config import ParallelConfig, PrefillConfig
 from cluster.spec.errors import Problem
+from cluster.spec.registry import KvOwnership
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,8 @@ class ModelLimits:
     num_layers: int
     num_experts: int | None
     """Experts of a layer; None in dense models."""
+    has_windows: bool = False
+    """True if tokens of some layer see only the latest ones."""
 
 
 def layout_problems(parallel: ParallelConfig, path: str, model: ModelLimits) -> list[Problem]:
@@ -32,6 +35,16 @@ def layout_problems(parallel: ParallelConfig, path: str, model: ModelLimits) -> 
     if pp > model.num_layers:
         problems.append(Problem(f"{path}.pp", f"got {pp}; allowed: at most the model's {model.num_layers} layers"))
     return problems
+
+
+def ring_problems(prefill: PrefillConfig, model: ModelLimits) -> list[Problem]:
+    """Return the problem of a ring with sliding windows, each of which needs adjacent pages on one rank."""
+    if prefill.ownership is KvOwnership.REPLICATED or not model.has_windows:
+        return []
+    message = (
+        f"got {prefill.mode} with cp = {prefill.parallel.cp}; allowed: gather, since the model has sliding windows"
+    )
+    return [Problem("prefill.mode", message)]
 
 
 def _expert_problems(parallel: ParallelConfig, path: str, num_experts: int | None) -> list[Problem]:

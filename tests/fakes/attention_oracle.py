@@ -4,6 +4,7 @@ The oracle knows nothing of pages, ranks, runs or merging.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,6 @@ from workers.parallel.collectives import Communicator
 Array = NDArray[np.float64]
 
 NUM_LAYERS, KV_HEADS, GROUPS, HEAD_DIM = 2, 2, 2, 8
-WIDTH = KV_HEADS * GROUPS * HEAD_DIM
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Scenario:
     page_size: int = 4
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    value_dim: int = HEAD_DIM
 
     @property
     def total_lens(self) -> list[int]:
@@ -52,7 +53,7 @@ class Scenario:
     def inputs(self, request: int, layer: int) -> tuple[Array, Array, Array]:
         """q, k and v of a request's tokens, ``[tokens, heads, dim]``, exact in bf16."""
         random = np.random.default_rng((self.seed, request, layer))
-        shapes = ((KV_HEADS * GROUPS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM))
+        shapes = ((KV_HEADS * GROUPS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, self.value_dim))
         length = self.total_lens[request]
         q, k, v = (np.round(random.normal(size=(length, *shape)) * 16) / 16 for shape in shapes)
         return q, k, v
@@ -64,7 +65,7 @@ class Scenario:
 
 def naive_attention(q: Array, k: Array, v: Array) -> Array:
     """Token by token, head by head: token p attends to tokens 0..p; q may be the last tokens only."""
-    out = np.empty_like(q)
+    out = np.empty((*q.shape[:2], v.shape[2]))
     groups, offset = q.shape[1] // k.shape[1], len(k) - len(q)
     for token in range(len(q)):
         for head in range(q.shape[1]):
@@ -108,8 +109,9 @@ class ScenarioRun:
         self.owners = 1 if scenario.passing is None else scenario.cp
         self.tables, pages_an_owner = page_tables(scenario, self.owners)
         shape = (pages_an_owner, KV_HEADS, NUM_LAYERS, scenario.page_size, HEAD_DIM, scenario.dtype)
-        self.pool = kv_pool(*shape, device=self.device)
-        self.pool.group("full_attention").fill_(torch.nan)
+        self.pool = kv_pool(*shape, device=self.device, value_dim=scenario.value_dim)
+        for view in chain.from_iterable(map(self.pool.layer_view, range(NUM_LAYERS))):
+            view.fill_(torch.nan)
         self.inputs = [
             [scenario.inputs(request, layer) for layer in range(NUM_LAYERS)] for request in range(len(self.tables))
         ]
@@ -159,9 +161,8 @@ class ScenarioRun:
     def _local(
         self, batch: StepBatch, lens: tuple[int, ...], present: list[int], layer: int, which: int
     ) -> torch.Tensor:
-        shape = (0, KV_HEADS * (GROUPS if which == 0 else 1), HEAD_DIM)
         parts = [self.inputs[r][layer][which][self.done[r] : self.done[r] + lens[r]] for r in present]
-        flattened = np.concatenate([np.empty(shape), *parts])
+        flattened = np.concatenate([self.inputs[0][layer][which][:0], *parts])
         local = torch.from_numpy(flattened[batch.plan.local(batch.cp_rank)])
         return local.to(self.device, self.scenario.dtype)
 
@@ -173,7 +174,7 @@ def check_scenario(scenario: Scenario, results: list[list[StepResult]]) -> None:
         [scenario.expected(request, layer) for layer in range(NUM_LAYERS)]
         for request in range(len(scenario.total_lens))
     ]
-    nothing = np.empty((0, KV_HEADS * GROUPS, HEAD_DIM))
+    nothing = np.empty((0, KV_HEADS * GROUPS, scenario.value_dim))
     done = [0] * len(expected)
     for step, lens in enumerate(scenario.chunks):
         present = [request for request, length in enumerate(lens) if length]
@@ -185,6 +186,8 @@ def check_scenario(scenario: Scenario, results: list[list[StepResult]]) -> None:
         for rank_results in results:
             np.testing.assert_allclose(rank_results[step].joined, np.stack(joined), atol=tolerance)
             np.testing.assert_allclose(
-                rank_results[step].last, np.array(last).reshape(len(last), WIDTH), atol=tolerance
+                rank_results[step].last,
+                np.array(last).reshape(len(last), KV_HEADS * GROUPS * scenario.value_dim),
+                atol=tolerance,
             )
         done = [have + length for have, length in zip(done, lens, strict=True)]

@@ -26,7 +26,7 @@ class DenseAttention:
         narrowed.wanted, narrowed.stored, narrowed.calls = self._wanted_last, self.stored, self.calls
         return narrowed
 
-    def place(self, layer: int) -> None:
+    def kv_slots(self, layer: int) -> None:
         """Keeps no pages."""
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:

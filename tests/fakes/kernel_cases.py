@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cluster.spec.strategy import ON_ONE_RANK, Strategy
 from tests.fakes.attention_params import params_for
-from tests.fakes.kv import kv_pool
+from tests.fakes.kv import kv_pool, side_by_side
 from tests.fakes.nearness import check_near
 from tests.unit.workers.test_row_attention import Seen, masked_attention, seen_by_definition
 from workers.attention.interface import AttentionBackend
@@ -182,7 +182,9 @@ def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None
     kvs = [torch.randn(length, 2, case.kv_heads, case.head_dim).to(case.dtype) for length in case.lengths]
     for table, kv in zip(tables, kvs, strict=True):
         positions = torch.arange(len(kv))
-        pool.write(1, table[positions // case.page_size] * case.page_size + positions % case.page_size, kv)
+        pool.write(
+            1, table[positions // case.page_size] * case.page_size + positions % case.page_size, side_by_side(kv)
+        )
     num_queries = sum(run.count for run in case.runs)
     query = torch.randn(num_queries, case.kv_heads * case.groups, case.head_dim).to(case.dtype)
     expected = [

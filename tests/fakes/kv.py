@@ -62,20 +62,27 @@ def kv_pool(
     dtype: torch.dtype,
     memory: torch.Tensor | None = None,
     device: torch.device | None = None,
+    *,
+    value_dim: int | None = None,
 ) -> PagePool:
-    """The pages of such a rank."""
+    """The pages of such a rank; ``value_dim`` None means as wide as keys."""
     layers = range(num_layers)
-    group = key_value_group(layers, num_heads, head_dim, _NAMES[dtype])
+    widths = {"k": head_dim, "v": head_dim if value_dim is None else value_dim}
     shard = GroupLayout(
         name="full_attention",
         first_head=0,
         num_heads=num_heads,
         layers=tuple(layers),
-        parts=group.parts,
+        parts=tuple(KvPart(name=name, dim=dim, dtype=_NAMES[dtype]) for name, dim in widths.items()),
         page_size=page_size,
     )
     layout = PoolLayout(num_pages=num_pages, page_size=page_size, first_layer=0, num_layers=num_layers, groups=(shard,))
     return PagePool(layout, memory, device)
+
+
+def side_by_side(kv: torch.Tensor) -> torch.Tensor:
+    """``kv [tokens, 2, heads, dim]`` as the pool stores it, ``[tokens, heads, 2 * dim]``."""
+    return kv.transpose(1, 2).flatten(2)
 
 
 def make_spans(

@@ -1,5 +1,9 @@
 """Torch's attention kernel for CPUs, and copies of pages for it."""
 
+from math import gcd
+
+from math import gcd
+
 import torch
 from torch import Tensor
 
@@ -24,11 +28,13 @@ def flash(
 
 
 def gather(pages: Tensor, tables: Tensor) -> Tensor:
-    """Copy pages ``[page, H, slot, dim]`` of ``tables [..., n]`` to ``[..., H, n * slots, dim]``.
-
-    Page and head merge into one dimension without a copy.
-    """
+    """Copy pages ``[page, H, slot, dim]`` of ``tables [..., n]`` to ``[..., H, n * slots, dim]``."""
     num_pages, num_heads, page_size, dim = pages.shape
-    rows = tables[..., None, :] * num_heads + torch.arange(num_heads, device=tables.device)[:, None]
-    copied = pages.view(num_pages * num_heads, page_size, dim).index_select(0, rows.flatten())
-    return copied.view(*rows.shape[:-1], -1, dim)
+    of_page, of_head, of_slot, _ = pages.stride()
+    # Page and head merge into one dimension of steps that both strides are multiples of.
+    step = gcd(of_page, of_head)
+    num_steps = ((num_pages - 1) * of_page + (num_heads - 1) * of_head) // step + 1
+    pieces = pages.as_strided((num_steps, page_size, dim), (step, of_slot, 1))
+    heads = torch.arange(num_heads, device=tables.device)[:, None] * (of_head // step)
+    rows = tables[..., None, :] * (of_page // step) + heads
+    return pieces.index_select(0, rows.flatten()).view(*rows.shape[:-1], -1, dim)

@@ -10,6 +10,7 @@ import torch
 
 from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
+from cluster.spec.kv import KvGroup
 from workers.attention.interface import AttentionBackend
 from workers.attention.params import ALL_FEATURES, Feature
 from workers.native.compile import CannotCompileError, find_compiler
@@ -56,6 +57,17 @@ def load_backend(name: str) -> AttentionBackend:
     except ImportError as error:
         raise UserError(f"attention backend {name!r} cannot be loaded: {error}") from error
     return backend
+
+
+def needs_of(groups: Iterable[KvGroup]) -> frozenset[Feature]:
+    """Return the features that attention over a model's KV groups requires."""
+    needs = set()
+    for group in groups:
+        if group.window is not None:
+            needs.add(Feature.WINDOW)
+        if len({part.dim for part in group.parts}) > 1:
+            needs.add(Feature.VALUE_WIDTH)
+    return frozenset(needs)
 
 
 def choose_backend(

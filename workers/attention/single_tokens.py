@@ -27,10 +27,10 @@ class SingleTokens(NamedTuple):
     @classmethod
     def build(cls, pieces: Sequence[Piece], page_tables: Sequence[Tensor], page_size: int) -> "SingleTokens":
         """Lay out a batch of pieces of one query each."""
-        places = [pages_of(piece, page_size) for piece in pieces]
-        tables = [page_tables[piece.request][pages] for piece, (pages, _) in zip(pieces, places, strict=True)]
+        held = [pages_of(piece, page_size) for piece in pieces]
+        tables = [page_tables[piece.request][pages] for piece, (pages, _) in zip(pieces, held, strict=True)]
         padded = pad_sequence(tables, batch_first=True)
-        begins = torch.tensor([begin for _, begin in places])[:, None]
+        begins = torch.tensor([begin for _, begin in held])[:, None]
         lens = torch.tensor([piece.num_keys for piece in pieces])[:, None]
         slots = torch.arange(padded.shape[1] * page_size)
         is_unseen = (slots < begins) | (slots >= begins + lens)
@@ -46,7 +46,7 @@ class SingleTokens(NamedTuple):
             # Other requests' memory may hold NaN, which no bias hides.
             request, slot = self.unseen
             key[request, :, slot] = value[request, :, slot] = 0.0
-        rows = query[self.rows].float().unflatten(1, (key.shape[1], -1))
+        rows = query[self.rows].float().view(len(self.rows), key.shape[1], -1, query.shape[2])
         found = flash(rows, key, value, scale, bias=self.bias)
         return Partial(*(x.flatten(1, 2) for x in found))
 

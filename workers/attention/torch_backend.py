@@ -178,7 +178,7 @@ def _by_flash(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: fl
 
 def _triangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
     """Compute attention of query i over keys 0..i."""
-    rows = query.unflatten(1, (len(key), -1)).permute(1, 2, 0, 3)
+    rows = query.view(len(query), len(key), -1, query.shape[2]).permute(1, 2, 0, 3)
     keys, values = (x[:, None].expand(-1, rows.shape[1], -1, -1) for x in (key, value))
     out, lse = flash(rows, keys, values, scale, causal=True)
     return Partial(out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2))
@@ -186,7 +186,8 @@ def _triangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partia
 
 def _rectangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
     """Compute attention of every query over every key; the G heads of a kv head are rows, which read each key once."""
-    rows = query.unflatten(1, (len(key), -1)).transpose(0, 1).flatten(1, 2)
+    rows = query.view(len(query), len(key), -1, query.shape[2]).transpose(0, 1).flatten(1, 2)
     out, lse = flash(rows[None], key[None], value[None], scale)
-    out, lse = (x[0].unflatten(1, (len(query), -1)).transpose(0, 1).flatten(1, 2) for x in (out, lse))
-    return Partial(out, lse)
+    shape = len(key), len(query), -1
+    out, lse = out[0].view(*shape, out.shape[-1]), lse[0].view(shape)
+    return Partial(out.transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1, 2))

@@ -13,7 +13,7 @@ from cluster.spec.registry import KvOwnership
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, StepPlan
 from cluster.spec.strategy import CpMode, PassingSetting
-from workers.attention.registry import choose_backend
+from workers.attention.registry import choose_backend, needs_of
 from workers.bench.results import StepLens, StepTime, Way
 from workers.context_parallel.cost_model import Choice, StrategyChooser
 from workers.context_parallel.rates import Rates
@@ -48,8 +48,9 @@ class CpBenchRank:
         self._model = random_model(config, dtype, torch.device("cpu"))
         self._model.pack()
         num_pages = pages_for(max_len, _PAGE_SIZE)
-        self._pool = PagePool.of_one_rank(config.kv_geometry("bench", config.dtype, _PAGE_SIZE), num_pages)
-        attention = choose_backend(AttentionSetting.AUTO, self._model.device, dtype)
+        geometry = config.kv_geometry("bench", config.dtype, _PAGE_SIZE)
+        self._pool = PagePool.of_one_rank(geometry, num_pages)
+        attention = choose_backend(AttentionSetting.AUTO, self._model.device, dtype, needs_of(geometry.groups))
         if attention.name == "native":
             elementwise.register("cpu", torch.bfloat16, NativeElementwise.load())
         self._backend = attention.backend

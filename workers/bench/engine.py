@@ -13,7 +13,7 @@ from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
-from workers.attention.registry import choose_backend
+from workers.attention.registry import choose_backend, needs_of
 from workers.bench.results import DeviceLimits, EngineResult
 from workers.bench.shapes import SHAPES
 from workers.bench.timing import GpuTimer, cpu_limits, gpu_limits
@@ -145,7 +145,7 @@ def num_same(ours: Sequence[int], theirs: Sequence[int]) -> int:
 def _make_runner(model: DecoderModel, most_tokens: int) -> ModelRunner:
     geometry = model.config.kv_geometry("bench", str(model.dtype).removeprefix("torch."), _PAGE_SIZE)
     pool = PagePool.of_one_rank(geometry, pages_for(most_tokens, _PAGE_SIZE), model.device)
-    attention = choose_backend(AttentionSetting.AUTO, model.device, model.dtype)
+    attention = choose_backend(AttentionSetting.AUTO, model.device, model.dtype, needs_of(geometry.groups))
     runner = ModelRunner(model, pool, attention.backend, Communicator("cp"))
     runner.warm_up()
     if model.device.type == "cuda":

@@ -200,7 +200,9 @@ def _slots(shape: BenchShape, device: torch.device, num_tokens: int) -> tuple[Te
     """Return the pages of a layer and a slot for each token."""
     pool, pages = _pages(shape, device, num_tokens)
     slots = (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)).flatten()[:num_tokens]
-    return pool.layer_pages(0), slots
+    layer_pages = pool.layer_pages(0)
+    assert layer_pages is not None, "keys and values of different widths"
+    return layer_pages, slots
 
 
 def _random(device: torch.device, *shape: int) -> Tensor:

@@ -41,18 +41,18 @@ class RowGather:
         self._rows: Tensor | None = None
 
     def start(self, plan: ShardPlan, *parts: Tensor) -> Gathered:
-        """Send this rank's rows, ``parts [tokens, ...]`` side by side: ``[tokens, number of parts, ...]``.
+        """Send this rank's rows, ``parts [tokens, heads, dim]`` side by side: ``[tokens, heads, sum of dims]``.
 
         The result is valid until the next call.
         """
         if plan.replicated:
-            return Gathered(torch.stack(parts, dim=1), plan, None)
+            return Gathered(torch.cat(parts, dim=-1), plan, None)
         assert plan.cp == self.group.size, f"a plan for {plan.cp} ranks in a group of {self.group.size}"
-        row_shape = (len(parts), *parts[0].shape[1:])
+        row_shape = (parts[0].shape[1], sum(part.shape[-1] for part in parts))
         self._rows = at_least(self._rows, plan.cp * plan.padded_len, row_shape, parts[0])
         rows = self._rows[: plan.cp * plan.padded_len]
         mine = rows[self.group.rank * plan.padded_len :][: plan.padded_len]
-        torch.stack(parts, dim=1, out=mine[: len(parts[0])])
+        torch.cat(parts, dim=-1, out=mine[: len(parts[0])])
         return Gathered(rows, plan, self.group.start_all_gather(rows, mine))
 
 

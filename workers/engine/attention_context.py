@@ -52,7 +52,7 @@ class StepContext(ABC):
         batch = self.batch.narrowed()
         return self if batch is self.batch else type(self)(batch, self.pool, self.backend, self.exchange)
 
-    def place(self, layer: int) -> KvSlots | None:  # noqa: ARG002
+    def kv_slots(self, layer: int) -> KvSlots | None:  # noqa: ARG002
         return None
 
     @abstractmethod
@@ -64,7 +64,7 @@ class StepContext(ABC):
         assert sees_all, "a window needs all pages of a request on every rank"
         out = self.attend_storing(layer, q, params)
         self.pool.note_stored(layer)
-        return out
+        return out if len(q) else q.new_empty(0, q.shape[1], self.pool.widths(layer)[1])
 
     @abstractmethod
     def attend_storing(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
@@ -96,7 +96,7 @@ class StepContext(ABC):
         return self.backend.prepare_rows(runs, key_runs) if sees_any(runs, key_runs) else None
 
     def joined(self, q: Tensor, partials: Sequence[Partial], params: AttentionParams) -> Tensor:
-        """Join all partials of this rank's queries; there are none only if there are no queries."""
+        """Join all partials of this rank's queries; without queries there may be none, and the result is any."""
         return merge(partials, params.sinks).out if len(q) else q
 
     def owned_rows(self, cp_rank: int) -> "OwnedRows":
@@ -111,6 +111,6 @@ class OwnedRows:
         self._rows, self._slots = rows, pool.at_slots(slots)
 
     def store(self, layer: int, kv: Tensor) -> None:
-        """Store ``kv [tokens of that rank, 2, heads, dim]``."""
+        """Store ``kv [tokens of that rank, heads, width]``."""
         if len(self._rows):
             self._slots.write(layer, kv[self._rows])

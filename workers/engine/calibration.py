@@ -91,7 +91,7 @@ class _NoAttention:
     def last(self) -> "_NoAttention":
         return self
 
-    def place(self, layer: int) -> None: ...
+    def kv_slots(self, layer: int) -> None: ...
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store nothing."""
@@ -223,8 +223,7 @@ def _measure_store(model: DecoderModel, pool: PagePool) -> float:
     """Measure the seconds to store one row."""
     _, num_tokens = SAMPLES[model.device.type].tokens
     slots = pool.at_slots(torch.full((num_tokens,), pool.null_slot))
-    row = (2, model.config.num_kv_heads, model.config.head_dim)
-    kv = torch.zeros(num_tokens, *row, dtype=model.dtype)
+    kv = torch.zeros(num_tokens, model.config.num_kv_heads, sum(pool.widths(0)), dtype=model.dtype)
     return _least_s(model.device, lambda: slots.write(0, kv)) / num_tokens
 
 

@@ -194,11 +194,11 @@ class _DecodeContext:
     def last(self) -> "_DecodeContext":
         return self
 
-    def place(self, layer: int) -> KvSlots | None:
-        return self._pool.place(layer, self._slots)
+    def kv_slots(self, layer: int) -> KvSlots | None:
+        return self._pool.kv_slots(layer, self._slots)
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._pool.write(layer, self._slots, torch.stack((k, v), dim=1))
+        self._pool.write(layer, self._slots, torch.cat((k, v), dim=-1))
 
     def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
         return merge([self._attention.attend(q, *self._pool.layer_view(layer), params)], params.sinks).out

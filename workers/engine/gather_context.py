@@ -24,10 +24,10 @@ class PagedContext(StepContext):
         self._slots = [pool.at_slots(pages.slots) for pages in batch.pages]
         self._gathered: Gathered | None = None
 
-    def place(self, layer: int) -> KvSlots | None:
+    def kv_slots(self, layer: int) -> KvSlots | None:
         """Return slots as StepContext does; None if other ranks need the new rows too."""
         slots = self.batch.pages[self.pool.lifetime_of(layer)].slots
-        return self.pool.place(layer, slots) if self.batch.plan.replicated else None
+        return self.pool.kv_slots(layer, slots) if self.batch.plan.replicated else None
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
         self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
@@ -68,5 +68,5 @@ class OverlappedContext(StepContext):
         self._slots[lifetime].write(layer, self._gathered.wait())
         for rank, rows in self._others:
             kv = self._gathered.of_rank(rank)
-            partials.append(rows.attend(q, kv[:, 0], kv[:, 1], params))
+            partials.append(rows.attend(q, *self.pool.split(layer, kv), params))
         return self.joined(q, partials, params)

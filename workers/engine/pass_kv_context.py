@@ -43,10 +43,10 @@ class PassKvContext(StepContext):
         rank, ring = self.batch.cp_rank, self.exchange.ring
         prefix_len = self._prefix_lens[rank]
         num_rows = prefix_len + len(k)
-        block = ring.own(num_rows + self.batch.page_size, self._lens, (2, *k.shape[1:]), k)
+        block = ring.own(num_rows + self.batch.page_size, self._lens, (k.shape[1], sum(self.pool.widths(layer))), k)
         self._block = block[:num_rows]
         self._read_prefix(layer, block)
-        torch.stack((k, v), dim=1, out=self._block[prefix_len:])
+        torch.cat((k, v), dim=-1, out=self._block[prefix_len:])
         ring.start()
 
     def attend_storing(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
@@ -66,7 +66,7 @@ class PassKvContext(StepContext):
                 self._owned[source].store(layer, block[self._prefix_lens[source] :])
             rows = self._rows[source]
             if rows is not None:
-                yield rows.attend(q, block[:, 0], block[:, 1], params)
+                yield rows.attend(q, *self.pool.split(layer, block), params)
 
     def _key_runs(self, source: int) -> RankRuns:
         """Return the key runs of a rank's block; all of a prefix precedes every new token."""

@@ -52,7 +52,7 @@ class PassQContext(StepContext):
         self._gathered.wait()
         homeward = None
         if queries is not None:
-            every_query = queries.wait()[self._inverse, 0]
+            every_query = queries.wait()[self._inverse]
             found = self._prefix.attend(every_query, *self.pool.layer_view(layer), params)
             homeward = HomewardPartials(self.exchange.group, found, self._homes)
         partials += self._take_others(layer, q, params)
@@ -67,4 +67,4 @@ class PassQContext(StepContext):
             kv = self._gathered.of_rank(rank)
             owned.store(layer, kv)
             if rows is not None:
-                yield rows.attend(q, kv[:, 0], kv[:, 1], params)
+                yield rows.attend(q, *self.pool.split(layer, kv), params)

@@ -142,7 +142,6 @@ def _attend_kernel(
     query_rows = (first_row + queries) * query_row_stride + heads * query_head_stride
     asked = tl.load(query + query_rows[:, None] + dims[None, :], mask=is_held, other=0.0).to(OPERAND)
     indices = first_index + queries
-    last_index = first_index + num_queries - 1
 
     found = tl.zeros((BLOCK_ROWS, BLOCK_VALUE_DIM), tl.float32)
     peak = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
@@ -150,19 +149,9 @@ def _attend_kernel(
     key += kv_head.to(tl.int64) * key_head_stride
     value += kv_head.to(tl.int64) * value_head_stride
     for at in range(first_segment, first_segment + num_segments):
-        segment = segments + at * _NUM_SEGMENT_FIELDS
-        table, first_key = tables + tl.load(segment), tl.load(segment + 1)
-        begin, stop = tl.load(segment + 2), tl.load(segment + 3)
-        ahead, step = tl.load(segment + 4), tl.load(segment + 5)
-        last_seen = ahead + indices * step
-        if WINDOW > 0:
-            first_seen = tl.maximum(ahead + first_index * step + 1 - WINDOW, 0)
-            begin = tl.maximum(begin, first_seen // BLOCK_KEYS * BLOCK_KEYS)
-            whole = 0
-        else:
-            # Blocks that every query of the tile sees whole need no mask.
-            whole = tl.maximum(tl.minimum(ahead + first_index * step + 1, stop) - begin, 0) // BLOCK_KEYS * BLOCK_KEYS
-        stop = tl.minimum(ahead + last_index * step + 1, stop)
+        table, first_key, begin, whole, stop, last_seen = _load_segment(
+            segments + at * _NUM_SEGMENT_FIELDS, tables, first_index, num_queries, indices, WINDOW, BLOCK_KEYS
+        )
         for start in range(begin, begin + whole, BLOCK_KEYS):
             found, peak, total = _attend_block(
                 asked, key, value, found, peak, total, table, first_key, start, stop, last_seen,
@@ -185,6 +174,27 @@ def _attend_kernel(
         out, lse, parts, parts_lse, arrived, tile + 5, first_row, num_queries, kv_head, found, found_lse,
         GROUPS, NUM_HEADS, VALUE_DIM, BLOCK_ROWS, BLOCK_PARTS, JOINED_ROWS, BLOCK_VALUE_DIM,
     )  # fmt: skip
+
+
+@triton.jit
+def _load_segment(
+    segment, tables, first_index, num_queries, indices, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr
+):  # fmt: skip
+    """Load a segment: its table and first key, the keys that a tile sees, and the last one that each query sees.
+
+    The first ``whole`` keys from ``begin`` on are whole blocks that every query sees, and need no mask.
+    """
+    table, first_key = tables + tl.load(segment), tl.load(segment + 1)
+    begin, stop = tl.load(segment + 2), tl.load(segment + 3)
+    ahead, step = tl.load(segment + 4), tl.load(segment + 5)
+    first_stop = ahead + first_index * step + 1
+    whole = 0
+    if WINDOW > 0:
+        begin = tl.maximum(begin, tl.maximum(first_stop - WINDOW, 0) // BLOCK_KEYS * BLOCK_KEYS)
+    else:
+        whole = tl.maximum(tl.minimum(first_stop, stop) - begin, 0) // BLOCK_KEYS * BLOCK_KEYS
+    stop = tl.minimum(first_stop + (num_queries - 1) * step, stop)
+    return table, first_key, begin, whole, stop, ahead + indices * step
 
 
 @triton.jit
@@ -231,11 +241,11 @@ def _load_block(
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Load rows of ``memory``, zeros for absent ones: their memory may hold NaN."""
-    places = memory + offsets[:, None] + dims[None, :]
+    elements = memory + offsets[:, None] + dims[None, :]
     if IS_MASKED:
-        block = tl.load(places, mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        block = tl.load(elements, mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     elif HEAD_DIM == BLOCK_DIM:
-        block = tl.load(places)
+        block = tl.load(elements)
     else:
-        block = tl.load(places, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        block = tl.load(elements, mask=(dims < HEAD_DIM)[None, :], other=0.0)
     return block

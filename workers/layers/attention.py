@@ -47,8 +47,8 @@ class Attention(nn.Module):
             rotation = rotation.take(context.wanted)
         else:
             qkv = self.qkv_proj(x)
-            if (place := context.place(self.layer)) is not None:
-                return rotation.apply_storing(self._split_heads(qkv), self.q_norm, self.k_norm, place)
+            if (kv_slots := context.kv_slots(self.layer)) is not None:
+                return rotation.apply_storing(self._split_heads(qkv), self.q_norm, self.k_norm, kv_slots)
             q, kv = qkv.tensor_split((self.q_size,), dim=-1)
             self._put(kv, rotation, context)
         return rotation.apply(self._split_heads(q), self.q_norm)

@@ -12,7 +12,7 @@ from workers.kernels.elementwise import KvSlots
 class AttentionContext(Protocol):
     """Key-value side of one step, made by the engine.
 
-    A layer calls `put` and then `attend`, once each, layers in order; if `place` returns slots, it fills them instead
+    A layer calls `put` and then `attend`, once each, layers in order; if `kv_slots` returns some, it fills them instead
     of calling `put`. Tokens are this rank's, flattened over requests in the order of the model's `token_ids`; the
     calls are made even when there are none.
     """
@@ -35,7 +35,7 @@ class AttentionContext(Protocol):
     def last(self) -> "AttentionContext":
         """Context of the last layer, where only tokens whose final hidden states are wanted have queries."""
 
-    def place(self, layer: int) -> KvSlots | None:
+    def kv_slots(self, layer: int) -> KvSlots | None:
         """Return the slots where a kernel stores a layer's new keys and values; None if `put` takes them, as with
         `kv_first`.
         """

@@ -33,7 +33,7 @@ class Rotation:
         first, second = x.chunk(2, dim=-1)
         return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
 
-    def apply_storing(self, heads: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, place: KvSlots) -> Tensor:
+    def apply_storing(self, heads: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, kv_slots: KvSlots) -> Tensor:
         """Rotate q and k, and store k and v, in one kernel; heads of q, k and v are [num_tokens, num_heads, head_dim],
         side by side.
 
@@ -44,7 +44,7 @@ class Rotation:
         weights, eps = None, 0.0
         if q_norm is not None and k_norm is not None:
             weights, eps = (q_norm.weight, k_norm.weight), q_norm.eps
-        return rotate_storing(heads, self.cos, self.sin, weights, eps, *place)
+        return rotate_storing(heads, self.cos, self.sin, weights, eps, *kv_slots)
 
 
 class RotaryEmbedding(nn.Module):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -37,8 +37,7 @@ class PagePool(PageMemory):
         self.page_size = layout.page_size
         self.page_bytes = layout.page_bytes
         self._groups = {group.name: _group_view(self.bytes, layout, group) for group in layout.groups}
-        self._layers = _attention_layers(layout, self._groups)
-        self._lifetimes = _attention_lifetimes(layout)
+        self._layers = _attention_layers(self.bytes, layout)
         self._load: LayerwiseLoad | None = None
         self._on_stored: OnStored | None = None
 
@@ -64,19 +63,30 @@ class PagePool(PageMemory):
 
     def lifetime_of(self, layer: int) -> int:
         """Return the index of the lifetime of one layer's K and V."""
-        return self._lifetimes[layer]
+        return self._layers[layer].lifetime
 
-    def layer_pages(self, layer: int) -> Tensor:
-        """Return the K and V of one layer as a strided view ``[page, head, part, slot, dim]``."""
-        return self._layers[layer]
+    def layer_pages(self, layer: int) -> Tensor | None:
+        """Return K and V of one layer as one view ``[page, head, part, slot, dim]``; None if their widths differ."""
+        return self._layers[layer].joint
+
+    def widths(self, layer: int) -> tuple[int, int]:
+        """Return the elements of a key and of a value of one head."""
+        layer_pages = self._layers[layer]
+        return layer_pages.key.shape[-1], layer_pages.value.shape[-1]
+
+    def split(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of the K and V in ``kv [..., width]``, which holds them side by side."""
+        key, value = kv.split_with_sizes(self.widths(layer), -1)
+        return key, value
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
-        """Store ``kv [N, 2, heads, dim]`` of one layer at ``slots [N]`` int64; only the null slot may repeat."""
+        """Store ``kv [N, heads, width]`` of one layer at ``slots [N]`` int64; only the null slot may repeat."""
         self.at_slots(slots).write(layer, kv)
 
-    def place(self, layer: int, slots: Tensor) -> KvSlots | None:
-        """Return where a kernel that computes K and V stores them; None where there are no kernels."""
-        return KvSlots(self.layer_pages(layer), slots) if has_kernels(self.bytes) else None
+    def kv_slots(self, layer: int, slots: Tensor) -> KvSlots | None:
+        """Return the slots where a kernel that computes K and V stores them; None where there is no such kernel."""
+        pages = self.layer_pages(layer)
+        return KvSlots(pages, slots) if has_kernels(self.bytes) and pages is not None else None
 
     def at_slots(self, slots: Tensor) -> "PoolSlots":
         """Return a writer of all layers of a step, which go to the same slots."""
@@ -84,7 +94,7 @@ class PagePool(PageMemory):
 
     @contextmanager
     def in_step(self, load: LayerwiseLoad | None, on_stored: OnStored | None = None) -> Iterator[None]:
-        """Return K and V of one layer as a strided view ``[page, head, part, slot, dim]``."""
+        """Let readers of a layer wait for its ``load``, and report each stored layer to ``on_stored``."""
         self._load, self._on_stored = load, on_stored
         try:
             yield
@@ -98,16 +108,16 @@ class PagePool(PageMemory):
             self._on_stored(layer)
 
     def read_pages(self, layer: int, pages: Tensor, out: Tensor) -> None:
-        """Return the slots where a kernel that computes K and V stores them; None where there are no kernels."""
-        self._wait_for(layer)
-        in_token_order = self.layer_pages(layer).permute(0, 3, 2, 1, 4)
-        torch.index_select(in_token_order, 0, pages, out=out.view(len(pages), *in_token_order.shape[1:]))
+        """Copy K and V of one layer's pages to ``out [slots, heads, width]``, in order of position."""
+        rows = self.split(layer, out.view(len(pages), self.page_size, *out.shape[1:]))
+        for view, target in zip(self.layer_view(layer), rows, strict=True):
+            torch.index_select(view.transpose(1, 2), 0, pages, out=target)
 
     def layer_view(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return K and V of one layer, each a strided view ``[page, head, slot, dim]`` that includes the null page."""
         self._wait_for(layer)
-        pages = self.layer_pages(layer)
-        return pages[:, :, 0], pages[:, :, 1]
+        key, value, _ = self._layers[layer]
+        return key, value
 
     def _wait_for(self, layer: int) -> None:
         if self._load is not None:
@@ -123,61 +133,87 @@ class PoolSlots:
         """Target rows by the strides of a layer."""
 
     def write(self, layer: int, kv: Tensor) -> None:
-        """Store ``kv [N, 2, heads, dim]`` of one layer."""
+        """Store ``kv [N, heads, width]`` of one layer."""
         pages = self._pool.layer_pages(layer)
-        if (kernels := elementwise_kernels(pages)) is not None:
-            kernels.store_kv(pages, self._slots, kv)
+        if pages is not None and (kernels := elementwise_kernels(pages)) is not None:
+            kernels.store_kv(pages, self._slots, kv.view(*kv.shape[:2], 2, -1).transpose(1, 2))
+            return
+        if pages is None or any(stride % pages.shape[-1] for stride in (*pages.stride()[:4], pages.storage_offset())):
+            self._assign(layer, kv)
             return
         dim = pages.shape[-1]
-        if any(stride % dim for stride in (*pages.stride()[:4], pages.storage_offset())):
-            slots = pages.permute(0, 3, 2, 1, 4)
-            slots[self._slots // self._pool.page_size, self._slots % self._pool.page_size] = kv
-            return
         # Treat a token's heads as rows of all memory after the layer's first: twice as fast as the assignment above.
         num_rows = (pages.untyped_storage().nbytes() // pages.itemsize - pages.storage_offset()) // dim
         heads = torch.as_strided(pages, (num_rows, dim), (dim, 1))
         rows = self._rows_of(pages)
         _words_of(heads).index_copy_(0, rows, _words_of(kv.reshape(len(rows), dim)))
 
+    def _assign(self, layer: int, kv: Tensor) -> None:
+        page, slot = self._slots // self._pool.page_size, self._slots % self._pool.page_size
+        key, value, _ = self._pool._layers[layer]
+        for view, rows in zip((key, value), self._pool.split(layer, kv), strict=True):
+            view.transpose(1, 2)[page, slot] = rows
+
     def _rows_of(self, pages: Tensor) -> Tensor:
         """Return the rows of the slots, from the layer's first."""
         if pages.stride() not in self._rows:
             page, head, which, slot = (stride // pages.shape[-1] for stride in pages.stride()[:4])
-            heads = torch.arange(pages.shape[1]) * head + torch.arange(2)[:, None] * which
+            heads = torch.arange(pages.shape[1])[:, None] * head + torch.arange(2) * which
             page_size = self._pool.page_size
             first = self._slots // page_size * page + self._slots % page_size * slot
             self._rows[pages.stride()] = (first[:, None] + heads.view(-1)).view(-1)
         return self._rows[pages.stride()]
 
 
-def _group_view(memory: Tensor, layout: PoolLayout, group: GroupLayout) -> Tensor:
-    """Return ``[page, head, layer, part, slot, dim]`` of a group, or ``[page, head, layer, byte]`` of unlike parts."""
+class _LayerPages(NamedTuple):
+    """Views of one layer's K and V, ``[page, head, slot, dim]``, null page included."""
+
+    key: Tensor
+    value: Tensor
+    joint: Tensor | None
+    """``[page, head, part, slot, dim]``; None if the widths differ."""
+    lifetime: int
+
+
+def _group_bytes(memory: Tensor, layout: PoolLayout, group: GroupLayout) -> Tensor:
+    """Return ``[page, head, layer, byte]`` of a group."""
     (view,) = PageRange(layout, (), groups=[group.name], lifetime=group.lifetime).views(memory)
     # Whole pages are one piece, which may end in bytes that other lifetimes need.
-    view = view[..., : group.num_bytes].view(len(memory), group.num_heads, len(group.layers), group.layer_bytes)
-    shapes = {(part.dim, part.dtype) for part in group.parts}
-    if len(shapes) > 1:
+    return view[..., : group.num_bytes].view(len(memory), group.num_heads, len(group.layers), group.layer_bytes)
+
+
+def _group_view(memory: Tensor, layout: PoolLayout, group: GroupLayout) -> Tensor:
+    """Return ``[page, head, layer, part, slot, dim]`` of a group, or ``[page, head, layer, byte]`` of unlike parts."""
+    view = _group_bytes(memory, layout, group)
+    if len({(part.dim, part.dtype) for part in group.parts}) > 1:
         return view
-    dim, dtype = shapes.pop()
-    elements = view.view(getattr(torch, dtype))
-    return elements.view(*elements.shape[:3], len(group.parts), layout.page_size, dim)
+    part = group.parts[0]
+    elements = view.view(getattr(torch, part.dtype))
+    return elements.view(*view.shape[:3], len(group.parts), layout.page_size, part.dim)
 
 
-def _attention_layers(layout: PoolLayout, groups: dict[str, Tensor]) -> dict[int, Tensor]:
+def _part_views(memory: Tensor, layout: PoolLayout, group: GroupLayout) -> list[Tensor]:
+    """Return ``[page, head, layer, slot, dim]`` of each part of a group."""
+    whole = _group_bytes(memory, layout, group)
+    parts = whole.split_with_sizes([layout.page_size * part.slot_bytes for part in group.parts], -1)
+    return [
+        view.view(getattr(torch, part.dtype)).view(*whole.shape[:3], layout.page_size, part.dim)
+        for view, part in zip(parts, group.parts, strict=True)
+    ]
+
+
+def _attention_layers(memory: Tensor, layout: PoolLayout) -> dict[int, _LayerPages]:
     """Return the pages of K and V by layer; a layer that stores several groups attends to the first one."""
-    layers: dict[int, Tensor] = {}
+    layers: dict[int, _LayerPages] = {}
     for group in layout.groups:
+        whole, parts = _group_view(memory, layout, group), _part_views(memory, layout, group)
+        is_joint = whole.ndim == 6
         for index, layer in enumerate(group.layers):
-            layers.setdefault(layer - layout.first_layer, groups[group.name][:, :, index])
+            if len(parts) == 2 and layer - layout.first_layer not in layers:
+                key, value = (part[:, :, index] for part in parts)
+                joint = whole[:, :, index] if is_joint else None
+                layers[layer - layout.first_layer] = _LayerPages(key, value, joint, group.lifetime)
     return layers
-
-
-def _attention_lifetimes(layout: PoolLayout) -> dict[int, int]:
-    lifetimes: dict[int, int] = {}
-    for group in layout.groups:
-        for layer in group.layers:
-            lifetimes.setdefault(layer - layout.first_layer, group.lifetime)
-    return lifetimes
 
 
 def _words_of(rows: Tensor) -> Tensor:

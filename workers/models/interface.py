@@ -1,5 +1,4 @@
-"""Description of a checkpoint by its family, and the four questions that everyone else asks it. Loads no torch. Loads
-no torch.
+"""Description of a checkpoint by its family, and the four questions that everyone else asks it. Loads no torch.
 
 1. What layers does the model have? `workers.models.decoder` builds them from the tree.
 2. What does the checkpoint call a weight? `checkpoint_name`, `copies`, `is_ignored`; how each is sharded, layers know.
@@ -11,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from cluster.spec.config import ParallelConfig
+from cluster.spec.config import ParallelConfig, PrefillConfig
 from cluster.spec.kv import DTYPE_BYTES, KvGeometry, KvGroup, key_value_group
-from cluster.spec.model_limits import ModelLimits, layout_problems
+from cluster.spec.model_limits import ModelLimits, layout_problems, ring_problems
 from workers.context_parallel.rates import ModelShape
 from workers.layers.config import AttentionConfig, FeedForwardConfig, MoeConfig, RopeConfig
 from workers.models.hf_config import Dtype, HfConfig, UnsupportedModelError
@@ -119,11 +118,17 @@ class DecoderConfig:
             num_kv_heads=self.num_kv_heads,
             num_layers=self.num_layers,
             num_experts=self.moe.num_experts if self.moe else None,
+            has_windows=any(group.window is not None for group in self.kv_groups(self.dtype)),
         )
 
     def check_layout(self, parallel: ParallelConfig, path: str = "parallel") -> None:
         """Raise UnsupportedModelError if ranks cannot share the heads, the layers or the experts."""
         if problems := layout_problems(parallel, path, self.limits):
+            raise UnsupportedModelError("; ".join(map(str, problems)))
+
+    def check_ring(self, prefill: PrefillConfig) -> None:
+        """Raise UnsupportedModelError if prefill ranks cannot each hold a part of the pages."""
+        if problems := ring_problems(prefill, self.limits):
             raise UnsupportedModelError("; ".join(map(str, problems)))
 
     def checkpoint_name(self, path: str) -> str:

@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from cluster.cli.start_check import check_model
 from cluster.spec.config import ParallelConfig
 from cluster.spec.errors import ConfigError, UserError
+from cluster.spec.kv import KvGroup
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config
 from cluster.spec.model_limits import ModelLimits, layout_problems
 from tests.unit.cluster.test_plan import RunBaton, baton
+from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
 
 __all__ = ["baton"]
@@ -150,6 +153,28 @@ def test_a_layout_that_is_not_of_this_model_is_refused(baton: RunBaton, tmp_path
     with pytest.raises(UserError) as in_worker:
         read_model_config(tmp_path).check_layout(pool.parallel, f"{role}.parallel")
     assert str(in_worker.value) == "; ".join(said)
+
+
+def test_a_ring_is_refused_for_a_model_with_sliding_windows(
+    baton: RunBaton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["dense"]))
+    kv_groups = DecoderConfig.kv_groups
+
+    def windowed(self: DecoderConfig, dtype: str) -> tuple[KvGroup, ...]:
+        return tuple(replace(group, window=8) for group in kv_groups(self, dtype))
+
+    monkeypatch.setattr(DecoderConfig, "kv_groups", windowed)
+    message = "prefill.mode: got ring with cp = 2; allowed: gather, since the model has sliding windows"
+    ring = {"model": {"path": str(tmp_path)}, "transfer": {"mode": "all_ranks"}}
+    file = tmp_path / "f.yaml"
+    file.write_text(json.dumps({"prefill": {"parallel": {"cp": 2}, "mode": "ring"}, **ring}))
+    assert baton("plan", str(file)) == (2, "", f"{message}\n")
+    config = load_config(file, {})
+    with pytest.raises(ConfigError, match=message):
+        check_model(config, tmp_path, lambda _: None)
+    with pytest.raises(UserError, match=message):
+        read_model_config(tmp_path).check_ring(config.prefill)
 
 
 sizes = st.integers(1, 8)

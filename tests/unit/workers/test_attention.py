@@ -33,7 +33,7 @@ def test_pages(case: PagedCase) -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(CASES.flatmap(any_params), st.sampled_from([1, 100, 1 << 20]), st.sampled_from([1, 7, 1 << 20]))
+@given(CASES.flatmap(any_params), st.sampled_from([1, 100, 1 << 20]), st.sampled_from([16, 50, 1 << 20]))
 def test_any_scale_window_and_width_in_blocks_of_any_size(case: PagedCase, most_scores: int, most_keys: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_backend, "MOST_SCORES", most_scores)

@@ -6,12 +6,14 @@ from types import ModuleType
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
+from cluster.spec.kv import key_value_group
 from workers.attention import registry
 from workers.attention.params import Feature
-from workers.attention.registry import choose_backend
+from workers.attention.registry import choose_backend, needs_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -77,6 +79,14 @@ def test_a_model_that_needs_more_than_a_backend_has() -> None:
     lacks = "native lacks sliding windows and values of another width than keys"
     assert (choice.name, choice.reason) == ("torch", f"the CPU, in bf16; {lacks}")
     assert choose_backend(AttentionSetting.AUTO, CUDA, torch.bfloat16, set(Feature)).name == "triton"
+
+
+def test_needs_follow_from_the_groups_that_a_model_stores() -> None:
+    plain = key_value_group(range(2), 2, 8, "bfloat16")
+    k, v = plain.parts
+    assert needs_of([plain]) == set()
+    assert needs_of([plain, replace(plain, window=4)]) == {Feature.WINDOW}
+    assert needs_of([replace(plain, parts=(k, replace(v, dim=6)))]) == {Feature.VALUE_WIDTH}
 
 
 def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

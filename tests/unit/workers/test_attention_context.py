@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.spec.strategy import Passing, Strategy
-from tests.fakes.attention_oracle import Scenario, ScenarioRun, check_scenario
+from tests.fakes.attention_oracle import HEAD_DIM, Scenario, ScenarioRun, check_scenario
 from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool
 from tests.fakes.steps import Request, step_of
@@ -94,6 +94,7 @@ scenarios = st.integers(1, 4).flatmap(
         passing=st.sampled_from([None, *Passing]),
         page_size=st.sampled_from([1, 4, 8]),
         seed=st.integers(0, 99),
+        value_dim=st.sampled_from([HEAD_DIM, 6, 12]),
     )
 )
 
@@ -177,8 +178,8 @@ def test_gather_buffers_serve_steps_of_changing_size_shape_and_dtype() -> None:
 
     for results in on_thread_ranks(2, lambda group: gather_all(RowGather(group))):
         for plan, gathered in zip(plans, results, strict=True):
-            assert gathered[:, 0, 0, 0].tolist() == list(range(plan.num_tokens))
-            assert gathered[:, 1, 0, 1].tolist() == [-token for token in range(plan.num_tokens)]
+            assert gathered[:, 0, 0].tolist() == list(range(plan.num_tokens))
+            assert gathered[:, 0, 3].tolist() == [-token for token in range(plan.num_tokens)]
 
 
 @pytest.mark.parametrize("strategy", Strategy)

@@ -30,7 +30,7 @@ def test_a_layer_is_read_when_it_is_there_and_the_end_is_that_of_all(reads: str)
                 if reads == "layer_view":
                     pool.layer_view(layer)
                 else:
-                    pool.read_pages(layer, torch.tensor([1]), torch.empty(4, 2, 1, 1))
+                    pool.read_pages(layer, torch.tensor([1]), torch.empty(4, 1, 2))
                 note(layer)
         note(2)
         pool.layer_view(0)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.kv import kv_layout, kv_pool, two_groups
+from tests.fakes.kv import kv_layout, kv_pool, side_by_side, two_groups
 from tests.fakes.page_copies import layout_of
 from workers.memory.page_pool import PagePool
 
@@ -42,7 +42,7 @@ def test_a_page_and_a_head_of_it_are_contiguous_spans_as_the_layout_says(dtype: 
 def test_the_pool_lives_in_the_buffer_it_is_given() -> None:
     memory = bytearray(make_pool().page_bytes * (PAGES + 1) + 64)
     pool = make_pool(buffer=torch.frombuffer(memory, dtype=torch.uint8))
-    pool.write(0, torch.tensor([0]), torch.ones(1, 2, HEADS, DIM))
+    pool.write(0, torch.tensor([0]), torch.ones(1, HEADS, 2 * DIM))
     assert memory[:4] == torch.ones(1).numpy().tobytes()
 
 
@@ -58,7 +58,7 @@ def test_what_is_written_is_read_and_nothing_else_changes(
 ) -> None:
     pool = kv_pool(PAGES, HEADS, LAYERS, PAGE_SIZE, dim, dtype)
     kv = torch.randn(len(slots), 2, HEADS, dim).to(dtype)
-    pool.write(layer, torch.tensor(slots, dtype=torch.int64), kv)
+    pool.write(layer, torch.tensor(slots, dtype=torch.int64), side_by_side(kv))
     keys, values = pool.layer_view(layer)
     for row, slot in enumerate(slots):
         page, place = divmod(slot, PAGE_SIZE)
@@ -69,7 +69,7 @@ def test_what_is_written_is_read_and_nothing_else_changes(
 
 def test_padding_rows_may_share_the_null_slot_and_touch_no_page() -> None:
     pool = make_pool()
-    pool.write(0, torch.full((7,), pool.null_slot), torch.ones(7, 2, HEADS, DIM))
+    pool.write(0, torch.full((7,), pool.null_slot), torch.ones(7, HEADS, 2 * DIM))
     assert not pool.group("full_attention")[:PAGES].any()
     assert pool.group("full_attention")[PAGES].any()
 
@@ -97,7 +97,7 @@ def test_groups_of_unlike_parts_lie_behind_each_other_in_a_page() -> None:
     assert pool.group("extra").shape == (PAGES + 1, 1, 2, 4 * (6 * 2 + 2 * 4))
     slots, kv = torch.tensor([3, 9]), torch.randn(2, 2, HEADS, 4)
     for layer in range(4):
-        pool.write(layer, slots, kv + layer)
+        pool.write(layer, slots, side_by_side(kv + layer))
     pool.group("extra").fill_(7)
     for layer in range(4):
         keys, values = pool.layer_view(layer)
