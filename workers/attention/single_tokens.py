@@ -20,7 +20,7 @@ class SingleTokens(NamedTuple):
     tables: Tensor
     """``[R, pages]``, filled up with page 0."""
     bias: Tensor | None
-    """``[R, 1, 1, slots]`` fp32: -inf for slots that a query does not see, otherwise 0; None if it is 0 everywhere."""
+    """``[R, 1, 1, slots]`` fp32: -inf for slots that a query does not see, otherwise 0; None if all are seen."""
     unseen: tuple[Tensor, ...]
     """(request, slot) of all unseen slots."""
 
@@ -30,14 +30,17 @@ class SingleTokens(NamedTuple):
         held = [pages_of(piece, page_size) for piece in pieces]
         tables = [page_tables[piece.request][pages] for piece, (pages, _) in zip(pieces, held, strict=True)]
         padded = pad_sequence(tables, batch_first=True)
+        rows = torch.tensor([piece.query.start for piece in pieces])
+        num_slots = padded.shape[1] * page_size
+        if all(piece.num_keys == num_slots for piece in pieces):
+            return cls(rows, padded, None, ())
         begins = torch.tensor([begin for _, begin in held])[:, None]
         lens = torch.tensor([piece.num_keys for piece in pieces])[:, None]
-        slots = torch.arange(padded.shape[1] * page_size)
+        slots = torch.arange(num_slots)
         is_unseen = (slots < begins) | (slots >= begins + lens)
         bias = torch.zeros(is_unseen.shape).masked_fill_(is_unseen, -torch.inf)[:, None, None]
-        rows = torch.tensor([piece.query.start for piece in pieces])
         unseen = is_unseen.nonzero(as_tuple=True)
-        return cls(rows, padded, bias if len(unseen[0]) else None, unseen)
+        return cls(rows, padded, bias, unseen)
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, scale: float) -> Partial:
         """Return the partial of this batch's rows of ``query [tokens, heads, dim]``, in fp32."""
