@@ -2,8 +2,6 @@
 
 from math import gcd
 
-from math import gcd
-
 import torch
 from torch import Tensor
 

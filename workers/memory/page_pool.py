@@ -116,8 +116,8 @@ class PagePool(PageMemory):
     def layer_view(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return K and V of one layer, each a strided view ``[page, head, slot, dim]`` that includes the null page."""
         self._wait_for(layer)
-        key, value, _ = self._layers[layer]
-        return key, value
+        pages = self._layers[layer]
+        return pages.key, pages.value
 
     def _wait_for(self, layer: int) -> None:
         if self._load is not None:
@@ -150,8 +150,8 @@ class PoolSlots:
 
     def _assign(self, layer: int, kv: Tensor) -> None:
         page, slot = self._slots // self._pool.page_size, self._slots % self._pool.page_size
-        key, value, _ = self._pool._layers[layer]
-        for view, rows in zip((key, value), self._pool.split(layer, kv), strict=True):
+        pages = self._pool._layers[layer]
+        for view, rows in zip((pages.key, pages.value), self._pool.split(layer, kv), strict=True):
             view.transpose(1, 2)[page, slot] = rows
 
     def _rows_of(self, pages: Tensor) -> Tensor:
