@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cluster.spec.hicache_config import StorageBackendName, StorageConfig
@@ -19,17 +19,15 @@ class FaultyStorage(FileStorage):
 
     _random = random.Random(1)
 
-    def count_leading(self, names: Sequence[str]) -> int:
+    def present(self, depths: Mapping[str, int]) -> list[str]:
         self._suffer()
-        return super().count_leading(names)
+        return super().present(depths)
 
-    def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
-        for item in objects:
-            yield self._suffered() or next(super().read([item]))
+    def read(self, objects: Sequence[StorageObject]) -> list[Read]:
+        return [self._suffered() or outcome for outcome in super().read(objects)]
 
-    def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
-        for item in objects:
-            yield self._suffered() or next(super().write([item]))
+    def write(self, objects: Sequence[StorageObject]) -> list[Written]:
+        return [self._suffered() or outcome for outcome in super().write(objects)]
 
     def _suffered(self) -> StorageError | None:
         try:

@@ -1,7 +1,7 @@
 """Storage whose reads hang while a file is there, and the worker that uses it instead of files."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.spec.hicache_config import StorageBackendName, StorageConfig
@@ -21,10 +21,10 @@ class HangingStorage(FileStorage):
         super().__init__(folder, 1 << 30)
         self._hangs = folder / HANGS
 
-    def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
+    def read(self, objects: Sequence[StorageObject]) -> list[Read]:
         while self._hangs.exists():
             time.sleep(0.01)
-        yield from super().read(objects)
+        return super().read(objects)
 
 
 def _hanging(config: StorageConfig, host: str) -> HangingStorage:  # noqa: ARG001 - as every maker of a backend

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -21,11 +20,10 @@ LIMIT = 64 * OBJECT_BYTES
 
 def write_for_ever(folder: Path) -> None:
     storage = FileStorage(folder, LIMIT)
-    threading.Thread(target=storage.maintain, daemon=True).start()
+    storage.start_sweeper()
     data = memoryview(bytes(OBJECT_BYTES))
     while True:
-        for _ in storage.write([StorageObject(f"n/{random.randbytes(8).hex()}", [data]) for _ in range(8)]):
-            pass
+        storage.write([StorageObject(f"n/{random.randbytes(8).hex()}", [data]) for _ in range(8)])
 
 
 def start(folder: Path) -> int:

@@ -25,8 +25,7 @@ def write_for_ever(folder: Path, first: int) -> None:
     storage = FileStorage(folder, 1 << 30)
     numbers = range(first, first + 10_000)
     for start in numbers[::8]:
-        for _ in storage.write([StorageObject(f"n/{n}", [memoryview(content_of(n))]) for n in range(start, start + 8)]):
-            pass
+        storage.write([StorageObject(f"n/{n}", [memoryview(content_of(n))]) for n in range(start, start + 8)])
 
 
 def main(folder: Path, count: int) -> None:

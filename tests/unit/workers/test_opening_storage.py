@@ -70,7 +70,7 @@ def test_nobody_waits_for_storage_that_takes_long_to_open(tmp_path: Path) -> Non
 
     storage = OpeningStorage(open_slowly, first_s=0.01)
     with pytest.raises(StorageError, match="still being opened"):
-        storage.count_leading(["n/aa"])
+        storage.present({"n/aa": 0})
     storage.close()
     go_on.set()
     until(lambda: closed == [True])
@@ -84,22 +84,3 @@ def test_a_folder_that_can_never_be_is_refused_and_one_that_is_away_is_not(tmp_p
             make_storage(config, "127.0.0.1")
     with pytest.raises(StorageError, match="cannot be used"):
         FileStorage(Path("/proc/none"), 1)
-
-
-def test_nobody_waits_until_a_large_folder_is_swept(tmp_path: Path) -> None:
-    go_on = threading.Event()
-
-    class Large(FileStorage):
-        def maintain(self) -> None:
-            assert go_on.wait(10)
-            super().maintain()
-
-    RankStore(FileStorage(tmp_path, 1 << 20), rows_of(sizes())[0]).write(PAGES)
-    storage = OpeningStorage(lambda: Large(tmp_path, 1 << 20))
-    assert RankStore(storage, rows_of(sizes())[0]).read(PAGES) == [True]
-    figures = storage.figures()
-    assert figures is not None
-    assert figures.used_bytes == 0
-    go_on.set()
-    until(lambda: (counted := storage.figures()) is not None and counted.used_bytes > 0)
-    storage.close()

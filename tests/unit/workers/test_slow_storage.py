@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,21 +29,17 @@ class CountingStorage(FileStorage):
         super().__init__(folder, 1 << 20)
         self.asked = Counter[str]()
 
-    def count_leading(self, names: Sequence[str]) -> int:
-        self._take("count_leading")
-        return super().count_leading(names)
-
     def present(self, depths: Mapping[str, int]) -> list[str]:
         self._take("present")
         return super().present(depths)
 
-    def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
+    def read(self, objects: Sequence[StorageObject]) -> list[Read]:
         self._take("read")
-        yield from super().read(objects)
+        return super().read(objects)
 
-    def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
+    def write(self, objects: Sequence[StorageObject]) -> list[Written]:
         self._take("write")
-        yield from super().write(objects)
+        return super().write(objects)
 
     def _take(self, question: str) -> None:
         self.asked[question] += 1
@@ -56,7 +52,7 @@ def test_a_look_up_asks_once(tmp_path: Path) -> None:
     store.write(PAGES[:2])
     backend.asked.clear()
     assert store.look_up(PAGES) == [True, True, False, False]
-    assert backend.asked == {"count_leading": 1}
+    assert backend.asked == {"present": 1}
 
 
 def test_pages_are_read_and_written_in_one_call(tmp_path: Path) -> None:
@@ -71,54 +67,29 @@ def test_pages_are_read_and_written_in_one_call(tmp_path: Path) -> None:
     assert backend.asked == {"read": 1}
 
 
-@pytest.mark.parametrize("num_good", range(5))
-def test_storage_that_fails_in_the_middle_of_a_call_fails_the_pages_behind(tmp_path: Path, num_good: int) -> None:
+def test_calls_that_fail_fail_their_pages_and_none_begins_when_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Failing(FileStorage):
-        num_left = 4
+        num_calls = 0
 
-        def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
-            for outcome in super().read(objects):
-                self.take()
-                yield outcome
+        def read(self, objects: Sequence[StorageObject]) -> list[Read]:
+            self.num_calls += 1
+            if self.num_calls == 2:
+                raise StorageError("the disk is away")
+            time.sleep(0.05 * (self.num_calls == 3))
+            return super().read(objects)
 
-        def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
-            for item in objects:
-                self.take()
-                yield from super().write([item])
-
-        def take(self) -> None:
-            if not self.num_left:
-                raise StorageError("the disk is gone")
-            self.num_left -= 1
-
+    monkeypatch.setattr(page_store, "_BATCH_PAGES", 1)
     backend = Failing(tmp_path, 1 << 20)
     store = RankStore(backend, rows_of(sizes())[0])
-    backend.num_left = num_good
-    expected = [number < num_good for number in range(4)]
-    assert store.write(PAGES) == expected
-    assert store.failures["error"] == 4 - num_good
-    backend.num_left = num_good
-    assert store.read(PAGES) == expected
-    assert store.failures["error"] == 2 * (4 - num_good)
-
-
-def test_of_a_call_that_takes_too_long_the_rest_is_left_out(tmp_path: Path) -> None:
-    class Slow(FileStorage):
-        num_read = 0
-
-        def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
-            for outcome in super().read(objects):
-                self.num_read += 1
-                time.sleep(0.05)
-                yield outcome
-
-    backend = Slow(tmp_path, 1 << 20)
-    store = RankStore(backend, rows_of(sizes())[0])
     store.write(PAGES)
-    backend.num_read = 0
-    done = store.store.fetch(PAGES, store.buffer, time.monotonic() + 0.01, store.failures)
-    assert (done, backend.num_read) == ([True, False, False, False], 1)
-    assert store.failures["late"] == 3
+    assert store.read(PAGES) == [True, False, True, True]
+    assert store.failures == {"error": 1}
+    backend.num_calls = 2
+    done = store.store.fetch(PAGES, store.buffer, time.monotonic() + 0.04, store.failures)
+    assert (done, backend.num_calls) == ([True, False, False, False], 3)
+    assert store.failures == {"error": 1, "late": 3}
 
 
 def test_no_question_is_asked_when_the_time_is_over_or_the_worker_ends(tmp_path: Path) -> None:
@@ -130,7 +101,7 @@ def test_no_question_is_asked_when_the_time_is_over_or_the_worker_ends(tmp_path:
     store.store.stop()
     assert store.look_up(PAGES) == [False] * 4
     assert not backend.asked
-    assert store.failures["late"] == 2
+    assert store.failures["late"] == 8
 
 
 def test_a_look_up_goes_on_no_longer_than_the_call_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +112,7 @@ def test_a_look_up_goes_on_no_longer_than_the_call_at_hand(tmp_path: Path, monke
     backend.asked.clear()
     backend.delay_s = 0.05
     assert store.store.look_up(PAGES, time.monotonic() + 0.01, store.failures) == [True, True, False, False]
-    assert backend.asked == {"count_leading": 1}
+    assert backend.asked == {"present": 1}
 
 
 class FakeOutbox:

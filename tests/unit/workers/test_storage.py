@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -104,7 +103,7 @@ def test_two_backends_on_one_folder_write_the_same_object(tmp_path: Path) -> Non
     one.delete("n/a")
     one.delete("n/a")
     assert not read_one(other, "n/a", [buffer])
-    assert other.count_leading(["n/a"]) == 0
+    assert other.present({"n/a": 0}) == []
 
 
 def test_one_call_tells_what_came_of_each_object(tmp_path: Path) -> None:
@@ -112,29 +111,16 @@ def test_one_call_tells_what_came_of_each_object(tmp_path: Path) -> None:
     (tmp_path / "n").mkdir()
     (tmp_path / "n" / "bb").write_text("a file where a folder should be")
     given = {f"n/{name}": memoryview(bytearray(name.encode())) for name in ("aa", "bb", "cc", "dd")}
-    written = list(backend.write([StorageObject(name, [data]) for name, data in given.items()]))
+    written = backend.write([StorageObject(name, [data]) for name, data in given.items()])
     assert [type(error) for error in written] == [type(None), StorageError, type(None), type(None)]
     (tmp_path / "n" / "cc" / "cc").write_bytes(b"c")
     taken = {name: memoryview(bytearray(2)) for name in (*given, "n/ee", "n/ff", "n/aa")}
-    read = list(backend.read([StorageObject(name, [data[:1], data[1:]]) for name, data in taken.items()]))
+    read = backend.read([StorageObject(name, [data[:1], data[1:]]) for name, data in taken.items()])
     assert [outcome if isinstance(outcome, bool) else type(outcome) for outcome in read] == [
         *(True, StorageError, CorruptObjectError),
         *(True, False, False),
     ]
     assert (bytes(taken["n/aa"]), bytes(taken["n/dd"])) == (b"aa", b"dd")
-
-
-def test_whoever_takes_no_more_results_has_no_more_objects_read_or_written(tmp_path: Path) -> None:
-    backend = files(tmp_path)
-    objects_ = [StorageObject(f"n/{number}", [memoryview(bytearray(b"x"))]) for number in range(9)]
-    writes = backend.write(objects_)
-    assert next(writes) is None
-    assert backend.count_leading([item.name for item in objects_]) == 1
-    buffers = [memoryview(bytearray(1)) for _ in objects_]
-    list(writes)
-    reads = backend.read([StorageObject(item.name, [buffer]) for item, buffer in zip(objects_, buffers, strict=True)])
-    assert next(reads) is True
-    assert [bytes(buffer) for buffer in buffers] == [b"x"] + [b"\0"] * 8
 
 
 def test_what_a_disk_refuses_is_told_as_a_storage_error(tmp_path: Path) -> None:
@@ -174,51 +160,19 @@ def test_a_full_disk_fails_writes_until_a_sweep_has_made_room(tmp_path: Path, mo
     assert store.read(deep) == [True, True, False, True]
 
 
-def put_link(path: Path) -> None:
-    path.symlink_to(path.parent / "target")
-
-
-def put_folder(path: Path) -> None:
-    path.mkdir()
-    (path / "file").touch()
-
-
-@pytest.mark.parametrize("put", [put_link, os.mkfifo, put_folder], ids=["link", "pipe", "folder"])
-@pytest.mark.parametrize("is_read_first", [True, False])
-def test_what_is_in_the_place_of_an_object_is_replaced_and_harmed_by_nothing(
-    tmp_path: Path, put: Callable[[Path], None], *, is_read_first: bool
-) -> None:
-    store = RankStore(files(tmp_path), rows_of(sizes())[0])
-    assert store.write(PAGES[:2]) == [True, True]
-    path, _ = sorted(objects(tmp_path))
-    target = path.parent / "target"
-    target.write_bytes(path.read_bytes())
-    os.utime(target, (5, 5))
-    path.unlink()
-    put(path)
-    if is_read_first:
-        assert sorted(store.read(PAGES[:2])) == [False, True]
-        assert store.failures["corrupt"] == 1
-    assert sorted(store.look_up(PAGES[:2])) in ([False, False], [False, True])
-    assert store.write(PAGES[:2]) == store.read(PAGES[:2]) == [True, True]
-    assert (path.is_symlink(), target.stat().st_mtime, target.read_bytes()) == (False, 5.0, path.read_bytes())
-    assert len(list(path.parent.glob(".displaced-*/file"))) == (put is put_folder)
-
-
 def test_objects_are_private(tmp_path: Path) -> None:
-    backend = files(tmp_path / "a" / "kv")
+    folder = tmp_path / "a" / "kv"
+    backend = files(folder)
     write_one(backend, "n/aa", [memoryview(b"1")])
     backend.sweeper.sweep()
-    for path in tmp_path.rglob("*"):
-        assert stat.S_IMODE(path.stat().st_mode) == (0o600 if path.is_file() else 0o700), path
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for path in folder.rglob("*"):
+        assert path.is_dir() or stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
-def test_an_object_beyond_the_limit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"its 102 bytes exceed hicache\.storage\.max_gib \(101 bytes\)"):
-        write_one(files(tmp_path, 101), "n/large", [memoryview(bytes(102))])
-
-
-def test_a_folder_that_is_read_only_serves_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_read_only_serves_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     write_one(files(tmp_path), "n/1", [memoryview(b"1")])
     real = os.open
 
@@ -234,7 +188,8 @@ def test_a_folder_that_is_read_only_serves_reads(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "utime", utime)
     monkeypatch.setattr(os, "access", lambda _path, mode: not mode & os.W_OK)
     backend = files(tmp_path)
-    backend.maintain()
+    backend.start_sweeper()
+    assert "is read-only" in caplog.text
     assert backend.present({"n/1": 0, "n/2": 0}) == ["n/1"]
     assert read_one(backend, "n/1", [memoryview(bytearray(1))]) is True
     with pytest.raises(StorageError, match="n/2 cannot be written: Read-only file system"):
@@ -242,22 +197,6 @@ def test_a_folder_that_is_read_only_serves_reads(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(StorageError, match="cannot be used"):
         files(tmp_path)
-
-
-def test_a_disk_that_cannot_say_what_it_has_is_an_error_of_storage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = FileStorage(tmp_path / "kv", 1 << 20)
-
-    def fail(_path: Path, **_: object) -> bool:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(Path, "lstat", fail)
-    monkeypatch.setattr(os, "utime", fail)
-    with pytest.raises(StorageError, match=r"n/aa cannot be read: Input/output error"):
-        backend.count_leading(["n/aa"])
-    with pytest.raises(StorageError, match=r"n/aa cannot be read: Input/output error"):
-        backend.present({"n/aa": 0})
 
 
 def test_a_breaker_opens_after_failures_in_a_row_and_longer_each_time() -> None:

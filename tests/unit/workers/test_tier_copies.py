@@ -1,6 +1,8 @@
 """Pages between a device and host memory: each in its place, no other touched, whether they are staged or not."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,9 @@ from tests.fakes.page_copies import layout_of
 from tests.fakes.paged_ranks import row
 from tests.fakes.watched_load import WatchedLoad
 from workers.hicache.copier import MOST_LAYER_GROUPS, Copier
+from workers.hicache.storage.files import FileStorage
+from workers.hicache.storage.objects import ObjectFormat
+from workers.hicache.storage.page_store import PageStore
 from workers.memory.page_pool import PagePool
 from workers.memory.peer_memory import PeerMemory
 from workers.memory.tier_memory import TierMemory
@@ -34,9 +39,12 @@ class Replica:
         layout = layout_of(geometry, NUM_PAGES)
         self.regions = [self.loopback.allocate(layout.pool_bytes) for _ in range(cp)]
         hosts = [self.loopback.allocate(HOST_PAGES * layout.page_bytes) for _ in range(cp)]
-        rows = [
+        self.rows = [
             msgspec.structs.replace(
-                row(Role.PREFILL, rank, cp, NUM_PAGES, ownership=ownership), host_endpoint=host.endpoint, layout=layout
+                row(Role.PREFILL, rank, cp, NUM_PAGES, ownership=ownership),
+                host_endpoint=host.endpoint,
+                geometry=geometry,
+                layout=layout,
             )
             for rank, host in enumerate(hosts)
         ]
@@ -48,7 +56,7 @@ class Replica:
             pool = PagePool(layout, torch.zeros_like(memory) if is_staged else memory)
             pool.bytes.copy_(torch.randint(1, 256, pool.bytes.shape))
             self.pools.append(pool)
-            self.copiers.append(Copier(rows, rank, TierMemory(PeerMemory(pool, region), host), self.loopback))
+            self.copiers.append(Copier(self.rows, rank, TierMemory(PeerMemory(pool, region), host), self.loopback))
 
     def order(self, kind: str, pages: Sequence[TierPage]) -> None:
         for copier in self.copiers:
@@ -150,3 +158,25 @@ def test_a_page_that_is_saved_leaves_its_place_in_the_region_alone() -> None:
     replica.order("save", [page_of(0, 3, 1)])
     replica.order("load", [page_of(0, 2, 1)])
     assert bytes(replica.regions[0].buffer) == before
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_pages_of_two_kv_groups_come_back_from_files(tmp_path: Path, *, is_staged: bool) -> None:
+    pages = [page_of(place, place + 1, place) for place in range(3)]
+    failures = Counter[str]()
+
+    def made() -> tuple[Replica, PageStore]:
+        replica = Replica(1, KvOwnership.REPLICATED, is_staged=is_staged, geometry=two_groups())
+        backend, page_bytes = FileStorage(tmp_path, 1 << 20), replica.copiers[0].page_bytes
+        return replica, PageStore(backend, ObjectFormat(replica.rows[0], "weights"), page_bytes)
+
+    writer, store = made()
+    writer.order("save", pages)
+    assert store.store(pages, writer.copiers[0].host_page, float("inf"), failures) == [True] * 3
+    reader, store = made()
+    reader.pools[0].bytes.zero_()
+    assert store.fetch(pages, reader.copiers[0].host_page, float("inf"), failures) == [True] * 3
+    reader.order("load", pages)
+    assert [reader.page(0, page) for page in (1, 2, 3)] == [writer.page(0, page) for page in (1, 2, 3)]
+    assert not any(reader.page(0, 0)), "a page that nobody asked for was written to"
+    assert not failures

@@ -1,6 +1,6 @@
 """What leaders hold for their jobs comes free, and storage is given everything once, no faster than it may be."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +249,7 @@ def test_a_page_that_is_stored_is_not_written_again(tmp_path: Path) -> None:
     written = list[str]()
 
     class Counted(FileStorage):
-        def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
+        def write(self, objects: Sequence[StorageObject]) -> list[Written]:
             written.extend(item.name for item in objects)
             return super().write(objects)
 

@@ -1,6 +1,6 @@
 """Interface of storage backends, which keep named objects and know nothing of pages, keys or ranks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,60 +40,31 @@ class StorageBackend(Protocol):
     """Objects by name: letters, digits, dots and dashes, in folders divided by slashes. Objects never change.
 
     Several threads, and several processes on the same storage, may call all methods at once; the names of one call
-    differ. An object is either complete or absent, whatever happens to its writer.
+    differ. An object is either complete or absent, whatever happens to its writer. Every method raises ``StorageError``
+    if storage cannot answer.
     """
-
-    def count_leading(self, names: Sequence[str]) -> int:
-        """Return how many objects are there before the first missing one.
-
-        Raises:
-            StorageError: storage cannot answer.
-        """
-        ...
 
     def present(self, depths: Mapping[str, int]) -> list[str]:
         """Return which of these objects are there, and count them as used where storage evicts by use.
 
         ``depths`` maps names to ``StorageObject.depth``.
-
-        Raises:
-            StorageError: storage cannot say.
         """
         ...
 
-    def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
-        """Fill the parts of objects; yield an outcome for each, in order.
-
-        An object may be read as late as its outcome is taken, so a caller that runs out of time takes no more
-        outcomes. An object of another size is corrupt.
-
-        Raises:
-            StorageError: the rest cannot be read.
-        """
+    def read(self, objects: Sequence[StorageObject]) -> list[Read]:
+        """Fill the parts of objects; return an outcome for each. An object of another size is corrupt."""
         ...
 
-    def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
-        """Write objects in the form that ``read`` reads; an existing one counts as used and stays unchanged.
-
-        Raises:
-            StorageError: the rest cannot be written.
-        """
+    def write(self, objects: Sequence[StorageObject]) -> list[Written]:
+        """Write objects in the form that ``read`` reads; one that exists may be kept or replaced by its equal."""
         ...
 
     def delete(self, name: str) -> None:
-        """Remove an object, if it is there.
-
-        Raises:
-            StorageError: the object cannot be deleted.
-        """
+        """Remove an object, if it is there."""
         ...
 
     def figures(self) -> StorageFigures | None:
         """Return what this process knows of storage as a whole, without a request to it; None for nothing."""
-        ...
-
-    def maintain(self) -> None:
-        """Do upkeep until closed; called once, on a thread of its own."""
         ...
 
     def close(self) -> None:

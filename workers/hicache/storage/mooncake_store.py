@@ -49,32 +49,31 @@ class MooncakeStorage:
             self._client.close()
             raise StorageError(f"Mooncake Store cannot send from the memory of this process (status {status})")
 
-    def count_leading(self, names: Sequence[str]) -> int:
-        return next((number for number, is_there in enumerate(self._are_there(names)) if not is_there), len(names))
-
     def present(self, depths: Mapping[str, int]) -> list[str]:
-        return self._those_there([*depths])
+        found = self._client.batch_is_exist(list(depths)) if depths else []
+        if any(status < 0 for status in found):
+            raise StorageError(f"Mooncake Store cannot look up objects (status {min(found)})")
+        return [name for name, status in zip(depths, found, strict=True) if status]
 
-    def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
+    def read(self, objects: Sequence[StorageObject]) -> list[Read]:
         """Read objects in one call."""
-        names = [item.name for item in objects]
-        handles = self._client.batch_get_buffer(names) if names else []
+        handles = self._client.batch_get_buffer([item.name for item in objects])
         # Missing objects and unreadable objects both have no handle.
-        there = set(self._those_there([name for name, handle in zip(names, handles, strict=True) if handle is None]))
-        for item, handle in zip(objects, handles, strict=True):
-            if handle is not None:
-                yield _take(memoryview(handle).cast("B"), item)
-            elif item.name in there:
-                yield StorageError(f"{item.name} cannot be read from Mooncake Store")
-            else:
-                yield False
+        there = self.present({item.name: 0 for item, handle in zip(objects, handles, strict=True) if handle is None})
+        return [
+            _take(memoryview(handle).cast("B"), item)
+            if handle is not None
+            else item.name in there and StorageError(f"{item.name} cannot be read from Mooncake Store")
+            for item, handle in zip(objects, handles, strict=True)
+        ]
 
-    def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
+    def write(self, objects: Sequence[StorageObject]) -> list[Written]:
         """Write objects in few calls; the store keeps existing ones."""
-        for group in _groups(objects, len(self._outgoing)):
-            for item, status in zip(group, self._put(group), strict=True):
-                failed = StorageError(f"{item.name} cannot be written to Mooncake Store (status {status})")
-                yield failed if status != 0 else None
+        statuses = [status for group in _groups(objects, len(self._outgoing)) for status in self._put(group)]
+        return [
+            StorageError(f"{item.name} cannot be written to Mooncake Store (status {status})") if status else None
+            for item, status in zip(objects, statuses, strict=True)
+        ]
 
     def delete(self, name: str) -> None:
         """Remove an object, even while the store keeps it for readers."""
@@ -84,9 +83,6 @@ class MooncakeStorage:
 
     def figures(self) -> None:
         """Return None: the master has its own metrics."""
-
-    def maintain(self) -> None:
-        """Do nothing: the store evicts by itself."""
 
     def close(self) -> None:
         """Leave the cluster; objects in memory lent by this process are lost."""
@@ -105,15 +101,6 @@ class MooncakeStorage:
                     start += len(part)
             names, sizes = [item.name for item in group], [item.num_bytes for item in group]
             return list(self._client.batch_put_from(names, addresses, sizes))
-
-    def _those_there(self, names: Sequence[str]) -> list[str]:
-        return [name for name, is_there in zip(names, self._are_there(names), strict=True) if is_there]
-
-    def _are_there(self, names: Sequence[str]) -> list[bool]:
-        found = self._client.batch_is_exist(list(names)) if names else []
-        if any(status < 0 for status in found):
-            raise StorageError(f"Mooncake Store cannot look up objects (status {min(found)})")
-        return [bool(status) for status in found]
 
 
 def _take(data: memoryview, item: StorageObject) -> Read:

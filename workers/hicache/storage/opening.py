@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 
 from cluster.spec.errors import UserError
 from cluster.spec.tiers import StorageFigures
@@ -29,76 +30,61 @@ class OpeningStorage:
         self._open_storage = open_storage
         self._lock = threading.Lock()
         """Lock of the fields below."""
-        self._backend: StorageBackend | None = None
-        self._failure: Exception | None = None
         self._is_closed = False
-        self._first_attempt_over = threading.Event()
         self._attempt = self._start()
-        self._first_attempt_over.wait(first_s)
-        if isinstance(self._failure, UserError):
-            raise self._failure
-        if self._backend is None:
-            _log.warning("starting without storage: %s", self._reason)
-
-    def count_leading(self, names: Sequence[str]) -> int:
-        return self._opened().count_leading(names)
+        wait([self._attempt], first_s)
+        error = self._attempt.exception() if self._attempt.done() else "it is still being opened"
+        if isinstance(error, UserError):
+            raise error
+        if error is not None:
+            _log.warning("starting without storage: %s", error)
 
     def present(self, depths: Mapping[str, int]) -> list[str]:
         return self._opened().present(depths)
 
-    def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
+    def read(self, objects: Sequence[StorageObject]) -> list[Read]:
         return self._opened().read(objects)
 
-    def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
+    def write(self, objects: Sequence[StorageObject]) -> list[Written]:
         return self._opened().write(objects)
 
     def delete(self, name: str) -> None:
         self._opened().delete(name)
 
     def figures(self) -> StorageFigures | None:
-        backend = self._backend
-        return backend.figures() if backend is not None else None
-
-    def maintain(self) -> None:
-        """Do nothing: each backend is maintained by the thread that opened it."""
+        is_open = self._attempt.done() and self._attempt.exception() is None
+        return self._attempt.result().figures() if is_open else None
 
     def close(self) -> None:
         """Close the backend; one that is still being opened is closed as soon as it is open."""
         with self._lock:
             self._is_closed = True
-            backend, self._backend = self._backend, None
-        if backend is not None:
-            backend.close()
-
-    @property
-    def _reason(self) -> object:
-        return self._failure or "it is still being opened"
+        self._attempt.add_done_callback(_close)
 
     def _opened(self) -> StorageBackend:
         with self._lock:
-            if self._backend is not None:
-                return self._backend
-            if not self._attempt.is_alive() and not self._is_closed:
-                self._attempt = self._start()
-            raise StorageError(f"storage is unavailable: {self._reason}")
+            if self._is_closed:
+                raise StorageError("storage is closed")
+            if not self._attempt.done():
+                raise StorageError("storage is still being opened")
+            error = self._attempt.exception()
+            if error is None:
+                return self._attempt.result()
+            self._attempt = self._start()
+        raise StorageError(f"storage is unavailable: {error}") from error
 
-    def _start(self) -> threading.Thread:
-        thread = threading.Thread(target=self._try, name="hicache-open", daemon=True)
-        thread.start()
-        return thread
+    def _start(self) -> Future[StorageBackend]:
+        attempt = Future[StorageBackend]()
+        threading.Thread(target=self._try, args=(attempt,), name="hicache-open", daemon=True).start()
+        return attempt
 
-    def _try(self) -> None:
+    def _try(self, attempt: Future[StorageBackend]) -> None:
         try:
-            backend = self._open_storage()
+            attempt.set_result(self._open_storage())
         except Exception as error:  # whatever it is, callers must learn of it
-            self._failure = error
-            self._first_attempt_over.set()
-            return
-        with self._lock:
-            is_wanted = not self._is_closed
-            self._backend = backend if is_wanted else None
-        self._first_attempt_over.set()
-        if is_wanted:
-            backend.maintain()
-        else:
-            backend.close()
+            attempt.set_exception(error)
+
+
+def _close(attempt: Future[StorageBackend]) -> None:
+    if attempt.exception() is None:
+        attempt.result().close()

@@ -3,9 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 from cluster.spec.tiers import StorageFigures, TierPage
 from workers.hicache.storage.interface import Read, StorageBackend, StorageError, StorageObject
@@ -14,83 +12,109 @@ from workers.hicache.storage.objects import HEADER_BYTES, ObjectFormat
 _log = logging.getLogger(__name__)
 
 _LOOK_UP_PAGES = 128
-"""Most pages looked up in one call, so that time and shutdown are checked in between."""
+"""Most pages looked up in one call; time and shutdown are checked between calls."""
 _BATCH_PAGES = 16
 _BATCH_BYTES = 16 << 20
 """Most bytes read or written in one call, unless a single page has more."""
 
 Buffer = Callable[[TierPage], memoryview]
 """Function that returns the memory that a page's bytes are read into or written from."""
-Outcome = TypeVar("Outcome")
 
 
 class PageStore:
     """Reader and writer of one rank's pages. Calls return, for each page, whether it is there, and count failures.
 
-    No page is started after ``until_s``, a time of the monotonic clock.
+    No call to storage is started after ``until_s``, a time of the monotonic clock.
     """
 
     def __init__(self, backend: StorageBackend, format_: ObjectFormat, page_bytes: int) -> None:
         self._backend = backend
         self._format = format_
-        self._page_bytes = page_bytes
+        self._batch = max(1, min(_BATCH_PAGES, _BATCH_BYTES // page_bytes))
         self._is_stopping = False
 
     def look_up(self, pages: Sequence[TierPage], until_s: float, failures: Counter[str]) -> list[bool]:
         """Return which leading pages are stored."""
-        num_found = 0
-        try:
-            while num_found < len(pages) and self._in_time(until_s, failures):
-                names = [self._format.name(page) for page in pages[num_found : num_found + _LOOK_UP_PAGES]]
-                num_leading = self._backend.count_leading(names)
-                num_found += num_leading
-                if num_leading < len(names):
-                    break
-        except StorageError as error:
-            _note(error, failures)
+        done = list[bool]()
+        while all(done) and len(done) < len(pages):
+            batch = pages[len(done) : len(done) + _LOOK_UP_PAGES]
+            done += self._try(self._present, batch, until_s, failures)
+        num_found = [*done, False].index(False)
         return [number < num_found for number in range(len(pages))]
 
     def fetch(self, pages: Sequence[TierPage], buffer: Buffer, until_s: float, failures: Counter[str]) -> list[bool]:
         """Read pages."""
-        return [is_done for batch in self._batches(pages) for is_done in self._fetch(batch, buffer, until_s, failures)]
+
+        def fetch_batch(batch: Sequence[TierPage]) -> list[bool]:
+            objects = [self._object(page, bytearray(HEADER_BYTES), buffer(page)) for page in batch]
+            outcomes = self._backend.read(objects)
+            return [self._accept(*each, failures) for each in zip(batch, objects, outcomes, strict=True)]
+
+        return self._in_batches(fetch_batch, pages, until_s, failures)
 
     def store(self, pages: Sequence[TierPage], buffer: Buffer, until_s: float, failures: Counter[str]) -> list[bool]:
         """Write pages that are not stored yet."""
-        if not self._format.is_writer:
-            return [True] * len(pages)
-        return [is_done for batch in self._batches(pages) for is_done in self._store(batch, buffer, until_s, failures)]
+
+        def store_batch(batch: Sequence[TierPage]) -> list[bool]:
+            is_stored = self._present(batch)
+            missing = [page for page, is_there in zip(batch, is_stored, strict=True) if not is_there]
+            objects = [self._object(page, self._format.header(page, buffer(page)), buffer(page)) for page in missing]
+            errors = iter(self._backend.write(objects) if objects else ())
+            return [is_there or _noted(next(errors), failures) for is_there in is_stored]
+
+        return (
+            self._in_batches(store_batch, pages, until_s, failures) if self._format.is_writer else [True] * len(pages)
+        )
 
     def figures(self) -> StorageFigures | None:
         return self._backend.figures()
 
     def stop(self) -> None:
-        """Start no further page. Any thread may call this."""
+        """Start no further call to storage. Any thread may call this."""
         self._is_stopping = True
 
     def close(self) -> None:
         self._backend.close()
 
-    def _batches(self, pages: Sequence[TierPage]) -> Iterator[Sequence[TierPage]]:
-        size = max(1, min(_BATCH_PAGES, _BATCH_BYTES // self._page_bytes))
-        return (pages[start : start + size] for start in range(0, len(pages), size))
+    def _in_batches(
+        self,
+        use: Callable[[Sequence[TierPage]], list[bool]],
+        pages: Sequence[TierPage],
+        until_s: float,
+        failures: Counter[str],
+    ) -> list[bool]:
+        starts = range(0, len(pages), self._batch)
+        batches = (pages[start : start + self._batch] for start in starts)
+        return [is_done for batch in batches for is_done in self._try(use, batch, until_s, failures)]
 
-    def _fetch(
-        self, pages: Sequence[TierPage], buffer: Buffer, until_s: float, failures: Counter[str]
-    ) -> Iterator[bool]:
-        headers = [memoryview(bytearray(HEADER_BYTES)) for _ in pages]
-        objects = [self._object(page, header, buffer(page)) for page, header in zip(pages, headers, strict=True)]
-        outcomes = _outcomes(self._backend.read, objects)
-        for page, item in zip(pages, objects, strict=True):
-            may_read = self._in_time(until_s, failures)
-            yield may_read and self._accept(page, item, next(outcomes), failures)
+    def _try(
+        self,
+        use: Callable[[Sequence[TierPage]], list[bool]],
+        batch: Sequence[TierPage],
+        until_s: float,
+        failures: Counter[str],
+    ) -> list[bool]:
+        """Use storage for some pages unless it is too late; an error of the whole call fails all of them."""
+        if self._is_stopping or time.monotonic() >= until_s:
+            failures["late"] += len(batch)
+            return [False] * len(batch)
+        try:
+            return use(batch)
+        except StorageError as error:
+            return [_noted(error, failures) for _ in batch]
+
+    def _present(self, pages: Sequence[TierPage]) -> list[bool]:
+        depths = {self._format.name(page): page.depth for page in pages}
+        there = set(self._backend.present(depths))
+        return [name in there for name in depths]
+
+    def _object(self, page: TierPage, header: bytes | bytearray, data: memoryview) -> StorageObject:
+        return StorageObject(self._format.name(page), [memoryview(header), data], page.depth)
 
     def _accept(self, page: TierPage, item: StorageObject, outcome: Read, failures: Counter[str]) -> bool:
         """Return whether a page was read and is the one that was asked for; delete a corrupt object."""
-        if outcome is False:
-            return False
-        if isinstance(outcome, StorageError):
-            _note(outcome, failures)
-            return False
+        if outcome is False or isinstance(outcome, StorageError):
+            return outcome is not False and _noted(outcome, failures)
         header, data = item.parts
         if outcome is True and self._format.matches(page, bytes(header), data):
             return True
@@ -100,57 +124,13 @@ class PageStore:
         try:
             self._backend.delete(item.name)
         except StorageError as error:
-            _note(error, failures)
+            _noted(error, failures)
         return False
 
-    def _store(
-        self, pages: Sequence[TierPage], buffer: Buffer, until_s: float, failures: Counter[str]
-    ) -> Iterator[bool]:
-        stored = set[str]()
-        try:
-            if self._goes_on(until_s):
-                stored.update(self._backend.present({self._format.name(page): page.depth for page in pages}))
-        except StorageError as error:
-            _note(error, failures, len(pages))
-            yield from repeat(False, len(pages))
-            return
-        missing = [page for page in pages if self._format.name(page) not in stored]
-        objects = [self._object(page, self._format.header(page, buffer(page)), buffer(page)) for page in missing]
-        outcomes = _outcomes(self._backend.write, objects)
-        for page in pages:
-            if self._format.name(page) in stored:
-                yield True
-                continue
-            is_done = False
-            if self._in_time(until_s, failures):
-                error_or_none = next(outcomes)
-                is_done = error_or_none is None
-                if error_or_none is not None:
-                    _note(error_or_none, failures)
-            yield is_done
 
-    def _object(self, page: TierPage, header: bytes | memoryview, data: memoryview) -> StorageObject:
-        return StorageObject(self._format.name(page), [memoryview(header), data], page.depth)
-
-    def _in_time(self, until_s: float, failures: Counter[str]) -> bool:
-        is_in_time = self._goes_on(until_s)
-        failures["late"] += not is_in_time
-        return is_in_time
-
-    def _goes_on(self, until_s: float) -> bool:
-        return time.monotonic() < until_s and not self._is_stopping
-
-
-def _outcomes(
-    use: Callable[[Sequence[StorageObject]], Iterator[Outcome]], objects: Sequence[StorageObject]
-) -> Iterator[Outcome | StorageError]:
-    """Yield the outcome of each object; an error of the whole call is the outcome of all that are left."""
-    try:
-        yield from use(objects)
-    except StorageError as error:
-        yield from repeat(error)
-
-
-def _note(error: StorageError, failures: Counter[str], num_pages: int = 1) -> None:
-    _log.warning("%s", error)
-    failures["error"] += num_pages
+def _noted(error: StorageError | None, failures: Counter[str]) -> bool:
+    """Log and count an error, if there is one; return whether there is none."""
+    if error is not None:
+        _log.warning("%s", error)
+        failures["error"] += 1
+    return error is None

@@ -25,7 +25,9 @@ def _files(config: StorageConfig, host: str) -> StorageBackend:  # noqa: ARG001 
     from workers.hicache.storage.files import FileStorage
 
     folder = Path(config.folder).expanduser() if config.folder else CACHE_DIR.get() / "hicache"
-    return FileStorage(folder, int(config.max_gib * (1 << 30)))
+    storage = FileStorage(folder, int(config.max_gib * (1 << 30)))
+    storage.start_sweeper()
+    return storage
 
 
 def _mooncake_store(config: StorageConfig, host: str) -> StorageBackend:

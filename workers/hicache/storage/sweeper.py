@@ -1,14 +1,12 @@
 """Soft size limit of a folder of objects, which any number of processes may write to."""
 
 import contextlib
+import fcntl
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-from workers.hicache.storage.folders import make_folder, try_locked
 
 _log = logging.getLogger(__name__)
 
@@ -20,15 +18,11 @@ _KEEP = 0.9
 _BETWEEN_SWEEPS = 64
 """Part of the limit that a process writes before it sweeps, so that a few writers stay below it."""
 _EVERY_S = 600.0
-"""Longest time between a write and a sweep."""
-_RETRY_S = 1.0
-"""Pause while another process sweeps."""
+"""Longest time between two sweeps."""
 _ABANDONED_S = 600.0
 """Age at which an unfinished file belongs to a killed writer."""
-_CLOCK_SKEW_S = 300.0
-"""Largest difference between the clocks of hosts that share a folder."""
 
-_Object = tuple[float, int, str]
+_Object = tuple[float, int, Path]
 """Time of last use, size and path."""
 
 
@@ -71,33 +65,28 @@ class Sweeper:
 
     def run(self) -> None:
         """Sweep now and whenever a sweep is due, until closed."""
-        self._sweep_when_free()
-        while not self._closed.is_set():
-            is_due = self._due.wait(_EVERY_S)
-            if is_due or self._written_bytes:
-                self._sweep_when_free()
+        while True:
+            self.sweep()
+            if self._closed.is_set():
+                return
+            self._due.wait(_EVERY_S)
 
     def close(self) -> None:
         """Let ``run`` return."""
         self._closed.set()
         self._due.set()
 
-    def sweep(self) -> bool:
-        """Bring the folder below its limit; False if another process is sweeping it."""
+    def sweep(self) -> None:
+        """Bring the folder below its limit, as soon as no other process is doing so."""
         try:
-            make_folder(self._folder)
-            with try_locked(self._folder / LOCK) as is_ours:
-                if is_ours:
-                    self._sweep()
-                return is_ours
+            lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._sweep()
+            finally:
+                os.close(lock)
         except OSError as error:
             _log.warning("cannot sweep %s: %s", self._folder, error.strerror)
-            return True
-
-    def _sweep_when_free(self) -> None:
-        """Sweep as soon as no other process does."""
-        while not self._closed.is_set() and not self.sweep():
-            self._closed.wait(_RETRY_S)
 
     def _sweep(self) -> None:
         self._due.clear()
@@ -112,56 +101,35 @@ class Sweeper:
             self._written_bytes -= written_bytes
 
     def _list(self) -> tuple[list[_Object], int]:
-        """List all objects, and count the bytes of unfinished ones with theirs; remove those of killed writers."""
+        """List all objects, and count the bytes of unfinished ones with theirs; remove those of killed writers.
+
+        Objects lie in ``namespace/aa/``, under names that begin with ``aa``.
+        """
         objects, total_bytes = list[_Object](), 0
         abandoned_s = time.time() - _ABANDONED_S
-        for entry in _entries(self._folder):
+        for path in self._folder.glob("*/*/*"):
+            if not path.name.startswith((path.parent.name, UNFINISHED)):
+                continue
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                stat = entry.stat(follow_symlinks=False)
-                # A file's times of use can be set freely; only its change time says when it was last written.
-                if entry.name.startswith(UNFINISHED) and stat.st_ctime < abandoned_s:
-                    Path(entry.path).unlink()
+                stat = path.lstat()
+                # A file's time of use can be set freely; only its change time says when it was last written.
+                if path.name.startswith(UNFINISHED) and stat.st_ctime < abandoned_s:
+                    path.unlink()
                     continue
                 total_bytes += stat.st_size
-                if not entry.name.startswith("."):
-                    objects.append((stat.st_mtime, stat.st_size, entry.path))
+                if not path.name.startswith(UNFINISHED):
+                    objects.append((stat.st_mtime, stat.st_size, path))
         return objects, total_bytes
 
     def _evict(self, objects: list[_Object], num_bytes: int) -> int:
-        """Remove the least recently used objects until ``num_bytes`` are gone; return how many are.
-
-        A time of use in the future means nothing, since the clock was set back: such objects go first.
-        """
-        latest_s = time.time() + _CLOCK_SKEW_S
+        """Remove the least recently used objects until ``num_bytes`` are gone; return how many are."""
         evicted_bytes = 0
-        for _, size, path in sorted(objects, key=lambda one: (one[0] <= latest_s, one)) if num_bytes > 0 else ():
+        for _, size, path in sorted(objects):
             if evicted_bytes >= num_bytes:
                 break
             with contextlib.suppress(OSError):  # removed meanwhile, or not ours to remove
-                Path(path).unlink()
+                path.unlink()
                 evicted_bytes += size
                 self.num_evicted += 1
         self.evicted_bytes += evicted_bytes
         return evicted_bytes
-
-
-def _entries(folder: Path) -> Iterator["os.DirEntry[str]"]:
-    """Yield the regular files where objects lie: in ``namespace/aa/``, under names that begin with ``aa``."""
-    for namespace in _folders(folder):
-        for part in _folders(namespace):
-            for entry in _scan(part):
-                is_object = entry.name.startswith((part.name, UNFINISHED))
-                if is_object and entry.is_file(follow_symlinks=False):
-                    yield entry
-
-
-def _folders(folder: Path) -> Iterator[Path]:
-    return (Path(entry.path) for entry in _scan(folder) if entry.is_dir(follow_symlinks=False))
-
-
-def _scan(folder: Path) -> Iterator["os.DirEntry[str]"]:
-    try:
-        with os.scandir(folder) as entries:
-            yield from entries
-    except FileNotFoundError:
-        return
