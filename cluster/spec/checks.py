@@ -1,4 +1,4 @@
-"""What must hold between the keys of a deploy YAML. One key alone: config.py."""
+"""Rules between the keys of a deploy YAML. Types and limits of single keys are in config.py."""
 
 import re
 from collections.abc import Callable, Collection
@@ -21,15 +21,15 @@ class Check:
     """One rule between keys."""
 
     rule: str
-    """What must hold, as a sentence without a full stop."""
+    """The rule as a sentence without a full stop."""
     keys: tuple[str, ...]
-    """Dotted paths the rule reads; a path stands for everything under it."""
+    """Dotted paths that the rule reads; a path stands for everything under it."""
     find: Callable[[DeployConfig], list[Problem]]
-    """The ways in which a configuration breaks the rule."""
+    """Function that returns the ways in which a configuration breaks the rule."""
 
 
 def config_problems(config: DeployConfig, unreadable: Collection[str] = ()) -> list[Problem]:
-    """Every broken rule, leaving out rules that read a key given as unreadable."""
+    """Return every violation, except of rules that read an unreadable key."""
     return [problem for check in CHECKS if not _reads(check, unreadable) for problem in check.find(config)]
 
 
@@ -147,7 +147,7 @@ def _router_wait(config: DeployConfig) -> list[Problem]:
     wait_s, timeout_s = config.router.max_wait_s, config.router.request_timeout_s
     if wait_s < timeout_s:
         return []
-    message = f"got {wait_s}; allowed: less than router.request_timeout_s = {timeout_s}, of which the wait is no part"
+    message = f"got {wait_s}; allowed: less than router.request_timeout_s = {timeout_s}"
     return [Problem("router.max_wait_s", message)]
 
 
@@ -163,16 +163,20 @@ CHECKS = (
     Check("the axes of a prefill replica fit together", ("prefill.parallel",), _prefill_axes),
     Check("the axes of a decode replica fit together", ("decode.parallel",), _decode_axes),
     Check("decode runs without context parallelism", ("decode.parallel.cp",), _decode_cp),
-    Check("only a ring chooses what it passes", ("prefill.mode", "prefill.passing", "prefill.parallel.cp"), _passing),
     Check(
-        "every rank of a ring sends the pages it holds",
+        "only ring mode has a choice of what ranks pass on",
+        ("prefill.mode", "prefill.passing", "prefill.parallel.cp"),
+        _passing,
+    ),
+    Check(
+        "in ring mode every rank sends its own pages",
         ("prefill.mode", "prefill.parallel.cp", "transfer.mode"),
         _ring_transfer,
     ),
-    Check("mooncake alone talks RDMA", ("transfer.backend", "transfer.protocol"), _protocol),
-    Check("a silence outlasts a lease", ("resources.silence_s",), _silence),
+    Check("only mooncake supports RDMA", ("transfer.backend", "transfer.protocol"), _protocol),
+    Check("ranks may be silent for longer than a lease", ("resources.silence_s",), _silence),
     Check(
-        "a request waits in the router for less than its life",
+        "the wait in the router is shorter than the request timeout",
         ("router.max_wait_s", "router.request_timeout_s"),
         _router_wait,
     ),
@@ -180,12 +184,16 @@ CHECKS = (
         "the longest prompt leaves room for an answer", ("router.max_prompt_tokens", "model.max_context"), _prompt_limit
     ),
     Check(
-        "storage has the tiers above it",
+        "storage needs host memory and the prefix cache",
         ("hicache.host_gib", "hicache.storage.backend", "kv.prefix_cache"),
         _storage,
     ),
-    Check("pages are written where there is a tier", ("hicache.host_gib", "hicache.write"), _write),
-    Check("stored pages have one place", ("hicache.storage.folder",), _storage_folder),
-    Check("a master has one address", ("hicache.storage.master", "hicache.storage.backend"), _master),
-    Check("storage can use what it is lent", ("hicache.storage.lent_gib", "hicache.storage.backend"), _lent),
+    Check("a write policy needs host memory", ("hicache.host_gib", "hicache.write"), _write),
+    Check("the storage folder is an absolute path", ("hicache.storage.folder",), _storage_folder),
+    Check(
+        "the Mooncake Store master has a valid address", ("hicache.storage.master", "hicache.storage.backend"), _master
+    ),
+    Check(
+        "Mooncake Store can use the memory it is given", ("hicache.storage.lent_gib", "hicache.storage.backend"), _lent
+    ),
 )

@@ -121,7 +121,7 @@ class PoolConfig(Node):
 
     @property
     def ownership(self) -> KvOwnership:
-        """How the CP ranks of a replica own the KV of a request."""
+        """Division of a request's KV over the CP ranks of a replica."""
         return KvOwnership.REPLICATED
 
     @property
@@ -134,13 +134,13 @@ class PrefillConfig(PoolConfig):
     """The replicas that compute prompts."""
 
     strategy: StrategySetting = StrategySetting.AUTO
-    """How the tokens of a step are divided over CP ranks; `auto` uses the fastest strategy for each step by measured
+    """Division of the tokens of a step over CP ranks; `auto` uses the fastest strategy for each step by measured
     rates."""
     mode: CpMode = CpMode.GATHER
-    """Where KV is kept during prefill: with `gather`, every CP rank holds all of it; with `ring`, each rank holds the
+    """Location of KV during prefill: with `gather`, every CP rank holds all of it; with `ring`, each rank holds the
     pages it owns, so that capacity grows with cp."""
     passing: PassingSetting = PassingSetting.AUTO
-    """What ring ranks pass on, keys and values or queries; `auto` uses the faster one for each step."""
+    """Tensors that ring ranks pass on, keys and values or queries; `auto` uses the faster one for each step."""
     chunk_tokens: PositiveInt = 8192
     """Maximum number of tokens in one step of each DP rank, over all requests."""
     skip_below_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
@@ -150,7 +150,7 @@ class PrefillConfig(PoolConfig):
 
     @property
     def ownership(self) -> KvOwnership:
-        """How the CP ranks of a replica own the KV of a request; a ring of one rank is no ring."""
+        """Division of a request's KV over the CP ranks of a replica; one rank alone shards nothing."""
         is_ring = self.mode is CpMode.RING and self.parallel.cp > 1
         return KvOwnership.SHARDED if is_ring else KvOwnership.REPLICATED
 
@@ -190,7 +190,7 @@ class TransferConfig(Node):
     mode: TransferMode = TransferMode.ALL_RANKS
     """CP ranks that send: `all_ranks`, each its own pages, or `rank0` all pages."""
     verify: Verify | None = None
-    """What decode checks before it uses KV: `counts` of pages and bytes, or also a `digest` of each page; by default
+    """Checks by decode before it uses KV: `counts` of pages and bytes, or also a `digest` of each page; by default
     `digest` on CPUs, and `counts` on GPUs, where a digest has to read every page once more."""
     transfer_timeout_s: PositiveSeconds = 60.0
     """Seconds of silence from prefill, once a transfer has begun, after which decode gives the transfer up."""
@@ -261,10 +261,10 @@ class ResourcesConfig(Node):
     """Attention backend; `auto` uses the fastest one for the device, and the worker's log says which and why. `torch`,
     for any device, is the reference."""
     collectives: Collectives = Collectives.AUTO
-    """How the ranks of a replica exchange tensors: `auto` uses shared memory between ranks on one host, `tcp` never
+    """Exchange of tensors between the ranks of a replica: `auto` uses shared memory between ranks on one host, `tcp` never
     does."""
     moe_dispatch: MoeDispatch = MoeDispatch.AUTO
-    """How tokens reach their experts; `auto` uses what moves fewer bytes, on GPUs from 4,097 tokens on."""
+    """Exchange of tokens between ranks with experts; `auto` uses what moves fewer bytes, on GPUs from 4,097 tokens on."""
     fetch_timeout_s: PositiveSeconds = 14400.0
     """Seconds to wait for the model's files on the machines of a replica, which may have to download them."""
     start_timeout_s: PositiveSeconds = 300.0

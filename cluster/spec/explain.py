@@ -1,4 +1,4 @@
-"""Problems of a deploy YAML in plain words: pydantic's errors and the JSON schema in, sentences out."""
+"""Problems of a deploy YAML in plain words, from pydantic's errors and the JSON schema."""
 
 import difflib
 import functools
@@ -20,7 +20,7 @@ _PATTERNS = {
 
 
 def explain(error: ValidationError) -> list[Problem]:
-    """One problem for each key that pydantic refused."""
+    """Return one problem for each key that pydantic refused."""
     problems = {}
     for item in error.errors(include_url=False):
         keys = tuple(str(part) for part in item["loc"])
@@ -31,7 +31,7 @@ def explain(error: ValidationError) -> list[Problem]:
 
 
 def show(value: object) -> str:
-    """A given value as one short piece of text, the way YAML writes it."""
+    """Return a given value as a short text, as YAML writes it."""
     match value:
         case None:
             return "nothing"
@@ -48,7 +48,7 @@ def show(value: object) -> str:
 
 
 def allowed(keys: Keys) -> str:
-    """What may be given for a key, in words."""
+    """Return the allowed values of a key in words."""
     schema = _schema_of(keys)
     options = [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
     assert len(options) == 1, f"a key of several types has no words yet: {keys}"

@@ -9,18 +9,18 @@ from cluster.spec.config_node import MemoryGib, Node, Text
 
 
 class WritePolicy(StrEnum):
-    """When a page is copied from the device cache to host memory, and from there to storage."""
+    """Times at which a page is copied from the device cache to host memory, and from there to storage."""
 
     WRITE_THROUGH = "write_through"
-    """As soon as the page is complete."""
+    """The page is copied as soon as it is complete."""
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """Once two requests have found the page."""
+    """The page is copied once two requests have found it."""
     WRITE_BACK = "write_back"
-    """When the page is among the next to be evicted."""
+    """The page is copied when it is among the next to be evicted."""
 
 
 class PrefetchPolicy(StrEnum):
-    """How long a request waits for pages that are read from storage; later ones serve other requests."""
+    """Longest waits of a request for pages from storage; pages that arrive later serve other requests."""
 
     BEST_EFFORT = "best_effort"
     """The request does not wait."""
@@ -61,7 +61,7 @@ class StorageConfig(Node):
     lent_gib: Annotated[float, Field(ge=0, le=65536, strict=True)] = 0.0
     """Memory that each worker contributes to Mooncake Store, in GiB: 0, or at least 1/64 (16 MiB)."""
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
-    """How long a request waits for pages from storage: `best_effort` not at all, `wait_complete` for all of them, up to
+    """Policy of waiting for pages from storage: `best_effort` does not wait, `wait_complete` waits for all pages, up to
     30 seconds, and `timeout` up to 1 second and 0.25 seconds more for every 1000 tokens."""
 
 
@@ -71,14 +71,14 @@ class HicacheConfig(Node):
     host_gib: Annotated[float, Field(ge=0, le=65536, strict=True)] = 0.0
     """Host memory of each worker for cached pages, in GiB; 0 for none. Storage needs some."""
     write: WritePolicy = WritePolicy.WRITE_THROUGH
-    """When pages are copied to the tier below: `write_through` at once, `write_through_selective` once two requests
+    """Policy of copying pages to the tier below: `write_through` at once, `write_through_selective` once two requests
     have found them, `write_back` shortly before they are evicted."""
     storage: StorageConfig = StorageConfig()
     """The tier below host memory."""
 
     @property
     def has_host(self) -> bool:
-        """Whether host memory holds pages."""
+        """Flag that host memory holds pages."""
         return self.host_gib > 0
 
     @property
@@ -88,5 +88,5 @@ class HicacheConfig(Node):
 
     @property
     def is_stored(self) -> bool:
-        """Whether pages outlive their replicas."""
+        """Flag that pages outlive their replicas."""
         return self.has_host and self.storage.backend is not StorageBackendName.NONE

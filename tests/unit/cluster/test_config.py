@@ -69,10 +69,7 @@ BAD_FILES = {
     ),
     "router wait": (
         "router: {max_wait_s: 20, request_timeout_s: 10}",
-        [
-            "router.max_wait_s: got 20.0; allowed: less than router.request_timeout_s = 10.0, of which the wait is no "
-            "part"
-        ],
+        ["router.max_wait_s: got 20.0; allowed: less than router.request_timeout_s = 10.0"],
     ),
     "longest prompt": (
         "{router: {max_prompt_tokens: 4096}, model: {max_context: 4096}}",
