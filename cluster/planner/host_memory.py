@@ -4,7 +4,7 @@ from cluster.planner.model import ModelFacts
 from cluster.planner.weights import weights_gib
 from cluster.spec.config import DecodeConfig, DeployConfig, Device, PrefillConfig, TransferBackendName
 from cluster.spec.errors import Problem
-from cluster.spec.hicache_config import STORE_CLIENT_BYTES, STORE_OUTGOING_BYTES, StorageBackendName
+from cluster.spec.hicache_config import STORE_CLIENT_BYTES, StorageBackendName
 from cluster.spec.host_memory import HostMemory
 from cluster.spec.pool import GIB
 from cluster.spec.ranks import sizes_of, world_size
@@ -21,7 +21,7 @@ def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, po
         pages=pool_gib,
         cached=config.hicache.host_gib if config.kv.prefix_cache else 0.0,
         lent=storage.lent_gib if is_store else 0.0,
-        passing=(STORE_CLIENT_BYTES + STORE_OUTGOING_BYTES) / GIB if is_store else 0.0,
+        passing=STORE_CLIENT_BYTES / GIB if is_store else 0.0,
     )
 
 

@@ -261,10 +261,10 @@ class ResourcesConfig(Node):
     """Attention backend; `auto` uses the fastest one for the device, and the worker's log says which and why. `torch`,
     for any device, is the reference."""
     collectives: Collectives = Collectives.AUTO
-    """Exchange of tensors between the ranks of a replica: `auto` uses shared memory between ranks on one host, `tcp` never
-    does."""
+    """Exchange of tensors between ranks of a replica: `auto` uses shared memory between ranks on one host, `tcp` does
+    not."""
     moe_dispatch: MoeDispatch = MoeDispatch.AUTO
-    """Exchange of tokens between ranks with experts; `auto` uses what moves fewer bytes, on GPUs from 4,097 tokens on."""
+    """Exchange of tokens between expert ranks; `auto` uses what moves fewer bytes, on GPUs from 4,097 tokens on."""
     fetch_timeout_s: PositiveSeconds = 14400.0
     """Seconds to wait for the model's files on the machines of a replica, which may have to download them."""
     start_timeout_s: PositiveSeconds = 300.0

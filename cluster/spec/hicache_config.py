@@ -42,8 +42,6 @@ LEAST_LENT_GIB = 1 / 64
 """Minimum memory that Mooncake Store accepts."""
 STORE_CLIENT_BYTES = 128 << 20
 """Memory of a Mooncake Store client for objects in transit."""
-STORE_OUTGOING_BYTES = 32 << 20
-"""Additional memory of a client for the objects that one call writes."""
 
 
 class StorageConfig(Node):

@@ -42,8 +42,6 @@ from router.api.errors import ApiError
 from router.api.requests import Body, ChatRequest, CompletionRequest
 from router.api.response_request import ResponseRequest
 from router.key_ring import read_keys
-from tests.fakes.page_stores import page_of, rows_of
-from tests.fakes.page_stores import sizes as model_sizes
 from tests.fakes.rows import make_row, make_rows, sizes
 from tests.fakes.supervised import Run
 from tests.fuzz.http_surface import HTTP, requests, surface
@@ -52,7 +50,6 @@ from tests.fuzz.samples import messages
 from tests.readme import ROOT
 from tests.unit.transfer.samples import PREFILL, ticket
 from workers.engine.weights import CheckpointError, stored_tensors
-from workers.hicache.storage.objects import HEADER_BYTES, ObjectFormat
 from workers.models.hf_config import UnsupportedModelError
 from workers.models.registry import read_model_config
 
@@ -119,22 +116,6 @@ def _feed_frame(data: bytes) -> None:
     with contextlib.suppress(msgspec.DecodeError):
         frame = encode(decode(data))
         assert encode(decode(frame)) == frame, "read again it is another message"
-
-
-# ---- stored pages
-
-
-def _feed_stored(data: bytes) -> None:
-    header, page = data[:HEADER_BYTES], memoryview(data[HEADER_BYTES:])
-    assert _stored().matches(page_of(0), header, page) == (data == _stored_page())
-
-
-def _stored() -> ObjectFormat:
-    return ObjectFormat(rows_of(model_sizes())[0], "weights")
-
-
-def _stored_page() -> bytes:
-    return _stored().header(page_of(0), memoryview(b"page")) + b"page"
 
 
 # ---- bodies of the bootstrap service
@@ -299,7 +280,6 @@ def _feed_sse(data: bytes) -> None:
 
 TARGETS: dict[str, Target] = {
     "frames": Target(lambda: [encode(message) for message in _messages()], _feed_frame, MSGPACK),
-    "stored": Target(lambda: [_stored_page()], _feed_stored),
     "rows": Target(lambda: [msgspec.json.encode(row) for row in make_rows("prefill-0", sizes(cp=2))], _feed_row, JSON),
     "heartbeats": Target(_heartbeats, _feed_heartbeat, JSON),
     "bodies": Target(lambda: [json.dumps(body).encode() for body in _BODIES], _feed_body, JSON),

@@ -31,13 +31,9 @@ class Copier:
         self._row = rows[rank]
         self._backend = backend
         self._memory = memory
-        self._page_bytes = self._row.layout.page_bytes
-        self._peers = {row.coords.cp: row for row in rows if _is_peer(row, self._row)}
-
-    @property
-    def page_bytes(self) -> int:
+        self.page_bytes = self._row.layout.page_bytes
         """Bytes of one page on this rank."""
-        return self._page_bytes
+        self._peers = {row.coords.cp: row for row in rows if _is_peer(row, self._row)}
 
     def owns(self, page: TierPage) -> bool:
         """Return whether the page's host copy belongs to this rank."""
@@ -55,7 +51,7 @@ class Copier:
         """Copy those of these pages that this rank owns to host memory; return the bytes copied."""
         local, slots = self._owned(pages)
         self._memory.save(local, slots, after)
-        return len(local) * self._page_bytes
+        return len(local) * self.page_bytes
 
     def load(self, pages: Sequence[TierPage], after: "Event | None") -> int:
         """Copy those of these pages that this rank has to the device; return the bytes copied.
@@ -66,7 +62,7 @@ class Copier:
         pages = self._held(pages)
         self._load(pages, None, after)
         self._memory.wait_loads()
-        return len(pages) * self._page_bytes
+        return len(pages) * self.page_bytes
 
     def load_layerwise(self, pages: Sequence[TierPage], after: "Event | None", load: LayerwiseLoad) -> int:
         """Load pages as ``load`` does, one layer group after the other; report each, and return the bytes copied.
@@ -75,7 +71,7 @@ class Copier:
             TransferError: a peer's memory cannot be read.
         """
         deque(self.layer_loads(pages, after, load), maxlen=0)
-        return len(self._held(pages)) * self._page_bytes
+        return len(self._held(pages)) * self.page_bytes
 
     def layer_loads(self, pages: Sequence[TierPage], after: "Event | None", load: LayerwiseLoad) -> Iterator[None]:
         """Load and report one layer group at each step of the iterator."""

@@ -64,35 +64,28 @@ class JobQueue:
             self._events.put(self._work(job, time.monotonic() - since_s))
 
     def _run(self) -> None:
+        is_stopped = False
         try:
-            while self._take_event():
-                pass
-            self._running.put(None)
-            while self._is_busy:
-                if isinstance(event := self._events.get(), TierJobResult):
+            while self._is_busy or not is_stopped:
+                try:
+                    event = self._events.get(timeout=self._time_left_s())
+                except queue.Empty:
+                    self._refuse_late()
+                    continue
+                if isinstance(event, TierJobResult):
                     self._is_busy = False
                     self._report(event)
+                elif event is not None:
+                    self._waiting.append(event)
+                is_stopped = is_stopped or event is None
+                if is_stopped:
+                    self._waiting.clear()
+                elif self._waiting and not self._is_busy:
+                    self._is_busy = True
+                    self._running.put(self._waiting.popleft())
+            self._running.put(None)
         finally:
             self._outbox.close()
-
-    def _take_event(self) -> bool:
-        """Handle the next event or time-out; return False for the end."""
-        try:
-            event = self._events.get(timeout=self._time_left_s())
-        except queue.Empty:
-            self._refuse_late()
-            return True
-        if event is None:
-            return False
-        if isinstance(event, TierJobResult):
-            self._is_busy = False
-            self._report(event)
-        else:
-            self._waiting.append(event)
-        if self._waiting and not self._is_busy:
-            self._is_busy = True
-            self._running.put(self._waiting.popleft())
-        return True
 
     def _time_left_s(self) -> float | None:
         """Return when the next waiting job is to be refused, in seconds from now."""

@@ -148,16 +148,12 @@ class PageTierWorker:
         elif load is None:
             num_bytes = self._copier.load(job.pages, event)
         else:
-            num_bytes = self._load_layerwise(job, event, load)
+            try:
+                num_bytes = self._copier.load_layerwise(job.pages, event, load)
+            except Exception as error:  # the step cannot go on without the pages, so the rank fails
+                load.fail(error)
+                raise
         return [True] * len(job.pages), num_bytes
-
-    def _load_layerwise(self, job: TierJob, event: Event | None, load: LayerwiseLoad) -> int:
-        """Load pages for a step that cannot go on without them; a failure fails the rank."""
-        try:
-            return self._copier.load_layerwise(job.pages, event, load)
-        except Exception as error:
-            load.fail(error)
-            raise
 
     def _use_storage(self, job: TierJob, since_s: float, failures: Counter[str]) -> tuple[list[bool], int]:
         """Run a storage job for the pages that this rank owns; its part of the others is done."""

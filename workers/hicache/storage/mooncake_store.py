@@ -2,10 +2,7 @@
 
 import os
 import socket
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Mapping, Sequence
 
 # The client reads these when it is loaded. Its defaults log every step to stderr, wait half a minute for each answer of
 # a silent master, and retry many times.
@@ -16,7 +13,7 @@ os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
 
 from mooncake.store import MooncakeDistributedStore
 
-from cluster.spec.hicache_config import STORE_CLIENT_BYTES, STORE_OUTGOING_BYTES
+from cluster.spec.hicache_config import STORE_CLIENT_BYTES
 from workers.hicache.storage.interface import CorruptObjectError, Read, StorageError, StorageObject, Written
 
 _MISSING = -704
@@ -40,14 +37,6 @@ class MooncakeStorage:
         status = self._client.setup(host, "P2PHANDSHAKE", lent_bytes, STORE_CLIENT_BYTES, "tcp", "", master)
         if status != 0:
             raise StorageError(f"no usable Mooncake master at {master} (status {status})")
-        self._writing = threading.Lock()
-        """Lock of the memory below."""
-        memory = np.zeros(STORE_OUTGOING_BYTES, dtype=np.uint8)
-        self._outgoing, self._outgoing_address = memory.data, int(memory.ctypes.data)
-        status = self._client.register_buffer(self._outgoing_address, STORE_OUTGOING_BYTES)
-        if status != 0:
-            self._client.close()
-            raise StorageError(f"Mooncake Store cannot send from the memory of this process (status {status})")
 
     def present(self, depths: Mapping[str, int]) -> list[str]:
         found = self._client.batch_is_exist(list(depths)) if depths else []
@@ -68,8 +57,8 @@ class MooncakeStorage:
         ]
 
     def write(self, objects: Sequence[StorageObject]) -> list[Written]:
-        """Write objects in few calls; the store keeps existing ones."""
-        statuses = [status for group in _groups(objects, len(self._outgoing)) for status in self._put(group)]
+        """Write objects; the store keeps existing ones."""
+        statuses = [self._client.put_parts(item.name, *item.parts) for item in objects]
         return [
             StorageError(f"{item.name} cannot be written to Mooncake Store (status {status})") if status else None
             for item, status in zip(objects, statuses, strict=True)
@@ -88,20 +77,6 @@ class MooncakeStorage:
         """Leave the cluster; objects in memory lent by this process are lost."""
         self._client.close()
 
-    def _put(self, group: Sequence[StorageObject]) -> list[int]:
-        """Return the status of each."""
-        if group[0].num_bytes > len(self._outgoing):
-            return [self._client.put_parts(item.name, *item.parts) for item in group]
-        start, addresses = 0, list[int]()
-        with self._writing:
-            for item in group:
-                addresses.append(self._outgoing_address + start)
-                for part in item.parts:
-                    self._outgoing[start : start + len(part)] = part
-                    start += len(part)
-            names, sizes = [item.name for item in group], [item.num_bytes for item in group]
-            return list(self._client.batch_put_from(names, addresses, sizes))
-
 
 def _take(data: memoryview, item: StorageObject) -> Read:
     """Fill the parts with the bytes of an object."""
@@ -111,19 +86,6 @@ def _take(data: memoryview, item: StorageObject) -> Read:
         part[:] = data[: len(part)]
         data = data[len(part) :]
     return True
-
-
-def _groups(objects: Sequence[StorageObject], most_bytes: int) -> Iterator[list[StorageObject]]:
-    """Group objects, in order, by at most ``most_bytes``; larger ones come alone."""
-    group, num_bytes = list[StorageObject](), 0
-    for item in objects:
-        if group and num_bytes + item.num_bytes > most_bytes:
-            yield group
-            group, num_bytes = [], 0
-        group.append(item)
-        num_bytes += item.num_bytes
-    if group:
-        yield group
 
 
 def _reach(master: str) -> None:

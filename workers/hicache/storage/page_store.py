@@ -116,7 +116,7 @@ class PageStore:
         if outcome is False or isinstance(outcome, StorageError):
             return outcome is not False and _noted(outcome, failures)
         header, data = item.parts
-        if outcome is True and self._format.matches(page, bytes(header), data):
+        if outcome is True and header == self._format.header(page, data):
             return True
         reason = f"{item.name} does not match its header" if outcome is True else str(outcome)
         _log.warning("deleting a corrupt object: %s", reason)
