@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -47,6 +48,37 @@ def test_a_replica_keeps_one_copy_which_others_of_any_cp_and_mode_read(tmp_path:
         for row in rows_of(of, ownership):
             reader = RankStore(backend, row)
             assert reader.look_up(PAGES) == reader.read(PAGES) == [True] * len(PAGES)
+
+
+def put_link(path: Path) -> None:
+    path.symlink_to(path.parent / "target")
+
+
+def put_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "file").touch()
+
+
+@pytest.mark.parametrize("put", [put_link, os.mkfifo, put_folder], ids=["link", "pipe", "folder"])
+@pytest.mark.parametrize("is_read_first", [True, False])
+def test_what_is_in_the_place_of_an_object_is_replaced_and_harmed_by_nothing(
+    tmp_path: Path, put: Callable[[Path], None], *, is_read_first: bool
+) -> None:
+    store = RankStore(files(tmp_path), rows_of(sizes())[0])
+    assert store.write(PAGES[:2]) == [True, True]
+    path, _ = sorted(objects(tmp_path))
+    target = path.parent / "target"
+    target.write_bytes(path.read_bytes())
+    os.utime(target, (5, 5))
+    path.unlink()
+    put(path)
+    if is_read_first:
+        assert sorted(store.read(PAGES[:2])) == [False, True]
+        assert store.failures["corrupt"] == 1
+    assert sorted(store.look_up(PAGES[:2])) in ([False, False], [False, True])
+    assert store.write(PAGES[:2]) == store.read(PAGES[:2]) == [True, True]
+    assert (path.is_symlink(), target.stat().st_mtime, target.read_bytes()) == (False, 5.0, path.read_bytes())
+    assert len(list(path.parent.glob(".displaced-*/file"))) == (put is put_folder)
 
 
 @pytest.mark.parametrize("of", [sizes(tp=2), sizes(pp=2), sizes(tp=4, pp=2)])

@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _DEPTH_S = 0.1
 """Age difference between a page and its predecessor in the prompt: the longest time that one page takes."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_FOREIGN = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
+"""Errors of what is not ours, in the place of an object: a link, a socket, a folder."""
 
 
 class FileStorage:
@@ -74,8 +77,11 @@ class FileStorage:
         return [self._write(item) for item in objects]
 
     def delete(self, name: str) -> None:
+        path = self._path(name)
         try:
-            self._path(name).unlink(missing_ok=True)
+            if path.is_dir() and not path.is_symlink():
+                _move_aside(path)
+            path.unlink(missing_ok=True)
         except OSError as error:
             raise StorageError(f"{name} cannot be deleted: {error.strerror}") from error
 
@@ -96,21 +102,25 @@ class FileStorage:
     def _is_there(self, name: str, depth: int) -> bool:
         path = self._path(name)
         try:
-            path.stat()
+            is_object = stat.S_ISREG(path.lstat().st_mode)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
             raise StorageError(f"{name} cannot be read: {error.strerror}") from error
-        _renew(path, depth)
-        return True
+        if is_object:
+            _renew(path, depth)
+        return is_object
 
     def _open(self, name: str, stack: contextlib.ExitStack) -> io.FileIO | Read:
         try:
-            file = stack.enter_context(self._path(name).open("rb", buffering=0))
+            file = stack.enter_context(io.FileIO(self._path(name), opener=_open_object))
         except FileNotFoundError:
             return False
         except OSError as error:
-            return StorageError(f"{name} cannot be read: {error.strerror}")
+            failed = f"{name} cannot be read: {error.strerror}"
+            return CorruptObjectError(failed) if error.errno in _FOREIGN else StorageError(failed)
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return CorruptObjectError(f"{name} is not a regular file")
         with contextlib.suppress(OSError):  # some file systems cannot read ahead
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         return file
@@ -123,6 +133,8 @@ class FileStorage:
                 for part in item.parts:
                     _write_all(file.fileno(), part)
             _renew(unfinished, item.depth)
+            if path.is_dir() and not path.is_symlink():
+                _move_aside(path)
             unfinished.rename(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -140,6 +152,16 @@ class FileStorage:
             for folder in (self._folder, Path(path).parent):
                 folder.mkdir(_PRIVATE_FOLDER, parents=True, exist_ok=True)
             return os.open(path, flags, _PRIVATE_FILE)
+
+
+def _open_object(path: str, flags: int) -> int:
+    """Open without following a link or waiting for the writer of a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _move_aside(folder: Path) -> None:
+    """Move a folder that blocks an object's path, which is not ours to remove."""
+    folder.rename(folder.with_name(f".displaced-{secrets.token_hex(4)}-{folder.name}"))
 
 
 def _read(file: io.FileIO, item: StorageObject) -> Read:

@@ -79,7 +79,7 @@ class Sweeper:
     def sweep(self) -> None:
         """Bring the folder below its limit, as soon as no other process is doing so."""
         try:
-            lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self._sweep()
