@@ -35,9 +35,7 @@ def serve(
     output_len: Annotated[int, typer.Option(help="Output tokens per request; a trace has its own.", min=1)] = 64,
     concurrency: Annotated[
         int | None,
-        typer.Option(
-            help=f"Maximum number of requests in flight; {CONCURRENCY} by default, unlimited with arrival times.", min=1
-        ),
+        typer.Option(help=f"Maximum requests in flight; {CONCURRENCY} by default, no limit with arrivals.", min=1),
     ] = None,
     request_rate: Annotated[
         float | None, typer.Option(help="Mean requests per second, with Poisson arrivals, instead of a closed loop.")

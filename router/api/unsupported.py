@@ -12,6 +12,8 @@ _NEVER = (
     | {"chat_template", "custom_logit_processor", "data_parallel_rank", "guided_whitespace_pattern"}
     | {"input_ids", "lora_path", "prompt_embeds", "reasoning", "repetition_detection", "session_params"}
     | {"task", "thinking_token_budget", "truncate_prompt_tokens", "web_search_options"}
+    | {"logprob_start_len", "max_new_tokens", "max_thinking_tokens", "min_new_tokens", "return_logprob"}
+    | {"sampling_params", "sampling_seed", "token_ids_logprob", "top_logprobs_num"}
 )
 _UNLESS_FALSE = (
     {"continue_final_message", "early_stopping", "echo", "return_cached_tokens_details"}

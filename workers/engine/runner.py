@@ -25,8 +25,7 @@ from workers.engine.begun_step import BegunStep, SampledTokens
 from workers.engine.capture import Capture
 from workers.engine.contexts import make_context
 from workers.engine.gpu_memory import bytes_taken_by
-from workers.engine.known_request import KnownRequest
-from workers.engine.page_table import PageTable
+from workers.engine.known_request import KnownRequest, PageTable
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.sampler import begin_sample, draw
 from workers.engine.sampling_state import SamplingState

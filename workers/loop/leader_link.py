@@ -19,9 +19,9 @@ from workers.handoff.post import send_if_heard, send_to_ranks
 from workers.hicache.tier_worker import TierWorker
 from workers.loop.rank_steps import EndedStep
 from workers.rank import Rank
+from workers.scheduler.meters import StepMeter
 from workers.scheduler.outgoing import outputs_together
 from workers.scheduler.replica_leader import ReplicaLeader
-from workers.scheduler.step_meter import StepMeter
 
 LOAD_EVERY_S = 0.05
 """Interval between load samples for heartbeats while there is work."""

@@ -22,6 +22,7 @@ from transfer.sender_session import is_quiet
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
 from workers.scheduler.leader import Leader
+from workers.scheduler.meters import SendMeter
 from workers.scheduler.prefill_request import (
     MOVES,
     PrefillRequest,
@@ -31,7 +32,6 @@ from workers.scheduler.prefill_request import (
     refused,
     result_of,
 )
-from workers.scheduler.send_meter import SendMeter
 from workers.scheduler.sequence import RequestParams
 from workers.scheduler.sequence import Sequence as TokenSequence
 from workers.scheduler.steps import StepScheduler

@@ -18,8 +18,7 @@ from workers.context_parallel.cost_model import Choose
 from workers.context_parallel.step_time import Chunk
 from workers.hicache.tiers import Tiers
 from workers.scheduler.holders import PageHolders
-from workers.scheduler.scheduled import admit, schedule
-from workers.scheduler.sequence import Sequence
+from workers.scheduler.sequence import Sequence, admit, schedule
 from workers.scheduler.turns import Budget, Turn, turn
 from workers.scheduler.waiting import urgency
 

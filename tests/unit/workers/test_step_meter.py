@@ -5,8 +5,7 @@ from cluster.spec.registry import SendTimes, StepTimes
 from cluster.spec.step_messages import ScheduledRequest, SendReport, StepPlan, StepShape
 from cluster.spec.strategy import Passing, Strategy
 from cluster.spec.transfer_messages import SendState
-from workers.scheduler.send_meter import SendMeter
-from workers.scheduler.step_meter import StepMeter
+from workers.scheduler.meters import SendMeter, StepMeter
 
 ROWS = [
     ScheduledRequest(

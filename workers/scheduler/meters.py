@@ -1,7 +1,7 @@
-"""Step durations compared with their estimates, by the way the steps ran. Uses no clock of its own."""
+"""Totals that heartbeats report: step durations against their estimates, and KV sent. Uses no clock of its own."""
 
-from cluster.spec.registry import StepTimes
-from cluster.spec.step_messages import StepPlan
+from cluster.spec.registry import SendTimes, StepTimes
+from cluster.spec.step_messages import SendReport, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 
 
@@ -30,3 +30,28 @@ class StepMeter:
             last_estimate_s=plan.estimate_s,
         )
         self.times = tuple(self._by_way.values())
+
+
+class SendMeter:
+    """Totals sent by the ranks of a replica, from their reports."""
+
+    def __init__(self) -> None:
+        self._by_rank: dict[int, SendTimes] = {}
+
+    @property
+    def times(self) -> tuple[SendTimes, ...]:
+        """Return the totals by global rank."""
+        return tuple(self._by_rank[rank] for rank in sorted(self._by_rank))
+
+    def add(self, report: SendReport) -> None:
+        """Add a rank's report of a finished transfer."""
+        if not report.num_bytes:
+            return
+        rank = report.sender_rank
+        before = self._by_rank.get(rank, SendTimes(global_rank=rank))
+        self._by_rank[rank] = SendTimes(
+            global_rank=rank,
+            num_transfers=before.num_transfers + 1,
+            num_bytes=before.num_bytes + report.num_bytes,
+            write_s=before.write_s + report.write_s,
+        )
