@@ -58,14 +58,15 @@ def _sends_heads(group: KvGroup, coords: RankCoords, sizes: RankCoords, target: 
 
 @dataclass(frozen=True, slots=True)
 class PageShare:
-    """Pages that are sent to any of some decode ranks.
+    """The part of the pages that one rank sends to some decode ranks.
 
-    Decode ranks that hold the same heads of every group are each sent a part of the pages and get the rest from one
-    another.
+    Where ``num_copies`` decode ranks hold the same KV heads, each is sent the pages whose id leaves its remainder, and
+    gets the others from its peers.
     """
 
     num_copies: int
-    turns: frozenset[int]
+    remainders: frozenset[int]
+    """Page ids modulo ``num_copies`` that are sent."""
 
     @staticmethod
     def of(targets: Sequence[RankRow]) -> "PageShare":
@@ -76,11 +77,11 @@ class PageShare:
     @property
     def is_all(self) -> bool:
         """Return whether all pages are sent, as when no two ranks hold the same heads."""
-        return len(self.turns) == self.num_copies
+        return len(self.remainders) == self.num_copies
 
     def has(self, page: int) -> bool:
         """Return whether a page, by its id in decode, is sent."""
-        return page % self.num_copies in self.turns
+        return page % self.num_copies in self.remainders
 
     def count(self, pages: Sequence[int]) -> int:
         """Return how many of some pages are sent."""

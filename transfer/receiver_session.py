@@ -137,7 +137,7 @@ class ReceiverSession:
         return not _RECEIVER_MOVES[self.state]
 
     @property
-    def told(self) -> list[PageDigests]:
+    def digests(self) -> list[PageDigests]:
         """Digests of written pages that the senders have reported so far."""
         return [part for done in self._dones.values() for part in done.digests]
 
@@ -274,7 +274,7 @@ class ReceiverSession:
     def _digest_problem(self, num_bytes: int) -> str | None:
         """Return the problem of the digests before any byte is read: they must cover every byte, once."""
         pages = [page for pages in self.ticket.pages for page in pages if page != NO_PAGE]
-        if reason := coverage_problem(self.told, pages, num_bytes, self._num_ranks, self._num_copies):
+        if reason := coverage_problem(self.digests, pages, num_bytes, self._num_ranks, self._num_copies):
             return f"digests of {self._prefill.replica}: {reason} (transfer.verify)"
         return None
 

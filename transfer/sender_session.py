@@ -133,7 +133,7 @@ class SenderSession:
         return pairs
 
     def rest(self, page_tables: Sequence[Sequence[int]]) -> list[PagePair]:
-        """Return the pages that the last ``advance``, which comes next, will return."""
+        """Preview the pages that the final ``advance`` will return; changes nothing."""
         pages = self._owned[self._next_owned :] if self.state is SenderState.SENDING else ()
         return self._pairs(page_tables, pages)
 

@@ -101,7 +101,7 @@ class RankProcess(Process):
 
     def _check_pages(self, message: CheckPages) -> None:
         """Check pages, as ``workers.handoff.page_checker`` does on a thread."""
-        wrong = wrong_pages(memoryview(self.memory.pool), self.row.layout, message.told)
+        wrong = wrong_pages(memoryview(self.memory.pool), self.row.layout, message.digests)
         answer = PagesChecked(room=message.room, rank=self.row.global_rank, wrong=wrong)
         self.send(self.leader_address, answer)
 

@@ -17,7 +17,7 @@ class TransferMode(StrEnum):
     RANK0 = "rank0"
     """CP rank 0 sends everything; the others only report."""
     ALL_RANKS = "all_ranks"
-    """Every CP rank sends the pages that the filter assigns to it."""
+    """Every CP rank sends its part of the pages: CP ranks take turns."""
 
 
 class Verify(StrEnum):

@@ -135,7 +135,7 @@ class CheckPages(Tagged, frozen=True):
     """Request to compare pages of the rank's pool with their senders' digests."""
 
     room: Room
-    told: list[PageDigests]
+    digests: list[PageDigests]
 
 
 class PagesChecked(Tagged, frozen=True):

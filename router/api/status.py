@@ -56,6 +56,13 @@ def routes(service: Service) -> APIRouter:
         """Prometheus' text format."""
         return Response(service.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
+    @router.get("/cluster", dependencies=[key_needed(service)])
+    async def cluster() -> Response:
+        """The bootstrap table as this router last saw it."""
+        if service.directory.snapshot is None:
+            raise NotReadyError("the bootstrap service has not answered yet")
+        return _json(service.directory.snapshot)
+
     @router.get("/traces/{name}", dependencies=[key_needed(service)])
     async def trace(name: str) -> Response:
         """The trace of one of this process's newest traced requests, in the Trace Event Format."""

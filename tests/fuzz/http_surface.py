@@ -203,7 +203,7 @@ def requests() -> list[bytes]:
         ("/admin/drain", admin, {"replica": "decode-0"}),
         ("/admin/flush_cache", admin, {}),
     ]
-    gets = [("/metrics", client), ("/v1/models", client), ("/admin/load", admin)]
+    gets = [("/metrics", client), ("/v1/models", client), ("/cluster", client), ("/admin/load", admin)]
     return [
         *(_write({"line": ["POST", path, "HTTP/1.1"], "headers": head, "body": body}) for path, head, body in posts),
         *(_write({"line": ["GET", path, "HTTP/1.1"], "headers": head}) for path, head in gets),

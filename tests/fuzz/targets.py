@@ -109,7 +109,7 @@ def _messages() -> list[Message]:
         token_ids=[5],
         logprobs=[TokenLogprobs(logprob=-0.5, top_ids=[5], top_logprobs=[-0.5])],
     )
-    return [submit, plan, done, output, ticket([1, 2, 3]), CheckPages(room=Room(7), told=[told]), *messages()]
+    return [submit, plan, done, output, ticket([1, 2, 3]), CheckPages(room=Room(7), digests=[told]), *messages()]
 
 
 def _feed_frame(data: bytes) -> None:

@@ -277,9 +277,9 @@ def test_a_bit_that_flips_between_the_write_and_its_check_is_found(
     assert coverage_problem(done.digests, TICKETED, done.num_bytes, 1) is None
     failures: list[Exception] = []
     with closing(PageChecker(theirs, target.buffer, decode.address, Outbox(), failures.append)) as checker:
-        checker.check(CheckPages(room=ROOM, told=done.digests))
+        checker.check(CheckPages(room=ROOM, digests=done.digests))
         (checked,) = messages(decode, 1)
         if flipped_page is None:
-            checker.check(CheckPages(room=ROOM, told=[msgspec.structs.replace(done.digests[0], digests=[])]))
+            checker.check(CheckPages(room=ROOM, digests=[msgspec.structs.replace(done.digests[0], digests=[])]))
     assert len(failures) == (flipped_page is None), "a thread that ends is told of"
     assert checked == PagesChecked(room=ROOM, rank=0, wrong=[] if flipped_page is None else [flipped_page])

@@ -195,7 +195,7 @@ class ModelRunner:
         ``load`` is the plan's ``layerwise_load``. Unless the step is replayed, ``on_stored`` is called as by
         ``PagePool.in_step``.
         """
-        self._take_notice(plan)
+        self._update_requests(plan)
         if self._peer_memory is not None:
             self._peer_memory.receive(plan.arrived)
         with torch.inference_mode(), self._pool.in_step(load, on_stored):
@@ -204,7 +204,7 @@ class ModelRunner:
         end = event_on(self._model.device) if sampled.draws is None else None
         return BegunStep({request.room: self.requests[request.room] for request in plan.scheduled}, sampled, end)
 
-    def _take_notice(self, plan: StepPlan) -> None:
+    def _update_requests(self, plan: StepPlan) -> None:
         for room in plan.releases:
             self.requests.pop(room, None)
         for admit in plan.admits:

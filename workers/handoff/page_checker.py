@@ -50,7 +50,7 @@ class PageChecker:
     def _run(self) -> None:
         try:
             while (message := self._queue.get()) is not None:
-                wrong = wrong_pages(self._pool, self._row.layout, message.told)
+                wrong = wrong_pages(self._pool, self._row.layout, message.digests)
                 answer = PagesChecked(room=message.room, rank=self._row.global_rank, wrong=wrong)
                 send_if_heard(self._outbox, self._leader_address, answer)
         except Exception as error:  # whatever it is, a rank that cannot check pages must end

@@ -230,11 +230,11 @@ class DecodeLeader(Leader):
 
     def _verify(self, request: DecodeRequest, session: ReceiverSession) -> None:
         """Start at once, or when every rank has verified the received pages."""
-        if not session.told:
+        if not session.digests:
             self._start(request, session)
             return
         self._move(request, DecodeState.VERIFYING, "result and all done")
-        for address, message in self._checks.begin(request.room, session.told, self._now_s):
+        for address, message in self._checks.begin(request.room, session.digests, self._now_s):
             self.send(address, message)
 
     def _on_checked(self, checked: PagesChecked) -> None:

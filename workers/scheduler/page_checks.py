@@ -57,7 +57,7 @@ class PageChecks:
     def _ask(self, room: Room, check: _Check) -> Iterator[tuple[str, CheckPages]]:
         for rank in sorted(check.unchecked):
             parts = [part for part in check.sent if part.rank == rank]
-            yield self._rank_addresses[rank], CheckPages(room=room, told=parts)
+            yield self._rank_addresses[rank], CheckPages(room=room, digests=parts)
 
     def forget(self, room: Room) -> None:
         """Forget a request that has ended or runs."""

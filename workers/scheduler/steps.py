@@ -53,8 +53,8 @@ class _Candidates:
     computed_by: dict[bytes, Sequence]
     """Sequence that computes a page in this step or one under way, by page key."""
 
-    def by_rank(self) -> list[Sequence]:
-        return sorted(self.sequences, key=lambda sequence: self.turns[sequence.room].rank)
+    def by_priority(self) -> list[Sequence]:
+        return sorted(self.sequences, key=lambda sequence: self.turns[sequence.room].sort_key)
 
     def by_length(self) -> dict[int, list[Sequence]]:
         """Return sequences by length class, oldest first."""
@@ -148,7 +148,7 @@ class StepScheduler:
         self._schedule_streams(budget)
         candidates = self._find_candidates(budget)
         self._schedule_oldest(candidates, budget)
-        self._schedule_by_rank(candidates, budget)
+        self._schedule_by_priority(candidates, budget)
         return self._make_plan(budget.granted) if budget.granted else None
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> list[Sequence]:
@@ -238,13 +238,13 @@ class StepScheduler:
             return share
         return max(2 * share - 1, 0.0) if self._step % 2 else min(2 * share, 1.0)
 
-    def _schedule_by_rank(self, candidates: _Candidates, budget: Budget) -> None:
+    def _schedule_by_priority(self, candidates: _Candidates, budget: Budget) -> None:
         """Grant the rest of the step by rank.
 
         A sequence whose next page is computed in this very step waits, to find it in the cache, and passes its share
         to the one that computes it.
         """
-        for sequence in candidates.by_rank():
+        for sequence in candidates.by_priority():
             if sequence.waits_for_pages or not budget.is_open(sequence.room):
                 continue
             chosen = self._who_computes(sequence, candidates)

@@ -19,7 +19,7 @@ length.
 _ROUNDING = 1e-6
 """Part of a token by which a sum of shares may fall short of a step."""
 
-Rank = tuple[int, int, int, int, int]
+SortKey = tuple[int, int, int, int, int]
 """Sort key of sequences; no two have the same."""
 
 
@@ -28,7 +28,7 @@ class Turn(NamedTuple):
 
     length: int
     """Length class: the power of two of the steps that it takes."""
-    rank: Rank
+    sort_key: SortKey
 
 
 _AGED = 2
@@ -38,7 +38,7 @@ _AGED = 2
 def turn(
     *, priority: int, arrival: int, prefix_len: int, pending_len: int, chunk_tokens: int, age_steps: int = 0
 ) -> Turn:
-    """Rank a sequence by lowest priority value, then least work, then longest prefix within a window, then arrival.
+    """SortKey a sequence by lowest priority value, then least work, then longest prefix within a window, then arrival.
 
     Work counts by the power of two of the steps it takes, so that sequences of similar length keep their order, and a
     long prompt moves up as it is computed. It also moves up as it waits, by one for each doubling of the steps since

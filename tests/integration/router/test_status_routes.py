@@ -33,6 +33,10 @@ def references_in(part: Any) -> Iterator[str]:
 
 
 class TestStatusRoutes:
+    def test_cluster_is_the_table(self, shared: RouterCluster) -> None:
+        table = shared.http.get("/cluster").json()
+        assert [entry["replica"] for entry in table["replicas"]] == ["prefill-0", "decode-0"]
+
     def test_models(self, shared: RouterCluster) -> None:
         card = shared.http.get("/v1/models").json()["data"][0]
         assert (card["id"], card["max_model_len"], card["object"]) == (MODEL, CONTEXT, "model")

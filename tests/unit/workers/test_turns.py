@@ -24,7 +24,7 @@ SHAPE = ModelShape(
 def order(sequences: list[tuple[int, int, int]]) -> list[int]:
     """Arrivals by turn, of (priority, prefix, pending)."""
     ranks = [
-        turn(priority=priority, arrival=arrival, prefix_len=prefix, pending_len=pending, chunk_tokens=CHUNK).rank
+        turn(priority=priority, arrival=arrival, prefix_len=prefix, pending_len=pending, chunk_tokens=CHUNK).sort_key
         for arrival, (priority, prefix, pending) in enumerate(sequences)
     ]
     assert len(set(ranks)) == len(ranks)
@@ -52,7 +52,7 @@ def test_waiting_moves_a_long_prompt_up_but_not_before_those_of_one_step(num_ste
             priority=0, arrival=0, prefix_len=0, pending_len=pending_len, chunk_tokens=CHUNK, age_steps=age_steps
         )
         assert aged.length == num_steps.bit_length()
-        return aged.rank[1]
+        return aged.sort_key[1]
 
     assert work(age_steps) <= work(age_steps // 2)
     assert work(0) == num_steps.bit_length()
