@@ -52,7 +52,7 @@ class Commands:
         if missing:
             raise NoAnswerError(
                 f"{', '.join(peer.replica for peer in missing)}: no answer to {type(wanted).__name__}, "
-                f"sent {MAX_TIMES} times in {MAX_TIMES * AGAIN_S:g} s; it may be done nevertheless"
+                f"sent {MAX_TIMES} times in {MAX_TIMES * AGAIN_S:g} s; it may still have been carried out"
             )
         return _all_done([answer.result() for answer in awaited.values()])
 

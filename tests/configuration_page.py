@@ -16,7 +16,7 @@ _HEAD = """\
 # Configuration
 
 A deploy file is YAML. A key that is not given has its default, and one that is not here is refused. A value given
-with `--set SECTION.KEY=VALUE` goes before that of the file. `baton plan FILE` checks a file and shows what it would
+with `--set SECTION.KEY=VALUE` overrides that of the file. `baton plan FILE` checks a file and shows what it would
 start; with `deploy/schema.json` editors complete and check it.
 
 This page is what `python -m tests.configuration_page` prints.

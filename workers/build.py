@@ -171,7 +171,7 @@ def make_page_store(spec: WorkerSpec, rank: Rank, row: RankRow) -> PageStore | N
 
 
 def make_tiers(config: HicacheConfig, tree: PrefixTree, rows: list[RankRow]) -> Tiers | None:
-    """Return the tiers below the device cache, if every rank has host memory; the least of them counts."""
+    """Return the tiers below the device cache, if every rank has host memory; the smallest counts."""
     host_pages = min(row.host_endpoint.num_bytes // row.layout.page_bytes if row.host_endpoint else 0 for row in rows)
     return Tiers(config, tree, host_pages, rows) if host_pages else None
 

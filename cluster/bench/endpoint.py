@@ -14,7 +14,7 @@ class EndpointError(Exception):
 
 
 def key_headers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return request headers with the API key of the environment, if it has one.
+    """Return request headers with the API key from the environment, if it has one.
 
     Raises:
         UserError: the value cannot be a key.

@@ -138,7 +138,7 @@ def _snapshot(reply: httpx.Response) -> TableSnapshot | None:
     try:
         return msgspec.json.decode(reply.content, type=TableSnapshot)
     except msgspec.DecodeError as exc:
-        raise PeerUnreachableError(f"bootstrap service: its answer is no table: {exc}") from exc
+        raise PeerUnreachableError(f"bootstrap service: its answer is not a table: {exc}") from exc
 
 
 def _unreachable(url: str, exc: httpx.TransportError) -> PeerUnreachableError:

@@ -198,7 +198,7 @@ def _resolve(config: DeployConfig, progress: "StartProgress") -> str:
 
 
 def _num_cpus(config: DeployConfig) -> int:
-    """Return the logical CPUs of a cluster on this machine: what the workers ask for, and all it has for later ones."""
+    """Return the logical CPUs of a cluster on this machine: the larger of what workers ask for and what it has."""
     workers = sum(pool.replicas * world_size(sizes_of(pool.parallel)) for pool in (config.prefill, config.decode))
     return max(math.ceil(workers * config.resources.cpus_per_worker), os.cpu_count() or 1)
 

@@ -24,7 +24,7 @@ POOL_AXES = "[page, group, head, layer, part, slot, dim]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleKv:
-    """Pool of one role's fullest worker: the one with most layers."""
+    """Pool of one role's fullest worker: the one with the most layers."""
 
     page_bytes: int
     pages_per_worker: int
@@ -92,7 +92,7 @@ def model_problems(config: DeployConfig, model: ModelFacts, *, with_gpu: bool = 
         message = f"got {wanted}; allowed: at most {most}, the model's own limit"
         problems.append(Problem("model.max_context", message))
     if len(model.geometry.lifetimes) > 1 and config.hicache.has_host:
-        message = "got host memory for cached pages; allowed: none with a model of sliding windows"
+        message = "got host memory for cached pages; allowed: none with a model that has sliding windows"
         problems.append(Problem("hicache", message))
     problems += ring_problems(config.prefill, model.config.limits)
     for role, pool in _pools(config).items():

@@ -64,7 +64,7 @@ def _uses_gloo(config: DeployConfig) -> bool:
 
 
 def _num_endpoints(role: Role, pool: PoolConfig, model: ModelFacts | UnknownModel) -> int:
-    """Return the endpoints of one replica: every rank of each group of several ranks listens separately."""
+    """Return the number of endpoints of one replica: every rank of each group of several ranks listens separately."""
     by_name, ranks = groups(pool.parallel), positions(pool.parallel)
     joined = [members for name in _ATTENTION for members in by_name[name]]
     if isinstance(model, ModelFacts):

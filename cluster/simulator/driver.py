@@ -178,7 +178,7 @@ class Driver:
             self._wait_ready(name, incarnation, self._around.now_s() + _START_TIMEOUT_S)
 
     def _wait_ready(self, name: str, incarnation: Incarnation, end_s: float) -> None:
-        """Wait as ``cluster.launch.gang`` does; half of the looks come late."""
+        """Wait as ``cluster.launch.gang`` does; half of the checks come late."""
 
         def look() -> None:
             table = self.bootstrap.table

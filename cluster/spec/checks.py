@@ -61,9 +61,9 @@ def _passing(config: DeployConfig) -> list[Problem]:
     prefill = config.prefill
     if prefill.ownership is KvOwnership.SHARDED or prefill.passing is PassingSetting.AUTO:
         return []
-    why = f"prefill.mode = {prefill.mode}; allowed: auto, since only a ring passes"
+    why = f"prefill.mode = {prefill.mode}; allowed: auto, since only ring mode passes Q or KV"
     if prefill.mode is CpMode.RING:
-        why = "prefill.parallel.cp = 1; allowed: auto, since one rank is no ring"
+        why = "prefill.parallel.cp = 1; allowed: auto, since a ring needs two ranks"
     message = f"got {prefill.passing} with {why}"
     return [Problem("prefill.passing", message)]
 
@@ -155,7 +155,7 @@ def _prompt_limit(config: DeployConfig) -> list[Problem]:
     longest, context = config.router.max_prompt_tokens, config.model.max_context
     if longest is None or context is None or longest < context:
         return []
-    message = f"got {longest}; allowed: less than model.max_context = {context}, which the answer is part of"
+    message = f"got {longest}; allowed: less than model.max_context = {context}, which includes the answer"
     return [Problem("router.max_prompt_tokens", message)]
 
 

@@ -70,7 +70,7 @@ class ModelConfig(Node):
         return self.served_name or self.path.rstrip("/").rsplit("/", 1)[-1]
 
     def longest_context(self, of_model: int) -> int:
-        """Return the most tokens of one request, prompt and answer together, given the model's own limit."""
+        """Return the maximum tokens of one request, prompt and answer together, given the model's own limit."""
         return self.max_context or of_model
 
 
@@ -161,7 +161,7 @@ class DecodeConfig(PoolConfig):
     chunk_tokens: PositiveInt = 2048
     """Maximum number of tokens in one step of each DP rank, when decode computes a prompt or recomputes a request."""
     max_fill: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = 16.0
-    """Maximum of prompt tokens and longest possible answers at one replica, as a multiple of its KV pool; further
+    """Maximum total of prompt tokens and longest possible answers at one replica, as a multiple of its KV pool; further
     requests wait in the router."""
 
 
@@ -186,7 +186,7 @@ class TransferConfig(Node):
     """Transfer backend: `shared_memory` on one host, `mooncake` between hosts."""
     protocol: TransferProtocol = TransferProtocol.TCP
     """Protocol of `mooncake`: `tcp`, or `rdma`, which reaches GPU memory directly where the system allows it. The
-    worker's log says why it does not."""
+    worker's log says why where it does not."""
     mode: TransferMode = TransferMode.ALL_RANKS
     """CP ranks that send: `all_ranks`, each its own pages, or `rank0` all pages."""
     verify: Verify | None = None
@@ -238,7 +238,7 @@ class RouterConfig(Node):
     request_timeout_s: PositiveSeconds = 3600.0
     """Seconds after which a request fails."""
     max_retries: Annotated[int, Field(ge=0, le=16, strict=True)] = 3
-    """Maximum number of retries of a request, before and after its first token together."""
+    """Maximum number of retries of a request, counting those before and after its first token."""
     drain_s: PositiveSeconds = 20.0
     """Seconds to wait at shutdown for open requests, and for pages that `hicache` still has to store."""
 
@@ -264,16 +264,16 @@ class ResourcesConfig(Node):
     """Exchange of tensors between ranks of a replica: `auto` uses shared memory between ranks on one host, `tcp` does
     not."""
     moe_dispatch: MoeDispatch = MoeDispatch.AUTO
-    """Exchange of tokens between expert ranks; `auto` uses what moves fewer bytes, on GPUs from 4,097 tokens on."""
+    """Exchange of tokens between expert ranks; `auto` uses whichever moves fewer bytes, on GPUs from 4,097 tokens."""
     fetch_timeout_s: PositiveSeconds = 14400.0
     """Seconds to wait for the model's files on the machines of a replica, which may have to download them."""
     start_timeout_s: PositiveSeconds = 300.0
     """Seconds to wait for all replicas to be ready once their machines have the model's files; in an existing Ray
     cluster also for machines with enough resources."""
     silence_s: PositiveSeconds = 10.0
-    """Seconds of silence after which a rank, the router or the bootstrap service, with its replica, is restarted."""
+    """Seconds of silence after which a rank (with its replica), the router or the bootstrap service is restarted."""
     step_timeout_s: Annotated[float, Field(ge=5, le=1_000_000, strict=True)] = 300.0
-    """Seconds after which a rank whose work loop does not advance ends; must be well above the longest step."""
+    """Seconds after which a rank ends if its work loop does not advance; must be well above the longest step."""
 
 
 class DeployConfig(Node):

@@ -40,7 +40,7 @@ class StrategySetting(StrEnum):
 
     @property
     def fullest(self) -> Strategy:
-        """Return the candidate with which one rank may compute most tokens of a step: all, if possible."""
+        """Return the candidate with which one rank may compute the most tokens of a step: all, if possible."""
         return next((each for each in ON_ONE_RANK if each in self.candidates), self.candidates[0])
 
 

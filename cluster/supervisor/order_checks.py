@@ -13,9 +13,9 @@ _MAX_REPLICAS = 4096
 def refusal(cluster: Cluster, order: Order) -> str | None:
     """Return why a command cannot be carried out; None if it can."""
     if cluster.phase is not Phase.SERVING:
-        return f"the cluster is {cluster.phase}; orders are taken while it is {Phase.SERVING}"
+        return f"the cluster is {cluster.phase}; commands are accepted while it is {Phase.SERVING}"
     if cluster.order is not None:
-        return "another order is being carried out; try again when it is over"
+        return "another command is being carried out; try again when it has finished"
     match order:
         case DrainOrder(replica=name):
             return why_not_running(cluster, name) or why_needed(cluster, name)
@@ -83,7 +83,7 @@ def _scale_refusal(cluster: Cluster, order: ScaleOrder) -> str | None:
     for role in numbers:
         going = [name for name in extra if role_of(ReplicaId(name)) is role]
         if going and not _is_served(cluster, role, without=going):
-            return f"scale: no {role} replica that stays takes requests; those that would go: {', '.join(going)}"
+            return f"scale: no {role} replica that remains takes requests; those to be removed: {', '.join(going)}"
     return None
 
 

@@ -77,7 +77,7 @@ def _silence(cluster: Cluster, member: Member, reason: str, now: Now) -> Silence
 
 
 def _who(ranks: Sequence[int]) -> str:
-    return f"rank {', '.join(map(str, ranks))} shows no life" if ranks else "it is not in the rank table"
+    return f"rank {', '.join(map(str, ranks))} shows no sign of life" if ranks else "it is not in the rank table"
 
 
 def _is_replica(member: Member) -> bool:

@@ -94,7 +94,7 @@ def _dialect(service: Service, body: ChatRequest) -> Dialect | None:
 
 
 def _constraint(service: Service, body: ChatRequest, dialect: Dialect | None) -> Constraint | None:
-    """Return the required form of the answer, or of calls, where there must or may be any."""
+    """Return the required form of the answer, or of calls, where they are required or allowed."""
     answer = wanted_answer(body) if body.wants_form else None
     if dialect is None or (_is_best_effort(body) and body.parallel_tool_calls is not False and answer is None):
         return answer

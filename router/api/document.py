@@ -1,4 +1,4 @@
-"""The OpenAPI document's part about bodies that routes read and write for themselves."""
+"""The OpenAPI document's part about bodies that routes read and write themselves."""
 
 from typing import Any
 

@@ -74,7 +74,7 @@ class MooncakeBackend:
         """Register memory of a GPU, which a network card then reads and writes directly."""
         if self._protocol is not TransferProtocol.RDMA:
             # The engine would accept it, and copy with the CPU, which cannot access it.
-            raise TransferError(f"transfer.protocol: {self._protocol} reaches memory of the host only")
+            raise TransferError(f"transfer.protocol: {self._protocol} reaches only host memory")
         if (status := self._engine.register_memory(address, num_bytes)) != 0:
             raise TransferError(
                 f"mooncake cannot register {num_bytes} bytes of the GPU (status {status}); "

@@ -60,7 +60,7 @@ class SharedMemoryBackend:
 
     def register(self, address: int, num_bytes: int) -> Region:  # noqa: ARG002 - of no GPU
         """Raise TransferError: processes only share memory that this backend allocates."""
-        raise TransferError("transfer.backend: shared_memory reaches memory of the host only")
+        raise TransferError("transfer.backend: shared_memory reaches only host memory")
 
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
         """Copy spans into the peer's memory."""

@@ -189,7 +189,7 @@ class PrefixTree:
         return pages
 
     def check_integrity(self, holders: Mapping[int, int]) -> None:
-        """Prove that every page has exactly the given number of holders, no more of them than the one above it."""
+        """Prove that every page has exactly the given number of holders, and no more than the page above it."""
         turns = {page: turn for idle in self._idle for page, turn in idle.items()}
         assert self._by_page.keys() == {node.page for node in self._by_key.values()}
         for page, node in self._by_page.items():

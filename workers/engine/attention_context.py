@@ -96,7 +96,7 @@ class StepContext(ABC):
         return self.backend.prepare_rows(runs, key_runs) if sees_any(runs, key_runs) else None
 
     def joined(self, q: Tensor, partials: Sequence[Partial], params: AttentionParams) -> Tensor:
-        """Join all partials of this rank's queries; without queries there may be none, and the result is any."""
+        """Join all partials of this rank's queries; without queries there may be none, and the result is arbitrary."""
         return merge(partials, params.sinks).out if len(q) else q
 
     def owned_rows(self, cp_rank: int) -> "OwnedRows":

@@ -11,7 +11,7 @@ from workers.handoff.post import Post, send_if_heard
 
 
 class PageChecker:
-    """Checker that answers the leader's CheckPages in order; until then the request's pages stay unchanged."""
+    """Checker that answers the leader's CheckPages in order; a request's pages stay unchanged until its answer."""
 
     def __init__(
         self,

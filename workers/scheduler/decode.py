@@ -250,7 +250,7 @@ class DecodeLeader(Leader):
             return
         reason = (
             f"{num_wrong} pages of {request.session.prefill.replica} arrived at {self.me.replica} "
-            "with other bytes than were sent (transfer.verify)"
+            "with bytes other than those sent (transfer.verify)"
         )
         self.send_failure(request.submit, reason, retryable=True, blame=Blame.BOTH)
         self._end(request, reason)

@@ -196,7 +196,7 @@ class Leader(ABC):
 
     def say_over(self, router: Peer, room: Room) -> None:
         """Report to a router that a room has ended here, which may have missed its end."""
-        reason = f"has nothing more to say of the request: {self.ended.why(room)}"
+        reason = f"has nothing more to report about the request: {self.ended.why(room)}"
         self.send(router.address, self._failure(room, reason, True, Blame.NEITHER))
 
     def inquire(self, submits: Iterable[Submit]) -> None:

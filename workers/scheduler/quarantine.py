@@ -33,5 +33,5 @@ def describe(requests: Sequence[DecodeRequest], num_pages: int, limit: float) ->
     names = ", ".join(sorted({request.session.prefill.replica for request in requests if request.session}))
     return (
         f"{count_pages(requests)} of {num_pages} pages are in quarantine, {reason}: "
-        f"{names} did not say that it writes no more"
+        f"{names} did not confirm that it will write no more"
     )

@@ -126,11 +126,11 @@ BAD_FILES = {
     ),
     "passing without a ring": (
         "prefill: {parallel: {cp: 2}, passing: pass_q}",
-        ["prefill.passing: got pass_q with prefill.mode = gather; allowed: auto, since only a ring passes"],
+        ["prefill.passing: got pass_q with prefill.mode = gather; allowed: auto, since only ring mode passes Q or KV"],
     ),
     "passing in a ring of one rank": (
         "prefill: {mode: ring, passing: pass_kv}",
-        ["prefill.passing: got pass_kv with prefill.parallel.cp = 1; allowed: auto, since one rank is no ring"],
+        ["prefill.passing: got pass_kv with prefill.parallel.cp = 1; allowed: auto, since a ring needs two ranks"],
     ),
     "a ring that rank 0 should send": (
         "prefill: {parallel: {cp: 2}, mode: ring}\ntransfer: {mode: rank0}",

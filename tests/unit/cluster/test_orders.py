@@ -93,7 +93,7 @@ def test_an_order_ends_with_the_silence_of_its_replica(order: Order) -> None:
         told += run.step(Tick())
     ((outcome, line),) = answers(told)
     assert outcome is Outcome.FAILED
-    assert line.startswith("decode-0: failed, and is started again: rank 0 shows no life")
+    assert line.startswith("decode-0: failed, and is started again: rank 0 shows no sign of life")
     assert run.cluster.order is None
 
 
@@ -281,7 +281,7 @@ def test_one_order_at_a_time_and_only_while_serving() -> None:
     run.serve()
     run.order(DrainOrder(replica=ReplicaId("decode-0")))
     ((outcome, line),) = answers(run.order(ResumeOrder(replica=ReplicaId("decode-0"))))
-    assert (outcome, line) == (Outcome.REFUSED, "another order is being carried out; try again when it is over")
+    assert (outcome, line) == (Outcome.REFUSED, "another command is being carried out; try again when it has finished")
 
 
 def test_a_stop_ends_the_order_at_hand() -> None:

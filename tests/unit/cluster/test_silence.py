@@ -1,4 +1,4 @@
-"""Whoever shows no life for too long is ended and started again, and nobody else is."""
+"""Whoever shows no sign of life for too long is ended and started again, and nobody else is."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_a_replica_with_a_silent_rank_is_ended_when_patience_is_over() -> None:
     assert see(run, "prefill-0", ranks={"prefill-0": (1,)}) == [], "silent for as long as before"
     assert at(run, PATIENCE_S) == [End("prefill-0", incarnation)]
     assert run.lines == [
-        f"prefill-0: failed, incarnation {incarnation}: rank 1 shows no life, "
+        f"prefill-0: failed, incarnation {incarnation}: rank 1 shows no sign of life, "
         "for longer than resources.silence_s allows"
     ]
     run.step(Ended("prefill-0", incarnation, True))

@@ -57,7 +57,7 @@ def test_too_much_quarantine_ends_the_replica_when_nothing_else_is_at_hand() -> 
     assert decode.must_end == ""
     decode.tick(121.0)
     assert decode.must_end == (
-        "6 of 10 pages are in quarantine, more than 0.25 of them: prefill-0 did not say that it writes no more"
+        "6 of 10 pages are in quarantine, more than 0.25 of them: prefill-0 did not confirm that it will write no more"
     )
 
 

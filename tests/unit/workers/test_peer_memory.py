@@ -93,7 +93,7 @@ def test_nothing_is_sent_before_it_is_written() -> None:
     ("protocol", "verify", "refused", "why"),
     [
         (TransferProtocol.RDMA, Verify.COUNTS, True, "mooncake cannot register 192 bytes of the GPU (status -202); "),
-        (TransferProtocol.TCP, Verify.COUNTS, False, "transfer.protocol: tcp reaches memory of the host only"),
+        (TransferProtocol.TCP, Verify.COUNTS, False, "transfer.protocol: tcp reaches only host memory"),
         (TransferProtocol.RDMA, Verify.DIGEST, False, "transfer.verify: digest reads pages on the host"),
     ],
 )

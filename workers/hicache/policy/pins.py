@@ -1,4 +1,4 @@
-"""Pinned prompts, and so the pages that stay in host memory: ids only."""
+"""Pinned prompts, and thus the pages that stay in host memory: ids only."""
 
 from collections import Counter
 from collections.abc import Sequence
