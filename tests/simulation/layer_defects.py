@@ -146,7 +146,7 @@ def load_other_layers_of_peers(patch: Patch) -> None:
 
 def send_pages_to_the_next_copy(patch: Patch) -> None:
     """Of decode ranks that hold the same head, each gets the pages of its neighbour."""
-    patch.setattr(PageShare, "has", lambda self, page: (page + 1) % self.num_copies in self.turns)
+    patch.setattr(PageShare, "has", lambda self, page: (page + 1) % self.num_copies in self.remainders)
 
 
 def send_all_pages_to_each_copy(patch: Patch) -> None:

@@ -254,7 +254,7 @@ def cold_tiers_of_shared_heads(scenario: Scenario) -> Scenario:
         (layer_defects.forget_the_last_layers_and_count_none, calm_without_digests, EARLY_READ),
         (layer_defects.send_the_first_layers_again, calm, FAILS_IN_CALM),
         (layer_defects.count_pages_with_their_first_layers, calm_without_digests, f"{FAILS_IN_CALM}|{EARLY_READ}"),
-        (layer_defects.report_drained_at_once, as_drawn, FOREIGN_WRITE),
+        (layer_defects.report_drained_at_once, as_drawn, f"{FOREIGN_WRITE}|{NEVER_ENDS}"),
         (layer_defects.begin_again_after_a_failure, failing_writes, FOREIGN_WRITE),
         (layer_defects.read_layers_before_they_are_loaded, cold_tiers, EARLY_READ),
         (layer_defects.announce_a_layer_too_many, cold_tiers, EARLY_READ),
