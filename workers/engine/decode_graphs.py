@@ -137,7 +137,7 @@ class _CapturedStep:
             hidden: Tensor = model(token_ids, positions, context)
             return hidden
 
-        self._fill(StepInput([], [], StepShape()))
+        self._fill(StepInput([], [[]], StepShape()))
         self._hidden, self._replay = capture(compute)
 
     def forget(self) -> None:

@@ -142,6 +142,7 @@ def _attend_kernel(
     query_rows = (first_row + queries) * query_row_stride + heads * query_head_stride
     asked = tl.load(query + query_rows[:, None] + dims[None, :], mask=is_held, other=0.0).to(OPERAND)
     indices = first_index + queries
+    last_index = first_index + num_queries - 1
 
     found = tl.zeros((BLOCK_ROWS, BLOCK_VALUE_DIM), tl.float32)
     peak = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
@@ -150,7 +151,7 @@ def _attend_kernel(
     value += kv_head.to(tl.int64) * value_head_stride
     for at in range(first_segment, first_segment + num_segments):
         table, first_key, begin, whole, stop, last_seen = _load_segment(
-            segments + at * _NUM_SEGMENT_FIELDS, tables, first_index, num_queries, indices, WINDOW, BLOCK_KEYS
+            segments + at * _NUM_SEGMENT_FIELDS, tables, first_index, last_index, indices, WINDOW, BLOCK_KEYS
         )
         for start in range(begin, begin + whole, BLOCK_KEYS):
             found, peak, total = _attend_block(
@@ -178,7 +179,7 @@ def _attend_kernel(
 
 @triton.jit
 def _load_segment(
-    segment, tables, first_index, num_queries, indices, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr
+    segment, tables, first_index, last_index, indices, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr
 ):  # fmt: skip
     """Load a segment: its table and first key, the keys that a tile sees, and the last one that each query sees.
 
@@ -187,14 +188,15 @@ def _load_segment(
     table, first_key = tables + tl.load(segment), tl.load(segment + 1)
     begin, stop = tl.load(segment + 2), tl.load(segment + 3)
     ahead, step = tl.load(segment + 4), tl.load(segment + 5)
-    first_stop = ahead + first_index * step + 1
+    last_seen = ahead + indices * step
     whole = 0
     if WINDOW > 0:
-        begin = tl.maximum(begin, tl.maximum(first_stop - WINDOW, 0) // BLOCK_KEYS * BLOCK_KEYS)
+        first_seen = tl.maximum(ahead + first_index * step + 1 - WINDOW, 0)
+        begin = tl.maximum(begin, first_seen // BLOCK_KEYS * BLOCK_KEYS)
     else:
-        whole = tl.maximum(tl.minimum(first_stop, stop) - begin, 0) // BLOCK_KEYS * BLOCK_KEYS
-    stop = tl.minimum(first_stop + (num_queries - 1) * step, stop)
-    return table, first_key, begin, whole, stop, ahead + indices * step
+        whole = tl.maximum(tl.minimum(ahead + first_index * step + 1, stop) - begin, 0) // BLOCK_KEYS * BLOCK_KEYS
+    stop = tl.minimum(ahead + last_index * step + 1, stop)
+    return table, first_key, begin, whole, stop, last_seen
 
 
 @triton.jit

@@ -73,10 +73,7 @@ BAD_FILES = {
     ),
     "longest prompt": (
         "{router: {max_prompt_tokens: 4096}, model: {max_context: 4096}}",
-        [
-            "router.max_prompt_tokens: got 4096; allowed: less than model.max_context = 4096, which the answer is part "
-            "of"
-        ],
+        ["router.max_prompt_tokens: got 4096; allowed: less than model.max_context = 4096, which includes the answer"],
     ),
     "policy": (
         "router: {decode_policy: fastest}",
