@@ -7,8 +7,9 @@ from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from router import errors
 from router.answer import HEADERS
-from router.api import admin, errors, generation, models, status
+from router.api import admin, generation, models, status
 from router.api.body import ArrivingBodies
 from router.api.document import complete
 from router.api.front import REQUEST_ID, Front, key_needed

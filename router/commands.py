@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import Command, CommandTaken, Wanted
 from cluster.spec.peer import Peer
-from router.errors import NoAnswerError, RefusedError
+from router.errors import no_answer, refused
 
 AGAIN_S = 2.0
 """Interval between repetitions; a replica carries a command out once."""
@@ -28,8 +28,7 @@ class Commands:
         """Have replicas do something; return their answers when every one of them has done it.
 
         Raises:
-            NoAnswerError: some did not answer.
-            RefusedError: some cannot do it.
+            ApiError: some did not answer, or cannot do it.
         """
         number, loop = next(self._numbers), asyncio.get_running_loop()
         awaited = {peer: loop.create_future() for peer in peers}
@@ -50,7 +49,7 @@ class Commands:
             for key in keys:
                 del self._answers[key]
         if missing:
-            raise NoAnswerError(
+            raise no_answer(
                 f"{', '.join(peer.replica for peer in missing)}: no answer to {type(wanted).__name__}, "
                 f"sent {MAX_TIMES} times in {MAX_TIMES * AGAIN_S:g} s; it may still have been carried out"
             )
@@ -68,4 +67,4 @@ def _all_done(answers: list[CommandTaken]) -> list[CommandTaken]:
     if not refusals:
         return answers
     done = [answer.replica for answer in answers if not answer.refusal]
-    raise RefusedError("; ".join(refusals) + (f"; done by {', '.join(done)}" if done else ""))
+    raise refused("; ".join(refusals) + (f"; done by {', '.join(done)}" if done else ""))

@@ -1,46 +1,163 @@
-"""Why a request got no answer, or an incomplete one."""
+"""Errors in the form of OpenAI's API: ``{"error": {"message", "type", "param", "code"}}``."""
 
-from cluster.spec.errors import BatonError
+from collections.abc import Mapping
+from http import HTTPStatus
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from router.metrics import Metrics
 from router.request import Cause
 
+_CLIENT_CLOSED_REQUEST = 499
+_STATUS_OF = {
+    Cause.REFUSED: HTTPStatus.BAD_REQUEST,
+    Cause.TIMED_OUT: HTTPStatus.GATEWAY_TIMEOUT,
+    Cause.BROKEN_OUTPUT: HTTPStatus.INTERNAL_SERVER_ERROR,
+}
+"""Status by cause; all other causes are 503."""
+_TEMPORARY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
-class NotReadyError(BatonError):
+
+class ErrorObject(msgspec.Struct, frozen=True, kw_only=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every error."""
+
+    error: ErrorObject
+
+
+class ApiError(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = ({"retry-after": "1"} if status in _TEMPORARY else {}) | dict(headers or {})
+
+    @property
+    def body(self) -> bytes:
+        error = ErrorObject(message=str(self), type=_kind(self.status), param=self.param, code=self.code)
+        return msgspec.json.encode(ErrorBody(error=error))
+
+
+class NotReadyError(ApiError):
     """No request can be taken now; names what is missing."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(HTTPStatus.SERVICE_UNAVAILABLE, message, code="not_ready")
 
-class LimitError(BatonError):
+
+class LimitError(ApiError):
     """A limit is reached for now."""
 
-    def __init__(self, message: str, limit: str = "", retry_after_s: int = 1) -> None:
-        """``limit`` is the name of the setting."""
+    def __init__(self, message: str, code: str, limit: str, retry_after_s: int = 1) -> None:
+        """``limit`` is the name of the setting; empty for the room at the replicas."""
+        super().__init__(HTTPStatus.TOO_MANY_REQUESTS, message, code=code, headers={"retry-after": str(retry_after_s)})
         self.limit = limit
-        self.retry_after_s = retry_after_s
-        super().__init__(message)
 
 
 class QueueFullError(LimitError):
     """No request can be taken before some of the open ones are computed; says how many there are."""
 
+    def __init__(self, message: str, limit: str = "") -> None:
+        super().__init__(message, "queue_full", limit)
+
 
 class KeyLimitError(LimitError):
     """The client's key has reached a limit; says which."""
 
-
-class NoAnswerError(BatonError):
-    """A replica has not answered in time."""
-
-
-class RefusedError(BatonError):
-    """The router or a replica cannot do what an administrator wants; says which, and why."""
+    def __init__(self, message: str, limit: str, retry_after_s: int = 1) -> None:
+        super().__init__(message, "rate_limit_exceeded", limit, retry_after_s)
 
 
-class ClientLeftError(BatonError):
+class ClientLeftError(ApiError):
     """The client closed its connection before the answer was complete."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(_CLIENT_CLOSED_REQUEST, message, code="client_left")
 
-class RequestFailedError(BatonError):
+
+class RequestFailedError(ApiError):
     """A request that was taken ended without a complete answer."""
 
     def __init__(self, cause: Cause, reason: str) -> None:
-        self.cause = cause
-        super().__init__(reason)
+        super().__init__(_STATUS_OF.get(cause, HTTPStatus.SERVICE_UNAVAILABLE), reason, code=cause.value)
+
+
+EXPECTED_ERRORS = (ApiError, ClientDisconnect)
+"""All others are our bugs."""
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
+
+
+def no_answer(message: str) -> ApiError:
+    """Return the error of a replica that has not answered in time."""
+    return ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, code="no_answer")
+
+
+def refused(message: str) -> ApiError:
+    """Return the error of what the router or a replica cannot do for an administrator."""
+    return ApiError(HTTPStatus.CONFLICT, message, code="refused")
+
+
+def answer_error(metrics: Metrics, request: Request, error: Exception) -> Response:
+    """Return the response to a request that raised this, and count it."""
+    match error:
+        case ApiError():
+            shown = error
+        case ClientDisconnect():
+            shown = ClientLeftError("client left")
+        case HTTPException():
+            shown = _http_error(request, error)
+        case _:
+            shown = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; the router's log says more")
+    metrics.refused.add(1, str(int(shown.status)))
+    if isinstance(error, LimitError):
+        metrics.rejections.add(1, error.limit)
+    return Response(shown.body, shown.status, shown.headers, media_type="application/json")
+
+
+def install(app: FastAPI, metrics: Metrics) -> None:
+    """Answer every error of this application in this form, and count it."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return answer_error(metrics, request, error)
+
+    for kind in (*EXPECTED_ERRORS, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def _kind(status: int) -> str:
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+
+
+def _http_error(request: Request, error: HTTPException) -> ApiError:
+    messages = {
+        HTTPStatus.NOT_FOUND: f"there is no route {request.url.path}",
+        HTTPStatus.METHOD_NOT_ALLOWED: f"{request.url.path} does not take {request.method}",
+    }
+    status = HTTPStatus(error.status_code)
+    message = messages.get(status, str(error.detail))
+    return ApiError(status, message, code=status.name.lower(), headers=error.headers)

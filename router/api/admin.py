@@ -15,11 +15,10 @@ from cluster.spec.peer import Peer
 from cluster.spec.tiers import FlushCache, PinPages, UseStorage
 from router.api.body import read
 from router.api.document import document
-from router.api.errors import bad_request
 from router.api.front import admin_key_needed
 from router.api.intake import encode, pack_token_ids
 from router.api.requests import PinRequest, TargetRequest
-from router.errors import RefusedError
+from router.errors import bad_request, refused
 from router.service import Service
 
 _BODY_OF_TARGET: dict[str, Any] = {"openapi_extra": document(TargetRequest)}
@@ -103,7 +102,7 @@ async def _drain(service: Service, request: Request, wanted: Drain | Resume) -> 
         await service.relay.commands.give([_peer(service, body.replica)], wanted)
         return body.replica
     if (num := service.share.num_processes) > 1:
-        raise RefusedError(f"replica: needed with router.processes: {num}; a router process cannot drain the others")
+        raise refused(f"replica: needed with router.processes: {num}; a router process cannot drain the others")
     service.relay.set_paused(isinstance(wanted, Drain))
     return "router"
 

@@ -12,10 +12,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
 from router.api import requests
-from router.api.errors import ApiError, bad_request
 from router.api.long_ids import cut_ids
 from router.api.requests import EXPECTED
 from router.api.unsupported import refuse_unsupported
+from router.errors import ApiError, bad_request
 
 Body = TypeVar("Body", bound=requests.Body)
 
@@ -83,8 +83,7 @@ class ArrivingBodies:
 
     def _no_memory(self) -> ApiError:
         message = f"arriving bodies take more than {_MOST_LARGEST * self._limit} bytes together; try again"
-        headers = _CLOSE | {"retry-after": "1"}
-        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large", headers=headers)
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large", headers=_CLOSE)
 
 
 async def read(request: Request, schema: type[Body]) -> Body:

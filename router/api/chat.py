@@ -9,9 +9,9 @@ from typing import Any
 from cluster.spec.errors import UserError
 from router.api.constrain import ANY_OBJECT, Constraint, checked_grammar, either, json_part, wanted_answer
 from router.api.constraint_fields import AllowedTools, NamedTool, Tool, may_talk
-from router.api.errors import bad_request
 from router.api.intake import check, make_request, max_tokens, off_loop
 from router.api.requests import ChatMessage, ChatRequest, TemplateBody
+from router.errors import bad_request
 from router.message import MessageReader, NewReader
 from router.reasoning import CLOSING, OPENING, Thinking, thinking_after
 from router.request import GenerateRequest

@@ -10,9 +10,9 @@ from pydantic_core import from_json
 
 from cluster.grammar import lark_of, lark_of_regex
 from cluster.spec.errors import UserError
-from router.api.errors import bad_request
 from router.api.requests import GenerationBody
 from router.api.unsupported import refuse_unsupported
+from router.errors import bad_request
 from router.json_schemas import without_noops
 from router.reasoning import CLOSING, OPENING, Thinking
 from router.service import Service

@@ -6,7 +6,7 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from router.api.errors import ErrorBody
+from router.errors import ErrorBody
 
 _REF = "#/components/schemas/{name}"
 _bodies: dict[str, type[BaseModel]] = {}

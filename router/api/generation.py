@@ -20,7 +20,6 @@ from router.api.chat import chat_request, markers
 from router.api.completion_shape import CompletionShape
 from router.api.connection import EventStream, JsonAnswer, unless_client_leaves
 from router.api.document import document
-from router.api.errors import ApiError
 from router.api.front import caller_of, dp_rank_of, header, priority_of, request_id, session_of
 from router.api.intake import choices_of, completion_requests, text_rules
 from router.api.logprobs import ShownPrompt
@@ -31,7 +30,7 @@ from router.api.response_request import ResponseRequest
 from router.api.response_shape import ResponseShape
 from router.api.responses import ChatChunk, ChatCompletion, Completion, PromptTokensDetails, Usage
 from router.api.shapes import ChatShape, Shape
-from router.errors import ClientLeftError
+from router.errors import ApiError, ClientLeftError
 from router.finished import FinishedRequest
 from router.key_ring import ApiKey
 from router.request import GenerateRequest, OutputChunk

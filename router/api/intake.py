@@ -17,9 +17,9 @@ from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.token_ids import TokenIds
 from cluster.tokenizer import Tokenizer
 from router.api.constrain import checked_grammar, wanted_answer
-from router.api.errors import ApiError, bad_request
 from router.api.requests import CompletionRequest, GenerationBody
 from router.api.unsupported import refuse_unsupported
+from router.errors import ApiError, bad_request
 from router.page_index import PromptKeys
 from router.request import GenerateRequest
 from router.service import Service

@@ -6,10 +6,10 @@ from starlette.requests import Request
 from router.api.body import read
 from router.api.chat import chat_prompt
 from router.api.document import document
-from router.api.errors import bad_request
 from router.api.intake import check_model, encode, max_tokens, pack_token_ids
 from router.api.requests import DetokenizeRequest, TokenizeRequest
 from router.api.unsupported import HARMLESS, refuse_unsupported
+from router.errors import bad_request
 from router.service import Service
 
 _HARMLESS = {

@@ -7,7 +7,6 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from router.api.body import problem_of
-from router.api.errors import ApiError, bad_request
 from router.api.requests import ChatRequest, RefusalPart
 from router.api.response_request import (
     AllowedTools,
@@ -24,6 +23,7 @@ from router.api.response_request import (
     TextFormat,
 )
 from router.api.unsupported import HARMLESS, refuse_unsupported
+from router.errors import ApiError, bad_request
 
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     **HARMLESS,

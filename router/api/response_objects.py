@@ -67,7 +67,7 @@ class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseError(msgspec.Struct, frozen=True, kw_only=True):
-    code: str
+    code: str | None
     message: str
 
 

@@ -73,7 +73,7 @@ class ResponseShape:
         return _encoder.encode(self._ended(usage)[0])
 
     def failed(self, error: RequestFailedError) -> bytes:
-        why = ResponseError(code=error.cause.value, message=str(error))
+        why = ResponseError(code=error.code, message=str(error))
         failed = msgspec.structs.replace(self._begun, status="failed", error=why)
         return self._write([("response.failed", {"response": failed})])
 

@@ -11,7 +11,6 @@ from msgspec import UNSET, UnsetType
 
 from cluster.spec.sampling import FinishReason
 from router.api.connection import event
-from router.api.errors import failed
 from router.api.logprobs import ShownPrompt, chat_logprobs, prompt_logprobs
 from router.api.requests import ChatRequest, GenerationBody
 from router.api.responses import (
@@ -74,7 +73,7 @@ class TextShape(ABC):
         return (self._usage_frame(usage) if self._includes_usage else b"") + event(b"[DONE]")
 
     def failed(self, error: RequestFailedError) -> bytes:
-        return event(failed(error).body)
+        return event(error.body)
 
     @abstractmethod
     def _usage_frame(self, usage: Usage) -> bytes: ...

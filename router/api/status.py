@@ -13,9 +13,8 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.registry import ReplicaEntry
 from cluster.spec.trace import read_clock
 from cluster.spec.version import VERSION
-from router.api.errors import ApiError
 from router.api.front import key_needed
-from router.errors import NotReadyError
+from router.errors import ApiError, NotReadyError
 from router.service import Service
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from router.api.errors import bad_request
+from router.errors import bad_request
 
 _NEVER = (
     {"audio", "bootstrap_host", "bootstrap_pair_key", "bootstrap_port", "bootstrap_room"}

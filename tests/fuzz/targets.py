@@ -38,9 +38,9 @@ from cluster.spec.transfer_messages import CheckPages, Done, PageDigests
 from cluster.supervisor.events import Tick
 from cluster.supervisor.orders import DrainOrder, RestartOrder, ResumeOrder, ScaleOrder, TellOrder
 from router.api.body import parse
-from router.api.errors import ApiError
 from router.api.requests import Body, ChatRequest, CompletionRequest
 from router.api.response_request import ResponseRequest
+from router.errors import ApiError
 from router.key_ring import read_keys
 from tests.fakes.rows import make_row, make_rows, sizes
 from tests.fakes.supervised import Run

@@ -8,7 +8,7 @@ from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Command, CommandTaken, Drain
 from cluster.spec.peer import Peer
 from router.commands import MAX_TIMES, Commands
-from router.errors import NoAnswerError, RefusedError
+from router.errors import ApiError
 from tests.fakes.dispatching import DECODE, ME, PREFILL
 
 
@@ -46,7 +46,7 @@ async def test_only_who_does_not_answer_is_told_again(monkeypatch: pytest.Monkey
 
 async def test_who_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     replicas = Replicas(monkeypatch, prefill=1, decode=1000)
-    with pytest.raises(NoAnswerError, match=r"^decode-0: no answer to Drain, sent 10 times"):
+    with pytest.raises(ApiError, match=r"^decode-0: no answer to Drain, sent 10 times"):
         await replicas.commands.give([PREFILL, DECODE], Drain())
     assert replicas.count(DECODE) == MAX_TIMES
     replicas.commands.on_taken(CommandTaken(number=1, replica=DECODE.replica, incarnation=DECODE.incarnation))
@@ -58,7 +58,7 @@ async def test_another_start_does_not_answer_for_it(monkeypatch: pytest.MonkeyPa
     await asyncio.sleep(0)
     later = Incarnation(DECODE.incarnation + 1)
     replicas.commands.on_taken(CommandTaken(number=1, replica=DECODE.replica, incarnation=later))
-    with pytest.raises(NoAnswerError):
+    with pytest.raises(ApiError):
         await given
 
 
@@ -69,5 +69,5 @@ async def test_nobody_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_who_refuses_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     replicas = Replicas(monkeypatch, prefill=1, decode=1)
     replicas.refusals = {DECODE.replica: "no room"}
-    with pytest.raises(RefusedError, match=r"^decode-0: no room; done by prefill-0$"):
+    with pytest.raises(ApiError, match=r"^decode-0: no room; done by prefill-0$"):
         await replicas.commands.give([PREFILL, DECODE], Drain())

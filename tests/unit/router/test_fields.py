@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from router.api.errors import ApiError
 from router.api.requests import ChatRequest
 from router.api.response_chat import chat_of
 from router.api.response_request import ResponseRequest
 from router.api.unsupported import HARMLESS, refuse_unsupported
+from router.errors import ApiError
 
 MESSAGES = [{"role": "user", "content": "x"}]
 TOOL = {"type": "function", "function": {"name": "f"}}

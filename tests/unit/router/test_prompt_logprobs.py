@@ -7,8 +7,8 @@ from cluster.channel import MAX_FRAME_BYTES, encode
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.messages import Output
 from cluster.spec.sampling import TokenLogprobs
-from router.api.errors import ApiError
 from router.api.intake import _LOGPROBS_BYTES, _TOP_LOGPROB_BYTES, check_prompt_logprobs
+from router.errors import ApiError
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 20])
