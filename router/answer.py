@@ -12,7 +12,7 @@ from cluster.spec.tiers import CachedTokens
 from cluster.spec.trace import Interval
 from router.errors import RequestFailedError
 from router.metrics import Metrics
-from router.request import Fail, OutputChunk, RequestId, Targets
+from router.request import Attempt, Fail, OutputChunk, RequestId
 
 HEADERS = ("x-baton-prefill", "x-baton-decode", "server-timing", "x-baton-trace")
 """Response headers of every answer, and of traced ones."""
@@ -31,7 +31,7 @@ class Answer:
         self._leave = leave
         self.request_ids: list[RequestId] = []
         """One for every choice."""
-        self._targets: dict[RequestId, Targets] = {}
+        self._attempts: dict[RequestId, Attempt] = {}
         self._trace_path: dict[str, str] = {}
         self.queue_s = 0.0
         """Wait for room at the replicas."""
@@ -57,8 +57,8 @@ class Answer:
         if traced:
             self._trace_path = {"x-baton-trace": f"/traces/{request_id}"}
 
-    def attempt_started(self, request_id: RequestId, targets: Targets) -> None:
-        self._targets[request_id] = targets
+    def attempt_started(self, request_id: RequestId, attempt: Attempt) -> None:
+        self._attempts[request_id] = attempt
 
     @property
     def is_traced(self) -> bool:
@@ -67,8 +67,8 @@ class Answer:
     @property
     def headers(self) -> dict[str, str]:
         """The replicas that compute prompts and answers, the time of each phase, and where to read more."""
-        prefills = dict.fromkeys(each.computes.replica for each in self._targets.values() if each.computes is not None)
-        decodes = dict.fromkeys(each.decode.replica for each in self._targets.values())
+        prefills = dict.fromkeys(each.computes.replica for each in self._attempts.values() if each.computes is not None)
+        decodes = dict.fromkeys(each.decode.replica for each in self._attempts.values())
         replicas = {"x-baton-prefill": ", ".join(prefills), "x-baton-decode": ", ".join(decodes)}
         return replicas | {"server-timing": self._timing} | self._trace_path | self.trace_header
 

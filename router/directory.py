@@ -1,12 +1,23 @@
-"""Replicas that may take requests, and those that are lost, from snapshots of the bootstrap table. Sans I/O."""
+"""What a router knows of each replica: whether it takes requests, how much is open there, and how often it failed.
+
+Sans I/O.
+"""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import chain
+
+import msgspec
 
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.lifecycle import Role
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow, ReplicaEntry, TableSnapshot
+
+MAX_FAILURES = 5
+"""Failures in a row that open a breaker: more than the retries of one request, which may itself be at fault."""
+OPEN_S = 10.0
+"""Time for which a breaker stays open, about as long as a rank's process needs to start again on a CPU."""
 
 
 @dataclass(slots=True)
@@ -148,3 +159,110 @@ def _peer(entry: ReplicaEntry) -> Peer:
 def _is_new_to_table(entry: ReplicaEntry, known: ReplicaEntry) -> bool:
     """Return whether the table has had no heartbeat of a replica that sent some: it is newer than the replica."""
     return entry.load.total_pages == 0 < known.load.total_pages
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests and tokens that this router has open at one replica."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    """Tokens of load: on prefill the prompts not yet computed; on decode prompts and the longest possible answers."""
+
+
+_NOTHING = Load()
+
+
+class LoadBook:
+    """Open requests and tokens per start of a replica; a replica with nothing open has no line."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[ReplicaId, Incarnation], Load] = {}
+
+    def add(self, peer: Peer, num_tokens: int) -> None:
+        self._change(peer, 1, num_tokens)
+
+    def remove(self, peer: Peer, num_tokens: int) -> None:
+        self._change(peer, -1, -num_tokens)
+
+    def of(self, peer: Peer) -> Load:
+        return self._lines.get((peer.replica, peer.incarnation), _NOTHING)
+
+    def lines(self) -> dict[tuple[ReplicaId, Incarnation], Load]:
+        return dict(self._lines)
+
+    def _change(self, peer: Peer, num_requests: int, num_tokens: int) -> None:
+        key = peer.replica, peer.incarnation
+        line = self._lines.get(key, _NOTHING)
+        num_requests += line.num_requests
+        num_tokens += line.num_tokens
+        assert num_requests >= 0, f"more requests ended than opened at {peer.replica}"
+        assert num_tokens >= 0, f"more tokens ended than opened at {peer.replica}"
+        if num_requests or num_tokens:
+            self._lines[key] = Load(num_requests=num_requests, num_tokens=num_tokens)
+        else:
+            del self._lines[key]
+
+
+class BreakerState(StrEnum):
+    """State of a replica's circuit breaker."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    """The replica failed too often in a row, and gets none for a while."""
+    HALF_OPEN = "half_open"
+    """The replica was left alone long enough; one request tries it."""
+
+
+@dataclass(slots=True)
+class _Breaker:
+    num_failures: int = 0
+    """Consecutive failures."""
+    opened_s: float | None = None
+    """Time of the last failure that opened it, or of the last attempt that tried it."""
+
+
+class Breakers:
+    """One circuit breaker for every start of a replica; one that never failed has none.
+
+    A breaker moves requests to other replicas and never refuses one: where all of a role are open, all are tried.
+    """
+
+    def __init__(self, max_failures: int = MAX_FAILURES, open_s: float = OPEN_S) -> None:
+        self._max_failures = max_failures
+        self._open_s = open_s
+        self._breakers: dict[Peer, _Breaker] = {}
+
+    def state(self, peer: Peer, now_s: float) -> BreakerState:
+        breaker = self._breakers.get(peer)
+        if breaker is None or breaker.opened_s is None:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now_s < breaker.opened_s + self._open_s else BreakerState.HALF_OPEN
+
+    def allows(self, peer: Peer, now_s: float) -> bool:
+        """Return whether a replica should get the next attempt."""
+        return self.state(peer, now_s) is not BreakerState.OPEN
+
+    def allowed(self, peers: list[Peer], now_s: float) -> list[Peer]:
+        """Return the replicas that should get the next attempt; all of them where none should."""
+        if not self._breakers:
+            return peers
+        return [peer for peer in peers if self.allows(peer, now_s)] or peers
+
+    def begin(self, peer: Peer, now_s: float) -> None:
+        """Take note that a replica gets an attempt; one that is being tried gets no other for a while."""
+        if self.state(peer, now_s) is BreakerState.HALF_OPEN:
+            self._breakers[peer].opened_s = now_s
+
+    def succeed(self, peer: Peer) -> None:
+        """Close the breaker of a replica that did its part."""
+        self._breakers.pop(peer, None)
+
+    def fail(self, peer: Peer, now_s: float) -> None:
+        breaker = self._breakers.setdefault(peer, _Breaker())
+        breaker.num_failures += 1
+        if breaker.num_failures >= self._max_failures:
+            breaker.opened_s = now_s
+
+    def forget(self, peer: Peer) -> None:
+        """Drop the breaker of a replica that is gone for good."""
+        self._breakers.pop(peer, None)

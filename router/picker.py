@@ -1,25 +1,138 @@
-"""Picks the replicas of requests: which have room, what a policy sees of them, and the policies' inputs."""
+"""Choice of the replicas of an attempt: those with room, and the policies that choose among them.
 
+A policy is a pure function from the replicas that may take a request to the one that gets it. A new one is a function
+and a line in ``POLICIES``.
+"""
+
+import hashlib
 import itertools
-import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from random import Random
 
-from cluster.spec.config import DeployConfig
+import msgspec
+
+from cluster.spec.config import DeployConfig, PolicyName
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.peer import Peer
 from cluster.spec.worker_spec import ALONE, RouterShare
-from router.attempts import Breakers, LoadBook
-from router.directory import Directory
+from router.directory import Breakers, Directory, Load, LoadBook
 from router.page_index import PageIndex, Weights
-from router.policies import POLICIES, Candidate, PickInputs
-from router.request import GenerateRequest, Targets
+from router.request import Attempt, GenerateRequest
 
 _PREFIX_AWARE = "prefix_aware"
 MAX_KNOWN_PAGES = 1 << 22
 """Cached pages of all replicas that the router remembers, at some 100 bytes each."""
 _WEIGHTS = Weights(host=0.9, storage=0.6)
 """A page in host memory is copied much faster than it is computed; one in storage may come too late."""
+MAX_IMBALANCE, MAX_RATIO = 32, 2.0
+"""Requests that the busiest replica may have more than the idlest, and times as many, for the sake of cached prefixes.
+
+Both must be exceeded, as in SGLang's router: a difference alone is common among many requests, a ratio among few.
+"""
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica that may take the request."""
+
+    peer: Peer
+    load: Load
+    cached_tokens: int = 0
+    """Prompt tokens that it is known to have cached; set for ``prefix_aware`` only."""
+
+
+class PickInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything besides the candidates that a choice may depend on."""
+
+    number: int
+    """Choices made before this one."""
+    unit: float
+    """Uniform over [0, 1)."""
+    room: Room
+    session: str = ""
+    """The client's name for the conversation; empty for none."""
+
+
+Policy = Callable[[Sequence[Candidate], PickInputs], Candidate]
+"""Called once per request and role, with at least one candidate, ordered by replica."""
+
+
+def round_robin(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
+    return candidates[inputs.number % len(candidates)]
+
+
+def at_random(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
+    """Pick any, all equally likely."""
+    return candidates[int(inputs.unit * len(candidates))]
+
+
+def follow_room(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
+    """Pick by the room's number: whoever knows the room and the replicas knows where the request is."""
+    return candidates[inputs.room % len(candidates)]
+
+
+def least_requests(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
+    """Pick the fewest requests, then the fewest tokens; ties alternate."""
+    return min(_rotated(candidates, inputs), key=lambda one: (one.load.num_requests, one.load.num_tokens))
+
+
+def least_tokens(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
+    """Pick the fewest tokens, then the fewest requests; ties alternate."""
+    return min(_rotated(candidates, inputs), key=lambda one: (one.load.num_tokens, one.load.num_requests))
+
+
+def power_of_two(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
+    """Pick the better of two at random (Mitzenmacher, 1996): nearly the best of all where loads are known late."""
+    if len(candidates) == 1:
+        return candidates[0]
+    first, step = divmod(int(inputs.unit * len(candidates) * (len(candidates) - 1)), len(candidates) - 1)
+    second = (first + 1 + step) % len(candidates)
+    return least_tokens([candidates[first], candidates[second]], inputs)
+
+
+def prefix_aware(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
+    """Pick the fewest tokens less those cached of this prompt, then the fewest requests; ties alternate.
+
+    A cached prefix is worth a queue of its own length and no longer one. Where nothing is cached, and where requests
+    are spread too unevenly, this is ``least_tokens``.
+    """
+    counts = [candidate.load.num_requests for candidate in candidates]
+    fewest, most = min(counts), max(counts)
+    if most - fewest > MAX_IMBALANCE and most > MAX_RATIO * fewest:
+        return least_tokens(candidates, inputs)
+    return min(
+        _rotated(candidates, inputs),
+        key=lambda candidate: (candidate.load.num_tokens - candidate.cached_tokens, candidate.load.num_requests),
+    )
+
+
+def session(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
+    """Pick the highest hash of session and replica; requests without a session go by ``least_tokens``.
+
+    Rendezvous hashing: a replica that leaves moves only its own sessions, and a restarted one gets them back.
+    """
+    if not inputs.session:
+        return least_tokens(candidates, inputs)
+    name = inputs.session.encode()
+    return max(candidates, key=lambda one: hashlib.blake2b(name, key=one.peer.replica.encode(), digest_size=8).digest())
+
+
+POLICIES: Mapping[PolicyName, Policy] = {
+    "round_robin": round_robin,
+    "random": at_random,
+    "power_of_two": power_of_two,
+    "least_requests": least_requests,
+    "least_tokens": least_tokens,
+    "prefix_aware": prefix_aware,
+    "session": session,
+    "follow_room": follow_room,
+}
+
+
+def _rotated(candidates: Sequence[Candidate], inputs: PickInputs) -> list[Candidate]:
+    """Begin with another candidate each time: ``min`` takes the first of equals."""
+    first = inputs.number % len(candidates)
+    return [*candidates[first:], *candidates[:first]]
 
 
 class Picker:
@@ -31,13 +144,13 @@ class Picker:
         directory: Directory,
         load: LoadBook,
         breakers: Breakers,
-        generator: random.Random | None = None,
+        generator: Random | None = None,
         share: RouterShare = ALONE,
     ) -> None:
         names = {Role.PREFILL: config.router.prefill_policy, Role.DECODE: config.router.decode_policy}
         self._policies = {role: POLICIES[name] for role, name in names.items()}
         self._numbers = {role: itertools.count() for role in Role}
-        self._random = generator or random.Random()
+        self._random = generator or Random()
         self._page_size = config.kv.page_size
         self._max_queued_tokens = share.of(config.prefill.max_queued_tokens)
         self._max_fill = config.decode.max_fill / share.num_processes
@@ -62,8 +175,8 @@ class Picker:
             return f"the queue is full: every decode replica has tokens for {limit}; try again later"
         return None
 
-    def pick(self, request: GenerateRequest, room: Room, avoided: frozenset[Peer], now_s: float) -> Targets | None:
-        """Pick the targets of an attempt; see ``Pick``."""
+    def pick(self, request: GenerateRequest, room: Room, avoided: frozenset[Peer], now_s: float) -> Attempt | None:
+        """See ``Pick``."""
         prefills = self._peers(Role.PREFILL, now_s, avoided)
         decodes = self._peers(Role.DECODE, now_s, avoided)
         if not prefills or not decodes:
@@ -71,9 +184,9 @@ class Picker:
         decode = self._choose(Role.DECODE, self._with_pages(decodes, _longest(request)) or decodes, request, room)
         skip_below = self._skip_below_tokens
         if skip_below and len(request.prompt_ids) - self._cached_for_sure(decode.peer, request) < skip_below:
-            return Targets(prefill=None, decode=decode.peer)
+            return Attempt(room=room, prefill=None, decode=decode.peer)
         prefill = self._choose(Role.PREFILL, self._with_room(prefills) or prefills, request, room)
-        return Targets(prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens)
+        return Attempt(room=room, prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens)
 
     def _choose(self, role: Role, peers: Sequence[Peer], request: GenerateRequest, room: Room) -> Candidate:
         page_keys = request.page_keys if role in self.prefix_roles else None

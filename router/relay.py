@@ -86,7 +86,7 @@ class Relay:
         return f"no {' and no '.join(missing)} replica is ready" if missing else None
 
     def open(self, requests: Sequence[GenerateRequest], arrived_s: float) -> Answer:
-        """Send each request to its targets, or to the decode replica of the request whose prompt it shares.
+        """Send each request to its replicas, or to the decode replica of the request whose prompt it shares.
 
         Returns:
             One answer, with a choice for every request.
@@ -217,13 +217,13 @@ class Relay:
                     self._choices[action.request_id].answer.fail(action)
 
     def _on_attempt(self, started: AttemptStarted) -> None:
-        answer, targets = self._choices[started.request_id].answer, started.targets
-        answer.attempt_started(started.request_id, targets)
-        if targets.computes == targets.decode:
+        answer, attempt = self._choices[started.request_id].answer, started.attempt
+        answer.attempt_started(started.request_id, attempt)
+        if attempt.computes == attempt.decode:
             self._metrics.skipped.add(1)
         if answer.is_traced:
-            ranks = [row for peer in targets.peers for row in self._directory.rows(peer)]
-            self.traces.begin(started.request_id, started.room, ranks)
+            ranks = [row for peer in attempt.peers for row in self._directory.rows(peer)]
+            self.traces.begin(started.request_id, attempt.room, ranks)
 
     def _on_page_news(self, news: PageNews, now_s: float) -> None:
         if self._picker.pages.on_news(news, now_s):

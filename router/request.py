@@ -41,20 +41,22 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """True if another choice, opened just before, brings the same prompt to decode."""
 
 
-class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """The replicas that an attempt runs on."""
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One try of a request on one replica of each role, in a room of its own."""
 
+    room: Room
     prefill: Peer | None
     """None where decode computes what it lacks of the prompt."""
     decode: Peer
     cached_tokens: int = 0
     """Prompt tokens that prefill is expected to find in its cache."""
-    brings_prompt: bool = True
-    """False where another choice brings the prompt to the decode replica."""
+    prompt_of: Room | None = None
+    """The attempt of another choice, on the same decode replica, that brings the prompt."""
 
     @property
     def computes(self) -> Peer | None:
-        return (self.prefill or self.decode) if self.brings_prompt else None
+        """The replica that computes the prompt; None where another choice brings it."""
+        return (self.prefill or self.decode) if self.prompt_of is None else None
 
     @property
     def peers(self) -> list[Peer]:
@@ -62,21 +64,8 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
         return [self.decode] if self.prefill is None else [self.prefill, self.decode]
 
 
-Pick = Callable[[GenerateRequest, Room, frozenset[Peer], float], Targets | None]
+Pick = Callable[[GenerateRequest, Room, frozenset[Peer], float], Attempt | None]
 """(request, room of the attempt, replicas to avoid if others are ready, time) -> None if a role has no replica."""
-
-
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One try of a request, in a room of its own."""
-
-    room: Room
-    targets: Targets
-    prefill_len: int
-    """Tokens that prefill is expected to compute."""
-    decode_len: int
-    """Most tokens that decode keeps for this request alone."""
-    prompt_of: Room | None = None
-    """The attempt of another choice, on the same decode replica, that brings the prompt."""
 
 
 class RequestPhase(StrEnum):
@@ -85,7 +74,7 @@ class RequestPhase(StrEnum):
     BETWEEN = "between"
     """No attempt is under way: the last one failed, and the next one is due later."""
     WAITING = "waiting"
-    """The attempt's targets have the Submit; no token has come yet."""
+    """The replicas have the Submit; no token has come yet."""
     STREAMING = "streaming"
     """Decode sends tokens; prefill is done."""
     FINISHED = "finished"
@@ -127,13 +116,27 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
     reason: str = ""
 
     @property
-    def targets(self) -> list[Peer]:
-        return self.attempt.targets.peers if self.attempt is not None else []
+    def peers(self) -> list[Peer]:
+        """Replicas of the current attempt."""
+        return self.attempt.peers if self.attempt is not None else []
 
     @property
     def awaited(self) -> list[Peer]:
-        """Targets that have not done their part."""
-        return self.targets if self.phase is RequestPhase.WAITING else self.targets[-1:]
+        """Replicas that have not done their part."""
+        return self.peers if self.phase is RequestPhase.WAITING else self.peers[-1:]
+
+    @property
+    def prefill_len(self) -> int:
+        """Tokens that prefill is expected to compute; known until the first one comes back."""
+        assert self.attempt is not None
+        return len(self.request.prompt_ids) + len(self.given) - self.attempt.cached_tokens
+
+    @property
+    def decode_len(self) -> int:
+        """Most tokens that decode keeps for this request alone."""
+        assert self.attempt is not None
+        prompt_len = len(self.request.prompt_ids) if self.attempt.prompt_of is None else 0
+        return self.request.stopping.max_tokens + prompt_len
 
     @property
     def awaits(self) -> str:
@@ -145,31 +148,16 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
 
     def is_decode(self, replica: ReplicaId, incarnation: Incarnation) -> bool:
         """Return whether this start of a replica decodes the request; asked for every token."""
-        decode = self.attempt.targets.decode if self.attempt is not None else None
+        decode = self.attempt.decode if self.attempt is not None else None
         return decode is not None and decode.replica == replica and decode.incarnation == incarnation
-
-    def target(self, replica: ReplicaId, incarnation: Incarnation) -> Peer | None:
-        return next((peer for peer in self.targets if (peer.replica, peer.incarnation) == (replica, incarnation)), None)
 
     @property
     def wake_at_s(self) -> float:
         """Return when time alone changes something."""
         return min(self.due_s, self.deadline_s) if self.phase is RequestPhase.BETWEEN else self.deadline_s
 
-    def begin(self, room: Room, targets: Targets, prompt_of: Room | None = None) -> Attempt:
-        """Start the next attempt: prefill computes prompt and given tokens, less what is cached."""
-        prompt_len = len(self.request.prompt_ids)
-        self.attempt = Attempt(
-            room=room,
-            targets=targets,
-            prefill_len=prompt_len + len(self.given) - targets.cached_tokens,
-            decode_len=self.request.stopping.max_tokens + (0 if prompt_of is not None else prompt_len),
-            prompt_of=prompt_of,
-        )
-        return self.attempt
-
     def submit(self, attempt: Attempt, router: Peer) -> Submit:
-        """Return the message that starts an attempt on its targets."""
+        """Return the message that starts an attempt on its replicas."""
         request, sampling = self.request, self.request.sampling
         if self.given:  # the client got the prompt's log-probabilities with the first of them
             sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
@@ -179,8 +167,8 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
             num_given=len(self.given),
             sampling=sampling,
             stopping=request.stopping,
-            prefill=attempt.targets.prefill,
-            decode=attempt.targets.decode,
+            prefill=attempt.prefill,
+            decode=attempt.decode,
             router=router,
             prompt_of=attempt.prompt_of,
             cache_salt=request.cache_salt,
@@ -262,8 +250,7 @@ class OutputChunk(msgspec.Struct):
 
 class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True):
     request_id: RequestId
-    room: Room
-    targets: Targets
+    attempt: Attempt
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ class RequestTrace:
     attempt: Room
     """Room of its last attempt, the one that is shown."""
     ranks: Sequence[RankRow]
-    """All ranks of its targets."""
+    """All ranks of its replicas."""
     parts: list[RankTrace] = field(default_factory=list)
     router: list[Interval] | None = None
     """The router's own part; None until the request has ended."""

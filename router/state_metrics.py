@@ -10,8 +10,7 @@ from cluster.channel import AsyncInbox
 from cluster.spec.clock import Clock
 from cluster.spec.lifecycle import Role
 from router.admission import Gate
-from router.attempts import BreakerState
-from router.directory import Directory
+from router.directory import BreakerState, Directory
 from router.dispatch import RequestTable
 from router.page_index import PageIndex
 from router.replica_metrics import replica_metrics

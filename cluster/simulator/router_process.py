@@ -20,12 +20,10 @@ from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.token_ids import TokenIds
-from router.attempts import Breakers, LoadBook
-from router.directory import Directory
+from router.directory import Breakers, Directory, LoadBook
 from router.dispatch import RequestTable
 from router.page_index import PromptKeys
-from router.picker import Picker
-from router.policies import POLICIES
+from router.picker import POLICIES, Picker
 from router.request import (
     Action,
     AttemptStarted,
@@ -156,8 +154,8 @@ class RouterProcess(Process):
                     self._duties.note_sent(action)
                     self.send(action.address, action.message)
                 case AttemptStarted():
-                    names = (peer.replica for peer in action.targets.peers)
-                    self.around.trace.add("request", action.request_id, "in room", action.room, "of", *names)
+                    names = (peer.replica for peer in action.attempt.peers)
+                    self.around.trace.add("request", action.request_id, "in room", action.attempt.room, "of", *names)
                 case Wait():
                     pass  # deadlines are checked often enough
                 case OutputChunk():

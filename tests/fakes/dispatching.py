@@ -9,9 +9,9 @@ from cluster.spec.messages import Cancel, Failure, Output
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
 from cluster.spec.token_ids import TokenIds
-from router.attempts import Breakers, LoadBook
+from router.directory import Breakers, LoadBook
 from router.dispatch import RequestTable
-from router.request import Action, GenerateRequest, RequestId, Send, Targets
+from router.request import Action, Attempt, GenerateRequest, RequestId, Send
 from tests.fakes.bootstrap import peer_of
 
 PREFILL, DECODE = peer_of("prefill-0"), peer_of("decode-0")
@@ -20,14 +20,18 @@ NOW = 5.0
 ASK = GenerateRequest(prompt_ids=TokenIds.of([1, 2, 3]), sampling=Sampling(), stopping=Stopping(max_tokens=4))
 
 
-def make(*pairs: Targets | None, max_retries: int = 0, avoided: list[frozenset[Peer]] | None = None) -> RequestTable:
-    """The attempts run on these pairs, and then always on the same; ``avoided`` is told whom each should not get."""
-    rooms, coming = itertools.count(1), iter(pairs)
+def attempt_in(room: int, decode: Peer = DECODE, cached_tokens: int = 0) -> Attempt:
+    return Attempt(room=Room(room), prefill=PREFILL, decode=decode, cached_tokens=cached_tokens)
 
-    def pick(_ask: GenerateRequest, _room: Room, shunned: frozenset[Peer], _now_s: float) -> Targets | None:
+
+def make(*picks: Attempt | None, max_retries: int = 0, avoided: list[frozenset[Peer]] | None = None) -> RequestTable:
+    """Make one whose attempts are these, and then always on the same pair; ``avoided`` collects what each avoids."""
+    rooms, coming = itertools.count(1), iter(picks)
+
+    def pick(_ask: GenerateRequest, room: Room, shunned: frozenset[Peer], _now_s: float) -> Attempt | None:
         if avoided is not None:
             avoided.append(shunned)
-        return next(coming, Targets(prefill=PREFILL, decode=DECODE))
+        return next(coming, attempt_in(room))
 
     config, breakers = RouterConfig(max_retries=max_retries), Breakers(max_failures=2)
     return RequestTable(ME, config, LoadBook(), breakers, pick, lambda: Room(next(rooms)), retry_backoff_s=2.0)

@@ -11,10 +11,10 @@ from cluster.spec.config import RouterConfig
 from cluster.spec.ids import Room
 from cluster.spec.messages import PageNews, Submit
 from cluster.spec.peer import Peer
-from router.attempts import Attempts, Breakers, LoadBook
+from router.directory import Breakers, LoadBook
 from router.dispatch import RequestTable
 from router.page_index import PageIndex
-from router.request import Action, Attempt, Pick, RequestId, RequestState, Targets
+from router.request import Action, Attempt, Pick, RequestId, RequestState
 
 Patch = pytest.MonkeyPatch
 
@@ -71,36 +71,37 @@ def begin_anew_behind_given_tokens(patch: Patch) -> None:
 
 def retry_in_the_same_room(patch: Patch) -> None:
     """All attempts of a request meet in one room."""
-    begin = Attempts.begin
+    begin = RequestTable._begin
 
-    def begin_in_first_room(self: Attempts, state: RequestState, _room: Room, *others: Any) -> list[Action]:
+    def begin_in_first_room(self: RequestTable, state: RequestState, _room: Room, *others: Any) -> list[Action]:
         return begin(self, state, Room(state.request_id), *others)
 
-    patch.setattr(Attempts, "begin", begin_in_first_room)
+    patch.setattr(RequestTable, "_begin", begin_in_first_room)
 
 
 def cancel_no_other_target(patch: Patch) -> None:
-    """When one target fails, the other is left to find out by itself."""
-    leave = Attempts.leave
+    """When one replica fails, the other is left to find out by itself."""
+    leave = RequestTable._leave
 
-    def leave_without_a_word(self: Attempts, state: RequestState, _cancelled: Sequence[Peer]) -> list[Action]:
+    def leave_without_a_word(self: RequestTable, state: RequestState, _cancelled: Sequence[Peer]) -> list[Action]:
         return leave(self, state, [])
 
-    patch.setattr(Attempts, "leave", leave_without_a_word)
+    patch.setattr(RequestTable, "_leave", leave_without_a_word)
 
 
 def retry_where_it_failed(patch: Patch) -> None:
-    """A request takes the targets that it had, whatever has become of them."""
-    begin = Attempts.begin
+    """A request takes the replicas that it had, whatever has become of them."""
+    begin = RequestTable._begin
 
-    def begin_there(self: Attempts, state: RequestState, room: Room, now_s: float, *others: Any) -> list[Action]:
-        targets[state.request_id] = targets.get(state.request_id) or self._pick(state.request, room, frozenset(), now_s)
+    def begin_there(self: RequestTable, state: RequestState, room: Room, now_s: float, *others: Any) -> list[Action]:
+        first = firsts.get(state.request_id) or self._pick(state.request, room, frozenset(), now_s)
+        firsts[state.request_id] = first
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(self, "_pick", lambda *_: targets[state.request_id])
+            inner.setattr(self, "_pick", lambda *_: first and replace(first, room=room))
             return begin(self, state, room, now_s, *others)
 
-    targets: dict[RequestId, Targets | None] = {}
-    patch.setattr(Attempts, "begin", begin_there)
+    firsts: dict[RequestId, Attempt | None] = {}
+    patch.setattr(RequestTable, "_begin", begin_there)
 
 
 def never_inquire(patch: Patch) -> None:

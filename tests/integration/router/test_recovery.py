@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from router import server
-from router.attempts import Breakers
+from router.directory import Breakers
 from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.model_folder import BOS
 from tests.fakes.replica import FakeReplica

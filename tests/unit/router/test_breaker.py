@@ -1,6 +1,6 @@
 """A breaker opens after failures in a row, lets one request try, and is closed by the first success."""
 
-from router.attempts import Breakers, BreakerState
+from router.directory import Breakers, BreakerState
 from tests.fakes.bootstrap import peer_of
 
 PEER, OTHER = peer_of("decode-0"), peer_of("decode-1")

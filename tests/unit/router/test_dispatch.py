@@ -9,8 +9,8 @@ from cluster.spec.lifecycle import move
 from cluster.spec.messages import Output, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, Sampling, TokenLogprobs
-from router.policies import Load
-from router.request import ENDS, MOVES, Cause, Fail, OutputChunk, RequestPhase, Send, Targets
+from router.directory import Load
+from router.request import ENDS, MOVES, Cause, Fail, OutputChunk, RequestPhase, Send
 from tests.fakes.bootstrap import peer_of
 from tests.fakes.dispatching import (
     ASK,
@@ -19,6 +19,7 @@ from tests.fakes.dispatching import (
     NOW,
     PREFILL,
     assert_empty,
+    attempt_in,
     cancel,
     failure,
     make,
@@ -59,7 +60,7 @@ def test_load_is_counted_until_it_is_done() -> None:
 
 
 def test_what_prefill_has_cached_is_no_load() -> None:
-    dispatch = make(Targets(prefill=PREFILL, decode=DECODE, cached_tokens=2))
+    dispatch = make(attempt_in(1, cached_tokens=2))
     room, _ = dispatch.open(ASK, 1.0, NOW)
     assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=1)
     dispatch.check_integrity()
@@ -198,7 +199,7 @@ def test_no_move_leaves_an_end() -> None:
 
 def test_ids_are_not_confused_between_starts() -> None:
     old, new = peer_of("decode-0", 1), peer_of("decode-0", 2)
-    dispatch = make(*[Targets(prefill=PREFILL, decode=decode) for decode in (old, new)])
+    dispatch = make(*[attempt_in(room, decode) for room, decode in enumerate((old, new), start=1)])
     dispatch.open(ASK, 1.0, NOW)
     dispatch.open(ASK, 1.0, NOW)
     lines = dispatch.load.lines()

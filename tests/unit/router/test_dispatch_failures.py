@@ -8,9 +8,8 @@ from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason
 from cluster.spec.tiers import CachedTokens
-from router.attempts import BreakerState
-from router.policies import Load
-from router.request import Action, AttemptStarted, Cause, Fail, OutputChunk, Targets, Wait
+from router.directory import BreakerState, Load
+from router.request import Action, AttemptStarted, Cause, Fail, OutputChunk, Wait
 from tests.fakes.bootstrap import peer_of
 from tests.fakes.dispatching import (
     ASK,
@@ -18,6 +17,7 @@ from tests.fakes.dispatching import (
     NOW,
     PREFILL,
     assert_empty,
+    attempt_in,
     cancel,
     failure,
     make,
@@ -105,7 +105,7 @@ class TestAnotherAttempt:
         room = opened(dispatch)
         first, place, *submits = dispatch.on_failure(failure(room, PREFILL), NOW)
         assert first == cancel(room, DECODE)
-        assert place == AttemptStarted(request_id=room, room=Room(2), targets=Targets(prefill=PREFILL, decode=DECODE))
+        assert place == AttemptStarted(request_id=room, attempt=attempt_in(2))
         messages = all_of(Submit, [send.message for send in sends_of(submits)])
         assert [(message.room, message.num_given) for message in messages] == [(2, 0), (2, 0)]
         assert avoided == [frozenset(), {PREFILL}]
@@ -114,7 +114,7 @@ class TestAnotherAttempt:
 
     def test_it_goes_on_behind_the_tokens_that_the_client_has(self) -> None:
         other = peer_of("decode-1")
-        dispatch = make(Targets(prefill=PREFILL, decode=DECODE), Targets(prefill=PREFILL, decode=other), max_retries=1)
+        dispatch = make(attempt_in(1), attempt_in(2, other), max_retries=1)
         room = opened(dispatch)
         dispatch.on_output(output(room, 0, 9, 8), NOW)
         actions = dispatch.on_lost(DECODE, NOW)
@@ -167,9 +167,7 @@ class TestAnotherAttempt:
         dispatch.check_integrity()
         assert dispatch.load.lines() == {}
         assert dispatch.expire(11.9) == []
-        assert dispatch.expire(12.0)[0] == AttemptStarted(
-            request_id=room, room=Room(3), targets=Targets(prefill=PREFILL, decode=DECODE)
-        )
+        assert dispatch.expire(12.0)[0] == AttemptStarted(request_id=room, attempt=attempt_in(3))
         assert dispatch.on_failure(failure(Room(3), DECODE), 20.0)[-1] == Wait(until_s=24.0)
         dispatch.expire(24.0)
         (*_, fail) = dispatch.on_failure(failure(Room(4), DECODE), 30.0)
@@ -188,7 +186,7 @@ class TestAnotherAttempt:
         assert_empty(dispatch)
 
     def test_the_last_replica_of_a_role_takes_the_request_with_it(self) -> None:
-        dispatch = make(Targets(prefill=PREFILL, decode=DECODE), None, max_retries=3)
+        dispatch = make(attempt_in(1), None, max_retries=3)
         room = opened(dispatch)
         reason = "no replica is ready for another attempt: decode-0 was lost before the answer was complete"
         assert dispatch.on_lost(DECODE, NOW)[-1] == Fail(request_id=room, cause=Cause.NO_REPLICA, reason=reason)

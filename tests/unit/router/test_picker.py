@@ -15,11 +15,10 @@ from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.tiers import Tier
 from cluster.spec.token_ids import TokenIds
 from cluster.spec.worker_spec import router_shares
-from router.attempts import Breakers, LoadBook
-from router.directory import Directory
+from router.directory import Breakers, Directory, LoadBook
 from router.page_index import PromptKeys
 from router.picker import Picker
-from router.request import GenerateRequest, Targets
+from router.request import Attempt, GenerateRequest
 from tests.fakes.bootstrap import entry_of, peer_of, table_of
 
 ASK = GenerateRequest(prompt_ids=TokenIds.of([1, 2, 3]), sampling=Sampling(), stopping=Stopping(max_tokens=4))
@@ -38,12 +37,12 @@ class Choices:
         )
         self._picker = Picker(config, directory, LoadBook(), self.breakers, random.Random(0))
 
-    def picks(self, *avoided: Peer, now_s: float = 0.0) -> list[Targets | None]:
+    def picks(self, *avoided: Peer, now_s: float = 0.0) -> list[Attempt | None]:
         return [self._picker.pick(ASK, Room(1), frozenset(avoided), now_s) for _ in range(6)]
 
     def names(self, *avoided: Peer, now_s: float = 0.0) -> set[str]:
         picks = self.picks(*avoided, now_s=now_s)
-        return {peer.replica for targets in picks if targets is not None for peer in targets.peers}
+        return {peer.replica for attempt in picks if attempt is not None for peer in attempt.peers}
 
 
 def test_all_are_picked() -> None:
@@ -116,9 +115,9 @@ def test_decode_computes_alone_what_little_its_own_memory_lacks(tier: Tier, *, i
         picker.pages.on_news(news, 0.0)
         news = msgspec.structs.replace(news, number=1, stored=page_keys(prompt, 64, ""), tier=tier)
         picker.pages.on_news(news, 0.0)
-    targets = picker.pick(ask, Room(1), frozenset(), 0.0)
-    assert targets is not None
-    assert (targets.prefill is None) == is_skipped
+    attempt = picker.pick(ask, Room(1), frozenset(), 0.0)
+    assert attempt is not None
+    assert (attempt.prefill is None) == is_skipped
 
 
 def test_several_router_processes_share_the_room_at_each_replica() -> None:

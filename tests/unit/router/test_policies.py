@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from cluster.spec.config import PolicyName, RouterConfig
 from cluster.spec.ids import Room
-from router.policies import POLICIES, Candidate, Load, PickInputs
+from router.directory import Load
+from router.picker import POLICIES, Candidate, PickInputs
 from tests.fakes.bootstrap import peer_of
 
 

@@ -60,4 +60,4 @@ async def test_failure() -> None:
     answer.fail(Fail(request_id=RequestId(1), cause=Cause.REPLICA_LOST, reason="decode-0 is gone"))
     with pytest.raises(RequestFailedError, match="decode-0 is gone") as caught:
         await answer.receive()
-    assert caught.value.cause is Cause.REPLICA_LOST
+    assert caught.value.code == "replica_lost"
