@@ -17,19 +17,16 @@ from router.admission import limit_of
 from router.answer import Answer
 from router.api.body import read
 from router.api.chat import chat_request, markers
-from router.api.completion_shape import CompletionShape
 from router.api.connection import EventStream, JsonAnswer, unless_client_leaves
 from router.api.document import document
 from router.api.front import caller_of, dp_rank_of, header, priority_of, request_id, session_of
 from router.api.intake import choices_of, completion_requests, text_rules
 from router.api.logprobs import ShownPrompt
 from router.api.requests import ChatRequest, CompletionRequest, GenerationBody
-from router.api.response_chat import chat_of, in_own_words
-from router.api.response_objects import ResponseObject
-from router.api.response_request import ResponseRequest
-from router.api.response_shape import ResponseShape
+from router.api.response_request import ResponseRequest, chat_of, in_own_words
+from router.api.response_writer import ResponseObject, ResponseWriter
 from router.api.responses import ChatChunk, ChatCompletion, Completion, PromptTokensDetails, Usage
-from router.api.shapes import ChatShape, Shape
+from router.api.writers import ChatWriter, CompletionWriter, Writer
 from router.errors import ApiError, ClientLeftError
 from router.finished import FinishedRequest
 from router.key_ring import ApiKey
@@ -68,8 +65,8 @@ def routes(service: Service) -> APIRouter:
         arrived_s = service.relay.now_s()
         body = await read(request, CompletionRequest)
         requests = await completion_requests(service, body)
-        shape = CompletionShape(request_id(request), service, body, _prompts(service, body, requests))
-        return await _respond(service, request, body, _make_job(service, request, body, requests, arrived_s), shape)
+        writer = CompletionWriter(request_id(request), service, body, _prompts(service, body, requests))
+        return await _respond(service, request, body, _make_job(service, request, body, requests, arrived_s), writer)
 
     @router.post("/v1/chat/completions", openapi_extra=document(ChatRequest, ChatCompletion, ChatChunk))
     async def chat_completions(request: Request) -> Response:
@@ -77,9 +74,9 @@ def routes(service: Service) -> APIRouter:
         arrived_s = service.relay.now_s()
         body = await read(request, ChatRequest)
         made, new_reader = await chat_request(service, body)
-        shape = ChatShape(request_id(request), service, body, new_reader, made.prompt_ids)
+        writer = ChatWriter(request_id(request), service, body, new_reader, made.prompt_ids)
         job = _make_job(service, request, body, [made], arrived_s, markers(service, body))
-        return await _respond(service, request, body, job, shape)
+        return await _respond(service, request, body, job, writer)
 
     @router.post("/v1/responses", openapi_extra=document(ResponseRequest, ResponseObject))
     async def create_response(request: Request) -> Response:
@@ -92,10 +89,10 @@ def routes(service: Service) -> APIRouter:
             texts = markers(service, chat)
         except ApiError as error:
             raise in_own_words(error) from None
-        shape = ResponseShape(request_id(request), service, body, new_reader())
+        writer = ResponseWriter(request_id(request), service, body, new_reader())
         fields = {"user": body.user} | body.others
         job = _make_job(service, request, chat, [made], arrived_s, texts, fields)
-        return await _respond(service, request, chat, job, shape)
+        return await _respond(service, request, chat, job, writer)
 
     return router
 
@@ -125,15 +122,15 @@ def _make_job(
     )
 
 
-async def _respond(service: Service, request: Request, body: GenerationBody, job: Job, shape: Shape) -> Response:
+async def _respond(service: Service, request: Request, body: GenerationBody, job: Job, writer: Writer) -> Response:
     """Return the answer, whole or as a stream; errors of a stream come when it is written."""
     if body.stream:
         return EventStream(
             open_answer=lambda: opened(service, job),
-            frames=lambda answer: _frames(service, answer, job, body, shape),
-            failed=shape.failed,
+            frames=lambda answer: _frames(service, answer, job, body, writer),
+            failed=writer.failed,
         )
-    return await unless_client_leaves(request.receive, _whole(service, job, shape))
+    return await unless_client_leaves(request.receive, _whole(service, job, writer))
 
 
 @asynccontextmanager
@@ -224,7 +221,7 @@ class Chunks:
         return waiting
 
 
-async def _whole(service: Service, job: Job, shape: Shape) -> Response:
+async def _whole(service: Service, job: Job, writer: Writer) -> Response:
     async with opened(service, job) as answer:
         parts: list[list[OutputChunk]] = [[] for _ in job.requests]
         async for chunks in Chunks(service, job, answer):
@@ -232,11 +229,11 @@ async def _whole(service: Service, job: Job, shape: Shape) -> Response:
                 parts[chunk.index].append(chunk)
         usage = _usage(job, answer, sum(len(chunk.token_ids) for part in parts for chunk in part))
         headers = answer.headers
-    return JsonAnswer(shape.whole(parts, usage), headers=headers)
+    return JsonAnswer(writer.whole(parts, usage), headers=headers)
 
 
 async def _frames(
-    service: Service, answer: Answer, job: Job, body: GenerationBody, shape: Shape
+    service: Service, answer: Answer, job: Job, body: GenerationBody, writer: Writer
 ) -> AsyncGenerator[bytes, None]:
     """Yield an event for every token, even without complete text: clients count and time tokens by events.
 
@@ -249,13 +246,13 @@ async def _frames(
         for chunk in chunks:
             if chunk.index not in begun:
                 begun.add(chunk.index)
-                events.append(shape.opening(chunk))
+                events.append(writer.opening(chunk))
             num_tokens += len(chunk.token_ids)
             usage = _usage(job, answer, num_tokens) if with_usage else None
-            events.append(shape.chunk(chunk, usage))
+            events.append(writer.chunk(chunk, usage))
         if events:
             yield b"".join(events)
-    yield shape.closing(_usage(job, answer, num_tokens))
+    yield writer.closing(_usage(job, answer, num_tokens))
 
 
 def _usage(job: Job, answer: Answer, completion_tokens: int) -> Usage:

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from router.api.requests import ChatRequest
-from router.api.response_chat import chat_of
-from router.api.response_request import ResponseRequest
+from router.api.response_request import ResponseRequest, chat_of
 from router.api.unsupported import HARMLESS, refuse_unsupported
 from router.errors import ApiError
 

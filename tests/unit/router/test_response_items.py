@@ -7,8 +7,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api.response_items import Event, OutputItems
-from router.api.response_objects import OutputCall, OutputItem, OutputMessage, OutputThoughts
+from router.api.response_writer import Event, OutputCall, OutputItem, OutputItems, OutputMessage, OutputThoughts
 from router.api.responses import ChosenLogprob
 from router.message import MessageReader
 from router.reasoning import Thinking

@@ -9,7 +9,7 @@ from openai.types.responses.response_usage import InputTokensDetails, OutputToke
 from pydantic import BaseModel
 
 from router.api.response_request import ResponseRequest
-from router.api.response_shape import ResponseShape
+from router.api.response_writer import ResponseWriter
 from router.api.responses import PromptTokensDetails, Usage
 from router.message import MessageReader
 from router.sampling_defaults import SamplingDefaults
@@ -25,7 +25,7 @@ def test_tokens_of_lower_tiers_are_told_and_left_out_where_there_are_none(
         Service, SimpleNamespace(tokenizer=None, model=SimpleNamespace(name="m", sampling_defaults=SamplingDefaults()))
     )
     body = ResponseRequest.model_validate({"model": "m", "input": "a"})
-    shape = ResponseShape("x", service, body, MessageReader())
+    shape = ResponseWriter("x", service, body, MessageReader())
     details = PromptTokensDetails(cached_tokens=32, **tiers)
     usage = Usage(prompt_tokens=40, completion_tokens=2, total_tokens=42, prompt_tokens_details=details)
     written = told(shape, usage, is_streamed=is_streamed)
@@ -39,7 +39,7 @@ def fields_of(model: type[BaseModel]) -> set[str]:
     return {name for name, field in model.model_fields.items() if field.is_required()}
 
 
-def told(shape: ResponseShape, usage: Usage, *, is_streamed: bool) -> dict[str, Any]:
+def told(shape: ResponseWriter, usage: Usage, *, is_streamed: bool) -> dict[str, Any]:
     if not is_streamed:
         return cast("dict[str, Any]", json.loads(shape.whole([[]], usage))["usage"])
     *_, last = shape.closing(usage).decode().strip().split("data: ")

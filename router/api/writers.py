@@ -1,4 +1,4 @@
-"""JSON shape of responses: the interface, and the shape of ``/v1/chat/completions``."""
+"""Writers of answers: the interface, and those of ``/v1/chat/completions`` and ``/v1/completions``."""
 
 import time
 from abc import ABC, abstractmethod
@@ -11,13 +11,22 @@ from msgspec import UNSET, UnsetType
 
 from cluster.spec.sampling import FinishReason
 from router.api.connection import event
-from router.api.logprobs import ShownPrompt, chat_logprobs, prompt_logprobs
+from router.api.logprobs import (
+    ShownPrompt,
+    chat_logprobs,
+    completion_logprobs,
+    echo_logprobs,
+    joined,
+    prompt_logprobs,
+)
 from router.api.requests import ChatRequest, GenerationBody
 from router.api.responses import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
+    Completion,
+    CompletionChoice,
     Delta,
     FunctionCall,
     Message,
@@ -33,10 +42,10 @@ from router.request import OutputChunk
 from router.service import Service
 from router.text import join
 
-encode_json = msgspec.json.Encoder().encode
+_encode_json = msgspec.json.Encoder().encode
 
 
-class Shape(Protocol):
+class Writer(Protocol):
     """Writes one answer in the form of its route: whole as JSON, or as frames of server-sent events."""
 
     def opening(self, first: OutputChunk) -> bytes:
@@ -55,7 +64,7 @@ class Shape(Protocol):
         """Return the whole answer, from the chunks of every choice."""
 
 
-class TextShape(ABC):
+class TextWriter(ABC):
     """Common parts of chats and completions."""
 
     def __init__(self, response_id: str, service: Service, body: GenerationBody) -> None:
@@ -89,7 +98,7 @@ class TextShape(ABC):
         return UNSET if num_top is None else prompt_logprobs(self._tokenizer, prompt, num_top)
 
 
-class ChatShape(TextShape):
+class ChatWriter(TextWriter):
     """``/v1/chat/completions``."""
 
     def __init__(
@@ -116,7 +125,7 @@ class ChatShape(TextShape):
             delta=_delta(self._read(chunk)),
             logprobs=chat_logprobs(self._tokenizer, chunk) if chunk.logprobs else None,
             finish_reason=self._finish_reason(chunk),
-            stop_reason=stop_reason(chunk),
+            stop_reason=_stop_reason(chunk),
             token_ids=self._token_ids(chunk),
         )
         return self._frame([choice], usage)
@@ -129,13 +138,13 @@ class ChatShape(TextShape):
                 message=_message(self._read(chunk)),
                 logprobs=chat_logprobs(self._tokenizer, chunk) if chunk.logprobs else None,
                 finish_reason=self._finish_reason(chunk),
-                stop_reason=stop_reason(chunk),
+                stop_reason=_stop_reason(chunk),
                 token_ids=self._token_ids(chunk),
             )
             for index, chunk in enumerate(chunks)
         ]
         prompt = ShownPrompt(self._prompt_ids, logprobs=chunks[0].prompt_logprobs)
-        return encode_json(
+        return _encode_json(
             ChatCompletion(
                 id=self._id,
                 created=self._created,
@@ -175,10 +184,89 @@ class ChatShape(TextShape):
             prompt_token_ids=prompt_token_ids,
             usage=self._no_usage if usage is None else usage,
         )
-        return event(encode_json(chunk))
+        return event(_encode_json(chunk))
 
 
-def stop_reason(chunk: OutputChunk) -> StopReason:
+class CompletionWriter(TextWriter):
+    """``/v1/completions``, with echoed prompts."""
+
+    def __init__(self, request_id: str, service: Service, body: GenerationBody, prompts: Sequence[ShownPrompt]) -> None:
+        super().__init__(f"cmpl-{request_id}", service, body)
+        self._prompts = prompts
+        self._with_logprobs = body.num_logprobs is not None
+        self._begun: set[int] = set()
+        """Choices whose prompt token ids were written."""
+
+    def opening(self, first: OutputChunk) -> bytes:
+        """Return the prompt, where it is echoed."""
+        prompt = self._prompt_of(first.index, first)
+        if prompt.echo is None:
+            return b""
+        choice = CompletionChoice(
+            index=first.index,
+            text=prompt.echo,
+            logprobs=echo_logprobs(self._tokenizer, prompt) if self._with_logprobs else None,
+            finish_reason=None,
+            prompt_token_ids=self._first_prompt_token_ids(first.index, prompt),
+        )
+        return event(self._encode([choice], None))
+
+    def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
+        prompt = self._prompt_of(chunk.index, chunk)
+        choice = CompletionChoice(
+            index=chunk.index,
+            text=chunk.text,
+            logprobs=completion_logprobs(self._tokenizer, chunk, len(prompt.echo or "")),
+            finish_reason=chunk.finish,
+            stop_reason=_stop_reason(chunk),
+            prompt_token_ids=self._first_prompt_token_ids(chunk.index, prompt),
+            token_ids=self._token_ids(chunk),
+        )
+        return event(self._encode([choice], usage))
+
+    def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
+        return self._encode([self._choice(index, join(chunks)) for index, chunks in enumerate(choices)], usage)
+
+    def _usage_frame(self, usage: Usage) -> bytes:
+        return event(self._encode([], usage))
+
+    def _choice(self, index: int, chunk: OutputChunk) -> CompletionChoice:
+        prompt = self._prompt_of(index, chunk)
+        echo = prompt.echo or ""
+        logprobs = completion_logprobs(self._tokenizer, chunk, len(echo))
+        if prompt.echo is not None and self._with_logprobs:
+            logprobs = joined(echo_logprobs(self._tokenizer, prompt), logprobs)
+        return CompletionChoice(
+            index=index,
+            text=echo + chunk.text,
+            logprobs=logprobs,
+            prompt_logprobs=self._prompt_logprobs(prompt),
+            finish_reason=chunk.finish,
+            stop_reason=_stop_reason(chunk),
+            prompt_token_ids=self._prompt_token_ids(prompt.token_ids),
+            token_ids=self._token_ids(chunk),
+        )
+
+    def _first_prompt_token_ids(self, index: int, prompt: ShownPrompt) -> list[int] | UnsetType:
+        if not self._with_token_ids or index in self._begun:
+            return UNSET
+        self._begun.add(index)
+        return self._prompt_token_ids(prompt.token_ids)
+
+    def _prompt_of(self, index: int, chunk: OutputChunk) -> ShownPrompt:
+        """Return the prompt of a choice; the first chunk of its first choice has its log-probabilities."""
+        prompt = self._prompts[index // self._num_choices]
+        prompt.logprobs = chunk.prompt_logprobs or prompt.logprobs
+        return prompt
+
+    def _encode(self, choices: list[CompletionChoice], usage: Usage | None) -> bytes:
+        written = self._no_usage if usage is None else usage
+        return _encode_json(
+            Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=written)
+        )
+
+
+def _stop_reason(chunk: OutputChunk) -> StopReason:
     """Return what ended a choice; unset before its end."""
     return UNSET if chunk.finish is None else chunk.stopped_by
 

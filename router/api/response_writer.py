@@ -1,0 +1,374 @@
+"""Writer of ``/v1/responses``: the object, its items (thoughts, messages, calls), and the events of its stream."""
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from cluster.spec.sampling import FinishReason
+from router.api.intake import given_or
+from router.api.logprobs import chat_logprobs
+from router.api.response_request import SEALED_THOUGHTS, Reasoning, ResponseRequest, sealed
+from router.api.responses import ChosenLogprob, PromptTokensDetails, Usage
+from router.errors import RequestFailedError
+from router.message import MessageEvent, MessageReader, Thought, new_call_id
+from router.request import OutputChunk
+from router.service import Service
+from router.tool_calls.call_scanner import Argued, CallBegun, Said
+
+_encoder = msgspec.json.Encoder()
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag="output_text"):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[ChosenLogprob] = []
+
+
+class ReasoningText(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning_text"):
+    text: str
+
+
+class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
+    id: str
+    status: ItemStatus
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class OutputThoughts(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning"):
+    id: str
+    status: ItemStatus
+    summary: list[Any] = []
+    content: list[ReasoningText]
+    encrypted_content: str | None = None
+
+
+class OutputCall(msgspec.Struct, frozen=True, kw_only=True, tag="function_call"):
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = OutputMessage | OutputThoughts | OutputCall
+
+
+class InputTokensDetails(PromptTokensDetails, frozen=True, kw_only=True, omit_defaults=True):
+    cache_write_tokens: int
+    """Tokens that OpenAI charges for; always 0 here."""
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseError(msgspec.Struct, frozen=True, kw_only=True):
+    code: str | None
+    message: str
+
+
+class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: dict[str, Any]
+    store: bool = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None
+
+
+Event = tuple[str, dict[str, Any]]
+"""Type and fields of a server-sent event."""
+
+
+class OutputItems:
+    """The items so far. One grows at a time; what belongs to another one ends it."""
+
+    def __init__(self, request_id: str, *, seals_thoughts: bool = False) -> None:
+        """``seals_thoughts`` adds a form of thoughts for clients that keep no other."""
+        self._request_id = request_id
+        self._seals_thoughts = seals_thoughts
+        self._ended: list[OutputItem] = []
+        self._growing: _Growing | None = None
+        self._pending: list[ChosenLogprob] = []
+        """Log-probabilities of tokens whose text has not come."""
+
+    @property
+    def is_thinking(self) -> bool:
+        return isinstance(self._growing, _Thoughts)
+
+    def push(self, read: Sequence[MessageEvent], logprobs: Sequence[ChosenLogprob] = ()) -> list[Event]:
+        """Take what follows in the message, and the log-probabilities of its tokens."""
+        self._pending += logprobs
+        events: list[Event] = []
+        for event in read:
+            match event:
+                case Thought(text):
+                    events += self._grow(_Thoughts, text)
+                case Said(text):
+                    events += self._grow(_Message, text)
+                case CallBegun(name):
+                    events += self._end("completed")
+                    events += self._begin(_Call(self._request_id, len(self._ended), name))
+                case Argued(text):
+                    assert isinstance(self._growing, _Call), "arguments follow their call"
+                    events += self._growing.grow(text, self._take_pending())
+        return events
+
+    def end(self, status: ItemStatus) -> tuple[list[OutputItem], list[Event]]:
+        """Return every item, at least one, and the events of the last one's end."""
+        is_message = isinstance(self._growing, _Message)
+        events = self._grow(_Message, "") if self._growing is None or (is_message and self._pending) else []
+        events += self._end(status)
+        return self._ended, events
+
+    def _grow(self, kind: "type[_Thoughts | _Message]", text: str) -> list[Event]:
+        events: list[Event] = []
+        if not isinstance(self._growing, kind):
+            events += self._end("completed")
+            events += self._begin(kind(self._request_id, len(self._ended)))
+        assert self._growing is not None
+        return events + self._growing.grow(text, self._take_pending())
+
+    def _begin(self, item: "_Growing") -> list[Event]:
+        self._growing = item
+        return item.begin()
+
+    def _take_pending(self) -> list[ChosenLogprob]:
+        pending, self._pending = self._pending, []
+        return pending
+
+    def _end(self, status: ItemStatus) -> list[Event]:
+        ended, self._growing = self._growing, None
+        if ended is None:
+            return []
+        item = ended.item(status)
+        if self._seals_thoughts and isinstance(item, OutputThoughts):
+            item = msgspec.structs.replace(item, encrypted_content=sealed(ended.text))
+        self._ended.append(item)
+        return ended.end(item)
+
+
+class _Growing:
+    """An item that grows; the subclasses differ in what they write."""
+
+    prefix: ClassVar[str]
+    text_event: ClassVar[str]
+    """Name of the events about its text."""
+
+    def __init__(self, request_id: str, index: int) -> None:
+        self.item_id = f"{self.prefix}_{request_id}_{index}"
+        self._index = index
+        self._texts: list[str] = []
+        self._logprobs: list[ChosenLogprob] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    def item(self, status: ItemStatus) -> OutputItem:
+        """Return the item as it stands."""
+        raise NotImplementedError
+
+    def part(self) -> OutputText | ReasoningText | None:
+        """Return its only content part so far; None for an item without parts."""
+        return None
+
+    def begin(self) -> list[Event]:
+        added = ("response.output_item.added", {"output_index": self._index, "item": self.item("in_progress")})
+        return [added, *self._part_event("content_part.added")]
+
+    def grow(self, text: str, logprobs: list[ChosenLogprob]) -> list[Event]:
+        """Add text, with the log-probabilities of its tokens where requested."""
+        self._texts.append(text)
+        self._logprobs += logprobs
+        return [self._event(f"{self.text_event}.delta", delta=text, **self._shown(logprobs))]
+
+    def end(self, item: OutputItem) -> list[Event]:
+        word = "arguments" if isinstance(self, _Call) else "text"
+        done = self._event(f"{self.text_event}.done", **{word: self.text}, **self._shown(self._logprobs))
+        over = ("response.output_item.done", {"output_index": self._index, "item": item})
+        return [done, *self._part_event("content_part.done"), over]
+
+    def _shown(self, logprobs: list[ChosenLogprob]) -> dict[str, Any]:
+        """Return further fields of events about the text."""
+        del logprobs
+        return {}
+
+    def _part_event(self, kind: str) -> list[Event]:
+        part = self.part()
+        return [] if part is None else [self._event(kind, content_index=0, part=part)]
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return f"response.{kind}", {"item_id": self.item_id, "output_index": self._index, **fields}
+
+
+class _Thoughts(_Growing):
+    prefix, text_event = "rs", "reasoning_text"
+
+    def item(self, status: ItemStatus) -> OutputThoughts:
+        return OutputThoughts(id=self.item_id, status=status, content=[] if status == "in_progress" else [self.part()])
+
+    def part(self) -> ReasoningText:
+        return ReasoningText(text=self.text)
+
+    def _shown(self, logprobs: list[ChosenLogprob]) -> dict[str, Any]:
+        del logprobs
+        return {"content_index": 0}
+
+
+class _Message(_Growing):
+    prefix, text_event = "msg", "output_text"
+
+    def item(self, status: ItemStatus) -> OutputMessage:
+        return OutputMessage(id=self.item_id, status=status, content=[] if status == "in_progress" else [self.part()])
+
+    def part(self) -> OutputText:
+        return OutputText(text=self.text, logprobs=[*self._logprobs])
+
+    def _shown(self, logprobs: list[ChosenLogprob]) -> dict[str, Any]:
+        return {"content_index": 0, "logprobs": logprobs}
+
+
+class _Call(_Growing):
+    prefix, text_event = "fc", "function_call_arguments"
+
+    def __init__(self, request_id: str, index: int, name: str) -> None:
+        super().__init__(request_id, index)
+        self._name = name
+        self._call_id = new_call_id()
+
+    def item(self, status: ItemStatus) -> OutputCall:
+        return OutputCall(id=self.item_id, status=status, call_id=self._call_id, name=self._name, arguments=self.text)
+
+
+class ResponseWriter:
+    """See ``router.api.writers.Writer``; events are numbered in the order of calls."""
+
+    def __init__(self, request_id: str, service: Service, body: ResponseRequest, reader: MessageReader) -> None:
+        self._tokenizer = service.tokenizer
+        self._reader = reader
+        self._numbers = itertools.count()
+        self._items = OutputItems(request_id, seals_thoughts=SEALED_THOUGHTS in (body.include or ()))
+        self._finish: FinishReason | None = None
+        self._num_thought_tokens = 0
+        self._num_tokens = 0
+        self._begun = _begun(request_id, service, body)
+
+    def opening(self, first: OutputChunk) -> bytes:
+        """Return the events that the response was created; the first chunk brings none of its own."""
+        del first
+        kinds = ("response.created", "response.in_progress")
+        return self._write([(kind, {"response": self._begun}) for kind in kinds])
+
+    def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
+        del usage  # it comes with the last event
+        return self._write(self._take(chunk))
+
+    def _take(self, chunk: OutputChunk) -> list[Event]:
+        """Take the next token; return its events."""
+        read = self._reader.read(chunk.text, is_end=chunk.finish is not None)
+        logprobs = chat_logprobs(self._tokenizer, chunk).content if chunk.logprobs else ()
+        events = self._items.push(read, logprobs)
+        self._finish = chunk.finish
+        self._num_tokens += len(chunk.token_ids)
+        if self._items.is_thinking:
+            self._num_thought_tokens = self._num_tokens
+        return events
+
+    def closing(self, usage: Usage) -> bytes:
+        ended, events = self._ended(usage)
+        return self._write([*events, (f"response.{ended.status}", {"response": ended})])
+
+    def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
+        for chunk in choices[0]:
+            self._take(chunk)
+        return _encoder.encode(self._ended(usage)[0])
+
+    def failed(self, error: RequestFailedError) -> bytes:
+        why = ResponseError(code=error.code, message=str(error))
+        failed = msgspec.structs.replace(self._begun, status="failed", error=why)
+        return self._write([("response.failed", {"response": failed})])
+
+    def _ended(self, usage: Usage) -> tuple[ResponseObject, list[Event]]:
+        status: Literal["completed", "incomplete"]
+        status = "incomplete" if self._finish is FinishReason.LENGTH else "completed"
+        items, events = self._items.end(status)
+        cached = usage.prompt_tokens_details
+        ended = msgspec.structs.replace(
+            self._begun,
+            status=status,
+            incomplete_details=IncompleteDetails() if status == "incomplete" else None,
+            output=items,
+            usage=ResponseUsage(
+                input_tokens=usage.prompt_tokens,
+                input_tokens_details=InputTokensDetails(**msgspec.structs.asdict(cached), cache_write_tokens=0),
+                output_tokens=usage.completion_tokens,
+                output_tokens_details=OutputTokensDetails(reasoning_tokens=self._num_thought_tokens),
+                total_tokens=usage.total_tokens,
+            ),
+        )
+        return ended, events
+
+    def _write(self, events: Iterable[Event]) -> bytes:
+        return b"".join(self._event(kind, fields) for kind, fields in events)
+
+    def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
+        data = {"type": kind, "sequence_number": next(self._numbers), **fields}
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encoder.encode(data))
+
+
+def _begun(request_id: str, service: Service, body: ResponseRequest) -> ResponseObject:
+    """Return the response before its first token, with the request's fields."""
+    written = body.text.format if body.text is not None else None
+    return ResponseObject(
+        id=f"resp_{request_id}",
+        created_at=int(time.time()),
+        status="in_progress",
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        model=service.model.name,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning=(body.reasoning or Reasoning()).model_dump(),
+        temperature=given_or(body.temperature, service.model.sampling_defaults.temperature),
+        text={"format": {"type": "text"} if written is None else written.model_dump(by_alias=True, exclude_unset=True)},
+        tool_choice=body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
+        tools=[tool.model_dump() for tool in body.tools or ()],
+        top_p=given_or(body.top_p, service.model.sampling_defaults.top_p),
+        user=body.user,
+    )
