@@ -3,8 +3,11 @@
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cluster.grammar import Grammars
 from cluster.spec.config import DeployConfig
@@ -12,16 +15,37 @@ from cluster.spec.errors import UserError
 from cluster.spec.worker_spec import RouterShare
 from cluster.tokenizer import Tokenizer
 from router.admission import Gate, KeyLimits
+from router.api.requests import MinP, RepetitionPenalty, Temperature, TopK, TopP
 from router.directory import Directory
 from router.dispatch import RequestTable
 from router.finished import MAX_RECENT, FinishedRequest
 from router.key_ring import KeyRing
+from router.message import has_thoughts
 from router.metrics import Metrics
-from router.reasoning import has_thoughts
 from router.relay import Relay
-from router.sampling_defaults import SamplingDefaults, defaults_of
 from router.tool_calls.dialects import Dialect, find_dialect
 from router.tracing import Tracing
+
+
+class SamplingDefaults(BaseModel):
+    """Values for the parameters that a request leaves out: the model's, else OpenAI's."""
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+
+
+def defaults_of(generation_config: Mapping[str, Any]) -> SamplingDefaults:
+    """Read a model's file; like vLLM, ignore illegal values and ``do_sample``."""
+    allowed: dict[str, Any] = {}
+    for name in SamplingDefaults.model_fields.keys() & generation_config.keys():
+        with suppress(ValidationError):
+            allowed[name] = getattr(SamplingDefaults.model_validate({name: generation_config[name]}), name)
+    return SamplingDefaults(**allowed)
 
 
 @dataclass(frozen=True, kw_only=True)

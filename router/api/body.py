@@ -1,24 +1,41 @@
-"""Receives the bodies of requests and reads each into its schema, or says what is wrong with it."""
+"""Receives the bodies of requests and reads each into its schema, or says what is wrong with it.
+
+The token ids of a long body are taken out before pydantic reads it, which would make a Python number of each. Anything
+that is not certainly a list of integers is left to pydantic, which reports what is wrong.
+"""
 
 import asyncio
+import re
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import ValidationError
+import numpy as np
+import simdjson
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
-from router.api import requests
-from router.api.long_ids import cut_ids
-from router.api.requests import EXPECTED
+from cluster.spec.token_ids import TokenIds
+from router.api import constraint_fields
 from router.api.unsupported import refuse_unsupported
 from router.errors import ApiError, bad_request
 
-Body = TypeVar("Body", bound=requests.Body)
-
+EXPECTED = {
+    "prompt": "a string, a list of strings, a list of token ids, or a list of such lists; no list may be empty",
+    "stop": "a string, or a list of at most 16 strings; none of them empty",
+    "input": "a string, or a list of messages, function calls, their outputs, and reasoning",
+    "content": "a string, or a list of parts of type text or refusal; images, audio and files are not supported",
+} | constraint_fields.EXPECTED
+"""The fields that may have several types, in words."""
+_LONG_BYTES = 2048
+"""Pydantic is as fast on shorter bodies."""
+_PLACEHOLDER = secrets.token_hex(16)
+"""Replaces the ids; unknown to the authors of bodies."""
+_OPENING = re.compile(rb"\s*:\s*\[")
 _WORDS = {
     "extra_forbidden": "there is no such field",
     "too_short": "items needed: at least {min_length}",
@@ -32,6 +49,20 @@ _MOST_LARGEST = 8
 """Bodies of the largest size that may be arriving at the same time."""
 _CLOSE = {"connection": "close"}
 """Nothing more is awaited from a client that is too slow, or that there is no memory for."""
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+    ids_field: ClassVar[str | None] = None
+    """The field that may have thousands of token ids; its validator is ``put_back``."""
+    expected: ClassVar[Mapping[str, str]] = EXPECTED
+
+    @property
+    def others(self) -> dict[str, Any]:
+        return self.model_extra or {}
+
+
+Read = TypeVar("Read", bound=Body)
 
 
 class ArrivingBodies:
@@ -86,7 +117,7 @@ class ArrivingBodies:
         return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large", headers=_CLOSE)
 
 
-async def read(request: Request, schema: type[Body]) -> Body:
+async def read(request: Request, schema: type[Read]) -> Read:
     """Receive and read the body of a request.
 
     Raises:
@@ -96,7 +127,7 @@ async def read(request: Request, schema: type[Body]) -> Body:
     return parse(await request.app.state.bodies.receive(request), schema)
 
 
-def parse(content: bytes, schema: type[Body]) -> Body:
+def parse(content: bytes, schema: type[Read]) -> Read:
     """Read the bytes of a body."""
     if (body := _read_cut(content, schema)) is not None:
         return body
@@ -112,7 +143,7 @@ def parse(content: bytes, schema: type[Body]) -> Body:
         raise problem_of(first, schema.expected) from None
 
 
-def _read_cut(content: bytes, schema: type[Body]) -> Body | None:
+def _read_cut(content: bytes, schema: type[Read]) -> Read | None:
     """Read a valid body with a long list of token ids without making a number of each; None for any other."""
     field = schema.ids_field
     if field is None or (cut := cut_ids(content, field)) is None:
@@ -122,6 +153,39 @@ def _read_cut(content: bytes, schema: type[Body]) -> Body | None:
         body = schema.model_validate_json(rest, context=ids)
         return body if getattr(body, field) is ids else None
     return None
+
+
+def cut_ids(body: bytes, field: str) -> tuple[bytes, TokenIds] | None:
+    """Split a body into the rest and the ids of a field; None where there are none, or perhaps something else.
+
+    In JSON an unescaped quote after ``{`` or ``,`` only begins a key or a string, so a match is a key, though perhaps
+    not of the outermost object: the caller must check that ``put_back`` has put the ids back.
+    """
+    name = b'"%b"' % field.encode()
+    at = body.find(name) if len(body) >= _LONG_BYTES else -1
+    opening = _OPENING.match(body, at + len(name)) if at >= 0 else None
+    if opening is None or not body[:at].rstrip(b" \t\r\n").endswith((b"{", b",")):
+        return None
+    start, end = opening.end() - 1, body.find(b"]", opening.end()) + 1
+    ids = _ids_in(body[start:end])
+    return None if ids is None else (b'%b"%b"%b' % (body[:start], _PLACEHOLDER.encode(), body[end:]), ids)
+
+
+def put_back(given: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+    """Validate the field: replace the placeholder by the ids that were cut out."""
+    return info.context if given == _PLACEHOLDER and info.context is not None else handler(given)
+
+
+def _ids_in(numbers: bytes) -> TokenIds | None:
+    """Return the ids of a JSON array; None unless it has some, and nothing else."""
+    try:
+        wide = np.frombuffer(simdjson.Parser().parse(numbers).as_buffer(of_type="i"), np.uint64)  # type: ignore[union-attr]
+    except (TypeError, ValueError, RuntimeError):
+        # RuntimeError for numbers of more than 64 bits.
+        return None
+    # Read as unsigned, negative ones are the highest.
+    is_sound = len(wide) and wide.max() < 2**31
+    return TokenIds(wide.astype("<i4").tobytes()) if is_sound else None
 
 
 def problem_of(error: ErrorDetails, expected: Mapping[str, str] = EXPECTED) -> ApiError:

@@ -12,8 +12,7 @@ from router.api.constraint_fields import AllowedTools, NamedTool, Tool, may_talk
 from router.api.intake import check, make_request, max_tokens, off_loop
 from router.api.requests import ChatMessage, ChatRequest, TemplateBody
 from router.errors import bad_request
-from router.message import MessageReader, NewReader
-from router.reasoning import CLOSING, OPENING, Thinking, thinking_after
+from router.message import CLOSING, OPENING, MessageReader, NewReader, Thinking, thinking_after
 from router.request import GenerateRequest
 from router.service import Service
 from router.tool_calls.dialects import Dialect

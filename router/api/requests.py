@@ -5,16 +5,20 @@ from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, WrapValidator
+from pydantic import ConfigDict, Field, WrapValidator
 
-from router.api import constraint_fields
+from router.api.body import Body, put_back
 from router.api.constraint_fields import Choices, Pattern, ResponseFormat, Schema, StructuredOutputs, Tool, ToolChoice
-from router.api.long_ids import put_back
-from router.sampling_defaults import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 Positive = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 DpRank = Annotated[int, Field(ge=0, lt=2**31)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopP = Annotated[float, Field(ge=0, le=1)]
+"""0 keeps only the likeliest token."""
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
@@ -30,31 +34,12 @@ StopText = Annotated[str, Field(min_length=1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """Reasoning effort; models without levels think unless it is none."""
 
-EXPECTED = {
-    "prompt": "a string, a list of strings, a list of token ids, or a list of such lists; no list may be empty",
-    "stop": "a string, or a list of at most 16 strings; none of them empty",
-    "input": "a string, or a list of messages, function calls, their outputs, and reasoning",
-    "content": "a string, or a list of parts of type text or refusal; images, audio and files are not supported",
-} | constraint_fields.EXPECTED
-"""The fields that may have several types, in words."""
-
 _STRICT = ConfigDict(extra="forbid")
 """Strict bodies for the administrator: a misspelt name would mean all replicas."""
 _FORMS = frozenset(
     {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
     | {"json_schema", "regex", "ebnf", "response_format"}
 )
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
-    ids_field: ClassVar[str | None] = None
-    """The field that may have thousands of token ids; its validator is ``put_back``."""
-    expected: ClassVar[Mapping[str, str]] = EXPECTED
-
-    @property
-    def others(self) -> dict[str, Any]:
-        return self.model_extra or {}
 
 
 class StreamOptions(Body):

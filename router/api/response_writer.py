@@ -16,7 +16,7 @@ from router.errors import RequestFailedError
 from router.message import MessageEvent, MessageReader, Thought, new_call_id
 from router.request import OutputChunk
 from router.service import Service
-from router.tool_calls.call_scanner import Argued, CallBegun, Said
+from router.tool_calls.parsers import Argued, CallBegun, Said
 
 _encoder = msgspec.json.Encoder()
 

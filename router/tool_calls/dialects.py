@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from cluster.spec.config import ToolParserName
-from router.tool_calls import hermes, llama3
-from router.tool_calls.call_scanner import KEYS, ToolParser
+from router.tool_calls.parsers import CLOSING, KEYS, OPENING, PYTHON_TAG, HermesParser, Llama3Parser, ToolParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,29 +73,29 @@ _MEMBERS = "|".join(f'"{key}"' for key in sorted(KEYS))
 
 DIALECTS: dict[str, Dialect] = {
     "hermes": Dialect(
-        parser=hermes.HermesParser,
+        parser=HermesParser,
         opening='<tool_call>\n{"name": ',
         arguments=', "arguments": ',
         closing="}\n</tool_call>",
         between="\n",
-        text=f"/(?s:.+)/ & ~/(?s:.*){hermes.OPENING}(?s:.*)/",
-        marker=hermes.OPENING,
-        markers=(hermes.OPENING, hermes.CLOSING),
+        text=f"/(?s:.+)/ & ~/(?s:.*){OPENING}(?s:.*)/",
+        marker=OPENING,
+        markers=(OPENING, CLOSING),
         # Other models use the same markers, but no JSON between them.
         fits=lambda template: (
-            hermes.OPENING in template and not any(other in template for other in ("<function=", "<arg_key>"))
+            OPENING in template and not any(other in template for other in ("<function=", "<arg_key>"))
         ),
     ),
     "llama3": Dialect(
-        parser=llama3.Llama3Parser,
+        parser=Llama3Parser,
         opening='{"name": ',
         arguments=', "parameters": ',
         closing="}",
         between="; ",
-        text=rf"/(?s:.+)/ & ~/\s*({re.escape(llama3.TAG)})?\s*\{{\s*({_MEMBERS})(?s:.*)/",
+        text=rf"/(?s:.+)/ & ~/\s*({re.escape(PYTHON_TAG)})?\s*\{{\s*({_MEMBERS})(?s:.*)/",
         marker="",
         markers=(),
-        fits=lambda template: llama3.TAG in template or ("<|eot_id|>" in template and '"parameters"' in template),
+        fits=lambda template: PYTHON_TAG in template or ("<|eot_id|>" in template and '"parameters"' in template),
     ),
 }
 

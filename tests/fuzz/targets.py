@@ -37,8 +37,8 @@ from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import CheckPages, Done, PageDigests
 from cluster.supervisor.events import Tick
 from cluster.supervisor.orders import DrainOrder, RestartOrder, ResumeOrder, ScaleOrder, TellOrder
-from router.api.body import parse
-from router.api.requests import Body, ChatRequest, CompletionRequest
+from router.api.body import Body, parse
+from router.api.requests import ChatRequest, CompletionRequest
 from router.api.response_request import ResponseRequest
 from router.errors import ApiError
 from router.key_ring import read_keys

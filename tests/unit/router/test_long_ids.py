@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cluster.spec.token_ids import TokenIds
-from router.api.body import _read_cut
-from router.api.long_ids import cut_ids
+from router.api.body import _read_cut, cut_ids
 from router.api.requests import ChatRequest, CompletionRequest
 
 LONG = [7, 151_935, 0, 2**31 - 1] * 300

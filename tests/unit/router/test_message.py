@@ -7,10 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.message import MessagePart, MessageReader
-from router.reasoning import Thinking, has_thoughts, thinking_after
-from router.tool_calls.call_scanner import ToolParser
+from router.message import MessagePart, MessageReader, Thinking, has_thoughts, thinking_after
 from router.tool_calls.dialects import DIALECTS, find_dialect
+from router.tool_calls.parsers import ToolParser
 
 NAMES = ["get", "put"]
 

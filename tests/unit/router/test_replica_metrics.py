@@ -7,7 +7,7 @@ from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import ComputeTimes, RankCoords, RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.tiers import JOB_BOUNDS_S, RankTiers, RankWork, StorageFigures, TierJobKind, TierState
-from router.replica_metrics import replica_metrics
+from router.state_metrics import replica_metrics
 from tests.fakes.paged_ranks import row
 from tests.fakes.rows import tier_state
 

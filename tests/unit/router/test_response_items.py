@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from router.api.response_writer import Event, OutputCall, OutputItem, OutputItems, OutputMessage, OutputThoughts
 from router.api.responses import ChosenLogprob
-from router.message import MessageReader
-from router.reasoning import Thinking
-from router.tool_calls.hermes import HermesParser
+from router.message import MessageReader, Thinking
+from router.tool_calls.parsers import HermesParser
 
 CALLS = [("get", '{"a": [1, "}"]}'), ("stop", "{}")]
 WRITTEN = [f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>' for name, arguments in CALLS]

@@ -12,8 +12,7 @@ from router.api.response_request import ResponseRequest
 from router.api.response_writer import ResponseWriter
 from router.api.responses import PromptTokensDetails, Usage
 from router.message import MessageReader
-from router.sampling_defaults import SamplingDefaults
-from router.service import Service
+from router.service import SamplingDefaults, Service
 
 
 @pytest.mark.parametrize("tiers", [{}, {"host_tokens": 16, "storage_tokens": 8}])

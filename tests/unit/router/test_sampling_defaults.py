@@ -8,8 +8,7 @@ import pytest
 from cluster.spec.sampling import Sampling
 from router.api.intake import make_sampling
 from router.api.requests import CompletionRequest
-from router.sampling_defaults import SamplingDefaults, defaults_of
-from router.service import Service
+from router.service import SamplingDefaults, Service, defaults_of
 
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]}
 

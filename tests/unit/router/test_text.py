@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from cluster.spec.sampling import FinishReason
 from cluster.tokenizer import Tokenizer
-from router.marker import MarkerScanner
 from router.request import OutputChunk
-from router.text import AnswerText, TextRules, join
+from router.text import AnswerText, MarkerScanner, TextRules, join
 from tests.fakes.model_folder import EOS, write_model_folder
 from tests.fakes.replica import logprobs_of
 

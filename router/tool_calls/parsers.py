@@ -1,0 +1,264 @@
+"""Incremental parsers of tool calls, each a JSON object with name and arguments: of Hermes, and of Llama."""
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.text import MarkerScanner, Trimmer
+
+_ARGUMENTS = ("arguments", "parameters")
+KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
+"""Allowed members of a call."""
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+"""Around the calls of Hermes and Qwen."""
+PYTHON_TAG = "<|python_tag|>"
+"""May precede a call of Llama."""
+_BETWEEN = " \t\r\n;"
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A call of this function; what follows belongs to it until the next call."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Argued:
+    """The next part of the arguments, JSON, of the call that began last."""
+
+    text: str
+
+
+Event = Said | CallBegun | Argued
+
+
+class ToolParser(Protocol):
+    """Takes the text of one answer in arbitrary pieces."""
+
+    def push(self, text: str) -> Sequence[Event]:
+        """Return the events that this text completes. No part of a marker is ever said."""
+
+    def flush(self) -> Sequence[Event]:
+        """Return the events held back."""
+
+
+class CallScanner:
+    """Follows the object character by character; values are taken as they are written."""
+
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        """``names`` are the known functions: an object that calls another, or has unknown members, is no call."""
+        self._names = names
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._key: str | None = None
+        self._written = ""
+        self._values: dict[str, str] = {}
+        self._num_passed = 0
+        """Characters of the arguments that were passed on."""
+        self.raw = ""
+        self.has_begun = False
+        """True once it is known to be a call."""
+        self.is_over = False
+        """True if the object is complete, or is no call."""
+
+    def push(self, text: str) -> tuple[list[Event], str]:
+        """Return the events that this text completes, and its part that was not taken."""
+        events: list[Event] = []
+        num_taken = 0
+        while num_taken < len(text) and not self.is_over:
+            self._take(text[num_taken], events)
+            num_taken += 1
+        self.raw += text[:num_taken]
+        if self.has_begun:
+            events += self._argue()
+        return events, text[num_taken:]
+
+    def _take(self, char: str, events: list[Event]) -> None:
+        if self._in_string:
+            self._written += char
+            self._in_string = char != '"' or self._escaped
+            self._escaped = char == "\\" and not self._escaped
+        elif self._depth == 0:
+            self._depth = 1
+            self.is_over = char != "{"
+        elif self._depth == 1 and char in ":,}":
+            self._divide(char, events)
+        else:
+            self._in_string = char == '"'
+            self._depth = max(1, self._depth + (char in "{[") - (char in "}]"))
+            self._written += char
+
+    def _divide(self, char: str, events: list[Event]) -> None:
+        """End a key or a value of the object."""
+        written, self._written = self._written.strip(), ""
+        if char == ":":
+            key = _string(written)
+            is_known = self._names is None or key in KEYS
+            self.is_over = key is None or self._key is not None or not is_known
+            self._key = key
+            return
+        if self._key is None:
+            self.is_over = bool(written) or char == "}"
+            return
+        self._values[self._key] = written
+        if self._key == "name" and not self.has_begun:
+            self._begin(written, events)
+        self._key = None
+        self.is_over = self.is_over or char == "}"
+
+    def _begin(self, written: str, events: list[Event]) -> None:
+        name = _string(written)
+        if not name or (self._names is not None and name not in self._names):
+            self.is_over = True
+        else:
+            self.has_begun = True
+            events.append(CallBegun(name))
+
+    def _argue(self) -> list[Event]:
+        """Return the new part of the arguments; a call without any has none."""
+        known = next((self._values[key] for key in _ARGUMENTS if key in self._values), None)
+        if known is None:
+            known = self._written.strip() if self._key in _ARGUMENTS else "{}" if self.is_over else ""
+        new, self._num_passed = known[self._num_passed :], max(self._num_passed, len(known))
+        return [Argued(new)] if new else []
+
+
+class HermesParser:
+    """Calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` amid any text.
+
+    Drops white space around calls; passes on marked text that is no call.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        """Ignore ``names``: calls of unknown functions are calls too, for the client to answer."""
+        del names
+        self._opening, self._closing = MarkerScanner(OPENING), MarkerScanner(CLOSING)
+        self._text = Trimmer(keeps_start=True)
+        self._call: CallScanner | None = None
+        self._has_called = False
+
+    def push(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        rest: str | None = text
+        while rest:
+            rest = self._say(rest, events) if self._call is None else self._follow(self._call, rest, events)
+        return events
+
+    def flush(self) -> list[Event]:
+        if self._call is not None:
+            return [] if self._call.has_begun else self._unread(self._call)
+        said = self._text.push(self._opening.flush())
+        end = self._text.flush()
+        return [Said(said + end)] if said or (end and not self._has_called) else []
+
+    def _say(self, text: str, events: list[Event]) -> str | None:
+        """Pass on text up to the next call; return the text after its marker."""
+        before, after = self._opening.push(text)
+        if said := self._text.push(before):
+            events.append(Said(said))
+        if after is not None:
+            self._call = CallScanner()
+        return after
+
+    def _follow(self, call: CallScanner, text: str, events: list[Event]) -> str | None:
+        """Read the current call; return the text after it."""
+        if call.has_begun and call.is_over:
+            _, after = self._closing.push(text)
+            if after is not None:
+                self._call = None
+            return after
+        found, rest = call.push(text if call.raw else text.lstrip())
+        if call.has_begun:
+            self._has_called = True
+            self._text = Trimmer()
+        elif call.is_over:
+            found += self._unread(call)
+            self._call = None
+        events += found
+        return rest
+
+    def _unread(self, call: CallScanner) -> list[Event]:
+        said = self._text.push(OPENING + call.raw)
+        return [Said(said)] if said else []
+
+
+class Llama3Parser:
+    """Calls ``{"name": ..., "parameters": {...}}`` of Llama 3.1 and later, or several with ";" between.
+
+    An answer that begins with something else has no calls; a JSON object that is no call is passed on.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._held = ""
+        """Text that may precede a call."""
+        self._call: CallScanner | None = None
+        self._has_called = False
+        self._is_text = False
+        """True once no call can follow."""
+
+    def push(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        rest = text
+        while rest:
+            if self._is_text:
+                events.append(Said(rest))
+                rest = ""
+            elif self._call is None:
+                rest = self._look(rest)
+            else:
+                rest = self._follow(self._call, rest, events)
+        return events
+
+    def flush(self) -> list[Event]:
+        unread = self._held + self._call.raw if self._call is not None else self._held
+        is_call = self._call is not None and self._call.has_begun
+        if is_call or (self._has_called and not unread.strip(_BETWEEN)):
+            return []
+        return [Said(unread)] if unread else []
+
+    def _look(self, text: str) -> str:
+        """Decide what begins here; return the text that continues it."""
+        whole, self._held = self._held + text, ""
+        start = whole.lstrip(_BETWEEN if self._has_called else None)
+        body = start.removeprefix(PYTHON_TAG).lstrip() if start.startswith(PYTHON_TAG) else start
+        if body.startswith("{"):
+            self._call = CallScanner(self._names)
+            self._held = whole[: len(whole) - len(body)]
+            return body
+        if body and not PYTHON_TAG.startswith(body):
+            self._is_text = True
+            return start if self._has_called else whole
+        self._held = whole
+        return ""
+
+    def _follow(self, call: CallScanner, text: str, events: list[Event]) -> str:
+        """Read the current call; return the text after it."""
+        found, rest = call.push(text)
+        events += found
+        if call.has_begun:
+            self._has_called, self._held = True, ""
+        if call.is_over:
+            self._call = None
+            if not call.has_begun:
+                self._is_text = True
+                unread, self._held = self._held + call.raw, ""
+                return unread + rest
+        return rest
+
+
+def _string(written: str) -> str | None:
+    """Return the string that this JSON denotes; None if it is no string."""
+    try:
+        value = json.loads(written)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
