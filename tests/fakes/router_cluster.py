@@ -64,9 +64,9 @@ class RouterCluster:
             time.sleep(0.01)
 
 
-def config_of(skip_below_tokens: int = 0, **router: Any) -> DeployConfig:
+def config_of(limits: PrefillConfig | None = None, **router: Any) -> DeployConfig:
     return DeployConfig(
-        prefill=PrefillConfig(skip_below_tokens=skip_below_tokens),
+        prefill=limits or PrefillConfig(),
         model=ModelConfig(path=f"somewhere/{MODEL}"),
         router=RouterConfig(host="127.0.0.1", **{"port": 0, **router}),
     )
@@ -77,10 +77,10 @@ def make_server(folder: Path, table: FakeTable, **router: Any) -> RouterServer:
     return RouterServer(config_of(**router), folder, rendezvous, "127.0.0.1", Incarnation(1), watch=table.watch)
 
 
-def run_cluster(folder: Path, **router: Any) -> Iterator[RouterCluster]:
+def run_cluster(folder: Path, limits: PrefillConfig | None = None, **router: Any) -> Iterator[RouterCluster]:
     table = FakeTable()
     with FakeReplica("prefill-0") as prefill, FakeReplica("decode-0", cached_tokens=CACHED_TOKENS) as decode:
-        server = make_server(folder, table, **router)
+        server = make_server(folder, table, limits=limits, **router)
         table.show(table_of(entry_of(prefill.peer), entry_of(decode.peer)))
         url = server.start()
         try:

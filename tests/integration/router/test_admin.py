@@ -115,25 +115,13 @@ def test_what_was_not_meant_is_refused_and_told_to_nobody(
     assert not [told for told in guarded.prefill.told if isinstance(told, PinPages | UseStorage | FlushCache)]
 
 
-@pytest.mark.parametrize("path", ["pin", "unpin", "attach_storage", "detach_storage"])
+@pytest.mark.parametrize("path", ["pin", "detach_storage"])
 def test_what_a_replica_refuses_is_no_success(guarded: RouterCluster, path: str) -> None:
     guarded.decode.refusal = "nothing is configured"
     body = {"prompt": [5] * 64} if path.endswith("pin") else {}
     reply = guarded.http.post(f"/admin/{path}", json=body, headers=ADMIN)
     assert (reply.status_code, reply.json()["error"]["code"]) == (409, "refused")
     assert reply.json()["error"]["message"] == "decode-0: nothing is configured; done by prefill-0"
-
-
-def test_a_replica_is_told_again_until_it_answers(guarded: RouterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.commands.AGAIN_S", 0.02)
-    guarded.decode.deaf_to = 2
-    assert admin(guarded, "drain", replica="decode-0") == {"draining": "decode-0"}
-    assert guarded.decode.wait_told(Drain) == [Drain()] * 3
-    guarded.decode.deaf_to = 1000
-    silent = guarded.http.post("/admin/detach_storage", json={}, headers=ADMIN)
-    assert (silent.status_code, silent.json()["error"]["code"]) == (504, "no_answer")
-    assert silent.json()["error"]["message"].startswith("decode-0: no answer to UseStorage, sent 10 times in ")
-    assert len(guarded.prefill.wait_told(UseStorage)) == 1
 
 
 def test_the_router_drains_and_resumes(guarded: RouterCluster) -> None:
@@ -166,10 +154,6 @@ def test_only_known_keys_may_ask(guarded: RouterCluster) -> None:
     refused = ask(guarded, "key-of-nobody")
     assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
     assert "key-of-nobody" not in refused.text
-    for path in ("/v1/models", "/status", "/traces/1"):
-        assert guarded.http.get(path).status_code == 401, path
-    for path in ("/health", "/ready", "/version", "/metrics"):
-        assert guarded.http.get(path).status_code == 200, path
 
 
 def test_a_key_has_only_so_many_requests_open(guarded: RouterCluster) -> None:

@@ -58,21 +58,17 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("max_tokens", 511, f"{CONTEXT_IS} 2 tokens and 511 more were requested"),
     ("max_tokens", -1, "Input should be greater than or equal to 0, got -1"),
     ("max_tokens", 0, "0 is only allowed together with echo or prompt_logprobs"),
-    ("prompt_logprobs", 21, "Input should be less than or equal to 20, got 21"),
     ("temperature", -1, "Input should be greater than or equal to 0, got -1"),
-    ("top_p", 1.5, "Input should be less than or equal to 1, got 1.5"),
     ("top_k", 2**70, "Input should be less than 2147483648, got 1180591620717411303424"),
     ("stop_token_ids[0]", [2**31], "Input should be less than 2147483648, got 2147483648"),
     ("seed", 1.5, "Input should be a valid integer, got 1.5"),
+    ("priority", "high", "Input should be a valid integer, got 'high'"),
     ("stop", ["x"] * 17, WRONG_STOP),
     ("stream", "yes", "Input should be a valid boolean, got 'yes'"),
     ("stream_options", {}, "only allowed with stream=true"),
-    ("n", 0, "Input should be greater than or equal to 1, got 0"),
     ("n", 129, "Input should be less than or equal to 128, got 129"),
     ("length_penalty", 1.5, "not supported, got 1.5; allowed: null or 1"),
     ("logprobs", 21, "Input should be less than or equal to 20, got 21"),
-    ("presence_penalty", 2.5, "Input should be less than or equal to 2, got 2.5"),
-    ("repetition_penalty", 0, "Input should be greater than or equal to 0.01, got 0"),
     ("logit_bias", {"258": 2}, "there is no token 258; allowed: 0 to 257"),
     ("logit_bias.7", {"7": 101}, "Input should be less than or equal to 100, got 101"),
     ("logit_bias.x", {"x": 1}, "Input should be a valid integer, unable to parse string as an integer, got 'x'"),
@@ -179,10 +175,6 @@ class TestBadInput:
         reply = shared.http.get("/v1/completions")
         assert (reply.status_code, reply.json()["error"]["message"]) == (405, "/v1/completions does not take GET")
         assert reply.headers["allow"] == "POST"
-
-    def test_context_errors_have_openais_code(self, shared: RouterCluster) -> None:
-        error = shared.post("/v1/completions", prompt=[1] * 600).json()["error"]
-        assert error["code"] == "context_length_exceeded"
 
     def test_choices_of_all_prompts_are_limited_together(self, shared: RouterCluster) -> None:
         error = shared.post("/v1/completions", prompt=["x"] * 103, n=10).json()["error"]

@@ -73,12 +73,6 @@ class TestCompletions:
         events = shared.events("/v1/chat/completions", **fields)
         assert [event.get("prompt_token_ids") for event in events] == [prompt_ids, None, None]
 
-    def test_several_prompts_as_a_stream(self, shared: RouterCluster) -> None:
-        texts = {0: "", 1: ""}
-        for event in shared.events("/v1/completions", prompt=["ab", "cde"], max_tokens=8):
-            texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
-        assert texts == {0: "abababab", 1: "cdecdecd"}
-
     def test_token_ids_are_taken_as_they_are(self, shared: RouterCluster) -> None:
         assert shared.complete([97, 98, 99], max_tokens=3)["choices"][0]["text"] == "bcb"
         assert [*shared.last_submit().prompt_ids] == [97, 98, 99]
@@ -126,10 +120,6 @@ class TestCompletions:
         assert (text, choice["finish_reason"], choice["stop_reason"]) == ("abcd", "stop", "efg")
         assert len(cluster.prefill.wait_cancels(1)) == len(cluster.decode.wait_cancels(1)) == 1
         cluster.assert_empty()
-
-    def test_characters_of_several_bytes_are_never_cut(self, shared: RouterCluster) -> None:
-        events = shared.events("/v1/completions", prompt="€🙂é", max_tokens=9)
-        assert "".join(event["choices"][0]["text"] for event in events) == "€🙂é"
 
     def test_default_length_is_cut_to_the_context(self, shared: RouterCluster) -> None:
         assert shared.complete([97] * (CONTEXT - 3))["usage"]["completion_tokens"] == 3

@@ -96,9 +96,3 @@ def test_a_few_fields_beside_good_ones(cluster: RouterCluster, case: Any) -> Non
 @many
 def test_many_requests(cluster: RouterCluster, case: Any) -> None:
     check(cluster, case)
-
-
-@api(has_coverage=True).include(path=list(GOOD_BODIES)).parametrize()
-@many
-def test_many_fields_beside_good_ones(cluster: RouterCluster, case: Any) -> None:
-    check_beside_good(cluster, case)

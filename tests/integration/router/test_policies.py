@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.spec.config import DeployConfig
+from cluster.spec.config import DeployConfig, PrefillConfig
 from cluster.spec.page_key import page_keys
 from tests.fakes.bootstrap import FakeTable, entry_of, table_of
 from tests.fakes.model_folder import BOS
@@ -77,7 +77,8 @@ def test_prompts_go_where_their_beginning_is_cached_and_others_by_load(folder: P
 
 
 def test_decode_computes_what_little_it_lacks(folder: Path) -> None:
-    for http in serve(folder, SHARED, skip_below_tokens=PAGE_SIZE + 2, decode_policy="prefix_aware"):
+    limits = PrefillConfig(skip_below_tokens=PAGE_SIZE + 2)
+    for http in serve(folder, SHARED, limits=limits, decode_policy="prefix_aware"):
         deadline_s = time.monotonic() + 60
         while metric(http, "baton_router_known_pages") != 6:
             assert time.monotonic() < deadline_s

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster.spec.config import PrefillConfig
 from tests.fakes.bootstrap import entry_of, table_of
+from tests.fakes.model_folder import BOS
 from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
 
 pytestmark = pytest.mark.integration
@@ -78,6 +80,25 @@ class TestReplicasComeAndGo:
             cluster.decode.flow.set()
             assert [reply.result().status_code for reply in (first, second)] == [200, 200]
         cluster.assert_empty()
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_full_queue_refuses_with_429_and_takes_requests_again(self, folder: Path, stream: bool) -> None:
+        for cluster in run_cluster(folder, PrefillConfig(max_queued_tokens=20), max_waiting_requests=0):
+            cluster.decode.flow.clear()
+            with ThreadPoolExecutor() as threads:
+                # With nothing before it, one that is longer than the limit is taken.
+                first = threads.submit(cluster.complete, [BOS] + [97] * 20, max_tokens=4)
+                cluster.decode.wait_submits(1)
+                refused = cluster.post("/v1/completions", prompt="hello", stream=stream)
+                assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+                error = refused.json()["error"]
+                assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+                wait = "20 prompt tokens or more (prefill.max_queued_tokens) wait at every prefill replica"
+                assert error["message"] == f"the queue is full: {wait}; try again later"
+                assert len(cluster.decode.submits) == 1
+                cluster.decode.flow.set()
+                first.result()
+            assert cluster.post("/v1/completions", prompt="hello", stream=stream).status_code == 200
 
     def test_deadline(self, folder: Path) -> None:
         for cluster in run_cluster(folder, request_timeout_s=0.2):

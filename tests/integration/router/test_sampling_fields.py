@@ -55,6 +55,11 @@ class TestReplicasAreAsked:
             num_logprobs=2,
         )
 
+    def test_priority(self, shared: RouterCluster) -> None:
+        for asked, priority in (({}, 0), ({"priority": None}, 0), ({"priority": -3}, -3)):
+            shared.complete("x", **asked)
+            assert shared.last_submit().priority == priority
+
     def test_nothing_that_was_not_asked_for(self, shared: RouterCluster) -> None:
         shared.complete("x", temperature=0, seed=0, min_tokens=0, repetition_penalty=1.0, logit_bias={}, bad_words=[])
         assert shared.last_submit().sampling == Sampling()
@@ -69,20 +74,6 @@ class TestReplicasAreAsked:
             assert sampling.bad_words == [[97], [32, 97]]
             reply = small.post("/v1/completions", prompt="d")
             assert reply.json()["error"]["message"] == "prompt: there is no token 256; allowed: 0 to 99"
-
-    def test_chat_too(self, shared: RouterCluster) -> None:
-        messages = [{"role": "user", "content": "x"}]
-        body = {"messages": messages, "max_tokens": 2, "frequency_penalty": 1, "logprobs": True, "top_logprobs": 4}
-        assert shared.post("/v1/chat/completions", **body).status_code == 200
-        sampling = shared.last_submit().sampling
-        assert (sampling.frequency_penalty, sampling.num_logprobs) == (1.0, 4)
-
-    def test_no_likely_tokens_of_no_logprobs(self, shared: RouterCluster) -> None:
-        messages = [{"role": "user", "content": "x"}]
-        body = {"messages": messages, "max_tokens": 1, "logprobs": False, "top_logprobs": 0}
-        choice = shared.post("/v1/chat/completions", **body).json()["choices"][0]
-        assert choice["logprobs"] is None
-        assert shared.last_submit().sampling.num_logprobs is None
 
     def test_no_mass_leaves_the_likeliest(self, shared: RouterCluster) -> None:
         shared.complete("x", temperature=1.5, top_p=0, seed=0)
@@ -141,20 +132,8 @@ class TestChoices:
         assert [submit.prefill is None for submit in submits] == [False, True, True] * 2
         assert shared.metric("baton_prompt_tokens_total") - before == 3 + 4
 
-    def test_as_a_stream(self, shared: RouterCluster) -> None:
-        messages = [{"role": "user", "content": "x"}]
-        texts = {0: "", 1: ""}
-        for event in shared.events("/v1/chat/completions", messages=messages, n=2, max_tokens=7):
-            texts[event["choices"][0]["index"]] += event["choices"][0]["delta"].get("content", "")
-        assert texts == {0: "<user>x", 1: "<user>x"}
-
 
 class TestEcho:
-    def test_whole(self, shared: RouterCluster) -> None:
-        reply = shared.complete(["ab", "c"], max_tokens=2, echo=True, n=2)
-        assert [choice["text"] for choice in reply["choices"]] == ["abab", "abab", "ccc", "ccc"]
-        assert reply["usage"]["completion_tokens"] == 8
-
     def test_stream(self, shared: RouterCluster) -> None:
         events = shared.events("/v1/completions", prompt="xyz", max_tokens=3, echo=True)
         assert [event["choices"][0]["text"] for event in events] == ["xyz", "x", "y", "z"]
@@ -204,22 +183,6 @@ class TestPromptLogprobs:
         reply = shared.post("/v1/chat/completions", messages=messages, max_tokens=1, prompt_logprobs=1).json()
         assert len(reply["prompt_logprobs"]) == reply["usage"]["prompt_tokens"]
         assert SECOND in reply["prompt_logprobs"]
-
-    def test_are_not_there_unasked(self, shared: RouterCluster) -> None:
-        assert "prompt_logprobs" not in shared.complete("ab", max_tokens=1, echo=True, logprobs=1)["choices"][0]
-
-
-class TestLogprobs:
-    def test_bytes_make_characters_whole(self, shared: RouterCluster) -> None:
-        messages = [{"role": "user", "content": "€"}]
-        body = {"messages": messages, "max_tokens": 10, "logprobs": True, "return_token_ids": True}
-        choice = shared.post("/v1/chat/completions", **body).json()["choices"][0]
-        content = choice["logprobs"]["content"]
-        assert (
-            b"".join(bytes(entry["bytes"]) for entry in content).decode() == choice["message"]["content"] == "<user>€\n"
-        )
-        assert len(content) == len(choice["token_ids"]) == 10
-        assert all(entry["top_logprobs"] == [] for entry in content)
 
 
 def test_usage_so_far_on_every_chunk(shared: RouterCluster) -> None:

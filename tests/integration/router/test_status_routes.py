@@ -1,24 +1,16 @@
 """Routes about the model, the router and the cluster."""
 
-import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
 
-from cluster.spec.registry import ReplicaLoad, SendTimes, StepTimes
-from cluster.spec.strategy import Passing, Strategy
-from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.model_folder import BOS
 from tests.fakes.router_cluster import CACHED_TOKENS, CONTEXT, MODEL, RouterCluster
 
 pytestmark = pytest.mark.integration
-
-METRICS_DOC = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 def references_in(part: Any) -> Iterator[str]:
@@ -112,13 +104,6 @@ class TestStatusRoutes:
         assert cluster.metric('baton_request_decode_queue_time_seconds_count{replica="decode-0"}') == 2
         assert cluster.metric("baton_request_queue_time_seconds_count") == 2
 
-    def test_vllms_names(self, shared: RouterCluster) -> None:
-        """All that docs/metrics.md says to be there are there, with the types that it says."""
-        types = dict(re.findall(r"^# TYPE baton_(\w+) (\w+)$", shared.http.get("/metrics").text, re.MULTILINE))
-        rows = re.findall(r"^\| `(\w+)` \| (gauge|counter|histogram) \|", METRICS_DOC.read_text("utf-8"), re.MULTILINE)
-        assert len(rows) > 25
-        assert {name: types.get(name) for name, _ in rows} == dict(rows)
-
     def test_requests_by_size_and_end(self, cluster: RouterCluster) -> None:
         cluster.complete("abc", max_tokens=9, n=2)
         assert cluster.metric('baton_request_success_total{finished_reason="length"}') == 2
@@ -139,56 +124,3 @@ class TestStatusRoutes:
         cluster.decode.says = b"so"
         cluster.complete("abc")
         assert cluster.metric('baton_request_success_total{finished_reason="stop"}') == 1
-
-    def test_replicas_and_their_ranks(self, cluster: RouterCluster) -> None:
-        sent = SendTimes(global_rank=0, num_transfers=2, num_bytes=4096, write_s=0.5)
-        load = ReplicaLoad(
-            free_pages=1,
-            total_pages=4,
-            cached_pages=2,
-            evicted_pages=7,
-            num_running=3,
-            num_waiting=5,
-            sends=(sent,),
-        )
-        prefill = msgspec.structs.replace(entry_of(cluster.prefill.peer), load=load)
-        cluster.table.show(table_of(prefill, entry_of(cluster.decode.peer), version=2))
-        expected = {
-            'baton_kv_cache_usage_perc{replica="prefill-0"}': 0.75,
-            'baton_kv_cached_pages{replica="prefill-0"}': 2,
-            'baton_kv_evicted_pages_total{replica="prefill-0"}': 7,
-            'baton_replica_requests_running{replica="prefill-0"}': 3,
-            'baton_replica_requests_waiting{replica="prefill-0"}': 5,
-            'baton_kv_transfer_bytes_total{rank="0",replica="prefill-0"}': 4096,
-            'baton_kv_transfer_seconds_total{rank="0",replica="prefill-0"}': 0.5,
-            'baton_kv_transfers_total{rank="0",replica="prefill-0"}': 2,
-            'baton_rank_info{cp="0",dp="0",pp="0",rank="0",replica="decode-0",tp="0"}': 1,
-        }
-        deadline_s = time.monotonic() + 60
-        while "baton_kv_transfers_total{" not in cluster.http.get("/metrics").text:
-            assert time.monotonic() < deadline_s
-        assert {line: cluster.metric(line) for line in expected} == expected
-
-    def test_prefill_steps_by_strategy(self, cluster: RouterCluster) -> None:
-        times = StepTimes(
-            strategy=Strategy.ZIGZAG,
-            passing=Passing.PASS_KV,
-            num_steps=3,
-            num_tokens=900,
-            total_s=1.5,
-            total_estimate_s=1.25,
-            last_s=0.5,
-            last_estimate_s=0.25,
-        )
-        prefill = msgspec.structs.replace(entry_of(cluster.prefill.peer), load=ReplicaLoad(steps=(times,)))
-        cluster.table.show(table_of(prefill, entry_of(cluster.decode.peer), version=2))
-        labels = '{passing="pass_kv",replica="prefill-0",strategy="zigzag"}'
-        deadline_s = time.monotonic() + 60
-        while f"baton_prefill_steps_total{labels}" not in cluster.http.get("/metrics").text:
-            assert time.monotonic() < deadline_s
-        assert cluster.metric(f"baton_prefill_steps_total{labels}") == 3
-        assert cluster.metric(f"baton_prefill_step_tokens_total{labels}") == 900
-        assert cluster.metric(f"baton_prefill_step_seconds_total{labels}") == 1.5
-        assert cluster.metric(f"baton_prefill_step_estimate_seconds_total{labels}") == 1.25
-        assert cluster.metric(f"baton_prefill_last_step_seconds{labels}") == 0.5
-        assert cluster.metric(f"baton_prefill_last_step_estimate_seconds{labels}") == 0.25

@@ -95,15 +95,6 @@ def test_stream(cluster: RouterCluster, client: openai.OpenAI) -> None:
     assert len(chunks) == len(ANSWER.encode()) + 2, "one chunk a token, the role before, the usage behind"
 
 
-async def test_stream_of_the_asynchronous_client(cluster: RouterCluster, client: openai.OpenAI) -> None:
-    cluster.decode.says = ANSWER.encode()
-    async with openai.AsyncOpenAI(base_url=str(client.base_url), api_key="none", max_retries=0) as asynchronous:
-        stream = await asynchronous.chat.completions.create(
-            model=MODEL, messages=MESSAGES, tools=TOOLS, stream=True, stream_options={"include_usage": True}
-        )
-        check_stream([chunk async for chunk in stream])
-
-
 def test_without_tools_nothing_is_a_call(cluster: RouterCluster, client: openai.OpenAI) -> None:
     cluster.decode.says = CALL.encode()
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
@@ -128,16 +119,6 @@ def test_thoughts_can_be_left_out(cluster: RouterCluster, client: openai.OpenAI)
     assert message.model_extra == {}
     stream: Any = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True, extra_body=extra)
     assert collect(list(stream))[:2] == ("", message.content)
-
-
-def test_answers_go_back_into_the_conversation(cluster: RouterCluster, client: openai.OpenAI) -> None:
-    cluster.decode.says = CALL.encode()
-    message: Any = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS).choices[0].message
-    result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
-    cluster.decode.says = b"It rains."
-    answer = client.chat.completions.create(model=MODEL, messages=[*MESSAGES, message, result], tools=TOOLS)
-    assert answer.choices[0].message.content == "It rains."
-    assert b"<tool>rain" in bytes(cluster.last_submit().prompt_ids)
 
 
 def test_parsers_can_be_switched_off(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from cluster.spec.token_ids import TokenIds
 from router.api.body import _read_cut, cut_ids
-from router.api.requests import ChatRequest, CompletionRequest
+from router.api.requests import CompletionRequest
 
 LONG = [7, 151_935, 0, 2**31 - 1] * 300
 SPOILT = [-1, 2**31, 2**64, -(2**70), 10**40, 1.0, True, None, "7", [7]]
@@ -74,11 +74,6 @@ def test_long_lists_are_cut_out(separators: tuple[str, str]) -> None:
     assert body.max_tokens == 3
 
 
-@pytest.mark.parametrize("wrong", SPOILT)
-def test_one_that_is_no_id_leaves_all_to_pydantic(wrong: Any) -> None:
-    assert cut_ids(json.dumps({"prompt": [*LONG, wrong]}).encode(), "prompt") is None
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -105,7 +100,3 @@ def test_what_stands_for_the_ids_of_another_body_is_a_text() -> None:
     assert cut is not None
     body = CompletionRequest.model_validate_json(cut[0])
     assert isinstance(body.prompt, str)
-
-
-def test_conversations_have_no_ids() -> None:
-    assert ChatRequest.ids_field is None

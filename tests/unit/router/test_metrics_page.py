@@ -1,9 +1,13 @@
-"""docs/metrics.md names what `/metrics` has, with its type, and nothing else."""
+"""docs/metrics.md and the Grafana dashboard name what `/metrics` has, with its type and labels, and nothing else."""
 
+import itertools
+import json
 import re
 from collections import Counter
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
+
+import pytest
 
 from cluster.channel import AsyncInbox
 from cluster.spec.clock import SystemClock
@@ -39,3 +43,57 @@ def test_the_page_has_every_family_and_no_other() -> None:
 def test_what_the_text_mentions_is_there() -> None:
     mentioned = set(re.findall(r"`(\w+_(?:total|seconds|perc|pages|running|waiting|bytes))`", PAGE))
     assert mentioned <= {*exposed(), "iteration_tokens_total"}
+
+
+DASHBOARD = json.loads((readme.ROOT / "deploy" / "grafana" / "baton.json").read_text(encoding="utf-8"))
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
+OF_HISTOGRAMS = ("_bucket", "_sum", "_count")
+LABELS = {
+    name: set(re.findall(r"\w+", labels))
+    for name, labels in re.findall(r"^\| `(\w+)` \| \w+ \| ([^|]*)\|", PAGE, re.MULTILINE)
+}
+
+
+def family_of(name: str) -> str:
+    """What a time series belongs to."""
+    families = exposed()
+    if name in families:
+        return name
+    family = next(name.removesuffix(suffix) for suffix in OF_HISTOGRAMS if name.endswith(suffix))
+    assert families[family] == "histogram"
+    return family
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+class TestExpressions:
+    def test_what_only_grows_is_asked_for_its_rate_and_nothing_else(self, expression: str) -> None:
+        for is_rate, name in re.findall(r"(rate\()?baton_(\w+)\{", expression):
+            assert bool(is_rate) == (exposed()[family_of(name)] != "gauge")
+
+    def test_labels_are_there(self, expression: str) -> None:
+        asked = set(re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", expression)))) - {"le"}
+        for name in re.findall(r"baton_(\w+)\{", expression):
+            filtered = set(re.findall(r"(\w+)!?=", expression)) - {"job"}
+            assert asked | filtered <= LABELS[family_of(name)] or "group_left" in expression
+
+    def test_a_quantile_is_one_of_a_histogram(self, expression: str) -> None:
+        assert ("histogram_quantile" in expression) == ("_bucket{" in expression) == ("(le" in expression)
+
+
+def test_legends_name_labels_that_the_expression_keeps() -> None:
+    for target in itertools.chain.from_iterable(panel["targets"] for panel in PANELS):
+        named = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+        kept = set(re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", target["expr"]))))
+        assert named <= kept, target
+
+
+def test_panels_have_their_own_number_and_place() -> None:
+    numbers = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(numbers) == len(set(numbers))
+    for one, other in itertools.combinations((panel["gridPos"] for panel in DASHBOARD["panels"]), 2):
+        assert not _overlap(one, other), (one, other)
+
+
+def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[at] < other[at] + other[size] and other[at] < one[at] + one[size] for at, size in ("xw", "yh"))

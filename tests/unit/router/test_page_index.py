@@ -1,11 +1,17 @@
 """What the router knows of caches: in order, without gaps, within bounds."""
 
+import asyncio
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cluster.spec.messages import PageNews
+from cluster.spec.page_key import page_keys
 from cluster.spec.peer import Peer
 from cluster.spec.tiers import Tier
-from router.page_index import PageIndex, Weights
+from router.page_index import KeySet, PageIndex, PromptKeys, Weights
 from tests.fakes.bootstrap import peer_of
 
 ONE, OTHER = peer_of("prefill-0"), peer_of("prefill-1")
@@ -118,3 +124,45 @@ def test_of_stored_pages_those_told_of_or_asked_for_last_are_known() -> None:
     assert [index.worth(ONE, keys(prompt), weights) for prompt in ("ab", "xy", "z")] == [2, 1, 1]
     index.on_news(replace(news(4, removed="a"), tier=Tier.STORAGE), 0.0)
     assert index.worth(ONE, keys("ab"), weights) == 0
+
+
+_KEYS = st.lists(st.binary(min_size=2, max_size=2), max_size=40)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove"]), _KEYS), max_size=20))
+def test_it_holds_what_a_set_would(changes: list[tuple[str, list[bytes]]]) -> None:
+    keys, plain = KeySet(), set[bytes]()
+    for what, changed in changes:
+        if what == "add":
+            keys.add_all(changed)
+            plain |= set(changed)
+        else:
+            keys.remove_all(changed)
+            plain -= set(changed)
+        assert len(keys) == len(plain)
+        assert set(keys) == plain
+        assert all((key in keys) == (key in plain) for key in changed)
+
+
+_PAGE_SIZE = 2
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=80), st.integers(0, 40), st.integers(0, 40))
+def test_what_is_known_is_there_up_to_the_first_that_is_not(prompt: list[int], first: int, second: int) -> None:
+    whole = page_keys(prompt[:-1], _PAGE_SIZE, "salt")
+    keys = PromptKeys(prompt, _PAGE_SIZE, "salt")
+    for num_known in (first, second):
+        made = keys.known(whole[:num_known].__contains__)
+        assert [*made] == whole[: len(made)]
+        assert len(made) > num_known or len(made) == len(whole)
+
+
+def test_one_that_nobody_knows_costs_little_however_long_it_is() -> None:
+    assert len(PromptKeys([1] * 20_000, _PAGE_SIZE, "").known(lambda _: False)) < 10
+
+
+def test_a_very_long_prompt_is_prepared_whole() -> None:
+    prompt: Sequence[int] = [1] * 40_000
+    keys = PromptKeys(prompt, _PAGE_SIZE, "")
+    asyncio.run(keys.prepare())
+    assert [*keys.known(lambda _: False)] == page_keys(prompt[:-1], _PAGE_SIZE)

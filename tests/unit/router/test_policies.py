@@ -2,11 +2,10 @@
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.spec.config import PolicyName, RouterConfig
+from cluster.spec.config import PolicyName
 from cluster.spec.ids import Room
 from router.directory import Load
 from router.picker import POLICIES, Candidate, PickInputs
@@ -151,9 +150,3 @@ def test_any_choice_is_a_candidate(
 ) -> None:
     candidates = candidates_of(*tokens)
     assert POLICIES[name](candidates, inputs_of(number, unit, room, session)) in candidates
-
-
-@pytest.mark.parametrize("field", ["prefill_policy", "decode_policy"])
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_the_yaml_takes_every_policy(field: str, name: str) -> None:
-    assert getattr(RouterConfig.model_validate({field: name}), field) == name

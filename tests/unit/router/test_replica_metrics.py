@@ -5,7 +5,17 @@ import pytest
 
 from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Role
-from cluster.spec.registry import ComputeTimes, RankCoords, RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.registry import (
+    ComputeTimes,
+    RankCoords,
+    RankRow,
+    ReplicaEntry,
+    ReplicaLoad,
+    SendTimes,
+    StepTimes,
+    TableSnapshot,
+)
+from cluster.spec.strategy import Passing, Strategy
 from cluster.spec.tiers import JOB_BOUNDS_S, RankTiers, RankWork, StorageFigures, TierJobKind, TierState
 from router.state_metrics import replica_metrics
 from tests.fakes.paged_ranks import row
@@ -14,6 +24,8 @@ from tests.fakes.rows import tier_state
 Samples = list[tuple[dict[str, str], float]]
 ROWS = tuple(row(Role.PREFILL, rank, 2, num_pages=1) for rank in range(2))
 LAYOUT = ROWS[1].layout
+SENT = SendTimes(global_rank=0, num_transfers=2, num_bytes=4096, write_s=0.5)
+STEPS = StepTimes(strategy=Strategy.ZIGZAG, passing=Passing.PASS_KV, num_steps=3, num_tokens=900)
 
 
 def samples(load: ReplicaLoad, family: str, rows: tuple[RankRow, ...] = ROWS) -> Samples:
@@ -38,6 +50,14 @@ def samples(load: ReplicaLoad, family: str, rows: tuple[RankRow, ...] = ROWS) ->
         (ReplicaLoad(), "decode_graph_bytes", []),
         (ReplicaLoad(), "wrong_pages", []),
         (ReplicaLoad(total_pages=8, free_pages=6), "kv_cache_usage_perc", [({}, 0.25)]),
+        (ReplicaLoad(cached_pages=2), "kv_cached_pages", [({}, 2)]),
+        (ReplicaLoad(evicted_pages=7), "kv_evicted_pages", [({}, 7)]),
+        (ReplicaLoad(num_running=3), "replica_requests_running", [({}, 3)]),
+        (ReplicaLoad(num_waiting=5), "replica_requests_waiting", [({}, 5)]),
+        (ReplicaLoad(sends=(SENT,)), "kv_transfers", [({"rank": "0"}, 2)]),
+        (ReplicaLoad(sends=(SENT,)), "kv_transfer_bytes", [({"rank": "0"}, 4096)]),
+        (ReplicaLoad(sends=(SENT,)), "kv_transfer_seconds", [({"rank": "0"}, 0.5)]),
+        (ReplicaLoad(steps=(STEPS,)), "prefill_step_tokens", [({"strategy": "zigzag", "passing": "pass_kv"}, 900)]),
         (
             ReplicaLoad(computed=(ComputeTimes(global_rank=1, num_steps=3, total_s=0.5),)),
             "rank_step_seconds",

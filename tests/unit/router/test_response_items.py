@@ -1,15 +1,29 @@
 """The items of a response and the events that tell of them, for answers that come in pieces cut anywhere."""
 
+import json
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types.responses import ResponseUsage
 
-from router.api.response_writer import Event, OutputCall, OutputItem, OutputItems, OutputMessage, OutputThoughts
-from router.api.responses import ChosenLogprob
+from router.api.response_request import ResponseRequest
+from router.api.response_writer import (
+    Event,
+    OutputCall,
+    OutputItem,
+    OutputItems,
+    OutputMessage,
+    OutputThoughts,
+    ResponseWriter,
+)
+from router.api.responses import ChosenLogprob, PromptTokensDetails, Usage
 from router.message import MessageReader, Thinking
+from router.service import SamplingDefaults, Service
 from router.tool_calls.parsers import HermesParser
 
 CALLS = [("get", '{"a": [1, "}"]}'), ("stop", "{}")]
@@ -100,3 +114,15 @@ def test_log_probabilities_come_with_the_text_of_their_tokens() -> None:
         fields["part"] for kind, fields in events if kind.endswith("part.added") and fields["output_index"] == 1
     ]
     assert (begun.text, begun.logprobs) == ("", []), "they come with the text"
+
+
+@pytest.mark.parametrize("tiers", [{}, {"host_tokens": 16, "storage_tokens": 8}])
+def test_the_usage_has_what_openais_client_requires_and_the_tiers_of_the_prompt(tiers: dict[str, int]) -> None:
+    model = SimpleNamespace(name="m", sampling_defaults=SamplingDefaults())
+    service = cast("Service", SimpleNamespace(tokenizer=None, model=model))
+    body = ResponseRequest.model_validate({"model": "m", "input": "a"})
+    details = PromptTokensDetails(cached_tokens=32, **tiers)
+    usage = Usage(prompt_tokens=40, completion_tokens=2, total_tokens=42, prompt_tokens_details=details)
+    written = json.loads(ResponseWriter("x", service, body, MessageReader()).whole([[]], usage))["usage"]
+    assert written["input_tokens_details"] == {"cached_tokens": 32, "cache_write_tokens": 0} | tiers
+    assert ResponseUsage.model_validate(written, strict=True).output_tokens_details.reasoning_tokens == 0
