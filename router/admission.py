@@ -70,7 +70,6 @@ class KeyLimits:
             account.num_open -= 1
 
     def spend(self, name: str, limit: Limit, num_tokens: int) -> None:
-        """Charge an open request's tokens to its key."""
         if limit.tokens_per_minute is not None:
             account = self._accounts[name]
             self._refill(account, limit.tokens_per_minute)

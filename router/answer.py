@@ -30,13 +30,11 @@ class Answer:
         self._enough = enough
         self._leave = leave
         self.request_ids: list[RequestId] = []
-        """One for every choice."""
         self._attempts: dict[RequestId, Attempt] = {}
         self._trace_path: dict[str, str] = {}
         self.queue_s = 0.0
         """Wait for room at the replicas."""
         self.opened_s = 0.0
-        """End of that wait."""
         self.trace_header: dict[str, str] = {}
         """Names the OpenTelemetry trace it is in."""
         self.cached = [CachedTokens()] * num_choices
@@ -91,7 +89,6 @@ class Answer:
         self._wake()
 
     def fail(self, failure: Fail) -> None:
-        """Let the reader raise: nothing more will come."""
         self._failure = failure
         self._wake()
 

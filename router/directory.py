@@ -38,7 +38,6 @@ class _Usable:
     peers: dict[Role, list[Peer]]
     """Peers by role, ordered by id."""
     pool_tokens: int | None
-    """Longest request, in tokens, that fits every one of them; None while none has reported."""
 
 
 class Directory:
@@ -88,11 +87,9 @@ class Directory:
 
     @property
     def missing(self) -> list[Role]:
-        """Roles without a replica that takes new requests."""
         return [role for role in Role if not self.ready(role)]
 
     def rows(self, peer: Peer) -> tuple[RankRow, ...]:
-        """Return every rank of a replica's start, if it is known."""
         known = self._known.get((peer.replica, peer.incarnation))
         return known.entry.rows if known is not None else ()
 
@@ -204,8 +201,6 @@ class LoadBook:
 
 
 class BreakerState(StrEnum):
-    """State of a replica's circuit breaker."""
-
     CLOSED = "closed"
     OPEN = "open"
     """The replica failed too often in a row, and gets none for a while."""
@@ -239,7 +234,6 @@ class Breakers:
         return BreakerState.OPEN if now_s < breaker.opened_s + self._open_s else BreakerState.HALF_OPEN
 
     def allows(self, peer: Peer, now_s: float) -> bool:
-        """Return whether a replica should get the next attempt."""
         return self.state(peer, now_s) is not BreakerState.OPEN
 
     def allowed(self, peers: list[Peer], now_s: float) -> list[Peer]:
@@ -254,7 +248,6 @@ class Breakers:
             self._breakers[peer].opened_s = now_s
 
     def succeed(self, peer: Peer) -> None:
-        """Close the breaker of a replica that did its part."""
         self._breakers.pop(peer, None)
 
     def fail(self, peer: Peer, now_s: float) -> None:
@@ -264,5 +257,4 @@ class Breakers:
             breaker.opened_s = now_s
 
     def forget(self, peer: Peer) -> None:
-        """Drop the breaker of a replica that is gone for good."""
         self._breakers.pop(peer, None)

@@ -189,7 +189,6 @@ class RequestTable:
         ]
 
     def on_client_left(self, request_id: RequestId) -> list[Action]:
-        """Cancel a request that nobody reads any more."""
         state = self._states[request_id]
         return self._end(state, RequestPhase.CANCELLED, "client left", state.peers)
 

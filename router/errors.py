@@ -66,8 +66,6 @@ class NotReadyError(ApiError):
 
 
 class LimitError(ApiError):
-    """A limit is reached for now."""
-
     def __init__(self, message: str, code: str, limit: str, retry_after_s: int = 1) -> None:
         """``limit`` is the name of the setting; empty for the room at the replicas."""
         super().__init__(HTTPStatus.TOO_MANY_REQUESTS, message, code=code, headers={"retry-after": str(retry_after_s)})
@@ -111,7 +109,6 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def no_answer(message: str) -> ApiError:
-    """Return the error of a replica that has not answered in time."""
     return ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, code="no_answer")
 
 
@@ -138,8 +135,6 @@ def answer_error(metrics: Metrics, request: Request, error: Exception) -> Respon
 
 
 def install(app: FastAPI, metrics: Metrics) -> None:
-    """Answer every error of this application in this form, and count it."""
-
     async def answer(request: Request, error: Exception) -> Response:
         return answer_error(metrics, request, error)
 

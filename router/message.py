@@ -112,8 +112,6 @@ class MessagePart:
 
 
 class MessageReader:
-    """Reads the answer of one choice."""
-
     def __init__(self, thinking: Thinking = Thinking.NONE, parser: ToolParser | None = None) -> None:
         self._splitter = ThoughtSplitter(thinking) if thinking is not Thinking.NONE else None
         self._parser = parser

@@ -151,7 +151,6 @@ class Metrics(Collector):
         return {count.name.removeprefix("baton_"): count.values[()] for count in counts}
 
     def note_cached(self, cached: CachedTokens) -> None:
-        """Count prompt tokens that prefill did not compute."""
         self.cached_tokens.add(cached.total)
         by_tier = {Tier.DEVICE: cached.total - cached.host - cached.storage, Tier.HOST: cached.host}
         for tier, count in {**by_tier, Tier.STORAGE: cached.storage}.items():
@@ -173,7 +172,6 @@ class Metrics(Collector):
         self._computed.note(prompt_len - num_cached)
 
     def on_phases(self, phases: PhaseTimes) -> None:
-        """Note the phases before the first token of a prompt."""
         self._phases_s["decode_queue"].note(phases.decode_queue_s, phases.decode)
         self._phases_s["prefill"].note(phases.prefill_s, phases.prefill or phases.decode)
         if phases.prefill is not None:
@@ -181,7 +179,6 @@ class Metrics(Collector):
             self._phases_s["transfer"].note(phases.transfer_s, phases.decode)
 
     def on_end(self, phases: PhaseTimes | None, decode_s: float) -> None:
-        """Note the times of a complete answer of at least one token."""
         self.decode_s.note(decode_s)
         if phases is not None:
             self._inference_s.note(phases.prefill_s + decode_s)

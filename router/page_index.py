@@ -116,7 +116,6 @@ class LowerTiers:
         self._host.pop(owner, None)
 
     def is_known(self, key: bytes) -> bool:
-        """Return whether a page is in any lower tier."""
         return key in self._stored or any(key in keys for keys in self._host.values())
 
     def worth(self, owner: Owner, keys: Sequence[bytes], weights: Weights) -> float:
@@ -167,7 +166,6 @@ class PageIndex:
         self._known: dict[Owner, _Known] = {}
         self._below = LowerTiers(max_pages)
         self.num_gaps = 0
-        """Times that reports were missing."""
 
     @property
     def num_pages(self) -> int:
@@ -212,7 +210,6 @@ class PageIndex:
         return False
 
     def is_known(self, key: bytes) -> bool:
-        """Return whether any replica, or storage, has a page."""
         return any(key in known.keys for known in self._known.values()) or self._below.is_known(key)
 
     def worth(self, peer: Peer, keys: Sequence[bytes], weights: Weights) -> float:

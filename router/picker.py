@@ -33,8 +33,6 @@ Both must be exceeded, as in SGLang's router: a difference alone is common among
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica that may take the request."""
-
     peer: Peer
     load: Load
     cached_tokens: int = 0
@@ -50,7 +48,6 @@ class PickInputs(msgspec.Struct, frozen=True, kw_only=True):
     """Uniform over [0, 1)."""
     room: Room
     session: str = ""
-    """The client's name for the conversation; empty for none."""
 
 
 Policy = Callable[[Sequence[Candidate], PickInputs], Candidate]
@@ -62,7 +59,6 @@ def round_robin(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidat
 
 
 def at_random(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
-    """Pick any, all equally likely."""
     return candidates[int(inputs.unit * len(candidates))]
 
 
@@ -72,12 +68,10 @@ def follow_room(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidat
 
 
 def least_requests(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
-    """Pick the fewest requests, then the fewest tokens; ties alternate."""
     return min(_rotated(candidates, inputs), key=lambda one: (one.load.num_requests, one.load.num_tokens))
 
 
 def least_tokens(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
-    """Pick the fewest tokens, then the fewest requests; ties alternate."""
     return min(_rotated(candidates, inputs), key=lambda one: (one.load.num_tokens, one.load.num_requests))
 
 

@@ -73,7 +73,6 @@ class Relay:
         self._is_draining = self._is_paused = False
 
     def now_s(self) -> float:
-        """Return the time in which arrivals are given."""
         return self._clock.now_s()
 
     def why_not_ready(self) -> str | None:
@@ -118,7 +117,6 @@ class Relay:
         return answer
 
     async def receive(self, inbox: AsyncInbox) -> None:
-        """Take every message that comes, until cancelled."""
         while True:
             for message in await inbox.receive():
                 self.on_message(message)

@@ -69,8 +69,6 @@ Pick = Callable[[GenerateRequest, Room, frozenset[Peer], float], Attempt | None]
 
 
 class RequestPhase(StrEnum):
-    """Phase of an open request."""
-
     BETWEEN = "between"
     """No attempt is under way: the last one failed, and the next one is due later."""
     WAITING = "waiting"
@@ -106,9 +104,7 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
     given: list[int] = msgspec.field(default_factory=list)
     """Tokens that the client has been given."""
     avoided: set[Peer] = msgspec.field(default_factory=set)
-    """Replicas that have failed it."""
     num_retries: int = 0
-    """Attempts after the first one."""
     heard_s: float = 0.0
     """Time when the current attempt began, or gave its newest tokens."""
     due_s: float = 0.0
@@ -157,7 +153,6 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
         return min(self.due_s, self.deadline_s) if self.phase is RequestPhase.BETWEEN else self.deadline_s
 
     def submit(self, attempt: Attempt, router: Peer) -> Submit:
-        """Return the message that starts an attempt on its replicas."""
         request, sampling = self.request, self.request.sampling
         if self.given:  # the client got the prompt's log-probabilities with the first of them
             sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
@@ -196,8 +191,6 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
 
 
 class Cause(StrEnum):
-    """Why a request failed."""
-
     REFUSED = "refused"
     """A replica cannot do it; another attempt would fail too."""
     REPLICA_FAILED = "replica_failed"

@@ -25,12 +25,9 @@ GATHER_S = 30.0
 
 @dataclass(slots=True)
 class RequestTrace:
-    """Trace data of one request."""
-
     attempt: Room
     """Room of its last attempt, the one that is shown."""
     ranks: Sequence[RankRow]
-    """All ranks of its replicas."""
     parts: list[RankTrace] = field(default_factory=list)
     router: list[Interval] | None = None
     """The router's own part; None until the request has ended."""

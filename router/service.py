@@ -59,11 +59,9 @@ class ModelFacts:
     """Format of the model's tool calls; None for a model without tools."""
     sampling_defaults: SamplingDefaults
     has_thoughts: bool
-    """True if thoughts are split off answers."""
 
 
 def read_model_facts(config: DeployConfig, tokenizer: Tokenizer) -> ModelFacts:
-    """Combine configuration and model files."""
     max_context = config.model.max_context or tokenizer.max_context
     if max_context is None:
         raise UserError("model.max_context: not given, and the model's config.json has no max_position_embeddings")
@@ -79,8 +77,6 @@ def read_model_facts(config: DeployConfig, tokenizer: Tokenizer) -> ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """One router process's parts."""
-
     config: DeployConfig
     tokenizer: Tokenizer
     model: ModelFacts

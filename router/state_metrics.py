@@ -220,7 +220,6 @@ _METRICS = (
 
 
 def replica_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
-    """Yield the metrics of all replicas in the table."""
     entries = snapshot.replicas if snapshot else ()
     for metric in _METRICS:
         yield metric.collect(entries)
@@ -229,8 +228,6 @@ def replica_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
 
 @dataclass(frozen=True, eq=False)
 class StateMetrics(Collector):
-    """Reads the parts of a router that count for themselves."""
-
     requests: RequestTable
     directory: Directory
     gate: Gate

@@ -23,7 +23,6 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
     asked_stop_ids: frozenset[int] = frozenset()
     """Stop tokens that the request named, and that the answer reports."""
     include_stop: bool = False
-    """True if the stop string that ended the text is shown."""
     skip_special_tokens: bool = True
     min_tokens: int = 0
     """Stop strings in the text of earlier tokens do not count."""
@@ -53,7 +52,6 @@ class MarkerScanner:
         assert all(markers), "an empty marker is everywhere"
         self._markers = markers
         self._held = ""
-        """Text that may begin a marker."""
         self.hit: str | None = None
         """The marker that came last."""
 
@@ -105,8 +103,6 @@ class Trimmer:
 
 
 class AnswerText:
-    """The text of one choice."""
-
     def __init__(self, tokenizer: Tokenizer, rules: TextRules, index: int = 0) -> None:
         self._index = index
         self._tokenizer = tokenizer

@@ -119,7 +119,6 @@ def _peers(service: Service, body: TargetRequest) -> Sequence[Peer]:
 
 
 def _peer(service: Service, name: str) -> Peer:
-    """Return a replica of the table."""
     peers = {str(peer.replica): peer for peer in service.directory.peers(*Role)}
     if name not in peers:
         raise bad_request(f"replica: there is no {name!r}; allowed: {', '.join(peers) or 'none'}", "replica")

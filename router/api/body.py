@@ -128,7 +128,6 @@ async def read(request: Request, schema: type[Read]) -> Read:
 
 
 def parse(content: bytes, schema: type[Read]) -> Read:
-    """Read the bytes of a body."""
     if (body := _read_cut(content, schema)) is not None:
         return body
     try:

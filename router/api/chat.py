@@ -21,7 +21,6 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 
 async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateRequest, NewReader]:
-    """Make a request of a conversation, and the readers of its answers."""
     check(service, body)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs: only allowed with logprobs=true", "top_logprobs")

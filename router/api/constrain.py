@@ -38,9 +38,7 @@ class Part:
     """One grammar of several; others may refer to it."""
 
     field: str
-    """The field of the body, for errors."""
     grammar: Mapping[str, Any]
-    """Grammar in llguidance's JSON form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +49,6 @@ class Constraint:
     """Lark rules; those named in ``starts`` are the alternatives."""
     starts: Sequence[str]
     parts: Mapping[str, Part]
-    """Parts by their name in the rules."""
 
     def grammar(self, thinking: Thinking, special_texts: frozenset[str]) -> str:
         """Return the whole grammar, with thoughts before the answer, written in ``special_texts`` if they are there."""

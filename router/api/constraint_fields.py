@@ -18,7 +18,6 @@ EXPECTED = {
     "response_format": 'an object of type "text", "json_object" or "json_schema"; the last with "json_schema": '
     '{"name": ..., "schema": {...}}',
 }
-"""The fields that may have several types, in words."""
 
 
 class _Part(BaseModel):

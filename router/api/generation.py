@@ -270,7 +270,6 @@ def _usage(job: Job, answer: Answer, completion_tokens: int) -> Usage:
 
 
 def _prompts(service: Service, body: CompletionRequest, requests: Sequence[GenerateRequest]) -> list[ShownPrompt]:
-    """Return what answers show of each prompt."""
     if not body.echo:
         return [ShownPrompt(request.prompt_ids) for request in requests]
     skip = body.skip_special_tokens is not False

@@ -26,7 +26,6 @@ from router.service import Service
 from router.text import TextRules
 
 MAX_PROMPTS = 1024
-"""Most prompts in one HTTP request."""
 
 _TOO_LONG = "context_length_exceeded"
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -41,7 +40,6 @@ _T = TypeVar("_T")
 
 
 def check_model(service: Service, model: str | None) -> None:
-    """Refuse a model that is not served here."""
     if model is not None and model != service.model.name:
         message = f"the model {model!r} does not exist; this endpoint serves {service.model.name!r}"
         raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
@@ -68,7 +66,6 @@ def check(service: Service, body: GenerationBody) -> None:
 
 
 async def completion_requests(service: Service, body: CompletionRequest) -> list[GenerateRequest]:
-    """Make a request of every prompt."""
     check(service, body)
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise bad_request("max_tokens: 0 is only allowed together with echo or prompt_logprobs", "max_tokens")
@@ -90,7 +87,6 @@ async def off_loop(num_chars: int, make: Callable[[], _T]) -> _T:
 
 
 def pack_token_ids(service: Service, token_ids: Collection[int], param: str) -> TokenIds:
-    """Pack token ids for messages."""
     vocab_size = service.tokenizer.vocab_size
     with suppress(ValueError):
         packed = TokenIds.of(token_ids)
@@ -151,7 +147,6 @@ def make_request(
 
 
 def make_sampling(service: Service, body: GenerationBody, ending_ids: frozenset[int], grammar: str = "") -> Sampling:
-    """Make the sampling parameters, with a random seed where none is given."""
     tokenizer, defaults = service.tokenizer, service.model.sampling_defaults
     top_p = given_or(body.top_p, defaults.top_p)
     known_ids = frozenset(token_id for token_id in ending_ids if token_id < tokenizer.vocab_size)

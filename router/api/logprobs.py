@@ -26,7 +26,6 @@ class ShownPrompt:
 
     token_ids: Sequence[int]
     echo: str | None = None
-    """The text before each answer; None where it is not echoed."""
     skip_special_tokens: bool = True
     logprobs: Sequence[TokenLogprobs] = ()
     """One entry for every token but the first, where requested, once they are there."""

@@ -112,17 +112,14 @@ class GenerationBody(SaltedBody):
 
     @property
     def continuous_usage(self) -> bool:
-        """Return whether every chunk of a stream has the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def include_stop(self) -> bool:
-        """Return whether a stop string is part of the answer that it ends."""
         return bool(self.include_stop_str_in_output or self.no_stop_trim)
 
     @property
     def wants_form(self) -> bool:
-        """Return whether any field constrains the form of the answer."""
         return not self.model_fields_set.isdisjoint(_FORMS)
 
     @property

@@ -102,8 +102,6 @@ class ChosenTool(FunctionName):
 
 
 class AllowedTools(Body):
-    """The functions that may be called, and whether one of them must be."""
-
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[ChosenTool], Field(min_length=1)]
@@ -205,7 +203,6 @@ _ADDITIONS = (
 
 
 def chat_of(body: ResponseRequest) -> ChatRequest:
-    """Return the chat request."""
     refuse_unsupported(body.others, _HARMLESS)
     for name, own in _OWN_WORDS:
         if body.others.get(name) is not None:

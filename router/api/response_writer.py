@@ -132,7 +132,6 @@ class OutputItems:
         return isinstance(self._growing, _Thoughts)
 
     def push(self, read: Sequence[MessageEvent], logprobs: Sequence[ChosenLogprob] = ()) -> list[Event]:
-        """Take what follows in the message, and the log-probabilities of its tokens."""
         self._pending += logprobs
         events: list[Event] = []
         for event in read:
@@ -188,7 +187,6 @@ class _Growing:
 
     prefix: ClassVar[str]
     text_event: ClassVar[str]
-    """Name of the events about its text."""
 
     def __init__(self, request_id: str, index: int) -> None:
         self.item_id = f"{self.prefix}_{request_id}_{index}"
@@ -201,7 +199,6 @@ class _Growing:
         return "".join(self._texts)
 
     def item(self, status: ItemStatus) -> OutputItem:
-        """Return the item as it stands."""
         raise NotImplementedError
 
     def part(self) -> OutputText | ReasoningText | None:
@@ -300,7 +297,6 @@ class ResponseWriter:
         return self._write(self._take(chunk))
 
     def _take(self, chunk: OutputChunk) -> list[Event]:
-        """Take the next token; return its events."""
         read = self._reader.read(chunk.text, is_end=chunk.finish is not None)
         logprobs = chat_logprobs(self._tokenizer, chunk).content if chunk.logprobs else ()
         events = self._items.push(read, logprobs)
@@ -353,7 +349,6 @@ class ResponseWriter:
 
 
 def _begun(request_id: str, service: Service, body: ResponseRequest) -> ResponseObject:
-    """Return the response before its first token, with the request's fields."""
     written = body.text.format if body.text is not None else None
     return ResponseObject(
         id=f"resp_{request_id}",

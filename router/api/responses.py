@@ -13,9 +13,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     cached_tokens: int
     """Tokens not computed, because an earlier request had the same prefix."""
     host_tokens: int = 0
-    """Cached tokens from host memory; left out if none."""
     storage_tokens: int = 0
-    """Cached tokens from storage; left out if none."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

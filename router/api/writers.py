@@ -99,8 +99,6 @@ class TextWriter(ABC):
 
 
 class ChatWriter(TextWriter):
-    """``/v1/chat/completions``."""
-
     def __init__(
         self,
         request_id: str,
@@ -267,7 +265,6 @@ class CompletionWriter(TextWriter):
 
 
 def _stop_reason(chunk: OutputChunk) -> StopReason:
-    """Return what ended a choice; unset before its end."""
     return UNSET if chunk.finish is None else chunk.stopped_by
 
 

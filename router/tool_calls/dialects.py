@@ -11,10 +11,7 @@ from router.tool_calls.parsers import CLOSING, KEYS, OPENING, PYTHON_TAG, Hermes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """One way of writing calls."""
-
     parser: Callable[[Collection[str]], ToolParser]
-    """Makes the parser of one answer from the names of the functions."""
     opening: str
     """Text of a call up to its name."""
     arguments: str
