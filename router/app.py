@@ -13,8 +13,8 @@ from router.api import admin, generation, models, status
 from router.api.body import ArrivingBodies
 from router.api.document import complete
 from router.api.front import REQUEST_ID, Front, key_needed
+from router.finished import TRACEPARENT
 from router.service import Service
-from router.tracing import TRACEPARENT
 
 _EXPOSED = (REQUEST_ID, *HEADERS, TRACEPARENT, "retry-after")
 """Response headers that pages of other origins may read."""

@@ -1,17 +1,22 @@
-"""Records of requests that have ended: for the page of recent requests, and one line each in the access log."""
+"""HTTP requests as jobs, and their records when they have ended: for the status page and the access log."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from cluster.logs import with_facts
 from router.answer import Answer
+from router.key_ring import ApiKey
+from router.request import GenerateRequest
+from router.text import TextRules
 
 _log = logging.getLogger(__name__)
 
 MAX_RECENT = 50
+TRACEPARENT = "traceparent"
+"""Header of https://www.w3.org/TR/trace-context."""
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -23,18 +28,30 @@ class Phase(msgspec.Struct, frozen=True):
     replica: str | None = None
 
 
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One HTTP request, ready to be sent to replicas."""
+
+    caller: ApiKey | None
+    """Owner of its key; None where no key is needed."""
+    requests: Sequence[GenerateRequest]
+    """One for every choice; those of one prompt stand together."""
+    num_choices: int
+    num_prompt_tokens: int
+    """Each prompt counts once, however many choices it has."""
+    rules: TextRules
+    arrived_s: float
+    request_id: str
+    traceparent: str
+    """The client's OpenTelemetry trace; empty for none."""
+
+
 class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One HTTP request that has ended."""
 
+    job: Job
     answer: Answer
     outcome: str
     error: BaseException | None
-    request_id: str
-    caller: str | None
-    traceparent: str
-    """The OpenTelemetry trace it is in, by its client or the router's own span; empty for none."""
-    num_prompt_tokens: int
-    arrived_s: float
     ended_s: float
     unix_s: float
 
@@ -43,8 +60,8 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
         phases = phases_of(self.answer, self.ended_s)
         return {
             "ended": self.unix_s,
-            "seconds": self.ended_s - self.arrived_s,
-            "prompt_tokens": self.num_prompt_tokens,
+            "seconds": self.ended_s - self.job.arrived_s,
+            "prompt_tokens": self.job.num_prompt_tokens,
             "num_tokens": self.answer.num_tokens,
             "outcome": self.outcome,
             "phases": [
@@ -59,16 +76,16 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
             "request %s",
             self.outcome,
             extra=with_facts(
-                request_id=self.request_id,
-                key=self.caller,
+                request_id=self.job.request_id,
+                key=self.job.caller.name if self.job.caller is not None else None,
                 room=rooms[0] if len(rooms) == 1 else None,
                 rooms=rooms if len(rooms) > 1 else None,
                 prefill=answer.headers["x-baton-prefill"] or None,
                 decode=answer.headers["x-baton-decode"] or None,
-                trace_id=trace_id(self.traceparent),
-                prompt_tokens=self.num_prompt_tokens,
+                trace_id=trace_id(answer.trace_header.get(TRACEPARENT, self.job.traceparent)),
+                prompt_tokens=self.job.num_prompt_tokens,
                 tokens=answer.num_tokens,
-                total_ms=round((self.ended_s - self.arrived_s) * 1000, 3),
+                total_ms=round((self.ended_s - self.job.arrived_s) * 1000, 3),
                 phases_ms={phase.name: round((phase.end_s - phase.start_s) * 1000, 3) for phase in phases},
                 error=str(self.error) or type(self.error).__name__ if self.error is not None else None,
             ),

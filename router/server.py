@@ -28,9 +28,9 @@ from cluster.spec.worker_spec import ALONE, Rendezvous, RouterShare
 from cluster.tokenizer import Tokenizer
 from router.admission import Gate, KeyLimits
 from router.app import create_app
+from router.connection import HttpProtocol
 from router.directory import Breakers, Directory, LoadBook
 from router.dispatch import RequestTable
-from router.http_protocol import HttpProtocol
 from router.key_ring import read_keys
 from router.metrics import Metrics
 from router.picker import Picker

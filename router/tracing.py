@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.spec.errors import UserError
 from router.answer import Answer
-from router.finished import Phase, phases_of
+from router.finished import TRACEPARENT, Phase, phases_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -23,8 +23,6 @@ _log = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
 """Longest wait for a collector when the router ends."""
-TRACEPARENT = "traceparent"
-"""Header of https://www.w3.org/TR/trace-context."""
 
 
 class Tracing:

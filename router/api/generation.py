@@ -17,7 +17,6 @@ from router.admission import limit_of
 from router.answer import Answer
 from router.api.body import read
 from router.api.chat import chat_request, markers
-from router.api.connection import EventStream, JsonAnswer, unless_client_leaves
 from router.api.document import document
 from router.api.front import caller_of, dp_rank_of, header, priority_of, request_id, session_of
 from router.api.intake import choices_of, completion_requests, text_rules
@@ -27,33 +26,15 @@ from router.api.response_request import ResponseRequest, chat_of, in_own_words
 from router.api.response_writer import ResponseObject, ResponseWriter
 from router.api.responses import ChatChunk, ChatCompletion, Completion, PromptTokensDetails, Usage
 from router.api.writers import ChatWriter, CompletionWriter, Writer
+from router.connection import EventStream, JsonAnswer, unless_client_leaves
 from router.errors import ApiError, ClientLeftError
-from router.finished import FinishedRequest
-from router.key_ring import ApiKey
+from router.finished import TRACEPARENT, FinishedRequest, Job
 from router.request import GenerateRequest, OutputChunk
 from router.service import Service
-from router.text import AnswerText, TextRules
-from router.tracing import TRACEPARENT
+from router.text import AnswerText
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One HTTP request, ready to be sent to replicas."""
-
-    caller: ApiKey | None
-    """Owner of its key; None where no key is needed."""
-    requests: Sequence[GenerateRequest]
-    """One for every choice; those of one prompt stand together."""
-    num_choices: int
-    num_prompt_tokens: int
-    """Each prompt counts once, however many choices it has."""
-    rules: TextRules
-    arrived_s: float
-    request_id: str
-    traceparent: str
-    """The client's OpenTelemetry trace; empty for none."""
 
 
 def routes(service: Service) -> APIRouter:
@@ -171,14 +152,10 @@ def _record(service: Service, job: Job, answer: Answer, span: "Span | None", err
     """Record a request that has ended: on the status page, in the access log, and as a span."""
     has_left = isinstance(error, asyncio.CancelledError | ClientLeftError)
     finished = FinishedRequest(
+        job=job,
         answer=answer,
         outcome="finished" if error is None else "left" if has_left else "failed",
         error=error,
-        request_id=job.request_id,
-        caller=job.caller.name if job.caller is not None else None,
-        traceparent=answer.trace_header.get(TRACEPARENT, job.traceparent),
-        num_prompt_tokens=job.num_prompt_tokens,
-        arrived_s=job.arrived_s,
         ended_s=service.relay.now_s(),
         unix_s=time.time(),
     )

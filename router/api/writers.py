@@ -10,7 +10,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cluster.spec.sampling import FinishReason
-from router.api.connection import event
 from router.api.logprobs import (
     ShownPrompt,
     chat_logprobs,
@@ -36,6 +35,7 @@ from router.api.responses import (
     ToolCallDelta,
     Usage,
 )
+from router.connection import event
 from router.errors import RequestFailedError
 from router.message import CallPart, MessagePart, MessageReader, NewReader
 from router.request import OutputChunk

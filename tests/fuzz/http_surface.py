@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 from cluster.channel import AsyncInbox, Outbox
 from cluster.spec.messages import Command, CommandTaken, Message
 from router.app import create_app
-from router.http_protocol import HttpProtocol
+from router.connection import HttpProtocol
 from router.key_ring import read_keys
 from tests.fakes.bootstrap import FakeTable, entry_of, peer_of, table_of
 from tests.fakes.model_folder import write_model_folder

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from router.api import connection
+from router import connection
 from tests.fakes.model_folder import write_model_folder
 from tests.fakes.router_cluster import CONTEXT, RouterCluster, run_cluster
 

@@ -11,7 +11,7 @@ from cluster.spec.errors import UserError
 from cluster.spec.messages import Drain, Resume
 from cluster.spec.page_key import page_keys
 from cluster.spec.tiers import FlushCache, PinPages, UseStorage
-from router.api import connection
+from router import connection
 from tests.fakes.bootstrap import FakeTable
 from tests.fakes.router_cluster import MODEL, RouterCluster, make_server, run_cluster
 
