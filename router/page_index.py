@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.messages import PageNews
+from cluster.spec.messages import KvEvents
 from cluster.spec.page_key import extend_page_keys
 from cluster.spec.peer import Peer
 from cluster.spec.tiers import Tier
@@ -186,27 +186,27 @@ class PageIndex:
                 asked.append(peer)
         return asked
 
-    def on_news(self, news: PageNews, now_s: float) -> bool:
+    def on_kv_events(self, events: KvEvents, now_s: float) -> bool:
         """Take a report, in order; return whether some are missing, so that the replica is to be asked again."""
-        owner = news.replica, news.incarnation
+        owner = events.replica, events.incarnation
         known = self._known.get(owner)
         if known is None:
             return False
-        if news.number == 0:
+        if events.number == 0:
             self._clear(owner, known)
-        elif known.next_number is None or news.number < known.next_number:
+        elif known.next_number is None or events.number < known.next_number:
             return False
-        elif news.number > known.next_number:
+        elif events.number > known.next_number:
             self.num_gaps += 1
             self._clear(owner, known)
             known.next_number, known.asked_s = None, now_s
             return True
-        known.next_number = news.number + 1
-        if news.tier is Tier.DEVICE:
-            known.keys.remove_all(news.removed)
-            self._store(known, news.stored)
+        known.next_number = events.number + 1
+        if events.tier is Tier.DEVICE:
+            known.keys.remove_all(events.removed)
+            self._store(known, events.stored)
         else:
-            self._below.note(owner, news.tier, news.stored, news.removed)
+            self._below.note(owner, events.tier, events.stored, events.removed)
         return False
 
     def is_known(self, key: bytes) -> bool:

@@ -13,14 +13,14 @@ from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.messages import (
     CommandTaken,
     Failure,
-    FollowPages,
     Inquire,
+    KvEvents,
     Message,
     Output,
     Outputs,
-    PageNews,
     RankTrace,
     Submit,
+    SubscribeKvEvents,
 )
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
@@ -135,8 +135,8 @@ class Relay:
                 self._perform(self._requests.on_failure(message, now_s))
             case Inquire():
                 self._perform(self._requests.on_inquire(message))
-            case PageNews():
-                self._on_page_news(message, now_s)
+            case KvEvents():
+                self._on_kv_events(message, now_s)
             case CommandTaken():
                 self.commands.on_taken(message)
             case RankTrace():
@@ -149,7 +149,7 @@ class Relay:
         now_s = self._clock.now_s()
         self._give_up(self._directory.update(snapshot, now_s))
         for peer in self._picker.pages.update(self._directory.peers(*self._picker.prefix_roles), now_s):
-            self._follow_pages(peer)
+            self._subscribe(peer)
         self._on_ended()
         self._wake_at(self._directory.next_deadline_s)
 
@@ -223,14 +223,14 @@ class Relay:
             ranks = [row for peer in attempt.peers for row in self._directory.rows(peer)]
             self.traces.begin(started.request_id, attempt.room, ranks)
 
-    def _on_page_news(self, news: PageNews, now_s: float) -> None:
-        if self._picker.pages.on_news(news, now_s):
+    def _on_kv_events(self, events: KvEvents, now_s: float) -> None:
+        if self._picker.pages.on_kv_events(events, now_s):
             for peer in self._directory.peers(*self._picker.prefix_roles):
-                if (peer.replica, peer.incarnation) == (news.replica, news.incarnation):
-                    self._follow_pages(peer)
+                if (peer.replica, peer.incarnation) == (events.replica, events.incarnation):
+                    self._subscribe(peer)
 
-    def _follow_pages(self, peer: Peer) -> None:
-        self._try_send(peer.address, FollowPages(router=self._requests.me, incarnation=peer.incarnation))
+    def _subscribe(self, peer: Peer) -> None:
+        self._try_send(peer.address, SubscribeKvEvents(router=self._requests.me, incarnation=peer.incarnation))
 
     def _send(self, action: Send) -> None:
         try:

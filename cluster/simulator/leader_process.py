@@ -14,7 +14,7 @@ from cluster.simulator.surroundings import Surroundings
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.heartbeat import HEARTBEAT_S
 from cluster.spec.ids import Room
-from cluster.spec.messages import Message, Output, PageNews, TableUpdate
+from cluster.spec.messages import KvEvents, Message, Output, TableUpdate
 from cluster.spec.peer import Peer
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
@@ -58,7 +58,7 @@ class LeaderProcess(RankProcess):
         self._on_refused = on_refused
         self._inbox: deque[Message] = deque()
         self._load = ReplicaLoad()
-        self.num_news: dict[str, int] = {}
+        self.num_kv_events: dict[str, int] = {}
         """Number of messages sent to each router, by its address, since the whole cache was sent."""
         self._outgoing: list[tuple[str, Message]] = []
         """Outgoing messages that the checks have seen."""
@@ -146,8 +146,8 @@ class LeaderProcess(RankProcess):
         new = self.leader.take_outgoing()
         self._outgoing += new
         for address, message in new:
-            if isinstance(message, PageNews):
-                self.num_news[address] = message.number + 1
+            if isinstance(message, KvEvents):
+                self.num_kv_events[address] = message.number + 1
             elif isinstance(message, Ticket):
                 rows = shard_of(self.rows, message.dp_rank)
                 memories = [self.around.memories[row.endpoint.session] for row in rows]

@@ -5,7 +5,17 @@ from typing import TYPE_CHECKING
 
 from cluster.simulator.memory import Violation
 from cluster.spec.ids import Incarnation, Room
-from cluster.spec.messages import Cancel, Command, Failure, FollowPages, Inquire, Message, Output, PageNews, Submit
+from cluster.spec.messages import (
+    Cancel,
+    Command,
+    Failure,
+    Inquire,
+    KvEvents,
+    Message,
+    Output,
+    Submit,
+    SubscribeKvEvents,
+)
 from cluster.spec.peer import Peer
 from cluster.spec.transfer_messages import Done, Drained, Refused, Result, Revoke, Ticket
 from router.directory import Directory
@@ -39,7 +49,7 @@ def _addressed(message: Message, me: Peer) -> Incarnation | None:
             return message.prefill_incarnation
         case Result() | Done() | Refused() | Drained():
             return message.decode_incarnation
-        case Cancel() | Inquire() | FollowPages() | Command():
+        case Cancel() | Inquire() | SubscribeKvEvents() | Command():
             return message.incarnation
         case _:
             return None
@@ -104,29 +114,27 @@ class KnownPages:
         for peer in self._picker.pages.update(self._peers, now_s):
             self._follow(peer)
 
-    def on_news(self, news: PageNews, now_s: float) -> None:
-        """Apply a replica's page news; if some of it is missing, follow the replica anew."""
-        if self._picker.pages.on_news(news, now_s):
+    def on_kv_events(self, events: KvEvents, now_s: float) -> None:
+        """Apply a replica's KV events; if some are missing, subscribe anew."""
+        if self._picker.pages.on_kv_events(events, now_s):
             for peer in self._peers:
-                if (peer.replica, peer.incarnation) == (news.replica, news.incarnation):
+                if (peer.replica, peer.incarnation) == (events.replica, events.incarnation):
                     self._follow(peer)
 
     def check(self, leader: "LeaderProcess") -> None:
-        """Check the index against a leader whose news have all arrived."""
+        """Check the index against a leader whose KV events have all arrived."""
         pages, me = self._picker.pages, leader.me
         number = pages.next_number(me)
-        if number is None or number != leader.num_news[self._me.address]:
+        if number is None or number != leader.num_kv_events[self._me.address]:
             return
         known, cached = pages.keys_of(me), leader.cached_keys()
         # A page in the caches of several DP ranks is unknown once one of them has evicted it.
         if not known <= cached or (known != cached and leader.row.sizes.dp == 1):
-            raise Violation(
-                f"the router has heard all of {me.replica}'s news, and knows other pages than it has cached"
-            )
+            raise Violation(f"the router has all KV events of {me.replica}, and knows other pages than it has cached")
 
     @property
     def _peers(self) -> list[Peer]:
         return self._directory.peers(*self._picker.prefix_roles)
 
     def _follow(self, peer: Peer) -> None:
-        self._send(peer.address, FollowPages(router=self._me, incarnation=peer.incarnation))
+        self._send(peer.address, SubscribeKvEvents(router=self._me, incarnation=peer.incarnation))

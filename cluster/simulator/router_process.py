@@ -15,7 +15,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.heartbeat import LEASE_S
 from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Failure, Inquire, Message, Output, PageNews, Submit
+from cluster.spec.messages import Failure, Inquire, KvEvents, Message, Output, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
@@ -110,8 +110,8 @@ class RouterProcess(Process):
                 self._perform(self.requests.on_failure(message, self.around.now_s()))
             case Inquire():
                 self._perform(self.requests.on_inquire(message))
-            case PageNews():
-                self.known_pages.on_news(message, self.around.now_s())
+            case KvEvents():
+                self.known_pages.on_kv_events(message, self.around.now_s())
 
     def _on_table(self, snapshot: TableSnapshot) -> None:
         self._give_up(self.directory.update(snapshot, self.around.now_s()))

@@ -124,7 +124,7 @@ class Simulation:
         return left
 
     def _check_known_pages(self) -> None:
-        """Check the router's index, unless page news were reordered: streams of news have no names to sort them by."""
+        """Check the router's index, unless KV events were reordered: streams of them have no names to sort them by."""
         hazards, router = self._scenario.hazards, self._driver.router
         if hazards.duplicate or hazards.reorder or router is None:
             return

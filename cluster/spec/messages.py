@@ -96,7 +96,7 @@ class Inquire(Tagged, frozen=True):
     """Incarnation of the receiver."""
 
 
-class FollowPages(Tagged, frozen=True):
+class SubscribeKvEvents(Tagged, frozen=True):
     """Subscription of a router to the replica's cached pages and every later change."""
 
     router: Peer
@@ -155,7 +155,7 @@ class Failure(Tagged, frozen=True):
     blame: Blame = Blame.SENDER
 
 
-class PageNews(Tagged, frozen=True):
+class KvEvents(Tagged, frozen=True):
     """Pages that a replica's cache has gained and lost since the previous message."""
 
     replica: ReplicaId
@@ -231,8 +231,8 @@ Message = (
     | Output
     | Outputs
     | Failure
-    | FollowPages
-    | PageNews
+    | SubscribeKvEvents
+    | KvEvents
     | RankTrace
     | Ticket
     | Revoke

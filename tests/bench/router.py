@@ -25,7 +25,7 @@ from cluster.spec.config import DeployConfig, ModelConfig, RouterConfig
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, Room, replica_id
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Cancel, FollowPages, Message, Output, PageNews, Submit
+from cluster.spec.messages import Cancel, KvEvents, Message, Output, Submit, SubscribeKvEvents
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason
 from cluster.spec.step_messages import Shutdown
@@ -79,9 +79,9 @@ class MockReplicas:
                 self._open[message.room] = message, 0
             case Cancel():
                 self._open.pop(message.room, None)
-            case FollowPages():
+            case SubscribeKvEvents():
                 prefill = replica_id(Role.PREFILL, 0)
-                news = PageNews(replica=prefill, incarnation=Incarnation(1), number=0, stored=[], removed=[])
+                news = KvEvents(replica=prefill, incarnation=Incarnation(1), number=0, stored=[], removed=[])
                 self._outbox.send(message.router.address, news)
         return not isinstance(message, Shutdown)
 

@@ -19,14 +19,14 @@ from cluster.spec.messages import (
     Command,
     CommandTaken,
     Failure,
-    FollowPages,
+    KvEvents,
     Message,
     Output,
     Outputs,
-    PageNews,
     PhaseTimes,
     RankTrace,
     Submit,
+    SubscribeKvEvents,
 )
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, TokenLogprobs
@@ -189,8 +189,8 @@ class FakeReplica:
                 case Cancel():
                     self.cancels.append(message)
                     self._open.pop(message.room, None)
-                case FollowPages():
-                    outbox.send(message.router.address, self._page_news())
+                case SubscribeKvEvents():
+                    outbox.send(message.router.address, self._kv_events())
                 case Command():
                     self.told.append(message.wanted)
                     if self.deaf_to:
@@ -211,8 +211,8 @@ class FakeReplica:
             num_pinned=self.num_pinned,
         )
 
-    def _page_news(self) -> PageNews:
-        return PageNews(
+    def _kv_events(self) -> KvEvents:
+        return KvEvents(
             replica=self.peer.replica,
             incarnation=self.peer.incarnation,
             number=0,

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from cluster.spec.config import RouterConfig
 from cluster.spec.ids import Room
-from cluster.spec.messages import PageNews, Submit
+from cluster.spec.messages import KvEvents, Submit
 from cluster.spec.peer import Peer
 from router.directory import Breakers, LoadBook
 from router.dispatch import RequestTable
@@ -36,17 +36,17 @@ def reuse_a_room(patch: Patch) -> None:
     patch.setattr(RequestTable, "__init__", make_with_numbers)
 
 
-def miss_no_news(patch: Patch) -> None:
+def ignore_gaps_in_kv_events(patch: Patch) -> None:
     """The router does not look at the numbers of page reports."""
-    on_news = PageIndex.on_news
+    on_kv_events = PageIndex.on_kv_events
 
-    def take(self: PageIndex, news: PageNews, now_s: float) -> bool:
-        known = self._known.get((news.replica, news.incarnation))
-        if known is not None and known.next_number is not None and news.number:
-            known.next_number = news.number
-        return on_news(self, news, now_s)
+    def take(self: PageIndex, events: KvEvents, now_s: float) -> bool:
+        known = self._known.get((events.replica, events.incarnation))
+        if known is not None and known.next_number is not None and events.number:
+            known.next_number = events.number
+        return on_kv_events(self, events, now_s)
 
-    patch.setattr(PageIndex, "on_news", take)
+    patch.setattr(PageIndex, "on_kv_events", take)
 
 
 def continue_at_output_0(patch: Patch) -> None:

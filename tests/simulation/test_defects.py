@@ -232,7 +232,7 @@ def cold_tiers_of_shared_heads(scenario: Scenario) -> Scenario:
         (defects.leave_out_a_digest_and_miss_none, changed_bytes, EARLY_READ),
         (defects.forget_who_has_a_room, several_dp_ranks, f"{FAILS_IN_CALM}|{NEVER_ENDS}"),
         (defects.ticket_pages_that_are_computed_into, leavers_of_dp_ranks, f"{FOREIGN_WRITE}|{EARLY_READ}"),
-        (router_defects.miss_no_news, lossy, "knows other pages"),
+        (router_defects.ignore_gaps_in_kv_events, lossy, "knows other pages"),
         (defects.free_source_pages_early, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
         (defects.let_no_bytes_settle, dying_ranks, FOREIGN_WRITE),
         (defects.take_silence_for_proof, lost_machine, FOREIGN_WRITE),

@@ -13,11 +13,11 @@ from cluster.spec.messages import (
     CommandTaken,
     Drain,
     Failure,
-    FollowPages,
     Inquire,
     Message,
     Resume,
     Submit,
+    SubscribeKvEvents,
     Wanted,
 )
 from cluster.spec.peer import Peer
@@ -166,7 +166,7 @@ class Leader(ABC):
                 self.on_tier_message(message)
             case Command() if message.incarnation == self.me.incarnation:
                 self.on_command(message)
-            case FollowPages() if message.incarnation == self.me.incarnation:
+            case SubscribeKvEvents() if message.incarnation == self.me.incarnation:
                 self.outgoing += self.reporter.follow(message)
             case _:
                 self.drop(message)

@@ -8,7 +8,7 @@ import itertools
 from dataclasses import dataclass
 
 from cluster.spec.ids import ReplicaId
-from cluster.spec.messages import FollowPages, Message, PageNews
+from cluster.spec.messages import KvEvents, Message, SubscribeKvEvents
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.tiers import Tier
@@ -36,7 +36,7 @@ class PageReporter:
         self._journal = PageJournal()
         self._followers: dict[ReplicaId, _Follower] = {}
 
-    def follow(self, message: FollowPages) -> list[tuple[str, Message]]:
+    def follow(self, message: SubscribeKvEvents) -> list[tuple[str, Message]]:
         """Answer a router with all cached prefixes; an older start of the same router gets no more reports."""
         known = self._followers.get(message.router.replica)
         is_older = known is not None and known.router.incarnation > message.router.incarnation
@@ -80,7 +80,7 @@ class PageReporter:
         parts = itertools.zip_longest(_parts(stored), _parts(removed), fillvalue=nothing)
         reports: list[tuple[str, Message]] = []
         for some_stored, some_removed in list(parts) or [(nothing, nothing)]:
-            news = PageNews(
+            news = KvEvents(
                 replica=self._me.replica,
                 incarnation=self._me.incarnation,
                 number=follower.next_number,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import CommandTaken, Inquire, Message, PageNews, Submit
+from cluster.spec.messages import CommandTaken, Inquire, KvEvents, Message, Submit
 from cluster.spec.ranks import coords_of
 from cluster.spec.registry import ComputeTimes, RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled
@@ -64,7 +64,7 @@ class ReplicaLeader:
         self._homes: OrderedDict[Room, int] = OrderedDict()
         """DP rank of every room, newest last."""
         self._next_news: dict[str, int] = {}
-        """Number of the next PageNews, by router address."""
+        """Number of the next KvEvents, by router address."""
         self._work: dict[int, StepWork] = {}
         """Latest work report by global rank."""
 
@@ -207,7 +207,7 @@ class ReplicaLeader:
 
     def _numbered(self, dp_rank: int, address: str, message: Message) -> Message:
         """Renumber a leader's reports: a router sees one stream, which restarts with that of the first leader."""
-        if not isinstance(message, PageNews):
+        if not isinstance(message, KvEvents):
             return message
         begins = dp_rank == 0 and message.number == 0
         number = 0 if begins else self._next_news[address]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from cluster.spec.messages import PageNews
+from cluster.spec.messages import KvEvents
 from cluster.spec.page_key import page_keys
 from cluster.spec.peer import Peer
 from cluster.spec.tiers import Tier
@@ -21,8 +21,8 @@ def keys(text: str) -> list[bytes]:
     return [letter.encode() for letter in text]
 
 
-def news(number: int, stored: str = "", removed: str = "", peer: Peer = ONE) -> PageNews:
-    return PageNews(
+def events(number: int, stored: str = "", removed: str = "", peer: Peer = ONE) -> KvEvents:
+    return KvEvents(
         replica=peer.replica,
         incarnation=peer.incarnation,
         number=number,
@@ -39,23 +39,23 @@ def index_of(max_pages: int = 100) -> PageIndex:
 
 def test_the_longest_prefix_counts() -> None:
     index = index_of()
-    assert not index.on_news(news(0, "abcx"), 0.0)
+    assert not index.on_kv_events(events(0, "abcx"), 0.0)
     prompts = ("abc", "abd", "abcde", "x", "xy", "q", "")
     assert [index.count(ONE, keys(prompt)) for prompt in prompts] == [3, 2, 3, 1, 1, 0, 0]
     assert index.count(OTHER, keys("abc")) == 0
-    assert not index.on_news(news(1, "d", "x"), 0.0)
+    assert not index.on_kv_events(events(1, "d", "x"), 0.0)
     assert [index.count(ONE, keys(prompt)) for prompt in ("abcdx", "x")] == [4, 0]
 
 
 def test_a_gap_is_noticed_once_and_mended_by_beginning_anew() -> None:
     index = index_of()
-    index.on_news(news(0, "abc"), 0.0)
-    assert index.on_news(news(2, "f"), 0.0)
+    index.on_kv_events(events(0, "abc"), 0.0)
+    assert index.on_kv_events(events(2, "f"), 0.0)
     assert index.count(ONE, keys("abc")) == 0
-    assert not index.on_news(news(3, "g"), 0.0)
-    assert not index.on_news(news(0, "ab"), 0.0)
-    assert not index.on_news(news(1, "c"), 0.0)
-    assert not index.on_news(news(0, "xy"), 0.0)
+    assert not index.on_kv_events(events(3, "g"), 0.0)
+    assert not index.on_kv_events(events(0, "ab"), 0.0)
+    assert not index.on_kv_events(events(1, "c"), 0.0)
+    assert not index.on_kv_events(events(0, "xy"), 0.0)
     assert index.keys_of(ONE) == {b"x", b"y"}
     assert (index.num_pages, index.num_gaps) == (2, 1)
 
@@ -63,32 +63,32 @@ def test_a_gap_is_noticed_once_and_mended_by_beginning_anew() -> None:
 def test_news_that_came_before_change_nothing() -> None:
     index = index_of()
     for number, stored in ((0, "a"), (1, "b"), (1, "z")):
-        assert not index.on_news(news(number, stored), 0.0)
+        assert not index.on_kv_events(events(number, stored), 0.0)
     assert index.keys_of(ONE) == {b"a", b"b"}
 
 
 def test_a_replica_that_says_nothing_is_asked_again_and_one_that_is_gone_is_forgotten() -> None:
     index = index_of()
-    index.on_news(news(0, "abc"), 0.0)
+    index.on_kv_events(events(0, "abc"), 0.0)
     assert index.update([ONE, OTHER], 4.9) == []
     assert index.update([ONE, OTHER], 5.0) == [OTHER]
     successor = peer_of("prefill-0", 2)
     assert index.update([successor, OTHER], 6.0) == [successor]
     assert (index.num_pages, index.count(ONE, keys("abc"))) == (0, 0)
-    assert not index.on_news(news(1, "d"), 6.0)
+    assert not index.on_kv_events(events(1, "d"), 6.0)
     assert index.num_pages == 0
 
 
 def test_memory_is_bounded_over_all_replicas() -> None:
     index = index_of(max_pages=5)
-    index.on_news(news(0, "abc"), 0.0)
-    index.on_news(news(0, "abcdef", peer=OTHER), 0.0)
+    index.on_kv_events(events(0, "abc"), 0.0)
+    index.on_kv_events(events(0, "abcdef", peer=OTHER), 0.0)
     assert (index.num_pages, index.count(ONE, keys("abcdef")), index.count(OTHER, keys("abcdef"))) == (5, 3, 2)
-    index.on_news(news(1, "xyz"), 0.0)
+    index.on_kv_events(events(1, "xyz"), 0.0)
     assert index.num_pages == 5
-    index.on_news(news(2, removed="abcxyz"), 0.0)
+    index.on_kv_events(events(2, removed="abcxyz"), 0.0)
     assert index.num_pages == 2
-    index.on_news(news(1, "cd", peer=OTHER), 0.0)
+    index.on_kv_events(events(1, "cd", peer=OTHER), 0.0)
     assert index.count(OTHER, keys("abcdef")) == 4
 
 
@@ -97,18 +97,18 @@ def test_pages_below_the_device_count_by_where_they_are() -> None:
     index.update([ONE, OTHER], 0.0)
     weights = Weights(host=0.5, storage=0.25)
     told = [
-        news(0, "a"),
-        replace(news(1, "bc"), tier=Tier.HOST),
-        news(0, peer=OTHER),
-        replace(news(1, "abcdef", peer=OTHER), tier=Tier.STORAGE),
+        events(0, "a"),
+        replace(events(1, "bc"), tier=Tier.HOST),
+        events(0, peer=OTHER),
+        replace(events(1, "abcdef", peer=OTHER), tier=Tier.STORAGE),
     ]
-    assert not any(index.on_news(message, 0.0) for message in told)
+    assert not any(index.on_kv_events(message, 0.0) for message in told)
     assert index.worth(ONE, keys("abcdef"), weights) == 1 + 2 * 0.5 + 0.25
     assert index.worth(OTHER, keys("abcdef"), weights) == 4 * 0.25, "more stored pages are kept than may be"
     assert index.worth(ONE, keys("bx"), weights) == 0.5
-    index.on_news(replace(news(2, removed="b"), tier=Tier.HOST), 0.0)
+    index.on_kv_events(replace(events(2, removed="b"), tier=Tier.HOST), 0.0)
     assert index.worth(ONE, keys("abc"), weights) == 1 + 0.25 + 0.5
-    index.on_news(news(0), 0.0)
+    index.on_kv_events(events(0), 0.0)
     assert index.worth(ONE, keys("abc"), weights) == 3 * 0.25
     assert index.count(ONE, keys("abc")) == 0
 
@@ -116,13 +116,16 @@ def test_pages_below_the_device_count_by_where_they_are() -> None:
 def test_of_stored_pages_those_told_of_or_asked_for_last_are_known() -> None:
     index, weights = PageIndex(4), Weights(storage=1.0)
     index.update([ONE], 0.0)
-    told = [news(0), *(replace(news(number, stored), tier=Tier.STORAGE) for number, stored in ((1, "abcd"), (2, "xy")))]
-    assert not any(index.on_news(message, 0.0) for message in told)
+    told = [
+        events(0),
+        *(replace(events(number, stored), tier=Tier.STORAGE) for number, stored in ((1, "abcd"), (2, "xy"))),
+    ]
+    assert not any(index.on_kv_events(message, 0.0) for message in told)
     assert [index.worth(ONE, keys(prompt), weights) for prompt in ("abcd", "xy")] == [2, 2]
     assert index.worth(ONE, keys("ab"), weights) == 2
-    index.on_news(replace(news(3, "z"), tier=Tier.STORAGE), 0.0)
+    index.on_kv_events(replace(events(3, "z"), tier=Tier.STORAGE), 0.0)
     assert [index.worth(ONE, keys(prompt), weights) for prompt in ("ab", "xy", "z")] == [2, 1, 1]
-    index.on_news(replace(news(4, removed="a"), tier=Tier.STORAGE), 0.0)
+    index.on_kv_events(replace(events(4, removed="a"), tier=Tier.STORAGE), 0.0)
     assert index.worth(ONE, keys("ab"), weights) == 0
 
 

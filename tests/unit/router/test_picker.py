@@ -8,7 +8,7 @@ import pytest
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import PageNews
+from cluster.spec.messages import KvEvents
 from cluster.spec.page_key import page_keys
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import Sampling, Stopping
@@ -111,10 +111,10 @@ def test_decode_computes_alone_what_little_its_own_memory_lacks(tier: Tier, *, i
     )
     picker.pages.update(PEERS, 0.0)
     for peer in PEERS:
-        news = PageNews(replica=peer.replica, incarnation=peer.incarnation, number=0, stored=[], removed=[])
-        picker.pages.on_news(news, 0.0)
-        news = msgspec.structs.replace(news, number=1, stored=page_keys(prompt, 64, ""), tier=tier)
-        picker.pages.on_news(news, 0.0)
+        events = KvEvents(replica=peer.replica, incarnation=peer.incarnation, number=0, stored=[], removed=[])
+        picker.pages.on_kv_events(events, 0.0)
+        events = msgspec.structs.replace(events, number=1, stored=page_keys(prompt, 64, ""), tier=tier)
+        picker.pages.on_kv_events(events, 0.0)
     attempt = picker.pick(ask, Room(1), frozenset(), 0.0)
     assert attempt is not None
     assert (attempt.prefill is None) == is_skipped

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import FollowPages, PageNews
+from cluster.spec.messages import KvEvents, SubscribeKvEvents
 from cluster.spec.page_key import page_keys
 from cluster.spec.peer import Peer
 from cluster.spec.registry import KvOwnership, TableSnapshot
@@ -29,8 +29,8 @@ def router(incarnation: int = 1, name: str = ROUTER) -> Peer:
     return Peer(replica=ReplicaId(name), incarnation=Incarnation(incarnation), address=f"{name}.{incarnation}")
 
 
-def ask(peer: Peer, incarnation: int = 3) -> FollowPages:
-    return FollowPages(router=peer, incarnation=Incarnation(incarnation))
+def ask(peer: Peer, incarnation: int = 3) -> SubscribeKvEvents:
+    return SubscribeKvEvents(router=peer, incarnation=Incarnation(incarnation))
 
 
 def cached(allocator: PageAllocator, tokens: list[int]) -> None:
@@ -50,16 +50,16 @@ def test_a_router_is_told_everything_then_what_changes() -> None:
     assert reporter.news() == []
     ((address, first),) = reporter.follow(ask(router()))
     assert address == "router.1"
-    assert first == PageNews(
+    assert first == KvEvents(
         replica=ME.replica, incarnation=ME.incarnation, number=0, stored=page_keys([1] * 8, PAGE_SIZE), removed=[]
     )
     cached(allocator, [2] * 4)
     ((_, second),) = reporter.news()
-    assert isinstance(second, PageNews)
+    assert isinstance(second, KvEvents)
     assert (second.number, second.stored) == (1, page_keys([2] * 4, PAGE_SIZE))
     allocator.flush()
     ((_, third),) = reporter.news()
-    assert isinstance(third, PageNews)
+    assert isinstance(third, KvEvents)
     assert len(third.removed) == 3
     assert reporter.news() == []
 
@@ -70,8 +70,8 @@ def test_an_empty_cache_is_news_and_a_large_one_comes_in_parts(monkeypatch: pyte
     cached(allocator, list(range(28)))
     monkeypatch.setattr(page_reporter, "MAX_KEYS", 3)
     told = [message for _, message in reporter.follow(ask(router()))]
-    assert [news.number for news in told if isinstance(news, PageNews)] == [0, 1, 2]
-    keys = [key for news in told if isinstance(news, PageNews) for key in news.stored]
+    assert [news.number for news in told if isinstance(news, KvEvents)] == [0, 1, 2]
+    keys = [key for news in told if isinstance(news, KvEvents) for key in news.stored]
     assert keys == page_keys(list(range(28)), PAGE_SIZE)
 
 
@@ -95,7 +95,7 @@ def test_nothing_is_noted_while_nobody_follows() -> None:
     cached(allocator, [1] * 4)
     assert reporter.news() == []
     ((_, told),) = reporter.follow(ask(router(2)))
-    assert isinstance(told, PageNews)
+    assert isinstance(told, KvEvents)
     assert told.stored == page_keys([1] * 4, PAGE_SIZE)
 
 
@@ -137,13 +137,13 @@ def test_news_tell_of_every_tier() -> None:
     world.submit([1] * 6)
     world.drain()
     keys = page_keys([1] * 6, 2)
-    told = [message for _, message in reporter.news() if isinstance(message, PageNews)]
+    told = [message for _, message in reporter.news() if isinstance(message, KvEvents)]
     assert {message.tier: sorted(message.stored) for message in told} == {tier: sorted(keys) for tier in Tier}
     assert [message.number for message in told] == [3, 4, 5]
     world.tiers.flush()
-    (gone,) = [message for _, message in reporter.news() if isinstance(message, PageNews)]
+    (gone,) = [message for _, message in reporter.news() if isinstance(message, KvEvents)]
     assert (gone.tier, sorted(gone.removed)) == (Tier.HOST, sorted(keys))
-    again = [message for _, message in reporter.follow(ask(router())) if isinstance(message, PageNews)]
+    again = [message for _, message in reporter.follow(ask(router())) if isinstance(message, KvEvents)]
     assert [(message.number, message.tier, len(message.stored)) for message in again] == [
         (0, Tier.DEVICE, 3),
         (1, Tier.HOST, 0),
@@ -155,4 +155,4 @@ def test_news_tell_of_every_tier() -> None:
 def test_a_question_to_another_start_is_counted(role: Role) -> None:
     pair = LeaderPair()
     assert pair.tell(role, ask(router(), incarnation=2)) == []
-    assert pair.leaders[role].load().dropped == {"FollowPages": 1}
+    assert pair.leaders[role].load().dropped == {"SubscribeKvEvents": 1}

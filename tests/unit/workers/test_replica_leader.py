@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from cluster.spec.ids import Incarnation, ReplicaId, Room
-from cluster.spec.messages import Cancel, CommandTaken, FollowPages, Inquire, Message, PageNews, Resume, Submit
+from cluster.spec.messages import Cancel, CommandTaken, Inquire, KvEvents, Message, Resume, Submit, SubscribeKvEvents
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled, Sampling, Stopping
@@ -44,7 +44,7 @@ class FakeLeader(Leader):
     def on_message(self, message: Message, now_s: float) -> None:
         del now_s
         self.got.append(message)
-        if isinstance(message, FollowPages) and not self.is_deaf:
+        if isinstance(message, SubscribeKvEvents) and not self.is_deaf:
             self.outgoing += [(message.router.address, _news(number)) for number in (0, 1)]
 
     def tick(self, now_s: float) -> None: ...
@@ -121,8 +121,8 @@ def plan_of(step: int, *lens: int, samples: bool = True, cp: int = 1) -> StepPla
     return StepPlan(step=step, shape=shape, admits=[], scheduled=scheduled, releases=[])
 
 
-def _news(number: int) -> PageNews:
-    return PageNews(replica=ReplicaId("x"), incarnation=Incarnation(1), number=number, stored=[], removed=[])
+def _news(number: int) -> KvEvents:
+    return KvEvents(replica=ReplicaId("x"), incarnation=Incarnation(1), number=number, stored=[], removed=[])
 
 
 @pytest.mark.parametrize(
@@ -223,12 +223,12 @@ def test_tiers_of_all_ranks_add_up() -> None:
 def test_a_router_sees_one_stream_of_news() -> None:
     replica, leaders = leader_of(2)
     for _ in range(2):
-        replica.on_message(FollowPages(router=PEER, incarnation=Incarnation(1)), 0.0)
-        numbers = [message.number for _, message in replica.take_outgoing() if isinstance(message, PageNews)]
+        replica.on_message(SubscribeKvEvents(router=PEER, incarnation=Incarnation(1)), 0.0)
+        numbers = [message.number for _, message in replica.take_outgoing() if isinstance(message, KvEvents)]
         assert numbers == [0, 1, 2, 3]
     leaders[1].outgoing.append(("here", _news(2)))
     (_, news), *_ = replica.take_outgoing()
-    assert isinstance(news, PageNews)
+    assert isinstance(news, KvEvents)
     assert news.number == 4
 
 
@@ -245,14 +245,14 @@ def test_ranks_answer_a_command_as_one() -> None:
 
 def test_a_question_that_no_leader_answers_does_not_begin_the_news_anew() -> None:
     replica, leaders = leader_of(2)
-    replica.on_message(FollowPages(router=PEER, incarnation=Incarnation(1)), 0.0)
+    replica.on_message(SubscribeKvEvents(router=PEER, incarnation=Incarnation(1)), 0.0)
     replica.take_outgoing()
     for leader in leaders:
         leader.is_deaf = True
-    replica.on_message(FollowPages(router=PEER, incarnation=Incarnation(2)), 0.0)
+    replica.on_message(SubscribeKvEvents(router=PEER, incarnation=Incarnation(2)), 0.0)
     leaders[0].outgoing.append(("here", _news(2)))
     (_, news), *_ = replica.take_outgoing()
-    assert isinstance(news, PageNews)
+    assert isinstance(news, KvEvents)
     assert news.number == 4
 
 
