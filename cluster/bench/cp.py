@@ -17,7 +17,7 @@ from cluster.spec.ranks import MOST_RANKS
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from workers.bench.results import StepLens, StepTime, Way
 from workers.bench.shapes import SHAPES
-from workers.context_parallel.cost_model import Choice
+from workers.context_parallel.cost_model import StrategyChoice
 from workers.models.interface import DecoderConfig
 from workers.models.registry import parse_model_config
 from workers.process import WorkerProcess
@@ -182,7 +182,9 @@ Steps = Sequence[list[StepTime]]
 """Times by round and rank."""
 
 
-def summarize(way: Way, lens: StepLens, choice: Choice, steps: Steps, alone: Steps, *, kv_bytes: int) -> CpResult:
+def summarize(
+    way: Way, lens: StepLens, choice: StrategyChoice, steps: Steps, alone: Steps, *, kv_bytes: int
+) -> CpResult:
     """Return the result of one way; ``alone`` are the rounds of one rank."""
     totals_s = [max(rank.seconds for rank in ranks) for ranks in steps]
     shares = [[rank.waited_s / total_s for rank in ranks] for ranks, total_s in zip(steps, totals_s, strict=True)]

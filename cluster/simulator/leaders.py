@@ -14,7 +14,7 @@ from transfer.plan import copies_of
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_lists import Lifetimes
 from workers.cache.prefix_tree import PrefixTree
-from workers.context_parallel.cost_model import Choice, undivided
+from workers.context_parallel.cost_model import StrategyChoice, undivided
 from workers.context_parallel.step_shape import make_step_shape
 from workers.hicache.tiers import Tiers
 from workers.scheduler.decode import DecodeLeader
@@ -95,9 +95,9 @@ def _make_decode_leader(
 def _make_prefill_leader(
     around: Surroundings, me: Peer, own: list[RankRow], allocator: PageAllocator, tiers: Tiers | None
 ) -> Leader:
-    def choose(scheduled: Sequence[ScheduledRequest]) -> Choice:
+    def choose(scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
         strategy = around.random.choice([Strategy.NONE, Strategy.ZIGZAG])
-        return Choice(make_step_shape(scheduled, strategy, cp=own[0].sizes.cp), None, {})
+        return StrategyChoice(make_step_shape(scheduled, strategy, cp=own[0].sizes.cp), None, {})
 
     settings = PrefillSettings(
         me=me,

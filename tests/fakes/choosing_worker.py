@@ -9,7 +9,7 @@ from unittest.mock import patch
 from cluster.spec.step_messages import ScheduledRequest
 from cluster.spec.strategy import CpMode, Passing, Strategy
 from tests.fakes.telling_worker import TellingWorker
-from workers.context_parallel.cost_model import Choice, StrategyChooser
+from workers.context_parallel.cost_model import StrategyChoice, StrategyChooser
 from workers.context_parallel.rates import Rates
 from workers.context_parallel.step_shape import make_step_shape
 
@@ -45,15 +45,15 @@ class WorkerTakingTurns(TellingWorker):
         super().__init__(*args)
         strategies, numbers = cycle(TURNS), count()
 
-        def choose(chooser: StrategyChooser, scheduled: Sequence[ScheduledRequest]) -> Choice:
+        def choose(chooser: StrategyChooser, scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
             is_ring = chooser.mode is CpMode.RING and chooser.cp > 1
             passing = tuple(Passing)[next(numbers) % 2] if is_ring else None
             shape = make_step_shape(scheduled, next(strategies), passing, chooser.cp)
-            return Choice(shape, 1.0, {})  # only estimated steps are counted
+            return StrategyChoice(shape, 1.0, {})  # only estimated steps are counted
 
         _choose_by(choose)
 
 
-def _choose_by(choose: Callable[..., Choice]) -> None:
+def _choose_by(choose: Callable[..., StrategyChoice]) -> None:
     """For the rest of this process, which has workers of one class."""
     patch.object(StrategyChooser, "__call__", choose).start()

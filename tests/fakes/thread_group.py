@@ -13,7 +13,7 @@ from workers.parallel.collectives import Communicator
 T = TypeVar("T")
 
 
-class Done:
+class CompletedWork:
     """A collective that is over when its call returns."""
 
     def wait(self) -> bool:
@@ -27,14 +27,14 @@ class ThreadBackend:
         self.rank, self.board, self.gate, self.in_background = rank, board, gate, in_background
         self.received_bytes = 0
 
-    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Done:
+    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> CompletedWork:
         self.board[self.rank] = tensor
         self.gate.wait()
         output.copy_(torch.cat(self.board))
         self.received_bytes += output.nbytes - tensor.nbytes
         return self._leave()
 
-    def allreduce(self, tensor: Tensor, /) -> Done:
+    def allreduce(self, tensor: Tensor, /) -> CompletedWork:
         self.board[self.rank] = tensor
         self.gate.wait()
         total = torch.stack(self.board).float().sum(0)
@@ -43,10 +43,10 @@ class ThreadBackend:
         self.received_bytes += (len(self.board) - 1) * tensor.nbytes
         return self._leave()
 
-    def barrier(self) -> Done:
+    def barrier(self) -> CompletedWork:
         return self._leave()
 
-    def broadcast(self, tensor: Tensor, root: int, /) -> Done:
+    def broadcast(self, tensor: Tensor, root: int, /) -> CompletedWork:
         self.board[self.rank] = tensor
         self.gate.wait()
         if self.rank != root:
@@ -54,7 +54,7 @@ class ThreadBackend:
             self.received_bytes += tensor.nbytes
         return self._leave()
 
-    def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Done:
+    def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> CompletedWork:
         self.board[self.rank] = tensor
         self.gate.wait()
         output.copy_(self.board[(self.rank - distance) % len(self.board)])
@@ -64,9 +64,9 @@ class ThreadBackend:
     def leave(self) -> None:
         """Nobody waits for a thread."""
 
-    def _leave(self) -> Done:
+    def _leave(self) -> CompletedWork:
         self.gate.wait()
-        return Done()
+        return CompletedWork()
 
 
 def on_thread_ranks(size: int, function: Callable[[Communicator], T], *, in_background: bool = True) -> list[T]:

@@ -39,7 +39,7 @@ BACKENDS = {
 _log = logging.getLogger(__name__)
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     """Chosen backend and the reason."""
 
     name: str
@@ -72,7 +72,7 @@ def needs_of(groups: Iterable[KvGroup]) -> frozenset[Feature]:
 
 def choose_backend(
     setting: AttentionSetting, device: torch.device, dtype: torch.dtype, needs: Set[Feature] = frozenset()
-) -> Choice:
+) -> BackendChoice:
     """Return the backend of ``resources.attention``, or for ``auto`` the fastest on this machine.
 
     The native one is compiled if necessary. ``needs`` are the features that the model's layers require.
@@ -92,7 +92,7 @@ def choose_backend(
         lacks = f"got {name}, which lacks {_words(missing)}"
         raise UserError(f"resources.attention: {lacks}; allowed {on} for this model: {able}")
     try:
-        return Choice(name, load_backend(name), "asked for")
+        return BackendChoice(name, load_backend(name), "asked for")
     except CannotCompileError as error:
         raise UserError(f"resources.attention: got native; {error}{error.mend and f'; {error.mend}'}") from error
 
@@ -114,17 +114,17 @@ def _why_not_flash_attn(dtype: torch.dtype) -> str:
     return "flash_attn, which is installed, does only pages of multiples of 256 tokens, and whole runs"
 
 
-def _fastest(device: torch.device, dtype: torch.dtype, needs: Set[Feature]) -> Choice:
+def _fastest(device: torch.device, dtype: torch.dtype, needs: Set[Feature]) -> BackendChoice:
     if device.type == "cuda":
         why_not = _why_not_flash_attn(dtype)
-        return Choice("triton", load_backend("triton"), f"it reads pages of any size where they lie; {why_not}")
+        return BackendChoice("triton", load_backend("triton"), f"it reads pages of any size where they lie; {why_not}")
     if dtype != torch.bfloat16:
-        return Choice("torch", load_backend("torch"), "the CPU, in fp32")
+        return BackendChoice("torch", load_backend("torch"), "the CPU, in fp32")
     if missing := needs - BACKENDS["native"].features:
-        return Choice("torch", load_backend("torch"), f"the CPU, in bf16; native lacks {_words(missing)}")
+        return BackendChoice("torch", load_backend("torch"), f"the CPU, in bf16; native lacks {_words(missing)}")
     try:
-        return Choice("native", load_backend("native"), f"the CPU, in bf16, with {find_compiler().kind.name}")
+        return BackendChoice("native", load_backend("native"), f"the CPU, in bf16, with {find_compiler().kind.name}")
     except CannotCompileError as error:
         level = logging.WARNING if error.mend else logging.INFO
         _log.log(level, "attention in plain torch, at half the speed: %s%s", error, error.mend and f"; {error.mend}")
-        return Choice("torch", load_backend("torch"), f"the CPU, in bf16, without native: {error}")
+        return BackendChoice("torch", load_backend("torch"), f"the CPU, in bf16, without native: {error}")

@@ -15,7 +15,7 @@ from cluster.spec.step_messages import Admit, StepPlan
 from cluster.spec.strategy import CpMode, PassingSetting
 from workers.attention.registry import choose_backend, needs_of
 from workers.bench.results import StepLens, StepTime, Way
-from workers.context_parallel.cost_model import Choice, StrategyChooser
+from workers.context_parallel.cost_model import StrategyChoice, StrategyChooser
 from workers.context_parallel.rates import Rates
 from workers.context_parallel.step_shape import dummy_request
 from workers.device import use_cpu
@@ -76,7 +76,7 @@ class CpBenchRank:
             self._runners[cp, mode] = runner
         self._rates[cp] = calibrate(self._model, self._pool, self._backend, group, self._shape)
 
-    def choose(self, way: Way, lens: StepLens) -> Choice:
+    def choose(self, way: Way, lens: StepLens) -> StrategyChoice:
         """Return how to run a step by this rank's measured rates; rank 0 decides for all."""
         chooser = StrategyChooser(
             setting=way.strategy,
@@ -93,7 +93,7 @@ class CpBenchRank:
         num_owners = way.cp if way.mode is CpMode.RING else 1
         return -(-pages_for(num_tokens, _PAGE_SIZE) // num_owners) * self._pool.page_bytes
 
-    def step(self, way: Way, choice: Choice, lens: StepLens) -> StepTime:
+    def step(self, way: Way, choice: StrategyChoice, lens: StepLens) -> StepTime:
         """Compute one prompt in one step with the first ``cp`` ranks, up to its first token."""
         plan = self._plan(choice, lens)
         group, runner = self._groups[way.cp], self._runners[way.cp, way.mode]
@@ -106,7 +106,7 @@ class CpBenchRank:
         for group in self._groups.values():
             group.destroy()
 
-    def _plan(self, choice: Choice, lens: StepLens) -> StepPlan:
+    def _plan(self, choice: StrategyChoice, lens: StepLens) -> StepPlan:
         rng = random.Random(lens.prompt_len)
         admit = Admit(room=Room(1), prompt_len=lens.total, owner_base=0, sampling=Sampling(), target=None)
         scheduled = replace(

@@ -14,7 +14,7 @@ MIN_GAIN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class StrategyChoice:
     """Shape of a step, and the reasons for its strategy."""
 
     shape: StepShape
@@ -24,13 +24,13 @@ class Choice:
     """Estimates of every strategy that was considered."""
 
 
-Choose = Callable[[Sequence[ScheduledRequest]], Choice]
+Choose = Callable[[Sequence[ScheduledRequest]], StrategyChoice]
 """Function from the scheduled requests of a step to its shape."""
 
 
-def undivided(scheduled: Sequence[ScheduledRequest]) -> Choice:
+def undivided(scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
     """Return a step of which every rank computes every token; a ``Choose``."""
-    return Choice(make_step_shape(scheduled), None, {})
+    return StrategyChoice(make_step_shape(scheduled), None, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class StrategyChooser:
     mode: CpMode = CpMode.GATHER
     passing: PassingSetting = PassingSetting.AUTO
 
-    def __call__(self, scheduled: Sequence[ScheduledRequest]) -> Choice:
+    def __call__(self, scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
         num_new = sum(len(request.token_ids) for request in scheduled)
         num_cached = sum(request.first_position for request in scheduled)
         choices = [
@@ -69,7 +69,7 @@ def choose(
     rates: Rates,
     candidates: Sequence[Strategy] = tuple(Strategy),
     passing: Passing | None = None,
-) -> Choice:
+) -> StrategyChoice:
     """Return the candidate with the least estimate; a gain under MIN_GAIN does not justify an exchange."""
     strategies = candidates if cp > 1 else (Strategy.NONE,)
     plans = {strategy: plan_shards(scheduled, strategy, cp) for strategy in strategies}
@@ -78,7 +78,7 @@ def choose(
     undivided_s = estimates_s.get(Strategy.NONE)
     if undivided_s is not None and estimates_s[best] > undivided_s * (1 - MIN_GAIN):
         best = Strategy.NONE
-    return Choice(shape_of_plan(plans[best], scheduled, passing), estimates_s[best], estimates_s)
+    return StrategyChoice(shape_of_plan(plans[best], scheduled, passing), estimates_s[best], estimates_s)
 
 
 def choose_passing(num_new: int, num_cached: int, cp: int, shape: ModelShape, rates: Rates) -> Passing:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from workers.parallel.collectives import Backend, Done, Work
+from workers.parallel.collectives import Backend, CompletedWork, Work
 
 _RECORD_BYTES = 256
 _END = "\0"
@@ -80,7 +80,7 @@ class CheckedBackend:
 
     def _checked(self, words: str, tensor: Tensor, begin: Callable[[], Work]) -> Work:
         self._exchange(f"{words} {tensor.dtype} {list(tensor.shape)}")
-        return begin() if tensor.numel() else Done()
+        return begin() if tensor.numel() else CompletedWork()
 
     def _exchange(self, words: str, own: str = "") -> list[str]:
         """Compare ``words`` over the ranks; return each rank's ``own``, by rank."""

@@ -40,7 +40,7 @@ class Backend(Protocol):
     def leave(self) -> None: ...
 
 
-class Done:
+class CompletedWork:
     """Completed collective that moved nothing."""
 
     def wait(self) -> bool:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from workers.parallel.collectives import Done, Work
+from workers.parallel.collectives import CompletedWork, Work
 from workers.parallel.torch_group import TorchGroup
 
 LEAVE_S = 10.0
@@ -36,7 +36,7 @@ class NcclBackend(TorchGroup):
         finally:
             # NCCL would add whatever this thread starts next to a call that was left open.
             work: Work | None = self._group._end_coalescing()
-        return work or Done()  # None if nothing was moved
+        return work or CompletedWork()  # None if nothing was moved
 
     def leave(self) -> None:
         """End the group, including running collectives.

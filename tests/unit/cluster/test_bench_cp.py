@@ -13,7 +13,7 @@ from cluster.spec.errors import UserError
 from cluster.spec.step_messages import StepShape
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from workers.bench.results import StepLens, StepTime, Way
-from workers.context_parallel.cost_model import Choice
+from workers.context_parallel.cost_model import StrategyChoice
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_one_rank_comes_first_and_once_and_passings_belong_to_the_ring() -> None
 
 
 def test_the_slowest_rank_sets_the_time_and_the_busiest_the_exposed_share() -> None:
-    choice = Choice(StepShape(strategy=Strategy.ZIGZAG, passing=Passing.PASS_Q), 1.5, {Strategy.ZIGZAG: 1.5})
+    choice = StrategyChoice(StepShape(strategy=Strategy.ZIGZAG, passing=Passing.PASS_Q), 1.5, {Strategy.ZIGZAG: 1.5})
     way = Way(cp=2, mode=CpMode.RING, strategy=StrategySetting.AUTO, passing=PassingSetting.AUTO)
     alone = [[StepTime(3.0, 0.0)], [StepTime(6.0, 0.0)], [StepTime(5.0, 0.0)]]
     rounds = [

@@ -12,7 +12,7 @@ from workers.attention.runs import Run
 from workers.context_parallel import cost_model
 from workers.context_parallel.cost_model import (
     MIN_GAIN,
-    Choice,
+    StrategyChoice,
     StrategyChooser,
     choose,
     choose_passing,
@@ -177,7 +177,7 @@ def test_every_strategy_can_be_asked_for() -> None:
 
 def test_an_undivided_step_has_no_estimate() -> None:
     scheduled = requests_of([5], [0])
-    assert undivided(scheduled) == Choice(make_step_shape(scheduled), None, {})
+    assert undivided(scheduled) == StrategyChoice(make_step_shape(scheduled), None, {})
 
 
 @pytest.mark.parametrize("passing", [None, *Passing])

@@ -10,7 +10,7 @@ from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool
 from tests.fakes.steps import Request, step_of
-from tests.fakes.thread_group import Done
+from tests.fakes.thread_group import CompletedWork
 from workers.attention.interface import AttentionBackend, GraphShape, RowAttention, StepAttention
 from workers.attention.merge import Partial
 from workers.attention.params import AttentionParams
@@ -27,7 +27,7 @@ from workers.parallel.collectives import Communicator
 HEADS, DIM, PAGE_SIZE, PREFIX_LEN, NEW_LEN = 2, 8, 4, 8, 12
 
 
-class Awaited(Done):
+class Awaited(CompletedWork):
     def __init__(self, events: list[str]) -> None:
         self._events = events
 
@@ -44,25 +44,25 @@ class SilentPeers:
     def __init__(self, events: list[str], *, in_background: bool) -> None:
         self._events, self.in_background = events, in_background
 
-    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Done:  # noqa: ARG002
+    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> CompletedWork:  # noqa: ARG002
         return self._begin()
 
-    def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Done:  # noqa: ARG002
+    def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> CompletedWork:  # noqa: ARG002
         return self._begin()
 
-    def allreduce(self, tensor: Tensor, /) -> Done:
+    def allreduce(self, tensor: Tensor, /) -> CompletedWork:
         raise AssertionError(tensor.shape)
 
-    def broadcast(self, tensor: Tensor, root: int, /) -> Done:
+    def broadcast(self, tensor: Tensor, root: int, /) -> CompletedWork:
         raise AssertionError((tensor.shape, root))
 
-    def barrier(self) -> Done:
+    def barrier(self) -> CompletedWork:
         raise AssertionError
 
     def leave(self) -> None:
         """Nobody waits."""
 
-    def _begin(self) -> Done:
+    def _begin(self) -> CompletedWork:
         self._events.append("sent")
         return Awaited(self._events)
 

@@ -26,7 +26,7 @@ from tests.fakes.kv import kv_pool
 from tests.fakes.plain_graphs import PlainGraphs
 from tests.fakes.worker_specs import lone_worker
 from workers import rank
-from workers.attention.registry import Choice
+from workers.attention.registry import BackendChoice
 from workers.context_parallel.step_shape import make_step_shape
 from workers.engine import pool_memory, runner
 from workers.engine.batch import StepInput
@@ -214,7 +214,7 @@ def test_pages_that_leave_no_room_for_graphs_are_told(model: DecoderModel, monke
 def test_a_rank_captures_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
     monkeypatch.setattr(rank, "open_device", lambda _: torch.device("cpu"))
-    monkeypatch.setattr(rank, "choose_backend", lambda *_: Choice("plain", PlainGraphs(), "a test"))
+    monkeypatch.setattr(rank, "choose_backend", lambda *_: BackendChoice("plain", PlainGraphs(), "a test"))
     monkeypatch.setattr(rank, "GraphCapture", lambda stream: stream.make_capture())
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: gpu)
     given = worker({"kv": {"memory_gib": 0.001}, "resources": {"device": "cuda", "attention": "auto"}})
