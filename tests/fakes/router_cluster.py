@@ -11,6 +11,7 @@ import httpx
 
 from cluster.spec.config import DeployConfig, ModelConfig, PrefillConfig, RouterConfig
 from cluster.spec.ids import Incarnation
+from cluster.spec.log_config import LogConfig
 from cluster.spec.messages import Submit
 from cluster.spec.worker_spec import Rendezvous
 from router.server import RouterServer
@@ -64,9 +65,10 @@ class RouterCluster:
             time.sleep(0.01)
 
 
-def config_of(limits: PrefillConfig | None = None, **router: Any) -> DeployConfig:
+def config_of(limits: PrefillConfig | None = None, log: LogConfig | None = None, **router: Any) -> DeployConfig:
     return DeployConfig(
         prefill=limits or PrefillConfig(),
+        log=log or LogConfig(),
         model=ModelConfig(path=f"somewhere/{MODEL}"),
         router=RouterConfig(host="127.0.0.1", **{"port": 0, **router}),
     )

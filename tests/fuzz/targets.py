@@ -26,15 +26,9 @@ from cluster.channel import decode, encode
 from cluster.cli.control import decode_order
 from cluster.spec.config import RouterConfig
 from cluster.spec.errors import ConfigError, UserError
-from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room
-from cluster.spec.messages import Message, Output, Submit
-from cluster.spec.peer import Peer
+from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad
-from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
-from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan, StepShape
-from cluster.spec.strategy import Strategy
 from cluster.spec.token_ids import TokenIds
-from cluster.spec.transfer_messages import CheckPages, Done, PageDigests
 from cluster.supervisor.events import Tick
 from cluster.supervisor.orders import DrainOrder, RestartOrder, ResumeOrder, ScaleOrder, TellOrder
 from router.api.body import Body, parse
@@ -48,7 +42,6 @@ from tests.fuzz.http_surface import HTTP, requests, surface
 from tests.fuzz.mutate import Codec
 from tests.fuzz.samples import messages
 from tests.readme import ROOT
-from tests.unit.transfer.samples import PREFILL, ticket
 from workers.engine.weights import CheckpointError, stored_tensors
 from workers.models.hf_config import UnsupportedModelError
 from workers.models.registry import read_model_config
@@ -72,44 +65,6 @@ class Target:
 
 
 # ---- frames of the channel
-
-
-def _messages() -> list[Message]:
-    me = Peer(replica=ROUTER, incarnation=Incarnation(1), address="tcp://r:1")
-    submit = Submit(
-        room=Room(7),
-        prompt_ids=TokenIds.of([1, 2, 70_000]),
-        sampling=Sampling(temperature=0.7, logit_bias={3: 1.5}),
-        stopping=Stopping(max_tokens=9, stop_token_ids=frozenset({1})),
-        prefill=PREFILL,
-        decode=me,
-        router=me,
-    )
-    plan = StepPlan(
-        step=3,
-        shape=StepShape(strategy=Strategy.ZIGZAG, shard_lens=(1, 1), last_shard_lens=(0, 1), is_decode=False),
-        admits=[Admit(room=Room(7), prompt_len=3, owner_base=0, sampling=Sampling(), target=None)],
-        scheduled=[
-            ScheduledRequest(
-                room=Room(7), first_position=0, token_ids=[1, 2], new_pages=[[0]], samples=True, output_position=0
-            )
-        ],
-        releases=[Room(5)],
-    )
-    told = PageDigests(rank=0, spans=[(0, 64)], pages=[1, 2], digests=[b"a" * 16, b"b" * 16])
-    done = Done(
-        room=Room(7), generation=1, prefill=PREFILL, decode_incarnation=Incarnation(1), sender_rank=0, num_pages=2,
-        num_bytes=128, digests=[told],
-    )  # fmt: skip
-    output = Output(
-        room=Room(7),
-        replica=ReplicaId("decode-1"),
-        incarnation=Incarnation(1),
-        first_index=0,
-        token_ids=[5],
-        logprobs=[TokenLogprobs(logprob=-0.5, top_ids=[5], top_logprobs=[-0.5])],
-    )
-    return [submit, plan, done, output, ticket([1, 2, 3]), CheckPages(room=Room(7), digests=[told]), *messages()]
 
 
 def _feed_frame(data: bytes) -> None:
@@ -182,8 +137,6 @@ _BODIES = (
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
     },
-    {"prompt_ids": [1, 2, 3], "max_tokens": 4},
-    {"prompt_ids": [*range(600)], "max_tokens": 4},
     {"model": "m", "prompt": [151_000] * 400},
     {"model": "m", "input": [{"role": "user", "content": "hello"}]},
 )
@@ -279,7 +232,7 @@ def _feed_sse(data: bytes) -> None:
 
 
 TARGETS: dict[str, Target] = {
-    "frames": Target(lambda: [encode(message) for message in _messages()], _feed_frame, MSGPACK),
+    "frames": Target(lambda: [encode(message) for message in messages()], _feed_frame, MSGPACK),
     "rows": Target(lambda: [msgspec.json.encode(row) for row in make_rows("prefill-0", sizes(cp=2))], _feed_row, JSON),
     "heartbeats": Target(_heartbeats, _feed_heartbeat, JSON),
     "bodies": Target(lambda: [json.dumps(body).encode() for body in _BODIES], _feed_body, JSON),

@@ -5,19 +5,13 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from cluster.logs import JsonLines
 from cluster.spec.env import API_KEYS
-from cluster.spec.ids import Incarnation
 from cluster.spec.log_config import LogConfig
-from cluster.spec.worker_spec import Rendezvous
 from router.finished import trace_id
-from router.server import RouterServer
-from tests.fakes.bootstrap import FakeTable, entry_of, table_of
-from tests.fakes.replica import FakeReplica
-from tests.fakes.router_cluster import MODEL, config_of, wait_ready
+from tests.fakes.router_cluster import RouterCluster, run_cluster
 
 pytestmark = pytest.mark.integration
 
@@ -26,39 +20,20 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
 @pytest.fixture
-def endpoint(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> Iterator[tuple[httpx.Client, FakeReplica]]:
+def logged(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[RouterCluster]:
     caplog.set_level(logging.INFO)
     monkeypatch.setenv(API_KEYS.name, KEY)
-    config = config_of(max_retries=0).model_copy(update={"log": LogConfig(requests=True)})
-    table = FakeTable()
-    with FakeReplica("prefill-0") as prefill, FakeReplica("decode-0") as decode:
-        rendezvous = Rendezvous(bootstrap_url="http://nowhere", token="token")
-        server = RouterServer(config, folder, rendezvous, "127.0.0.1", Incarnation(1), watch=table.watch)
-        table.show(table_of(entry_of(prefill.peer), entry_of(decode.peer)))
-        headers = {
-            "authorization": f"Bearer {KEY}",
-            "x-request-id": "request-7",
-            "traceparent": f"00-{TRACE}-{1:016x}-01",
-        }
-        try:
-            with httpx.Client(base_url=server.start(), headers=headers, timeout=60, trust_env=False) as client:
-                wait_ready(client)
-                yield client, decode
-        finally:
-            server.stop()
-        server.run()
+    for cluster in run_cluster(folder, max_retries=0, log=LogConfig(requests=True)):
+        trace = {"x-request-id": "request-7", "traceparent": f"00-{TRACE}-{1:016x}-01"}
+        cluster.http.headers.update({"authorization": f"Bearer {KEY}"} | trace)
+        yield cluster
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_record_says(
-    endpoint: tuple[httpx.Client, FakeReplica], caplog: pytest.LogCaptureFixture, path: str, stream: bool
-) -> None:
-    http, _ = endpoint
+def test_what_a_record_says(logged: RouterCluster, caplog: pytest.LogCaptureFixture, path: str, stream: bool) -> None:
     body = {"prompt": "very secret"} if path == "/v1/completions" else {"input": "very secret"}
-    reply = http.post(path, json={"model": MODEL, "stream": stream, **body})
+    reply = logged.post(path, stream=stream, **body)
     assert reply.status_code == 200
     (record,) = [record for record in caplog.records if record.name == "router.finished"]
     text = JsonLines("router").format(record)
@@ -75,10 +50,9 @@ def test_what_a_record_says(
     assert KEY not in text
 
 
-def test_a_failure_says_why(endpoint: tuple[httpx.Client, FakeReplica], caplog: pytest.LogCaptureFixture) -> None:
-    http, decode = endpoint
-    decode.fails = "no memory"
-    assert http.post("/v1/completions", json={"model": MODEL, "prompt": "very secret"}).status_code == 503
+def test_a_failure_says_why(logged: RouterCluster, caplog: pytest.LogCaptureFixture) -> None:
+    logged.decode.fails = "no memory"
+    assert logged.post("/v1/completions", prompt="very secret").status_code == 503
     lines = [json.loads(JsonLines("router").format(record)) for record in caplog.records]
     last = next(line for line in lines if line["logger"] == "router.finished")
     assert last["message"] == "request failed"

@@ -6,17 +6,12 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.bootstrap.client import BootstrapClient
-from cluster.bootstrap.service import BootstrapServer
-from cluster.bootstrap.table import rows_digest
 from cluster.spec.errors import UserError
 from cluster.spec.ids import Incarnation
-from cluster.spec.registry import Heartbeat, ReplicaLoad
 from cluster.spec.worker_spec import Rendezvous
 from router.server import RouterServer
-from tests.fakes.bootstrap import FakeTable, row_of
-from tests.fakes.replica import FakeReplica
-from tests.fakes.router_cluster import MODEL, RouterCluster, config_of, make_server, wait_ready
+from tests.fakes.bootstrap import FakeTable
+from tests.fakes.router_cluster import MODEL, RouterCluster, config_of, make_server
 
 pytestmark = pytest.mark.integration
 
@@ -76,31 +71,3 @@ class TestLifeCycle:
     def test_a_folder_without_tokenizer(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"has no tokenizer\.json"):
             make_server(tmp_path, FakeTable())
-
-
-def test_with_the_real_bootstrap_service(folder: Path) -> None:
-    bootstrap = BootstrapServer("127.0.0.1", 0, "secret", lease_s=30.0)
-    url = bootstrap.start()
-    try:
-        rendezvous = Rendezvous(bootstrap_url=url, token="secret")
-        server = RouterServer(config_of(), folder, rendezvous, "127.0.0.1", Incarnation(1))
-        with FakeReplica("prefill-0") as prefill, FakeReplica("decode-0") as decode:
-            client = BootstrapClient(url, "secret")
-            for peer in (prefill.peer, decode.peer):
-                row = row_of(peer)
-                client.register(row)
-                beat = Heartbeat(
-                    replica=row.replica,
-                    incarnation=row.incarnation,
-                    rows_digest=rows_digest([row]),
-                    load=ReplicaLoad(),
-                )
-                assert client.heartbeat(beat)
-            client.close()
-            with httpx.Client(base_url=server.start(), timeout=60, trust_env=False) as http:
-                wait_ready(http)
-                reply = http.post("/v1/completions", json={"model": MODEL, "prompt": "abc", "max_tokens": 3})
-                assert reply.json()["choices"][0]["text"] == "abc"
-            server.stop()
-    finally:
-        bootstrap.stop()
