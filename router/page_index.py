@@ -148,7 +148,9 @@ class LowerTiers:
 
 
 @dataclass(slots=True)
-class _Known:
+class DevicePages:
+    """What one replica has reported of its device."""
+
     asked_s: float
     next_number: int | None = None
     """Number of the next report; None before everything was reported."""
@@ -163,7 +165,7 @@ class PageIndex:
     def __init__(self, max_pages: int) -> None:
         """Keep at most ``max_pages`` keys over all replicas; further ones count as not cached."""
         self._max_pages = max_pages
-        self._known: dict[Owner, _Known] = {}
+        self._known: dict[Owner, DevicePages] = {}
         self._below = LowerTiers(max_pages)
         self.num_gaps = 0
 
@@ -182,7 +184,7 @@ class PageIndex:
         for key, peer in present.items():
             known = self._known.get(key)
             if known is None or (known.next_number is None and now_s >= known.asked_s + _ASK_AGAIN_S):
-                self._known[key] = _Known(asked_s=now_s)
+                self._known[key] = DevicePages(asked_s=now_s)
                 asked.append(peer)
         return asked
 
@@ -219,29 +221,22 @@ class PageIndex:
 
     def count(self, peer: Peer, keys: Sequence[bytes]) -> int:
         """Return how many leading pages of a prompt a replica has on its device."""
-        known = self._known.get((peer.replica, peer.incarnation))
+        known = self.find(peer)
         if known is None:
             return 0
         if known.is_partial:
             return next((number for number, key in enumerate(keys) if key not in known.keys), len(keys))
         return bisect_left(keys, True, key=lambda key: key not in known.keys)
 
-    def next_number(self, peer: Peer) -> int | None:
-        """Return the number of a replica's next report; None before it has reported everything."""
-        known = self._known.get((peer.replica, peer.incarnation))
-        return known.next_number if known else None
+    def find(self, peer: Peer) -> DevicePages | None:
+        return self._known.get((peer.replica, peer.incarnation))
 
-    def keys_of(self, peer: Peer) -> frozenset[bytes]:
-        """Return every key that is known of one replica's device."""
-        known = self._known.get((peer.replica, peer.incarnation))
-        return frozenset(known.keys) if known else frozenset()
-
-    def _clear(self, owner: Owner, known: _Known) -> None:
+    def _clear(self, owner: Owner, known: DevicePages) -> None:
         known.keys = KeySet()
         self._below.forget(owner)
         known.is_partial = False
 
-    def _store(self, known: _Known, keys: Sequence[bytes]) -> None:
+    def _store(self, known: DevicePages, keys: Sequence[bytes]) -> None:
         free = self._max_pages - self.num_pages
         known.is_partial = known.is_partial or len(keys) > free
         known.keys.add_all(keys[:free])

@@ -124,12 +124,12 @@ class KnownPages:
     def check(self, leader: "LeaderProcess") -> None:
         """Check the index against a leader whose KV events have all arrived."""
         pages, me = self._picker.pages, leader.me
-        number = pages.next_number(me)
-        if number is None or number != leader.num_kv_events[self._me.address]:
+        known, cached = pages.find(me), leader.cached_keys()
+        if known is None or known.next_number != leader.num_kv_events[self._me.address]:
             return
-        known, cached = pages.keys_of(me), leader.cached_keys()
+        keys = set(known.keys)
         # A page in the caches of several DP ranks is unknown once one of them has evicted it.
-        if not known <= cached or (known != cached and leader.row.sizes.dp == 1):
+        if not keys <= cached or (keys != cached and leader.row.sizes.dp == 1):
             raise Violation(f"the router has all KV events of {me.replica}, and knows other pages than it has cached")
 
     @property

@@ -5,10 +5,10 @@ output i is prompt[1 + i mod (len - 1)] for a prompt that begins with BOS.
 """
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from msgspec.structs import replace
 
@@ -34,6 +34,8 @@ from cluster.spec.step_messages import ReportTrace, Shutdown
 from cluster.spec.tiers import CachedTokens
 from cluster.spec.trace import Interval, read_clock
 from tests.fakes.bootstrap import peer_of
+
+_T = TypeVar("_T")
 
 
 def answer_of(submit: Submit) -> tuple[list[int], FinishReason]:
@@ -99,8 +101,6 @@ class FakeReplica:
     """With which it answers commands."""
     num_pinned: int = 0
     """As it answers them."""
-    deaf_to: int = 0
-    """So many commands get no answer."""
     says: Sequence[int] | None = None
     """The tokens of every answer instead."""
     flow: threading.Event = field(default_factory=threading.Event)
@@ -111,7 +111,7 @@ class FakeReplica:
     """What it says it has cached when a router asks."""
     told: list[Message] = field(default_factory=list)
     """Everything else that came."""
-    news: threading.Condition = field(default_factory=threading.Condition)
+    changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __enter__(self) -> Self:
         self.flow.set()
@@ -135,33 +135,24 @@ class FakeReplica:
         """Requests that were neither finished nor cancelled."""
         return len(self._open)
 
-    def wait_cancels(self, count: int, timeout_s: float = 60.0) -> list[Cancel]:
-        """The cancels, as soon as there are so many."""
-        with self.news:
-            assert self.news.wait_for(lambda: len(self.cancels) >= count, timeout_s), f"{self.name}: {self.cancels}"
-            return list(self.cancels)
+    def wait_cancels(self, count: int) -> list[Cancel]:
+        return self._wait(lambda: self.cancels, count)
 
-    def wait_submits(self, count: int, timeout_s: float = 60.0) -> list[Submit]:
-        """The submits, as soon as there are so many."""
-        with self.news:
-            assert self.news.wait_for(lambda: len(self.submits) >= count, timeout_s), f"{self.name}: {self.submits}"
-            return list(self.submits)
+    def wait_submits(self, count: int) -> list[Submit]:
+        return self._wait(lambda: self.submits, count)
 
-    def wait_submits_of(self, rooms: Collection[Room], count: int, timeout_s: float = 60.0) -> list[Submit]:
-        """The submits of these rooms, as soon as there are so many; those of other requests may come between."""
+    def wait_submits_of(self, rooms: Collection[Room], count: int) -> list[Submit]:
+        """The submits of these rooms; those of other requests may come between."""
+        return self._wait(lambda: [submit for submit in self.submits if submit.room in rooms], count)
 
-        def those() -> list[Submit]:
-            return [submit for submit in self.submits if submit.room in rooms]
+    def wait_told(self, kind: type) -> list[Message]:
+        return self._wait(lambda: [message for message in self.told if isinstance(message, kind)], 1)
 
-        with self.news:
-            assert self.news.wait_for(lambda: len(those()) >= count, timeout_s), f"{self.name}: {self.submits}"
-            return those()
-
-    def wait_told(self, kind: type, timeout_s: float = 60.0) -> list[Message]:
-        """The other messages of a kind, as soon as there is one."""
-        with self.news:
-            assert self.news.wait_for(lambda: any(isinstance(message, kind) for message in self.told), timeout_s)
-            return [message for message in self.told if isinstance(message, kind)]
+    def _wait(self, found: Callable[[], list[_T]], count: int) -> list[_T]:
+        """Return messages as soon as there are so many."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(found()) >= count, 60.0), f"{self.name}: {found()}"
+            return list(found())
 
     def _loop(self) -> None:
         outbox = Outbox()
@@ -176,7 +167,7 @@ class FakeReplica:
         outbox.close()
 
     def _take(self, message: Message, outbox: Outbox) -> bool:
-        with self.news:
+        with self.changed:
             match message:
                 case Submit():
                     self.submits.append(message)
@@ -193,13 +184,10 @@ class FakeReplica:
                     outbox.send(message.router.address, self._kv_events())
                 case Command():
                     self.told.append(message.wanted)
-                    if self.deaf_to:
-                        self.deaf_to -= 1
-                    else:
-                        outbox.send(message.sender.address, self._taken(message))
+                    outbox.send(message.sender.address, self._taken(message))
                 case _:
                     self.told.append(message)
-            self.news.notify_all()
+            self.changed.notify_all()
         return not isinstance(message, Shutdown)
 
     def _taken(self, command: Command) -> CommandTaken:
