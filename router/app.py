@@ -9,11 +9,11 @@ from starlette.types import ASGIApp
 
 from router import errors
 from router.answer import HEADERS
-from router.api import admin, generation, models, status
+from router.api import admin, generation, status
 from router.api.body import ArrivingBodies
 from router.api.document import complete
 from router.api.front import REQUEST_ID, Front, key_needed
-from router.finished import TRACEPARENT
+from router.records import TRACEPARENT
 from router.service import Service
 
 _EXPOSED = (REQUEST_ID, *HEADERS, TRACEPARENT, "retry-after")
@@ -38,9 +38,9 @@ def create_api(service: Service) -> FastAPI:
     app = _Api(title="Baton", description="Long-context LLM serving with OpenAI's API.", redirect_slashes=False)
     limits = service.config.router
     app.state.bodies = ArrivingBodies(limits.max_body_mib << 20)
-    for routes in (generation.routes, models.routes):
+    for routes in (generation.routes, status.model_routes):
         app.include_router(routes(service), dependencies=[key_needed(service)])
-    for routes in (status.routes, admin.routes):
+    for routes in (status.state_routes, admin.routes):
         app.include_router(routes(service))
     errors.install(app, service.metrics)
     return app

@@ -34,10 +34,10 @@ from router.dispatch import RequestTable
 from router.key_ring import read_keys
 from router.metrics import Metrics
 from router.picker import Picker
+from router.records import make_tracing
 from router.relay import Relay
 from router.service import Service, read_model_facts
 from router.state_metrics import StateMetrics
-from router.tracing import make_tracing
 
 Watch = Callable[[str, str], AsyncIterator[TableSnapshot]]
 """(bootstrap url, token) -> the table, whenever it changes, for ever."""

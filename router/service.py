@@ -18,13 +18,12 @@ from router.admission import Gate, KeyLimits
 from router.api.requests import MinP, RepetitionPenalty, Temperature, TopK, TopP
 from router.directory import Directory
 from router.dispatch import RequestTable
-from router.finished import MAX_RECENT, FinishedRequest
 from router.key_ring import KeyRing
 from router.message import has_thoughts
 from router.metrics import Metrics
+from router.records import MAX_RECENT, FinishedRequest, Tracing
 from router.relay import Relay
 from router.tool_calls.dialects import Dialect, find_dialect
-from router.tracing import Tracing
 
 
 class SamplingDefaults(BaseModel):

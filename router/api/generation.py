@@ -28,13 +28,31 @@ from router.api.responses import ChatChunk, ChatCompletion, Completion, PromptTo
 from router.api.writers import ChatWriter, CompletionWriter, Writer
 from router.connection import EventStream, JsonAnswer, unless_client_leaves
 from router.errors import ApiError, ClientLeftError
-from router.finished import TRACEPARENT, FinishedRequest, Job
+from router.key_ring import ApiKey
+from router.records import TRACEPARENT, FinishedRequest
 from router.request import GenerateRequest, OutputChunk
 from router.service import Service
-from router.text import AnswerText
+from router.text import AnswerText, TextRules
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One HTTP request, ready to be sent to replicas."""
+
+    caller: ApiKey | None
+    """Owner of its key; None where no key is needed."""
+    requests: Sequence[GenerateRequest]
+    """One for every choice; those of one prompt stand together."""
+    num_choices: int
+    num_prompt_tokens: int
+    """Each prompt counts once, however many choices it has."""
+    rules: TextRules
+    arrived_s: float
+    request_id: str
+    traceparent: str
+    """The client's OpenTelemetry trace; empty for none."""
 
 
 def routes(service: Service) -> APIRouter:
@@ -152,10 +170,14 @@ def _record(service: Service, job: Job, answer: Answer, span: "Span | None", err
     """Record a request that has ended: on the status page, in the access log, and as a span."""
     has_left = isinstance(error, asyncio.CancelledError | ClientLeftError)
     finished = FinishedRequest(
-        job=job,
         answer=answer,
         outcome="finished" if error is None else "left" if has_left else "failed",
         error=error,
+        request_id=job.request_id,
+        caller=job.caller.name if job.caller is not None else None,
+        traceparent=answer.trace_header.get(TRACEPARENT, job.traceparent),
+        num_prompt_tokens=job.num_prompt_tokens,
+        arrived_s=job.arrived_s,
         ended_s=service.relay.now_s(),
         unix_s=time.time(),
     )

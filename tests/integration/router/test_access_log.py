@@ -10,7 +10,7 @@ import pytest
 from cluster.logs import JsonLines
 from cluster.spec.env import API_KEYS
 from cluster.spec.log_config import LogConfig
-from router.finished import trace_id
+from router.records import trace_id
 from tests.fakes.router_cluster import RouterCluster, run_cluster
 
 pytestmark = pytest.mark.integration
@@ -35,7 +35,7 @@ def test_what_a_record_says(logged: RouterCluster, caplog: pytest.LogCaptureFixt
     body = {"prompt": "very secret"} if path == "/v1/completions" else {"input": "very secret"}
     reply = logged.post(path, stream=stream, **body)
     assert reply.status_code == 200
-    (record,) = [record for record in caplog.records if record.name == "router.finished"]
+    (record,) = [record for record in caplog.records if record.name == "router.records"]
     text = JsonLines("router").format(record)
     line = json.loads(text)
     assert (line["message"], line["request_id"], line["trace_id"]) == ("request finished", "request-7", TRACE)
@@ -54,7 +54,7 @@ def test_a_failure_says_why(logged: RouterCluster, caplog: pytest.LogCaptureFixt
     logged.decode.fails = "no memory"
     assert logged.post("/v1/completions", prompt="very secret").status_code == 503
     lines = [json.loads(JsonLines("router").format(record)) for record in caplog.records]
-    last = next(line for line in lines if line["logger"] == "router.finished")
+    last = next(line for line in lines if line["logger"] == "router.records")
     assert last["message"] == "request failed"
     assert "no memory" in last["error"]
     (failed,) = [line for line in lines if line["message"].startswith("a replica failed an attempt")]

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from cluster.launch.kinds import router_environ
 from cluster.spec.errors import UserError
-from router.tracing import Tracing, make_tracing
+from router.records import Tracing, make_tracing
 from tests.fakes.otlp_collector import collecting
 from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
 
