@@ -25,7 +25,7 @@ class TestClients:
 
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("after_first_token", [False, True])
-    def test_leaving_cancels_both_legs_at_once(
+    def test_leaving_cancels_both_replicas_at_once(
         self, cluster: RouterCluster, stream: bool, after_first_token: bool
     ) -> None:
         cluster.decode.token_s = 0.05

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.spec.sampling import Sampling
 from tests.fakes.model_folder import BOS, EOS, write_json, write_model_folder
-from tests.fakes.router_cluster import CACHED_TOKENS, RouterCluster, run_cluster
+from tests.fakes.router_cluster import CACHED_TOKENS, MODEL, RouterCluster, run_cluster
 
 pytestmark = pytest.mark.integration
 
@@ -190,3 +190,29 @@ def test_usage_so_far_on_every_chunk(shared: RouterCluster) -> None:
     events = shared.events("/v1/completions", prompt="abc", max_tokens=5, stream_options=options)
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 5, 5]
     assert all(event["usage"]["prompt_tokens"] == 4 for event in events)
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"input": "x"},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_rank_that_is_there_reaches_the_leaders(shared: RouterCluster, path: str) -> None:
+    reply = shared.http.post(path, json={"model": MODEL, **BODIES[path]}, headers={"X-data-parallel-rank": "0"})
+    assert reply.status_code == 200, reply.text
+    assert shared.last_submit().dp_rank == 0
+    assert shared.post(path, **BODIES[path]).status_code == 200
+    assert shared.last_submit().dp_rank is None
+    reply = shared.http.post(path, json={"model": MODEL, **BODIES[path]}, headers={"X-data-parallel-rank": "1"})
+    assert reply.json()["error"]["message"] == "X-data-parallel-rank: got '1'; allowed: 0 to 0"
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_field_of_the_body_asks_for_it_too(shared: RouterCluster, path: str) -> None:
+    assert shared.post(path, routed_dp_rank=0, **BODIES[path]).status_code == 200
+    assert shared.last_submit().dp_rank == 0
+    reply = shared.post(path, routed_dp_rank=1, **BODIES[path])
+    assert reply.json()["error"]["message"] == "routed_dp_rank: got 1; allowed: 0 to 0"

@@ -179,7 +179,7 @@ class TestWrongOutputs:
         assert dispatch.dropped == {"late": 2}
 
 
-def test_client_left_and_stop_string_cancel_both_legs() -> None:
+def test_client_left_and_stop_string_cancel_both_replicas() -> None:
     dispatch = make()
     left, enough = opened(dispatch), opened(dispatch)
     dispatch.on_output(output(enough, 0, 9), NOW)

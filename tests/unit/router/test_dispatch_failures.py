@@ -1,4 +1,4 @@
-"""What a failing leg does to a request: its other leg is ended, and it is tried again while it may be."""
+"""What a failing replica does to a request: its other one is ended, and it is tried again while it may be."""
 
 import msgspec
 import pytest
@@ -30,7 +30,7 @@ from tests.fakes.kinds import all_of
 
 class TestFailures:
     @pytest.mark.parametrize(("failed", "other"), [(PREFILL, DECODE), (DECODE, PREFILL)])
-    def test_the_other_leg_is_cancelled(self, failed: Peer, other: Peer) -> None:
+    def test_the_other_replica_is_cancelled(self, failed: Peer, other: Peer) -> None:
         dispatch = make()
         room = opened(dispatch)
         reason = f"{failed.replica}: no memory"
@@ -99,7 +99,7 @@ class TestFailures:
 
 
 class TestAnotherAttempt:
-    def test_a_failed_leg_is_avoided_and_the_other_cancelled(self) -> None:
+    def test_a_failed_replica_is_avoided_and_the_other_cancelled(self) -> None:
         avoided: list[frozenset[Peer]] = []
         dispatch = make(max_retries=1, avoided=avoided)
         room = opened(dispatch)
@@ -149,7 +149,7 @@ class TestAnotherAttempt:
         assert dispatch.breakers.state(DECODE, NOW) is BreakerState.OPEN
         assert dispatch.breakers.state(PREFILL, NOW) is BreakerState.CLOSED
 
-    def test_a_fault_of_neither_leg_leaves_both_to_choose_from(self) -> None:
+    def test_a_fault_of_neither_replica_leaves_both_to_choose_from(self) -> None:
         dispatch = make(max_retries=3)
         room = opened(dispatch)
         for number in (room, Room(2)):

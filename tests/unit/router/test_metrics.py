@@ -1,7 +1,15 @@
-"""Metrics of replicas, ranks and tiers, from the heartbeats of leaders."""
+"""Metrics: what heartbeats of leaders report, and counters and histograms as Prometheus' own write them."""
+
+from collections.abc import Sequence
 
 import msgspec
+import prometheus_client
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Role
@@ -17,6 +25,7 @@ from cluster.spec.registry import (
 )
 from cluster.spec.strategy import Passing, Strategy
 from cluster.spec.tiers import JOB_BOUNDS_S, RankTiers, RankWork, StorageFigures, TierJobKind, TierState
+from router.metrics import Count, Histogram
 from router.state_metrics import replica_metrics
 from tests.fakes.paged_ranks import row
 from tests.fakes.rows import tier_state
@@ -150,3 +159,42 @@ def test_dp_ranks_are_told_apart() -> None:
     tiers = tier_state(host_pages=4, work=(fetches(0), fetches(1)), ranks=(rank_tiers(0), rank_tiers(1)))
     found = samples(ReplicaLoad(tiers=tiers), "tier_bytes", rows)
     assert [labels["dp_rank"] for labels, _ in found] == ["0", "1"]
+
+
+_BOUNDS = (0.5, 1, 10)
+_VALUES = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.sampled_from([0, 0.5, 0.75, 1, 2.25, 10, 11, 1e9])))
+
+
+def _lines(registry: CollectorRegistry) -> list[str]:
+    return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
+
+
+class _Own(Collector):
+    def __init__(self, *measures: Count | Histogram) -> None:
+        self._measures = measures
+
+    def collect(self) -> list[Metric]:
+        return [measure.family() for measure in self._measures]
+
+
+@given(_VALUES)
+def test_as_prometheus_has_it(values: Sequence[tuple[str, float]]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    count, spread = Count("sums", "Help.", "name"), Histogram("spans", "More help.", _BOUNDS, "name")
+    ours.register(_Own(count, spread))
+    their_count = prometheus_client.Counter("sums", "Help.", ["name"], registry=theirs)
+    their_spread = prometheus_client.Histogram("spans", "More help.", ["name"], buckets=_BOUNDS, registry=theirs)
+    for name, value in values:
+        count.add(value, name)
+        spread.note(value, name)
+        their_count.labels(name).inc(value)
+        their_spread.labels(name).observe(value)
+    assert _lines(ours) == _lines(theirs)
+
+
+def test_without_labels_there_is_a_line_before_anything_happens() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    ours.register(_Own(Count("sums", "Help."), Histogram("spans", "More help.", _BOUNDS)))
+    prometheus_client.Counter("sums", "Help.", registry=theirs)
+    prometheus_client.Histogram("spans", "More help.", buckets=_BOUNDS, registry=theirs)
+    assert _lines(ours) == _lines(theirs)
