@@ -1,4 +1,4 @@
-"""What a router knows of each replica: whether it takes requests, how much is open there, and how often it failed.
+"""A router's knowledge of each replica: whether it takes requests, how much is open there, and how often it failed.
 
 Sans I/O.
 """

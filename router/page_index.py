@@ -149,7 +149,7 @@ class LowerTiers:
 
 @dataclass(slots=True)
 class DevicePages:
-    """What one replica has reported of its device."""
+    """Pages that one replica has reported on its device."""
 
     asked_s: float
     next_number: int | None = None

@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.grammar import Grammars
 from cluster.spec.config import DeployConfig
@@ -15,7 +15,6 @@ from cluster.spec.errors import UserError
 from cluster.spec.worker_spec import RouterShare
 from cluster.tokenizer import Tokenizer
 from router.admission import Gate, KeyLimits
-from router.api.requests import MinP, RepetitionPenalty, Temperature, TopK, TopP
 from router.directory import Directory
 from router.dispatch import RequestTable
 from router.key_ring import KeyRing
@@ -24,6 +23,13 @@ from router.metrics import Metrics
 from router.records import MAX_RECENT, FinishedRequest, Tracing
 from router.relay import Relay
 from router.tool_calls.dialects import Dialect, find_dialect
+
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopP = Annotated[float, Field(ge=0, le=1)]
+"""0 keeps only the likeliest token."""
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 
 
 class SamplingDefaults(BaseModel):

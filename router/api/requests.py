@@ -9,16 +9,11 @@ from pydantic import ConfigDict, Field, WrapValidator
 
 from router.api.body import Body, put_back
 from router.api.constraint_fields import Choices, Pattern, ResponseFormat, Schema, StructuredOutputs, Tool, ToolChoice
+from router.service import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 Positive = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 DpRank = Annotated[int, Field(ge=0, lt=2**31)]
-Temperature = Annotated[float, Field(ge=0, le=100)]
-TopP = Annotated[float, Field(ge=0, le=1)]
-"""0 keeps only the likeliest token."""
-TopK = Annotated[int, Field(ge=-1, lt=2**31)]
-MinP = Annotated[float, Field(ge=0, le=1)]
-RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]

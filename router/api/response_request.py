@@ -10,9 +10,10 @@ from pydantic_core import to_json
 
 from router.api.body import Body, problem_of
 from router.api.constraint_fields import FunctionName, SchemaObject
-from router.api.requests import ChatRequest, Effort, NumLogprobs, Positive, RefusalPart, Temperature, TopP
+from router.api.requests import ChatRequest, Effort, NumLogprobs, Positive, RefusalPart
 from router.api.unsupported import HARMLESS, refuse_unsupported
 from router.errors import ApiError, bad_request
+from router.service import Temperature, TopP
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED_THOUGHTS = "reasoning.encrypted_content"
