@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -141,9 +141,6 @@ class Metrics(Collector):
     def _histogram(self, name: str, help_text: str, bounds: Sequence[float], *labels: str) -> Histogram:
         self._all.append(made := Histogram(f"baton_{name}", help_text, bounds, *labels))
         return made
-
-    def exposition(self) -> bytes:
-        return generate_latest(self.registry)
 
     def totals(self) -> dict[str, float]:
         """Return tokens since the start, for a page that shows rates."""

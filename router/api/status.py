@@ -6,7 +6,7 @@ from importlib.resources import files
 
 import msgspec
 from fastapi import APIRouter
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
@@ -100,7 +100,7 @@ def state_routes(service: Service) -> APIRouter:
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text format."""
-        return Response(service.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(generate_latest(service.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @router.get("/cluster", dependencies=[key_needed(service)])
     async def cluster() -> Response:
