@@ -156,12 +156,11 @@ class OutputItems:
         return self._ended, events
 
     def _grow(self, kind: "type[_Thoughts | _Message]", text: str) -> list[Event]:
-        events: list[Event] = []
-        if not isinstance(self._growing, kind):
-            events += self._end("completed")
-            events += self._begin(kind(self._request_id, len(self._ended)))
-        assert self._growing is not None
-        return events + self._growing.grow(text, self._take_pending())
+        if isinstance(self._growing, kind):
+            return self._growing.grow(text, self._take_pending())
+        ended = self._end("completed")
+        item = kind(self._request_id, len(self._ended))
+        return [*ended, *self._begin(item), *item.grow(text, self._take_pending())]
 
     def _begin(self, item: "_Growing") -> list[Event]:
         self._growing = item
@@ -191,6 +190,7 @@ class _Growing:
     def __init__(self, request_id: str, index: int) -> None:
         self.item_id = f"{self.prefix}_{request_id}_{index}"
         self._index = index
+        self._delta_event = f"response.{self.text_event}.delta"
         self._texts: list[str] = []
         self._logprobs: list[ChosenLogprob] = []
 
@@ -213,7 +213,8 @@ class _Growing:
         """Add text, with the log-probabilities of its tokens where requested."""
         self._texts.append(text)
         self._logprobs += logprobs
-        return [self._event(f"{self.text_event}.delta", delta=text, **self._shown(logprobs))]
+        where = {"item_id": self.item_id, "output_index": self._index, "delta": text}
+        return [(self._delta_event, where | self._shown(logprobs))]
 
     def end(self, item: OutputItem) -> list[Event]:
         word = "arguments" if isinstance(self, _Call) else "text"
