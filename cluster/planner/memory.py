@@ -91,9 +91,6 @@ def model_problems(config: DeployConfig, model: ModelFacts, *, with_gpu: bool = 
     if wanted is not None and wanted > most:
         message = f"got {wanted}; allowed: at most {most}, the model's own limit"
         problems.append(Problem("model.max_context", message))
-    if len(model.geometry.lifetimes) > 1 and config.hicache.has_host:
-        message = "got host memory for cached pages; allowed: none with a model that has sliding windows"
-        problems.append(Problem("hicache", message))
     problems += ring_problems(config.prefill, model.config.limits)
     for role, pool in _pools(config).items():
         refused = layout_problems(pool.parallel, f"{role}.parallel", model.config.limits)

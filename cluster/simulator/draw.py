@@ -80,13 +80,13 @@ def _draw_shape(random: Random) -> Shape:
         mode=TransferMode.ALL_RANKS if is_sharded else random.choice(list(TransferMode)),
         ownership=KvOwnership.SHARDED if is_sharded else KvOwnership.REPLICATED,
         prefix_cache=(prefix_cache := random.random() < 0.7),
-        tiers=(tiers := _draw_tiers(random) if prefix_cache and random.random() < 0.5 else None),
+        tiers=_draw_tiers(random) if prefix_cache and random.random() < 0.5 else None,
         skip_below_tokens=random.choice([0, 0, 3 * PAGE_SIZE]),
         settle_s=random.choice([0.0, 2.0]),
         reuses_addresses=random.random() < 0.5,
         verify=random.choice(list(Verify)),
         has_extra_group=random.random() < 0.4,
-        window=None if is_sharded or tiers or random.random() < 0.5 else random.randint(1, 3 * PAGE_SIZE),
+        window=None if is_sharded or random.random() < 0.5 else random.randint(1, 3 * PAGE_SIZE),
     )
 
 

@@ -158,28 +158,30 @@ class VirtualTierWorker:
         assert page.host is not None
         slot = page.host // self._row.sizes.cp
         if kind is TierJobKind.STORE:
-            return not fails and self._store(page.key, bytes(self._memory.filled_host_page(slot)))
+            return not fails and self._store(page, bytes(self._memory.filled_host_page(slot)))
         self._memory.filled.add(slot)
         if kind is TierJobKind.SAVE and not fails:
             # The copy is of the current bytes; the leader discards it if the page was evicted meanwhile.
             return self._copier.save([page], None) > 0
         found = None if fails else self._stored(page)
-        self._copier.host_page(page)[:] = found if found is not None else bytes([TORN]) * self._row.layout.page_bytes
+        self._copier.host_page(page)[:] = found if found is not None else bytes([TORN]) * self._copier.bytes_of(page)
         return found is not None
 
-    def _pieces(self, key: bytes) -> list[tuple[bytes, str, int, int]]:
+    def _pieces(self, page: TierPage) -> list[tuple[bytes, str, int, int]]:
         """Return the names of a page's pieces in storage, which are the same for all layouts."""
-        groups = self._row.layout.groups
-        return [(key, group.name, head, layer) for group in groups for head in group.heads for layer in group.layers]
+        groups = [group for group in self._row.layout.groups if group.lifetime == page.lifetime]
+        return [
+            (page.key, group.name, head, layer) for group in groups for head in group.heads for layer in group.layers
+        ]
 
     def _stored(self, page: TierPage) -> bytes | None:
-        pieces = [self._around.storage.get(name) for name in self._pieces(page.key)]
+        pieces = [self._around.storage.get(name) for name in self._pieces(page)]
         found = [piece for piece in pieces if piece is not None]
         return b"".join(found) if len(found) == len(pieces) else None
 
-    def _store(self, key: bytes, content: bytes) -> bool:
+    def _store(self, page: TierPage, content: bytes) -> bool:
         sizes = {group.name: group.layer_bytes for group in self._row.layout.groups}
-        for name in self._pieces(key):
+        for name in self._pieces(page):
             piece, content = content[: sizes[name[1]]], content[sizes[name[1]] :]
             if self._around.storage.setdefault(name, piece) != piece:
                 raise Violation(f"{self._memory.session} stores the KV of one page under the key of another")
@@ -203,14 +205,22 @@ class _TierMemory:
         for page, slot in zip(pages, slots, strict=True):
             self._memory.host_page(slot)[:] = self._memory.page(page)
 
-    def load(self, pages: Sequence[int], slots: Sequence[int], layers: range | None, after: None) -> None:  # noqa: ARG002
+    def load(
+        self,
+        pages: Sequence[int],
+        slots: Sequence[int],
+        lifetime: int,
+        layers: range | None,
+        after: None,  # noqa: ARG002
+    ) -> None:
         layout = self._memory.row.layout
         wanted = layout.layers if layers is None else layers
-        pieces = self._memory.pieces(range(wanted.start - layout.first_layer, wanted.stop - layout.first_layer))
+        layers = range(wanted.start - layout.first_layer, wanted.stop - layout.first_layer)
+        pieces = self._memory.pieces(layers, lifetime)
         for page, slot in zip(pages, slots, strict=True):
             self._memory.put_pieces(page, bytes(self._memory.filled_host_page(slot)), pieces)
 
-    def take_in(self, pages: Sequence[int], layers: range | None, after: None) -> None:
+    def take_in(self, pages: Sequence[int], lifetime: int, layers: range | None, after: None) -> None:
         """Do nothing: peers' pages are read directly to their destination."""
 
     def wait_loads(self) -> None:

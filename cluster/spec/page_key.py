@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from cluster.spec.token_ids import ID_BYTES, TokenIds
 
+_KEY_BYTES = 16
+
 
 def page_keys(token_ids: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
     """Return the 16-byte key of every full page, in order; a partial last page has none. Salts keep tenants apart."""
@@ -18,7 +20,7 @@ def extend_page_keys(keys: list[bytes], token_ids: Sequence[int], page_size: int
     """Append the keys of the full pages that follow the known ones."""
     data = TokenIds.of(token_ids[len(keys) * page_size : len(token_ids) // page_size * page_size]).packed
     key = keys[-1] if keys else _seed(salt)
-    fresh = hashlib.blake2b(digest_size=16)
+    fresh = hashlib.blake2b(digest_size=_KEY_BYTES)
     for (page,) in struct.iter_unpack(f"{page_size * ID_BYTES}s", data):
         hashed = fresh.copy()  # cheaper than a new hash object
         hashed.update(key + page)
@@ -31,6 +33,16 @@ def first_place(key: bytes) -> int:
     it.
     """
     return int.from_bytes(key[:8], "little")
+
+
+def lifetime_key(key: bytes, lifetime: int) -> bytes:
+    """Return the key of a lifetime's page of the same tokens; the first lifetime has the chained key itself."""
+    return key + bytes([lifetime]) if lifetime else key
+
+
+def lifetime_of(key: bytes) -> int:
+    """Return the lifetime whose page has this key."""
+    return key[_KEY_BYTES] if len(key) > _KEY_BYTES else 0
 
 
 def owner_base(token_ids: Sequence[int], page_size: int, parts: int, salt: str = "") -> int:

@@ -5,6 +5,8 @@ from enum import StrEnum
 
 import msgspec
 
+from cluster.spec.page_key import lifetime_of
+
 
 class Tier(StrEnum):
     """A kind of memory that holds cached pages."""
@@ -56,6 +58,11 @@ class TierPage(msgspec.Struct, frozen=True, kw_only=True):
     """Page in the device pools; set if device memory is read or written."""
     host: int | None = None
     """Host page h is page h // cp in the host pool of CP rank h % cp; set unless pages are only looked up."""
+
+    @property
+    def lifetime(self) -> int:
+        """Return the lifetime whose KV groups are in the page."""
+        return lifetime_of(self.key)
 
 
 class TierJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):

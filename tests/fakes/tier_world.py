@@ -2,21 +2,23 @@
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from cluster.spec.hicache_config import HicacheConfig, PrefetchPolicy
 from cluster.spec.ids import Room
+from cluster.spec.kv import KvGeometry, key_value_group
 from cluster.spec.lifecycle import Role
-from cluster.spec.page_key import owner_base, page_keys
+from cluster.spec.page_key import lifetime_key, owner_base, page_keys
 from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult, TierPage
 from tests.fakes.paged_ranks import row
-from tests.fakes.pages import allocate, can_allocate
 from workers.cache.page_allocator import PageAllocator
+from workers.cache.page_lists import Lifetimes, PageLists, live_pages, tier_page
 from workers.cache.prefix_tree import PrefixTree
-from workers.hicache.policy.loader import Loaded
 from workers.hicache.policy.prefetcher import BASE_S, LONGEST_S, S_PER_1K_TOKENS
 from workers.hicache.tiers import Tiers
 
@@ -24,14 +26,16 @@ PAGE_SIZE = 2
 MOST_ROUNDS = 2000
 """In which everything that was begun ends, once nothing more comes."""
 
+Request = tuple[PageLists, list[bytes]]
+"""Pages of a request and the keys of its tokens."""
+
 
 @dataclass
 class Step:
-    """What ranks compute of one request: it reads the first pages and writes the others."""
+    """What ranks compute of one request: pages that they read, and pages that they write, with their keys."""
 
-    pages: list[int]
-    keys: list[bytes]
-    first: int
+    read: dict[int, bytes]
+    written: dict[int, bytes]
 
 
 @dataclass
@@ -51,12 +55,10 @@ class FakeRank:
         return self.ownership is KvOwnership.REPLICATED or page % self.cp == self.cp_rank
 
     def compute(self, step: Step) -> None:
-        for number, (page, key) in enumerate(zip(step.pages, step.keys, strict=True)):
-            if not self.has(page):
-                continue
-            if number >= step.first:
-                self.device[page] = key
-            assert self.device.get(page) == key, f"rank {self.cp_rank} attends to a page with other tokens"
+        self.device.update({page: key for page, key in step.written.items() if self.has(page)})
+        for page, key in step.read.items():
+            is_right = not self.has(page) or self.device.get(page) == key
+            assert is_right, f"rank {self.cp_rank} attends to a page with other tokens"
 
 
 class TierWorld:
@@ -71,12 +73,13 @@ class TierWorld:
         ownership: KvOwnership,
         config: HicacheConfig,
         seed: int,
+        window: int | None = None,
     ) -> None:
         self.random = random.Random(seed)
         self.num_owners = ownership.num_owners(cp)
         self.ranks = [FakeRank(rank, cp, ownership) for rank in range(cp)]
         self._sizes = pages_per_owner, host_pages
-        self._config = config
+        self._config, self._window = config, window
         self._num_rooms = 0
         self.now_s = 0.0
         self.num_written = 0
@@ -86,14 +89,17 @@ class TierWorld:
         """The replica begins anew; nothing is left of it but what is stored."""
         pages_per_owner, host_pages = self._sizes
         self.ranks = [FakeRank(rank.cp_rank, rank.cp, rank.ownership, stored=rank.stored) for rank in self.ranks]
-        rows = rows_of(len(self.ranks), self.ranks[0].ownership)
+        rows = rows_of(len(self.ranks), self.ranks[0].ownership, self._window)
+        self.lifetimes = Lifetimes.of(rows[0].geometry)
         self.tree = PrefixTree(self.num_owners)
-        self.allocator = PageAllocator(pages_per_owner, self.tree, self.num_owners)
+        self.allocator = PageAllocator(pages_per_owner, self.tree, self.num_owners, self.lifetimes)
         self.tiers = Tiers(self._config, self.tree, host_pages, rows, min_prefetch_tokens=1)
         self.waiting: list[tuple[Room, list[int], float]] = []
         """Those that wait for storage, since when."""
-        self.requests: list[tuple[list[int], list[bytes]]] = []
-        self.loading: list[tuple[list[int], list[bytes]]] = []
+        self.requests: list[Request] = []
+        self.loading: list[Request] = []
+        self.num_found: list[int] = []
+        """Pages behind which each request started."""
 
     def submit(self, tokens: list[int]) -> None:
         """A request comes, and waits for what storage has of it as long as the policy says."""
@@ -115,28 +121,41 @@ class TierWorld:
         for room, tokens, since_s in self.waiting:
             assert self.now_s - since_s < self._longest_wait_s(len(tokens)), f"{room} waits too long for storage"
 
-    def start(self, tokens: list[int]) -> None:
+    def start(self, tokens: list[int], *, uses_host: bool = True) -> None:
         """A request gets its pages, and is computed as soon as what other tiers have of it is there."""
         keys = page_keys(tokens, PAGE_SIZE)
         base = owner_base(tokens, PAGE_SIZE, self.num_owners)
-        cached = self.allocator.find(keys)[0]
-        if not keys or not can_allocate(self.allocator, len(keys), cached, base):
+        pages = self.allocator.find(keys, self.tiers.host.has) if uses_host else self.allocator.find(keys)
+        prefix, gaps = keys[: len(pages[0])], self.lifetimes.gaps(pages, len(keys))
+        demands = [(gap.end - gap.first, base + gap.first) for gap in gaps]
+        if not keys or not self.allocator.can_allocate(demands, live_pages(pages)):
             return
-        pages = allocate(self.allocator, len(keys), cached, base)
-        self.tiers.note_hits(keys[: len(cached)])
-        request, num_cached = (pages, keys), len(cached)
-        loader = self.tiers.loader
-        if loader.load(keys, pages, num_cached, lambda loaded: self._loaded(request, num_cached, loaded)).num_pages:
+        for gap, new in zip(gaps, self.allocator.allocate(demands, live_pages(pages)), strict=True):
+            pages[gap.lifetime][gap.first : gap.end] = new
+        self.tiers.note_hits(prefix)
+        wanted = [
+            tier_page(prefix, gap.lifetime, at, pages[gap.lifetime][at])
+            for gap in gaps
+            for at in range(gap.first, min(gap.end, len(prefix)))
+        ]
+        request = pages, keys
+        if wanted:
             self.loading.append(request)
+            on_end = partial(self._loaded, request, tokens, len(prefix))
+            self.tiers.loader.load(self.lifetimes.prefix_keys(prefix), wanted, on_end)
         else:
-            self._compute(request, num_cached)
+            self._compute(request, len(prefix))
         self.advance()
 
     def finish(self, number: int) -> None:
         if self.requests:
             pages, keys = self.requests.pop(number % len(self.requests))
-            self.allocator.keep([pages], keys)
+            self.allocator.keep(pages, keys)
             self.advance()
+
+    def num_in_host(self, tokens: list[int]) -> int:
+        """Return how many pages of a prefix host memory alone can provide."""
+        return self.lifetimes.longest_prefix(page_keys(tokens, PAGE_SIZE), 0, self.tiers.host.has)
 
     def step(self, number: int, *, fails: bool) -> None:
         """One rank takes its next message, or makes its next copy."""
@@ -180,7 +199,8 @@ class TierWorld:
 
     def check(self) -> None:
         """Every id is where it should be, and every host page that can be found has its bytes."""
-        self.allocator.check_integrity([page for pages, _ in (*self.requests, *self.loading) for page in pages])
+        held = [page for pages, _ in (*self.requests, *self.loading) for page in live_pages(pages)]
+        self.allocator.check_integrity(held)
         self.tiers.check_integrity()
         for key in self.tiers.host.filled_keys():
             page = self.tiers.host.page_of(key)
@@ -196,15 +216,24 @@ class TierWorld:
         longest_s = {PrefetchPolicy.BEST_EFFORT: 0.0, PrefetchPolicy.TIMEOUT: timeout_s}
         return longest_s.get(storage.prefetch, LONGEST_S)
 
-    def _loaded(self, request: tuple[list[int], list[bytes]], num_cached: int, loaded: Loaded) -> None:
+    def _loaded(self, request: Request, tokens: list[int], num_found: int, is_done: bool) -> None:
         self.loading.remove(request)
-        self._compute(request, num_cached + loaded.num_pages)
+        if is_done:
+            self._compute(request, num_found)
+        else:
+            self.allocator.free(live_pages(request[0]))
+            self.start(tokens, uses_host=False)
 
-    def _compute(self, request: tuple[list[int], list[bytes]], first: int) -> None:
+    def _compute(self, request: Request, first: int) -> None:
         """The leader's own rank has computed a step before the leader goes on."""
         pages, keys = request
+        self.num_found.append(first)
+        step = Step(
+            _keyed(pages, keys, self.lifetimes.first_pages(first * PAGE_SIZE), first),
+            _keyed(pages, keys, [first] * len(pages), len(keys)),
+        )
         for rank in self.ranks:
-            rank.inbox.append(Step(pages, keys, first))
+            rank.inbox.append(step)
         while self.ranks[0].inbox:
             message = self.ranks[0].inbox.popleft()
             if isinstance(message, Step):
@@ -212,7 +241,7 @@ class TierWorld:
             else:
                 self.ranks[0].copies.append(message)
         self.requests.append(request)
-        self.allocator.share([pages], keys)
+        self.allocator.share(pages, keys)
 
     def _move(self, rank: FakeRank, kind: TierJobKind, page: TierPage, *, fails: bool) -> bool:
         """One rank's part of one page; where it fails, the target holds nonsense, but storage holds nothing."""
@@ -236,8 +265,22 @@ class TierWorld:
         return not fails
 
 
-def rows_of(cp: int, ownership: KvOwnership) -> list[RankRow]:
+def _keyed(pages: PageLists, keys: Sequence[bytes], firsts: Sequence[int], end: int) -> dict[int, bytes]:
+    """Return the keys of the pages of every lifetime from its first position on, up to ``end``."""
+    return {
+        pages[lifetime][at]: lifetime_key(keys[at], lifetime)
+        for lifetime, first in enumerate(firsts)
+        for at in range(first, end)
+    }
+
+
+def rows_of(cp: int, ownership: KvOwnership, window: int | None = None) -> list[RankRow]:
     """As much of the rows of a replica as its leader looks at; the address of a rank is its number."""
+    windows = (None,) if window is None else (None, window)
+    groups = tuple(key_value_group([layer], 1, 1, "float32", each) for layer, each in enumerate(windows))
+    geometry = KvGeometry(model="m", num_layers=len(groups), groups=groups, page_size=PAGE_SIZE)
     rows = [row(Role.PREFILL, rank, cp, num_pages=1, ownership=ownership) for rank in range(cp)]
     layout = msgspec.structs.replace(rows[0].layout, page_size=PAGE_SIZE)
-    return [msgspec.structs.replace(row, address=str(row.global_rank), layout=layout) for row in rows]
+    return [
+        msgspec.structs.replace(row, address=str(row.global_rank), geometry=geometry, layout=layout) for row in rows
+    ]

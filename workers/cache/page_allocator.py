@@ -9,15 +9,20 @@ key of its own: it is used by requests that continue right behind it, and needs 
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from cluster.spec.kv import NO_PAGE
+from cluster.spec.page_key import first_place, lifetime_key, lifetime_of
 from workers.cache.page_journal import PageJournal
 from workers.cache.page_lists import ONE_LIFETIME, Lifetimes, PageLists, live_pages
 from workers.cache.prefix_tree import PrefixTree
 
 Demand = tuple[int, int]
 """Consecutive pages requested, and the owner of the first."""
+
+
+def _is_nowhere(_key: bytes) -> bool:
+    return False
 
 
 class PageAllocator:
@@ -72,23 +77,31 @@ class PageAllocator:
         """Return whether one sequence alone has this page, so that it may be written to."""
         return self._held[page] == 1
 
-    def find(self, keys: Sequence[bytes]) -> PageLists:
+    def find(self, keys: Sequence[bytes], is_below: Callable[[bytes], bool] = _is_nowhere) -> PageLists:
         """Return the cached pages of the longest prefix that can be continued, to be passed to ``allocate`` before
         anything else happens.
+
+        ``is_below`` tells of a page that is not cached whether a lower tier has it; ``NO_PAGE`` stands for it then.
         """
-        if self._tree is None:
+        num_pages = self.count_cached(keys, is_below)
+        if self._tree is None or not num_pages:
             return [[] for _ in self.lifetimes.each]
-        whole = self._tree.find(keys)
-        num_pages = self._count_continued(keys, len(whole))
-        lists = [whole[:num_pages]]
-        for lifetime, first in list(enumerate(self._first_pages(num_pages)))[1:]:
-            seen = [self._tree.page_of(_key_of(key, lifetime)) for key in keys[first:num_pages]]
-            lists.append([NO_PAGE] * first + [page for page in seen if page is not None])
+        whole = self._tree.find(keys[:num_pages])
+        lists = [whole + [NO_PAGE] * (num_pages - len(whole))]
+        firsts = self.lifetimes.first_pages(num_pages * self.lifetimes.page_size)
+        for lifetime, first in list(enumerate(firsts))[1:]:
+            seen = [self._tree.page_of(lifetime_key(key, lifetime)) for key in keys[first:num_pages]]
+            lists.append([NO_PAGE] * first + [NO_PAGE if page is None else page for page in seen])
         return lists
 
-    def count_cached(self, keys: Sequence[bytes]) -> int:
+    def count_cached(self, keys: Sequence[bytes], is_below: Callable[[bytes], bool] = _is_nowhere) -> int:
         """Return the length of the prefix that ``find`` would return, in pages."""
-        return self._count_continued(keys, self._tree.count(keys)) if self._tree else 0
+        tree = self._tree
+        if tree is None:
+            return 0
+        return self.lifetimes.longest_prefix(
+            keys, tree.count(keys), lambda key: tree.page_of(key) is not None or is_below(key)
+        )
 
     def would_fit(self, demands: Iterable[Demand], beside: Collection[int]) -> bool:
         """Return whether all of these could be allocated if nothing but the given pages were held."""
@@ -175,7 +188,8 @@ class PageAllocator:
 
     def cached_keys(self) -> list[bytes]:
         """Return keys of the cached pages of the first lifetime, each after those above it."""
-        return self._tree.keys() if self._tree else []
+        keys = self._tree.keys() if self._tree else []
+        return [key for key in keys if not lifetime_of(key)]
 
     def follow(self, journal: PageJournal) -> None:
         """Record in the journal, from now on, pages that enter and leave the cache."""
@@ -208,28 +222,14 @@ class PageAllocator:
         total = len(free) + len(self._held) + self.num_cached
         assert total == self.num_pages, f"free, held and cached pages are {total}, not {self.num_pages}"
 
-    def _first_pages(self, num_pages: int) -> list[int]:
-        """Return the first page by lifetime that is needed to continue after a number of full pages."""
-        return self.lifetimes.first_pages(num_pages * self.lifetimes.page_size)
-
-    def _count_continued(self, keys: Sequence[bytes], most: int) -> int:
-        """Return the length of the longest prefix whose pages of all lifetimes are cached, as far as they are seen."""
-        assert self._tree is not None
-        num_pages, lifetime = most, 1
-        while lifetime < self.lifetimes.num:
-            first = self._first_pages(num_pages)[lifetime]
-            missing = [at for at in range(first, num_pages) if self._tree.page_of(_key_of(keys[at], lifetime)) is None]
-            # Every prefix that is longer than a missing page, up to this one, needs it.
-            num_pages, lifetime = (missing[-1], 1) if missing else (num_pages, lifetime + 1)
-        return num_pages
-
     def _share_others(
         self, tree: PrefixTree, pages: Sequence[Sequence[int]], keys: Sequence[bytes], first: int = 0
     ) -> None:
         """Cache the pages of the lifetimes after the first, except those of which the cache has another copy."""
         for lifetime, ids in list(enumerate(pages))[1:]:
             for at in range(first, len(keys)):
-                if self._held[ids[at]] == 1 and tree.insert_alone(_key_of(keys[at], lifetime), ids[at], at):
+                key, place = lifetime_key(keys[at], lifetime), first_place(keys[0]) + at
+                if self._held[ids[at]] == 1 and tree.insert_alone(key, ids[at], place, at):
                     self._forget_held([ids[at]])
 
     def _num_insertable(self, pages: Sequence[int], num_shared: int = 0) -> int:
@@ -268,8 +268,3 @@ class PageAllocator:
 
     def _put_back(self, page: int) -> None:
         self._free[page % self._num_owners].append(page)
-
-
-def _key_of(key: bytes, lifetime: int) -> bytes:
-    """Return the key of a page of a lifetime after the first."""
-    return key + bytes([lifetime])

@@ -1,17 +1,33 @@
 """Pages of one request by lifetime: which of them later tokens can see. Pure arithmetic."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.spec.kv import NO_PAGE, KvGeometry, Lifetime
+from cluster.spec.page_key import first_place, lifetime_key
+from cluster.spec.tiers import TierPage
 
 PageLists = list[list[int]]
 """Page ids by lifetime, each in order of position, with ``NO_PAGE`` where no later token sees the page."""
 
 
+class Gap(NamedTuple):
+    """Consecutive pages that a request lacks."""
+
+    lifetime: int
+    first: int
+    end: int
+
+
 def live_pages(lists: Iterable[Iterable[int]]) -> list[int]:
     """Return the pages of all lifetimes."""
     return [page for pages in lists for page in pages if page != NO_PAGE]
+
+
+def tier_page(keys: Sequence[bytes], lifetime: int, at: int, device: int | None = None) -> TierPage:
+    """Return the page of a lifetime at a position in the prefix that has these keys."""
+    return TierPage(key=lifetime_key(keys[at], lifetime), index=first_place(keys[0]) + at, depth=at, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +55,59 @@ class Lifetimes:
         firsts = self.first_pages(num_tokens)
         return [[NO_PAGE] * min(first, len(ids)) + list(ids[first:]) for ids, first in zip(pages, firsts, strict=True)]
 
+    def gaps(self, pages: Sequence[Sequence[int]], num_pages: int) -> list[Gap]:
+        """Return the pages that a request of ``num_pages`` lacks if it continues behind these full pages."""
+        firsts = self.first_pages(len(pages[0]) * self.page_size)
+        return [
+            Gap(lifetime, *run)
+            for lifetime, (ids, first) in enumerate(zip(pages, firsts, strict=True))
+            for run in _missing_runs(ids, first, num_pages)
+        ]
+
+    def prefix_pages(self, keys: Sequence[bytes]) -> list[TierPage]:
+        """Return the pages that the token after these full pages can see, those of the first lifetime first."""
+        return [
+            tier_page(keys, lifetime, at)
+            for lifetime, first in enumerate(self.first_pages(len(keys) * self.page_size))
+            for at in range(first, len(keys))
+        ]
+
+    def prefix_keys(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the keys of ``prefix_pages``."""
+        firsts = self.first_pages(len(keys) * self.page_size)
+        others = ([lifetime_key(key, number) for key in keys[first:]] for number, first in list(enumerate(firsts))[1:])
+        return [*keys, *(key for found in others for key in found)]
+
+    def longest_prefix(self, keys: Sequence[bytes], num_known: int, has: Callable[[bytes], bool]) -> int:
+        """Return how many full pages can be continued behind: ``has`` tells of each page that is seen then.
+
+        The pages of the first ``num_known`` keys are known to be there.
+        """
+        num_pages = next((at for at in range(num_known, len(keys)) if not has(keys[at])), len(keys))
+        lifetime = 1
+        while lifetime < self.num:
+            first = self.first_pages(num_pages * self.page_size)[lifetime]
+            lacking = (at for at in reversed(range(first, num_pages)) if not has(lifetime_key(keys[at], lifetime)))
+            last = next(lacking, None)
+            # Every prefix that is longer than a missing page, up to this one, needs it.
+            num_pages, lifetime = (num_pages, lifetime + 1) if last is None else (last, 1)
+        return num_pages
+
     def can_continue(self, pages: Sequence[Sequence[int]]) -> bool:
         """Return whether these full pages include all that the token after them can see."""
         firsts = self.first_pages(len(pages[0]) * self.page_size)
         return all(NO_PAGE not in ids[first:] for ids, first in zip(pages, firsts, strict=True))
+
+
+def _missing_runs(ids: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield runs of missing pages as (first, end), the last of which may be empty."""
+    start = first
+    for at in range(first, len(ids)):
+        if ids[at] != NO_PAGE:
+            if start < at:
+                yield start, at
+            start = at + 1
+    yield start, end
 
 
 ONE_LIFETIME = Lifetimes(1, (Lifetime(None),))

@@ -25,7 +25,6 @@ class _Node:
     """Index that determines the owner wherever pages are divided (``cluster.spec.page_key``)."""
     depth: int
     """Number of pages above it."""
-    is_alone: bool = False
     num_holders: int = 1
     children: "set[_Node]" = field(default_factory=set)
 
@@ -107,8 +106,8 @@ class PrefixTree:
         return [self._by_page[page].key for page in islice(self._idle[owner], count)]
 
     def keys(self) -> list[bytes]:
-        """Return the keys of pages that do not stand alone, each after those above it."""
-        return [key for key, node in self._by_key.items() if not node.is_alone]
+        """Return the keys of all pages, each after those above it."""
+        return list(self._by_key)
 
     def claim(self, pages: Sequence[int]) -> None:
         """Hold pages that ``find`` returned, from the first on."""
@@ -138,25 +137,19 @@ class PrefixTree:
         for key, page in zip(keys[first:], pages[first:], strict=True):
             node = self._by_key.get(key)
             if node is None:
-                assert page not in self._by_page, f"page {page} is cached under another key"
                 place, depth = (parent.place + 1, parent.depth + 1) if parent else (first_place(key), 0)
-                node = self._by_key[key] = self._by_page[page] = _Node(key, page, parent, place, depth)
-                if parent is not None:
-                    parent.children.add(node)
-                for journal in self.journals:
-                    journal.note(key, True)
+                node = self._add(_Node(key, page, parent, place, depth))
             elif node.page != page:
                 self.claim([node.page])
             path.append(node.page)
             parent = node
         return path
 
-    def insert_alone(self, key: bytes, page: int, index: int) -> bool:
-        """Insert a page that needs none above it, held by the caller; return False if the key is known."""
+    def insert_alone(self, key: bytes, page: int, place: int, depth: int) -> bool:
+        """Insert a page that hangs below none, held by the caller; return False if the key is known."""
         if key in self._by_key:
             return False
-        assert page not in self._by_page, f"page {page} is cached under another key"
-        self._by_key[key] = self._by_page[page] = _Node(key, page, None, index, index, is_alone=True)
+        self._add(_Node(key, page, None, place, depth))
         return True
 
     def num_own(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> int:
@@ -205,6 +198,15 @@ class PrefixTree:
         children = Counter(node.parent.page for node in self._by_key.values() if node.parent is not None)
         assert all(len(node.children) == children[page] for page, node in self._by_page.items()), "children miscounted"
 
+    def _add(self, node: _Node) -> _Node:
+        assert node.page not in self._by_page, f"page {node.page} is cached under another key"
+        self._by_key[node.key] = self._by_page[node.page] = node
+        if node.parent is not None:
+            node.parent.children.add(node)
+        for journal in self.journals:
+            journal.note(node.key, True)
+        return node
+
     def _forget(self, node: _Node) -> None:
         """Remove a leaf that nobody holds."""
         assert not node.children, f"page {node.page} is evicted before the pages below it"
@@ -212,7 +214,7 @@ class PrefixTree:
         del self._idle[node.page % self.num_owners][node.page]
         del self._by_page[node.page]
         del self._by_key[node.key]
-        for journal in () if node.is_alone else self.journals:
+        for journal in self.journals:
             journal.note(node.key, False)
         if node.parent is not None:
             node.parent.children.remove(node)

@@ -31,17 +31,19 @@ class Copier:
         self._row = rows[rank]
         self._backend = backend
         self._memory = memory
-        self.page_bytes = self._row.layout.page_bytes
-        """Bytes of one page on this rank."""
         self._peers = {row.coords.cp: row for row in rows if _is_peer(row, self._row)}
 
+    def bytes_of(self, page: TierPage) -> int:
+        """Return the bytes of a page on this rank; 0 if it computes no layer whose KV is in the page."""
+        return self._row.layout.bytes_of(page.lifetime)
+
     def owns(self, page: TierPage) -> bool:
-        """Return whether the page's host copy belongs to this rank."""
-        return page.index % self._row.sizes.cp == self._row.coords.cp
+        """Return whether a part of the page's host copy belongs to this rank."""
+        return page.index % self._row.sizes.cp == self._row.coords.cp and self.bytes_of(page) > 0
 
     def host_page(self, page: TierPage) -> memoryview:
         """Return the bytes of a host page that this rank owns."""
-        return self._memory.host_page(self._slot(page))
+        return self._memory.host_page(self._slot(page))[: self.bytes_of(page)]
 
     def record_event(self) -> "Event | None":
         """Record the event behind which the copies of a new job begin; on the computing thread."""
@@ -51,7 +53,7 @@ class Copier:
         """Copy those of these pages that this rank owns to host memory; return the bytes copied."""
         local, slots = self._owned(pages)
         self._memory.save(local, slots, after)
-        return len(local) * self.page_bytes
+        return len(local) * self._row.layout.page_bytes
 
     def load(self, pages: Sequence[TierPage], after: "Event | None") -> int:
         """Copy those of these pages that this rank has to the device; return the bytes copied.
@@ -62,7 +64,7 @@ class Copier:
         pages = self._held(pages)
         self._load(pages, None, after)
         self._memory.wait_loads()
-        return len(pages) * self.page_bytes
+        return len(pages) * self._row.layout.page_bytes
 
     def load_layerwise(self, pages: Sequence[TierPage], after: "Event | None", load: LayerwiseLoad) -> int:
         """Load pages as ``load`` does, one layer group after the other; report each, and return the bytes copied.
@@ -71,7 +73,7 @@ class Copier:
             TransferError: a peer's memory cannot be read.
         """
         deque(self.layer_loads(pages, after, load), maxlen=0)
-        return len(self._held(pages)) * self.page_bytes
+        return len(self._held(pages)) * self._row.layout.page_bytes
 
     def layer_loads(self, pages: Sequence[TierPage], after: "Event | None", load: LayerwiseLoad) -> Iterator[None]:
         """Load and report one layer group at each step of the iterator."""
@@ -85,8 +87,16 @@ class Copier:
         self._memory.wait_loads()
 
     def _load(self, pages: Sequence[TierPage], layers: range | None, after: "Event | None") -> "Event | None":
+        for lifetime in range(self._row.layout.num_lifetimes):
+            some = [page for page in pages if page.lifetime == lifetime]
+            after = self._load_some(some, lifetime, layers, after) if some else after
+        return after
+
+    def _load_some(
+        self, pages: Sequence[TierPage], lifetime: int, layers: range | None, after: "Event | None"
+    ) -> "Event | None":
         local, slots = self._owned(pages)
-        loaded = self._memory.load(local, slots, layers, after)
+        loaded = self._memory.load(local, slots, lifetime, layers, after)
         elsewhere = [page for page in pages if not self.owns(page)]
         if not elsewhere:
             return loaded
@@ -94,12 +104,12 @@ class Copier:
             # Earlier data in the region at the same pages is on the GPU after this event.
             loaded.synchronize()
         self._read(elsewhere, layers)
-        return self._memory.take_in([self._local(page) for page in elsewhere], layers, loaded)
+        return self._memory.take_in([self._local(page) for page in elsewhere], lifetime, layers, loaded)
 
     def _held(self, pages: Sequence[TierPage]) -> Sequence[TierPage]:
         """Return the pages that this rank has on its device."""
         is_sharded = self._row.ownership is KvOwnership.SHARDED
-        return [page for page in pages if self.owns(page)] if is_sharded else pages
+        return [page for page in pages if (self.owns(page) if is_sharded else self.bytes_of(page))]
 
     def _owned(self, pages: Sequence[TierPage]) -> tuple[list[int], list[int]]:
         """Return the device pages and the host slots of the owned ones of these pages."""
@@ -127,8 +137,11 @@ class Copier:
                 self._backend.read(source, self._memory.region, spans[start : start + READ_SPANS])
 
     def _spans(self, page: TierPage, layers: range | None) -> list[Span]:
-        layout = self._row.layout
-        return PageRange(layout, [self._slot(page)], layers).spans_to(PageRange(layout, [self._local(page)], layers))
+        host, device = (
+            PageRange(self._row.layout, [number], layers, lifetime=page.lifetime)
+            for number in (self._slot(page), self._local(page))
+        )
+        return host.spans_to(device)
 
 
 def layer_groups(layers: range) -> Iterator[range]:

@@ -166,6 +166,6 @@ class PageTierWorker:
         else:
             use = self._store.fetch if job.kind is TierJobKind.FETCH else self._store.store
             found = use(owned, self._copier.host_page, until_s, failures)
-            num_bytes = sum(found) * self._copier.page_bytes
+            num_bytes = sum(self._copier.bytes_of(page) for page, is_done in zip(owned, found, strict=True) if is_done)
         outcomes = iter(found)
         return [next(outcomes) if self._copier.owns(page) else True for page in job.pages], num_bytes

@@ -12,6 +12,7 @@ from cluster.spec.ids import Room
 from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.tiers import RankTiers, Tier, TierJob, TierJobKind, TierJobResult, TierState
 from workers.cache.page_journal import PageJournal
+from workers.cache.page_lists import Lifetimes
 from workers.cache.prefix_tree import PrefixTree
 from workers.hicache.policy.breaker import Breaker
 from workers.hicache.policy.host_index import HostIndex
@@ -34,7 +35,8 @@ class Tiers:
         min_prefetch_tokens: int = MIN_TOKENS,
     ) -> None:
         """Build the tiers for ``host_pages`` a rank; ``rows`` are the records of all ranks of the replica."""
-        self.host = HostIndex(host_pages, rows[0].sizes.cp)
+        self._lifetimes = Lifetimes.of(rows[0].geometry)
+        self.host = HostIndex(host_pages, rows[0].sizes.cp, self._lifetimes)
         self._tree = tree
         self._addresses = [row.address for row in rows]
         self._owners = {row.global_rank: row.coords.cp for row in rows}
@@ -43,9 +45,14 @@ class Tiers:
         self._host_writer = HostWriter(config.write, tree, self.host, self._jobs)
         self._writes, self._reads = Breaker(), Breaker()
         self._storage_writer = StorageWriter(config.write, self.host, self._jobs, self._writes)
-        page_size = rows[0].layout.page_size
         self._prefetcher = Prefetcher(
-            config.storage.prefetch, page_size, self.host, self._jobs, self._reads, min_prefetch_tokens
+            config.storage.prefetch,
+            self._lifetimes,
+            self._is_here,
+            self.host,
+            self._jobs,
+            self._reads,
+            min_prefetch_tokens,
         )
         self._has_storage = config.storage.backend is not StorageBackendName.NONE
         self._is_attached = self._has_storage
@@ -79,13 +86,13 @@ class Tiers:
 
     def expect(self, room: Room, keys: Sequence[bytes], now_s: float) -> None:
         """Note a new request that begins with these pages, and prefetch what is worthwhile."""
+        num_here = self._lifetimes.longest_prefix(keys, self._tree.count(keys), self._is_here)
+        used = [*keys, *self._lifetimes.prefix_keys(keys[:num_here])[num_here:]]
         # Fetched pages must not evict what the request will find here.
-        self.host.touch(keys)
+        self.host.touch(used)
         if not self._is_attached:
             return
-        self._storage_writer.note_used(keys, now_s)
-        num_here = self._tree.count(keys)
-        num_here += len(self.host.find(keys[num_here:]))
+        self._storage_writer.note_used(used, now_s)
         if num_here < len(keys):
             self._prefetcher.expect(room, keys, num_here, now_s)
 
@@ -101,13 +108,13 @@ class Tiers:
         """Note that a request starts, or never will."""
         self._prefetcher.forget(room, now_s)
 
-    def note_hits(self, keys: list[bytes]) -> None:
-        """Note that a request found these device pages."""
-        self._host_writer.note_hits(keys)
+    def note_hits(self, keys: Sequence[bytes]) -> None:
+        """Note that a request continues behind these pages."""
+        self._host_writer.note_hits(self._lifetimes.prefix_keys(keys))
 
-    def note_received(self, keys: list[bytes]) -> None:
-        """Note that newly cached pages came from a replica that saves them itself."""
-        self._host_writer.note_received(keys)
+    def note_received(self, keys: Sequence[bytes]) -> None:
+        """Note that the newly cached pages of a prompt came from a replica that saves them itself."""
+        self._host_writer.note_received(self._lifetimes.prefix_keys(keys))
 
     def take_layerwise(self) -> TierJob | None:
         """Return the layerwise load of the next step, if there is one."""
@@ -146,7 +153,7 @@ class Tiers:
     def pin(self, keys: Sequence[bytes], *, is_pinned: bool) -> None:
         """Keep a prompt's pages in host memory under every policy: those here, on the device, and to come; or unpin."""
         self.host.pin(keys, is_pinned=is_pinned)
-        self._host_writer.note_pinned(keys)
+        self._host_writer.note_pinned(self._lifetimes.prefix_keys(keys))
 
     def num_pinned_of(self, keys: Sequence[bytes]) -> int:
         """Count the pinned pages among these that are in host memory."""
@@ -169,6 +176,9 @@ class Tiers:
             work=self._jobs.counters.work,
             ranks=tuple(self._rank_state(rank, owner) for rank, owner in self._owners.items()),
         )
+
+    def _is_here(self, key: bytes) -> bool:
+        return self._tree.page_of(key) is not None or self.host.has(key)
 
     def _rank_state(self, global_rank: int, owner: int) -> RankTiers:
         return RankTiers(

@@ -37,9 +37,9 @@ class PageMemory:
         self.bytes = memory[: num_pages * layout.page_bytes].view(num_pages, layout.page_bytes)
         """``[page, byte]``."""
 
-    def at(self, pages: Sequence[int], layers: range | None = None) -> Pages:
-        """Return pages by index: whole ones of any lifetime, or some layers of the model of the first."""
-        return Pages(self.bytes, PageRange(self.layout, pages, layers))
+    def at(self, pages: Sequence[int], layers: range | None = None, lifetime: int = 0) -> Pages:
+        """Return pages by index: whole ones of any lifetime, or some layers of the model of one."""
+        return Pages(self.bytes, PageRange(self.layout, pages, layers, lifetime=lifetime))
 
 
 def copy(

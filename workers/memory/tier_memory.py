@@ -43,16 +43,18 @@ class TierMemory:
             saved.synchronize()
 
     def load(
-        self, pages: Sequence[int], slots: Sequence[int], layers: range | None, after: Event | None
+        self, pages: Sequence[int], slots: Sequence[int], lifetime: int, layers: range | None, after: Event | None
     ) -> Event | None:
-        """Copy slots to pages, whole or some layers; complete when the returned event is."""
-        return copy(self._host.at(slots, layers), self._memory.pool.at(pages, layers), after, self._inward)
+        """Copy slots to pages of a lifetime, whole or some layers; complete when the returned event is."""
+        source, target = self._host.at(slots, layers, lifetime), self._memory.pool.at(pages, layers, lifetime)
+        return copy(source, target, after, self._inward)
 
-    def take_in(self, pages: Sequence[int], layers: range | None, after: Event | None) -> Event | None:
-        """Copy pages read from peers from the region to the pool, if these are separate."""
+    def take_in(self, pages: Sequence[int], lifetime: int, layers: range | None, after: Event | None) -> Event | None:
+        """Copy pages of a lifetime read from peers from the region to the pool, if these are separate."""
         if self._memory.host is None:
             return after
-        return copy(self._memory.host.at(pages, layers), self._memory.pool.at(pages, layers), after, self._inward)
+        source, target = (memory.at(pages, layers, lifetime) for memory in (self._memory.host, self._memory.pool))
+        return copy(source, target, after, self._inward)
 
     def wait_loads(self) -> None:
         """Wait until all loads are complete."""

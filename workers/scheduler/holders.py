@@ -5,14 +5,14 @@ time, and gives its pages back when the pool runs dry, the least urgent and late
 cache does not keep of its KV is then computed again from its tokens, with no effect on its output.
 """
 
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import NO_PAGE, pages_for
 from cluster.spec.tiers import CachedTokens, TierJob
 from workers.cache.page_allocator import Demand, PageAllocator
-from workers.cache.page_lists import PageLists, live_pages
-from workers.hicache.policy.loader import Loaded
+from workers.cache.page_lists import Gap, PageLists, live_pages, tier_page
 from workers.hicache.tiers import Tiers
 from workers.scheduler.sequence import KvState, PageLoad, Sequence
 from workers.scheduler.waiting import Waiting, urgency
@@ -98,7 +98,7 @@ class PageHolders:
             return False
         may_pass = self.waiting.may_pass(self._count_passing(sequence, oldest), self._pages_of(oldest))
         can_start = may_pass and (
-            self._allocator.can_allocate(self._demands(sequence)) or self._can_start_behind_cached(sequence)
+            self._allocator.can_allocate(self._all_demands(sequence)) or self._can_start_behind_cached(sequence)
         )
         if not can_start:
             self.waiting.note_in_vain(sequence)
@@ -114,31 +114,50 @@ class PageHolders:
         assert self.waiting.oldest is not None
         self.waiting.note_passed(self._count_passing(sequence, self.waiting.oldest))
         self.waiting.remove(sequence.room)
-        cached = self._find_cached(sequence)
-        new = self._allocator.allocate(self._demands(sequence, len(cached[0])), live_pages(cached))
-        num_cached = len(cached[0]) * self._page_size
+        pages = self._find_cached(sequence)
+        prefix, gaps = self._prefix_keys(sequence)[: len(pages[0])], self._gaps(sequence, pages)
+        new = self._allocator.allocate(_demands(sequence, gaps), live_pages(pages))
+        for gap, ids in zip(gaps, new, strict=True):
+            pages[gap.lifetime][gap.first : gap.end] = ids
+        num_cached = min(gap.first for gap in gaps) * self._page_size
         sequence.kv = KvState(
-            pages=[[*found, *pages] for found, pages in zip(cached, new, strict=True)],
+            pages=pages,
             num_computed_tokens=num_cached,
             num_planned_tokens=num_cached,
             cached=CachedTokens(total=num_cached),
         )
         self.running[sequence.room] = sequence
         if self._tiers:
-            self._load_from_host(
-                self._tiers, sequence, len(cached[0]), is_layerwise=is_alone and self._tiers.can_load_layerwise
-            )
+            self._tiers.note_hits(prefix)
+            is_layerwise = is_alone and self._tiers.can_load_layerwise
+            self._load_from_host(self._tiers, sequence, prefix, gaps, is_layerwise=is_layerwise)
         return not sequence.waits_for_pages
 
-    def _load_from_host(self, tiers: Tiers, sequence: Sequence, num_cached: int, *, is_layerwise: bool) -> None:
-        """Fill the pages after the first ``num_cached`` as far as host memory has them."""
-        kv, keys, load = sequence.kv, self._prefix_keys(sequence), PageLoad(is_layerwise)
-        tiers.note_hits(keys[:num_cached])
-        on_end = partial(self._on_loaded, sequence, load)
-        loaded = tiers.loader.load(keys, kv.pages[0], num_cached, on_end, layerwise=is_layerwise)
-        kv.load = load if loaded.num_pages else None
+    def _load_from_host(
+        self, tiers: Tiers, sequence: Sequence, prefix: SequenceOf[bytes], gaps: list[Gap], *, is_layerwise: bool
+    ) -> None:
+        """Fill the gaps in a prefix, which host memory has."""
+        kv = sequence.kv
+        pages = [
+            tier_page(prefix, gap.lifetime, at, kv.pages[gap.lifetime][at])
+            for gap in gaps
+            for at in range(gap.first, min(gap.end, len(prefix)))
+        ]
+        if not pages:
+            return
+        on_end = partial(self._on_loaded, sequence, kv)
+        num_fetched = tiers.loader.load(
+            self._allocator.lifetimes.prefix_keys(prefix), pages, on_end, layerwise=is_layerwise
+        )
+        num_loaded = len({page.depth for page in pages})
+        cached = CachedTokens(
+            total=len(prefix) * self._page_size,
+            host=(num_loaded - num_fetched) * self._page_size,
+            storage=num_fetched * self._page_size,
+        )
+        kv.load = PageLoad(is_layerwise, cached)
         if is_layerwise:
-            self._go_behind(kv, loaded)
+            self._go_behind(kv, cached)
 
     def note_sampled(self, sequence: Sequence) -> None:
         """Note that a token was sampled behind all pages of a sequence: every rank that takes part has read them."""
@@ -232,39 +251,44 @@ class PageHolders:
 
         Zero when both fit now, or will once sequences older than the oldest waiting one have ended.
         """
-        reserved = self._demands(oldest)
-        if sequence is oldest or self._allocator.can_allocate([*self._demands(sequence), *reserved]):
+        reserved = self._all_demands(oldest)
+        if sequence is oldest or self._allocator.can_allocate([*self._all_demands(sequence), *reserved]):
             return 0
         cached = self._find_cached(sequence)
         younger = [other for other in self.running.values() if other.arrival > oldest.arrival]
         taken = set(live_pages(cached)).union(*(live_pages(other.kv.pages) for other in younger))
-        demands = [*self._demands(sequence, len(cached[0])), *reserved]
+        demands = [*_demands(sequence, self._gaps(sequence, cached)), *reserved]
         return 0 if self._allocator.would_fit(demands, beside=taken) else self._pages_of(sequence)
 
-    def _go_behind(self, kv: KvState, loaded: Loaded) -> None:
+    def _go_behind(self, kv: KvState, cached: CachedTokens) -> None:
         """Count loaded pages as computed; the rest will be computed."""
-        num_loaded, num_fetched = loaded.num_pages * self._page_size, loaded.num_fetched * self._page_size
-        kv.cached = CachedTokens(total=kv.cached.total + num_loaded, host=num_loaded - num_fetched, storage=num_fetched)
-        kv.num_computed_tokens = kv.num_planned_tokens = kv.cached.total
+        kv.cached = cached
+        kv.num_computed_tokens = kv.num_planned_tokens = cached.total
 
-    def _on_loaded(self, sequence: Sequence, load: PageLoad, loaded: Loaded) -> None:
-        if sequence.kv.load is not load:
+    def _on_loaded(self, sequence: Sequence, kv: KvState, is_done: bool) -> None:
+        load, kv.load = kv.load, None
+        if load is None or sequence.kv is not kv:
             return  # a token was sampled before every rank had answered
-        sequence.kv.load = None
-        if not load.is_layerwise:
-            self._go_behind(sequence.kv, loaded)
+        if is_done and not load.is_layerwise:
+            self._go_behind(kv, load.cached)
         if sequence in self._leaving:
             self._leaving.remove(sequence)
             self._leave_to_cache(sequence)
-        else:
+        elif is_done or load.is_layerwise:
             self.share(sequence)
+        else:
+            sequence.uses_host = False
+            self._wait_again(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.target is None, f"room {sequence.room} is being sent and cannot be preempted"
+        self._wait_again(sequence)
+        self.num_preemptions += 1
+
+    def _wait_again(self, sequence: Sequence) -> None:
         del self.running[sequence.room]
         self._leave_to_cache(sequence)
         self.waiting.add(sequence)
-        self.num_preemptions += 1
 
     def _leave_to_cache(self, sequence: Sequence) -> None:
         keys = self.keys(sequence, sequence.kv.num_computed_tokens)
@@ -280,22 +304,33 @@ class PageHolders:
     def _pages_of(self, sequence: Sequence) -> int:
         return pages_for(len(sequence.tokens), self._page_size) * self._allocator.lifetimes.num
 
-    def _demands(self, sequence: Sequence, num_cached: int = 0) -> list[Demand]:
-        """Return the demand of each lifetime behind the cached pages.
+    def _all_demands(self, sequence: Sequence) -> list[Demand]:
+        """Return the demands of a sequence for which nothing is cached."""
+        return [(pages_for(len(sequence.tokens), self._page_size), sequence.owner_base)] * self._allocator.lifetimes.num
 
-        A sequence has pages for all of its tokens at once, so that it need not wait between its steps; those that no
-        later token can see are freed on the way.
+    def _gaps(self, sequence: Sequence, cached: PageLists) -> list[Gap]:
+        """Return the pages that a sequence needs besides the cached ones.
+
+        It has pages for all of its tokens at once, so that it need not wait between its steps; those that no later
+        token can see are freed on the way.
         """
-        num_new = pages_for(len(sequence.tokens), self._page_size) - num_cached
-        return [(num_new, sequence.owner_base + num_cached)] * self._allocator.lifetimes.num
+        return self._allocator.lifetimes.gaps(cached, pages_for(len(sequence.tokens), self._page_size))
 
     def _can_start_behind_cached(self, sequence: Sequence) -> bool:
         cached = self._find_cached(sequence)
-        return self._allocator.can_allocate(self._demands(sequence, len(cached[0])), live_pages(cached))
+        return self._allocator.can_allocate(_demands(sequence, self._gaps(sequence, cached)), live_pages(cached))
 
     def _find_cached(self, sequence: Sequence) -> PageLists:
-        return self._allocator.find(self._prefix_keys(sequence))
+        """Return the cached pages of the prefix behind which a sequence starts; host memory has the gaps in it."""
+        keys = self._prefix_keys(sequence)
+        if self._tiers and sequence.uses_host:
+            return self._allocator.find(keys, self._tiers.host.has)
+        return self._allocator.find(keys)
 
     def _prefix_keys(self, sequence: Sequence) -> list[bytes]:
         """Return keys of pages that may come from the cache; the last token is always computed, for its logits."""
         return self.keys(sequence, len(sequence.tokens) - 1)
+
+
+def _demands(sequence: Sequence, gaps: list[Gap]) -> list[Demand]:
+    return [(gap.end - gap.first, sequence.owner_base + gap.first) for gap in gaps]

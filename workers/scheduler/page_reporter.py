@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cluster.spec.ids import ReplicaId
 from cluster.spec.messages import KvEvents, Message, SubscribeKvEvents
+from cluster.spec.page_key import lifetime_of
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.tiers import Tier
@@ -46,7 +47,7 @@ class PageReporter:
         follower = self._followers[message.router.replica] = _Follower(message.router)
         reports = self._report(follower, Tier.DEVICE, self._allocator.cached_keys(), [])
         for tier, keys in self._tiers.keys_below().items() if self._tiers else ():
-            reports += self._report(follower, tier, keys, [])
+            reports += self._report(follower, tier, _chained(keys), [])
         return reports
 
     def on_table(self, table: TableSnapshot) -> None:
@@ -66,9 +67,9 @@ class PageReporter:
         return reports
 
     def _news_of(self, tier: Tier, journal: PageJournal) -> list[tuple[str, Message]]:
-        if not journal.has_changes:
+        stored, removed = map(_chained, journal.take())
+        if not stored and not removed:
             return []
-        stored, removed = journal.take()
         followers = self._followers.values()
         return [reports for follower in followers for reports in self._report(follower, tier, stored, removed)]
 
@@ -91,6 +92,11 @@ class PageReporter:
             follower.next_number += 1
             reports.append((follower.router.address, news))
         return reports
+
+
+def _chained(keys: list[bytes]) -> list[bytes]:
+    """Return the pages of the first lifetime, by which routers know a prefix."""
+    return [key for key in keys if not lifetime_of(key)]
 
 
 def _parts(keys: list[bytes]) -> list[list[bytes]]:

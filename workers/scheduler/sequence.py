@@ -53,6 +53,8 @@ class PageLoad:
     is_layerwise: bool
     """Whether the first step reads each layer as it arrives; otherwise nothing is computed before all pages are there.
     """
+    cached: CachedTokens
+    """Leading tokens that have KV once it has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +105,8 @@ class Sequence:
     """Arrival number in the scheduler."""
     first_step: int = 0
     """Newest step at arrival."""
+    uses_host: bool = True
+    """Whether it may start behind pages in host memory; not after a load has failed."""
 
     @property
     def room(self) -> Room:

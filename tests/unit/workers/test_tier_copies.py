@@ -120,7 +120,7 @@ def test_layers_come_one_after_another(
                         assert torch.equal(now[6 - place], then[place + 1] if is_there else torch.zeros_like(now[0]))
 
         load = WatchedLoad(look)
-        assert copier.load_layerwise(wanted, copier.record_event(), load) == 3 * copier.page_bytes
+        assert copier.load_layerwise(wanted, copier.record_event(), load) == 3 * pool.page_bytes
         assert reported[-1] == num_layers
         assert len(reported) <= MOST_LAYER_GROUPS
         assert torch.equal(pool.bytes[:4], before[:4])
@@ -167,7 +167,7 @@ def test_pages_of_two_kv_groups_come_back_from_files(tmp_path: Path, *, is_stage
 
     def made() -> tuple[Replica, PageStore]:
         replica = Replica(1, KvOwnership.REPLICATED, is_staged=is_staged, geometry=two_groups())
-        backend, page_bytes = FileStorage(tmp_path, 1 << 20), replica.copiers[0].page_bytes
+        backend, page_bytes = FileStorage(tmp_path, 1 << 20), replica.pools[0].page_bytes
         return replica, PageStore(backend, ObjectFormat(replica.rows[0], "weights"), page_bytes)
 
     writer, store = made()

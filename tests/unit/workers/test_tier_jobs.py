@@ -46,7 +46,7 @@ def test_host_pages_are_held_for_a_request_until_it_starts_and_no_longer() -> No
     world.advance()
     world.drain()
     world.tiers.flush()
-    assert world.tiers.host.find(KEYS) == [0, 1, 2, 3]
+    assert [world.tiers.host.page_of(key) for key in KEYS] == [0, 1, 2, 3]
     world.tiers.forget(room, world.now_s)
     check_nothing_is_held(world)
 
@@ -59,7 +59,7 @@ def test_what_comes_for_a_request_that_is_over_is_held_for_nobody() -> None:
         world.step(0, fails=False)
     world.tiers.forget(Room(9), world.now_s)
     world.drain()
-    assert world.tiers.host.find(KEYS) == [0, 1, 2, 3]
+    assert [world.tiers.host.page_of(key) for key in KEYS] == [0, 1, 2, 3]
     check_nothing_is_held(world)
 
 
@@ -222,7 +222,7 @@ def test_pages_of_a_read_that_hangs_are_held_and_counted_and_nothing_more_is_rea
     assert not world.ranks[0].inbox
     assert not any(world.tiers.is_waiting(Room(number), world.now_s) for number in range(10, 13))
     world.drain()
-    assert world.tiers.host.find(KEYS) == [0, 1, 2, 3]
+    assert [world.tiers.host.page_of(key) for key in KEYS] == [0, 1, 2, 3]
     assert (world.tiers.state().num_stuck, world.tiers.state().num_opened) == (0, 1)
     world.tiers.expect(Room(13), page_keys([13] * 8, PAGE_SIZE), world.now_s)
     world.advance()

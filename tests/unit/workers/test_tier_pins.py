@@ -30,7 +30,7 @@ def pin(world: TierWorld, tokens: list[int], *, is_pinned: bool = True) -> None:
 
 
 def num_here(world: TierWorld, tokens: list[int]) -> int:
-    return len(world.tiers.host.find(keys_of(tokens)))
+    return world.num_in_host(tokens)
 
 
 @pytest.mark.parametrize("policy", WritePolicy)

@@ -11,6 +11,7 @@ from itertools import islice
 from math import inf, isfinite
 
 from workers.cache.page_journal import PageJournal
+from workers.cache.page_lists import ONE_LIFETIME, Lifetimes
 from workers.hicache.policy.pins import Pins
 
 NEVER_S = -inf
@@ -42,7 +43,7 @@ class HostPage:
 class HostIndex:
     """Pages 0 .. num_pages-1 of all owners, by page key."""
 
-    def __init__(self, pages_per_owner: int, num_owners: int) -> None:
+    def __init__(self, pages_per_owner: int, num_owners: int, lifetimes: Lifetimes = ONE_LIFETIME) -> None:
         self.num_pages = pages_per_owner * num_owners
         self.num_owners = num_owners
         self._free = [deque(range(owner, self.num_pages, num_owners)) for owner in range(num_owners)]
@@ -51,7 +52,7 @@ class HostIndex:
         """Unpinned pages by owner, least recently used first. Pinned ones are left out, so that none are skipped."""
         self._busy: list[set[bytes]] = [set() for _ in range(num_owners)]
         """Pages by owner that cannot be evicted now."""
-        self.pins = Pins(pages_per_owner, num_owners)
+        self.pins = Pins(pages_per_owner, num_owners, lifetimes)
         self.version = 0
         """Changes whenever the next pages to be evicted may have changed."""
         self.journal = PageJournal()
@@ -81,15 +82,9 @@ class HostIndex:
         found = self._pages.get(key)
         return found.page if found is not None and found.is_filled else None
 
-    def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the pages of the leading keys that have filled ones."""
-        pages = []
-        for key in keys:
-            page = self.page_of(key)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+    def has(self, key: bytes) -> bool:
+        """Return whether a key has a filled page."""
+        return self.page_of(key) is not None
 
     def filled_keys(self) -> list[bytes]:
         return [key for key, page in self._pages.items() if page.is_filled]

@@ -1,21 +1,12 @@
-"""Leading pages that are on the device, or will be."""
+"""Loads of host pages into device pages. Sans I/O."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from cluster.spec.page_key import first_place
+from msgspec.structs import replace
+
 from cluster.spec.tiers import TierJobKind, TierPage
 from workers.hicache.policy.host_index import HostIndex
 from workers.hicache.policy.jobs import Outcome, TierJobs
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Leading pages that are on the device, or will be."""
-
-    num_pages: int
-    num_fetched: int
-    """Number of these pages that host memory got from storage for this request."""
 
 
 class HostLoader:
@@ -32,39 +23,31 @@ class HostLoader:
 
     def load(
         self,
-        keys: Sequence[bytes],
-        pages: Sequence[int],
-        first: int,
-        on_end: Callable[[Loaded], None],
+        prefix: Sequence[bytes],
+        pages: Sequence[TierPage],
+        on_end: Callable[[bool], None],
         *,
         layerwise: bool = False,
-    ) -> Loaded:
-        """Fill the device pages from ``first`` on, as far as host memory has them; return what is being loaded.
+    ) -> int:
+        """Fill the device pages of a prefix that host memory has; return how many positions in it storage delivered.
 
-        ``on_end`` is called with the pages that were loaded, unless there are none to load. A layerwise load runs
-        along with the next step, which waits for each layer, so all its pages can be counted on.
+        ``on_end`` is called with whether all pages were loaded. A layerwise load runs along with the next step, which
+        waits for each layer, so its pages can be counted on.
         """
-        found = self._host.find(keys[first:])
-        if not found:
-            return Loaded(0, 0)
-        wanted = list(keys[first : first + len(found)])
-        index = first_place(keys[0]) + first
-        tier_pages = [
-            TierPage(key=key, index=index + number, device=pages[first + number], host=host)
-            for number, (key, host) in enumerate(zip(wanted, found, strict=True))
-        ]
+        pages = [replace(page, host=self._host.page_of(page.key)) for page in pages]
+        wanted = [page.key for page in pages]
         self._host.hold(wanted)
-        self._host.touch(keys[: first + len(found)])
+        self._host.touch(prefix)
         fetched = self._host.note_used(wanted)
         self._loading.update(wanted)
 
         def on_loaded(outcome: Outcome) -> None:
             self._host.release(wanted)
             self._loading.difference_update(wanted)
-            on_end(Loaded(outcome.num_leading, sum(fetched[: outcome.num_leading])))
+            on_end(all(outcome.done))
 
         if layerwise:
-            self._jobs.submit_layerwise(tier_pages, on_loaded)
+            self._jobs.submit_layerwise(pages, on_loaded)
         else:
-            self._jobs.submit(TierJobKind.LOAD, tier_pages, on_loaded)
-        return Loaded(len(found), sum(fetched))
+            self._jobs.submit(TierJobKind.LOAD, pages, on_loaded)
+        return len({page.depth for page, is_fetched in zip(pages, fetched, strict=True) if is_fetched})

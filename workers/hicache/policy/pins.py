@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from cluster.spec.page_key import first_place
+from workers.cache.page_lists import ONE_LIFETIME, Lifetimes
 
 
 class Pins:
@@ -13,7 +13,8 @@ class Pins:
     A prompt is identified by the key of its last page.
     """
 
-    def __init__(self, pages_per_owner: int, num_owners: int) -> None:
+    def __init__(self, pages_per_owner: int, num_owners: int, lifetimes: Lifetimes = ONE_LIFETIME) -> None:
+        self._lifetimes = lifetimes
         self._pages_per_owner = pages_per_owner
         self.limit = pages_per_owner // 2
         """Most pinned pages of each owner; the rest is for other prompts."""
@@ -71,5 +72,4 @@ class Pins:
 
     def _owned(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
         """Pair each page with its owner."""
-        first = first_place(keys[0]) if keys else 0
-        return [((first + number) % len(self._num_pages), key) for number, key in enumerate(keys)]
+        return [(page.index % len(self._num_pages), page.key) for page in self._lifetimes.prefix_pages(keys)]

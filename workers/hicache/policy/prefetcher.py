@@ -3,7 +3,7 @@
 A look-up in storage comes first, so that host memory evicts nothing for absent pages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,8 +11,8 @@ import msgspec
 
 from cluster.spec.hicache_config import PrefetchPolicy
 from cluster.spec.ids import Room
-from cluster.spec.page_key import first_place
 from cluster.spec.tiers import TierJobKind, TierPage
+from workers.cache.page_lists import Lifetimes
 from workers.hicache.policy.breaker import Breaker
 from workers.hicache.policy.host_index import HostIndex
 from workers.hicache.policy.jobs import Outcome, TierJobs
@@ -36,15 +36,17 @@ class _Prefetch:
     """Pages of one request that storage may have."""
 
     keys: Sequence[bytes]
-    """All leading pages of the request."""
+    """Keys of all leading pages of the request, of the first lifetime."""
+    num_here: int
+    """Leading pages behind which it could continue without storage."""
     pages: list[TierPage]
-    """Pages that host memory did not have, in order."""
+    """Pages that the tiers above lack, in order: those looked up, then those to be read."""
     deadline_s: float
     """Time when the request stops waiting."""
     late_s: float
     """Time when storage is too slow; nothing more is read then."""
     num_wanted: int = 0
-    """Leading pages that are stored, as far as is known."""
+    """Leading ones of ``pages`` that are stored, as far as is known."""
     num_submitted: int = 0
     num_open: int = 1
     """Open jobs; the first one looks up what is stored."""
@@ -61,15 +63,18 @@ class Prefetcher:
     def __init__(
         self,
         policy: PrefetchPolicy,
-        page_size: int,
+        lifetimes: Lifetimes,
+        is_here: Callable[[bytes], bool],
         host: HostIndex,
         jobs: TierJobs,
         breaker: Breaker,
         min_tokens: int = MIN_TOKENS,
     ) -> None:
+        """Build a prefetcher; ``is_here`` tells of a page whether the device or host memory has it."""
         self._policy = policy
         self._min_tokens = min_tokens
-        self._page_size = page_size
+        self._lifetimes = lifetimes
+        self._is_here = is_here
         self._host = host
         self._jobs = jobs
         self._breaker = breaker
@@ -78,19 +83,14 @@ class Prefetcher:
         """Requests that started without pages that storage did not deliver in time."""
 
     def expect(self, room: Room, keys: Sequence[bytes], num_here: int, now_s: float) -> None:
-        """Read the pages of a request that the tiers above lack; they have the first ``num_here``."""
-        lacking = keys[num_here:]
-        tokens = len(lacking) * self._page_size
+        """Read what the tiers above lack of a request, which could continue behind ``num_here`` pages without."""
+        tokens = (len(keys) - num_here) * self._lifetimes.page_size
         if tokens < self._min_tokens or self._breaker.is_open(now_s):
             return
-        limit = self._host.num_pages // 2
-        index = first_place(keys[0]) + num_here
-        pages = [
-            TierPage(key=key, index=index + number, depth=num_here + number)
-            for number, key in enumerate(lacking[:limit])
-        ]
+        keys = keys[: num_here + self._host.num_pages // 2]
+        pages = self._lacking(keys)
         timeout_s = self._timeout_s(tokens)
-        prefetch = _Prefetch(keys, pages, now_s + timeout_s, now_s + (timeout_s or LONGEST_S))
+        prefetch = _Prefetch(keys, num_here, pages, now_s + timeout_s, now_s + (timeout_s or LONGEST_S))
         self._prefetches[room] = prefetch
         on_end = partial(self._on_looked_up, prefetch)
         self._jobs.submit(TierJobKind.LOOK_UP, pages, on_end, prefetch.late_s - now_s)
@@ -111,7 +111,7 @@ class Prefetcher:
             return
         prefetch.is_forgotten = True
         self._host.release(prefetch.held)
-        self._host.touch(prefetch.keys)
+        self._touch(prefetch)
         if prefetch.num_open and now_s >= prefetch.late_s:
             self.num_late += 1
             self._breaker.note(now_s, is_success=False)
@@ -132,8 +132,12 @@ class Prefetcher:
     def _on_looked_up(self, prefetch: _Prefetch, outcome: Outcome) -> None:
         prefetch.num_open -= 1
         self._note(prefetch, outcome)
-        if outcome.num_leading * self._page_size >= self._min_tokens:
-            prefetch.num_wanted = outcome.num_leading
+        if outcome.num_leading < len(prefetch.pages):
+            # Every prefix that is longer, up to the one that was looked up, needs the missing page.
+            prefetch.keys = prefetch.keys[: prefetch.pages[outcome.num_leading].depth]
+            prefetch.pages = self._lacking(prefetch.keys)
+        if (len(prefetch.keys) - prefetch.num_here) * self._lifetimes.page_size >= self._min_tokens:
+            prefetch.num_wanted = len(prefetch.pages)
             self._fetch_more(prefetch, outcome.now_s)
 
     def _fetch_more(self, prefetch: _Prefetch, now_s: float) -> None:
@@ -173,10 +177,17 @@ class Prefetcher:
                 self._keep(prefetch, page.key, outcome.now_s)
             else:
                 self._host.drop(page.key)
-        self._host.touch(prefetch.keys)
+        self._touch(prefetch)
         if not all(outcome.done):
             prefetch.num_wanted = prefetch.num_submitted
         self._fetch_more(prefetch, outcome.now_s)
+
+    def _lacking(self, keys: Sequence[bytes]) -> list[TierPage]:
+        """Return the pages that the tiers above lack to continue behind these."""
+        return [page for page in self._lifetimes.prefix_pages(keys) if not self._is_here(page.key)]
+
+    def _touch(self, prefetch: _Prefetch) -> None:
+        self._host.touch(self._lifetimes.prefix_keys(prefetch.keys))
 
     def _keep(self, prefetch: _Prefetch, key: bytes, now_s: float) -> None:
         self._host.fill(key)
