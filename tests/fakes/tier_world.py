@@ -83,6 +83,8 @@ class TierWorld:
         self._num_rooms = 0
         self.now_s = 0.0
         self.num_written = 0
+        self.num_found: list[int] = []
+        """Pages behind which each request started."""
         self.restart()
 
     def restart(self) -> None:
@@ -98,8 +100,6 @@ class TierWorld:
         """Those that wait for storage, since when."""
         self.requests: list[Request] = []
         self.loading: list[Request] = []
-        self.num_found: list[int] = []
-        """Pages behind which each request started."""
 
     def submit(self, tokens: list[int]) -> None:
         """A request comes, and waits for what storage has of it as long as the policy says."""

@@ -203,12 +203,21 @@ def cold_tiers_of_shared_heads(scenario: Scenario) -> Scenario:
     return replace(cold, shape=replace(cold.shape, num_kv_heads=1, decode_tp=4), hazards=Hazards())
 
 
+def windows_below(scenario: Scenario) -> Scenario:
+    """Windows come from host memory and storage, too."""
+    shape = replace(cold_tiers(scenario).shape, window=5, ownership=KvOwnership.REPLICATED, prefill_pages=24)
+    asks = tuple(replace(ask, prompt=ask.prompt[: 5 * PAGE_SIZE], patience_s=None) for ask in scenario.asks)
+    return calm(replace(scenario, shape=replace(shape, decode_pages=24, verify=Verify.COUNTS), asks=asks))
+
+
 @pytest.mark.parametrize(
     ("defect", "weather", "promise"),
     [
         (window_defects.free_pages_that_are_still_seen, windows, FOREIGN_PAGE),
         (window_defects.continue_without_the_window, windows, EARLY_READ),
         (window_defects.reserve_too_little_of_a_window, windows, EARLY_READ),
+        (window_defects.leave_the_window_below, windows_below, EARLY_READ),
+        (window_defects.take_all_pages_for_the_first_lifetimes, windows_below, EARLY_READ),
         (defects.free_on_timeout, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
         (defects.skip_the_generation_check, late_words, FOREIGN_WRITE),
         (defects.count_the_same_sender_twice, repeated_messages, EARLY_READ),
@@ -306,6 +315,7 @@ def test_a_defect_is_caught(
         cold_tiers_of_peers,
         cold_tiers_of_shared_heads,
         windows,
+        windows_below,
     ],
 )
 def test_without_a_defect_the_same_weather_breaks_nothing(weather: Weather) -> None:

@@ -1,12 +1,15 @@
 """Defects of pages that later tokens see for a while only."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from cluster.spec.kv import NO_PAGE
+from cluster.spec.tiers import TierPage
 from workers.cache.page_allocator import Demand, PageAllocator
 from workers.cache.page_lists import Lifetimes
+from workers.hicache.policy.loader import HostLoader
 from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.holders import PageHolders
 from workers.scheduler.sequence import Sequence as TokenSequence
@@ -31,14 +34,35 @@ def free_pages_that_are_still_seen(patch: Patch) -> None:
 
 def continue_without_the_window(patch: Patch) -> None:
     """A cached prefix is continued though pages that the next token sees are gone from the cache."""
-    patch.setattr(PageAllocator, "_count_continued", lambda _self, _keys, most: most)
+
+    def chain_alone(_self: Lifetimes, keys: Sequence[bytes], num_known: int, has: Callable[[bytes], bool]) -> int:
+        return next((at for at in range(num_known, len(keys)) if not has(keys[at])), len(keys))
+
+    patch.setattr(Lifetimes, "longest_prefix", chain_alone)
     find = PageAllocator.find
 
-    def find_any(self: PageAllocator, keys: Sequence[bytes]) -> list[list[int]]:
-        whole, *others = find(self, keys)
-        return [whole, *([*pages, *whole][: len(whole)] for pages in others)]
+    def find_any(self: PageAllocator, keys: Sequence[bytes], *given: Any) -> list[list[int]]:
+        whole, *others = find(self, keys, *given)
+        return [whole, *([*filter(NO_PAGE.__ne__, pages), *whole][: len(whole)] for pages in others)]
 
     patch.setattr(PageAllocator, "find", find_any)
+
+
+def leave_the_window_below(patch: Patch) -> None:
+    """A sequence starts behind pages of host memory of which those that its window sees are not loaded."""
+    load = HostLoader.load
+
+    def load_chain(
+        self: HostLoader, prefix: Sequence[bytes], pages: Sequence[TierPage], *given: Any, **settings: Any
+    ) -> int:
+        return load(self, prefix, [page for page in pages if page.lifetime == 0], *given, **settings)
+
+    patch.setattr(HostLoader, "load", load_chain)
+
+
+def take_all_pages_for_the_first_lifetimes(patch: Patch) -> None:
+    """Copies between tiers take the layers that see everything, whichever page they are of."""
+    patch.setattr(TierPage, "lifetime", 0)
 
 
 def reserve_too_little_of_a_window(patch: Patch) -> None:

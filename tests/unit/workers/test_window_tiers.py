@@ -1,0 +1,209 @@
+"""Pages that later tokens see for a while only, below the device: what is found, loaded and fetched of them."""
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cluster.spec.hicache_config import HicacheConfig, WritePolicy
+from cluster.spec.kv import KvGeometry, key_value_group
+from cluster.spec.lifecycle import Role
+from cluster.spec.page_key import lifetime_key, page_keys
+from cluster.spec.pool import page_layout
+from cluster.spec.ranks import coords_of, world_size
+from cluster.spec.registry import KvOwnership, RankCoords, RankRow
+from cluster.spec.tiers import TierJobKind, TierPage
+from tests.fakes.kv import two_groups
+from tests.fakes.paged_ranks import row
+from tests.fakes.tier_world import PAGE_SIZE, TierWorld
+from workers.hicache.copier import Copier
+from workers.hicache.storage.files import FileStorage
+from workers.hicache.storage.objects import HEADER_BYTES, ObjectFormat
+from workers.hicache.storage.page_store import PageStore
+
+WINDOW = 2 * PAGE_SIZE + 1
+"""A token behind a full page sees two pages."""
+TOKENS = list(range(8 * PAGE_SIZE))
+KEYS = page_keys(TOKENS, PAGE_SIZE)
+TAIL = [lifetime_key(key, 1) for key in KEYS[-2:]]
+
+
+def world_of(policy: WritePolicy = WritePolicy.WRITE_THROUGH, **settings: Any) -> TierWorld:
+    config = {"write": policy, "storage": {"backend": "files", "prefetch": "wait_complete"}}
+    shape = {"pages_per_owner": 32, "host_pages": 64, "cp": 1, "ownership": KvOwnership.REPLICATED, "seed": 0}
+    return TierWorld(config=HicacheConfig.model_validate(config), window=WINDOW, **(shape | settings))
+
+
+def serve(world: TierWorld, tokens: list[int]) -> int:
+    """Return behind how many pages a request started, which has ended since."""
+    world.submit(tokens)
+    world.drain()
+    world.finish(0)
+    world.drain()
+    return world.num_found[-1]
+
+
+def test_a_prefix_comes_from_host_memory_with_what_its_next_token_sees() -> None:
+    world = world_of(cp=2)
+    assert serve(world, TOKENS) == 0
+    world.allocator.flush()
+    assert serve(world, TOKENS) == len(KEYS)
+    assert set(TAIL) <= set(world.tree.keys())
+    assert lifetime_key(KEYS[0], 1) not in world.tree.keys()  # noqa: SIM118 - a tree is no dict
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_without_a_page_of_the_window_a_shorter_prefix_comes(*, is_fresh: bool) -> None:
+    world = world_of()
+    serve(world, TOKENS)
+    world.allocator.flush()
+    if is_fresh:
+        del world.ranks[0].stored[TAIL[0]]
+        world.restart()
+    else:
+        world.tiers.host.drop(TAIL[0])
+        world.tiers.attach(is_attached=False)
+    assert serve(world, TOKENS) == len(KEYS) - 2
+
+
+def test_a_window_comes_from_below_to_a_prefix_that_the_device_has() -> None:
+    world = world_of()
+    serve(world, TOKENS)
+    # The pages of the window go first.
+    world.allocator.free([page for pages in world.allocator.allocate([(16 + len(KEYS), 0)]) for page in pages])
+    assert world.allocator.cached_keys() == KEYS
+    assert world.allocator.count_cached(KEYS) == 0
+    moved = world.tiers.state().work
+    assert serve(world, TOKENS) == len(KEYS)
+    (loads,) = (work for work in world.tiers.state().work if work.kind is TierJobKind.LOAD)
+    assert TierJobKind.LOAD not in {work.kind for work in moved}
+    assert loads.num_jobs == 1
+    assert world.allocator.count_cached(KEYS) == len(KEYS)
+
+
+def test_a_window_comes_from_storage_to_a_prefix_that_host_memory_has() -> None:
+    world = world_of()
+    serve(world, TOKENS)
+    world.allocator.flush()
+    for key in TAIL:
+        world.tiers.host.drop(key)
+    assert serve(world, TOKENS) == len(KEYS)
+
+
+def test_a_prompt_that_ends_otherwise_starts_behind_what_storage_has_of_it() -> None:
+    world = world_of()
+    serve(world, TOKENS)
+    world.restart()
+    assert serve(world, [*TOKENS[: 5 * PAGE_SIZE], 99, 99, 99]) == 5
+
+
+def test_a_load_that_fails_is_computed_instead() -> None:
+    world = world_of(cp=2)
+    serve(world, TOKENS)
+    world.allocator.flush()
+    world.start(TOKENS)
+    while world.loading:
+        world.step(0, fails=False)
+        world.step(1, fails=True)
+    world.drain()
+    assert world.num_found == [0, 0]
+
+
+def test_a_pinned_prompt_keeps_the_window_behind_it() -> None:
+    world = world_of(host_pages=24)
+    serve(world, TOKENS)
+    world.tiers.pin(KEYS, is_pinned=True)
+    world.tiers.attach(is_attached=False)
+    for number in range(100, 108):
+        serve(world, [number] * len(TOKENS))
+    world.allocator.flush()
+    assert serve(world, TOKENS) == len(KEYS)
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+@pytest.mark.parametrize(
+    ("cp", "ownership"), [(1, KvOwnership.REPLICATED), (2, KvOwnership.REPLICATED), (2, "sharded")]
+)
+def test_ranks_never_attend_to_a_page_of_others(policy: WritePolicy, cp: int, ownership: str) -> None:
+    num_found: list[int] = []
+    for seed in range(6):
+        world = world_of(policy, cp=cp, ownership=KvOwnership(ownership), pages_per_owner=16, host_pages=8, seed=seed)
+        draw = random.Random(seed)
+        prompts = [[draw.randrange(3) for _ in range(4)] * 2 for _ in range(3)]
+        for _ in range(400):
+            match draw.randrange(9):
+                case 0:
+                    world.submit(draw.choice(prompts)[: draw.randrange(2, 9)] + [draw.randrange(2)] * draw.randrange(4))
+                case 1 | 2:
+                    world.finish(draw.randrange(9))
+                case 3 if draw.random() < 0.05:
+                    world.restart() if draw.random() < 0.5 else world.wipe()
+                case _:
+                    world.step(draw.randrange(9), fails=draw.random() < 0.1)
+                    world.start_waiting()
+        world.drain()
+        num_found += world.num_found
+    assert any(num_found)
+
+
+def windowed(num_heads: int = 2) -> KvGeometry:
+    """Every second layer has a window; one of each kind stores another head of two unlike parts."""
+    base = two_groups(num_layers=4, num_heads=num_heads)
+    groups = (
+        key_value_group((0, 2), num_heads, 4, "float32"),
+        key_value_group((1, 3), num_heads, 4, "float32", WINDOW),
+        msgspec.structs.replace(base.groups[1], layers=(2,)),
+    )
+    return msgspec.structs.replace(base, groups=groups)
+
+
+class Slots:
+    """Host memory of one rank."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self.pages = [bytearray(page_bytes) for _ in range(4)]
+
+    def host_page(self, slot: int) -> memoryview:
+        return memoryview(self.pages[slot])
+
+
+def rank_of(rank: int, sizes: RankCoords) -> RankRow:
+    geometry, coords = windowed(), coords_of(rank, sizes)
+    base = row(Role.PREFILL, coords.cp, sizes.cp, num_pages=1)
+    layout = page_layout(geometry, sizes, coords)
+    return msgspec.structs.replace(base, coords=coords, sizes=sizes, geometry=geometry, layout=layout)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 4)])
+def test_only_the_groups_of_its_lifetime_are_stored_of_a_page_by_ranks_that_have_some(
+    tmp_path: Path, tp: int, pp: int
+) -> None:
+    sizes, failures = RankCoords(dp=1, cp=2, tp=tp, pp=pp), Counter[str]()
+    pages = [TierPage(key=lifetime_key(b"k" * 16, number), index=0, host=2 * number) for number in range(2)]
+    backend = FileStorage(tmp_path, 1 << 20)
+    num_bytes = 0
+    for rank in range(world_size(sizes)):
+        mine = rank_of(rank, sizes)
+        there, here = Slots(mine.layout.page_bytes), Slots(mine.layout.page_bytes)
+        source, target = (Copier([mine], 0, slots, None) for slots in (there, here))  # type: ignore[arg-type]
+        store = PageStore(backend, ObjectFormat(mine, "w"), mine.layout.page_bytes)
+        owned = [page for page in pages if source.owns(page)]
+        assert len(owned) == (0 if mine.coords.cp else 1 if pp == 4 else 2)
+        for page in owned:
+            source.host_page(page)[:] = bytes([rank + 1]) * source.bytes_of(page)
+            num_bytes += source.bytes_of(page)
+        assert all(store.store(owned, source.host_page, float("inf"), failures))
+        assert all(store.fetch(owned, target.host_page, float("inf"), failures))
+        assert here.pages == there.pages
+    assert num_bytes == windowed().bytes_per_token * windowed().page_size + (tp - 1) * extra_bytes()
+    stored = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    assert sum(stored) == num_bytes + len(stored) * HEADER_BYTES
+    assert not failures
+
+
+def extra_bytes() -> int:
+    """Bytes of the head that both TP ranks have."""
+    return windowed().groups[2].bytes_per_token * windowed().page_size
