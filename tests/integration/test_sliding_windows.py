@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from cluster.spec.config import DeployConfig
+from cluster.spec.tiers import CachedTokens, Tier
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.local_cluster import LocalCluster
 from tests.fakes.local_engine import LocalEngine, Oracle, asked
 
 PAGE_SIZE, WINDOW, NUM_TOKENS = 8, 21, 40
@@ -55,3 +57,40 @@ def test_tokens_are_the_oracles_computed_and_cached(
     with engine.running(checkpoint, DeployConfig.model_validate(config)) as local:
         for _ in range(2):
             assert local.generate(asked(prompts, NUM_TOKENS), timeout_s=120) == theirs
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS.keys())
+def test_a_prefix_comes_from_host_memory_and_in_new_processes_from_storage(
+    cluster: dict[str, Any], checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
+) -> None:
+    rng = random.Random(4)
+    prompt = [rng.randrange(3, 250) for _ in range(9 * PAGE_SIZE + 3)]
+    storage = {"backend": "files", "folder": str(tmp_path), "prefetch": "wait_complete"}
+    config = DeployConfig.model_validate(
+        {
+            "model": {"served_name": "qwen3"},
+            "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.01},
+            "hicache": {"host_gib": 0.01, "storage": storage},
+            **cluster,
+        }
+    )
+    num_cached = 9 * PAGE_SIZE
+    with engine.running(checkpoint, config) as local:
+        ask_until(local, prompt, oracle, CachedTokens(total=num_cached, host=num_cached), Tier.DEVICE)
+        ask_until(local, prompt, oracle, CachedTokens(total=num_cached, storage=num_cached), Tier.DEVICE, Tier.HOST)
+    engine.restart()
+    with engine.running(checkpoint, config) as local:
+        ask_until(local, prompt, oracle, CachedTokens(total=num_cached, storage=num_cached))
+
+
+def ask_until(cluster: LocalCluster, prompt: list[int], oracle: Oracle, wanted: CachedTokens, *flushed: Tier) -> None:
+    """Ask until the prompt is cached as wanted; copies are made beside the work. All answers must be right."""
+    for _ in range(50):
+        cluster.flush(*flushed)
+        (answer,) = cluster.answer(asked([prompt], NUM_TOKENS), timeout_s=120)
+        assert answer.token_ids == oracle.tokens(prompt)
+        if answer.cached == wanted:
+            return
+        if not flushed:
+            break
+    raise AssertionError(f"never {wanted}, at last {answer.cached}")
