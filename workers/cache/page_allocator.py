@@ -226,10 +226,11 @@ class PageAllocator:
         self, tree: PrefixTree, pages: Sequence[Sequence[int]], keys: Sequence[bytes], first: int = 0
     ) -> None:
         """Cache the pages of the lifetimes after the first, except those of which the cache has another copy."""
+        place = first_place(keys[0]) if keys else 0
         for lifetime, ids in list(enumerate(pages))[1:]:
             for at in range(first, len(keys)):
-                key, place = lifetime_key(keys[at], lifetime), first_place(keys[0]) + at
-                if self._held[ids[at]] == 1 and tree.insert_alone(key, ids[at], place, at):
+                key, is_own = lifetime_key(keys[at], lifetime), self._held[ids[at]] == 1
+                if is_own and tree.insert_alone(key, ids[at], place + at, at):
                     self._forget_held([ids[at]])
 
     def _num_insertable(self, pages: Sequence[int], num_shared: int = 0) -> int:

@@ -5,7 +5,6 @@ time, and gives its pages back when the pool runs dry, the least urgent and late
 cache does not keep of its KV is then computed again from its tokens, with no effect on its output.
 """
 
-from collections.abc import Sequence as SequenceOf
 from functools import partial
 
 from cluster.spec.ids import Room
@@ -134,7 +133,7 @@ class PageHolders:
         return not sequence.waits_for_pages
 
     def _load_from_host(
-        self, tiers: Tiers, sequence: Sequence, prefix: SequenceOf[bytes], gaps: list[Gap], *, is_layerwise: bool
+        self, tiers: Tiers, sequence: Sequence, prefix: list[bytes], gaps: list[Gap], *, is_layerwise: bool
     ) -> None:
         """Fill the gaps in a prefix, which host memory has."""
         kv = sequence.kv

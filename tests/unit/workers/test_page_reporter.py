@@ -123,10 +123,12 @@ def _take(journal: PageJournal, known: set[bytes]) -> None:
     known.difference_update(removed)
 
 
-def test_news_tell_of_every_tier() -> None:
+@pytest.mark.parametrize("window", [None, 3])
+def test_news_tell_of_every_tier_and_of_no_window(window: int | None) -> None:
     world = TierWorld(
         pages_per_owner=8,
         host_pages=8,
+        window=window,
         cp=2,
         ownership=KvOwnership.REPLICATED,
         config=HicacheConfig.model_validate({"storage": {"backend": "files"}}),

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from cluster.spec.hicache_config import HicacheConfig, WritePolicy
 from cluster.spec.kv import KvGeometry, key_value_group
@@ -19,10 +20,12 @@ from cluster.spec.tiers import TierJobKind, TierPage
 from tests.fakes.kv import two_groups
 from tests.fakes.paged_ranks import row
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
+from tests.unit.workers.test_tier_copies import Replica
 from workers.hicache.copier import Copier
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.objects import HEADER_BYTES, ObjectFormat
 from workers.hicache.storage.page_store import PageStore
+from workers.memory.layerwise_load import LayerwiseLoad
 
 WINDOW = 2 * PAGE_SIZE + 1
 """A token behind a full page sees two pages."""
@@ -158,6 +161,31 @@ def windowed(num_heads: int = 2) -> KvGeometry:
         msgspec.structs.replace(base.groups[1], layers=(2,)),
     )
     return msgspec.structs.replace(base, groups=groups)
+
+
+@pytest.mark.parametrize("is_layerwise", [False, True])
+@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_pages_of_two_lifetimes_come_back_on_every_rank(cp: int, *, is_staged: bool, is_layerwise: bool) -> None:
+    replica = Replica(cp, KvOwnership.REPLICATED, is_staged=is_staged, geometry=windowed())
+    before, layout = replica.pools[0].bytes.clone(), replica.rows[0].layout
+    for pool in replica.pools[1:]:
+        pool.bytes.copy_(before)
+    pages = [
+        TierPage(key=lifetime_key(b"k" * 16, number % 2), index=number, host=number, device=number + 1)
+        for number in range(4)
+    ]
+    replica.order("save", pages)
+    for copier, pool in zip(replica.copiers, replica.pools, strict=True):
+        pool.bytes[1:5].zero_()
+        moved = [msgspec.structs.replace(page, device=4 - page.index) for page in pages]
+        if is_layerwise:
+            copier.load_layerwise(moved, copier.record_event(), LayerwiseLoad())
+        else:
+            copier.load(moved, copier.record_event())
+        for page in pages:
+            end = layout.bytes_of(page.lifetime)
+            assert torch.equal(pool.bytes[4 - page.index, :end], before[page.index + 1, :end])
 
 
 class Slots:
