@@ -41,7 +41,7 @@ def oracle(checkpoint: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LocalEngine]:
-    engine = LocalEngine()
+    engine = LocalEngine("tests.fakes.eager_worker:EagerWorker")
     yield engine
     engine.close()
 
