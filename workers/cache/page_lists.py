@@ -75,8 +75,7 @@ class Lifetimes:
     def prefix_keys(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return the keys of ``prefix_pages``."""
         firsts = self.first_pages(len(keys) * self.page_size)
-        others = ([lifetime_key(key, number) for key in keys[first:]] for number, first in list(enumerate(firsts))[1:])
-        return [*keys, *(key for found in others for key in found)]
+        return [lifetime_key(key, lifetime) for lifetime, first in enumerate(firsts) for key in keys[first:]]
 
     def longest_prefix(self, keys: Sequence[bytes], num_known: int, has: Callable[[bytes], bool]) -> int:
         """Return how many full pages can be continued behind: ``has`` tells of each page that is seen then.
