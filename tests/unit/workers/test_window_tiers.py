@@ -36,7 +36,13 @@ TAIL = [lifetime_key(key, 1) for key in KEYS[-2:]]
 
 def world_of(policy: WritePolicy = WritePolicy.WRITE_THROUGH, **settings: Any) -> TierWorld:
     config = {"write": policy, "storage": {"backend": "files", "prefetch": "wait_complete"}}
-    shape = {"pages_per_owner": 32, "host_pages": 64, "cp": 1, "ownership": KvOwnership.REPLICATED, "seed": 0}
+    shape: dict[str, Any] = {
+        "pages_per_owner": 32,
+        "host_pages": 64,
+        "cp": 1,
+        "ownership": KvOwnership.REPLICATED,
+        "seed": 0,
+    }
     return TierWorld(config=HicacheConfig.model_validate(config), window=WINDOW, **(shape | settings))
 
 
