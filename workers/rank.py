@@ -19,7 +19,7 @@ from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
 from workers.attention.interface import AttentionBackend
 from workers.attention.registry import choose_backend, needs_of
-from workers.context_parallel.rates import ModelShape, Rates
+from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.device import open_device
 from workers.engine.capture import Capture, GraphCapture
 from workers.engine.measured_rates import measured_rates
@@ -29,14 +29,13 @@ from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
 from workers.hicache.storage.weights import weights_digest
 from workers.kernels import elementwise
+from workers.memory.copy import PinnedMemory
 from workers.memory.peer_memory import PeerMemory, open_peer_memory
-from workers.memory.pinned import PinnedMemory
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
-from workers.native.elementwise import NativeElementwise
-from workers.parallel.groups import ReplicaStore
-from workers.parallel.start_rendezvous import leave_store
+from workers.native.library import NativeElementwise
+from workers.parallel.groups import ReplicaStore, leave_store
 from workers.trace.step_recorder import StepRecorder
 
 _log = logging.getLogger(__name__)

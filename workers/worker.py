@@ -41,7 +41,6 @@ from workers.loop.leader_link import LeaderLink, LocalLeader, RemoteLeader
 from workers.loop.rank_steps import RankSteps
 from workers.loop.watch import BETWEEN_STEPS, Heartbeat
 from workers.parallel.groups import ReplicaStore, join_store, open_store
-from workers.parallel.traffic import HANDOFF, Traffic
 from workers.rank import Rank, load_rank
 
 PAUSE_S = 1e-4
@@ -64,7 +63,6 @@ class Worker:
         self._inbox = Inbox(spec.host, self._key)
         self._store: ReplicaStore | None = None
         self._rank: Rank | None = None
-        self._num_sent_bytes = 0
         self._failure: Exception | None = None
         """Error of another thread of this rank, which must end because of it."""
 
@@ -108,14 +106,6 @@ class Worker:
             checker.close()
             tiers.close()
             outbox.close()
-            self._num_sent_bytes += sender.num_sent_bytes
-
-    def traffic(self) -> Traffic:
-        """Return, between runs, the bytes that this rank has received from others and sent to decode since it was
-        loaded.
-        """
-        assert self._rank is not None, "traffic before load"
-        return self._rank.groups.received() + Traffic({HANDOFF: self._num_sent_bytes})
 
     def stop(self, reason: str) -> None:
         """Make ``run`` return after the current step; any thread may call this."""

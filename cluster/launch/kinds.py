@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.spec.config import DeployConfig, Device
-from cluster.spec.env import ADMIN_KEY, API_KEYS, CHECK_COLLECTIVES
+from cluster.spec.env import ADMIN_KEY, API_KEYS
 from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain
 from cluster.spec.registry import RankRow
@@ -154,8 +154,6 @@ class ActorKinds:
 def worker_environ(config: DeployConfig) -> dict[str, str]:
     """Environment of a worker: its threads, and no GPU if it computes on the CPU."""
     environ = {"OMP_NUM_THREADS": str(config.resources.threads_per_worker), "TOKENIZERS_PARALLELISM": "false"}
-    # Every rank must compare collectives, or none; Ray need not pass the driver's environment on.
-    environ[CHECK_COLLECTIVES.name] = str(int(CHECK_COLLECTIVES.get()))
     return environ | ({"CUDA_VISIBLE_DEVICES": ""} if config.resources.device is Device.CPU else {})
 
 

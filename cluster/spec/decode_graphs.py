@@ -1,7 +1,6 @@
 """Selection of the decode steps that are captured as CUDA graphs. Pure."""
 
 from cluster.spec.config import AttentionSetting, DecodeConfig, DeployConfig, Device, PoolConfig
-from cluster.spec.env import CHECK_COLLECTIVES
 from cluster.spec.strategy import Collectives
 
 
@@ -22,9 +21,7 @@ def why_not_captured(config: DeployConfig, pool: PoolConfig) -> str:
     if parallel.tp == parallel.dp == 1:
         return ""
     # A collective through the host in the middle of a step cannot be replayed.
-    if resources.collectives is Collectives.TCP:
-        return "sums over TCP"
-    return "sums that ranks compare" if CHECK_COLLECTIVES.get() else ""
+    return "sums over TCP" if resources.collectives is Collectives.TCP else ""
 
 
 def _could_capture(config: DeployConfig, pool: PoolConfig) -> bool:

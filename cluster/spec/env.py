@@ -63,10 +63,6 @@ def _token(text: str) -> str:
     return text
 
 
-def _switch(text: str) -> bool:
-    return {"0": False, "1": True}[text]
-
-
 CACHE_DIR = EnvVar(
     name="BATON_CACHE_DIR",
     sentence="Folder of built checkpoints and compiled kernels.",
@@ -106,18 +102,10 @@ API_KEYS: EnvVar[tuple[str, ...]] = EnvVar(
     default=lambda _environ: (),
     show=lambda text: f"{len(text)} characters",
 )
-CHECK_COLLECTIVES = EnvVar(
-    name="BATON_CHECK_COLLECTIVES",
-    sentence="Debugging: ranks compare every collective before it runs, and name the first that differs. Slow.",
-    allowed="0 or 1",
-    parse=_switch,
-    default=lambda _environ: False,
-)
-ALL: tuple[EnvVar[Path] | EnvVar[str | None] | EnvVar[tuple[str, ...]] | EnvVar[bool], ...] = (
+ALL: tuple[EnvVar[Path] | EnvVar[str | None] | EnvVar[tuple[str, ...]], ...] = (
     CACHE_DIR,
     TOKEN,
     ADMIN_KEY,
     API_KEY,
     API_KEYS,
-    CHECK_COLLECTIVES,
 )

@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from workers.attention.interface import GraphShape
-from workers.attention.params import AttentionParams
+from workers.attention.interface import AttentionParams, GraphShape
 
 
 def params_for(query: Tensor, window: int | None = None) -> AttentionParams:

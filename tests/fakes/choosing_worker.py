@@ -9,8 +9,7 @@ from unittest.mock import patch
 from cluster.spec.step_messages import ScheduledRequest
 from cluster.spec.strategy import CpMode, Passing, Strategy
 from tests.fakes.telling_worker import TellingWorker
-from workers.context_parallel.cost_model import StrategyChoice, StrategyChooser
-from workers.context_parallel.rates import Rates
+from workers.context_parallel.cost_model import Rates, StrategyChoice, StrategyChooser
 from workers.context_parallel.step_shape import make_step_shape
 
 CHEAP_EXCHANGE = Rates(

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from workers.attention.params import AttentionParams
-from workers.layers.context import take
+from workers.attention.interface import AttentionParams
+from workers.layers.attention import take
 
 
 class DenseAttention:

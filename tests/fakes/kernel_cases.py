@@ -15,9 +15,8 @@ from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool, side_by_side
 from tests.fakes.nearness import check_near
 from tests.unit.workers.test_row_attention import Seen, masked_attention, seen_by_definition
-from workers.attention.interface import AttentionBackend
+from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial
-from workers.attention.params import AttentionParams
 from workers.attention.runs import Run
 from workers.context_parallel.shard_plan import make_shard_plan
 

@@ -11,8 +11,7 @@ from tests.fakes.kv import kv_pool
 from tests.fakes.nearness import check_near
 from workers.attention.merge import Partial, merge
 from workers.device import synchronize
-from workers.expert_parallel.expert_order import order_by_expert
-from workers.expert_parallel.routed_tokens import NO_EXPERT
+from workers.expert_parallel.routed_tokens import NO_EXPERT, order_by_expert
 from workers.kernels.attention import attend, blocks_for
 from workers.kernels.choose_experts import choose_experts
 from workers.kernels.copy_pages import copy_pages

@@ -7,9 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.attention.interface import GraphAttention, GraphShape
+from workers.attention.interface import AttentionParams, GraphAttention, GraphShape
 from workers.attention.merge import Partial
-from workers.attention.params import AttentionParams
 from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
 

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
-from workers.models.recall_tokenizer import FIRST_WORD_ID
+from workers.models.recall import FIRST_WORD_ID
 from workers.models.recall_weights import BEGIN_ID, VOCAB_SIZE
 
 LINK_LEN = 6

@@ -25,13 +25,11 @@ class ThreadBackend:
 
     def __init__(self, rank: int, board: list[Tensor], gate: Barrier, *, in_background: bool) -> None:
         self.rank, self.board, self.gate, self.in_background = rank, board, gate, in_background
-        self.received_bytes = 0
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> CompletedWork:
         self.board[self.rank] = tensor
         self.gate.wait()
         output.copy_(torch.cat(self.board))
-        self.received_bytes += output.nbytes - tensor.nbytes
         return self._leave()
 
     def allreduce(self, tensor: Tensor, /) -> CompletedWork:
@@ -40,7 +38,6 @@ class ThreadBackend:
         total = torch.stack(self.board).float().sum(0)
         self.gate.wait()
         tensor.copy_(total)
-        self.received_bytes += (len(self.board) - 1) * tensor.nbytes
         return self._leave()
 
     def barrier(self) -> CompletedWork:
@@ -51,14 +48,12 @@ class ThreadBackend:
         self.gate.wait()
         if self.rank != root:
             tensor.copy_(self.board[root])
-            self.received_bytes += tensor.nbytes
         return self._leave()
 
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> CompletedWork:
         self.board[self.rank] = tensor
         self.gate.wait()
         output.copy_(self.board[(self.rank - distance) % len(self.board)])
-        self.received_bytes += output.nbytes
         return self._leave()
 
     def leave(self) -> None:

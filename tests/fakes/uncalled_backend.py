@@ -9,7 +9,6 @@ class UncalledBackend:
     """Fails when it is called; a test puts what it expects in place."""
 
     in_background = True
-    received_bytes = 0
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work:
         raise AssertionError(f"all_gather {output.shape} {tensor.shape}")

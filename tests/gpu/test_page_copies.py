@@ -25,10 +25,10 @@ from transfer.page_range import PageRange
 from workers.engine import sampler
 from workers.hicache.copier import Copier
 from workers.memory import copy as memory_copy
+from workers.memory.copy import PinnedMemory
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import PagePool
 from workers.memory.peer_memory import PeerMemory
-from workers.memory.pinned import PinnedMemory
 from workers.memory.tier_memory import TierMemory
 
 pytestmark = pytest.mark.gpu

@@ -20,14 +20,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 
-from workers.parallel import same_host
-from workers.parallel.checked import CheckedBackend, Notes
 from workers.parallel.collectives import CollectiveError, Communicator
-from workers.parallel.gloo import GlooBackend
 from workers.parallel.groups import join_group, join_store, open_store
 from workers.parallel.shared_memory import SharedMemoryBackend
+from workers.parallel.torch_groups import GlooBackend
 
 pytestmark = pytest.mark.integration
 
@@ -221,97 +219,6 @@ def on_threads(function: Callable[[SharedMemoryBackend], T], piece_bytes: int) -
         return list(threads.map(function, backends))
 
 
-WRONG: dict[str, tuple[Callable[[Communicator], object], str]] = {
-    "kind": (
-        lambda group: group.barrier() if group.rank == 2 else group.all_reduce(torch.zeros(3)),
-        "collective 2 differs: rank 0 calls all_reduce of torch.float32 [3], rank 2 calls barrier",
-    ),
-    "size": (
-        lambda group: group.all_reduce(torch.zeros(3 + (group.rank == 1), 2)),
-        "rank 0 calls all_reduce of torch.float32 [3, 2], rank 1 calls all_reduce of torch.float32 [4, 2]",
-    ),
-    "dtype": (
-        lambda group: group.broadcast(torch.zeros(2, dtype=DTYPES[group.rank]), 1),
-        "rank 0 calls broadcast from rank 1 of torch.bfloat16 [2], rank 1 calls broadcast from rank 1 of torch.float16",
-    ),
-    "nothing and something": (
-        lambda group: group.all_reduce(torch.zeros(int(group.rank == 2), 4)),
-        "rank 0 calls all_reduce of torch.float32 [0, 4], rank 2 calls all_reduce of torch.float32 [1, 4]",
-    ),
-    "nothing and nothing": (
-        lambda group: group.broadcast(torch.zeros(0), 0) if group.rank == 1 else None,
-        "collective 2 differs: rank 0 calls barrier, rank 1 calls broadcast from rank 0 of torch.float32 [0]",
-    ),
-    "shift": (
-        lambda group: group.start_shift(torch.zeros(1), torch.zeros(1 + (group.rank == 0))),
-        "sends 2 elements in shift by 1 of torch.float32, rank 1 takes 1",
-    ),
-}
-
-
-def notes_of(rank: int) -> Notes:
-    return Notes(HashStore(), "checked", range(SIZE), rank)
-
-
-def test_checked_groups_pass_over_what_moves_nothing() -> None:
-    def moved(backend: SharedMemoryBackend) -> int:
-        checked = CheckedBackend(backend, backend._rank, SIZE, notes_of(backend._rank))
-        group = Communicator("checked", backend._rank, SIZE, checked, skips_empty=False)
-        group.all_gather(torch.zeros(0, 3), torch.zeros(0, 3))
-        group.broadcast(group.all_reduce(torch.zeros(0)), 1)
-        group.barrier()
-        return group.received_bytes
-
-    assert len(set(on_threads(moved, piece_bytes=1 << 12))) == 1
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_checked_groups_name_the_first_collective_that_differs(wrong: str) -> None:
-    call, words = WRONG[wrong]
-
-    def reason(backend: SharedMemoryBackend) -> str:
-        checked = CheckedBackend(backend, backend._rank, SIZE, notes_of(backend._rank))
-        group = Communicator("checked", backend._rank, SIZE, checked, skips_empty=False)
-        assert group.all_reduce(torch.ones(2)).tolist() == [SIZE, SIZE]
-        try:
-            call(group)
-            group.barrier()
-        except CollectiveError as error:
-            return str(error)
-        finally:
-            group.destroy()
-        return ""
-
-    reasons = on_threads(reason, piece_bytes=64)
-    assert any(words in reason for reason in reasons), reasons
-    assert all(reasons)
-
-
-def test_groups_entered_in_another_order_are_named_with_what_each_rank_waits_in() -> None:
-    def reason(rank: int) -> str:
-        store = join_store(address, TIMEOUT_S)
-        joined = [
-            join_group(store, name, [4, 5], 4 + rank, host=HOST, timeout_s=5.0, check=True) for name in ("tp/0", "ep/0")
-        ]
-        tensor = torch.ones(3)
-        for group in joined if rank == 0 else reversed(joined):
-            try:
-                group.all_reduce(tensor) if group.name == "tp/0" else group.barrier()
-            except CollectiveError as error:
-                return str(error)
-        return ""
-
-    _store, port = open_store(HOST, TIMEOUT_S)
-    address = f"{HOST}:{port}"
-    with ThreadPoolExecutor(2) as threads:
-        reasons = list(threads.map(reason, range(2)))
-    sum_words = "all_reduce of torch.float32 [3]"
-    begun = f"; last calls: global rank 4: {sum_words} in group tp/0, global rank 5: barrier in group ep/0"
-    assert all(reason.endswith(begun) for reason in reasons), reasons
-    assert reasons[0].startswith(f"all_reduce in group tp/0, rank 0 of 2: collective 1, {sum_words}: ")
-    assert reasons[1].startswith("barrier in group ep/0, rank 1 of 2: collective 1, barrier: ")
-
-
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=8))
 def test_parts_larger_than_a_piece_and_calls_in_flight(lengths: list[int]) -> None:
@@ -371,7 +278,7 @@ def test_ranks_that_cannot_share_memory_use_gloo(obstacle: str, monkeypatch: pyt
         raise OSError("refused")
 
     if obstacle == "other_host":
-        monkeypatch.setattr(same_host, "host_identity", lambda: None)
+        monkeypatch.setattr("workers.parallel.groups.host_identity", lambda: None)
     elif obstacle == "no_memory":
         monkeypatch.setattr(os, "memfd_create", refuse)
     else:

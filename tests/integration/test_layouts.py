@@ -15,8 +15,6 @@ from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.layouts import WIDE, covering_pairs, divided, legal_layouts, needs_experts, num_ranks
 from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
 
-pytestmark = pytest.mark.usefixtures("checked_collectives")
-
 NUM_TOKENS = 12
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_hidden_layers": 3, "mlp_only_layers": [2]},

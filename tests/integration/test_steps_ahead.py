@@ -126,7 +126,6 @@ def _logprobs(answers: list[list[Output]]) -> list[float]:
     return [told.logprob for answer in answers for output in answer for told in output.logprobs]
 
 
-@pytest.mark.usefixtures("checked_collectives")
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_ranks_that_do_not_draw_follow_as_well(tmp_path: Path, parallel: dict[str, int]) -> None:
     """Greedy tokens are transformers' own; whoever comes and goes does so at other steps on each DP rank."""

@@ -17,8 +17,6 @@ from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
 from tests.fakes.pairwise import Case, all_pairs
 from workers.process import RemoteError, WorkerProcess
 
-pytestmark = pytest.mark.usefixtures("checked_collectives")
-
 NUM_TOKENS = 24
 ODD: dict[str, Any] = {"vocab_size": 251, "intermediate_size": 97}
 """What comes out even on one rank only."""

@@ -89,10 +89,6 @@ def test_workers_load_no_library_of_gpus_on_a_cpu() -> None:
     assert heavy_modules_loaded(modules, {"triton", "flash_attn"}) == "[]"
 
 
-def test_a_worker_loads_collectives_of_gpus_only_on_one() -> None:
-    assert heavy_modules_loaded(["workers.worker"], {"workers.parallel.nccl"}) == "[]"
-
-
 def test_torch_distributed_stays_in_its_two_packages() -> None:
     """The import linter sees only top-level names of other libraries."""
     strangers = [

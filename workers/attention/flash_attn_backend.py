@@ -9,9 +9,8 @@ from flash_attn import flash_attn_varlen_func
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from workers.attention.interface import GraphShape, RowAttention, StepAttention
+from workers.attention.interface import AttentionParams, GraphShape, RowAttention, StepAttention
 from workers.attention.merge import Partial
-from workers.attention.params import AttentionParams
 from workers.attention.runs import Run
 from workers.attention.triton.backend import TritonAttention, row_items
 from workers.device import on_device

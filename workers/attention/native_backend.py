@@ -8,11 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.attention.interface import GraphShape, RowAttention, StepAttention
+from workers.attention.interface import AttentionParams, GraphShape, RowAttention, StepAttention
 from workers.attention.merge import Partial, empty_partial
-from workers.attention.params import AttentionParams
-from workers.attention.pieces import Piece, paged_pieces, row_pieces
-from workers.attention.runs import Run
+from workers.attention.runs import Piece, Run, paged_pieces, row_pieces
 from workers.native.compile import CannotCompileError, Compiler, compiled_library, find_compiler
 from workers.native.library import Library
 

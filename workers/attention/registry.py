@@ -11,8 +11,7 @@ import torch
 from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
 from cluster.spec.kv import KvGroup
-from workers.attention.interface import AttentionBackend
-from workers.attention.params import ALL_FEATURES, Feature
+from workers.attention.interface import ALL_FEATURES, AttentionBackend, Feature
 from workers.native.compile import CannotCompileError, find_compiler
 
 

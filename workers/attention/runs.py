@@ -1,7 +1,12 @@
-"""Runs: tokens at regular positions of one request, which determine causality. No torch, no I/O."""
+"""Runs of tokens, which determine causality, and pieces: the local keys that some queries see. No torch, no I/O."""
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from cluster.spec.kv import pages_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +50,137 @@ def sees_any(query_runs: Iterable[Run], key_runs: Iterable[Run]) -> bool:
 def _continues(run: Run, last: Run) -> bool:
     adjacent = run.request == last.request and run.first_position == last.last_position + 1
     return adjacent and run.step == last.step == 1
+
+
+class Piece(NamedTuple):
+    """Adjacent query rows and the range of keys that they see part of; neither is empty.
+
+    Query i of the piece sees its keys ``behind + i * step`` to ``ahead + i * step``, as far as they exist.
+    """
+
+    request: int
+    query: slice
+    key: slice
+    ahead: int
+    step: int
+    behind: int | None = None
+    """First visible key of query 0; None if only the range of keys is the bound."""
+
+    @property
+    def num_queries(self) -> int:
+        return int(self.query.stop) - int(self.query.start)
+
+    @property
+    def num_keys(self) -> int:
+        return int(self.key.stop) - int(self.key.start)
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether every query sees every key."""
+        return self.behind is None and self.ahead >= self.num_keys - 1
+
+
+def paged_pieces(runs: Sequence[Run], key_lens: Sequence[int] | None, window: int | None = None) -> list[Piece]:
+    """Return one piece for each run that sees any key, keys being numbered by their index in a request's pages.
+
+    The arguments are those of ``AttentionBackend.prepare``.
+    """
+    pieces = []
+    for run, query in zip(runs, _rows_of(runs), strict=True):
+        num_keys = run.last_position + 1 if key_lens is None else key_lens[run.request]
+        if not run.count or not num_keys:
+            continue
+        if window is None and key_lens is not None:
+            pieces.append(Piece(run.request, query, slice(0, num_keys), num_keys - 1, 0))
+            continue
+        assert run.first_position >= num_keys - 1 or key_lens is None, f"{run} is not behind its {num_keys} keys"
+        piece = Piece(run.request, query, slice(0, num_keys), run.first_position, run.step)
+        pieces += [piece] if window is None else _from(piece, run.first_position - window + 1)
+    return pieces
+
+
+def row_pieces(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int | None = None) -> list[Piece]:
+    """Put every pair of a query and a key of one request, the key not at a later position, in exactly one piece.
+
+    Rows lie in the order of the runs. Runs that overlap have one step, unless one of them is a single token; with a
+    window, this holds for all. Without a window, the adjacent rows that a run of queries sees are one piece.
+    """
+    key_rows: defaultdict[int, list[tuple[Run, slice]]] = defaultdict(list)
+    for key, rows in zip(key_runs, _rows_of(key_runs), strict=True):
+        if key.count:
+            key_rows[key.request].append((key, rows))
+    pieces: list[Piece] = []
+    for query, query_rows in zip(query_runs, _rows_of(query_runs), strict=True):
+        for key, rows in key_rows[query.request] if query.count else ():
+            for piece in _of_pair(query, query_rows, key, rows, window):
+                is_rest = window is None and pieces and _continues_keys(piece, pieces[-1])
+                pieces.append(_joined(pieces.pop(), piece) if is_rest else piece)
+    return pieces
+
+
+def cut(piece: Piece, most_keys: int) -> list[Piece]:
+    """Cut a piece into pieces of at most ``most_keys`` keys, without the queries that see none of them."""
+    blocks = []
+    for begin in range(0, piece.num_keys, most_keys):
+        first = max(-((piece.ahead - begin) // max(piece.step, 1)), 0)
+        block = piece._replace(
+            query=slice(piece.query.start + first, piece.query.stop),
+            key=slice(piece.key.start + begin, piece.key.start + min(begin + most_keys, piece.num_keys)),
+            ahead=piece.ahead - begin + first * piece.step,
+            behind=None,
+        )
+        blocks += [block] if piece.behind is None else _from(block, piece.behind - begin + first * piece.step)
+    return blocks
+
+
+def pages_of(piece: Piece, page_size: int) -> tuple[slice, int]:
+    """Return the pages that hold a piece's keys, and the slot of its first key, counted from the first of them."""
+    first_page = piece.key.start // page_size
+    return slice(first_page, pages_for(piece.key.stop, page_size)), piece.key.start - first_page * page_size
+
+
+def _rows_of(runs: Sequence[Run]) -> list[slice]:
+    ends = list(accumulate((run.count for run in runs), initial=0))
+    return [slice(begin, end) for begin, end in pairwise(ends)]
+
+
+def _of_pair(query: Run, queries: slice, key: Run, keys: slice, window: int | None) -> list[Piece]:
+    if window is None and key.last_position <= query.first_position:
+        return [Piece(query.request, queries, keys, key.count - 1, 0)]
+    step = key.step if query.count == 1 else query.step
+    assert key.count == 1 or key.step == step, f"{query} overlaps {key}, whose step is another"
+    distance = query.first_position - key.first_position
+    # Query i of the run sees the keys up to ahead + i, and none before the first local one.
+    ahead = distance // step
+    first = max(-ahead, 0)
+    if first >= query.count:
+        return []
+    queries, ahead = slice(queries.start + first, queries.stop), max(ahead, 0)
+    keys = slice(keys.start, keys.start + min(key.count, ahead + query.count - first))
+    piece = Piece(query.request, queries, keys, ahead, 1)
+    return [piece] if window is None else _from(piece, (distance + first * step - window) // step + 1)
+
+
+def _from(piece: Piece, behind: int) -> list[Piece]:
+    """Bound a piece to the keys from ``behind + i * step`` on; drop queries and keys left without any."""
+    num_queries = min(piece.num_queries, -(-(piece.num_keys - behind) // max(piece.step, 1)))
+    if num_queries <= 0 or behind > piece.ahead:
+        return []
+    skipped = max(behind, 0)
+    behind -= skipped
+    bounded = piece._replace(
+        query=slice(piece.query.start, piece.query.start + num_queries),
+        key=slice(piece.key.start + skipped, piece.key.stop),
+        ahead=piece.ahead - skipped,
+        behind=behind if behind + (num_queries - 1) * piece.step > 0 else None,
+    )
+    return [bounded]
+
+
+def _continues_keys(piece: Piece, last: Piece) -> bool:
+    return last.is_full and last.query == piece.query and last.key.stop == piece.key.start
+
+
+def _joined(last: Piece, piece: Piece) -> Piece:
+    key = slice(last.key.start, piece.key.stop)
+    return piece._replace(key=key, ahead=last.num_keys + piece.ahead)

@@ -15,8 +15,7 @@ from cluster.spec.step_messages import Admit, StepPlan
 from cluster.spec.strategy import CpMode, PassingSetting
 from workers.attention.registry import choose_backend, needs_of
 from workers.bench.results import StepLens, StepTime, Way
-from workers.context_parallel.cost_model import StrategyChoice, StrategyChooser
-from workers.context_parallel.rates import Rates
+from workers.context_parallel.cost_model import Rates, StrategyChoice, StrategyChooser
 from workers.context_parallel.step_shape import dummy_request
 from workers.device import use_cpu
 from workers.engine.calibration import calibrate
@@ -26,7 +25,7 @@ from workers.engine.weights import torch_dtype
 from workers.kernels import elementwise
 from workers.memory.page_pool import PagePool
 from workers.models.interface import DecoderConfig
-from workers.native.elementwise import NativeElementwise
+from workers.native.library import NativeElementwise
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, join_group, join_store, open_store
 

@@ -11,8 +11,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from cluster.spec.kv import FULL_ATTENTION, KvGeometry, key_value_group, pages_for
-from workers.attention.interface import GraphShape
-from workers.attention.params import AttentionParams
+from workers.attention.interface import AttentionParams, GraphShape
 from workers.attention.runs import Run
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention

@@ -1,8 +1,11 @@
-"""Gathering of rows over all CP ranks: K and V or Q once per layer, hidden states at the end of a step."""
+"""Exchange of rows between CP ranks: K and V or Q once per layer, partials, hidden states at the end of a step."""
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from workers.attention.merge import Partial
 from workers.context_parallel.shard_plan import ShardPlan
 from workers.device import on_device
 from workers.parallel.collectives import Communicator, Pending
@@ -85,3 +88,31 @@ def at_least(buffer: Tensor | None, num_rows: int, row_shape: tuple[int, ...], l
     if len(buffer) < num_rows:
         return like.new_zeros((max(num_rows, len(buffer) * 5 // 4), *row_shape))
     return buffer
+
+
+class HomewardPartials:
+    """Partials of all ranks for each rank's queries, in transit; out and lse travel together, in fp32."""
+
+    def __init__(self, group: Communicator, found: Partial, homes: Sequence[Tensor]) -> None:
+        """Send ``found``, this rank's partial of the queries of all ranks.
+
+        ``homes[rank]`` are int64 indices into it: the queries of a rank, in the order that it wants them in.
+        """
+        packed = torch.cat((found.out.float(), found.lse[..., None]), dim=-1)
+        self._own = packed[homes[group.rank]]
+        self._arriving: list[tuple[Tensor, Pending]] = []
+        for distance in range(1, group.size):
+            out = torch.empty_like(self._own)
+            theirs = packed[homes[(group.rank + distance) % group.size]]
+            self._arriving.append((out, group.start_shift(out, theirs, distance)))
+
+    def wait(self) -> Iterator[Partial]:
+        """Yield the partials of this rank's own queries over the keys of each rank, including its own."""
+        yield _unpacked(self._own)
+        for packed, pending in self._arriving:
+            pending.wait()
+            yield _unpacked(packed)
+
+
+def _unpacked(packed: Tensor) -> Partial:
+    return Partial(packed[..., :-1], packed[..., -1])

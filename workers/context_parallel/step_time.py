@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
 
-from workers.context_parallel.rates import ALL_REDUCES, ModelShape, Rates
+from workers.context_parallel.cost_model import ALL_REDUCES, ModelShape, Rates
 
 Chunk = Callable[[int], int]
 """Function from a prefix length to the tokens behind it that take a whole step's time; at least 1."""

@@ -7,9 +7,8 @@ from functools import cached_property
 
 from torch import Tensor
 
-from workers.attention.interface import AttentionBackend, RowAttention
+from workers.attention.interface import AttentionBackend, AttentionParams, RowAttention
 from workers.attention.merge import Partial, merge
-from workers.attention.params import AttentionParams
 from workers.attention.runs import Run, sees_any
 from workers.context_parallel.gather import RowGather, gather_rows
 from workers.context_parallel.ring import Ring
@@ -31,7 +30,7 @@ class CpExchange:
 
 
 class StepContext(ABC):
-    """Implementation of workers.layers.context.AttentionContext for one step on one rank.
+    """Implementation of workers.layers.attention.AttentionContext for one step on one rank.
 
     Every rank of the CP group makes the same calls for the same step, even one without tokens.
     """

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from cluster.spec.ranks import moe_tp_size
-from workers.attention.interface import AttentionBackend
+from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial, merge
-from workers.attention.params import AttentionParams
 from workers.attention.runs import Run
-from workers.context_parallel.estimate import computed_pairs
-from workers.context_parallel.rates import ModelShape, Rates
+from workers.context_parallel.cost_model import ModelShape, Rates, computed_pairs
 from workers.device import synchronize
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel

@@ -12,15 +12,13 @@ from cluster.spec.decode_graphs import batch_sizes
 from cluster.spec.kv import pages_for
 from cluster.spec.step_messages import StepShape
 from cluster.spec.strategy import MoeDispatch
-from workers.attention.interface import AttentionBackend, GraphAttention, GraphShape
+from workers.attention.interface import AttentionBackend, AttentionParams, GraphAttention, GraphShape
 from workers.attention.merge import merge
-from workers.attention.params import AttentionParams
 from workers.engine.batch import StepInput
 from workers.engine.capture import Capture, CaptureError
-from workers.expert_parallel.token_dispatcher import FEW_TOKENS
-from workers.expert_parallel.token_exchange import Lens
+from workers.expert_parallel.token_dispatcher import FEW_TOKENS, Lens
 from workers.kernels.elementwise import KvSlots
-from workers.layers.experts import FEW_CHOICES
+from workers.layers.feed_forward import FEW_CHOICES
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 

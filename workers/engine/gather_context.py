@@ -6,8 +6,7 @@ over all keys is faster than one per rank.
 
 from torch import Tensor
 
-from workers.attention.interface import AttentionBackend
-from workers.attention.params import AttentionParams
+from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.context_parallel.gather import Gathered
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepBatch

@@ -5,14 +5,13 @@ import msgspec
 from cluster.spec.lifecycle import Role
 from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend
-from workers.context_parallel.rates import ModelShape, Rates
+from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.context_parallel.step_time import slowest
 from workers.engine.calibration import calibrate
 from workers.engine.rank_groups import RankGroups
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
-from workers.parallel.groups import ReplicaStore
-from workers.parallel.start_rendezvous import exchange_at_start
+from workers.parallel.groups import ReplicaStore, exchange_at_start
 
 _Measured = tuple[ModelShape, Rates]
 

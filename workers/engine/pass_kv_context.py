@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from cluster.spec.kv import pages_for
-from workers.attention.interface import AttentionBackend
+from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial
-from workers.attention.params import AttentionParams
 from workers.attention.runs import RankRuns, Run
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepBatch

@@ -6,11 +6,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from workers.attention.interface import AttentionBackend
+from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial
-from workers.attention.params import AttentionParams
 from workers.attention.runs import Run
-from workers.context_parallel.pass_q import HomewardPartials
+from workers.context_parallel.gather import HomewardPartials
 from workers.device import on_device
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepBatch

@@ -18,8 +18,7 @@ from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
-from workers.parallel.groups import ReplicaStore
-from workers.parallel.start_rendezvous import exchange_at_start
+from workers.parallel.groups import ReplicaStore, exchange_at_start
 
 _log = logging.getLogger(__name__)
 

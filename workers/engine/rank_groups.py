@@ -5,18 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from cluster.spec.env import CHECK_COLLECTIVES
 from cluster.spec.lifecycle import Role
 from cluster.spec.ranks import GroupName, head_copies, head_copy_groups, positions, stage_links
 from cluster.spec.ranks import groups as rank_groups
 from cluster.spec.worker_spec import WorkerSpec
 from workers.models.interface import DecoderConfig
 from workers.parallel.collectives import Communicator
-from workers.parallel.groups import ReplicaStore, join_group
-from workers.parallel.model_groups import ModelGroups
-from workers.parallel.pipeline import Pipeline
-from workers.parallel.start_rendezvous import exchange_at_start
-from workers.parallel.traffic import HEAD_COPIES, STAGES, Traffic
+from workers.parallel.groups import ReplicaStore, exchange_at_start, join_group
+from workers.parallel.model_groups import ModelGroups, Pipeline
 
 COLLECTIVE_TIMEOUT_S = 3600.0
 """Timeout of collectives once a group is up. Between CPUs a dead peer is seen at once, and this bounds only one that
@@ -24,8 +20,7 @@ is stopped but not dead, when neither the table nor the watch of its loop has en
 the waiting rank.
 """
 
-CHECKED_TIMEOUT_S = 60.0
-"""Timeout of checked collectives, which look for a rank that does not come at all."""
+_HEAD_COPIES = "head_copies"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +30,13 @@ class RankGroups:
     cp: Communicator
     model: ModelGroups
     pipeline: Pipeline
-    head_copies: Communicator = field(default_factory=partial(Communicator, HEAD_COPIES))
+    head_copies: Communicator = field(default_factory=partial(Communicator, _HEAD_COPIES))
     """Decode ranks with the same KV heads."""
 
     @property
     def all(self) -> tuple[Communicator, ...]:
         """Return each group once."""
         return (self.cp, *self.model.all, *self.pipeline.links, self.head_copies)
-
-    def received(self) -> Traffic:
-        """Return the bytes that this rank has received from others, by group; captured steps count once, at capture."""
-        total = Traffic()
-        for group in self.all:
-            total[group.name.partition("/")[0]] += group.received_bytes
-        return total
 
     def leave(self) -> None:
         """Leave all groups at once, since the end of one may wait for that of another; peers that wait for this rank
@@ -84,7 +72,7 @@ def _join_attention(spec: WorkerSpec, store: ReplicaStore) -> RankGroups:
 
 def _join_stages(spec: WorkerSpec, store: ReplicaStore) -> Pipeline:
     links = {
-        sender == spec.global_rank: _join_members(spec, store, STAGES, [sender, receiver])
+        sender == spec.global_rank: _join_members(spec, store, "stages", [sender, receiver])
         for sender, receiver in stage_links(spec.pool.parallel, spec.global_rank)
     }
     return Pipeline(before=links.get(False), after=links.get(True))
@@ -105,7 +93,7 @@ def _join_head_copies(
     if spec.role is not Role.DECODE or head_copies(num_heads, spec.sizes.tp) == 1:
         return groups
     members = _with(spec.global_rank, head_copy_groups(positions(spec.pool.parallel), num_heads))
-    return replace(groups, head_copies=_join_members(spec, store, HEAD_COPIES, members))
+    return replace(groups, head_copies=_join_members(spec, store, _HEAD_COPIES, members))
 
 
 def _join(spec: WorkerSpec, store: ReplicaStore, name: GroupName) -> Communicator:
@@ -117,15 +105,14 @@ def _with(rank: int, groups: list[list[int]]) -> list[int]:
 
 
 def _join_members(spec: WorkerSpec, store: ReplicaStore, name: str, members: Sequence[int]) -> Communicator:
-    resources, check = spec.config.resources, CHECK_COLLECTIVES.get()
+    resources = spec.config.resources
     return join_group(
         store,
         f"{name}/{members[0]}",
         members,
         spec.global_rank,
         host=spec.host,
-        timeout_s=CHECKED_TIMEOUT_S if check else COLLECTIVE_TIMEOUT_S,
+        timeout_s=COLLECTIVE_TIMEOUT_S,
         collectives=resources.collectives,
-        check=check,
         device=resources.device,
     )

@@ -35,7 +35,7 @@ from workers.memory.page_pool import OnStored, PagePool
 from workers.memory.peer_memory import PeerMemory
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
-from workers.parallel.pipeline import Pipeline
+from workers.parallel.model_groups import Pipeline
 
 _FIRST_STEP = [(1, 0)]
 """Step as (tokens of a CP rank, prefix tokens)."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cluster.spec.step_messages import StepWork
-from workers.layers.experts import Experts
+from workers.layers.feed_forward import Experts
 from workers.parallel.model_groups import ModelGroups
 
 _EVERY_S = 1.0

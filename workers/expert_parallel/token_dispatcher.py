@@ -1,6 +1,7 @@
 """Dispatch of tokens to their experts, and of the answers back: two ways behind one interface."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -8,12 +9,90 @@ from torch import Tensor
 
 from cluster.spec.strategy import MoeDispatch
 from workers.device import has_kernels
-from workers.expert_parallel.dispatch_cost import BlockShape, cheaper_dispatch
 from workers.expert_parallel.routed_tokens import RoutedTokens
-from workers.expert_parallel.token_exchange import Lens, TokenExchange
 from workers.parallel.collectives import Communicator
-from workers.parallel.exchanges import all_to_all, exchange_counts
+from workers.parallel.exchanges import all_to_all, exchange_counts, gather_exact, reduce_scatter_exact
 from workers.parallel.model_groups import ModelGroups
+
+Lens = tuple[int, ...] | None
+"""Tokens of every attention shard of the stage in one step, by dp * cp_size + cp; None if all have the same ones."""
+
+
+class TokenExchange:
+    """Gather of tokens over attention shards; a shard is the TP ranks of one (dp, cp), which have the same tokens."""
+
+    def __init__(self, group: Communicator, shards: Sequence[int], tp: Communicator) -> None:
+        """Join the shards; ``group`` is the ranks of this tp_rank, one for each of ``shards`` (numbers in Lens);
+        ``tp`` is its shard.
+        """
+        assert group.size == len(shards), f"{group.size} ranks for the shards {shards}"
+        self.group, self.tp, self._shards = group, tp, tuple(shards)
+
+    def gather(self, rows: Tensor, lens: Lens) -> Tensor:
+        """Gather the rows of all shards, one after another: one collective for equal lengths, no padding for others."""
+        if lens is None or self.group.size == 1:
+            return rows
+        own = [lens[shard] for shard in self._shards]
+        if len(set(own)) > 1:
+            return gather_exact(self.group, rows, own)
+        out = rows.new_empty((sum(own), *rows.shape[1:]))
+        self.group.all_gather(out, rows)
+        return out
+
+    def scatter_sums(self, terms: Tensor, lens: Lens) -> Tensor:
+        """Add up ``terms [all tokens, hidden]`` of every rank; return the rows of this rank's shard."""
+        if lens is None:
+            terms = self.group.all_reduce(terms)
+        elif self.group.size > 1:
+            terms = reduce_scatter_exact(self.group, terms, [lens[shard] for shard in self._shards])
+        return self.tp.all_reduce(terms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockShape:
+    """The ranks that share one copy of the experts, as shards * tp and as ep * moe_tp."""
+
+    shards: int
+    tp: int
+    ep: int
+    moe_tp: int
+    top_k: int
+    """Experts of one token."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.shards * self.tp
+
+
+def cheaper_dispatch(shape: BlockShape, lens: Sequence[int] | None) -> MoeDispatch:
+    """Return the way in which the busiest rank receives fewer tokens' hidden states.
+
+    ``lens`` are the tokens of each shard; None if all have the same ones.
+    """
+    moved = {MoeDispatch.GATHER: _gathered(shape, lens), MoeDispatch.ALL_TO_ALL: _sent(shape, lens)}
+    return min(moved, key=lambda way: moved[way])
+
+
+def _gathered(shape: BlockShape, lens: Sequence[int] | None) -> float:
+    """Gather all tokens, scatter the sums back to their shards, and add up those of TP ranks."""
+    if lens is None:
+        return 2 * _others(shape.shards) + 2 * _others(shape.tp)
+    longest = max(lens)
+    return sum(lens) - longest + (shape.shards - 1) * longest + 2 * _others(shape.tp) * longest
+
+
+def _sent(shape: BlockShape, lens: Sequence[int] | None) -> float:
+    """Send a part of the tokens to their experts and back, then gather the parts of ranks with the same tokens."""
+    longest, alike = (1, shape.size) if lens is None else (max(lens), shape.tp)
+    copies = shape.moe_tp * shape.ep * (1 - (1 - 1 / shape.ep) ** shape.top_k)
+    return longest * (2 * copies * _others(shape.size) / alike + _others(alike))
+
+
+def _others(size: int) -> float:
+    """Return the part of something evenly divided that is on the other ranks."""
+    return (size - 1) / size
+
 
 FEW_TOKENS = 4096
 """Most tokens of all shards that are gathered on GPUs, where all-to-all waits for counts; not measured."""

@@ -83,8 +83,6 @@ class KvSender:
         self._memory = memory
         self._lock = threading.Lock()
         """Lock of the sessions and the outbox, which both threads use."""
-        self.num_sent_bytes = 0
-        """Bytes of KV written and acknowledged."""
         self._sessions: dict[Transfer, SenderSession] = {}
         self._early_ends = early_ends(row.layout, least_span_bytes) if row.role is Role.PREFILL else []
         self._num_gone: dict[Transfer, int] = {}
@@ -292,7 +290,6 @@ class KvSender:
                 return
             match outcome:
                 case Written():
-                    self.num_sent_bytes += outcome.num_bytes
                     seconds = outcome.end_s - outcome.start_s
                     session.written(outcome.num_pages, outcome.num_bytes, outcome.digests, seconds)
                     self._record(outcome)

@@ -1,6 +1,6 @@
 """Sorting of expert choices by expert, all on the GPU: the host waits for no counts.
 
-The reference is ``workers.expert_parallel.expert_order``.
+The reference is ``workers.expert_parallel.routed_tokens``.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Kernel of silu(gate) * up (Shazeer, 2020) for halves side by side; the reference is workers.layers.gated_mlp."""
+"""Kernel of silu(gate) * up (Shazeer, 2020) for halves side by side; the reference is workers.layers.feed_forward."""
 
 import triton
 import triton.language as tl

@@ -1,12 +1,53 @@
-"""Linear projections: each TP rank computes some of the outputs, a part of every sum, or everything."""
+"""Products with weights, of which each TP rank computes some outputs, a part of every sum, or everything."""
 
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from workers.layers.matmul import multiply, packed
-from workers.layers.shard import Shard, ShardedLayer, WeightShard, replicated
+from workers.device import multiplies_bf16
+from workers.layers.shard import Shard, ShardedLayer, TpGroup, WeightShard, even_shard, replicated
+
+_FEW_ROWS = 2
+"""Most rows that are fastest one by one on a CPU that multiplies in fp32 only."""
+_MANY_ROWS = 16
+"""Fewest rows for which such a CPU is faster with an fp32 weight: torch's bf16 product has a quarter of the speed."""
+_PART = 1 << 20
+"""Elements of a weight that are widened at once, so that they are still cached when they are multiplied."""
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x [R, inputs] @ weight.T + bias, summed in fp32 and rounded once, on every path."""
+    if weight.is_mkldnn:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return product
+    if _is_fast(x):
+        return functional.linear(x, weight, bias)
+    if len(x) <= _FEW_ROWS and bias is None:
+        return torch.stack([torch.mv(weight, row) for row in x]) if len(x) else x.new_empty(0, len(weight))
+    return functional.linear(x, weight, bias) if len(x) < _MANY_ROWS else _multiply_in_fp32(x, weight, bias)
+
+
+def packed(weight: Tensor) -> Tensor:
+    """Rearrange a weight [outputs, inputs] for ``multiply``, where oneDNN would otherwise do so on every call."""
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not multiplies_bf16():
+        return weight.detach()
+    rearranged: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return rearranged
+
+
+def _is_fast(x: Tensor) -> bool:
+    return x.device.type != "cpu" or x.dtype != torch.bfloat16 or multiplies_bf16()
+
+
+def _multiply_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    wide, out = x.float(), x.new_empty(len(x), len(weight))
+    step = max(_PART // weight.shape[1], 1)
+    for begin in range(0, len(weight), step):
+        part = slice(begin, begin + step)
+        out[:, part] = functional.linear(wide, weight[part].float(), None if bias is None else bias[part].float())
+    return out
 
 
 class FusedLinear(ShardedLayer):
@@ -92,3 +133,43 @@ class ReplicatedLinear(ShardedLayer):
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
         yield "weight", WeightShard(self.weight, tuple(map(replicated, self.weight.shape)))
+
+
+class Embedding(ShardedLayer):
+    """Table [vocab_size, hidden_size], read by token id, or multiplied with to score every token."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, group: TpGroup) -> None:
+        super().__init__()
+        self._tokens, self._group = even_shard(vocab_size, group), group
+        self.weight = nn.Parameter(torch.empty(self._tokens.size, hidden_size), requires_grad=False)
+        self._packed: Tensor | None = None
+        """The table for ``scores``, where it is read by token id too."""
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        if self._group.size == 1:
+            return functional.embedding(token_ids, self.weight)
+        rows = token_ids - self._tokens.start
+        is_elsewhere = (rows < 0) | (rows >= self._tokens.size)
+        found = functional.embedding(rows.masked_fill(is_elsewhere, 0), self.weight)
+        return self._group.all_reduce(found.masked_fill_(is_elsewhere[:, None], 0))
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Map hidden [R, hidden_size], the same on all ranks, to [R, vocab_size], in the dtype of the table."""
+        own = multiply(hidden, self.weight if self._packed is None else self._packed)
+        if self._group.size == 1:
+            return own
+        size, num_tokens = self._group.size, self._tokens.size
+        parts = own.new_empty(size * len(own), num_tokens)
+        self._group.all_gather(parts, own)
+        by_row = parts.view(size, len(own), num_tokens).transpose(0, 1).reshape(len(own), size * num_tokens)
+        return by_row[:, : self._tokens.whole].contiguous()
+
+    def pack(self, *, is_read: bool) -> None:
+        """Pack the table for ``scores``, once it is filled; a table that is also read by token id stays as it is."""
+        if is_read:
+            self._packed = packed(self.weight)
+        else:
+            self.weight = nn.Parameter(packed(self.weight), requires_grad=False)
+
+    def weights(self) -> Iterator[tuple[str, WeightShard]]:
+        yield "weight", WeightShard(self.weight, (self._tokens, replicated(self.weight.shape[1])))

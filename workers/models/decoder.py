@@ -3,14 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from workers.expert_parallel.token_exchange import Lens
-from workers.layers.attention import Attention
+from workers.expert_parallel.token_dispatcher import Lens
+from workers.layers.attention import Attention, AttentionContext, take
 from workers.layers.config import MoeConfig
-from workers.layers.context import AttentionContext, take
-from workers.layers.embedding import Embedding
-from workers.layers.gated_mlp import GatedMLP
-from workers.layers.linear import FusedLinear, SummedLinear
-from workers.layers.moe_block import MoeBlock
+from workers.layers.feed_forward import GatedMLP, MoeBlock
+from workers.layers.linear import Embedding, FusedLinear, SummedLinear
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import RotaryEmbedding, Rotation
 from workers.layers.shard import ShardedLayer, WeightShard

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from cluster.spec.kv import FULL_ATTENTION, SLIDING_ATTENTION
 from workers.layers.config import AttentionConfig, FeedForwardConfig, MlpConfig, MoeConfig
-from workers.models.hf_config import HfConfig, UnsupportedModelError
+from workers.models.hf_config import HfConfig, UnsupportedModelError, read_rope_config
 from workers.models.interface import DecoderConfig
-from workers.models.rope_config import read_rope_config
 
 
 def read_decoder(

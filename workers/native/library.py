@@ -1,11 +1,15 @@
-"""Binding of attention.cpp's one function to torch tensors."""
+"""Bindings of the compiled library's functions to torch tensors."""
 
 import ctypes
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from workers.native.compile import compiled_library, find_compiler
 
 MOST_DIMS = 1024
 """Largest size of a head."""
@@ -70,3 +74,104 @@ class Library:
         calls = [self._helpers.submit(self._attend, ctypes.byref(arguments)) for _ in range(self._num_helpers)]
         if any([self._attend(ctypes.byref(arguments)), *(call.result() for call in calls)]):
             raise MemoryError("no memory for a tile of attention")
+
+
+_LEAST_SHARED = 1 << 17
+"""Fewest elements whose rows are divided over threads."""
+_POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class NativeElementwise:
+    """Kernels on ``num_threads`` threads, including the caller's; the elements of a row are adjacent in memory."""
+
+    def __init__(self, path: Path, num_threads: int) -> None:
+        library = ctypes.CDLL(str(path))
+        self._rms_norm, self._rotate, self._swiglu = library.baton_rms_norm, library.baton_rotate, library.baton_swiglu
+        self._store_kv = library.baton_store_kv
+        self._rms_norm.argtypes = [*[_POINTER] * 5, *[_SIZE] * 3, _FLOAT, *[_SIZE] * 2]
+        self._rotate.argtypes = [*[_POINTER] * 5, *[_SIZE] * 4, _FLOAT, *[_SIZE] * 2]
+        self._swiglu.argtypes = [*[_POINTER] * 2, *[_SIZE] * 4]
+        self._store_kv.argtypes = [*[_POINTER] * 3, *[_SIZE] * 12]
+        for function in (self._rms_norm, self._rotate, self._swiglu, self._store_kv):
+            function.restype = None
+        self._num_threads = num_threads
+        self._helpers = ThreadPoolExecutor(num_threads, "elementwise")
+
+    @classmethod
+    def load(cls) -> "NativeElementwise":
+        """Compile the library if necessary, for as many threads as torch has.
+
+        Raises:
+            CannotCompileError: there is no library, and can be none.
+        """
+        return cls(compiled_library(find_compiler()), torch.get_num_threads())
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise the last dimension of ``x [..., size]``."""
+        rows = x.reshape(-1, x.shape[-1])
+        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        self._norm(rows, None, weight, eps, out, out)
+        return out.view(x.shape)
+
+    def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return ``x + y``, both ``[rows, size]``, and the sum normalised."""
+        total, out = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+        self._norm(x, y, weight, eps, total, out)
+        return total, out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
+        """Rotate ``x [tokens, heads, head_dim]``, normalised before; ``cos``, ``sin [tokens, 1, head_dim]``."""
+        num_tokens, num_heads, head_dim = x.shape
+        assert head_dim <= MOST_DIMS, f"a head of {head_dim} dims"
+        assert x.stride(2) == 1, f"strides {x.stride()}"
+        assert cos.is_contiguous(), f"strides {cos.stride()}"
+        assert sin.is_contiguous(), f"strides {sin.stride()}"
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        pointers = [part.data_ptr() for part in (x, cos, sin)]
+        scale = None if weight is None else weight.data_ptr()
+        given = (*pointers, scale, out.data_ptr(), num_heads, head_dim, x.stride(0), x.stride(1), eps)
+        self._share(self._rotate, given, num_tokens, num_heads * head_dim)
+        return out
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up of the halves of ``[rows, 2 * size]``."""
+        num_rows, size = len(gate_up), gate_up.shape[1] // 2
+        assert gate_up.stride(1) == 1, f"strides {gate_up.stride()}"
+        out = gate_up.new_empty(num_rows, size)
+        given = (gate_up.data_ptr(), out.data_ptr(), size, gate_up.stride(0))
+        self._share(self._swiglu, given, num_rows, 2 * size)
+        return out
+
+    def store_kv(self, layer_pages: Tensor, slots: Tensor, kv: Tensor) -> None:
+        """Write rows ``kv [N, 2, H, D]`` to ``slots [N]`` int64 of ``layer_pages [page, H, 2, slot, D]``.
+
+        Only the null slot may repeat.
+        """
+        num_rows, _, num_heads, head_dim = kv.shape
+        assert kv.stride(3) == layer_pages.stride(4) == 1, f"strides {kv.stride()}, {layer_pages.stride()}"
+        assert slots.dtype == torch.int64, f"slots in {slots.dtype}"
+        assert slots.is_contiguous(), f"strides {slots.stride()}"
+        assert len(slots) == num_rows, f"{len(slots)} slots for {num_rows} rows"
+        pointers = (layer_pages.data_ptr(), slots.data_ptr(), kv.data_ptr())
+        sizes = (layer_pages.shape[3], num_heads, head_dim)
+        strides = (*layer_pages.stride()[:4], *kv.stride()[:3])
+        self._share(self._store_kv, (*pointers, *sizes, *strides), num_rows, kv[0].numel() if num_rows else 0)
+
+    def _norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Tensor) -> None:
+        num_rows, size = x.shape
+        assert x.stride(1) == 1, f"strides {x.stride()}"
+        assert y is None or y.stride(1) == 1, f"strides {y.stride()}"
+        added, y_stride = (None, 0) if y is None else (y.data_ptr(), y.stride(0))
+        pointers = (x.data_ptr(), added, weight.data_ptr(), total.data_ptr(), out.data_ptr())
+        self._share(self._rms_norm, (*pointers, size, x.stride(0), y_stride, eps), num_rows, size)
+
+    def _share(self, function: Callable[..., None], given: tuple[object, ...], num_rows: int, size: int) -> None:
+        """Call it for all rows, or divide many rows over the threads."""
+        if self._num_threads == 1 or num_rows * size < _LEAST_SHARED:
+            function(*given, 0, num_rows)
+            return
+        ends = [num_rows * part // self._num_threads for part in range(self._num_threads + 1)]
+        calls = [self._helpers.submit(function, *given, *part) for part in pairwise(ends[1:])]
+        function(*given, 0, ends[1])
+        for call in calls:
+            call.result()

@@ -24,9 +24,6 @@ class Backend(Protocol):
 
     in_background: bool
 
-    @property
-    def received_bytes(self) -> int: ...
-
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work: ...
 
     def allreduce(self, tensor: Tensor, /) -> Work: ...
@@ -85,10 +82,7 @@ class Communicator:
     collectives are waited for in the order of their starts.
     """
 
-    def __init__(
-        self, name: str, rank: int = 0, size: int = 1, backend: Backend | None = None, *, skips_empty: bool = True
-    ) -> None:
-        """Join a group; with ``skips_empty``, a call that moves no elements on any rank does not reach the backend."""
+    def __init__(self, name: str, rank: int = 0, size: int = 1, backend: Backend | None = None) -> None:
         assert (size == 1) == (backend is None), f"group {name} of {size} needs a backend exactly if > 1"
         self.name = name
         self.rank = rank
@@ -102,12 +96,6 @@ class Communicator:
         self.observe: Observe | None = None
         """Callback at the end of every call."""
         self._backend = backend
-        self._skips_empty = skips_empty
-
-    @property
-    def received_bytes(self) -> int:
-        """Return the bytes that this member has received, as the backend moves them."""
-        return self._backend.received_bytes if self._backend is not None else 0
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
         """Fill ``out [size * n, ...]`` with every member's ``tensor [n, ...]`` by rank; both contiguous."""
@@ -119,7 +107,7 @@ class Communicator:
         backend = self._backend
         if backend is None:
             out.copy_(tensor)
-        if backend is None or self._skips(tensor):
+        if backend is None or not tensor.numel():
             return Pending(None, nullcontext)
         return self._start("all_gather", lambda: backend._allgather_base(out, tensor))
 
@@ -140,14 +128,14 @@ class Communicator:
         Added up in fp32 and rounded once; every member gets the same bits.
         """
         backend = self._backend
-        if backend is not None and not self._skips(tensor):
+        if backend is not None and tensor.numel():
             self._start("all_reduce", lambda: backend.allreduce(tensor)).wait()
         return tensor
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite ``tensor`` with that of the member whose rank in the group is ``root``."""
         backend = self._backend
-        if backend is not None and not self._skips(tensor):
+        if backend is not None and tensor.numel():
             self._start("broadcast", lambda: backend.broadcast(tensor, root)).wait()
 
     def barrier(self) -> None:
@@ -170,9 +158,6 @@ class Communicator:
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.leave()
-
-    def _skips(self, tensor: Tensor) -> bool:
-        return self._skips_empty and not tensor.numel()
 
     def _start(self, call: str, begin: Callable[[], Work]) -> Pending:
         with self._translated(call):

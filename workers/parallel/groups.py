@@ -1,8 +1,14 @@
 """Rendezvous of a replica's workers: a key-value store, and one communicator per group of ranks."""
 
+import logging
+import os
+import platform
 import socket
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -10,12 +16,109 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from cluster.spec.config import Device
 from cluster.spec.strategy import Collectives
-from workers.parallel.checked import CheckedBackend, Notes
 from workers.parallel.collectives import Backend, CollectiveError, Communicator
-from workers.parallel.gloo import GlooBackend
-from workers.parallel.moved import MovedBackend
-from workers.parallel.same_host import meet_on_one_host
-from workers.parallel.start_rendezvous import exchange
+from workers.parallel.shared_memory import SharedMemoryBackend
+from workers.parallel.torch_groups import GlooBackend, MovedBackend, NcclBackend
+
+_LEFT = "left"
+_FIRST_LOOK_S, _LOOK_EVERY_S = 0.001, 0.01
+"""Poll intervals: ranks mostly arrive together, and a start has many exchanges."""
+
+
+def exchange_at_start(store: Store, name: str, global_rank: int, world_size: int, word: str) -> list[str]:
+    """Return every rank's word by global rank; every rank of the replica calls this. ``name`` is unique in the
+    store.
+
+    Raises:
+        CollectiveError: a rank has left, or says nothing within the store's timeout, or the store is gone.
+    """
+    try:
+        return exchange(store, name, global_rank, world_size, word)
+    except RuntimeError as exc:
+        raise CollectiveError(f"{name}: not all of {world_size} ranks have answered: {exc}") from exc
+
+
+def leave_store(store: Store, global_rank: int) -> None:
+    """Announce that this rank leaves, which ends the others' waits for it."""
+    with suppress(RuntimeError):  # the store may have gone with its rank
+        store.set(_LEFT, str(global_rank))
+
+
+def exchange(store: Store, name: str, rank: int, size: int, word: str) -> list[str]:
+    """Return the words of a group's ranks, by rank; RuntimeError if one does not come. ``store`` has no prefix."""
+    store.set(f"{name}/{rank}", word)
+    words = [word_at(store, f"{name}/{peer}") for peer in range(size)]
+    # A rank may have written its word and given up since: the next exchange would wait for it.
+    _check_all_stay(store)
+    return words
+
+
+def word_at(store: Store, key: str) -> str:
+    """Return a rank's word; RuntimeError if a rank of the replica leaves first, or at the store's timeout."""
+    limit_s: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stubs leave it out
+    end_s, pause_s = time.monotonic() + limit_s, _FIRST_LOOK_S
+    while not store.check([key]):
+        _check_all_stay(store)
+        if time.monotonic() > end_s:
+            raise RuntimeError(f"nothing within {limit_s:g} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LOOK_EVERY_S)
+    return bytes(store.get(key)).decode()
+
+
+def _check_all_stay(store: Store) -> None:
+    if store.check([_LEFT]):
+        raise RuntimeError(f"rank {bytes(store.get(_LEFT)).decode()} has left")
+
+
+_log = logging.getLogger(__name__)
+
+
+def host_identity() -> str | None:
+    """Return an identity of processes that can map each other's memory and watch each other; None if none can."""
+    if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot_id} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
+    except OSError:
+        return None
+
+
+def meet_on_one_host(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> "SharedMemoryBackend | None":
+    """Share memory with all other ranks of a group if all are on one host; otherwise return None on every rank.
+
+    Every rank calls this; ``name`` is unique in the store. RuntimeError when a rank does not come.
+    """
+    identities = exchange(store, f"{name}/host", rank, size, host_identity() or f"alone {rank}")
+    if len(set(identities)) > 1:
+        return None
+    pids = [int(pid) for pid in exchange(store, f"{name}/pid", rank, size, str(os.getpid()))]
+    memory = f"{name}/memory"
+    backend: SharedMemoryBackend | None = None
+    try:
+        descriptor = _create(store, memory, size) if rank == 0 else _open(word_at(store, memory), pids[0])
+        backend = SharedMemoryBackend(descriptor, rank, pids, timeout.total_seconds())
+    except (OSError, ValueError) as error:
+        _log.warning("no shared memory with the ranks of processes %s: %s", pids, error)
+    outcomes = exchange(store, f"{name}/outcome", rank, size, "failed" if backend is None else "mapped")
+    return backend if set(outcomes) == {"mapped"} else None
+
+
+def _create(store: Store, key: str, size: int) -> int:
+    try:
+        descriptor = os.memfd_create("baton-collectives")
+        os.ftruncate(descriptor, SharedMemoryBackend.num_bytes(size))
+    except OSError:
+        store.set(key, "none")
+        raise
+    store.set(key, str(descriptor))
+    return descriptor
+
+
+def _open(descriptor: str, owner_pid: int) -> int:
+    return os.open(f"/proc/{owner_pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+
 
 ReplicaStore = TCPStore
 """Store at which the ranks of one replica exchange data until their groups are up."""
@@ -54,16 +157,14 @@ def join_group(
     host: str,
     timeout_s: float,
     collectives: Collectives = Collectives.AUTO,
-    check: bool = False,
     device: Device = Device.CPU,
 ) -> Communicator:
     """Meet the other members of a group; every member calls this, for several groups in the same order.
 
     ``members`` are global ranks in group order, ``name`` is unique in the store, ``host`` is the local address
     other members can reach. The wait ends at the store's timeout, or as soon as a rank of the replica has left. A
-    later call that lacks a peer for ``timeout_s`` raises CollectiveError; with ``check``,
-    for which all groups of a replica have one store, so does one that differs from a peer's. On a GPU, collectives
-    use NCCL, unless ``collectives`` asks for TCP through the host.
+    later call that lacks a peer for ``timeout_s`` raises CollectiveError. On a GPU, collectives use NCCL, unless
+    ``collectives`` asks for TCP through the host.
     """
     rank, size = members.index(global_rank), len(members)
     if size == 1:
@@ -74,9 +175,7 @@ def join_group(
         backend = _meet(store, name, rank, size, host, timedelta(seconds=timeout_s), collectives, device)
     except RuntimeError as exc:
         raise CollectiveError(f"group {name} of ranks {list(members)} did not meet: {exc}") from exc
-    if check:
-        backend = CheckedBackend(backend, rank, size, Notes(PrefixStore("begun", store), name, members, global_rank))
-    return Communicator(name, rank, size, backend, skips_empty=not check)
+    return Communicator(name, rank, size, backend)
 
 
 def _meet(
@@ -91,9 +190,6 @@ def _meet(
 ) -> Backend:
     scope = PrefixStore(name, store)
     if device is Device.CUDA and collectives is Collectives.AUTO:
-        # Not in torch's builds for the CPU.
-        from workers.parallel.nccl import NcclBackend
-
         gpu = torch.device("cuda", torch.cuda.current_device())
         return MovedBackend(NcclBackend(scope, rank, size, timeout), gpu)
     backend: Backend | None = None

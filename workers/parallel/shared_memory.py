@@ -6,21 +6,117 @@ never used takes no memory. Needs a machine whose stores become visible in order
 
 import mmap
 import os
+import select
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.parallel.peer_flags import Flag, PeerFlags
-from workers.parallel.traffic import WHOLE_SUM_BYTES
+_LINE = 8
+"""Number of 8-byte words per rank: a cache line, so that ranks do not slow each other down."""
+_SPINS = 300
+"""Polls of a flag before the core is yielded to others: some 20 microseconds."""
+_YIELD_S = 200e-6
+_LONGEST_PAUSE_S = 1e-3
+
+
+class Flag(IntEnum):
+    """Number that one rank writes and all others read; it never decreases."""
+
+    PUBLISHED = 0
+    CONSUMED = 1
+    LEFT = 2
+    SUMMED = 3
+
+
+class PeerFlags:
+    """One rank's view of a group's flags."""
+
+    def __init__(self, memory: memoryview, rank: int, pids: Sequence[int], timeout_s: float) -> None:
+        """Wrap ``memory``, which begins with ``num_bytes`` of zeros that all ranks map; ``pids`` are by rank."""
+        self.peers = [peer for peer in range(len(pids)) if peer != rank]
+        self._flags = memory[: self.num_bytes(len(pids))].cast("q")
+        self._rank, self._pids, self._timeout_s = rank, pids, timeout_s
+        self._watch = select.poll()
+        self._watched = {os.pidfd_open(pids[peer]): peer for peer in self.peers}
+        for watched in self._watched:
+            self._watch.register(watched, select.POLLIN)
+        weakref.finalize(self, _leave, self._flags, rank, list(self._watched))
+
+    @staticmethod
+    def num_bytes(size: int) -> int:
+        """Return the memory that the flags of a group of ``size`` take."""
+        return size * _LINE * 8
+
+    def set(self, flag: Flag, number: int) -> None:
+        """Publish a number; writes to shared memory before this call are visible to whoever reads it."""
+        self._flags[self._rank * _LINE + flag] = number
+
+    def wait_for(self, flag: Flag, peers: Iterable[int], number: int) -> None:
+        """Return once the flags of all ``peers`` are ``number`` or more; RuntimeError if one is gone or too slow."""
+        flags = self._flags
+        for peer in peers:
+            place = peer * _LINE + flag
+            if flags[place] < number:
+                for _ in range(_SPINS):
+                    if flags[place] >= number:
+                        break
+                else:
+                    self._wait_slowly(place, peer, number)
+
+    def failure(self, reason: str) -> RuntimeError:
+        """Return the error to raise. Numbers no longer agree after it, so this rank leaves and peers do not wait for
+        it.
+        """
+        self.set(Flag.LEFT, 1)
+        return RuntimeError(reason)
+
+    def _wait_slowly(self, place: int, peer: int, number: int) -> None:
+        """Yield to other threads at first, then sleep a fortieth of the time waited so far."""
+        begin_s = time.monotonic()
+        for turn in count():
+            if self._flags[place] >= number:
+                return
+            waited_s = time.monotonic() - begin_s
+            if waited_s < _YIELD_S:
+                os.sched_yield()
+                continue
+            if turn % 8 == 0 or waited_s > 0.01:
+                self._check(place, number)
+            if waited_s > self._timeout_s:
+                raise self.failure(f"{self._described(peer)} did not answer in {self._timeout_s} s")
+            time.sleep(min(waited_s / 40, _LONGEST_PAUSE_S))
+
+    def _check(self, place: int, number: int) -> None:
+        """Raise RuntimeError if a peer has left, unless the awaited number came before that."""
+        gone = [self._watched[watched] for watched, _ in self._watch.poll(0)]
+        gone += [peer for peer in self.peers if self._flags[peer * _LINE + Flag.LEFT]]
+        if gone and self._flags[place] < number:
+            raise self.failure(f"{self._described(gone[0])} is gone")
+
+    def _described(self, peer: int) -> str:
+        return f"rank {peer} (process {self._pids[peer]})"
+
+
+def _leave(flags: memoryview, rank: int, watched: Sequence[int]) -> None:
+    flags[rank * _LINE + Flag.LEFT] = 1
+    for descriptor in watched:
+        os.close(descriptor)
+
 
 Bytes = NDArray[np.uint8]
 
+WHOLE_SUM_BYTES = 128 << 10
+"""Largest sum that every rank adds up as a whole; for larger ones, reading costs more than waiting a second time.
+Measured on two cores, for two ranks as for four.
+"""
 PIECE_BYTES = 64 << 20
 """Largest part of a rank moved at once; larger ones are split. A power of two."""
 _SLOTS = 2
@@ -64,7 +160,6 @@ class SharedMemoryBackend:
         whole_sum_bytes: int = WHOLE_SUM_BYTES,
     ) -> None:
         """Map ``descriptor``, a file of ``num_bytes`` zeros, and take ownership of it; ``pids`` are by rank."""
-        self.received_bytes = 0
         self._descriptor, self._piece_bytes, self._whole_sum_bytes = descriptor, piece_bytes, whole_sum_bytes
         self._rank, self._size = rank, len(pids)
         memory = mmap.mmap(descriptor, self.num_bytes(self._size))
@@ -148,7 +243,7 @@ class SharedMemoryBackend:
             if place < self._num_pieces(part):
                 self._flags.wait_for(Flag.PUBLISHED, [peer], self._number(place))
                 piece = self._piece(part, place)
-                self._read(peer, self._slot_of(place), slice(piece.size), piece)
+                np.copyto(piece, self._slot(peer, self._slot_of(place))[: piece.size])
 
     def _add_up(self, data: Bytes, dtype: torch.dtype, place: int) -> None:
         piece, slot = self._piece(data, place), self._slot_of(place)
@@ -165,7 +260,7 @@ class SharedMemoryBackend:
         np.copyto(piece[own], mine)
         for peer in self._flags.peers:
             self._flags.wait_for(Flag.SUMMED, [peer], self._number(place))
-            self._read(peer, slot, shares[peer], piece[shares[peer]])
+            np.copyto(piece[shares[peer]], self._slot(peer, slot)[shares[peer]])
 
     def _sum(self, slot: int, share: slice, dtype: torch.dtype, out: Bytes) -> None:
         """Add up one share of all ranks' pieces in ``slot``."""
@@ -176,11 +271,6 @@ class SharedMemoryBackend:
         for part in rest:
             total += part
         torch.from_numpy(out).view(dtype).copy_(total)
-        self.received_bytes += (self._size - 1) * out.size
-
-    def _read(self, peer: int, slot: int, share: slice, out: Bytes) -> None:
-        np.copyto(out, self._slot(peer, slot)[share])
-        self.received_bytes += out.size
 
     def _shares(self, num_bytes: int, itemsize: int) -> list[slice]:
         """Return each rank's share, by whole elements."""

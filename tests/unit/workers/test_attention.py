@@ -16,8 +16,8 @@ from tests.fakes.kernel_cases import PagedCase, any_params, check_paged, check_r
 from tests.unit.workers.test_row_attention import check, masked_attention, new_rows, rank_pairs
 from workers import device
 from workers.attention import torch_backend
+from workers.attention.interface import AttentionParams
 from workers.attention.merge import Partial, merge
-from workers.attention.params import AttentionParams
 from workers.attention.registry import BACKENDS, load_backend
 from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention

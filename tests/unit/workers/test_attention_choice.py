@@ -12,7 +12,7 @@ from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
 from cluster.spec.kv import key_value_group
 from workers.attention import registry
-from workers.attention.params import Feature
+from workers.attention.interface import Feature
 from workers.attention.registry import choose_backend, needs_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

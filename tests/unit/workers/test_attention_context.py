@@ -113,7 +113,7 @@ def test_a_gpu_is_not_waited_for_in_a_step(
     stored: list[Any] = []
     moved = SimpleNamespace(wait=lambda: True)
     backend: Any = SimpleNamespace(
-        in_background=in_background, received_bytes=0, _allgather_base=lambda *_: moved, shift=lambda *_: moved
+        in_background=in_background, _allgather_base=lambda *_: moved, shift=lambda *_: moved
     )
     exchange, meta = CpExchange(Communicator("cp", 1, 2, backend)), torch.device("meta")
     pool = kv_pool(10, 2, 2, 4, 8, torch.float32, device=meta)

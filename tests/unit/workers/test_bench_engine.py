@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from cluster.spec.config import Device
-from workers.bench.engine import EngineBench, num_same, timed
+from workers.bench.engine import EngineBench, TransformersPeer, num_same, timed
 from workers.bench.results import DeviceLimits
 from workers.bench.shapes import SHAPES, BenchShape
-from workers.bench.transformers_peer import TransformersPeer
 from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
 from workers.models.registry import parse_model_config

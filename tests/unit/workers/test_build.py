@@ -21,7 +21,7 @@ from cluster.spec.transfer_messages import Ticket
 from tests.fakes.rows import GEOMETRY, LAYOUT, make_row, sizes
 from tests.fakes.worker_specs import lone_worker
 from workers.build import make_leader
-from workers.context_parallel.rates import ModelShape, Rates
+from workers.context_parallel.cost_model import ModelShape, Rates
 
 CP = 2
 SHAPE = ModelShape(num_layers=2, linear_flops=10**9, kv_flops=0, attention_flops=0, kv_row_bytes=16, q_row_bytes=16)

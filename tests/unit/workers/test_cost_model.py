@@ -12,14 +12,18 @@ from workers.attention.runs import Run
 from workers.context_parallel import cost_model
 from workers.context_parallel.cost_model import (
     MIN_GAIN,
+    TILE,
+    ModelShape,
+    Rates,
     StrategyChoice,
     StrategyChooser,
+    attended_pairs,
     choose,
     choose_passing,
+    computed_pairs,
+    estimate_step_s,
     undivided,
 )
-from workers.context_parallel.estimate import TILE, attended_pairs, computed_pairs, estimate_step_s
-from workers.context_parallel.rates import ModelShape, Rates
 from workers.context_parallel.shard_plan import ShardPlan, make_shard_plan
 from workers.context_parallel.step_shape import make_step_shape
 

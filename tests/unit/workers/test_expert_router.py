@@ -12,7 +12,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from workers.layers.config import MoeConfig
-from workers.layers.expert_router import ExpertRouter
+from workers.layers.feed_forward import ExpertRouter
 
 HIDDEN = 16
 

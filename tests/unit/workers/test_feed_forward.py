@@ -14,10 +14,9 @@ from cluster.spec.config import ParallelConfig
 from cluster.spec.ranks import axis_problems
 from cluster.spec.strategy import MoeDispatch
 from tests.fakes.thread_layout import on_thread_layout
-from workers.expert_parallel.dispatch_cost import BlockShape, cheaper_dispatch
+from workers.expert_parallel.token_dispatcher import BlockShape, cheaper_dispatch
 from workers.layers.config import MoeConfig
-from workers.layers.gated_mlp import GatedMLP
-from workers.layers.moe_block import MoeBlock
+from workers.layers.feed_forward import GatedMLP, MoeBlock
 from workers.parallel.model_groups import ModelGroups
 
 Block = TypeVar("Block", bound=nn.Module)

@@ -18,8 +18,7 @@ from tests.fakes.worker_specs import worker_of
 from workers.engine.rank_groups import join_groups
 from workers.handoff.post import send_to_ranks
 from workers.parallel.collectives import Communicator
-from workers.parallel.groups import join_group
-from workers.parallel.start_rendezvous import exchange_at_start, leave_store
+from workers.parallel.groups import exchange_at_start, join_group, leave_store
 
 
 def test_every_rank_learns_what_all_say() -> None:

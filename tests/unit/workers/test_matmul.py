@@ -8,10 +8,8 @@ from torch.nn import functional
 
 from tests.fakes.checkpoints import make_checkpoint
 from workers.engine.weights import load_model
-from workers.layers import matmul
-from workers.layers.embedding import Embedding
-from workers.layers.linear import FusedLinear
-from workers.layers.matmul import multiply, packed
+from workers.layers import linear
+from workers.layers.linear import Embedding, FusedLinear, multiply, packed
 from workers.layers.shard import replicated
 
 
@@ -35,7 +33,7 @@ def draw(*shape: int) -> torch.Tensor:
 def has_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """A processor that multiplies bf16, as far as oneDNN does on this one, and one that does not."""
     has_bf16 = request.param and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    monkeypatch.setattr(matmul, "multiplies_bf16", lambda: has_bf16)
+    monkeypatch.setattr(linear, "multiplies_bf16", lambda: has_bf16)
     return has_bf16
 
 
@@ -44,7 +42,7 @@ def has_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_every_way_gives_the_same_product(
     num_rows: int, has_bias: bool, has_bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul, "_PART", 160 * 20)
+    monkeypatch.setattr(linear, "_PART", 160 * 20)
     weight, bias, x = draw(96, 160), draw(96) if has_bias else None, draw(num_rows, 2, 160)[:, 1]
     kept = packed(weight)
     assert kept.is_mkldnn == has_bf16

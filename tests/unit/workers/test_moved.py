@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from workers.parallel.collectives import Work
-from workers.parallel.moved import MovedBackend
+from workers.parallel.torch_groups import MovedBackend
 
 THERE = torch.device("meta")
 
@@ -24,7 +24,6 @@ class Elsewhere:
     """A backend that takes tensors of one device, and notes the calls."""
 
     in_background = True
-    received_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

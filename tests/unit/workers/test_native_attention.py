@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool
 from tests.unit.workers.test_row_attention import check, masked_attention, rank_pairs, seen_by_definition, tensors
-from workers.attention.interface import AttentionBackend
+from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial
 from workers.attention.native_backend import NativeAttention
-from workers.attention.params import AttentionParams
 from workers.attention.runs import Run
 from workers.native.compile import Compiler, find_compiler, runnable_kinds
 

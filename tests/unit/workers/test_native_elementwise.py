@@ -10,12 +10,11 @@ from torch.nn import functional
 
 from tests.fakes.kv import kv_pool
 from workers.kernels import elementwise
-from workers.layers.gated_mlp import gated
+from workers.layers.feed_forward import gated
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import Rotation
-from workers.native import elementwise as native_elementwise
 from workers.native.compile import Compiler, compiled_library, find_compiler, runnable_kinds
-from workers.native.elementwise import NativeElementwise
+from workers.native.library import NativeElementwise
 
 pytestmark = pytest.mark.native
 
@@ -112,7 +111,7 @@ def test_numbers_at_the_edge(library: NativeElementwise) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_threads_share_many_rows(library: NativeElementwise, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_elementwise, "_LEAST_SHARED", 64)
+    monkeypatch.setattr("workers.native.library._LEAST_SHARED", 64)
     shared = NativeElementwise(compiled_library(find_compiler()), num_threads)
     x, y, layer = draw(1, 50, 64), draw(2, 50, 64), norm(3, 64)
     cos, sin = draw(4, 50, 1, 64), draw(5, 50, 1, 64)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
-from workers.parallel import nccl
+from workers.parallel import torch_groups
 from workers.parallel.collectives import CollectiveError, Communicator
-from workers.parallel.nccl import NcclBackend
+from workers.parallel.torch_groups import NcclBackend
 
 RANK, SIZE = 1, 3
 
@@ -109,7 +109,7 @@ def test_a_sum_is_one_call(group: Group) -> None:
 def test_what_never_ends_is_left_alone(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a recorded sum is still held, or another group's kernel waits for a dead rank."""
     released = threading.Event()
-    monkeypatch.setattr(nccl, "LEAVE_S", 0.05)
+    monkeypatch.setattr(torch_groups, "LEAVE_S", 0.05)
     monkeypatch.setattr(group, "abort", released.wait)
     make_communicator().destroy()
     released.set()

@@ -11,9 +11,8 @@ from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool
 from tests.fakes.steps import Request, step_of
 from tests.fakes.thread_group import CompletedWork
-from workers.attention.interface import AttentionBackend, GraphShape, RowAttention, StepAttention
+from workers.attention.interface import AttentionBackend, AttentionParams, GraphShape, RowAttention, StepAttention
 from workers.attention.merge import Partial
-from workers.attention.params import AttentionParams
 from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
 from workers.engine.attention_context import CpExchange, StepContext
@@ -38,8 +37,6 @@ class Awaited(CompletedWork):
 
 class SilentPeers:
     """A group whose other members send nothing: it only notes what is begun and awaited."""
-
-    received_bytes = 0
 
     def __init__(self, events: list[str], *, in_background: bool) -> None:
         self._events, self.in_background = events, in_background

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from workers.memory.pinned import PinnedMemory
+from workers.memory.copy import PinnedMemory
 from workers.rank import Rank
 
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713

@@ -19,13 +19,11 @@ from tests.fakes.prefill_steps import PAGE_SIZE as PAGE_SIZE_OF_STEPS
 from tests.fakes.prefill_steps import PrefillSteps
 from tests.fakes.thread_group import on_thread_ranks
 from workers.cache.page_allocator import PageAllocator
-from workers.context_parallel.cost_model import StrategyChooser
-from workers.context_parallel.rates import ModelShape, Rates
+from workers.context_parallel.cost_model import ModelShape, Rates, StrategyChooser
 from workers.context_parallel.step_time import even_chunk
 from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator
-from workers.parallel.model_groups import ModelGroups
-from workers.parallel.pipeline import Pipeline
+from workers.parallel.model_groups import ModelGroups, Pipeline
 from workers.scheduler.sequence import RequestParams, Sequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 

@@ -13,7 +13,7 @@ from cluster.spec.lifecycle import Role
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.worker_specs import lone_worker
 from workers import rank
-from workers.parallel.start_rendezvous import exchange
+from workers.parallel.groups import exchange
 
 
 def test_a_machine_without_gpu_is_told_before_the_groups_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,16 @@ from tests.fakes.generation import generate
 from tests.fakes.kinds import all_of
 from tests.fakes.recall_prompts import LINK_LEN, chain_prompt, needle_prompt, recall_oracle
 from workers.engine.weights import load_model
-from workers.layers.experts import Experts
-from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT, VERSION_KEY, build_recall_checkpoint
-from workers.models.recall_tokenizer import EOS_TOKEN_IDS, NEWLINE_ID, build_tokenizer
+from workers.layers.feed_forward import Experts
+from workers.models.recall import (
+    DEMO_ANSWER,
+    DEMO_PROMPT,
+    EOS_TOKEN_IDS,
+    NEWLINE_ID,
+    VERSION_KEY,
+    build_recall_checkpoint,
+    build_tokenizer,
+)
 from workers.models.recall_weights import END_ID, MAX_LEN, VOCAB_SIZE, token_codes
 from workers.models.registry import read_model_config
 

@@ -9,8 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from workers.layers import rotary
 from workers.layers.rotary import RotaryEmbedding
-from workers.models.hf_config import UnsupportedModelError
-from workers.models.rope_config import read_rope_config
+from workers.models.hf_config import UnsupportedModelError, read_rope_config
 
 HEAD_DIM, MAX_LEN = 64, 2048
 

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from cluster.spec.strategy import Strategy
 from workers.attention.merge import Partial
-from workers.attention.pieces import Piece, row_pieces
-from workers.attention.runs import Run, sees_any
+from workers.attention.runs import Piece, Run, row_pieces, sees_any
 from workers.context_parallel.shard_plan import make_shard_plan
 
 KV_HEADS, GROUPS, DIM = 2, 3, 8

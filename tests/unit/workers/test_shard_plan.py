@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from cluster.spec.strategy import Strategy
 from workers.attention.runs import Run
-from workers.context_parallel.shard_plan import Owner, ShardPlan, make_shard_plan
-from workers.context_parallel.strategies import STRATEGIES
+from workers.context_parallel.shard_plan import STRATEGIES, Owner, ShardPlan, make_shard_plan
 
 requests = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30)), max_size=6)
 plans = st.builds(

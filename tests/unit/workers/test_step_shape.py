@@ -12,8 +12,7 @@ from cluster.spec.strategy import Passing, Strategy
 from cluster.spec.tiers import TierJob, TierJobKind
 from tests.fakes.steps import Request, scheduled_of, step_of
 from workers.cache.page_allocator import PageAllocator
-from workers.context_parallel.cost_model import choose, undivided
-from workers.context_parallel.rates import ModelShape, Rates
+from workers.context_parallel.cost_model import ModelShape, Rates, choose, undivided
 from workers.context_parallel.shard_plan import make_shard_plan
 from workers.context_parallel.step_shape import join_shapes, make_step_shape
 from workers.engine.batch import build_step_batch

@@ -7,14 +7,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from workers.attention.interface import GraphShape, RowAttention
+from workers.attention.interface import AttentionParams, GraphShape, RowAttention
 from workers.attention.merge import Partial, empty_partial
-from workers.attention.params import AttentionParams
-from workers.attention.pieces import paged_pieces, row_pieces
-from workers.attention.runs import Run
+from workers.attention.runs import Run, paged_pieces, row_pieces
 from workers.attention.torch_backend import TorchAttention
-from workers.attention.triton.decode import DecodeAttention
-from workers.attention.triton.results import unwritten, unwritten_parts
+from workers.attention.triton.decode import DecodeAttention, unwritten, unwritten_parts
 from workers.attention.triton.tiling import Item, Segment, Tiling, cut, split
 from workers.device import on_device
 from workers.kernels.attention import MOST_BLOCK_KEYS, Blocks, attend, blocks_for

@@ -7,12 +7,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.attention.interface import GraphShape
+from workers.attention.interface import AttentionParams, GraphShape
 from workers.attention.merge import Partial
-from workers.attention.params import AttentionParams
-from workers.attention.triton.results import unwritten, unwritten_parts
 from workers.attention.triton.tiling import PROGRAMS, fair_share, piece_lens
 from workers.kernels.attention import SEGMENT_FIELDS, TILE_FIELDS, attend, blocks_for
+from workers.kernels.parts import Parts
+
+
+def unwritten(query: Tensor, value_dim: int) -> Partial:
+    """Allocate a result for ``query [T, heads, D]``."""
+    shape = query.shape[:-1]
+    return Partial(query.new_empty(*shape, value_dim), query.new_empty(shape, dtype=torch.float32))
+
+
+def unwritten_parts(query: Tensor, value_dim: int, arrived: Tensor) -> Parts:
+    """Allocate parts of a result for ``query [T, heads, D]``; ``arrived`` are their counters."""
+    shape = (len(arrived), query.shape[1])
+    found, lse = (query.new_empty(size, dtype=torch.float32) for size in ((*shape, value_dim), shape))
+    return Parts(found, lse, arrived)
 
 
 class DecodeAttention:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.kernel_cases import DTYPES, PagedCase, any_params, check_paged, check_rows, paged_cases, prompt_cases
 from tests.unit.workers.test_row_attention import new_rows, rank_pairs
-from workers.attention.params import AttentionParams
+from workers.attention.interface import AttentionParams
 from workers.attention.runs import Run
 from workers.attention.triton import backend as triton_backend
 from workers.attention.triton import tiling

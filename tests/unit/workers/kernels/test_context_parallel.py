@@ -12,9 +12,8 @@ from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import Scenario, ScenarioRun, check_scenario
 from tests.fakes.pairwise import all_pairs
 from tests.fakes.thread_group import on_thread_ranks
-from workers.attention.interface import GraphShape
+from workers.attention.interface import AttentionParams, GraphShape
 from workers.attention.merge import Partial
-from workers.attention.params import AttentionParams
 from workers.attention.runs import Run
 from workers.attention.triton.backend import TritonAttention
 

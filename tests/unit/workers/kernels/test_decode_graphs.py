@@ -38,7 +38,7 @@ from workers.engine.capture import CaptureError
 from workers.engine.contexts import make_context
 from workers.engine.decode_graphs import REPLAYED, DecodeGraphs
 from workers.engine.weights import load_model
-from workers.layers.experts import Experts
+from workers.layers.feed_forward import Experts
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator

@@ -37,8 +37,7 @@ from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
-from workers.parallel.model_groups import ModelGroups
-from workers.parallel.pipeline import Pipeline
+from workers.parallel.model_groups import ModelGroups, Pipeline
 
 TOTAL, WEIGHTS, ACTIVATIONS, OTHERS, GRAPH, WORKSPACE = (n * GIB for n in (100, 16, 2, 1, 3, 4))
 SIZES = batch_sizes(8)
@@ -272,13 +271,6 @@ def test_which_pools_capture(text: dict[str, Any], reason: str) -> None:
     assert why_not_captured(config, config.decode) == reason
     assert captures_decode(config, config.decode) == (not reason)
     assert not captures_decode(config, config.prefill)
-
-
-def test_what_ranks_compare_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATON_CHECK_COLLECTIVES", "1")
-    config = DeployConfig.model_validate({"resources": {"device": "cuda"}, "decode": {"parallel": {"tp": 2}}})
-    assert why_not_captured(config, config.decode) == "sums that ranks compare"
-    assert why_not_captured(DeployConfig(), DeployConfig().decode) == ""
 
 
 def test_no_pool_on_a_cpu_captures() -> None:

@@ -1,0 +1,160 @@
+"""Feed-forward half of a decoder layer: a gated MLP, or a few of many experts per token."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from workers.device import has_kernels, index_on
+from workers.expert_parallel.routed_tokens import NO_EXPERT, RoutedTokens, order_by_expert
+from workers.expert_parallel.token_dispatcher import Lens, TokenExchange, make_dispatcher
+from workers.kernels.elementwise import elementwise_kernels
+from workers.layers.config import MoeConfig
+from workers.layers.linear import FusedLinear, ReplicatedLinear, SummedLinear, multiply
+from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
+from workers.parallel.model_groups import ModelGroups
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up of the halves of [num_tokens, 2 * size]."""
+    if (kernels := elementwise_kernels(gate_up)) is not None:
+        return kernels.swiglu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+class GatedMLP(nn.Module):
+    """Gated MLP whose width the TP ranks of all DP ranks share; they gather their tokens."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, groups: ModelGroups, *, bias: bool) -> None:
+        super().__init__()
+        inner = even_shard(intermediate_size, groups.dense_width)
+        self.gate_up_proj = FusedLinear(hidden_size, {"gate_proj": inner, "up_proj": inner}, bias=bias)
+        self.down_proj = SummedLinear(inner, hidden_size, bias=bias)
+        self._exchange = TokenExchange(groups.dp, groups.dense_shards, groups.tp)
+
+    def forward(self, x: Tensor, lens: Lens) -> Tensor:
+        inner = gated(self.gate_up_proj(self._exchange.gather(x, lens)))
+        out: Tensor = self.down_proj(inner, lambda terms: self._exchange.scatter_sums(terms, lens))
+        return out
+
+
+class ExpertRouter(ShardedLayer):
+    """Router table that every rank holds whole. Softmax comes before top k, as in the training of checkpoints."""
+
+    def __init__(self, hidden_size: int, moe: MoeConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size), requires_grad=False)
+        self._moe = moe
+
+    def forward(self, hidden: Tensor, counted: Tensor | None = None) -> RoutedTokens:
+        """Route hidden [tokens, hidden]; see AttentionContext for ``counted``."""
+        logits, moe = multiply(hidden, self.weight), self._moe
+        if has_kernels(logits):
+            from workers.kernels.choose_experts import choose_experts
+
+            chosen = choose_experts(logits, moe.top_k, counted, sum_to_one=moe.renormalize)
+            return RoutedTokens(hidden, *chosen)
+        likelihoods = logits.softmax(dim=-1, dtype=torch.float32)
+        weights, experts = likelihoods.topk(moe.top_k, dim=-1)
+        if moe.renormalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        experts = experts.to(torch.int32)
+        return RoutedTokens(hidden, experts if counted is None else experts.masked_fill(~counted, NO_EXPERT), weights)
+
+    def weights(self) -> Iterator[tuple[str, WeightShard]]:
+        yield "weight", WeightShard(self.weight, tuple(map(replicated, self.weight.shape)))
+
+
+FEW_CHOICES = 32_768
+"""Most choices for which all get rows, wherever their experts are, so that the host waits for no counts: 128 MiB for
+hidden states of 2,048.
+"""
+
+
+class Experts(ShardedLayer):
+    """Experts of one EP rank, an equal run of all, with a part of each one's width."""
+
+    def __init__(self, hidden_size: int, inner: Shard, numbers: range) -> None:
+        super().__init__()
+        num_local = len(numbers)
+        self.gate_up = nn.Parameter(torch.empty(num_local, 2 * inner.size, hidden_size), requires_grad=False)
+        self.down = nn.Parameter(torch.empty(num_local, hidden_size, inner.size), requires_grad=False)
+        self.loads = torch.zeros(num_local, dtype=torch.int64, device="cpu")
+        """Tokens that each expert has computed since the start; on its device from the first step on."""
+        self.numbers = numbers
+        """Numbers of these experts in the model."""
+        self._inner = inner
+
+    def forward(self, routed: RoutedTokens) -> Tensor:
+        """Return what these experts add to each token, weighted: ``[tokens, hidden]``."""
+        self.loads = self.loads.to(routed.hidden.device)  # once: each copy would wait for the GPU
+        if has_kernels(routed.hidden):
+            return self._grouped(routed)
+        order, counts = self._counted(routed.experts)
+        tokens, weights = order // routed.experts.shape[1], routed.weights.flatten()[order]
+        out = torch.zeros(routed.hidden.shape, dtype=torch.float32, device=routed.hidden.device)
+        for expert, (mine, weight) in enumerate(
+            zip(torch.split(tokens, counts), torch.split(weights, counts), strict=True)
+        ):
+            if len(mine):
+                inner = gated(multiply(routed.hidden[mine], self.gate_up[expert]))
+                answer = multiply(inner, self.down[expert])
+                out.index_add_(0, mine, answer.float() * weight[:, None])
+        return out.to(routed.hidden.dtype)
+
+    def _grouped(self, routed: RoutedTokens) -> Tensor:
+        """Compute all experts at once."""
+        from workers.kernels.expert_rows import ExpertRows, expert_rows
+        from workers.kernels.grouped_matmul import block_rows_for, grouped_matmul, tiles_of
+        from workers.kernels.sum_choices import sum_choices
+
+        hidden, experts = routed.hidden, routed.experts
+        if experts.numel() <= FEW_CHOICES:
+            block_rows = block_rows_for(experts.numel(), len(self.loads), hidden.itemsize)
+            sorted_rows = expert_rows(experts, self.numbers.start, self.loads, block_rows)
+        else:
+            order, counts = self._counted(experts)
+            rows = torch.full_like(experts, -1)
+            rows.view(-1)[order] = torch.arange(len(order), dtype=rows.dtype, device=rows.device)
+            tokens = (order // experts.shape[1]).to(torch.int32)
+            sorted_rows = ExpertRows(tokens, rows, tiles_of(counts, hidden.itemsize, hidden.device))
+        inner = gated(grouped_matmul(hidden, self.gate_up, sorted_rows.tiles, sorted_rows.tokens))
+        return sum_choices(grouped_matmul(inner, self.down, sorted_rows.tiles), sorted_rows.rows, routed.weights)
+
+    def _counted(self, experts: Tensor) -> tuple[Tensor, list[int]]:
+        """Count tokens on each expert; see ``order_by_expert``."""
+        order, counts = order_by_expert(experts, self.numbers.start, len(self.loads))
+        self.loads += index_on(counts, self.loads.device)
+        return order, counts
+
+    def weights(self) -> Iterator[tuple[str, WeightShard]]:
+        """Yield the projections of every expert, by its number."""
+        hidden = replicated(self.gate_up.shape[2])
+        for index, expert in enumerate(self.numbers):
+            gate, up = self.gate_up[index].chunk(2)
+            yield f"{expert}.gate_proj.weight", WeightShard(gate, (self._inner, hidden))
+            yield f"{expert}.up_proj.weight", WeightShard(up, (self._inner, hidden))
+            yield f"{expert}.down_proj.weight", WeightShard(self.down[index], (hidden, self._inner))
+
+
+class MoeBlock(nn.Module):
+    def __init__(self, hidden_size: int, moe: MoeConfig, groups: ModelGroups) -> None:
+        super().__init__()
+        num_local, ep_rank = moe.num_experts // groups.parallel.ep, groups.position.ep
+        self.gate = ExpertRouter(hidden_size, moe)
+        inner = even_shard(moe.intermediate_size, groups.expert_width)
+        self.experts = Experts(hidden_size, inner, range(ep_rank * num_local, (ep_rank + 1) * num_local))
+        self.shared_expert: GatedMLP | None = None
+        if moe.shared_size:
+            self.shared_expert = GatedMLP(hidden_size, moe.shared_size, groups, bias=False)
+            self.shared_expert_gate = ReplicatedLinear(hidden_size, 1)
+        self._dispatcher = make_dispatcher(groups, moe.top_k, num_local)
+
+    def forward(self, x: Tensor, lens: Lens, counted: Tensor | None = None) -> Tensor:
+        routed = self._dispatcher.run(self.gate(x, counted), lens, self.experts)
+        if self.shared_expert is None:
+            return routed
+        shared: Tensor = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x, lens)
+        return routed + shared

@@ -1,0 +1,158 @@
+"""Torch's process groups, and copies of tensors to the device that a group needs them on."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from workers.parallel.collectives import Backend, CompletedWork, CopiedBack, Work
+
+
+class TorchGroup:
+    """Process group of torch, over any transport."""
+
+    in_background = True
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group = group
+        self._rank, self._size = rank, size
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work:
+        work: Work = self._group._allgather_base(output, tensor)
+        return work
+
+    def allreduce(self, tensor: Tensor, /) -> Work:
+        """Sum as Communicator.all_reduce does; the group adds in the type it is given."""
+        wide = tensor.float()
+        work: Work = self._group.allreduce([wide])
+        return work if wide is tensor else CopiedBack(work, wide, tensor)
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> Work:
+        work: Work = self._group.broadcast(tensor, root)
+        return work
+
+    def barrier(self) -> Work:
+        work: Work = self._group.barrier()
+        return work
+
+
+class GlooBackend(TorchGroup):
+    """Torch's Gloo process group, bound to one local address, since a machine's own name may not resolve."""
+
+    def __init__(self, store: Store, rank: int, size: int, host: str, timeout: timedelta) -> None:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        # Ranks wait for each other as long here as at the store itself.
+        options._timeout = store.timeout  # type: ignore[attr-defined]  # the stubs leave it out
+        group = dist.ProcessGroupGloo(store, rank, size, options)
+        group._set_default_timeout(timeout)
+        self._timeout = timeout
+        super().__init__(group, rank, size)
+
+    def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
+        """Shift as Communicator.start_shift does; empty tensors are not sent."""
+        works: list[dist.Work] = []
+        if tensor.numel():
+            works.append(self._group.send([tensor], (self._rank + distance) % self._size, 0))
+        if output.numel():
+            works.append(self._group.recv([output], (self._rank - distance) % self._size, 0))
+        return _Works(works, self._timeout)
+
+    def leave(self) -> None:
+        """Close the connections."""
+        self._group = None
+
+
+class _Works:
+    """Several works combined; on its own, each would have the timeout of a first meeting."""
+
+    def __init__(self, works: Sequence[dist.Work], timeout: timedelta) -> None:
+        self._works = works
+        self._timeout = timeout
+
+    def wait(self) -> bool:
+        return all(work.wait(self._timeout) for work in self._works)
+
+
+LEAVE_S = 10.0
+"""Longest wait for running collectives; the process ends soon, and they end with it."""
+
+
+class NcclBackend(TorchGroup):
+    """Torch's process group for tensors on GPUs, one GPU per rank."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        super().__init__(dist.ProcessGroupNCCL(store, rank, size, options), rank, size)
+
+    def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
+        """Shift as Communicator.start_shift does. Both directions are one call, or two ranks would wait for each
+        other.
+        """
+        self._group._start_coalescing()
+        try:
+            if tensor.numel():
+                self._group.send([tensor], (self._rank + distance) % self._size, 0)
+            if output.numel():
+                self._group.recv([output], (self._rank - distance) % self._size, 0)
+        finally:
+            # NCCL would add whatever this thread starts next to a call that was left open.
+            work: Work | None = self._group._end_coalescing()
+        return work or CompletedWork()  # None if nothing was moved
+
+    def leave(self) -> None:
+        """End the group, including running collectives.
+
+        NCCL waits for ever for graphs that captured collectives of a group, and may do so for other groups.
+        """
+        group, self._group = self._group, None
+        if group is not None:
+            aborting = Thread(target=group.abort, name="abort", daemon=True)
+            aborting.start()
+            aborting.join(LEAVE_S)
+
+
+class MovedBackend:
+    """Wrapper that copies tensors to a backend's device, and results back; tensors already there are passed as they
+    are.
+    """
+
+    def __init__(self, backend: Backend, device: torch.device) -> None:
+        self.in_background = backend.in_background
+        self._backend, self._device = backend, device
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work:
+        return self._into(output, lambda there: self._backend._allgather_base(there, tensor.to(self._device)))
+
+    def allreduce(self, tensor: Tensor, /) -> Work:
+        return self._in_place(tensor, self._backend.allreduce)
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> Work:
+        return self._in_place(tensor, lambda there: self._backend.broadcast(there, root))
+
+    def barrier(self) -> Work:
+        return self._backend.barrier()
+
+    def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
+        return self._into(output, lambda there: self._backend.shift(there, tensor.to(self._device), distance))
+
+    def leave(self) -> None:
+        self._backend.leave()
+
+    def _into(self, output: Tensor, begin: Callable[[Tensor], Work]) -> Work:
+        if output.device.type == self._device.type:
+            return begin(output)
+        there = torch.empty_like(output, device=self._device)
+        return CopiedBack(begin(there), there, output)
+
+    def _in_place(self, tensor: Tensor, begin: Callable[[Tensor], Work]) -> Work:
+        if tensor.device.type == self._device.type:
+            return begin(tensor)
+        there = tensor.to(self._device)
+        return CopiedBack(begin(there), there, tensor)
