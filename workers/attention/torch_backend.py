@@ -6,6 +6,7 @@ T: queries, S: keys, H: kv heads, G: query heads a kv head, D and V: dims of a k
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from math import gcd
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -34,58 +35,74 @@ def flash(
     return Partial(*kernel(query, key, value, 0.0, causal, attn_mask=bias, scale=scale))
 
 
-def gather(pages: Tensor, tables: Tensor) -> Tensor:
-    """Copy pages ``[page, H, slot, dim]`` of ``tables [..., n]`` to ``[..., H, n * slots, dim]``."""
-    num_pages, num_heads, page_size, dim = pages.shape
-    of_page, of_head, of_slot, _ = pages.stride()
-    # Page and head merge into one dimension of steps that both strides are multiples of.
-    step = gcd(of_page, of_head)
-    num_steps = ((num_pages - 1) * of_page + (num_heads - 1) * of_head) // step + 1
-    pieces = pages.as_strided((num_steps, page_size, dim), (step, of_slot, 1))
-    heads = torch.arange(num_heads, device=tables.device)[:, None] * (of_head // step)
-    rows = tables[..., None, :] * (of_page // step) + heads
-    return pieces.index_select(0, rows.flatten()).view(*rows.shape[:-1], -1, dim)
+class PageRows:
+    """Pages ``tables [..., n]``, to be copied out of any layer."""
+
+    def __init__(self, tables: Tensor) -> None:
+        self._tables = tables
+        self._rows: dict[tuple[int, int], Tensor] = {}
+        """Numbers of the pages' heads by the strides of a layer."""
+
+    def gather(self, pages: Tensor) -> Tensor:
+        """Copy them from ``pages [page, H, slot, dim]`` to ``[..., H, n * slots, dim]``."""
+        num_pages, num_heads, page_size, dim = pages.shape
+        of_page, of_head, of_slot, _ = pages.stride()
+        # Page and head merge into one dimension of steps that both strides are multiples of.
+        step = gcd(of_page, of_head)
+        rows = self._rows.get((of_page, of_head))
+        if rows is None:
+            heads = torch.arange(num_heads, device=self._tables.device)[:, None] * (of_head // step)
+            rows = self._tables[..., None, :] * (of_page // step) + heads
+            self._rows[of_page, of_head] = rows
+        num_steps = ((num_pages - 1) * of_page + (num_heads - 1) * of_head) // step + 1
+        pieces = pages.as_strided((num_steps, page_size, dim), (step, of_slot, 1))
+        return pieces.index_select(0, rows.flatten()).view(*rows.shape[:-1], -1, dim)
 
 
 class SingleTokens(NamedTuple):
-    """R queries of different requests, each of which sees all keys of its piece."""
+    """R queries of different requests, as in decode: one call over keys padded to one length."""
 
-    rows: Tensor
-    """``[R]``: rows of the queries."""
-    tables: Tensor
-    """``[R, pages]``, filled up with page 0."""
+    queries: Tensor | None
+    """``[R]``: rows of the queries; None for all."""
+    pages: PageRows
+    """Pages of each request, filled up with page 0."""
+    slots: slice
+    """Slots that hold a key of any request, counted from the first page of each."""
     bias: Tensor | None
     """``[R, 1, 1, slots]`` fp32: -inf for slots that a query does not see, otherwise 0; None if all are seen."""
     unseen: tuple[Tensor, ...]
     """(request, slot) of all unseen slots."""
 
     @classmethod
-    def build(cls, pieces: Sequence[Piece], page_tables: Sequence[Tensor], page_size: int) -> "SingleTokens":
-        """Lay out a batch of pieces of one query each."""
+    def build(
+        cls, pieces: Sequence[Piece], page_tables: Sequence[Tensor], page_size: int, num_queries: int
+    ) -> "SingleTokens":
+        """Lay out a batch of pieces of one query each, of ``num_queries`` in the step."""
+        pieces = sorted(pieces, key=lambda piece: piece.query.start)
         held = [pages_of(piece, page_size) for piece in pieces]
         tables = [page_tables[piece.request][pages] for piece, (pages, _) in zip(pieces, held, strict=True)]
-        padded = pad_sequence(tables, batch_first=True)
-        rows = torch.tensor([piece.query.start for piece in pieces])
-        num_slots = padded.shape[1] * page_size
-        if all(piece.num_keys == num_slots for piece in pieces):
-            return cls(rows, padded, None, ())
-        begins = torch.tensor([begin for _, begin in held])[:, None]
-        lens = torch.tensor([piece.num_keys for piece in pieces])[:, None]
-        slots = torch.arange(num_slots)
-        is_unseen = (slots < begins) | (slots >= begins + lens)
+        rows = [piece.query.start for piece in pieces]
+        queries = None if rows == list(range(num_queries)) else torch.tensor(rows)
+        begins, lens = [begin for _, begin in held], [piece.num_keys for piece in pieces]
+        first, end = min(begins), max(map(add, begins, lens))
+        padded = PageRows(pad_sequence(tables, batch_first=True))
+        if len(set(begins)) == len(set(lens)) == 1:
+            return cls(queries, padded, slice(first, end), None, ())
+        slots, starts = torch.arange(first, end), torch.tensor(begins)[:, None]
+        is_unseen = (slots < starts) | (slots >= starts + torch.tensor(lens)[:, None])
         bias = torch.zeros(is_unseen.shape).masked_fill_(is_unseen, -torch.inf)[:, None, None]
-        unseen = is_unseen.nonzero(as_tuple=True)
-        return cls(rows, padded, bias, unseen)
+        return cls(queries, padded, slice(first, end), bias, is_unseen.nonzero(as_tuple=True))
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, scale: float) -> Partial:
         """Return the partial of this batch's rows of ``query [tokens, heads, dim]``, in fp32."""
-        key, value = (gather(pages, self.tables).float() for pages in (key_pages, value_pages))
+        key, value = (self.pages.gather(pages)[:, :, self.slots].float() for pages in (key_pages, value_pages))
         if self.bias is not None:
             # Other requests' memory may hold NaN, which no bias hides.
             request, slot = self.unseen
             key[request, :, slot] = value[request, :, slot] = 0.0
-        rows = query[self.rows].float().view(len(self.rows), key.shape[1], -1, query.shape[2])
-        found = flash(rows, key, value, scale, bias=self.bias)
+        rows = query if self.queries is None else query[self.queries]
+        folded = rows.float().view(len(rows), key.shape[1], -1, query.shape[2])
+        found = flash(folded, key, value, scale, bias=self.bias)
         return Partial(*(x.flatten(1, 2) for x in found))
 
 
@@ -135,22 +152,39 @@ class _PagedStep:
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None
     ) -> None:
         self._tables, self._page_size = page_tables, page_size
-        pieces = partial(paged_pieces, runs, key_lens)
-        self._work = cache(lambda window, is_batched: _divide(pieces(window), page_tables, page_size, is_batched))
+        self._runs, self._key_lens = runs, key_lens
+        self._work = cache(self._divide)
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         def keys_of(piece: Piece) -> tuple[Tensor, Tensor]:
             pages, begin = pages_of(piece, self._page_size)
-            rows, keys = self._tables[piece.request][pages], slice(begin, begin + piece.num_keys)
-            return gather(key_pages, rows)[:, keys], gather(value_pages, rows)[:, keys]
+            rows, keys = PageRows(self._tables[piece.request][pages]), slice(begin, begin + piece.num_keys)
+            return rows.gather(key_pages)[:, keys], rows.gather(value_pages)[:, keys]
 
         singles, pieces = self._work(params.window, has_flash(query, key_pages, value_pages))
+        if singles and singles[0].queries is None:
+            out, lse = singles[0].attend(query, key_pages, value_pages, params.scale)
+            return Partial(out.to(query.dtype), lse)
         result = _attend_pieces(query, pieces, keys_of, value_pages.shape[-1], params.scale)
         for batch in singles:
             found = batch.attend(query, key_pages, value_pages, params.scale)
             for whole, part in zip(result, found, strict=True):
-                whole[batch.rows] = part
+                whole[batch.queries] = part
         return Partial(result.out.to(query.dtype), result.lse)
+
+    def _divide(self, window: int | None, is_batched: bool) -> tuple[list[SingleTokens], list[Piece]]:
+        """Return the single tokens to attend in batches, and the blocks of all other pieces."""
+        singles: list[Piece] = []
+        others: list[Piece] = []
+        for piece in paged_pieces(self._runs, self._key_lens, window):
+            is_single = is_batched and piece.num_queries == 1 and piece.num_keys <= MOST_KEYS
+            (singles if is_single else others).append(piece)
+        num_queries = sum(run.count for run in self._runs)
+        built = [
+            SingleTokens.build(batch, self._tables, self._page_size, num_queries)
+            for batch in batches(singles, MOST_KEYS)
+        ]
+        return built, [block for piece in others for block in cut(piece, MOST_KEYS)]
 
 
 class _Rows:
@@ -165,19 +199,6 @@ class _Rows:
 
         out, lse = _attend_pieces(query, self._pieces(params.window), keys_of, value.shape[-1], params.scale)
         return Partial(out.to(query.dtype), lse)
-
-
-def _divide(
-    pieces: Sequence[Piece], tables: Sequence[Tensor], page_size: int, is_batched: bool
-) -> tuple[list[SingleTokens], list[Piece]]:
-    """Return the single tokens to attend in batches, and the blocks of all other pieces."""
-    singles: list[Piece] = []
-    others: list[Piece] = []
-    for piece in pieces:
-        is_single = is_batched and piece.num_queries == 1 and piece.num_keys <= MOST_KEYS
-        (singles if is_single else others).append(piece)
-    built = [SingleTokens.build(batch, tables, page_size) for batch in batches(singles, MOST_KEYS)]
-    return built, [block for piece in others for block in cut(piece, MOST_KEYS)]
 
 
 def _attend_pieces(
