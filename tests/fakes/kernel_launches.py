@@ -12,18 +12,11 @@ from tests.fakes.kv import kv_pool
 from workers.attention.runs import Run
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
-from workers.kernels.choose_experts import choose_experts
 from workers.kernels.copy_pages import copy_pages
-from workers.kernels.cutoffs import find_cutoffs
-from workers.kernels.expert_rows import expert_rows
-from workers.kernels.exponential_race import win_race
-from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
+from workers.kernels.experts import choose_experts, expert_rows, grouped_matmul, sum_choices, tiles_of
 from workers.kernels.merge import merge_partials
-from workers.kernels.rms_norm import add_rms_norm, rms_norm
-from workers.kernels.rotate import rotate, rotate_storing
-from workers.kernels.store_kv import store_kv
-from workers.kernels.sum_choices import sum_choices
-from workers.kernels.swiglu import swiglu
+from workers.kernels.sampling import find_cutoffs, win_race
+from workers.kernels.triton_elementwise import add_rms_norm, rms_norm, rotate, rotate_storing, store_kv, swiglu
 
 MANY = 1 << 16
 """Rows of 8,192 tokens at eight experts each."""

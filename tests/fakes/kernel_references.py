@@ -13,17 +13,11 @@ from workers.attention.merge import Partial, merge
 from workers.device import synchronize
 from workers.expert_parallel.routed_tokens import NO_EXPERT, order_by_expert
 from workers.kernels.attention import attend, blocks_for
-from workers.kernels.choose_experts import choose_experts
 from workers.kernels.copy_pages import copy_pages
-from workers.kernels.expert_rows import expert_rows
-from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
+from workers.kernels.experts import choose_experts, expert_rows, grouped_matmul, sum_choices, tiles_of
 from workers.kernels.merge import merge_partials
 from workers.kernels.parts import Parts
-from workers.kernels.rms_norm import add_rms_norm, rms_norm
-from workers.kernels.rotate import rotate, rotate_storing
-from workers.kernels.store_kv import store_kv
-from workers.kernels.sum_choices import sum_choices
-from workers.kernels.swiglu import swiglu
+from workers.kernels.triton_elementwise import add_rms_norm, rms_norm, rotate, rotate_storing, store_kv, swiglu
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import Rotation
 

@@ -18,10 +18,8 @@ from workers.attention.triton.decode import DecodeAttention
 from workers.bench.results import Limit
 from workers.bench.shapes import BenchShape
 from workers.bench.timing import Launch
-from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
-from workers.kernels.rms_norm import add_rms_norm
-from workers.kernels.rotate import rotate_storing
-from workers.kernels.swiglu import swiglu
+from workers.kernels.experts import grouped_matmul, tiles_of
+from workers.kernels.triton_elementwise import add_rms_norm, rotate_storing, swiglu
 from workers.memory.page_pool import PagePool
 
 PAGE_SIZE = 64

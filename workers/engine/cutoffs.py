@@ -22,7 +22,7 @@ def keep_likeliest(scores: Tensor, settings: DrawSettings) -> Tensor:
     top_k, top_p = settings.top_k, settings.top_p
     cutoffs, is_sure = ranked_cutoffs(scores, top_k, top_p, min(vocab_size, _NUM_RANKED))
     if has_kernels(scores):
-        from workers.kernels.cutoffs import find_cutoffs
+        from workers.kernels.sampling import find_cutoffs
 
         find_cutoffs(scores, top_k, top_p, is_sure, cutoffs)
     elif not is_sure.all():

@@ -33,9 +33,9 @@ def win_race(weights: Tensor, keys: Tensor) -> Tensor:
     borders between tokens.
     """
     if has_kernels(weights):
-        from workers.kernels import exponential_race
+        from workers.kernels import sampling
 
-        return exponential_race.win_race(weights, keys)
+        return sampling.win_race(weights, keys)
     return plain_race(weights, keys)
 
 

@@ -52,7 +52,7 @@ class ExpertRouter(ShardedLayer):
         """Route hidden [tokens, hidden]; see AttentionContext for ``counted``."""
         logits, moe = multiply(hidden, self.weight), self._moe
         if has_kernels(logits):
-            from workers.kernels.choose_experts import choose_experts
+            from workers.kernels.experts import choose_experts
 
             chosen = choose_experts(logits, moe.top_k, counted, sum_to_one=moe.renormalize)
             return RoutedTokens(hidden, *chosen)
@@ -106,22 +106,21 @@ class Experts(ShardedLayer):
 
     def _grouped(self, routed: RoutedTokens) -> Tensor:
         """Compute all experts at once."""
-        from workers.kernels.expert_rows import ExpertRows, expert_rows
-        from workers.kernels.grouped_matmul import block_rows_for, grouped_matmul, tiles_of
-        from workers.kernels.sum_choices import sum_choices
+        from workers.kernels import experts as kernels
 
         hidden, experts = routed.hidden, routed.experts
         if experts.numel() <= FEW_CHOICES:
-            block_rows = block_rows_for(experts.numel(), len(self.loads), hidden.itemsize)
-            sorted_rows = expert_rows(experts, self.numbers.start, self.loads, block_rows)
+            block_rows = kernels.block_rows_for(experts.numel(), len(self.loads), hidden.itemsize)
+            sorted_rows = kernels.expert_rows(experts, self.numbers.start, self.loads, block_rows)
         else:
             order, counts = self._counted(experts)
             rows = torch.full_like(experts, -1)
             rows.view(-1)[order] = torch.arange(len(order), dtype=rows.dtype, device=rows.device)
             tokens = (order // experts.shape[1]).to(torch.int32)
-            sorted_rows = ExpertRows(tokens, rows, tiles_of(counts, hidden.itemsize, hidden.device))
-        inner = gated(grouped_matmul(hidden, self.gate_up, sorted_rows.tiles, sorted_rows.tokens))
-        return sum_choices(grouped_matmul(inner, self.down, sorted_rows.tiles), sorted_rows.rows, routed.weights)
+            sorted_rows = kernels.ExpertRows(tokens, rows, kernels.tiles_of(counts, hidden.itemsize, hidden.device))
+        inner = gated(kernels.grouped_matmul(hidden, self.gate_up, sorted_rows.tiles, sorted_rows.tokens))
+        answers = kernels.grouped_matmul(inner, self.down, sorted_rows.tiles)
+        return kernels.sum_choices(answers, sorted_rows.rows, routed.weights)
 
     def _counted(self, experts: Tensor) -> tuple[Tensor, list[int]]:
         """Count tokens on each expert; see ``order_by_expert``."""

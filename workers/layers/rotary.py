@@ -39,7 +39,7 @@ class Rotation:
 
         Returns q, rotated.
         """
-        from workers.kernels.rotate import rotate_storing
+        from workers.kernels.triton_elementwise import rotate_storing
 
         weights, eps = None, 0.0
         if q_norm is not None and k_norm is not None:

@@ -19,8 +19,7 @@ from workers.engine import draw_settings, exponential_race, logits_processors, s
 from workers.engine.cutoffs import ranked_cutoffs
 from workers.engine.draw_settings import DrawSettings
 from workers.engine.exponential_race import key_of
-from workers.kernels import cutoffs
-from workers.kernels import exponential_race as race_kernel
+from workers.kernels import sampling
 
 CHOSEN = st.builds(
     Sampling,
@@ -52,7 +51,7 @@ def test_cutoffs_without_ranking(data: st.DataObject, rows: list[Sampling]) -> N
     asked = DrawSettings.of(rows, range(len(rows)), range(len(rows)), scores.shape[-1], scores.device)
     expected, _ = ranked_cutoffs(scores, asked.top_k, asked.top_p, scores.shape[-1])
     found, is_sure = torch.full((len(rows),), 7.0), torch.zeros(len(rows), dtype=torch.bool)
-    cutoffs.find_cutoffs(scores, asked.top_k, asked.top_p, is_sure, found)
+    sampling.find_cutoffs(scores, asked.top_k, asked.top_p, is_sure, found)
     # Sums of the same likelihoods in another order may end a token sooner or later, where the mass is just the limit.
     for row, least, wanted in zip(scores, found.tolist(), expected.tolist(), strict=True):
         between = row[(row < max(least, wanted)) & (row >= min(least, wanted))]
@@ -63,7 +62,7 @@ def test_rows_that_are_sure_are_left_alone() -> None:
     scores = torch.tensor([[0.0, -1.0, -2.0], [0.0, -1.0, -2.0]])
     found = torch.tensor([5.0, 5.0])
     top_k, top_p = torch.tensor([2, 2]), torch.tensor([1.0, 1.0], dtype=torch.float64)
-    cutoffs.find_cutoffs(scores, top_k, top_p, torch.tensor([True, False]), found)
+    sampling.find_cutoffs(scores, top_k, top_p, torch.tensor([True, False]), found)
     assert found.tolist() == [5.0, -1.0]
 
 
@@ -72,7 +71,7 @@ def test_rows_that_are_sure_are_left_alone() -> None:
 def test_the_same_clock_rings_first(vocab_size: int, keys: list[int]) -> None:
     weights = torch.rand(len(keys), vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     weights.masked_fill_(weights < 0.3, 0.0)[:, -1] = 1.0
-    found = race_kernel.win_race(weights, torch.tensor(keys))
+    found = sampling.win_race(weights, torch.tensor(keys))
     assert found.tolist() == exponential_race.win_race(weights, torch.tensor(keys)).tolist()
 
 
@@ -82,7 +81,7 @@ def test_clocks_are_as_exact_near_their_ends() -> None:
     times = exponential_race._exponentials(keys, 2)
     for share, winner in ((1 - 4e-6, 0), (1 + 4e-6, 1)):
         weights = torch.stack([times[:, 0], times[:, 1] * share], dim=1)
-        assert (race_kernel.win_race(weights, keys) == winner).all()
+        assert (sampling.win_race(weights, keys) == winner).all()
 
 
 def test_tokens_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +104,8 @@ def test_a_gpu_is_not_waited_for_to_draw(monkeypatch: pytest.MonkeyPatch) -> Non
     for module in (device, draw_settings, logits_processors):
         monkeypatch.setattr(module, "on_device", lambda tensor, _: tensor.to("meta"))
     kernels_on_cpu(monkeypatch)
-    monkeypatch.setattr(cutoffs, "find_cutoffs", lambda *_: None)
-    monkeypatch.setattr(race_kernel, "win_race", lambda _, keys: torch.empty_like(keys))
+    monkeypatch.setattr(sampling, "find_cutoffs", lambda *_: None)
+    monkeypatch.setattr(sampling, "win_race", lambda _, keys: torch.empty_like(keys))
     rows = [*FILTERS.values(), Sampling(), Sampling(temperature=1.0, top_k=2000, top_p=0.5), Sampling(top_p=0.5)]
     states: list[Any] = [
         SimpleNamespace(

@@ -27,7 +27,7 @@ from workers.attention.triton.backend import TritonAttention
 from workers.engine import attention_context, runner
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
-from workers.kernels import copy_pages, cutoffs, exponential_race
+from workers.kernels import copy_pages, sampling
 from workers.kernels.attention import Blocks, blocks_for
 from workers.parallel.collectives import Communicator
 
@@ -65,8 +65,8 @@ def test_drawing_and_copying_are_warm(tmp_path: Path, monkeypatch: pytest.Monkey
         return torch.empty_like(keys)
 
     kernels_on_cpu(monkeypatch)
-    monkeypatch.setattr(cutoffs, "find_cutoffs", lambda *_: launched.append("cutoffs"))
-    monkeypatch.setattr(exponential_race, "win_race", win_race)
+    monkeypatch.setattr(sampling, "find_cutoffs", lambda *_: launched.append("cutoffs"))
+    monkeypatch.setattr(sampling, "win_race", win_race)
     monkeypatch.setattr(copy_pages, "copy_pages", lambda *_: launched.append("copies"))
     monkeypatch.setattr(ModelRunner, "run_dummy", lambda *_: None)  # slow, and seen to above
     ModelRunner(model, pool, TritonAttention(), Communicator("cp")).warm_up()
