@@ -93,8 +93,6 @@ class _Ranges:
 
 
 class _FlashStep:
-    """Queries over pages."""
-
     def __init__(self, ranges: _Ranges, tables: Tensor, prepare_triton: Callable[[], StepAttention]) -> None:
         self._ranges, self._tables, self._triton = ranges, tables, cache(prepare_triton)
 
@@ -106,8 +104,6 @@ class _FlashStep:
 
 
 class _FlashRows:
-    """Queries over rows."""
-
     def __init__(self, ranges: _Ranges, prepare_triton: Callable[[], RowAttention]) -> None:
         self._ranges, self._triton = ranges, cache(prepare_triton)
 

@@ -16,15 +16,12 @@ from workers.native.compile import CannotCompileError, find_compiler
 
 
 class Entry(NamedTuple):
-    """Location and purpose of a backend."""
-
     target: str
     devices: tuple[str, ...]
     features: Set[Feature] = ALL_FEATURES
     is_bf16_only: bool = False
 
     def suits(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return whether the backend supports a device and dtype."""
         return device.type in self.devices and (dtype == torch.bfloat16 or not self.is_bf16_only)
 
 
@@ -39,8 +36,6 @@ _log = logging.getLogger(__name__)
 
 
 class BackendChoice(NamedTuple):
-    """Chosen backend and the reason."""
-
     name: str
     backend: AttentionBackend
     reason: str

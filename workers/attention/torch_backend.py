@@ -284,7 +284,6 @@ def _by_flash(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: fl
 
 
 def _triangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
-    """Compute attention of query i over keys 0..i."""
     rows = query.view(len(query), len(key), -1, query.shape[2]).permute(1, 2, 0, 3)
     keys, values = (x[:, None].expand(-1, rows.shape[1], -1, -1) for x in (key, value))
     out, lse = flash(rows, keys, values, scale, causal=True)

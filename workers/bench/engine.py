@@ -108,7 +108,6 @@ class EngineBench:
         """Do nothing: the end of the process releases everything."""
 
     def limits(self) -> DeviceLimits:
-        """Return the limits behind the floors."""
         return self._limits
 
     def measure(self, prompt_len: int, output_len: int, num_rounds: int) -> EngineResult:
@@ -179,7 +178,6 @@ def timed(start_s: float, times_s: Sequence[float], token_ids: Sequence[int]) ->
 
 
 def num_same(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
     pairs = enumerate(zip(ours, theirs, strict=True))
     return next((index for index, (own, other) in pairs if own != other), len(ours))
 
@@ -216,7 +214,6 @@ def _scheduled(
 
 
 def _medians(rounds: Sequence[Timed]) -> Timed:
-    """Return medians over all rounds but the first."""
     counted = rounds[1:]
     return Timed(
         median(each.ttft_s for each in counted), median(each.tpot_s for each in counted), counted[-1].token_ids

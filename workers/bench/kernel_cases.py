@@ -32,8 +32,6 @@ _Batch = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """Kernel at one shape."""
-
     kernel: str
     limit: Limit
     work: float
@@ -45,8 +43,6 @@ class KernelCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Amount of work."""
-
     prompt_len: int = 8192
     prefix_len: int = 30_720
     chunk_len: int = 2048
@@ -107,7 +103,6 @@ def _decode_batches(shape: BenchShape, sizes: Sizes) -> list[_Batch]:
 
 
 def _decode(shape: BenchShape, device: torch.device, *, batch: _Batch) -> KernelCase:
-    """Attention of a captured decode step."""
     lens = [length for count, length in batch for _ in range(count)]
     num_pages = [pages_for(length, PAGE_SIZE) for length in lens]
     pool, pages = _pages(shape, device, sum(num_pages) * PAGE_SIZE)
@@ -194,7 +189,6 @@ def _pages(shape: BenchShape, device: torch.device, num_tokens: int) -> tuple[Pa
 
 
 def _slots(shape: BenchShape, device: torch.device, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return the pages of a layer and a slot for each token."""
     pool, pages = _pages(shape, device, num_tokens)
     slots = (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)).flatten()[:num_tokens]
     layer_pages = pool.layer_pages(0)

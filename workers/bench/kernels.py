@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class KernelBench:
-    """Measures this process's GPU."""
-
     def __init__(self) -> None:
         """Open the GPU; raises UserError if there is none."""
         self._device = open_device(Device.CUDA)
@@ -28,11 +26,9 @@ class KernelBench:
         """Do nothing: the end of the process releases everything."""
 
     def limits(self) -> DeviceLimits:
-        """Return the limits that kernels are compared with."""
         return self._limits
 
     def measure(self, model: str) -> list[KernelResult]:
-        """Run every kernel at the shapes of a model."""
         from workers.bench.kernel_cases import Sizes, kernel_cases  # loads Triton
 
         with torch.inference_mode():

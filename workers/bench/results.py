@@ -17,14 +17,11 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLimits:
-    """Measured limits of a device."""
-
     device: str
     flops_per_s: float
     bytes_per_s: float
 
     def rate(self, limit: Limit) -> float:
-        """Return a limit in FLOPs or bytes per second."""
         return self.flops_per_s if limit is Limit.FLOPS else self.bytes_per_s
 
 
@@ -83,8 +80,6 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class StepLens:
-    """Lengths of a prefill step."""
-
     prompt_len: int
     prefix_len: int
     """Tokens that count as cached before the prompt."""
@@ -97,8 +92,6 @@ class StepLens:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Times of one step on one rank."""
-
     seconds: float
     """Time from the common start to the end of this rank's part."""
     waited_s: float

@@ -9,8 +9,6 @@ _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchShape:
-    """Shape of a dense decoder."""
-
     family: str
     layers: int
     hidden: int
@@ -24,7 +22,6 @@ class BenchShape:
     """Whether the embedding is the output layer's matrix, too."""
 
     def config_json(self, max_len: int = 1 << 18) -> dict[str, Any]:
-        """Return the content of the model's config.json."""
         return {
             "architectures": [_ARCHITECTURES[self.family]],
             "model_type": self.family,
@@ -49,7 +46,6 @@ class BenchShape:
 
     @property
     def kv_row_len(self) -> int:
-        """Elements of K and V of one token in one layer."""
         return 2 * self.kv_heads * self.head_dim
 
     def prefill_flops(self, prompt_len: int) -> float:

@@ -64,7 +64,6 @@ def gpu_limits(device: torch.device, timer: GpuTimer) -> DeviceLimits:
 
 
 def cpu_limits() -> DeviceLimits:
-    """Measure one thread in fp32."""
     a, b = torch.randn(2, _CPU_MATRIX, _CPU_MATRIX)
     source = torch.ones(_CPU_COPY_BYTES, dtype=torch.uint8)
     target = source.clone()

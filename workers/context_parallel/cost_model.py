@@ -105,8 +105,6 @@ def computed_pairs(run: Run) -> int:
 
 
 class _Work(NamedTuple):
-    """Work of one rank in one layer."""
-
     tokens: int
     pairs: float
     calls: int

@@ -121,7 +121,6 @@ class ShardPlan:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Extend tokens of all requests."""
         return sum(self.extend_lens)
 
     @cached_property
@@ -131,12 +130,10 @@ class ShardPlan:
 
     @cached_property
     def lens(self) -> tuple[int, ...]:
-        """Tokens by rank."""
         return tuple(sum(run.count for run in runs) for runs in self.runs)
 
     @cached_property
     def padded_len(self) -> int:
-        """Tokens of the longest rank."""
         return max(self.lens)
 
     @cached_property

@@ -61,7 +61,6 @@ class BlockShape:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self.shards * self.tp
 
 

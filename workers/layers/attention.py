@@ -60,7 +60,6 @@ class AttentionContext(Protocol):
 
 
 def take(x: Tensor, wanted: Tensor | None) -> Tensor:
-    """Return the rows of x that have queries."""
     return x if wanted is None else x[wanted]
 
 

@@ -20,7 +20,6 @@ class AttentionConfig:
 
     @property
     def q_size(self) -> int:
-        """Elements of one token's queries."""
         return self.num_heads * self.head_dim
 
     @property
@@ -29,7 +28,6 @@ class AttentionConfig:
         return self.num_kv_heads * self.head_dim
 
     def of_rank(self, tp_size: int) -> "AttentionConfig":
-        """Return the shape of one TP rank's heads."""
         return replace(self, num_heads=self.num_heads // tp_size, num_kv_heads=max(1, self.num_kv_heads // tp_size))
 
 
@@ -42,11 +40,9 @@ class MlpConfig:
 
     @property
     def dense_size(self) -> int:
-        """Width that every token goes through."""
         return self.intermediate_size
 
     def of_rank(self, tp_size: int) -> "MlpConfig":
-        """Return the shape of one TP rank's part."""
         return replace(self, intermediate_size=-(-self.intermediate_size // tp_size))
 
 
@@ -66,11 +62,9 @@ class MoeConfig:
 
     @property
     def dense_size(self) -> int:
-        """Width that every token goes through."""
         return self.shared_size
 
     def of_rank(self, tp_size: int) -> "MoeConfig":
-        """Return the shape of one TP rank's part."""
         return replace(
             self,
             intermediate_size=-(-self.intermediate_size // tp_size),

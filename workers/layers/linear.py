@@ -70,7 +70,6 @@ class FusedLinear(ShardedLayer):
         return multiply(x, self.weight, self.bias)
 
     def project(self, x: Tensor, outputs: slice) -> Tensor:
-        """Compute only some of the outputs."""
         bias = None if self.bias is None else self.bias[outputs]
         return multiply(x, self._part(outputs), bias)
 
@@ -87,7 +86,6 @@ class FusedLinear(ShardedLayer):
         return self._parts[bounds]
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
-        """Yield the weight and bias of every projection."""
         sizes = [shard.size for shard in self._outputs.values()]
         for kind, fused in (("weight", self.weight), ("bias", self.bias)):
             if fused is not None:

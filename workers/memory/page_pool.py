@@ -43,13 +43,11 @@ class PagePool(PageMemory):
 
     @classmethod
     def of_one_rank(cls, geometry: KvGeometry, num_pages: int, device: torch.device | None = None) -> Self:
-        """Return the pool of a rank that holds the whole model."""
         one = RankCoords(dp=1, cp=1, tp=1, pp=1)
         return cls(page_layout(geometry, one, RankCoords(dp=0, cp=0, tp=0, pp=0), num_pages), device=device)
 
     @property
     def null_slot(self) -> int:
-        """Slot of the null page that takes padding writes."""
         return self.num_pages * self.page_size
 
     def group(self, name: str) -> Tensor:
@@ -58,11 +56,9 @@ class PagePool(PageMemory):
 
     @property
     def num_lifetimes(self) -> int:
-        """Return the number of lifetimes of the whole model."""
         return self.layout.num_lifetimes
 
     def lifetime_of(self, layer: int) -> int:
-        """Return the index of the lifetime of one layer's K and V."""
         return self._layers[layer].lifetime
 
     def layer_pages(self, layer: int) -> Tensor | None:
@@ -70,7 +66,6 @@ class PagePool(PageMemory):
         return self._layers[layer].joint
 
     def widths(self, layer: int) -> tuple[int, int]:
-        """Return the elements of a key and of a value of one head."""
         layer_pages = self._layers[layer]
         return layer_pages.key.shape[-1], layer_pages.value.shape[-1]
 

@@ -32,7 +32,6 @@ class TierMemory:
         return self._memory.event()
 
     def host_page(self, slot: int) -> memoryview:
-        """Return the bytes of a slot of the host tier."""
         page_bytes = self._memory.pool.page_bytes
         return self._host_bytes[slot * page_bytes : (slot + 1) * page_bytes]
 
@@ -57,6 +56,5 @@ class TierMemory:
         return copy(source, target, after, self._inward)
 
     def wait_loads(self) -> None:
-        """Wait until all loads are complete."""
         if self._inward is not None:
             self._inward.synchronize()

@@ -33,11 +33,9 @@ class HfConfig:
         return cls(_read_json(folder / "config.json"), _read_json(generation) if generation.exists() else {})
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value as it was parsed."""
         return self.raw.get(key, default)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return a switch."""
         return bool(self.raw.get(key, default))
 
     def positive(self, key: str, default: int | None = None) -> int:
@@ -51,7 +49,6 @@ class HfConfig:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         num_layers = self.positive("num_hidden_layers")
         if num_layers > MOST_LAYERS:
             raise UnsupportedModelError(f"num_hidden_layers is {num_layers}; allowed: at most {MOST_LAYERS}")

@@ -39,7 +39,6 @@ class LayerWeights(NamedTuple):
 
     @property
     def used(self) -> int:
-        """Return the elements used by one token."""
         return self.queries + self.kv + self.dense + self.routed
 
 
@@ -147,7 +146,6 @@ class DecoderConfig:
         return name.endswith(".rotary_emb.inv_freq")
 
     def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
-        """Return what the layers store for each token, computed in a dtype."""
         layers: dict[int | None, list[int]] = {}
         for layer, window in enumerate(self.windows):
             layers.setdefault(window, []).append(layer)

@@ -7,7 +7,6 @@ from workers.models.interface import DecoderConfig
 
 
 def read(hf: HfConfig) -> DecoderConfig:
-    """Read a config.json of the family."""
     has_bias = hf.flag("attention_bias")
     attention = read_attention(hf, qkv_bias=has_bias, output_bias=has_bias)
     mlp = MlpConfig(intermediate_size=hf.positive("intermediate_size"), bias=hf.flag("mlp_bias"))

@@ -6,7 +6,6 @@ from workers.models.interface import DecoderConfig
 
 
 def read(hf: HfConfig) -> DecoderConfig:
-    """Read a config.json of the family."""
     refuse_sliding_window(hf, is_used=hf.get("sliding_window") is not None)
     moe = read_experts(hf, renormalize=True, intermediate_size="intermediate_size")
     return read_decoder(

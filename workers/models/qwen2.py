@@ -7,6 +7,5 @@ from workers.models.interface import DecoderConfig
 
 
 def read(hf: HfConfig) -> DecoderConfig:
-    """Read a config.json of the family."""
     mlp = MlpConfig(intermediate_size=hf.positive("intermediate_size"))
     return read_decoder(hf, read_attention(hf, qkv_bias=True), [mlp] * hf.num_layers, read_windows(hf))

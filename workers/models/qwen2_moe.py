@@ -13,7 +13,6 @@ from workers.models.interface import DecoderConfig
 
 
 def read(hf: HfConfig) -> DecoderConfig:
-    """Read a config.json of the family."""
     # Unlike in Qwen2, windows are those of the first layers.
     refuse_sliding_window(hf, is_used=uses_sliding_window(hf) and hf.get("max_window_layers", 28) > 0)
     moe = read_experts(

@@ -13,7 +13,6 @@ from workers.models.interface import DecoderConfig
 
 
 def read(hf: HfConfig) -> DecoderConfig:
-    """Read a config.json of the family."""
     refuse_sliding_window(hf, is_used=uses_sliding_window(hf))
     has_bias = hf.flag("attention_bias")
     attention = read_attention(hf, qkv_bias=has_bias, output_bias=has_bias, qk_norm=True)

@@ -105,7 +105,6 @@ def _cpu_flags(cpu_info: Path) -> set[str]:
 
 
 def _digest(compiler: Compiler) -> str:
-    """Return the digest of everything that the library is made from."""
     version = subprocess.run([compiler.path, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=True).stdout
     options = " ".join((*_OPTIONS, *compiler.kind.options)).encode()
     parts = (*(source.read_bytes() for source in SOURCES), version, options)

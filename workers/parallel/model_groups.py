@@ -28,17 +28,14 @@ class Pipeline:
 
     @property
     def is_first(self) -> bool:
-        """Return whether tokens enter here."""
         return self.before is None
 
     @property
     def is_last(self) -> bool:
-        """Return whether logits leave here."""
         return self.after is None
 
     @property
     def links(self) -> tuple[Communicator, ...]:
-        """Return the groups of this rank's links."""
         return tuple(link for link in (self.before, self.after) if link is not None)
 
     def receive(self, hidden: Tensor) -> Tensor:
@@ -48,7 +45,6 @@ class Pipeline:
         return hidden
 
     def send(self, hidden: Tensor) -> None:
-        """Send hidden states to the next stage."""
         if self.after is not None:
             self.after.broadcast(hidden.contiguous(), _SENDER)
 
@@ -75,16 +71,13 @@ class ModelGroups:
 
     @classmethod
     def of_tp(cls, tp: Communicator) -> "ModelGroups":
-        """Return the groups of one attention shard."""
         return cls(parallel=ParallelConfig(tp=tp.size), global_rank=tp.rank, tp=tp, moe_block=tp)
 
     @property
     def position(self) -> Position:
-        """Return this rank's position on every axis."""
         return positions(self.parallel)[self.global_rank]
 
     def layers(self, num_layers: int) -> range:
-        """Return the layers of this rank's pipeline stage."""
         return stage_layers(num_layers, self.parallel.pp, self.position.pp)
 
     @property

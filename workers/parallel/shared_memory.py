@@ -273,7 +273,6 @@ class SharedMemoryBackend:
         torch.from_numpy(out).view(dtype).copy_(total)
 
     def _shares(self, num_bytes: int, itemsize: int) -> list[slice]:
-        """Return each rank's share, by whole elements."""
         ends = [num_bytes // itemsize * rank // self._size * itemsize for rank in range(self._size + 1)]
         return [slice(begin, end) for begin, end in pairwise(ends)]
 

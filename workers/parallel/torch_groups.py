@@ -14,8 +14,6 @@ from workers.parallel.collectives import Backend, CompletedWork, CopiedBack, Wor
 
 
 class TorchGroup:
-    """Process group of torch, over any transport."""
-
     in_background = True
 
     def __init__(self, group: Any, rank: int, size: int) -> None:

@@ -121,8 +121,6 @@ class _Work:
 
 
 class _Launch:
-    """One launch of the kernel."""
-
     def __init__(
         self,
         tiling: Tiling,
@@ -160,8 +158,6 @@ class _Launch:
 
 
 class PagedStep:
-    """Queries over pages."""
-
     def __init__(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None
     ) -> None:

@@ -37,8 +37,6 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The work of one launch."""
-
     tiles: Indices
     """``[n, 9]``, most work first; see TILE_FIELDS of workers.kernels.attention."""
     segments: Indices
