@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterable, Set
 from importlib import import_module
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -99,19 +98,9 @@ def _words(features: Set[Feature]) -> str:
     return " and ".join(sorted(features))
 
 
-def _why_not_flash_attn(dtype: torch.dtype) -> str:
-    """Look for the package only, since importing it takes long."""
-    if dtype != torch.bfloat16:
-        return "flash_attn is for bf16"
-    if find_spec("flash_attn") is None:
-        return "flash_attn is not installed"
-    return "flash_attn, which is installed, does only pages of multiples of 256 tokens, and whole runs"
-
-
 def _fastest(device: torch.device, dtype: torch.dtype, needs: Set[Feature]) -> BackendChoice:
     if device.type == "cuda":
-        why_not = _why_not_flash_attn(dtype)
-        return BackendChoice("triton", load_backend("triton"), f"it reads pages of any size where they lie; {why_not}")
+        return BackendChoice("triton", load_backend("triton"), "it reads pages of any size where they lie")
     if dtype != torch.bfloat16:
         return BackendChoice("torch", load_backend("torch"), "the CPU, in fp32")
     if missing := needs - BACKENDS["native"].features:

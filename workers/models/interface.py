@@ -82,7 +82,6 @@ class DecoderConfig:
 
     @property
     def num_heads(self) -> int:
-        """Query heads of every layer."""
         return self.attention.num_heads
 
     @property

@@ -1,10 +1,9 @@
 """Writer of the recall checkpoints: built-in models whose answers can be computed by hand, for demos and tests.
 
-`python -m workers.models.recall FOLDER` builds it. Imports no torch.
+Imports no torch.
 """
 
 import json
-import sys
 import tempfile
 from collections import Counter
 from itertools import pairwise
@@ -162,15 +161,3 @@ def _swap_in(fresh: Path, folder: Path, discarded: Path, has_experts: bool) -> N
     except OSError:
         if _built_version(folder, has_experts) != VERSION:
             raise
-
-
-def main() -> int:
-    if len(sys.argv) != 2:
-        print("usage: python -m workers.models.recall FOLDER", file=sys.stderr)
-        return 2
-    build_recall_checkpoint(Path(sys.argv[1]))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

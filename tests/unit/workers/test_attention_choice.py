@@ -1,7 +1,6 @@
 """Which backend a setting means on which device, in words where it cannot be had."""
 
 import sys
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
@@ -11,7 +10,6 @@ from msgspec.structs import replace
 from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
 from cluster.spec.kv import key_value_group
-from workers.attention import registry
 from workers.attention.interface import Feature
 from workers.attention.registry import choose_backend, needs_of
 
@@ -22,26 +20,6 @@ def test_auto_goes_by_the_device() -> None:
     assert choose_backend(AttentionSetting.AUTO, CUDA, torch.bfloat16).name == "triton"
     choice = choose_backend(AttentionSetting.AUTO, CPU, torch.float32)
     assert (choice.name, choice.reason) == ("torch", "the CPU, in fp32")
-
-
-@pytest.mark.parametrize(
-    ("spec", "dtype", "why_not"),
-    [
-        (None, torch.bfloat16, "flash_attn is not installed"),
-        (
-            ModuleSpec("flash_attn", None),
-            torch.bfloat16,
-            "flash_attn, which is installed, does only pages of multiples of 256 tokens, and whole runs",
-        ),
-        (ModuleSpec("flash_attn", None), torch.float32, "flash_attn is for bf16"),
-    ],
-)
-def test_auto_on_a_gpu_says_why_it_is_not_flash_attn(
-    spec: ModuleSpec | None, dtype: torch.dtype, why_not: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "find_spec", {"flash_attn": spec}.get)
-    choice = choose_backend(AttentionSetting.AUTO, CUDA, dtype)
-    assert (choice.name, choice.reason) == ("triton", f"it reads pages of any size where they lie; {why_not}")
 
 
 def test_what_is_asked_for() -> None:

@@ -9,6 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers import MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from cluster.spec.config import ParallelConfig
 from cluster.spec.ranks import axis_problems
@@ -16,8 +20,54 @@ from cluster.spec.strategy import MoeDispatch
 from tests.fakes.thread_layout import on_thread_layout
 from workers.expert_parallel.token_dispatcher import BlockShape, cheaper_dispatch
 from workers.layers.config import MoeConfig
-from workers.layers.feed_forward import GatedMLP, MoeBlock
+from workers.layers.feed_forward import ExpertRouter, GatedMLP, MoeBlock
 from workers.parallel.model_groups import ModelGroups
+
+ROUTER_HIDDEN = 16
+
+
+def theirs_and_ours(family: str, num_experts: int, top_k: int, *, renormalize: bool) -> tuple[Any, ExpertRouter]:
+    """Two routers with the same table."""
+    shape: dict[str, Any] = {"hidden_size": ROUTER_HIDDEN, "num_experts_per_tok": top_k}
+    make: Any
+    config: Any
+    if family == "mixtral":
+        make, config = MixtralTopKRouter, MixtralConfig(**shape, num_local_experts=num_experts)
+    elif family == "qwen2_moe":
+        make, config = Qwen2MoeTopKRouter, Qwen2MoeConfig(**shape, num_experts=num_experts, norm_topk_prob=renormalize)
+    else:
+        make, config = Qwen3MoeTopKRouter, Qwen3MoeConfig(**shape, num_experts=num_experts, norm_topk_prob=renormalize)
+    moe = MoeConfig(num_experts=num_experts, top_k=top_k, intermediate_size=8, renormalize=renormalize)
+    return make(config), ExpertRouter(ROUTER_HIDDEN, moe)
+
+
+@pytest.mark.parametrize(
+    ("family", "renormalize"), [("mixtral", True), ("qwen2_moe", False), ("qwen3_moe", True), ("qwen3_moe", False)]
+)
+@given(
+    num_experts=st.integers(1, 9), data=st.data(), num_tokens=st.integers(0, 20), seed=st.integers(0, 2**32),
+    has_ties=st.booleans(),
+)  # fmt: skip
+def test_choices_and_weights_are_transformers(
+    family: str, renormalize: bool, num_experts: int, data: st.DataObject, num_tokens: int, seed: int, has_ties: bool
+) -> None:
+    top_k = data.draw(st.integers(1, num_experts))
+    theirs, ours = theirs_and_ours(family, num_experts, top_k, renormalize=renormalize)
+    generator = torch.Generator().manual_seed(seed)
+    table, hidden = (
+        torch.randn(num_experts, ROUTER_HIDDEN, generator=generator),
+        torch.randn(num_tokens, ROUTER_HIDDEN, generator=generator),
+    )
+    if has_ties:
+        table[num_experts // 2 :] = table[0]
+    with torch.no_grad():
+        theirs.weight.copy_(table)
+        ours.weight.copy_(table)
+        _, weights, experts = theirs(hidden)
+        routed = ours(hidden)
+    assert torch.equal(routed.experts.long(), experts)
+    assert torch.equal(routed.weights, weights)
+
 
 Block = TypeVar("Block", bound=nn.Module)
 
