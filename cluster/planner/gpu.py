@@ -10,7 +10,7 @@ from cluster.spec.pool import GIB
 from cluster.spec.ranks import moe_tp_size
 from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import Passing
-from workers.context_parallel.step_shape import dummy_request, make_step_shape
+from workers.context_parallel.shard_plan import dummy_request, make_step_shape
 from workers.models.interface import DecoderConfig, LayerWeights
 
 _PAGE_ID_BYTES = 8

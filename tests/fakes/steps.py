@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from cluster.spec.ids import Room
 from cluster.spec.step_messages import ScheduledRequest
 from cluster.spec.strategy import Passing, Strategy
-from workers.context_parallel.step_shape import make_step_shape
+from workers.context_parallel.shard_plan import make_step_shape
 from workers.engine.batch import StepInput
 
 

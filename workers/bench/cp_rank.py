@@ -16,7 +16,7 @@ from cluster.spec.strategy import CpMode, PassingSetting
 from workers.attention.registry import choose_backend, needs_of
 from workers.bench.results import StepLens, StepTime, Way
 from workers.context_parallel.cost_model import Rates, StrategyChoice, StrategyChooser
-from workers.context_parallel.step_shape import dummy_request
+from workers.context_parallel.shard_plan import dummy_request
 from workers.device import use_cpu
 from workers.engine.calibration import calibrate
 from workers.engine.random_weights import random_model

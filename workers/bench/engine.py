@@ -17,7 +17,7 @@ from workers.attention.registry import choose_backend, needs_of
 from workers.bench.results import DeviceLimits, EngineResult
 from workers.bench.shapes import SHAPES
 from workers.bench.timing import GpuTimer, cpu_limits, gpu_limits
-from workers.context_parallel.step_shape import make_step_shape
+from workers.context_parallel.shard_plan import make_step_shape
 from workers.device import open_device, use_cpu
 from workers.engine.begun_step import BegunStep
 from workers.engine.capture import GraphCapture

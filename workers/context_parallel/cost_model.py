@@ -13,8 +13,7 @@ from typing import NamedTuple
 from cluster.spec.step_messages import ScheduledRequest, StepShape
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from workers.attention.runs import RankRuns, Run
-from workers.context_parallel.shard_plan import ShardPlan
-from workers.context_parallel.step_shape import make_step_shape, plan_shards, shape_of_plan
+from workers.context_parallel.shard_plan import ShardPlan, make_step_shape, plan_shards, shape_of_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from cluster.spec.step_messages import ScheduledRequest, StepShape
 from workers.attention.runs import Run
-from workers.context_parallel.shard_plan import Indices, Owner, ShardPlan
-from workers.context_parallel.step_shape import plan_shards
+from workers.context_parallel.shard_plan import Indices, Owner, ShardPlan, plan_shards
 from workers.device import on_device
 from workers.engine.begun_step import PreviousTokens
 

@@ -17,7 +17,7 @@ from cluster.spec.step_messages import ScheduledRequest, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
 from workers.attention.merge import Partial, merge
-from workers.context_parallel.step_shape import dummy_request, join_shapes, make_step_shape
+from workers.context_parallel.shard_plan import dummy_request, join_shapes, make_step_shape
 from workers.device import event_on, has_kernels
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepInput, build_step_batch

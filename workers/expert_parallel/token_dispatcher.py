@@ -10,8 +10,7 @@ from torch import Tensor
 from cluster.spec.strategy import MoeDispatch
 from workers.device import has_kernels
 from workers.expert_parallel.routed_tokens import RoutedTokens
-from workers.parallel.collectives import Communicator
-from workers.parallel.exchanges import all_to_all, exchange_counts, gather_exact, reduce_scatter_exact
+from workers.parallel.collectives import Communicator, all_to_all, exchange_counts, gather_exact, reduce_scatter_exact
 from workers.parallel.model_groups import ModelGroups
 
 Lens = tuple[int, ...] | None

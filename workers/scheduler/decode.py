@@ -24,7 +24,7 @@ from cluster.spec.transfer_messages import Done, Drained, PagesChecked, Refused,
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_lists import live_pages
-from workers.context_parallel.step_shape import idle_plan
+from workers.context_parallel.shard_plan import idle_plan
 from workers.hicache.tiers import Tiers
 from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState, receiver_session

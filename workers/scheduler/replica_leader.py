@@ -17,7 +17,7 @@ from cluster.spec.step_messages import StepPlan, StepResult, StepWork
 from cluster.spec.strategy import DpPolicy
 from cluster.spec.tiers import TierJobResult, joined
 from cluster.spec.transfer_messages import Ticket
-from workers.context_parallel.step_shape import idle_plan, join_shapes
+from workers.context_parallel.shard_plan import idle_plan, join_shapes
 from workers.scheduler.leader import Leader
 
 _REMEMBERED_ROOMS = 100_000

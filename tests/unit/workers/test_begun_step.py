@@ -13,7 +13,7 @@ from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.kv import kv_pool
 from tests.fakes.thread_group import on_thread_ranks
 from workers.attention.torch_backend import TorchAttention
-from workers.context_parallel.step_shape import make_step_shape
+from workers.context_parallel.shard_plan import make_step_shape
 from workers.engine import runner as runner_module
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model

@@ -19,7 +19,7 @@ from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import Ticket
 from tests.fakes.kv import kv_geometry
 from tests.fakes.rows import tier_state
-from workers.context_parallel.step_shape import make_step_shape
+from workers.context_parallel.shard_plan import make_step_shape
 from workers.scheduler.leader import Leader
 from workers.scheduler.replica_leader import ReplicaLeader
 

@@ -11,7 +11,7 @@ from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.thread_group import on_thread_ranks
-from workers.context_parallel.step_shape import make_step_shape
+from workers.context_parallel.shard_plan import make_step_shape
 from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator
 from workers.trace.recorder import COLLECTIVES, COMPUTE

@@ -13,8 +13,7 @@ from cluster.spec.tiers import TierJob, TierJobKind
 from tests.fakes.steps import Request, scheduled_of, step_of
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import ModelShape, Rates, choose, undivided
-from workers.context_parallel.shard_plan import make_shard_plan
-from workers.context_parallel.step_shape import join_shapes, make_step_shape
+from workers.context_parallel.shard_plan import join_shapes, make_shard_plan, make_step_shape
 from workers.engine.batch import build_step_batch
 from workers.scheduler.sequence import RequestParams, Sequence
 from workers.scheduler.steps import StepLimits, StepScheduler
@@ -109,7 +108,7 @@ def test_the_cost_model_returns_the_shape_of_the_strategy_that_it_chose(
 
 
 def test_a_decode_step_needs_no_shard_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.context_parallel.step_shape.make_shard_plan", None)
+    monkeypatch.setattr("workers.context_parallel.shard_plan.make_shard_plan", None)
     shape = undivided(scheduled_of([ONE_TOKEN] * 64)).shape
     assert shape == StepShape(shard_lens=(64,), last_shard_lens=(64,))
 

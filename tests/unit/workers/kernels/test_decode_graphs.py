@@ -30,7 +30,7 @@ from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.attention.triton.tiling import fair_share
-from workers.context_parallel.step_shape import join_shapes
+from workers.context_parallel.shard_plan import join_shapes
 from workers.engine.attention_context import CpExchange
 from workers.engine.batch import build_step_batch
 from workers.engine.begun_step import PreviousTokens

@@ -27,7 +27,7 @@ from tests.fakes.plain_graphs import PlainGraphs
 from tests.fakes.worker_specs import lone_worker
 from workers import rank
 from workers.attention.registry import BackendChoice
-from workers.context_parallel.step_shape import make_step_shape
+from workers.context_parallel.shard_plan import make_step_shape
 from workers.engine import pool_memory, runner
 from workers.engine.batch import StepInput
 from workers.engine.capture import Capture
