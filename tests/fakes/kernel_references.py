@@ -11,7 +11,7 @@ from tests.fakes.kv import kv_pool
 from tests.fakes.nearness import check_near
 from workers.attention.merge import Partial, merge
 from workers.device import synchronize
-from workers.expert_parallel.routed_tokens import NO_EXPERT, order_by_expert
+from workers.expert_parallel.token_dispatcher import NO_EXPERT, order_by_expert
 from workers.kernels.attention import attend, blocks_for
 from workers.kernels.copy_pages import copy_pages
 from workers.kernels.experts import choose_experts, expert_rows, grouped_matmul, sum_choices, tiles_of

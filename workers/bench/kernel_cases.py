@@ -15,9 +15,9 @@ from workers.attention.interface import AttentionParams, GraphShape
 from workers.attention.runs import Run
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
+from workers.bench.kernels import Launch
 from workers.bench.results import Limit
 from workers.bench.shapes import BenchShape
-from workers.bench.timing import Launch
 from workers.kernels.experts import grouped_matmul, tiles_of
 from workers.kernels.triton_elementwise import add_rms_norm, rotate_storing, swiglu
 from workers.memory.page_pool import PagePool

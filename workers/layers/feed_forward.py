@@ -7,8 +7,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workers.device import has_kernels, index_on
-from workers.expert_parallel.routed_tokens import NO_EXPERT, RoutedTokens, order_by_expert
-from workers.expert_parallel.token_dispatcher import Lens, TokenExchange, make_dispatcher
+from workers.expert_parallel.token_dispatcher import (
+    NO_EXPERT,
+    Lens,
+    RoutedTokens,
+    TokenExchange,
+    make_dispatcher,
+    order_by_expert,
+)
 from workers.kernels.elementwise import elementwise_kernels
 from workers.layers.config import MoeConfig
 from workers.layers.linear import FusedLinear, ReplicatedLinear, SummedLinear, multiply
