@@ -17,6 +17,11 @@ from workers.attention.interface import AttentionParams, GraphShape
 from workers.attention.merge import Partial, empty_partial, merge
 from workers.attention.runs import Piece, Run, cut, paged_pieces, pages_of, row_pieces
 
+MOST_KEYS = 1 << 12
+"""Keys copied out of a request's pages at once: malloc keeps their memory, and what they leave in caches is used."""
+MOST_SCORES = 1 << 24
+"""Scores that exist at once, 64 MiB, unless one query has more."""
+
 
 def has_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether the kernel supports these tensors."""
@@ -106,24 +111,18 @@ class SingleTokens(NamedTuple):
         return Partial(*(x.flatten(1, 2) for x in found))
 
 
-def batches(pieces: Sequence[Piece], most_keys: int) -> list[list[Piece]]:
-    """Put pieces with about equally many keys together, at most ``most_keys`` with padding."""
+def batches(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Put pieces with about equally many keys together, at most ``MOST_KEYS`` with padding."""
     result: list[list[Piece]] = []
     longest = 0
     for piece in sorted(pieces, key=lambda piece: -piece.num_keys):
         is_alike = longest - piece.num_keys <= max(longest // 4, 128)
-        if result and is_alike and (len(result[-1]) + 1) * longest <= most_keys:
+        if result and is_alike and (len(result[-1]) + 1) * longest <= MOST_KEYS:
             result[-1].append(piece)
         else:
             result.append([piece])
             longest = piece.num_keys
     return result
-
-
-MOST_KEYS = 1 << 12
-"""Keys copied out of a request's pages at once: malloc keeps their memory, and what they leave in caches is used."""
-MOST_SCORES = 1 << 24
-"""Scores that exist at once, 64 MiB, unless one query has more."""
 
 
 class TorchAttention:
@@ -152,8 +151,7 @@ class _PagedStep:
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None
     ) -> None:
         self._tables, self._page_size = page_tables, page_size
-        self._runs, self._key_lens = runs, key_lens
-        self._work = cache(self._divide)
+        self._work = cache(partial(_divide, runs, page_tables, page_size, key_lens))
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         def keys_of(piece: Piece) -> tuple[Tensor, Tensor]:
@@ -172,20 +170,6 @@ class _PagedStep:
                 whole[batch.queries] = part
         return Partial(result.out.to(query.dtype), result.lse)
 
-    def _divide(self, window: int | None, is_batched: bool) -> tuple[list[SingleTokens], list[Piece]]:
-        """Return the single tokens to attend in batches, and the blocks of all other pieces."""
-        singles: list[Piece] = []
-        others: list[Piece] = []
-        for piece in paged_pieces(self._runs, self._key_lens, window):
-            is_single = is_batched and piece.num_queries == 1 and piece.num_keys <= MOST_KEYS
-            (singles if is_single else others).append(piece)
-        num_queries = sum(run.count for run in self._runs)
-        built = [
-            SingleTokens.build(batch, self._tables, self._page_size, num_queries)
-            for batch in batches(singles, MOST_KEYS)
-        ]
-        return built, [block for piece in others for block in cut(piece, MOST_KEYS)]
-
 
 class _Rows:
     """Queries over rows; several pieces may have the same queries."""
@@ -199,6 +183,25 @@ class _Rows:
 
         out, lse = _attend_pieces(query, self._pieces(params.window), keys_of, value.shape[-1], params.scale)
         return Partial(out.to(query.dtype), lse)
+
+
+def _divide(
+    runs: Sequence[Run],
+    tables: Sequence[Tensor],
+    page_size: int,
+    key_lens: Sequence[int] | None,
+    window: int | None,
+    is_batched: bool,
+) -> tuple[list[SingleTokens], list[Piece]]:
+    """Return the single tokens to attend in batches, and the blocks of all other pieces."""
+    singles: list[Piece] = []
+    others: list[Piece] = []
+    for piece in paged_pieces(runs, key_lens, window):
+        is_single = is_batched and piece.num_queries == 1 and piece.num_keys <= MOST_KEYS
+        (singles if is_single else others).append(piece)
+    num_queries = sum(run.count for run in runs)
+    built = [SingleTokens.build(batch, tables, page_size, num_queries) for batch in batches(singles)]
+    return built, [block for piece in others for block in cut(piece, MOST_KEYS)]
 
 
 def _attend_pieces(
