@@ -20,7 +20,7 @@ import zmq.utils.z85
 from cluster.spec import wire
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.messages import Message
-from cluster.spec.token_ids import from_wire, to_wire
+from cluster.spec.wire import from_wire, to_wire
 from cluster.spec.worker_spec import ChannelKey
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024

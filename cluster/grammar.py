@@ -106,7 +106,6 @@ class Grammars:
         return Matcher(compiled.deep_copy(), self._vocab_size, self._tokens.result().eos_token)
 
     def close(self) -> None:
-        """Stop the thread."""
         self._thread.shutdown(cancel_futures=True)
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:

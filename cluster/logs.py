@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.spec.log_config import LogConfig, LogFormat
+from cluster.spec.config import LogConfig, LogFormat
 
 _FACTS = "facts"
 _encoder = msgspec.json.Encoder(enc_hook=str)

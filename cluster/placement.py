@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from cluster.actors import Demand, Machine, Seat
 from cluster.spec.config import DeployConfig, Device, PoolConfig, TransferBackendName
 from cluster.spec.errors import ConfigError, Problem
-from cluster.spec.ids import ReplicaId, replica_id
-from cluster.spec.lifecycle import Role, role_of
+from cluster.spec.ids import ReplicaId, Role, replica_id, role_of
 from cluster.spec.ranks import sizes_of, world_size
 
 
@@ -77,7 +76,6 @@ def _wanted(config: DeployConfig, replica: ReplicaId) -> _Wanted:
 
 
 def _resources(config: DeployConfig) -> tuple[float, float]:
-    """Return CPUs and GPUs per worker."""
     return config.resources.cpus_per_worker, 1.0 if config.resources.device is Device.CUDA else 0.0
 
 
@@ -110,7 +108,6 @@ def _fit_problems(
 
 
 def _one_machine(places: dict[str, int], num_workers: int) -> dict[str, int]:
-    """Return the first machine that holds every worker."""
     return dict([next(item for item in places.items() if item[1] >= num_workers)])
 
 

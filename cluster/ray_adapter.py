@@ -30,8 +30,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.actors import Actor, Demand, Machine, Reservation, Seat
-from cluster.guard import Guard
-from cluster.processes import ProcessId, kill_all, this_process
+from cluster.processes import Guard, ProcessId, kill_all, this_process
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 
 OBJECT_STORE_BYTES = 100_000_000
@@ -114,12 +113,10 @@ class RaySystem:
 
     @property
     def home(self) -> Machine:
-        """The machine that the driver runs on."""
         node_id = ray.get_runtime_context().get_node_id()
         return next(machine for machine in self.machines() if machine.node_id == node_id)
 
     def machines(self) -> list[Machine]:
-        """Every machine that is alive, with what is free now."""
         # The public API only reports the sum over all machines.
         free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
         return [
@@ -150,7 +147,6 @@ class RaySystem:
             remove_placement_group(group)
 
     def reserve(self, name: str, seats: Sequence[Seat], timeout_s: float) -> RayReservation:
-        """Reserve seats, all or none; see ActorSystem."""
         group = placement_group(
             [_bundle(seat.cpus, seat.gpus) for seat in seats],
             strategy="PACK",
@@ -163,12 +159,10 @@ class RaySystem:
         return RayReservation(group=group, seats=tuple(seats))
 
     def release(self, reservation: Reservation) -> None:
-        """Release the seats; kills any actor that still occupies one."""
         assert isinstance(reservation, RayReservation)
         remove_placement_group(reservation.group)
 
     def start(self, kind: type, args: Sequence[object], *, name: str, seat: tuple[Reservation, int] | None) -> RayActor:
-        """Create ``kind(*args)`` in a new process; see ActorSystem."""
         node_id, options = self._home_options() if seat is None else _seat_options(*seat)
         remote_class: Any = ray.remote(max_restarts=0, max_task_retries=0)(kind)
         handle = remote_class.options(name=name, **options).remote(*args)
@@ -176,7 +170,6 @@ class RaySystem:
         return RayActor(name=name, handle=handle, node_id=node_id, process=process)
 
     def call(self, actor: Actor, method: str, *args: object) -> "Future[Any]":
-        """Call a method; see ActorSystem."""
         assert isinstance(actor, RayActor)
         return _translated(actor.name, getattr(actor.handle, method).remote(*args).future())
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+from cluster.spec.clock import Interval
 from cluster.spec.messages import PhaseTimes
 from cluster.spec.sampling import FinishReason
 from cluster.spec.tiers import CachedTokens
-from cluster.spec.trace import Interval
 from router.errors import RequestFailedError
 from router.metrics import Metrics
 from router.request import Attempt, Fail, OutputChunk, RequestId

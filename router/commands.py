@@ -4,9 +4,8 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 
-from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.messages import Command, CommandTaken, Wanted
-from cluster.spec.peer import Peer
+from cluster.spec.ids import Incarnation, Peer, ReplicaId
+from cluster.spec.messages import Command, CommandResult, Wanted
 from router.errors import no_answer, refused
 
 AGAIN_S = 2.0
@@ -21,10 +20,10 @@ class Commands:
         self._me = me
         self._send = send
         self._numbers = itertools.count(1)
-        self._answers: dict[tuple[int, ReplicaId, Incarnation], asyncio.Future[CommandTaken]] = {}
+        self._answers: dict[tuple[int, ReplicaId, Incarnation], asyncio.Future[CommandResult]] = {}
         """Awaited answers, by number of the command and start of the replica."""
 
-    async def give(self, peers: Sequence[Peer], wanted: Wanted) -> list[CommandTaken]:
+    async def give(self, peers: Sequence[Peer], wanted: Wanted) -> list[CommandResult]:
         """Have replicas do something; return their answers when every one of them has done it.
 
         Raises:
@@ -55,14 +54,14 @@ class Commands:
             )
         return _all_done([answer.result() for answer in awaited.values()])
 
-    def on_taken(self, taken: CommandTaken) -> None:
+    def on_taken(self, taken: CommandResult) -> None:
         """Take a replica's answer; one that is not awaited is ignored."""
         answer = self._answers.get((taken.number, taken.replica, taken.incarnation))
         if answer is not None and not answer.done():
             answer.set_result(taken)
 
 
-def _all_done(answers: list[CommandTaken]) -> list[CommandTaken]:
+def _all_done(answers: list[CommandResult]) -> list[CommandResult]:
     refusals = [f"{answer.replica}: {answer.refusal}" for answer in answers if answer.refusal]
     if not refusals:
         return answers

@@ -9,9 +9,7 @@ from itertools import chain
 
 import msgspec
 
-from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.lifecycle import Role
-from cluster.spec.peer import Peer
+from cluster.spec.ids import Incarnation, Peer, ReplicaId, Role
 from cluster.spec.registry import RankRow, ReplicaEntry, TableSnapshot
 
 MAX_FAILURES = 5

@@ -16,10 +16,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from cluster.spec.config import RouterConfig
-from cluster.spec.ids import Room, draw_room
-from cluster.spec.lifecycle import move
+from cluster.spec.errors import move
+from cluster.spec.ids import Peer, Room, draw_room
 from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Cancel, Failure, Inquire, Output
-from cluster.spec.peer import Peer
 from cluster.spec.tiers import CachedTokens
 from router.directory import Breakers, LoadBook
 from router.request import (

@@ -6,10 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
-from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.ids import Incarnation, Peer, ReplicaId
+from cluster.spec.kv import extend_page_keys
 from cluster.spec.messages import KvEvents
-from cluster.spec.page_key import extend_page_keys
-from cluster.spec.peer import Peer
 from cluster.spec.tiers import Tier
 
 _ASK_AGAIN_S = 5.0

@@ -12,9 +12,7 @@ from random import Random
 import msgspec
 
 from cluster.spec.config import DeployConfig, PolicyName
-from cluster.spec.ids import Room
-from cluster.spec.lifecycle import Role
-from cluster.spec.peer import Peer
+from cluster.spec.ids import Peer, Role, Room
 from cluster.spec.worker_spec import ALONE, RouterShare
 from router.directory import Breakers, Directory, Load, LoadBook
 from router.page_index import PageIndex, Weights

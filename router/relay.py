@@ -10,8 +10,9 @@ from cluster.logs import with_facts
 from cluster.spec.clock import Clock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
+from cluster.spec.ids import Peer
 from cluster.spec.messages import (
-    CommandTaken,
+    CommandResult,
     Failure,
     Inquire,
     KvEvents,
@@ -22,7 +23,6 @@ from cluster.spec.messages import (
     Submit,
     SubscribeKvEvents,
 )
-from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason
 from router.answer import Answer, OpenChoice
@@ -137,7 +137,7 @@ class Relay:
                 self._perform(self._requests.on_inquire(message))
             case KvEvents():
                 self._on_kv_events(message, now_s)
-            case CommandTaken():
+            case CommandResult():
                 self.commands.on_taken(message)
             case RankTrace():
                 self.traces.on_part(message)

@@ -6,13 +6,12 @@ from typing import NewType
 
 import msgspec
 
-from cluster.spec.ids import Incarnation, ReplicaId, Room
-from cluster.spec.lifecycle import Moves
+from cluster.spec.errors import Moves
+from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
 from cluster.spec.messages import Cancel, Inquire, Output, PhaseTimes, Submit
-from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
 from cluster.spec.tiers import CachedTokens
-from cluster.spec.token_ids import TokenIds
+from cluster.spec.wire import TokenIds
 from router.page_index import PromptKeys
 
 RequestId = NewType("RequestId", int)

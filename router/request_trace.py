@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.spec.clock import ClockReading, Interval
 from cluster.spec.ids import Room
 from cluster.spec.messages import Message, RankTrace
 from cluster.spec.registry import RankRow
 from cluster.spec.step_messages import ReportTrace
-from cluster.spec.trace import ClockReading, Interval
 from router.request import RequestId
 
 MAX_KEPT = 8

@@ -17,12 +17,10 @@ import uvloop
 from cluster.bootstrap.client import watch_table
 from cluster.channel import AsyncInbox, Outbox
 from cluster.grammar import Grammars
-from cluster.spec.clock import SystemClock
+from cluster.spec.clock import LEASE_S, SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError
-from cluster.spec.heartbeat import LEASE_S
-from cluster.spec.ids import Incarnation
-from cluster.spec.peer import Peer
+from cluster.spec.ids import Incarnation, Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.worker_spec import ALONE, Rendezvous, RouterShare
 from cluster.tokenizer import Tokenizer

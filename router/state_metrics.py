@@ -10,7 +10,7 @@ from prometheus_client.utils import floatToGoString
 
 from cluster.channel import AsyncInbox
 from cluster.spec.clock import Clock
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.registry import RankRow, ReplicaEntry, TableSnapshot
 from cluster.spec.tiers import JOB_BOUNDS_S, RankTiers, RankWork
 from router.admission import Gate

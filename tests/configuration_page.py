@@ -10,7 +10,7 @@ from enum import StrEnum
 from cluster.spec.config import DeployConfig
 from cluster.spec.config_node import Node
 from cluster.spec.env import ALL
-from cluster.spec.explain import Keys, allowed
+from cluster.spec.loader import Keys, allowed
 
 _HEAD = """\
 # Configuration

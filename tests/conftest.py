@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
-from cluster.cli.checks import installed_version, missing_mooncake_packages
+from cluster.cli.doctor import installed_version, missing_mooncake_packages
 from tests.leftovers import Before, find_leftovers
 from workers.native.compile import CannotCompileError, find_compiler
 

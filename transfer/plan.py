@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from cluster.spec.kv import KvGroup
 from cluster.spec.ranks import head_copies, kv_heads_of, stage_layers
-from cluster.spec.registry import RankCoords, RankRow, TransferMode
+from cluster.spec.registry import AxisSizes, RankCoords, RankRow, TransferMode
 from transfer.page_range import intersect
 
 
@@ -25,14 +25,14 @@ def is_sender(mode: TransferMode, cp_rank: int) -> bool:
     return mode is TransferMode.ALL_RANKS or cp_rank == 0
 
 
-def receivers(mode: TransferMode, coords: RankCoords, sizes: RankCoords, targets: Sequence[RankRow]) -> list[RankRow]:
+def receivers(mode: TransferMode, coords: RankCoords, sizes: AxisSizes, targets: Sequence[RankRow]) -> list[RankRow]:
     """Return the decode ranks that a prefill rank sends some of its heads and layers to; none if it sends nothing."""
     if not is_sender(mode, coords.cp):
         return []
     return [target for target in targets if sent_groups(coords, sizes, target)]
 
 
-def sent_groups(coords: RankCoords, sizes: RankCoords, target: RankRow) -> list[str]:
+def sent_groups(coords: RankCoords, sizes: AxisSizes, target: RankRow) -> list[str]:
     """Return the KV groups of which a prefill rank sends heads and layers to a decode rank.
 
     Where several ranks of a side hold the same head, each decode rank gets its pages from one prefill rank, and copies
@@ -46,7 +46,7 @@ def sent_groups(coords: RankCoords, sizes: RankCoords, target: RankRow) -> list[
     ]
 
 
-def _sends_heads(group: KvGroup, coords: RankCoords, sizes: RankCoords, target: RankRow) -> bool:
+def _sends_heads(group: KvGroup, coords: RankCoords, sizes: AxisSizes, target: RankRow) -> bool:
     source_copies = head_copies([group.num_heads], sizes.tp)
     target_copies = head_copies([group.num_heads], target.sizes.tp)
     if target.coords.tp % target_copies % source_copies != coords.tp % source_copies:

@@ -8,10 +8,9 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 
-from cluster.spec.ids import Incarnation
+from cluster.spec.errors import Moves, move
+from cluster.spec.ids import Incarnation, Peer
 from cluster.spec.kv import NO_PAGE
-from cluster.spec.lifecycle import Moves, move
-from cluster.spec.peer import Peer
 from cluster.spec.registry import Verify
 from cluster.spec.transfer_messages import Done, Drained, PageDigests, Refused, Result, Revoke, Ticket
 from transfer.digests import coverage_problem

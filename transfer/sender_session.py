@@ -7,10 +7,9 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 
-from cluster.spec.ids import Room
+from cluster.spec.errors import Moves, move
+from cluster.spec.ids import Peer, Room
 from cluster.spec.kv import NO_PAGE, pages_for
-from cluster.spec.lifecycle import Moves, move
-from cluster.spec.peer import Peer
 from cluster.spec.step_messages import SendReport, Target
 from cluster.spec.transfer_messages import Done, PageDigests, SendState
 from transfer.plan import PagePair, PageShare

@@ -4,13 +4,11 @@ from collections.abc import Callable
 from functools import partial
 
 from cluster.channel import Outbox
+from cluster.spec.clock import read_clock
 from cluster.spec.hicache_config import HicacheConfig
-from cluster.spec.ids import Room
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Peer, Role, Room
 from cluster.spec.messages import RankTrace
-from cluster.spec.peer import Peer
 from cluster.spec.registry import KvOwnership, RankRow
-from cluster.spec.trace import read_clock
 from cluster.spec.version import VERSION
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.plan import copies_of

@@ -14,7 +14,7 @@ from cluster.spec.decode_graphs import captures_decode, why_not_captured
 from cluster.spec.env import CACHE_DIR
 from cluster.spec.hicache_config import StorageBackendName
 from cluster.spec.kv import KvGeometry, PoolLayout
-from cluster.spec.pool import GIB, pool_layout
+from cluster.spec.memory import GIB, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
 from workers.attention.interface import AttentionBackend

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from cluster.bootstrap.keepers import LeaseKeeper, RankKeeper
 from cluster.channel import Inbox, Outbox
-from cluster.spec.clock import SystemClock
+from cluster.spec.clock import HEARTBEAT_S, SystemClock
 from cluster.spec.config import DeployConfig
-from cluster.spec.heartbeat import HEARTBEAT_S
 from cluster.spec.messages import Drain, Message, TableUpdate
 from cluster.spec.registry import RankRow, TableSnapshot
 from cluster.spec.step_messages import DropSend, ForgetPeer, ReportTrace, Shutdown, StepPlan

@@ -12,7 +12,7 @@ from typing import Any
 from cluster.machine_memory import machine_memory
 from cluster.spec.errors import UserError
 from cluster.spec.kv import DTYPE_BYTES
-from cluster.spec.pool import GIB
+from cluster.spec.memory import GIB
 from cluster.spec.ranks import MOST_RANKS
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from workers.bench.results import StepLens, StepTime, Way

@@ -56,7 +56,6 @@ async def run_load(
 async def _complete(
     client: httpx.AsyncClient, model: str, request: PlannedRequest, *, traced: bool = False
 ) -> RequestRecord:
-    """Send one request; a failure is recorded, not raised."""
     body = {
         "model": model,
         "prompt": request.make_prompt(),

@@ -12,7 +12,7 @@ import msgspec
 
 from cluster.bench.workload import VOCAB_SIZE, PlannedRequest, Workload, describe_limit
 from cluster.spec.errors import UserError
-from cluster.spec.page_key import page_keys
+from cluster.spec.kv import page_keys
 
 BLOCK_LEN = 512
 """Tokens that one hash id stands for."""

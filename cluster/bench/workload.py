@@ -109,5 +109,4 @@ def random_tokens(seed: str, vocab_size: int, count: int) -> list[int]:
 
 
 def describe_limit(concurrency: int | None) -> str:
-    """Return a concurrency in words."""
     return f"concurrency {concurrency}" if concurrency else "unlimited concurrency"

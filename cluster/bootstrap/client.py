@@ -52,7 +52,6 @@ class BootstrapClient:
         self._call("DELETE", f"/replicas/{replica}?{query}")
 
     def table(self) -> TableSnapshot:
-        """Return the whole table."""
         return msgspec.json.decode(self._call("GET", "/table").content, type=TableSnapshot)
 
     def watch(self, version: int, timeout_s: float) -> TableSnapshot | None:

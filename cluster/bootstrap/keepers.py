@@ -31,7 +31,6 @@ class RankKeeper:
         self._thread = threading.Thread(target=self._run, name="alive", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; returns at once."""
         self._thread.start()
 
     def hurry(self) -> None:
@@ -39,7 +38,6 @@ class RankKeeper:
         self._due.set()
 
     def stop(self) -> None:
-        """Stop the thread."""
         self._stopping.set()
         self._due.set()
         self._thread.join()

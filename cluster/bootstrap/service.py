@@ -17,11 +17,9 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from cluster.bootstrap.table import BootstrapTable, ErrorDetail, ErrorReply, TableRefusedError
-from cluster.bootstrap.watch import WatchedTable
-from cluster.spec.clock import Clock, SystemClock
+from cluster.bootstrap.table import BootstrapTable, ErrorDetail, ErrorReply, TableRefusedError, WatchedTable
+from cluster.spec.clock import LEASE_S, Clock, SystemClock
 from cluster.spec.errors import UserError
-from cluster.spec.heartbeat import LEASE_S
 from cluster.spec.ids import Incarnation, ReplicaId, is_router, parse_replica_id
 from cluster.spec.registry import Heartbeat, RankCoords, RankRow
 
@@ -88,7 +86,6 @@ class BootstrapServer:
         return f"http://{self._host}:{self._port}"
 
     def run(self) -> None:
-        """Block until the service ends."""
         self._stopped.wait()
 
     def stop(self) -> None:

@@ -3,12 +3,14 @@
 Soft state: the leaders' next heartbeats restore it after a restart; the supervisor repeats the reaped incarnations.
 """
 
+import asyncio
 import hashlib
 from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
 
+from cluster.spec.clock import Clock
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.ranks import global_rank, world_size
@@ -138,7 +140,6 @@ class BootstrapTable:
             del self._replicas[replica]
 
     def expire(self, now_s: float) -> None:
-        """End expired leases."""
         for replica in self._replicas.values():
             for rank in [rank for rank, end_s in replica.lease_ends_s.items() if end_s <= now_s]:
                 del replica.lease_ends_s[rank]
@@ -151,7 +152,6 @@ class BootstrapTable:
         return min(ends_s, default=None)
 
     def snapshot(self, now_s: float) -> TableSnapshot:
-        """Return the current table."""
         self.expire(now_s)
         return TableSnapshot(
             version=self.version,
@@ -248,3 +248,52 @@ def _shared(row: RankRow, first: RankRow) -> list[tuple[str, object, object]]:
 
 def _mismatch(row: RankRow, message: str) -> TableRefusedError:
     return TableRefusedError(RefusalCode.MISMATCH, f"{row.replica} {row.coords}: {message}")
+
+
+class WatchedTable:
+    """Table with its clock and its watchers."""
+
+    def __init__(self, table: BootstrapTable, clock: Clock) -> None:
+        self.table = table
+        self._clock = clock
+        self._seen_version = table.version
+        self._changed = asyncio.Event()
+        self._closing = False
+
+    def now_s(self) -> float:
+        return self._clock.now_s()
+
+    def wake_if_changed(self) -> None:
+        """Wake watchers if the table changed; call after every request that may change it."""
+        if self.table.version != self._seen_version:
+            self._seen_version = self.table.version
+            self._wake()
+
+    def close(self) -> None:
+        """End all watches, now and from now on."""
+        self._closing = True
+        self._wake()
+
+    async def watch(self, version: int, timeout_s: float) -> TableSnapshot | None:
+        """Return the table once its version differs; None if nothing changes in time.
+
+        Any other version counts, not only a higher one: a restarted service may start from any number.
+        """
+        deadline_s = self.now_s() + timeout_s
+        while True:
+            changed, now_s = self._changed, self.now_s()
+            self.table.expire(now_s)
+            if self.table.version != version:
+                return self.table.snapshot(now_s)
+            if now_s >= deadline_s or self._closing:
+                return None
+            expiry_s = self.table.next_expiry_s()
+            until_s = deadline_s if expiry_s is None else min(deadline_s, expiry_s)
+            try:
+                await asyncio.wait_for(changed.wait(), until_s - now_s)
+            except TimeoutError:
+                continue
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -29,7 +29,6 @@ bench = typer.Typer(help="Benchmark a running cluster, context parallelism, the 
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
-    """End the command with a line on stderr."""
     print(f"baton bench: {message}", file=sys.stderr)
     raise typer.Exit(code)
 
@@ -46,7 +45,6 @@ def parse_list(option: str, text: str, parse: Callable[[str], T], allowed: Itera
 
 
 def check_models(option: str, names: Iterable[str]) -> None:
-    """Raise UserError if there is no shape of a name."""
     if unknown := [name for name in names if name not in SHAPES]:
         raise UserError(f"{option}: got {unknown[0]!r}; allowed: {', '.join(SHAPES)}")
 
@@ -69,7 +67,6 @@ def print_results(
 
 
 def print_json(value: Any) -> None:
-    """Print a dataclass as one JSON object on a line."""
     print(json.dumps(dataclasses.asdict(value)), flush=True)
 
 
@@ -89,7 +86,6 @@ def print_table(title: str, names: Sequence[str], figures: Sequence[str], rows: 
 
 
 def milliseconds(seconds: float | None, digits: int = 1) -> str:
-    """Return a time as the cell of a table, empty for None."""
     return "" if seconds is None else f"{seconds * 1e3:.{digits}f}"
 
 

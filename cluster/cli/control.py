@@ -13,25 +13,25 @@ from pathlib import Path
 import msgspec
 
 from cluster.spec.errors import PeerUnreachableError
+from cluster.supervisor.commands import Command
 from cluster.supervisor.events import Answer, Outcome
-from cluster.supervisor.orders import Order
 
 _MAX_LINE_BYTES = 65_536
 
-Give = Callable[[Order], Iterator[Answer]]
+Give = Callable[[Command], Iterator[Answer]]
 
-_orders: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
+_commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 _answers = msgspec.json.Decoder(Answer)
 
 
 @contextmanager
-def serve_orders(path: Path, give: Give) -> Iterator[None]:
+def serve_commands(path: Path, give: Give) -> Iterator[None]:
     """Accept commands at a path until the context ends; a socket left behind by a killed driver is removed."""
     path.unlink(missing_ok=True)
     with _reachable(path) as short, _Server(str(short), _Connection) as server:
         path.chmod(0o600)
         server.give = give
-        thread = threading.Thread(target=server.serve_forever, name="orders", daemon=True)
+        thread = threading.Thread(target=server.serve_forever, name="commands", daemon=True)
         thread.start()
         try:
             yield
@@ -40,7 +40,7 @@ def serve_orders(path: Path, give: Give) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def give_order(path: Path, order: Order) -> Iterator[Answer]:
+def send_command(path: Path, command: Command) -> Iterator[Answer]:
     """Have a driver carry out a command; yields its responses as they arrive, up to the last one.
 
     Raises:
@@ -50,7 +50,7 @@ def give_order(path: Path, order: Order) -> Iterator[Answer]:
         try:
             with _reachable(path) as short:
                 connection.connect(str(short))
-            connection.sendall(msgspec.json.encode(order) + b"\n")
+            connection.sendall(msgspec.json.encode(command) + b"\n")
             for line in connection.makefile("rb"):
                 answer = _answers.decode(line)
                 yield answer
@@ -61,10 +61,10 @@ def give_order(path: Path, order: Order) -> Iterator[Answer]:
     raise PeerUnreachableError("the driver ended before the command was carried out")
 
 
-def decode_order(line: bytes) -> Order | None:
+def decode_command(line: bytes) -> Command | None:
     """Parse the command in a line; None if it is invalid."""
     try:
-        return _orders.decode(line)
+        return _commands.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -80,11 +80,11 @@ class _Connection(socketserver.StreamRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        order = decode_order(self.rfile.readline(_MAX_LINE_BYTES))
-        if order is None:
-            self._tell(Answer(0, "not an order", Outcome.REFUSED))
+        command = decode_command(self.rfile.readline(_MAX_LINE_BYTES))
+        if command is None:
+            self._tell(Answer(0, "not a command", Outcome.REFUSED))
             return
-        for answer in self.server.give(order):
+        for answer in self.server.give(command):
             with suppress(OSError):  # the client is gone; the command goes on
                 self._tell(answer)
 

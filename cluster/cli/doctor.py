@@ -1,26 +1,188 @@
-"""`baton doctor`: print the findings of checks.py with suggested fixes."""
+"""`baton doctor`: checks of installation and machine. They import nothing heavy and start no process."""
 
+import ctypes
 import dataclasses
+import importlib.metadata
 import json
-from collections.abc import Callable
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from cluster.cli import checks
-from cluster.cli.checks import Finding, Status
+from cluster.machine_memory import MachineMemory, machine_memory
+from cluster.spec.memory import GIB
+from workers.native.compile import CannotCompileError, find_compiler
+
+MOONCAKE_PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
+MOONCAKE_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "libnuma.so.1": "libnuma1"}
+"""Shared libraries that the mooncake wheel links to, and the Debian packages that contain them."""
+ENDPOINT = ("127.0.0.1", 8000)
+
+
+class Status(StrEnum):
+    """Severity of a finding."""
+
+    OK = "ok"
+    WARN = "warn"
+    """A feature works less well, or not at all in some topologies."""
+    FAIL = "fail"
+    """The default cluster does not start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of one check."""
+
+    name: str
+    status: Status
+    found: str
+    mend: str = ""
+    """Suggested fix; empty if there is nothing to fix."""
+
+
+def check_python(version: tuple[int, int, int] = sys.version_info[:3], prefix: str = sys.prefix) -> Finding:
+    """Check the interpreter, and whether it belongs to a virtual environment."""
+    found = f"{'.'.join(map(str, version))} in {prefix}"
+    if version < (3, 11):
+        return Finding("python", Status.FAIL, found, "install Python 3.11 or newer and run `make venv`")
+    if prefix == sys.base_prefix:
+        return Finding(
+            "python", Status.WARN, f"{found}, no virtual environment", "run `make venv`, use .venv/bin/baton"
+        )
+    return Finding("python", Status.OK, found)
+
+
+def check_packages(requirements: Sequence[str] | None = None) -> Finding:
+    """Check that all of Baton's dependencies are installed; extras are left out."""
+    if requirements is None:
+        requirements = importlib.metadata.requires("baton") or ()
+    names = [re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requirements if "extra ==" not in text]
+    missing = [name for name in names if installed_version(name) is None]
+    if missing:
+        return Finding("packages", Status.FAIL, f"missing: {', '.join(missing)}", "run `make venv`")
+    return Finding("packages", Status.OK, f"all {len(names)} installed")
+
+
+def check_ray(environ: Mapping[str, str] = os.environ, home: Path | None = None) -> Finding:
+    """Check Ray's version and the authentication of its clusters."""
+    version = installed_version("ray")
+    if version is None:
+        return Finding("ray", Status.FAIL, "not installed", "run `make venv`")
+    default_path = (home or Path.home()) / ".ray" / "auth_token"
+    token_path = Path(environ.get("RAY_AUTH_TOKEN_PATH", default_path))
+    has_token = "RAY_AUTH_TOKEN" in environ or token_path.is_file()
+    mode = environ.get("RAY_AUTH_MODE", "").lower()
+    found = f"{version}, RAY_AUTH_MODE {mode or 'not set'}, {'a' if has_token else 'no'} token"
+    if mode not in ("", "token", "disabled"):
+        return Finding("ray", Status.FAIL, found, "set RAY_AUTH_MODE to token or disabled, or unset it")
+    if mode == "token" and not has_token:
+        mend = f"run `ray get-auth-token --generate`, or copy the cluster's token to {token_path}"
+        return Finding("ray", Status.WARN, found, f"{mend}; a local cluster makes its own")
+    return Finding("ray", Status.OK, found)
+
+
+def check_torch(version: str | None = None, num_gpus: int | None = None) -> Finding:
+    """Check which build of PyTorch is installed and whether it fits the devices; looks at the file system, not at
+    CUDA.
+    """
+    version = version or installed_version("torch")
+    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if num_gpus is None else num_gpus
+    if version is None:
+        return Finding("torch", Status.FAIL, "not installed", "run `make venv`")
+    cpu_only = version.endswith("+cpu")
+    found = f"{version} ({'CPU' if cpu_only else 'CUDA'} build), {num_gpus} NVIDIA devices"
+    if cpu_only and num_gpus:
+        release = version.removesuffix("+cpu")
+        return Finding("torch", Status.WARN, found, f"to use the GPU: `make clean`, then `make venv TORCH={release}`")
+    return Finding("torch", Status.OK, found)
+
+
+def check_mooncake(
+    version: Callable[[str], str | None] | None = None, missing: Callable[[], Sequence[str]] | None = None
+) -> Finding:
+    """Check whether the mooncake transfer backend can run; the shared-memory backend needs none of it."""
+    installed = next(filter(None, map(version or installed_version, MOONCAKE_PACKAGES)), None)
+    if installed is None:
+        mend = "for `transfer.backend: mooncake`: .venv/bin/pip install -c constraints.txt '.[mooncake]'"
+        return Finding("mooncake", Status.WARN, "not installed", mend)
+    packages = (missing or missing_mooncake_packages)()
+    if packages:
+        mend = f"for `transfer.backend: mooncake`: apt-get install -y {' '.join(packages)}"
+        return Finding("mooncake", Status.WARN, f"{installed}, but Debian's {', '.join(packages)} missing", mend)
+    return Finding("mooncake", Status.OK, installed)
+
+
+def check_port(address: tuple[str, int] = ENDPOINT) -> Finding:
+    """Check that the endpoint's default port is free."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            mend = "stop what listens there, or set router.port in the deploy file"
+            return Finding("port", Status.WARN, f"{address[0]}:{address[1]}: {error.strerror}", mend)
+    return Finding("port", Status.OK, f"{address[0]}:{address[1]} is free")
+
+
+def check_attention() -> Finding:
+    """Check whether the CPU supports native bf16 attention; without it everything works, at half the speed."""
+    try:
+        path, kind = find_compiler()
+        return Finding("attention", Status.OK, f"native for bf16 with {kind.name}, compiled by {path}")
+    except CannotCompileError as error:
+        status = Status.WARN if error.mend else Status.OK
+        mend = error.mend and f"for twice the speed in bf16: {error.mend}"
+        return Finding("attention", status, f"plain torch: {error}", mend)
+
+
+def check_memory(memory: MachineMemory | None = None) -> Finding:
+    """Check the memory available without swapping."""
+    available_gib = (memory or machine_memory()).available / GIB
+    found = f"{available_gib:.1f} GiB available"
+    if available_gib < 4:
+        return Finding("memory", Status.WARN, found, "free at least 4 GiB, or lower kv.memory_gib in the deploy file")
+    return Finding("memory", Status.OK, found)
+
+
+def missing_mooncake_packages() -> list[str]:
+    """Return the Debian packages to install before the mooncake wheel can be imported."""
+    return [package for library, package in MOONCAKE_LIBRARIES.items() if not _loads(library)]
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed distribution, without importing it; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    checks.check_python,
-    checks.check_packages,
-    checks.check_ray,
-    checks.check_torch,
-    checks.check_mooncake,
-    checks.check_port,
-    checks.check_memory,
-    checks.check_attention,
+    check_python,
+    check_packages,
+    check_ray,
+    check_torch,
+    check_mooncake,
+    check_port,
+    check_memory,
+    check_attention,
 )
 
 _STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}

@@ -9,15 +9,12 @@ import typer
 
 from cluster.cli import (
     bench,
-    bench_cp,
-    bench_device,
+    bench_local,
     bench_serve,
     chat,
+    commands,
     doctor,
-    down,
-    orders,
     plan,
-    schema,
     simulate,
     status,
     up,
@@ -34,20 +31,20 @@ app = typer.Typer(
 app.command("plan")(plan.plan)
 app.command("up")(up.up)
 app.command("status")(status.status)
-app.command("down")(down.down)
-app.command("drain")(orders.drain)
-app.command("resume")(orders.resume)
-app.command("restart")(orders.restart)
-app.command("scale")(orders.scale)
+app.command("down")(status.down)
+app.command("drain")(commands.drain)
+app.command("resume")(commands.resume)
+app.command("restart")(commands.restart)
+app.command("scale")(commands.scale)
 app.command("doctor")(doctor.doctor)
 app.command("chat")(chat.chat)
 bench.bench.command("serve")(bench_serve.serve)
-bench.bench.command("cp")(bench_cp.cp)
-bench.bench.command("engine")(bench_device.engine)
-bench.bench.command("kernels")(bench_device.kernels)
+bench.bench.command("cp")(bench_local.cp)
+bench.bench.command("engine")(bench_local.engine)
+bench.bench.command("kernels")(bench_local.kernels)
 app.add_typer(bench.bench, name="bench")
 app.command("simulate")(simulate.simulate)
-app.command("schema")(schema.schema)
+app.command("schema")(plan.schema)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from rich.text import Text
 from cluster.planner.memory import KvPlan
 from cluster.planner.plan import CheckResult, Plan, ReplicaPlan, StepsPlan
 from cluster.planner.ports import PortPlan
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 
 _AXES = ("dp", "cp", "tp", "pp")
 _MOE_AXES = ("moe_dp", "ep", "moe_tp")

@@ -53,7 +53,6 @@ class Note:
             self._write(self.cluster).replace(self._path)
 
     def remove(self) -> None:
-        """Remove the note."""
         self._path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
@@ -85,7 +84,6 @@ class Note:
 
 
 def control_path(name: str) -> Path:
-    """Return the path of a cluster's control socket."""
     return _folder() / f"{name}.sock"
 
 
@@ -109,7 +107,6 @@ def find_running(name: str | None) -> RunningCluster:
 
 
 def _folder() -> Path:
-    """Return the user's runtime folder; created if needed."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime, "baton") if runtime else Path(tempfile.gettempdir(), f"baton-{os.getuid()}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

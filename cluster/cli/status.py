@@ -1,5 +1,7 @@
-"""`baton status`: show the replicas of a running cluster, their incarnations, load and ranks, from its rank table."""
+"""`baton status` and `baton down`: show a running cluster from its rank table, and stop it."""
 
+import os
+import signal
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,13 +43,13 @@ def status(
 
 def _ask_driver(cluster: "RunningCluster") -> list[str]:
     """Return the members that are not running, and how often they failed; nothing if the driver does not respond."""
-    from cluster.cli.control import give_order
+    from cluster.cli.control import send_command
     from cluster.cli.running import control_path
     from cluster.spec.errors import PeerUnreachableError
-    from cluster.supervisor.orders import TellOrder
+    from cluster.supervisor.commands import StatusCommand
 
     try:
-        (answer,) = give_order(control_path(cluster.name), TellOrder())
+        (answer,) = send_command(control_path(cluster.name), StatusCommand())
     except PeerUnreachableError:
         return []
     return answer.line.splitlines()
@@ -107,3 +109,24 @@ def _ranks(snapshot: "TableSnapshot") -> "Table":
             place = (row.global_rank, at.dp, at.cp, at.tp, at.pp)
             table.add_row(entry.replica, *map(str, place), row.address, row.endpoint.backend)
     return table
+
+
+def down(
+    name: Annotated[
+        str | None, typer.Argument(help="Name of the cluster, if several are running here.", show_default=False)
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0, help="Maximum wait for it to stop, in seconds.")
+    ] = 120.0,
+) -> None:
+    """Drain a cluster that was started on this machine and stop it."""
+    from cluster.cli.running import find_running
+    from cluster.processes import wait_gone
+
+    cluster = find_running(name)
+    os.kill(cluster.process.pid, signal.SIGTERM)
+    typer.echo(f"{cluster.name}: draining", err=True)
+    if not wait_gone([cluster.process], timeout_s):
+        typer.echo(f"{cluster.name}: process {cluster.process.pid} is still running after {timeout_s:g} s", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"{cluster.name}: stopped", err=True)

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli.overrides import overrides
+from cluster.cli.plan import overrides
+from cluster.spec.clock import HEARTBEAT_S, LEASE_S
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError, ConfigError, Problem, UserError
-from cluster.spec.heartbeat import HEARTBEAT_S, LEASE_S
 from cluster.spec.ranks import sizes_of, world_size
 
 if TYPE_CHECKING:
     from cluster.cli.running import Note
-    from cluster.cli.start_progress import StartProgress
+    from cluster.cli.start import StartProgress
     from cluster.cli.stop_signals import StopSignals
     from cluster.launch.launcher import Launcher
     from cluster.launch.tools import Tools
@@ -71,9 +71,9 @@ def _check_port(config: DeployConfig) -> None:
 
 def _run(config: DeployConfig, address: str | None, worker_logs: bool) -> None:
     from cluster.cli.running import Note, RunningCluster
-    from cluster.cli.start_progress import StartProgress
+    from cluster.cli.start import StartProgress
     from cluster.cli.stop_signals import StopSignals
-    from cluster.launch.room import await_room
+    from cluster.launch.waits import await_room
     from cluster.processes import this_process
     from cluster.ray_environ import set_for_own_cluster
     from cluster.spec.env import TOKEN
@@ -123,13 +123,13 @@ def _supervise(
     signals: "StopSignals",
 ) -> None:
     from cluster.channel import draw_key
-    from cluster.cli.control import serve_orders
+    from cluster.cli.control import serve_commands
     from cluster.cli.running import control_path
     from cluster.launch.launcher import Launcher
+    from cluster.launch.services import follow_router
     from cluster.launch.tools import Tools, tell
     from cluster.supervisor.loop import Supervisor
     from cluster.supervisor.reconcile import RESTART_BACKOFF_S
-    from cluster.supervisor.router_watch import follow_router
 
     key = draw_key()
     tools = Tools(system=system, progress=progress.stage, tell=partial(tell, key=key), channel_key=key)
@@ -151,7 +151,7 @@ def _supervise(
     signals.pass_on(supervisor.request_stop)
     threading.Thread(target=_follow_table, args=(launcher, tools, supervisor, note), daemon=True).start()
     try:
-        with serve_orders(control_path(config.name), supervisor.give):
+        with serve_commands(control_path(config.name), supervisor.give):
             supervisor.run(launcher)
     finally:
         system.is_urgent = supervisor.is_urgent
@@ -173,7 +173,7 @@ def _follow_table(launcher: "Launcher", tools: "Tools", supervisor: "Supervisor"
 
 
 def _announce(launcher: "Launcher", config: DeployConfig, note: "Note", progress: "StartProgress") -> None:
-    from cluster.cli.announce import ready_text, wait_ready
+    from cluster.cli.start import ready_text, wait_ready
 
     progress.stage("endpoint", "waiting")
     wait_ready(launcher.router_url, config.resources.start_timeout_s)
@@ -187,7 +187,7 @@ def _resolve(config: DeployConfig, progress: "StartProgress") -> str:
     """Return the model's folder, for a cluster on this machine only: downloaded and checked once, before anything
     starts.
     """
-    from cluster.cli.start_check import check_model
+    from cluster.cli.start import check_model
     from workers.models.resolve import resolve_model
 
     progress.stage("model", "looking for it")

@@ -8,16 +8,14 @@ from typing import Any
 
 from cluster.actors import Actor, Reservation
 from cluster.bootstrap.client import follow_table
-from cluster.launch.calls import Deadline, gather, raise_failure
-from cluster.launch.draining import DrainWatch, tell_until, wait_drained
 from cluster.launch.kinds import worker_environ
 from cluster.launch.tools import Table, Tools
+from cluster.launch.waits import Deadline, DrainWatch, gather, raise_failure, tell_until, wait_drained
 from cluster.placement import ReplicaPlacement
+from cluster.spec.clock import HEARTBEAT_S
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError
-from cluster.spec.heartbeat import HEARTBEAT_S
-from cluster.spec.ids import Incarnation
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Incarnation, Role
 from cluster.spec.messages import Drain, Resume
 from cluster.spec.ranks import coords_of, sizes_of
 from cluster.spec.registry import RankRow, TableSnapshot

@@ -55,11 +55,9 @@ class WorkerActor:
         self._worker = Worker(spec, self._folder, rendezvous)
 
     def open_store(self) -> str:
-        """See Worker.open_store."""
         return self._built.open_store()
 
     def load(self, store: str) -> RankRow:
-        """See Worker.load."""
         return self._built.load(store)
 
     def run(self, rows: list[RankRow]) -> None:
@@ -131,14 +129,12 @@ class BootstrapActor:
         import cluster.bootstrap.service  # noqa: F401
 
     def start(self, host: str, port: int, token: str) -> str:
-        """See BootstrapServer.start."""
         from cluster.bootstrap.service import BootstrapServer
 
         self._server = BootstrapServer(host, port, token)
         return self._server.start()
 
     def run(self) -> None:
-        """Block until the service has ended."""
         self._server.run()
 
 

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from cluster.actors import Machine
-from cluster.launch.calls import LAST_WORDS_S, Deadline, labelled
 from cluster.launch.gang import Gang
 from cluster.launch.services import BOOTSTRAP, BootstrapProcess, RouterProcess
 from cluster.launch.tools import Tools
+from cluster.launch.waits import LAST_WORDS_S, Deadline, labelled
 from cluster.placement import ReplicaPlacement, place
 from cluster.spec.config import DeployConfig, TransferBackendName
 from cluster.spec.errors import BatonError, PeerLostError
@@ -89,7 +89,6 @@ class Launcher:
 
     @property
     def names(self) -> list[str]:
-        """Names of everything that has to run."""
         return [BOOTSTRAP, *self.routers, *self._placements]
 
     def own_router_url(self, name: str) -> str:
@@ -194,7 +193,6 @@ class Launcher:
         self._kill(KILL_S + GRACE_S)
 
     def kill(self) -> None:
-        """Kill everything at once."""
         self._kill(AT_ONCE_S)
 
     def _kill(self, timeout_s: float) -> None:

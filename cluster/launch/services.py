@@ -3,13 +3,17 @@ resources.
 """
 
 import os
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
-from cluster.launch.calls import Deadline, gather
+import httpx
+
 from cluster.launch.kinds import router_environ, service_environ
 from cluster.launch.tools import Tools
+from cluster.launch.waits import Deadline, gather
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation
@@ -67,7 +71,6 @@ class RouterProcess:
         return str(url)
 
     def begin_drain(self) -> None:
-        """Refuse new requests."""
         if self._control is not None:
             self._tools.tell([self._control], Drain())
 
@@ -83,3 +86,25 @@ class RouterProcess:
     def kill(self, timeout_s: float) -> bool:
         """End the process; True when it is proven gone."""
         return self._tools.system.kill([self._actor], timeout_s)
+
+
+def follow_router(url: Callable[[], str], on_seen: Callable[[bool], None], timeout_s: float, interval_s: float) -> None:
+    """Report whether a router process responds, at every change and repeatedly while it does not; never returns.
+
+    Any response in time counts. The connection stays open, so that the driver does not queue behind a crowd of clients.
+    """
+    answered: bool | None = None
+    with httpx.Client(timeout=timeout_s, trust_env=False) as http:
+        while True:
+            before, answered = answered, _answers(http, url())
+            if not (before and answered):
+                on_seen(answered)
+            time.sleep(interval_s)
+
+
+def _answers(http: httpx.Client, url: str) -> bool:
+    try:
+        http.get(f"{url}/health")
+    except httpx.TransportError:
+        return False
+    return True

@@ -15,17 +15,11 @@ from cluster.spec.worker_spec import ChannelKey, Rendezvous
 class Table(Protocol):
     """Connection of one thread to the rank table; implemented by BootstrapClient."""
 
-    def watch(self, version: int, timeout_s: float) -> TableSnapshot | None:
-        """See BootstrapClient.watch."""
-        ...
+    def watch(self, version: int, timeout_s: float) -> TableSnapshot | None: ...
 
-    def unregister(self, replica: ReplicaId, incarnation: Incarnation, reaped: bool) -> None:
-        """See BootstrapClient.unregister."""
-        ...
+    def unregister(self, replica: ReplicaId, incarnation: Incarnation, reaped: bool) -> None: ...
 
-    def close(self) -> None:
-        """See BootstrapClient.close."""
-        ...
+    def close(self) -> None: ...
 
 
 Progress = Callable[[str, str], None]
@@ -45,7 +39,6 @@ def tell(addresses: Sequence[str], message: Message, key: ChannelKey | None = No
 
 
 def connect(rendezvous: Rendezvous) -> Table:
-    """Connect to the cluster's bootstrap service."""
     from cluster.bootstrap.client import BootstrapClient
 
     return BootstrapClient(rendezvous.bootstrap_url, rendezvous.token)

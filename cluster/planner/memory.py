@@ -3,23 +3,19 @@
 import math
 from dataclasses import dataclass
 
-from cluster.planner.gpu import expected_memory
-from cluster.planner.host_memory import expected_host_memory, host_memory_lack, host_memory_problems
 from cluster.planner.model import ModelFacts
+from cluster.planner.worker_memory import expected_host_memory, expected_memory, host_memory_lack, host_memory_problems
+from cluster.spec.checks import layout_problems, ring_problems
 from cluster.spec.config import DecodeConfig, DeployConfig, Device, PrefillConfig
 from cluster.spec.errors import Problem
-from cluster.spec.gpu_memory import GpuMemory
 from cluster.spec.hicache_config import StorageBackendName
-from cluster.spec.host_memory import HostMemory
+from cluster.spec.ids import Role
 from cluster.spec.kv import PoolLayout, pages_for
-from cluster.spec.lifecycle import Role
-from cluster.spec.model_limits import layout_problems, ring_problems
-from cluster.spec.pool import GIB, pool_layout
+from cluster.spec.memory import GIB, GpuMemory, HostMemory, pool_layout
 from cluster.spec.ranks import positions, sizes_of
 from workers.hicache.storage.objects import HEADER_BYTES
 
 Pool = PrefillConfig | DecodeConfig
-POOL_AXES = "[page, group, head, layer, part, slot, dim]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +38,7 @@ class RoleKv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvPlan:
-    """KV memory of the whole cluster; the numbers are those of the role that holds the shorter requests."""
+    """KV memory of the whole cluster."""
 
     num_layers: int
     groups: tuple[str, ...]
@@ -50,12 +46,8 @@ class KvPlan:
     page_size: int
     bytes_per_token: int
     """Bytes over all layers and heads of the model."""
-    page_bytes: int
-    pages_per_worker: int
-    tokens_per_worker: int
     tokens_per_request: int
-    tokens_per_replica: int
-    layout: str
+    """Maximum tokens of one request in both roles."""
     roles: dict[Role, RoleKv]
 
 
@@ -63,18 +55,12 @@ def kv_plan(config: DeployConfig, model: ModelFacts) -> KvPlan:
     """Return the KV memory of a configuration that model_problems accepts."""
     geometry = model.geometry
     roles = {role: _role_kv(config, pool, model) for role, pool in _pools(config).items()}
-    fewest = min(roles.values(), key=lambda role: role.tokens_per_request)
     return KvPlan(
         num_layers=geometry.num_layers,
         groups=tuple(map(str, geometry.groups)),
         page_size=geometry.page_size,
         bytes_per_token=geometry.bytes_per_token,
-        page_bytes=fewest.page_bytes,
-        pages_per_worker=fewest.pages_per_worker,
-        tokens_per_worker=fewest.tokens_per_worker,
-        tokens_per_request=fewest.tokens_per_request,
-        tokens_per_replica=fewest.tokens_per_replica,
-        layout=POOL_AXES,
+        tokens_per_request=min(role.tokens_per_request for role in roles.values()),
         roles=roles,
     )
 
@@ -150,7 +136,6 @@ def pool_gib(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
 
 
 def _memory_key(config: DeployConfig) -> str:
-    """Return the key that sets the size of the pools."""
     return "kv.memory_fraction" if config.kv_memory_gib is None else "kv.memory_gib"
 
 

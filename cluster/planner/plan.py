@@ -1,7 +1,6 @@
 """Plan of a deployment: replicas with their ranks and groups, KV memory, ports, and every check. Pure."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from cluster.planner.memory import KvPlan, kv_plan, memory_wanted, model_problems
 from cluster.planner.model import ModelFacts, UnknownModel
@@ -9,8 +8,7 @@ from cluster.planner.ports import PortPlan, ports_of
 from cluster.spec.checks import CHECKS
 from cluster.spec.config import DeployConfig, PoolConfig, PrefillConfig
 from cluster.spec.errors import ConfigError, Problem
-from cluster.spec.ids import ReplicaId, replica_id
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import ReplicaId, Role, replica_id
 from cluster.spec.ranks import GroupName, Position, groups, head_copy_groups, positions
 from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
@@ -85,11 +83,6 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
         ports=ports_of(config, model),
         checks=_checks(config, model),
     )
-
-
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain JSON values."""
-    return asdict(plan)
 
 
 def _steps(prefill: PrefillConfig) -> StepsPlan:

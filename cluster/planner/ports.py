@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from cluster.planner.model import ModelFacts, UnknownModel
 from cluster.spec.config import DeployConfig, Device, PoolConfig, TransferBackendName, TransferProtocol
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.ranks import GroupName, groups, head_copy_groups, positions, sizes_of, stage_links, world_size
 from cluster.spec.strategy import Collectives
 

@@ -7,8 +7,8 @@ from functools import partial
 from cluster.bootstrap.table import BootstrapTable, TableRefusedError
 from cluster.simulator.network import HOME
 from cluster.simulator.surroundings import Surroundings
+from cluster.spec.clock import LEASE_S
 from cluster.spec.errors import PeerUnreachableError
-from cluster.spec.heartbeat import LEASE_S
 from cluster.spec.registry import TableSnapshot
 
 _LOOK_S = 0.5
@@ -43,7 +43,6 @@ class Bootstrap:
         self._announce()
 
     def kill(self) -> None:
-        """Stop; the table is lost."""
         self.table = None
 
     def call(self, machine: str, ask: Callable[[BootstrapTable], None], on_answer: Answer) -> None:

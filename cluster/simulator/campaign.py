@@ -29,7 +29,6 @@ class Campaign:
     """Broken promise of each failing seed."""
 
     def run(self, seeds: Iterable[int]) -> None:
-        """Simulate the scenario of each seed."""
         for seed in seeds:
             scenario = draw_scenario(seed)
             outcome = Simulation(scenario).run()

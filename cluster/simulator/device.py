@@ -19,7 +19,6 @@ def next_token(tokens: bytes, output_position: int) -> int:
 
 
 def answer(prompt: bytes, count: int) -> bytes:
-    """Return the tokens that follow a prompt."""
     tokens = prompt
     for position in range(count):
         tokens += bytes([next_token(tokens, position)])

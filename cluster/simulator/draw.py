@@ -4,7 +4,7 @@ from dataclasses import replace
 from random import Random
 
 from cluster.simulator.scenario import (
-    ORDERS,
+    COMMANDS,
     PAGE_SIZE,
     VOCAB_SIZE,
     Ask,
@@ -16,8 +16,7 @@ from cluster.simulator.scenario import (
     TierShape,
 )
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
-from cluster.spec.ids import replica_id
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role, replica_id
 from cluster.spec.registry import KvOwnership, TransferMode, Verify
 from cluster.spec.strategy import DpPolicy
 
@@ -130,7 +129,7 @@ def _draw_tokens(random: Random, count: int) -> bytes:
 
 
 def _draw_fault(random: Random, members: list[str]) -> Fault:
-    kinds = [kind for kind in FaultKind if kind not in ORDERS]
+    kinds = [kind for kind in FaultKind if kind not in COMMANDS]
     kind = random.choices(kinds, weights=[5, 3, 3, 1, 1])[0]
     replicas = members[2:]
     at_s = random.uniform(0, 10)
@@ -149,7 +148,7 @@ def _draw_orders(random: Random, members: list[str]) -> tuple[Fault, ...]:
 
 
 def _draw_order(random: Random, members: list[str]) -> Fault:
-    kind = random.choice(sorted(ORDERS))
+    kind = random.choice(sorted(COMMANDS))
     if kind is FaultKind.SCALE:
         member = str(replica_id(random.choice(list(Role)), random.randrange(3)))
     else:

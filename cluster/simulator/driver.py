@@ -4,20 +4,20 @@ from functools import partial
 from itertools import count
 
 from cluster.bootstrap.table import BootstrapTable
-from cluster.launch.draining import DrainWatch
+from cluster.launch.waits import DrainWatch
 from cluster.simulator.bootstrap import Bootstrap
+from cluster.simulator.leaders import make_rows
 from cluster.simulator.network import HOME
 from cluster.simulator.replica import Replica
 from cluster.simulator.router_process import RouterProcess
-from cluster.simulator.rows import make_rows
 from cluster.simulator.surroundings import Surroundings
+from cluster.spec.clock import HEARTBEAT_S
 from cluster.spec.errors import BatonError, PeerUnreachableError
-from cluster.spec.heartbeat import HEARTBEAT_S
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.spec.messages import Drain, Resume
 from cluster.supervisor import events as words
+from cluster.supervisor.commands import Command
 from cluster.supervisor.events import Action, Event
-from cluster.supervisor.orders import Order
 from cluster.supervisor.reconcile import reconcile
 from cluster.supervisor.state import Cluster, Member, MemberState, Now, Phase
 
@@ -44,13 +44,13 @@ class Driver:
         self.router: RouterProcess | None = None
         self.replicas: dict[str, Replica] = {}
         """Newest start of each replica."""
-        self.open_orders: set[int] = set()
+        self.open_commands: set[int] = set()
         """Commands without a last response."""
         self._unproven: dict[tuple[str, Incarnation], Replica] = {}
         """Starts that ended on an unreachable machine, so perhaps still running."""
         self._around = around
         self._machines = count()
-        self._orders = count()
+        self._commands = count()
         self._cluster = Cluster(
             members={name: Member(name=name) for name in around.scenario.members},
             backoff_s=BACKOFF_S,
@@ -62,26 +62,23 @@ class Driver:
 
     @property
     def is_serving(self) -> bool:
-        """Return whether exactly the wanted members run."""
+        """Return whether exactly the desired members run."""
         settled = (
-            member.state is (MemberState.RUNNING if member.is_wanted else MemberState.REMOVED)
+            member.state is (MemberState.RUNNING if member.is_desired else MemberState.REMOVED)
             for member in self._cluster.members.values()
         )
         return self._cluster.phase is Phase.SERVING and all(settled)
 
     @property
     def running(self) -> dict[str, Replica]:
-        """Return the running replicas by name."""
         members = self._cluster.members
         return {name: it for name, it in self.replicas.items() if members[name].state is MemberState.RUNNING}
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether the cluster has stopped."""
         return self._cluster.phase is Phase.STOPPED
 
     def post(self, event: Event) -> None:
-        """Handle an event."""
         now = Now(s=self._around.now_s(), unix_ms=int(self._around.now_s() * 1000))
         self._cluster, actions = reconcile(self._cluster, event, now)
         for action in actions:
@@ -97,14 +94,12 @@ class Driver:
         event = words.Failed(name, incarnation, BatonError(reason))
         self._around.after(self._around.random.uniform(0.05, 2.0), partial(self.post, event))
 
-    def give(self, order: Order) -> None:
-        """Submit an operator's command."""
-        number = next(self._orders)
-        self.open_orders.add(number)
-        self.post(words.Ordered(number, order))
+    def give(self, command: Command) -> None:
+        number = next(self._commands)
+        self.open_commands.add(number)
+        self.post(words.CommandReceived(number, command))
 
     def fail_member(self, name: str) -> None:
-        """Handle the death of a process of a member's newest start."""
         self.report_failed(name, self._cluster.members[name].incarnation, "its process died")
 
     def _follow_table(self) -> None:
@@ -146,7 +141,7 @@ class Driver:
                     random.uniform(0.05, 2.0), partial(self.post, words.ReplicaResumed(name, incarnation, True))
                 )
             case words.Answer(number, _, outcome) if outcome is not words.Outcome.GOING_ON:
-                self.open_orders.discard(number)
+                self.open_commands.discard(number)
             case words.Drain():
                 is_idle = self.router is not None and self.router.is_idle
                 self._around.after(random.uniform(0.05, 0.5), partial(self.post, words.Drained(is_idle)))
@@ -156,7 +151,7 @@ class Driver:
                 pass
 
     def _wait_drained(self, watch: DrainWatch, name: str, incarnation: Incarnation, end_s: float) -> None:
-        """Wait as ``cluster.launch.draining`` does."""
+        """Wait as ``cluster.launch.waits`` does."""
         now_s, table = self._around.now_s(), self.bootstrap.table
         watch.saw(table.snapshot(now_s) if table is not None else None, now_s)
         if watch.is_over(now_s) or now_s >= end_s:
@@ -200,7 +195,6 @@ class Driver:
         return f"{name}@{next(self._machines)}" if is_taken else machine
 
     def _end(self, name: str, incarnation: Incarnation) -> bool:
-        """Kill a member; True when its processes are proven gone."""
         if name == BOOTSTRAP:
             self.bootstrap.kill()
         elif name == ROUTER and self.router is not None:

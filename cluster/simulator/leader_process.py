@@ -11,11 +11,10 @@ from cluster.simulator.promises import hand_over
 from cluster.simulator.rank_process import RankProcess
 from cluster.simulator.stale import send_late_words
 from cluster.simulator.surroundings import Surroundings
+from cluster.spec.clock import HEARTBEAT_S
 from cluster.spec.errors import PeerUnreachableError
-from cluster.spec.heartbeat import HEARTBEAT_S
-from cluster.spec.ids import Room
+from cluster.spec.ids import Peer, Room
 from cluster.spec.messages import KvEvents, Message, Output, TableUpdate
-from cluster.spec.peer import Peer
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
@@ -74,7 +73,6 @@ class LeaderProcess(RankProcess):
         return is_done and pages_are_free and super().is_idle
 
     def cached_keys(self) -> set[bytes]:
-        """Return the keys of the pages in all device caches."""
         return {key for allocator in self._allocators for key in allocator.cached_keys()}
 
     def kill(self) -> None:
@@ -83,7 +81,6 @@ class LeaderProcess(RankProcess):
         super().kill()
 
     def take(self, message: Message) -> None:
-        """Queue an arrived message."""
         self._inbox.append(message)
         self.when_running(self._turn)
 
@@ -130,7 +127,6 @@ class LeaderProcess(RankProcess):
         self._emit()
 
     def _emit(self) -> None:
-        """Send the leaders' messages."""
         self._show_new()
         outgoing, self._outgoing = self._outgoing, []
         for address, message in outgoing:

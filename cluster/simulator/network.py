@@ -60,7 +60,6 @@ class Network:
         self._resume()
 
     def unlisten(self, address: str) -> None:
-        """Stop delivering to this address."""
         self._listeners.pop(address, None)
 
     def end_sender(self, sender: str) -> None:
@@ -72,7 +71,6 @@ class Network:
                 connection.pending.pop()
 
     def is_cut(self, machine: str, other: str) -> bool:
-        """Return whether two machines cannot reach each other."""
         return bool(self._cuts) and frozenset((machine, other)) in self._cuts
 
     def cut(self, machine: str, other: str) -> None:
@@ -80,13 +78,11 @@ class Network:
         self._cuts[frozenset((machine, other))] += 1
 
     def heal(self, machine: str, other: str) -> None:
-        """Undo one cut."""
         self._cuts.subtract([frozenset((machine, other))])
         self._cuts += Counter()
         self._resume()
 
     def delay_s(self, crosses: bool) -> float:
-        """Return the delay of a message."""
         if not crosses:
             return self._random.uniform(1e-4, 2e-3)
         return self._random.uniform(0.1, 2.0) if self._random.random() < 0.03 else self._random.uniform(2e-4, 2e-2)

@@ -1,10 +1,14 @@
-"""Promises about messages: obligations between router and leaders, and the router's knowledge of the caches."""
+"""Promises: a client sees exactly one end, routers and leaders stop their targets, and the router knows the caches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from cluster.simulator.device import answer
 from cluster.simulator.memory import Violation
-from cluster.spec.ids import Incarnation, Room
+from cluster.simulator.scenario import Ask
+from cluster.spec.ids import Incarnation, Peer, Room
 from cluster.spec.messages import (
     Cancel,
     Command,
@@ -16,7 +20,6 @@ from cluster.spec.messages import (
     Submit,
     SubscribeKvEvents,
 )
-from cluster.spec.peer import Peer
 from cluster.spec.transfer_messages import Done, Drained, Refused, Result, Revoke, Ticket
 from router.directory import Directory
 from router.picker import Picker
@@ -138,3 +141,44 @@ class KnownPages:
 
     def _follow(self, peer: Peer) -> None:
         self._send(peer.address, SubscribeKvEvents(router=self._me, incarnation=peer.incarnation))
+
+
+class End(StrEnum):
+    """End of a request, as its client sees it."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    LEFT = "left"
+    """The client left."""
+    REFUSED = "refused"
+    """No replica was ready; nothing was sent."""
+    DISCONNECTED = "disconnected"
+    """The router died."""
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """Client that knows its answer in advance and checks every token."""
+
+    ask: Ask
+    tokens: bytes = b""
+    end: End | None = None
+    reason: str = ""
+    expected: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.expected = answer(self.ask.prompt, self.ask.max_tokens)
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        self.tokens += bytes(token_ids)
+        if self.end is not None:
+            raise Violation(f"tokens came after the request had {self.end}")
+        if not self.expected.startswith(self.tokens):
+            raise Violation(f"wrong tokens: {list(self.tokens)} came, {list(self.expected)} are right")
+
+    def finish(self, end: End, reason: str = "") -> None:
+        if self.end is not None:
+            raise Violation(f"the request {end} after it had {self.end}")
+        if end is End.FINISHED and self.tokens != self.expected[: self.ask.enough]:
+            raise Violation(f"a short answer: {len(self.tokens)} of {self.ask.max_tokens} tokens")
+        self.end, self.reason = end, reason

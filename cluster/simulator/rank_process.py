@@ -7,14 +7,12 @@ from functools import partial
 
 from cluster.simulator.device import VirtualDevice
 from cluster.simulator.memory import Memory
-from cluster.simulator.process import Process
-from cluster.simulator.surroundings import Surroundings
+from cluster.simulator.surroundings import Process, Surroundings
 from cluster.simulator.tier_worker import VirtualTierWorker
 from cluster.simulator.writer import VirtualWriter
 from cluster.spec.config import TransferConfig
-from cluster.spec.ids import Room
+from cluster.spec.ids import Peer, Room
 from cluster.spec.messages import Message
-from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import DropSend, ForgetPeer, StepPlan, StepResult
@@ -107,7 +105,6 @@ class RankProcess(Process):
 
     @property
     def is_computing(self) -> bool:
-        """Return whether a step is in progress."""
         return self._step is not None
 
     @property
@@ -190,7 +187,6 @@ class RankProcess(Process):
         return [rank for rank in self.shard if rank.row.coords.cp == self.row.coords.cp]
 
     def step_s(self, plan: StepPlan) -> float:
-        """Return how long this rank computes a step."""
         num_tokens = sum(len(row.token_ids) for row in plan.scheduled)
         return self.around.hazards.slowness * (self.around.random.uniform(2e-3, 3e-2) + 1e-4 * num_tokens)
 
@@ -205,7 +201,6 @@ class Follower(RankProcess):
         self._inbox: deque[Message] = deque()
 
     def take(self, message: Message) -> None:
-        """Handle an arrived message."""
         self._inbox.append(message)
         self.when_running(self._turn)
 

@@ -8,7 +8,7 @@ from cluster.simulator.leaders import make_leader
 from cluster.simulator.network import machine_of
 from cluster.simulator.rank_process import Follower, RankProcess
 from cluster.simulator.surroundings import Surroundings
-from cluster.spec.peer import Peer
+from cluster.spec.ids import Peer
 from cluster.spec.registry import RankRow
 
 
@@ -36,7 +36,6 @@ class Replica:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no request is open on any rank."""
         return all(rank.is_idle for rank in self.ranks)
 
     def lose_rank(self, rank: int) -> bool:

@@ -4,22 +4,18 @@ from collections.abc import Iterable
 from functools import partial
 
 from cluster.simulator.bootstrap import Bootstrap
-from cluster.simulator.client import Client, End
 from cluster.simulator.memory import Violation
 from cluster.simulator.network import HOME
-from cluster.simulator.process import Process
-from cluster.simulator.promises import Duties, KnownPages
+from cluster.simulator.promises import Client, Duties, End, KnownPages
 from cluster.simulator.scenario import PAGE_SIZE, Ask
-from cluster.simulator.surroundings import Surroundings
+from cluster.simulator.surroundings import Process, Surroundings
+from cluster.spec.clock import LEASE_S
 from cluster.spec.config import DeployConfig
-from cluster.spec.heartbeat import LEASE_S
-from cluster.spec.ids import ROUTER, Incarnation, Room
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import ROUTER, Incarnation, Peer, Role, Room
 from cluster.spec.messages import Failure, Inquire, KvEvents, Message, Output, Submit
-from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
-from cluster.spec.token_ids import TokenIds
+from cluster.spec.wire import TokenIds
 from router.directory import Breakers, Directory, LoadBook
 from router.dispatch import RequestTable
 from router.page_index import PromptKeys
@@ -83,7 +79,6 @@ class RouterProcess(Process):
             client.finish(End.DISCONNECTED)
 
     def open(self, client: Client) -> None:
-        """Accept a client's request."""
         if not all(self.directory.ready(role) for role in Role):
             client.finish(End.REFUSED)
             return
@@ -100,7 +95,6 @@ class RouterProcess(Process):
             self.after(client.ask.patience_s, partial(self._leave, request_id))
 
     def take(self, message: Message) -> None:
-        """Handle a message of a replica."""
         match message:
             case Output():
                 self._duties.note_heard(message)

@@ -5,7 +5,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.registry import KvOwnership, TransferMode, Verify
 from cluster.spec.strategy import DpPolicy
 from workers.scheduler.decode_request import QUARANTINE_LIMIT
@@ -38,7 +38,7 @@ class FaultKind(StrEnum):
     """An operator drains a replica and resumes it later."""
 
 
-ORDERS = frozenset({FaultKind.RESTART, FaultKind.SCALE, FaultKind.STAND_BY})
+COMMANDS = frozenset({FaultKind.RESTART, FaultKind.SCALE, FaultKind.STAND_BY})
 """Kinds in which nothing fails."""
 
 
@@ -174,7 +174,7 @@ class Scenario:
     @property
     def is_calm(self) -> bool:
         """Return whether nothing goes wrong, so that every request must be answered, whatever an operator does."""
-        return self.hazards == Hazards() and all(fault.kind in ORDERS for fault in self.faults)
+        return self.hazards == Hazards() and all(fault.kind in COMMANDS for fault in self.faults)
 
     @cached_property
     def is_mild(self) -> bool:
@@ -202,11 +202,9 @@ class Scenario:
 
     @property
     def request_timeout_s(self) -> float:
-        """Time after which the router gives up on a request."""
         return _LOSSY_TIMEOUT_S if self.is_lossy else self.shape.request_timeout_s
 
     @property
     def members(self) -> list[str]:
-        """Return the names of all members."""
         prefill = [f"prefill-{index}" for index in range(self.shape.num_prefill)]
         return ["bootstrap", "router", *prefill, *(f"decode-{index}" for index in range(self.shape.num_decode))]

@@ -11,9 +11,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from cluster.simulator.surroundings import Surroundings
-from cluster.spec.ids import Incarnation
+from cluster.spec.ids import Incarnation, Peer
 from cluster.spec.messages import Message
-from cluster.spec.peer import Peer
 from cluster.spec.transfer_messages import Done, Drained, Result, Ticket
 
 

@@ -1,7 +1,9 @@
-"""World of simulated processes: time, randomness, the network, all memories, and what the checks see."""
+"""World of simulated processes, and the processes in it: they listen, send, wait, pause, and die."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from cluster.simulator.memory import Memory, Text, Tickets
@@ -9,7 +11,7 @@ from cluster.simulator.network import Network
 from cluster.simulator.scenario import Hazards, Scenario, Shape
 from cluster.simulator.timeline import Event, Timeline, Trace
 from cluster.spec.ids import Room
-from cluster.spec.messages import Submit
+from cluster.spec.messages import Message, Submit
 
 
 @dataclass(slots=True)
@@ -37,33 +39,79 @@ class Surroundings:
     """Pages of tier jobs, by kind, once for each rank."""
 
     def text_of(self, room: Room) -> Text:
-        """Return the tokens of a request."""
         if room not in self.texts:
             self.texts[room] = Text(bytes(self.submits[room].prompt_ids))
         return self.texts[room]
 
     @property
     def shape(self) -> Shape:
-        """Shape of the cluster."""
         return self.scenario.shape
 
     @property
     def hazards(self) -> Hazards:
-        """Rates of failing messages, writes and tier jobs."""
         return self.scenario.hazards
 
     def now_s(self) -> float:
-        """Virtual seconds."""
         return self.timeline.now_s()
 
     def after(self, delay_s: float, event: Event) -> None:
-        """Schedule an event."""
         self.timeline.after(delay_s, event)
 
 
 def make_surroundings(scenario: Scenario, traced: bool) -> Surroundings:
-    """Create the world of a scenario at time 0."""
     timeline, random = Timeline(), Random(scenario.seed)
     trace = Trace(timeline, traced)
     network = Network(timeline, random, scenario.hazards, trace)
     return Surroundings(scenario=scenario, trace=trace, timeline=timeline, random=random, network=network)
+
+
+class Process(ABC):
+    """Process with an address."""
+
+    def __init__(self, around: Surroundings, address: str) -> None:
+        self.around = around
+        self.address = address
+        self.is_dead = False
+        self._is_paused = False
+        self._waiting: list[Event] = []
+        """Events postponed until it runs again."""
+        around.network.listen(address, self.take)
+
+    @abstractmethod
+    def take(self, message: Message) -> None:
+        """Handle an arrived message."""
+
+    def send(self, address: str, message: Message) -> None:
+        self.around.network.send(self.address, address, message)
+
+    def when_running(self, event: Event) -> None:
+        """Run an event now, or when the process is no longer paused; never if it is dead."""
+        if self._is_paused:
+            self._waiting.append(event)
+        elif not self.is_dead:
+            event()
+
+    def after(self, delay_s: float, event: Event) -> None:
+        self.around.after(delay_s, partial(self.when_running, event))
+
+    def every(self, interval_s: float, event: Event) -> None:
+        self.when_running(event)
+        if not self.is_dead:
+            self.around.after(interval_s, partial(self.every, interval_s, event))
+
+    def pause(self) -> None:
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Run the postponed events and continue."""
+        self._is_paused = False
+        waiting, self._waiting = self._waiting, []
+        for event in waiting:
+            self.when_running(event)
+
+    def kill(self) -> None:
+        """Die: no scheduled event runs."""
+        self.around.trace.add(self.address, "dies")
+        self.is_dead = True
+        self.around.network.unlisten(self.address)
+        self.around.network.end_sender(self.address)

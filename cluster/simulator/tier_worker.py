@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cluster.simulator.memory import TORN, Memory, Violation, copy_spans
-from cluster.simulator.process import Process
+from cluster.simulator.surroundings import Process
 from cluster.spec.config import TransferBackendName
 from cluster.spec.errors import TransferError
 from cluster.spec.registry import Endpoint, KvOwnership, RankRow

@@ -18,7 +18,6 @@ class Timeline:
         self._numbers = count()
 
     def now_s(self) -> float:
-        """Virtual seconds since the start."""
         return self._now_s
 
     def after(self, delay_s: float, event: Event) -> None:

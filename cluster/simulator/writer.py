@@ -74,15 +74,12 @@ class VirtualWriter:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing is queued or running."""
         return not self._queue and not self._is_busy
 
     def send(self, job: SendJob) -> None:
-        """See ``SenderThread``."""
         self._enqueue(job)
 
     def drop(self, room: Room, generation: int) -> None:
-        """See ``SenderThread``."""
         self._barred.add((room, generation))
         self._enqueue(Dropped(room, generation))
 

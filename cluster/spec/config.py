@@ -7,7 +7,6 @@ from pydantic import Field
 
 from cluster.spec.config_node import MemoryGib, Node, Origin, PositiveInt, PositiveSeconds, Text
 from cluster.spec.hicache_config import HicacheConfig
-from cluster.spec.log_config import LogConfig
 from cluster.spec.registry import KvOwnership, TransferMode, Verify
 from cluster.spec.strategy import Collectives, CpMode, DpPolicy, MoeDispatch, PassingSetting, StrategySetting
 
@@ -49,6 +48,15 @@ class AttentionSetting(StrEnum):
     """The reference, for any device. It is slow on a GPU and captures no decode steps."""
 
 
+class LogFormat(StrEnum):
+    """Formats of log records."""
+
+    TEXT = "text"
+    """Lines for people to read."""
+    JSON = "json"
+    """One JSON object per line."""
+
+
 class ModelConfig(Node):
     """The model to serve."""
 
@@ -66,7 +74,6 @@ class ModelConfig(Node):
 
     @property
     def name(self) -> str:
-        """The name clients use."""
         return self.served_name or self.path.rstrip("/").rsplit("/", 1)[-1]
 
     def longest_context(self, of_model: int) -> int:
@@ -274,6 +281,15 @@ class ResourcesConfig(Node):
     """Seconds of silence after which a rank (with its replica), the router or the bootstrap service is restarted."""
     step_timeout_s: Annotated[float, Field(ge=5, le=1_000_000, strict=True)] = 300.0
     """Seconds after which a rank ends if its work loop does not advance; must be well above the longest step."""
+
+
+class LogConfig(Node):
+    """The log that processes write to standard error, and Ray keeps. It never holds prompts, answers or keys."""
+
+    format: LogFormat = LogFormat.TEXT
+    """Format of log records: `text`, or `json`, one object per line, with room, replica and request id where known."""
+    requests: Annotated[bool, Field(strict=True)] = False
+    """Log a record for every request: its client, its replicas, and the time of each phase."""
 
 
 class DeployConfig(Node):

@@ -1,4 +1,4 @@
-"""Every error Baton raises on purpose.
+"""Every error Baton raises on purpose, and the check of every state machine's transitions.
 
 BatonError
 ├── UserError              the user can mend it: one line, exit code 2 or HTTP 4xx
@@ -10,8 +10,14 @@ BatonError
 └── IllegalTransitionError a state machine was asked for a move its table does not hold (our own bug)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+State = TypeVar("State", bound=Enum)
+Moves = Mapping[State, frozenset[State]]
+"""Transitions that a state machine allows, by state."""
 
 
 class BatonError(Exception):
@@ -66,3 +72,17 @@ class PeerLostError(BatonError):
 
 class IllegalTransitionError(BatonError, AssertionError):
     """Transition that the state machine's table does not contain."""
+
+
+def move(moves: Moves[State], current: State, target: State, event: str, subject: object) -> State:
+    """Return the target state, if the table allows the transition.
+
+    Raises:
+        IllegalTransitionError: naming the state, the event and the subject's id.
+    """
+    if target not in moves[current]:
+        allowed = ", ".join(sorted(state.name for state in moves[current])) or "nothing"
+        raise IllegalTransitionError(
+            f"{subject}: {event} would move {current.name} to {target.name}; allowed: {allowed}"
+        )
+    return target

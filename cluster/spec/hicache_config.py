@@ -76,12 +76,10 @@ class HicacheConfig(Node):
 
     @property
     def has_host(self) -> bool:
-        """Flag that host memory holds pages."""
         return self.host_gib > 0
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of a worker for cached pages."""
         return int(self.host_gib * (1 << 30))
 
     @property

@@ -2,7 +2,10 @@
 
 import re
 import secrets
+from enum import StrEnum
 from typing import NewType
+
+from cluster.spec.wire import Struct
 
 Room = NewType("Room", int)
 """Meeting point of one attempt of one request: 63 random bits, never reused."""
@@ -19,18 +22,27 @@ ROUTER = ReplicaId("router")
 _REPLICA_ID = re.compile(r"^(prefill|decode)-(\d{1,9})$")
 
 
+class Role(StrEnum):
+    """Purpose of a pool of replicas."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+def role_of(replica: ReplicaId) -> Role:
+    return Role(replica.partition("-")[0])
+
+
 def draw_room() -> Room:
     """Draw a fresh room, uniform over [1, 2**63)."""
     return Room(secrets.randbits(63) or 1)
 
 
 def router_names(num_processes: int) -> list[ReplicaId]:
-    """Return the names of a cluster's router processes."""
     return [ROUTER, *(ReplicaId(f"{ROUTER}-{index}") for index in range(1, num_processes))]
 
 
 def is_router(name: str) -> bool:
-    """Return whether this is the name of a router process."""
     return name == ROUTER or re.fullmatch(rf"{ROUTER}-\d{{1,9}}", name) is not None
 
 
@@ -52,3 +64,12 @@ def parse_replica_id(text: str) -> ReplicaId:
     if not _REPLICA_ID.match(text):
         raise ValueError(f"replica id {text!r} is not of the form prefill-<n> or decode-<n>")
     return ReplicaId(text)
+
+
+class Peer(Struct, frozen=True):
+    """Replica or router as seen from outside: its name, incarnation and address."""
+
+    replica: ReplicaId
+    incarnation: Incarnation
+    address: str
+    """Channel address; for a replica, its leader's."""

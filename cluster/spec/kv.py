@@ -1,10 +1,13 @@
-"""KV of a model and of one rank, as data that can travel: the model's groups, its geometry, the layout of a pool."""
+"""KV of a model and of one rank, as data that can travel: groups, geometry, the layout of a pool, keys of pages."""
 
 import hashlib
 import math
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Sequence
 
 import msgspec
+
+from cluster.spec.wire import ID_BYTES, TokenIds
 
 FULL_ATTENTION = "full_attention"
 """Name of the group of ordinary attention, as in transformers' `layer_types`."""
@@ -14,6 +17,8 @@ SLIDING_ATTENTION = "sliding_attention"
 
 NO_PAGE = -1
 """Stands in a list of pages where every later token has lost sight of a page."""
+
+_KEY_BYTES = 16
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
@@ -104,12 +109,10 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dtypes(self) -> str:
-        """Dtypes of all parts, joined by commas."""
         return ",".join(sorted({part.dtype for group in self.groups for part in group.parts}))
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes over all groups, layers and heads."""
         return sum(group.bytes_per_token for group in self.groups)
 
 
@@ -133,7 +136,6 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of all parts of one layer, of one head of one page."""
         return self.page_size * sum(part.slot_bytes for part in self.parts)
 
     @property
@@ -143,7 +145,6 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the group in one page."""
         return self.num_heads * self.head_bytes
 
 
@@ -171,7 +172,6 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page."""
         return max(self.bytes_of(lifetime) for lifetime in {group.lifetime for group in self.groups})
 
     def bytes_of(self, lifetime: int) -> int:
@@ -200,3 +200,50 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def page_keys(token_ids: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
+    """Return the 16-byte key of every full page, in order; a partial last page has none. Salts keep tenants apart."""
+    keys: list[bytes] = []
+    extend_page_keys(keys, token_ids, page_size, salt)
+    return keys
+
+
+def extend_page_keys(keys: list[bytes], token_ids: Sequence[int], page_size: int, salt: str = "") -> None:
+    """Append the keys of the full pages that follow the known ones."""
+    data = TokenIds.of(token_ids[len(keys) * page_size : len(token_ids) // page_size * page_size]).packed
+    key = keys[-1] if keys else _seed(salt)
+    fresh = hashlib.blake2b(digest_size=_KEY_BYTES)
+    for (page,) in struct.iter_unpack(f"{page_size * ID_BYTES}s", data):
+        hashed = fresh.copy()  # cheaper than a new hash object
+        hashed.update(key + page)
+        key = hashed.digest()
+        keys.append(key)
+
+
+def first_place(key: bytes) -> int:
+    """Return the owner number of page 0 under its key. Page j has that number plus j; of n parts, this modulo n owns
+    it.
+    """
+    return int.from_bytes(key[:8], "little")
+
+
+def lifetime_key(key: bytes, lifetime: int) -> bytes:
+    """Return the key of a lifetime's page of the same tokens; the first lifetime has the chained key itself."""
+    return key + bytes([lifetime]) if lifetime else key
+
+
+def lifetime_of(key: bytes) -> int:
+    """Return the lifetime whose page has this key."""
+    return key[_KEY_BYTES] if len(key) > _KEY_BYTES else 0
+
+
+def owner_base(token_ids: Sequence[int], page_size: int, parts: int, salt: str = "") -> int:
+    """Return the part that owns page 0 when pages are divided over parts; 0 without a full page."""
+    first = page_keys(token_ids[:page_size], page_size, salt)
+    return first_place(first[0]) % parts if first else 0
+
+
+def _seed(salt: str) -> bytes:
+    """Return the seed of the key chain. Salts hash under their own tag and cannot collide with page keys."""
+    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").digest() if salt else b""

@@ -6,8 +6,8 @@ and dropped.
 
 from enum import StrEnum
 
-from cluster.spec.ids import Incarnation, ReplicaId, Room
-from cluster.spec.peer import Peer
+from cluster.spec.clock import ClockReading, Interval
+from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
 from cluster.spec.step_messages import (
@@ -21,10 +21,8 @@ from cluster.spec.step_messages import (
     StepWork,
 )
 from cluster.spec.tiers import CachedTokens, FlushCache, PinPages, Tier, TierJob, TierJobResult, UseStorage
-from cluster.spec.token_ids import TokenIds
-from cluster.spec.trace import ClockReading, Interval
 from cluster.spec.transfer_messages import CheckPages, Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
-from cluster.spec.wire import Struct, Tagged
+from cluster.spec.wire import Struct, Tagged, TokenIds
 
 INQUIRE_EVERY_S = 5.0
 """Interval between checks of state that may wait for a lost message."""
@@ -212,7 +210,7 @@ class Command(Tagged, frozen=True):
     wanted: Wanted
 
 
-class CommandTaken(Tagged, frozen=True):
+class CommandResult(Tagged, frozen=True):
     """Response to a Command."""
 
     number: int
@@ -258,6 +256,6 @@ Message = (
     | PinPages
     | UseStorage
     | Command
-    | CommandTaken
+    | CommandResult
     | TableUpdate
 )

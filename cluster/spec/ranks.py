@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from cluster.spec.config import ParallelConfig
 from cluster.spec.errors import Problem
-from cluster.spec.registry import RankCoords
+from cluster.spec.registry import AxisSizes, RankCoords
 
 
 class GroupName(StrEnum):
@@ -47,7 +47,6 @@ class Position:
 
     @property
     def coords(self) -> RankCoords:
-        """Coordinates in the rank table."""
         return RankCoords(dp=self.dp, cp=self.cp, tp=self.tp, pp=self.pp)
 
 
@@ -69,22 +68,21 @@ _ALIKE = {
 """Axes on which all members of a group have the same rank."""
 
 
-def sizes_of(parallel: ParallelConfig) -> RankCoords:
-    """Return the sizes of the four axes of the rank table."""
-    return RankCoords(dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, pp=parallel.pp)
+def sizes_of(parallel: ParallelConfig) -> AxisSizes:
+    return AxisSizes(dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, pp=parallel.pp)
 
 
-def stage_size(sizes: RankCoords) -> int:
+def stage_size(sizes: AxisSizes) -> int:
     """Number of ranks of one pipeline stage: dp*cp*tp."""
     return sizes.dp * sizes.cp * sizes.tp
 
 
-def world_size(sizes: RankCoords) -> int:
+def world_size(sizes: AxisSizes) -> int:
     """Number of ranks of one replica: dp*cp*tp*pp."""
     return stage_size(sizes) * sizes.pp
 
 
-def global_rank(coords: RankCoords, sizes: RankCoords) -> int:
+def global_rank(coords: RankCoords, sizes: AxisSizes) -> int:
     """Return the global rank at a position.
 
     Raises:
@@ -98,7 +96,7 @@ def global_rank(coords: RankCoords, sizes: RankCoords) -> int:
     return coords.pp * stage_size(sizes) + rank_in_stage
 
 
-def coords_of(rank: int, sizes: RankCoords) -> RankCoords:
+def coords_of(rank: int, sizes: AxisSizes) -> RankCoords:
     """Return the position of a global rank.
 
     Raises:

@@ -4,9 +4,8 @@ from enum import StrEnum
 
 import msgspec
 
-from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.ids import Incarnation, ReplicaId, Role
 from cluster.spec.kv import KvGeometry, PoolLayout
-from cluster.spec.lifecycle import Role
 from cluster.spec.strategy import Passing, Strategy
 from cluster.spec.tiers import TierState
 
@@ -42,9 +41,7 @@ class KvOwnership(StrEnum):
         return cp if self is KvOwnership.SHARDED else 1
 
 
-class RankCoords(msgspec.Struct, frozen=True, kw_only=True):
-    """Position, or sizes, on the four axes of the rank table."""
-
+class _Axes(msgspec.Struct, frozen=True, kw_only=True):
     dp: int
     cp: int
     tp: int
@@ -52,6 +49,14 @@ class RankCoords(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return f"dp{self.dp}/cp{self.cp}/tp{self.tp}/pp{self.pp}"
+
+
+class AxisSizes(_Axes, frozen=True):
+    """Sizes of the four axes of the rank table."""
+
+
+class RankCoords(_Axes, frozen=True):
+    """Position of a rank on the four axes of the rank table."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +77,7 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     incarnation: Incarnation
     coords: RankCoords
-    sizes: RankCoords
+    sizes: AxisSizes
     global_rank: int
     address: str
     """Channel address; that of global rank 0 is the leader's."""
@@ -204,7 +209,6 @@ class TableSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Highest incarnation of each replica whose processes are proven gone."""
 
     def find(self, replica: ReplicaId) -> ReplicaEntry | None:
-        """Return the entry of a replica, if it is in the table."""
         return next((entry for entry in self.replicas if entry.replica == replica), None)
 
 

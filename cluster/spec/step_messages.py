@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from cluster.spec.ids import Incarnation, ReplicaId, Room
-from cluster.spec.peer import Peer
+from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
 from cluster.spec.registry import RankRow
 from cluster.spec.sampling import Sampled, Sampling
 from cluster.spec.strategy import Passing, Strategy

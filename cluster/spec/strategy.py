@@ -35,7 +35,6 @@ class StrategySetting(StrEnum):
 
     @property
     def candidates(self) -> tuple[Strategy, ...]:
-        """Strategies that a step may run with."""
         return tuple(Strategy) if self is StrategySetting.AUTO else (Strategy(self.value),)
 
     @property
@@ -102,5 +101,4 @@ class PassingSetting(StrEnum):
 
     @property
     def candidates(self) -> tuple[Passing, ...]:
-        """Passings that a step may run with."""
         return tuple(Passing) if self is PassingSetting.AUTO else (Passing(self.value),)

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 import msgspec
 
-from cluster.spec.page_key import lifetime_of
+from cluster.spec.kv import lifetime_of
 
 
 class Tier(StrEnum):
@@ -51,7 +51,7 @@ class TierPage(msgspec.Struct, frozen=True, kw_only=True):
 
     key: bytes
     index: int
-    """Index under the owner rule of ``cluster.spec.page_key``: of n parts, part ``index % n`` owns the page."""
+    """Index under the owner rule of ``cluster.spec.kv``: of n parts, part ``index % n`` owns the page."""
     depth: int = 0
     """Number of pages before it in its prompt, without which it is useless."""
     device: int | None = None

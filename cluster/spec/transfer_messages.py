@@ -7,9 +7,8 @@ own, the room is enough.
 
 from enum import IntEnum
 
-from cluster.spec.ids import Incarnation, Room
+from cluster.spec.ids import Incarnation, Peer, Room
 from cluster.spec.kv import KvGeometry
-from cluster.spec.peer import Peer
 from cluster.spec.sampling import TokenLogprobs
 from cluster.spec.tiers import CachedTokens
 from cluster.spec.wire import Struct, Tagged

@@ -1,6 +1,8 @@
-"""Wire format: plain frozen data, in MessagePack."""
+"""Wire format: plain frozen data in MessagePack, with packed token ids."""
 
-from typing import TypeVar
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar, overload
 
 import msgspec
 
@@ -25,3 +27,86 @@ def decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
         return decoder.decode(data)
     except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these through
         raise msgspec.DecodeError(str(error)) from error
+
+
+ID_BYTES = 4
+"""Bytes per id, signed, little-endian."""
+_LOWEST, _HIGHEST = -(2**31), 2**31 - 1
+
+
+class TokenIds(Sequence[int]):
+    """Immutable sequence; an id becomes an integer only when it is read."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes) -> None:
+        """Wrap packed ids. Raises ValueError: the bytes are not whole ids."""
+        if len(packed) % ID_BYTES:
+            raise ValueError(f"token ids: got {len(packed)} bytes; allowed: {ID_BYTES} for each")
+        self.packed = packed
+
+    @classmethod
+    def of(cls, token_ids: Iterable[int]) -> "TokenIds":
+        """Pack ids.
+
+        Raises:
+            ValueError: an id has too many bytes.
+        """
+        if isinstance(token_ids, TokenIds):
+            return token_ids
+        ids = token_ids if isinstance(token_ids, list) else [*token_ids]
+        try:
+            # This takes a third of the time of an array for the same bytes.
+            return cls(struct.pack(f"<{len(ids)}i", *ids))
+        except struct.error as error:
+            raise ValueError(f"token ids: allowed: {_LOWEST} to {_HIGHEST}") from error
+
+    def __len__(self) -> int:
+        return len(self.packed) // ID_BYTES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(struct.unpack(f"<{len(self)}i", self.packed))
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "TokenIds": ...
+
+    def __getitem__(self, index: int | slice) -> "int | TokenIds":
+        place = range(len(self))[index]
+        if isinstance(place, int):
+            return int.from_bytes(self.packed[place * ID_BYTES : (place + 1) * ID_BYTES], "little", signed=True)
+        if place.step != 1:
+            return TokenIds.of(self[each] for each in place)
+        return TokenIds(self.packed[place.start * ID_BYTES : place.stop * ID_BYTES])
+
+    def __add__(self, others: Iterable[int]) -> "TokenIds":
+        return TokenIds(self.packed + TokenIds.of(others).packed)
+
+    def __eq__(self, other: object) -> bool:
+        return self.packed == other.packed if isinstance(other, TokenIds) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.packed)
+
+    def __repr__(self) -> str:
+        return f"TokenIds.of({[*self]})"
+
+
+def to_wire(value: Any) -> bytes:
+    """Encode a type that MessagePack lacks; the hook of message encoders."""
+    if isinstance(value, TokenIds):
+        return value.packed
+    raise NotImplementedError(f"messages have no {type(value).__name__}")
+
+
+def from_wire(kind: type[Any], value: Any) -> Any:
+    """Reverse ``to_wire``; the hook of message decoders.
+
+    Raises:
+        TypeError, ValueError: the value does not fit the type.
+    """
+    if kind is TokenIds and isinstance(value, bytes):
+        return TokenIds(value)
+    raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")

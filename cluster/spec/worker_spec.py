@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 
 from cluster.spec.config import DeployConfig, PoolConfig
-from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, router_names
-from cluster.spec.lifecycle import Role
-from cluster.spec.registry import KvOwnership, RankCoords
+from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Role, router_names
+from cluster.spec.registry import AxisSizes, KvOwnership, RankCoords
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,6 @@ ALONE = RouterShare()
 
 
 def router_shares(num_processes: int) -> list[RouterShare]:
-    """Return the shares of all router processes of a cluster."""
     return [
         RouterShare(name=name, index=index, num_processes=num_processes)
         for index, name in enumerate(router_names(num_processes))
@@ -61,7 +59,7 @@ class WorkerSpec:
     replica: ReplicaId
     incarnation: Incarnation
     coords: RankCoords
-    sizes: RankCoords
+    sizes: AxisSizes
     global_rank: int
     world_size: int
     host: str
@@ -69,15 +67,12 @@ class WorkerSpec:
 
     @property
     def pool(self) -> PoolConfig:
-        """The configuration of this worker's role."""
         return self.config.prefill if self.role is Role.PREFILL else self.config.decode
 
     @property
     def ownership(self) -> KvOwnership:
-        """Location of a request's KV in this worker's CP group."""
         return self.pool.ownership
 
     @property
     def is_leader(self) -> bool:
-        """True if this rank schedules."""
         return self.global_rank == 0

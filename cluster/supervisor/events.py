@@ -7,7 +7,7 @@ from enum import StrEnum
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import ROUTER, Incarnation
 from cluster.spec.registry import TableSnapshot
-from cluster.supervisor.orders import Order
+from cluster.supervisor.commands import Command
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,6 @@ class TableSeen:
 
     @classmethod
     def of(cls, snapshot: TableSnapshot) -> "TableSeen":
-        """Convert a table snapshot."""
         entries = snapshot.replicas
         return cls(
             ready=frozenset((entry.replica, entry.incarnation) for entry in entries if entry.ready),
@@ -105,12 +104,12 @@ class RouterSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Ordered:
+class CommandReceived:
     """An operator's command arrived; respond with Answer, as often as there is something to report."""
 
     number: int
     """Number that identifies the command."""
-    order: Order
+    command: Command
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,7 @@ Event = (
     | TableSeen
     | TableLost
     | RouterSeen
-    | Ordered
+    | CommandReceived
     | Placed
     | ReplicaDrained
     | ReplicaResumed

@@ -12,8 +12,8 @@ from cluster.launch.launcher import Launcher
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.supervisor import events as words
+from cluster.supervisor.commands import Command
 from cluster.supervisor.events import Action, Answer, Event, Outcome
-from cluster.supervisor.orders import Order
 from cluster.supervisor.reconcile import reconcile
 from cluster.supervisor.state import Cluster, Member, Now, Phase
 
@@ -46,11 +46,10 @@ class Supervisor:
         # A SimpleQueue may be filled from a signal handler.
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._answers: dict[int, queue.SimpleQueue[Answer]] = {}
-        self._order_numbers = count()
+        self._command_numbers = count()
 
     @property
     def is_urgent(self) -> bool:
-        """Return whether a stop at once was requested."""
         return self._is_urgent
 
     def post(self, event: Event) -> None:
@@ -82,15 +81,15 @@ class Supervisor:
         """Report the result of a liveness check of a router process; from any thread."""
         self.post(words.RouterSeen(answers, name))
 
-    def give(self, order: Order) -> Iterator[Answer]:
+    def give(self, command: Command) -> Iterator[Answer]:
         """Carry out an operator's command; yields its responses as they arrive, up to the last one. From any thread.
 
         The command continues when its responses are no longer read.
         """
-        number = next(self._order_numbers)
+        number = next(self._command_numbers)
         answers = self._answers[number] = queue.SimpleQueue[Answer]()
         try:
-            self.post(words.Ordered(number, order))
+            self.post(words.CommandReceived(number, command))
             while (answer := answers.get()).outcome is Outcome.GOING_ON:
                 yield answer
             yield answer

@@ -1,42 +1,49 @@
 """Execution of operator commands: pure, as the rest of `reconcile`; one at a time, and each comes to an end.
 
 A replica that a command removes or restarts is drained first, within the grace period. Any failure on the way ends the
-command with an error; the supervisor still restores every wanted replica.
+command with an error; the supervisor still restores every desired replica.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 
+from cluster.spec.ids import ReplicaId, Role, replica_id, role_of
 from cluster.supervisor import events as words
+from cluster.supervisor.commands import (
+    Command,
+    DrainCommand,
+    RestartCommand,
+    ResumeCommand,
+    ScaleCommand,
+    StatusCommand,
+)
 from cluster.supervisor.events import Action, Event, Outcome
-from cluster.supervisor.order_checks import difference, numbers_of, refusal, running, why_needed, why_not_running
-from cluster.supervisor.orders import DrainOrder, RestartOrder, ResumeOrder, ScaleOrder, TellOrder
-from cluster.supervisor.state import Cluster, Member, MemberState, Now, OpenOrder, Phase
+from cluster.supervisor.state import Cluster, Member, MemberState, Now, OpenCommand, Phase
 
 Step = tuple[Cluster, list[Action]]
 
 
-def on_ordered(cluster: Cluster, event: words.Ordered, now: Now) -> Step:
-    """Refuse a command, or start it."""
-    if isinstance(event.order, TellOrder):
+def on_command(cluster: Cluster, event: words.CommandReceived, now: Now) -> Step:
+    if isinstance(event.command, StatusCommand):
         return cluster, [words.Answer(event.number, "\n".join(_troubles(cluster)), Outcome.DONE)]
-    if reason := refusal(cluster, event.order):
+    if reason := refusal(cluster, event.command):
         return cluster, [words.Answer(event.number, reason, Outcome.REFUSED)]
-    opened = replace(cluster, order=OpenOrder(number=event.number, order=event.order))
-    match event.order:
-        case DrainOrder(replica=name):
+    opened = replace(cluster, open_command=OpenCommand(number=event.number, command=event.command))
+    match event.command:
+        case DrainCommand(replica=name):
             drain = _drain(opened, cluster.members[name])
-            return _with_order(opened, at_work=frozenset({name}), is_waiting=True), [drain]
-        case ResumeOrder(replica=name):
+            return _with_command(opened, at_work=frozenset({name}), is_waiting=True), [drain]
+        case ResumeCommand(replica=name):
             resume = words.ResumeReplica(name, cluster.members[name].incarnation)
-            return _with_order(opened, at_work=frozenset({name}), is_waiting=True), [resume]
-        case RestartOrder():
-            names = tuple(dict.fromkeys(event.order.replicas)) or running(cluster)
-            return _with_order(opened, todo=names), []
-        case ScaleOrder():
-            missing, _ = difference(cluster, event.order)
+            return _with_command(opened, at_work=frozenset({name}), is_waiting=True), [resume]
+        case RestartCommand():
+            names = tuple(dict.fromkeys(event.command.replicas)) or running(cluster)
+            return _with_command(opened, todo=names), []
+        case ScaleCommand():
+            missing, _ = difference(cluster, event.command)
             if missing:
-                return _with_order(opened, is_waiting=True), [words.Place(missing)]
-            return _rescale(opened, event.order, now)
+                return _with_command(opened, is_waiting=True), [words.Place(missing)]
+            return _rescale(opened, event.command, now)
 
 
 def _troubles(cluster: Cluster) -> list[str]:
@@ -57,25 +64,25 @@ def failures_of(member: Member) -> str:
 
 def on_placed(cluster: Cluster, event: words.Placed, now: Now) -> Step:
     """Continue the command with new replicas placed, or end it without a change."""
-    order = cluster.order
-    if order is None or not isinstance(order.order, ScaleOrder) or not order.is_waiting:
+    opened = cluster.open_command
+    if opened is None or not isinstance(opened.command, ScaleCommand) or not opened.is_waiting:
         return cluster, []
     if event.refusal is not None:
         return _close(cluster, str(event.refusal), Outcome.REFUSED)
-    return _rescale(_with_order(cluster), order.order, now)
+    return _rescale(_with_command(cluster), opened.command, now)
 
 
 def on_replica_drained(cluster: Cluster, event: words.ReplicaDrained) -> Step:
     """Continue after a replica has drained or its time ran out."""
     member = cluster.addressed(event.name, event.incarnation, MemberState.RUNNING, MemberState.DRAINING)
-    order = cluster.order
+    opened = cluster.open_command
     if member is None:
         return cluster, []
     late = [] if event.complete else [words.Report(f"{event.name}: some open requests did not end in time")]
     if member.state is MemberState.DRAINING:
         ending = replace(member.moved(MemberState.ENDING, "drained"), num_failures=0)
         return cluster.with_member(ending), [*late, words.End(event.name, event.incarnation)]
-    if order is None or not isinstance(order.order, DrainOrder) or order.order.replica != event.name:
+    if opened is None or not isinstance(opened.command, DrainCommand) or opened.command.replica != event.name:
         return cluster, []
     if event.complete:
         return _close(cluster, f"{event.name}: drained")
@@ -85,9 +92,14 @@ def on_replica_drained(cluster: Cluster, event: words.ReplicaDrained) -> Step:
 
 def on_replica_resumed(cluster: Cluster, event: words.ReplicaResumed) -> Step:
     """Continue after a replica takes requests again, or did not confirm it."""
-    order = cluster.order
+    opened = cluster.open_command
     is_running = cluster.addressed(event.name, event.incarnation, MemberState.RUNNING) is not None
-    if order is None or not isinstance(order.order, ResumeOrder) or order.order.replica != event.name or not is_running:
+    if (
+        opened is None
+        or not isinstance(opened.command, ResumeCommand)
+        or opened.command.replica != event.name
+        or not is_running
+    ):
         return cluster, []
     if event.complete:
         return _close(cluster, f"{event.name}: takes requests again")
@@ -95,112 +107,208 @@ def on_replica_resumed(cluster: Cluster, event: words.ReplicaResumed) -> Step:
 
 
 def advance(cluster: Cluster, event: Event) -> Step:
-    """End unwanted members and continue the open command, after each event."""
+    """End members that are no longer desired and continue the open command, after each event."""
     if cluster.phase is not Phase.SERVING:
-        return (cluster, []) if cluster.order is None else _close(cluster, "the cluster stops", Outcome.FAILED)
+        return (cluster, []) if cluster.open_command is None else _close(cluster, "the cluster stops", Outcome.FAILED)
     cluster, actions = _let_go(cluster)
-    order = cluster.order
-    if order is None:
+    opened = cluster.open_command
+    if opened is None:
         return cluster, actions
-    if name := _failed_with(cluster, order, event):
-        left = f"; not restarted: {', '.join(order.todo)}" if order.todo else ""
+    if name := _failed_with(cluster, opened, event):
+        left = f"; not restarted: {', '.join(opened.todo)}" if opened.todo else ""
         why = event.error if isinstance(event, words.Failed) else cluster.members[name].first_error
         line = f"{name}: failed, and is started again: {why}{left}"
         cluster, more = _close(cluster, line, Outcome.FAILED)
-    elif order.is_waiting or not all(_is_settled(cluster.members[name]) for name in order.at_work):
+    elif opened.is_waiting or not all(_is_settled(cluster.members[name]) for name in opened.at_work):
         more = []
     else:
-        cluster, more = _next_turn(cluster, order) if order.todo else _close(cluster, _summary(order))
+        cluster, more = _next_turn(cluster, opened) if opened.todo else _close(cluster, _summary(opened))
     return cluster, [*actions, *more]
 
 
 def _let_go(cluster: Cluster) -> Step:
     actions: list[Action] = []
     for member in list(cluster.members.values()):
-        if member.state is MemberState.RUNNING and not member.is_wanted:
+        if member.state is MemberState.RUNNING and not member.is_desired:
             cluster, begun = _begin(cluster, member.name)
             actions += begun
     return cluster, actions
 
 
-def _next_turn(cluster: Cluster, order: OpenOrder) -> Step:
+def _next_turn(cluster: Cluster, opened: OpenCommand) -> Step:
     """Restart the next replica, or all of them."""
-    assert isinstance(order.order, RestartOrder)
-    number = 1 if order.order.is_rolling else len(order.todo)
-    names, todo = order.todo[:number], order.todo[number:]
+    assert isinstance(opened.command, RestartCommand)
+    number = 1 if opened.command.is_rolling else len(opened.todo)
+    names, todo = opened.todo[:number], opened.todo[number:]
     for name in names:
-        reason = why_not_running(cluster, name) or (order.order.is_rolling and why_needed(cluster, name))
+        reason = why_not_running(cluster, name) or (opened.command.is_rolling and why_needed(cluster, name))
         if reason:
-            return _close(cluster, f"{reason}; not restarted: {', '.join(order.todo)}", Outcome.FAILED)
-    cluster = _with_order(cluster, at_work=frozenset(names), todo=todo)
+            return _close(cluster, f"{reason}; not restarted: {', '.join(opened.todo)}", Outcome.FAILED)
+    cluster = _with_command(cluster, at_work=frozenset(names), todo=todo)
     actions: list[Action] = []
     for name in names:
         cluster, begun = _begin(cluster, name)
-        actions += [*begun, words.Answer(order.number, f"{name}: restarting", Outcome.GOING_ON)]
+        actions += [*begun, words.Answer(opened.number, f"{name}: restarting", Outcome.GOING_ON)]
     return cluster, actions
 
 
-def _rescale(cluster: Cluster, order: ScaleOrder, now: Now) -> Step:
+def _rescale(cluster: Cluster, command: ScaleCommand, now: Now) -> Step:
     """Add missing replicas and drain surplus ones; ``advance`` completes the command."""
-    missing, extra = difference(cluster, order)
+    missing, extra = difference(cluster, command)
     for name in missing:
         member = cluster.members.get(name, Member(name=name))
         if member.state is MemberState.REMOVED:
             member = replace(member.moved(MemberState.WAITING, "scale"), num_failures=0)
-        cluster = cluster.with_member(replace(member, wake_s=now.s, is_wanted=True))
+        cluster = cluster.with_member(replace(member, wake_s=now.s, is_desired=True))
     for name in extra:
-        member = replace(cluster.members[name], is_wanted=False)
+        member = replace(cluster.members[name], is_desired=False)
         if member.state is MemberState.WAITING:
             member = member.moved(MemberState.REMOVED, "scale")
         cluster = cluster.with_member(member)
-    return _with_order(cluster, at_work=frozenset([*missing, *extra])), []
+    return _with_command(cluster, at_work=frozenset([*missing, *extra])), []
 
 
 def _begin(cluster: Cluster, name: str) -> Step:
     """Drain a replica, as the first step to its end."""
-    member = cluster.members[name].moved(MemberState.DRAINING, "order")
+    member = cluster.members[name].moved(MemberState.DRAINING, "command")
     return cluster.with_member(member), [words.Report(f"{name}: draining"), _drain(cluster, member)]
 
 
 def _drain(cluster: Cluster, member: Member) -> words.DrainReplica:
-    order = cluster.order.order if cluster.order is not None else None
-    grace_s = None if order is None or isinstance(order, ResumeOrder | TellOrder) else order.grace_s
+    command = cluster.open_command.command if cluster.open_command is not None else None
+    grace_s = None if command is None or isinstance(command, ResumeCommand | StatusCommand) else command.grace_s
     return words.DrainReplica(member.name, member.incarnation, grace_s)
 
 
-def _failed_with(cluster: Cluster, order: OpenOrder, event: Event) -> str | None:
+def _failed_with(cluster: Cluster, opened: OpenCommand, event: Event) -> str | None:
     """Return the replica of a command that this event made fail: by itself, or by its silence at a Tick."""
-    names = {event.name} & order.at_work if isinstance(event, words.Failed) else order.at_work
+    names = {event.name} & opened.at_work if isinstance(event, words.Failed) else opened.at_work
     is_due = isinstance(event, words.Failed | words.Tick)
     return next((name for name in sorted(names) if is_due and _has_failed(cluster, name)), None)
 
 
 def _has_failed(cluster: Cluster, name: str) -> bool:
-    """Return whether a wanted replica is being ended because of its own failure."""
+    """Return whether a desired replica is being ended because of its own failure."""
     member = cluster.members[name]
-    return member.state is MemberState.ENDING and member.num_failures > 0 and member.is_wanted
+    return member.state is MemberState.ENDING and member.num_failures > 0 and member.is_desired
 
 
 def _is_settled(member: Member) -> bool:
-    return member.state is (MemberState.RUNNING if member.is_wanted else MemberState.REMOVED)
+    return member.state is (MemberState.RUNNING if member.is_desired else MemberState.REMOVED)
 
 
-def _summary(order: OpenOrder) -> str:
-    match order.order:
-        case ScaleOrder():
-            return ", ".join(f"{role}: {number}" for role, number in numbers_of(order.order).items())
+def _summary(opened: OpenCommand) -> str:
+    match opened.command:
+        case ScaleCommand():
+            return ", ".join(f"{role}: {number}" for role, number in numbers_of(opened.command).items())
         case _:
             return "restarted"
 
 
-def _with_order(
+def _with_command(
     cluster: Cluster, at_work: frozenset[str] = frozenset(), todo: tuple[str, ...] = (), *, is_waiting: bool = False
 ) -> Cluster:
-    assert cluster.order is not None
-    order = replace(cluster.order, at_work=at_work, todo=todo, is_waiting=is_waiting)
-    return replace(cluster, order=order)
+    assert cluster.open_command is not None
+    command = replace(cluster.open_command, at_work=at_work, todo=todo, is_waiting=is_waiting)
+    return replace(cluster, open_command=command)
 
 
 def _close(cluster: Cluster, line: str, outcome: Outcome = Outcome.DONE) -> Step:
-    assert cluster.order is not None
-    return replace(cluster, order=None), [words.Answer(cluster.order.number, line, outcome)]
+    assert cluster.open_command is not None
+    return replace(cluster, open_command=None), [words.Answer(cluster.open_command.number, line, outcome)]
+
+
+_MAX_REPLICAS = 4096
+
+
+def refusal(cluster: Cluster, command: Command) -> str | None:
+    """Return why a command cannot be carried out; None if it can."""
+    if cluster.phase is not Phase.SERVING:
+        return f"the cluster is {cluster.phase}; commands are accepted while it is {Phase.SERVING}"
+    if cluster.open_command is not None:
+        return "another command is being carried out; try again when it has finished"
+    match command:
+        case DrainCommand(replica=name):
+            return why_not_running(cluster, name) or why_needed(cluster, name)
+        case ResumeCommand(replica=name):
+            return why_not_running(cluster, name)
+        case RestartCommand():
+            names = command.replicas or running(cluster)
+            reasons = [why_not_running(cluster, name) for name in names]
+            if command.is_rolling and not any(reasons):
+                reasons = [why_needed(cluster, name) for name in names]
+            return next(filter(None, reasons), None)
+        case ScaleCommand():
+            return _scale_refusal(cluster, command)
+        case StatusCommand():
+            return None
+
+
+def difference(cluster: Cluster, command: ScaleCommand) -> tuple[list[str], list[str]]:
+    """Return the replicas that a command adds, and those that it removes."""
+    missing: list[str] = []
+    extra: list[str] = []
+    for role, number in numbers_of(command).items():
+        desired = [str(replica_id(role, index)) for index in range(number)]
+        there = [name for name in _replicas(cluster, role) if cluster.members[name].is_desired]
+        missing += [name for name in desired if name not in there]
+        extra += [name for name in there if name not in desired]
+    return missing, extra
+
+
+def numbers_of(command: ScaleCommand) -> dict[Role, int]:
+    """Return the numbers of replicas in a command, by role."""
+    given = {Role.PREFILL: command.prefill, Role.DECODE: command.decode}
+    return {role: number for role, number in given.items() if number is not None}
+
+
+def running(cluster: Cluster) -> tuple[str, ...]:
+    names = [name for role in Role for name in _replicas(cluster, role)]
+    return tuple(name for name in names if cluster.members[name].state is MemberState.RUNNING)
+
+
+def why_not_running(cluster: Cluster, name: str) -> str | None:
+    """Return the state of a replica that is not running; None if it runs."""
+    names = [name for role in Role for name in _replicas(cluster, role)]
+    if name not in names:
+        return f"replica: there is no {name!r}; there are: {', '.join(names)}"
+    state = cluster.members[name].state
+    return None if state is MemberState.RUNNING else f"{name}: it is {state}; allowed: a running replica"
+
+
+def why_needed(cluster: Cluster, name: str) -> str | None:
+    """Return why a replica is needed; None if it is not."""
+    role = role_of(ReplicaId(name))
+    if _is_served(cluster, role, without=[name]):
+        return None
+    return f"{name}: no other {role} replica takes requests; `baton scale {role}=2` adds one"
+
+
+def _scale_refusal(cluster: Cluster, command: ScaleCommand) -> str | None:
+    numbers = numbers_of(command)
+    if not numbers or not all(1 <= number <= _MAX_REPLICAS for number in numbers.values()):
+        given = ", ".join(f"{role}={number}" for role, number in numbers.items()) or "nothing"
+        return f"scale: got {given}; allowed: prefill and decode from 1 to {_MAX_REPLICAS}"
+    _, extra = difference(cluster, command)
+    for role in numbers:
+        going = [name for name in extra if role_of(ReplicaId(name)) is role]
+        if going and not _is_served(cluster, role, without=going):
+            return f"scale: no {role} replica that remains takes requests; those to be removed: {', '.join(going)}"
+    return None
+
+
+def _is_served(cluster: Cluster, role: Role, without: Collection[str]) -> bool:
+    """Return whether some replica of a role, other than these, takes new requests."""
+    others = [cluster.members[name] for name in _replicas(cluster, role) if name not in without]
+    return any(
+        member.state is MemberState.RUNNING and (member.name, member.incarnation) not in cluster.draining
+        for member in others
+    )
+
+
+def _replicas(cluster: Cluster, role: Role) -> list[str]:
+    return [
+        name
+        for name, member in cluster.members.items()
+        if name.startswith(f"{role}-") and member.state is not MemberState.REMOVED
+    ]

@@ -11,7 +11,7 @@ from cluster.supervisor.operate import (
     Step,
     advance,
     failures_of,
-    on_ordered,
+    on_command,
     on_placed,
     on_replica_drained,
     on_replica_resumed,
@@ -69,8 +69,8 @@ def _react(cluster: Cluster, event: Event, now: Now) -> Step:
             return on_table_lost(cluster, now), []
         case words.RouterSeen():
             return on_router_seen(cluster, event, now), []
-        case words.Ordered():
-            return on_ordered(cluster, event, now)
+        case words.CommandReceived():
+            return on_command(cluster, event, now)
         case words.Placed():
             return on_placed(cluster, event, now)
         case words.ReplicaDrained():
@@ -136,7 +136,7 @@ def _on_ended(cluster: Cluster, event: words.Ended, now: Now) -> Step:
     if member is None:
         return cluster, []
     wait_s = backoff_s(cluster.backoff_s, member.num_failures) if member.num_failures else 0.0
-    target = MemberState.WAITING if member.is_wanted else MemberState.REMOVED
+    target = MemberState.WAITING if member.is_desired else MemberState.REMOVED
     cluster = cluster.with_member(replace(member.moved(target, "ended"), wake_s=now.s + wait_s))
     actions: list[Action] = []
     if event.name == BOOTSTRAP:
@@ -150,7 +150,7 @@ def _on_ended(cluster: Cluster, event: words.Ended, now: Now) -> Step:
         actions = [words.Prove(event.name, event.incarnation)]
     if cluster.phase is Phase.SERVING:
         times = failures_of(member) if member.num_failures > 1 else ""
-        line = f"starts again in {wait_s:g} s{times}" if member.is_wanted else "removed"
+        line = f"starts again in {wait_s:g} s{times}" if member.is_desired else "removed"
         actions.append(words.Report(f"{event.name}: {line}"))
     return cluster, actions
 

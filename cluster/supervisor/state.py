@@ -1,4 +1,4 @@
-"""State of the supervisor: wanted against actual, as a pure function from state and event to state and actions.
+"""State of the supervisor: desired against actual, as a pure function from state and event to state and actions.
 
 Everything that has to run is a member: the bootstrap service, the router, each replica. A member that fails is ended as
 a whole and restarted, after a wait that doubles. Before the cluster has been up once, any failure ends it all.
@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from cluster.spec.errors import Moves, move
 from cluster.spec.ids import Incarnation
-from cluster.spec.lifecycle import Moves, move
-from cluster.supervisor.orders import Order
+from cluster.supervisor.commands import Command
 
 NEVER = Incarnation(0)
 """Incarnation of a member that was never started."""
@@ -36,7 +36,7 @@ class MemberState(StrEnum):
     ENDING = "ending"
     """Failed, or drained; its processes are being killed."""
     REMOVED = "removed"
-    """No process, and none is wanted."""
+    """No process, and none is desired."""
 
 
 MEMBER_MOVES: Moves[MemberState] = {
@@ -59,7 +59,7 @@ class Phase(StrEnum):
     DRAINING = "draining"
     """The router finishes its open requests; nothing is replaced."""
     STOPPING = "stopping"
-    """Everything is being ended in order."""
+    """Everything is being ended in command."""
     KILLING = "killing"
     """Everything is being ended at once."""
     STOPPED = "stopped"
@@ -100,11 +100,10 @@ class Member:
     """Consecutive failures, without a stable run between them."""
     first_error: str = ""
     """First error of these failures."""
-    is_wanted: bool = True
+    is_desired: bool = True
     """True if it is restarted after it ends."""
 
     def moved(self, target: MemberState, event: str) -> "Member":
-        """Return the member in another state."""
         return replace(self, state=move(MEMBER_MOVES, self.state, target, event, self.name))
 
 
@@ -118,12 +117,12 @@ class Silence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenOrder:
+class OpenCommand:
     """Command in progress."""
 
     number: int
     """Number to respond to."""
-    order: Order
+    command: Command
     at_work: frozenset[str] = frozenset()
     """Replicas that are being drained, ended or started for it."""
     todo: tuple[str, ...] = ()
@@ -156,15 +155,13 @@ class Cluster:
     """Time of the latest event."""
     draining: frozenset[tuple[str, Incarnation]] = frozenset()
     """Starts of replicas that take no new requests, as the rank table shows them."""
-    order: OpenOrder | None = None
+    open_command: OpenCommand | None = None
     """Command in progress."""
 
     def with_member(self, member: Member) -> "Cluster":
-        """Return the cluster with one member changed."""
         return replace(self, members={**self.members, member.name: member})
 
     def moved(self, target: Phase, event: str) -> "Cluster":
-        """Return the cluster in another phase."""
         return replace(self, phase=move(PHASE_MOVES, self.phase, target, event, "the cluster"))
 
     def addressed(self, name: str, incarnation: Incarnation, *states: MemberState) -> Member | None:

@@ -8,10 +8,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Peer, Role
+from cluster.spec.kv import page_keys
 from cluster.spec.messages import Drain, Resume, Wanted
-from cluster.spec.page_key import page_keys
-from cluster.spec.peer import Peer
 from cluster.spec.tiers import FlushCache, PinPages, UseStorage
 from router.api.body import read
 from router.api.document import document

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
-from cluster.spec.token_ids import TokenIds
+from cluster.spec.wire import TokenIds
 from router.api import constraint_fields
 from router.api.unsupported import refuse_unsupported
 from router.errors import ApiError, bad_request

@@ -14,7 +14,7 @@ import numpy as np
 
 from cluster.channel import MAX_FRAME_BYTES
 from cluster.spec.sampling import Sampling, Stopping
-from cluster.spec.token_ids import TokenIds
+from cluster.spec.wire import TokenIds
 from cluster.tokenizer import Tokenizer
 from router.api.constrain import checked_grammar, wanted_answer
 from router.api.requests import CompletionRequest, GenerationBody

@@ -10,9 +10,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from cluster.spec.lifecycle import Role
+from cluster.spec.clock import read_clock
+from cluster.spec.ids import Role
 from cluster.spec.registry import ReplicaEntry
-from cluster.spec.trace import read_clock
 from cluster.spec.version import VERSION
 from router.api.body import read
 from router.api.chat import chat_prompt

@@ -23,8 +23,7 @@ import uvloop
 from cluster.channel import Inbox, Outbox
 from cluster.spec.config import DeployConfig, ModelConfig, RouterConfig
 from cluster.spec.errors import PeerUnreachableError
-from cluster.spec.ids import Incarnation, Room, replica_id
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Incarnation, Role, Room, replica_id
 from cluster.spec.messages import Cancel, KvEvents, Message, Output, Submit, SubscribeKvEvents
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason

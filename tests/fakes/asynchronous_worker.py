@@ -4,7 +4,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.registry import RankRow
 from cluster.spec.step_messages import StepPlan
 from workers.memory.layerwise_load import LayerwiseLoad

@@ -4,10 +4,9 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 
-from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.lifecycle import Role
-from cluster.spec.peer import Peer
+from cluster.spec.ids import Incarnation, Peer, ReplicaId, Role
 from cluster.spec.registry import (
+    AxisSizes,
     Endpoint,
     KvOwnership,
     RankCoords,
@@ -19,7 +18,7 @@ from cluster.spec.registry import (
 )
 from tests.fakes.kv import kv_geometry, kv_layout
 
-_ONE = RankCoords(dp=1, cp=1, tp=1, pp=1)
+_ONE = AxisSizes(dp=1, cp=1, tp=1, pp=1)
 _FIRST = RankCoords(dp=0, cp=0, tp=0, pp=0)
 _GEOMETRY = kv_geometry(model="fake", num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", page_size=4)
 _LAYOUT = kv_layout(

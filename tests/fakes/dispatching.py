@@ -4,11 +4,10 @@ import itertools
 from collections.abc import Sequence
 
 from cluster.spec.config import RouterConfig
-from cluster.spec.ids import ROUTER, Incarnation, Room
+from cluster.spec.ids import ROUTER, Incarnation, Peer, Room
 from cluster.spec.messages import Cancel, Failure, Output
-from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
-from cluster.spec.token_ids import TokenIds
+from cluster.spec.wire import TokenIds
 from router.directory import Breakers, LoadBook
 from router.dispatch import RequestTable
 from router.request import Action, Attempt, GenerateRequest, RequestId, Send

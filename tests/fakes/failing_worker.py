@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.registry import RankRow
 from workers.worker import Worker
 

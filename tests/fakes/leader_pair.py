@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping
 
-from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import ROUTER, Incarnation, Peer, ReplicaId, Role, Room
 from cluster.spec.messages import Message, Submit, TableUpdate
-from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
-from cluster.spec.token_ids import TokenIds
+from cluster.spec.wire import TokenIds
 from tests.fakes.paged_ranks import GEOMETRY, PAGE_SIZE, row
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree

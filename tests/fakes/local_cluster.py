@@ -16,12 +16,11 @@ from msgspec.structs import replace
 from cluster.channel import Inbox, Outbox
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerLostError
-from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room, draw_room, replica_id
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import ROUTER, Incarnation, Peer, ReplicaId, Role, Room, draw_room, replica_id
 from cluster.spec.loader import load_config
 from cluster.spec.messages import (
     Command,
-    CommandTaken,
+    CommandResult,
     Failure,
     Inquire,
     Message,
@@ -31,13 +30,12 @@ from cluster.spec.messages import (
     TableUpdate,
     Wanted,
 )
-from cluster.spec.peer import Peer
 from cluster.spec.ranks import coords_of, sizes_of, world_size
 from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
 from cluster.spec.step_messages import Shutdown
 from cluster.spec.tiers import CachedTokens, FlushCache, Tier
-from cluster.spec.token_ids import TokenIds
+from cluster.spec.wire import TokenIds
 from cluster.spec.worker_spec import WorkerSpec
 from workers.process import ANSWER_TIMEOUT_S, WORKER, RemoteError, WorkerProcess
 
@@ -260,7 +258,7 @@ class LocalCluster:
         for replica in self._replicas:
             self._outbox.send(replica.peer.address, FlushCache(tiers=tiers))
 
-    def tell(self, role: Role, wanted: Wanted, timeout_s: float = ANSWER_TIMEOUT_S) -> CommandTaken:
+    def tell(self, role: Role, wanted: Wanted, timeout_s: float = ANSWER_TIMEOUT_S) -> CommandResult:
         """While nothing is asked: let a replica do what an administrator wants; its answer."""
         (peer,) = (replica.peer for replica in self._replicas if replica.role is role)
         number = next(self._numbers)
@@ -268,7 +266,7 @@ class LocalCluster:
         self._outbox.send(peer.address, command)
         while messages := self._inbox.receive(timeout_s):
             for message in messages:
-                if isinstance(message, CommandTaken) and message.number == number:
+                if isinstance(message, CommandResult) and message.number == number:
                     return message
         raise RemoteError(f"{peer.replica} did not answer {type(wanted).__name__} within {timeout_s} s")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.registry import TransferMode
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.strategy import CpMode, PassingSetting

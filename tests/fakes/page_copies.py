@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cluster.spec.kv import KvGeometry, PoolLayout
-from cluster.spec.pool import page_layout
-from cluster.spec.registry import RankCoords
+from cluster.spec.memory import page_layout
+from cluster.spec.registry import AxisSizes, RankCoords
 from tests.fakes.kv import kv_geometry, two_groups
 from workers.device import synchronize
 from workers.memory.copy import PageMemory, copy
 
-_ONE, _FIRST = RankCoords(dp=1, cp=1, tp=1, pp=1), RankCoords(dp=0, cp=0, tp=0, pp=0)
+_ONE, _FIRST = AxisSizes(dp=1, cp=1, tp=1, pp=1), RankCoords(dp=0, cp=0, tp=0, pp=0)
 
 
 def layout_of(geometry: KvGeometry, num_pages: int) -> PoolLayout:

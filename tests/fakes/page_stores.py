@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from cluster.spec.lifecycle import Role
-from cluster.spec.pool import GIB, pool_layout
+from cluster.spec.ids import Role
+from cluster.spec.memory import GIB, pool_layout
 from cluster.spec.ranks import coords_of, world_size
-from cluster.spec.registry import KvOwnership, RankCoords, RankRow
+from cluster.spec.registry import AxisSizes, KvOwnership, RankRow
 from cluster.spec.tiers import TierPage
 from tests.fakes.kv import kv_geometry
 from tests.fakes.paged_ranks import row
@@ -21,11 +21,11 @@ GEOMETRY = kv_geometry(model="m", num_layers=2, num_kv_heads=4, head_dim=2, dtyp
 FOREVER_S = float("inf")
 
 
-def sizes(cp: int = 1, tp: int = 1, pp: int = 1) -> RankCoords:
-    return RankCoords(dp=1, cp=cp, tp=tp, pp=pp)
+def sizes(cp: int = 1, tp: int = 1, pp: int = 1) -> AxisSizes:
+    return AxisSizes(dp=1, cp=cp, tp=tp, pp=pp)
 
 
-def rows_of(of: RankCoords, ownership: KvOwnership = KvOwnership.REPLICATED) -> list[RankRow]:
+def rows_of(of: AxisSizes, ownership: KvOwnership = KvOwnership.REPLICATED) -> list[RankRow]:
     """Return the ranks of a replica of GEOMETRY."""
     ranks = range(world_size(of))
     return [

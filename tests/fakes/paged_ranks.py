@@ -1,8 +1,8 @@
 """The rows of ranks with small pages."""
 
-from cluster.spec.ids import Incarnation, replica_id
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Incarnation, Role, replica_id
 from cluster.spec.registry import (
+    AxisSizes,
     Endpoint,
     KvOwnership,
     RankCoords,
@@ -29,7 +29,7 @@ def row(
         role=role,
         incarnation=Incarnation(1),
         coords=RankCoords(dp=0, cp=cp_rank, tp=0, pp=0),
-        sizes=RankCoords(dp=1, cp=cp, tp=1, pp=1),
+        sizes=AxisSizes(dp=1, cp=cp, tp=1, pp=1),
         global_rank=cp_rank,
         address=f"{role}/{cp_rank}",
         endpoint=Endpoint(backend="fake", session="", base_address=0, num_bytes=0),

@@ -13,11 +13,12 @@ from typing import Self, TypeVar
 from msgspec.structs import replace
 
 from cluster.channel import Inbox, Outbox
-from cluster.spec.ids import Room
+from cluster.spec.clock import Interval, read_clock
+from cluster.spec.ids import Peer, Room
 from cluster.spec.messages import (
     Cancel,
     Command,
-    CommandTaken,
+    CommandResult,
     Failure,
     KvEvents,
     Message,
@@ -28,11 +29,9 @@ from cluster.spec.messages import (
     Submit,
     SubscribeKvEvents,
 )
-from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.spec.step_messages import ReportTrace, Shutdown
 from cluster.spec.tiers import CachedTokens
-from cluster.spec.trace import Interval, read_clock
 from tests.fakes.bootstrap import peer_of
 
 _T = TypeVar("_T")
@@ -190,8 +189,8 @@ class FakeReplica:
             self.changed.notify_all()
         return not isinstance(message, Shutdown)
 
-    def _taken(self, command: Command) -> CommandTaken:
-        return CommandTaken(
+    def _taken(self, command: Command) -> CommandResult:
+        return CommandResult(
             number=command.number,
             replica=self.peer.replica,
             incarnation=self.peer.incarnation,

@@ -9,9 +9,8 @@ from typing import Any
 
 import httpx
 
-from cluster.spec.config import DeployConfig, ModelConfig, PrefillConfig, RouterConfig
+from cluster.spec.config import DeployConfig, LogConfig, ModelConfig, PrefillConfig, RouterConfig
 from cluster.spec.ids import Incarnation
-from cluster.spec.log_config import LogConfig
 from cluster.spec.messages import Submit
 from cluster.spec.worker_spec import Rendezvous
 from router.server import RouterServer

@@ -4,10 +4,9 @@ from typing import Any
 
 import msgspec
 
-from cluster.spec.ids import Incarnation, parse_replica_id
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Incarnation, Role, parse_replica_id
 from cluster.spec.ranks import coords_of, world_size
-from cluster.spec.registry import Endpoint, KvOwnership, RankCoords, RankRow, TransferMode
+from cluster.spec.registry import AxisSizes, Endpoint, KvOwnership, RankRow, TransferMode
 from cluster.spec.tiers import TierState
 from tests.fakes.kv import kv_geometry, kv_layout
 
@@ -17,12 +16,12 @@ LAYOUT = kv_layout(
 )
 
 
-def sizes(dp: int = 1, cp: int = 1, tp: int = 1, pp: int = 1) -> RankCoords:
+def sizes(dp: int = 1, cp: int = 1, tp: int = 1, pp: int = 1) -> AxisSizes:
     """Axis sizes."""
-    return RankCoords(dp=dp, cp=cp, tp=tp, pp=pp)
+    return AxisSizes(dp=dp, cp=cp, tp=tp, pp=pp)
 
 
-def make_row(replica: str, rank: int, of: RankCoords, incarnation: int = 1, **changes: Any) -> RankRow:
+def make_row(replica: str, rank: int, of: AxisSizes, incarnation: int = 1, **changes: Any) -> RankRow:
     """The row of one rank; ``changes`` replace fields."""
     row = RankRow(
         replica=parse_replica_id(replica),
@@ -42,7 +41,7 @@ def make_row(replica: str, rank: int, of: RankCoords, incarnation: int = 1, **ch
     return msgspec.structs.replace(row, **changes)
 
 
-def make_rows(replica: str, of: RankCoords, incarnation: int = 1) -> list[RankRow]:
+def make_rows(replica: str, of: AxisSizes, incarnation: int = 1) -> list[RankRow]:
     """Every row of one replica."""
     return [make_row(replica, rank, of, incarnation) for rank in range(world_size(of))]
 

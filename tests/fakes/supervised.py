@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation
-from cluster.supervisor.events import Action, Event, Failed, Ordered, Report, Started, Tick
-from cluster.supervisor.orders import Order
+from cluster.supervisor.commands import Command
+from cluster.supervisor.events import Action, CommandReceived, Event, Failed, Report, Started, Tick
 from cluster.supervisor.reconcile import reconcile
 from cluster.supervisor.state import Cluster, Member, MemberState, Now, Phase
 
@@ -23,7 +23,7 @@ class Run:
             members={name: Member(name=name) for name in names}, backoff_s=1.0, patience_s=PATIENCE_S
         )
         self.now_s = 0.0
-        self._num_orders = 0
+        self._num_commands = 0
 
     def step(self, event: Event) -> list[Action]:
         """Handle one event; the lines for the user are left out of the answer."""
@@ -46,10 +46,10 @@ class Run:
         assert self.cluster.phase is Phase.SERVING
         return self
 
-    def order(self, order: Order) -> list[Action]:
-        """Give an order."""
-        self._num_orders += 1
-        return self.step(Ordered(self._num_orders, order))
+    def command(self, command: Command) -> list[Action]:
+        """Give a command."""
+        self._num_commands += 1
+        return self.step(CommandReceived(self._num_commands, command))
 
     def fail(self, name: str) -> list[Action]:
         return self.step(Failed(name, self.incarnation(name), ERROR))

@@ -9,10 +9,8 @@ from functools import partial
 import msgspec
 
 from cluster.spec.hicache_config import HicacheConfig, PrefetchPolicy
-from cluster.spec.ids import Room
-from cluster.spec.kv import KvGeometry, key_value_group
-from cluster.spec.lifecycle import Role
-from cluster.spec.page_key import lifetime_key, owner_base, page_keys
+from cluster.spec.ids import Role, Room
+from cluster.spec.kv import KvGeometry, key_value_group, lifetime_key, owner_base, page_keys
 from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult, TierPage
 from tests.fakes.paged_ranks import row

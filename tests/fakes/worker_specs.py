@@ -1,8 +1,7 @@
 """Specifications of workers of the first replica of a role."""
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.ids import Incarnation, replica_id
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Incarnation, Role, replica_id
 from cluster.spec.ranks import coords_of, sizes_of, world_size
 from cluster.spec.worker_spec import WorkerSpec
 

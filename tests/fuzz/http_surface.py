@@ -19,7 +19,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from cluster.channel import AsyncInbox, Outbox
-from cluster.spec.messages import Command, CommandTaken, Message
+from cluster.spec.messages import Command, CommandResult, Message
 from router.app import create_app
 from router.connection import HttpProtocol
 from router.key_ring import read_keys
@@ -55,13 +55,13 @@ class _LosingOutbox(Outbox):
     """Its messages are lost, but for commands; without sockets."""
 
     def __init__(self) -> None:
-        self.on_taken: Callable[[CommandTaken], None] | None = None
+        self.on_taken: Callable[[CommandResult], None] | None = None
 
     def send(self, address: str, message: Message) -> None:
         """Lose it, or take it for the replica there."""
         if isinstance(message, Command) and self.on_taken is not None:
             (peer,) = (peer for peer in PEERS if peer.address == address)
-            taken = CommandTaken(number=message.number, replica=peer.replica, incarnation=peer.incarnation)
+            taken = CommandResult(number=message.number, replica=peer.replica, incarnation=peer.incarnation)
             asyncio.get_running_loop().call_soon(self.on_taken, taken)
 
     def broadcast(self, addresses: Iterable[str], message: Message) -> None:

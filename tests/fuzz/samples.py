@@ -7,7 +7,7 @@ import msgspec
 from msgspec import inspect
 
 from cluster.spec.messages import Message
-from cluster.spec.token_ids import TokenIds, from_wire
+from cluster.spec.wire import TokenIds, from_wire
 
 _MOST_DEPTH = 20
 

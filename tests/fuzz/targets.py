@@ -23,14 +23,14 @@ from cluster.bench.trace import read_trace
 from cluster.bootstrap.service import decode_body
 from cluster.bootstrap.table import BootstrapTable, TableRefusedError
 from cluster.channel import decode, encode
-from cluster.cli.control import decode_order
+from cluster.cli.control import decode_command
 from cluster.spec.config import RouterConfig
 from cluster.spec.errors import ConfigError, UserError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad
-from cluster.spec.token_ids import TokenIds
+from cluster.spec.wire import TokenIds
+from cluster.supervisor.commands import DrainCommand, RestartCommand, ResumeCommand, ScaleCommand, StatusCommand
 from cluster.supervisor.events import Tick
-from cluster.supervisor.orders import DrainOrder, RestartOrder, ResumeOrder, ScaleOrder, TellOrder
 from router.api.body import Body, parse
 from router.api.requests import ChatRequest, CompletionRequest
 from router.api.response_request import ResponseRequest
@@ -100,30 +100,30 @@ def _heartbeats() -> list[bytes]:
     return [msgspec.json.encode(beat)]
 
 
-# ---- orders to a running cluster
+# ---- commands to a running cluster
 
 
-def _feed_order(data: bytes) -> None:
+def _feed_command(data: bytes) -> None:
     """Whatever it is, the supervisor carries it out or says why not, and goes on."""
-    order = decode_order(data)
-    if order is None:
+    command = decode_command(data)
+    if command is None:
         return
     run = Run(("bootstrap", "router", "prefill-0", "prefill-1", "decode-0", "decode-1")).serve()
-    run.order(order)
+    run.command(command)
     run.now_s += 1.0
     run.step(Tick())
 
 
 def _orders() -> list[bytes]:
     one = ReplicaId("decode-0")
-    orders = [
-        ScaleOrder(prefill=2, decode=3, grace_s=1.5),
-        RestartOrder(replicas=(one,), is_rolling=True),
-        DrainOrder(replica=one, grace_s=2.5),
-        ResumeOrder(replica=one),
-        TellOrder(),
+    commands = [
+        ScaleCommand(prefill=2, decode=3, grace_s=1.5),
+        RestartCommand(replicas=(one,), is_rolling=True),
+        DrainCommand(replica=one, grace_s=2.5),
+        ResumeCommand(replica=one),
+        StatusCommand(),
     ]
-    return [msgspec.json.encode(order) for order in orders]
+    return [msgspec.json.encode(command) for command in commands]
 
 
 # ---- bodies of the router
@@ -237,7 +237,7 @@ TARGETS: dict[str, Target] = {
     "heartbeats": Target(_heartbeats, _feed_heartbeat, JSON),
     "bodies": Target(lambda: [json.dumps(body).encode() for body in _BODIES], _feed_body, JSON),
     "http": Target(requests, lambda data: surface().feed(data), HTTP),
-    "orders": Target(_orders, _feed_order, JSON),
+    "commands": Target(_orders, _feed_command, JSON),
     "yaml": Target(lambda: [path.read_bytes() for path in sorted(ROOT.glob("deploy/local-*.yaml"))], _feed_yaml, YAML),
     "keys": Target(lambda: [b"- {name: a, key: a-long-secret, priority: 5}\n"], _feed_keys, YAML),
     "trace": Target(lambda: [_TRACE], _feed_trace, JSON_LINES),

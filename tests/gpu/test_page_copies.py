@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.registry import Endpoint
 from cluster.spec.sampling import Sampling
 from cluster.spec.tiers import TierPage

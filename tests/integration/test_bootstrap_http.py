@@ -17,11 +17,11 @@ from cluster.bootstrap.client import BootstrapClient, follow_table, watch_table
 from cluster.bootstrap.keepers import LeaseKeeper, RankKeeper
 from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer, create_app
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
+from cluster.launch.services import follow_router
 from cluster.spec.clock import SystemClock
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 from cluster.spec.ids import Incarnation, ReplicaId, router_names
 from cluster.spec.registry import Heartbeat, ReplicaLoad, TableSnapshot
-from cluster.supervisor.router_watch import follow_router
 from tests.fakes.rows import make_row, make_rows, sizes
 
 pytestmark = pytest.mark.integration

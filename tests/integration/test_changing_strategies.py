@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.strategy import CpMode, Passing, Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_engine import NUM_LOGPROBS, LocalEngine, Oracle, asked

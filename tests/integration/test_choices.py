@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.sampling import Sampling, Stopping
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_cluster import Prompt

@@ -1,4 +1,4 @@
-"""The driver's socket for orders: for its owner alone, wherever the folder is, and deaf to what is no order."""
+"""The driver's socket for commands: for its owner alone, wherever the folder is, and deaf to what is no command."""
 
 import os
 import socket
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.control import give_order, serve_orders
+from cluster.cli.control import send_command, serve_commands
 from cluster.spec.errors import PeerUnreachableError
+from cluster.supervisor.commands import Command, ScaleCommand
 from cluster.supervisor.events import Answer, Outcome
-from cluster.supervisor.orders import Order, ScaleOrder
 
 pytestmark = pytest.mark.integration
 
-ORDER = ScaleOrder(prefill=2, grace_s=1.5)
+ORDER = ScaleCommand(prefill=2, grace_s=1.5)
 ANSWERS = [Answer(7, "on the way", Outcome.GOING_ON), Answer(7, "prefill: 2", Outcome.DONE)]
 
 
@@ -28,39 +28,39 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_an_order_arrives_and_its_answers_come_back(path: Path) -> None:
-    given: list[Order] = []
+    given: list[Command] = []
 
-    def give(order: Order) -> Iterator[Answer]:
-        given.append(order)
+    def give(command: Command) -> Iterator[Answer]:
+        given.append(command)
         yield from ANSWERS
 
     path.touch()  # left by a driver that was killed
-    with serve_orders(path, give):
+    with serve_commands(path, give):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert list(give_order(path, ORDER)) == ANSWERS
+        assert list(send_command(path, ORDER)) == ANSWERS
     assert given == [ORDER]
     assert not path.exists()
 
 
 @pytest.mark.parametrize("line", [b"", b"{}\n", b'{"type":"Evil"}\n', b"\xff\xfe\n", b"x" * 65_536])
 def test_what_is_no_order_is_refused_and_harms_nothing(path: Path, line: bytes) -> None:
-    with serve_orders(path, lambda _: iter(ANSWERS)):
+    with serve_commands(path, lambda _: iter(ANSWERS)):
         folder = os.open(path.parent, os.O_PATH)
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"/proc/self/fd/{folder}/{path.name}")
             connection.sendall(line)
             if len(line) < 65_536:  # the longest that is read; it is not waited for the rest
                 connection.shutdown(socket.SHUT_WR)
-            assert b"not an order" in connection.recv(4096)
+            assert b"not an command" in connection.recv(4096)
         os.close(folder)
-        assert list(give_order(path, ORDER)) == ANSWERS
+        assert list(send_command(path, ORDER)) == ANSWERS
 
 
 def test_a_driver_that_is_not_there_or_ends_is_told_in_a_line(path: Path) -> None:
     with pytest.raises(PeerUnreachableError, match=r"does not respond at .*No such file or directory"):
-        list(give_order(path, ORDER))
+        list(send_command(path, ORDER))
     with (
-        serve_orders(path, lambda _: iter(ANSWERS[:1])),
+        serve_commands(path, lambda _: iter(ANSWERS[:1])),
         pytest.raises(PeerUnreachableError, match=r"^the driver ended before the command was carried out$"),
     ):
-        list(give_order(path, ORDER))
+        list(send_command(path, ORDER))

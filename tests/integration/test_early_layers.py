@@ -12,9 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from cluster.channel import Inbox
-from cluster.spec.ids import Room
+from cluster.spec.ids import Role, Room
 from cluster.spec.kv import PoolLayout
-from cluster.spec.lifecycle import Role
 from cluster.spec.registry import RankRow, Verify
 from cluster.spec.step_messages import Admit, SendReport, StepPlan
 from cluster.spec.transfer_messages import Done, SendState

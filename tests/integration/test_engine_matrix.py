@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.registry import TransferMode, Verify
 from cluster.spec.strategy import Collectives, CpMode, Strategy, StrategySetting
 from tests.fakes.checkpoints import DENSE, make_checkpoint

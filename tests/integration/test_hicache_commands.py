@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cluster.spec.hicache_config import WritePolicy
-from cluster.spec.lifecycle import Role
-from cluster.spec.page_key import page_keys
+from cluster.spec.ids import Role
+from cluster.spec.kv import page_keys
 from cluster.spec.strategy import CpMode
 from cluster.spec.tiers import CachedTokens, PinPages, Tier
 from tests.fakes.checkpoints import make_checkpoint

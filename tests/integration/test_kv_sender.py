@@ -11,10 +11,8 @@ from msgspec.structs import replace
 
 from cluster.channel import Inbox, Outbox
 from cluster.spec.config import TransferConfig
-from cluster.spec.ids import Incarnation, Room
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Incarnation, Peer, Role, Room
 from cluster.spec.messages import Message
-from cluster.spec.peer import Peer
 from cluster.spec.registry import KvOwnership, RankRow, Verify
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import (

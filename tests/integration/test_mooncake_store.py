@@ -12,7 +12,7 @@ import pytest
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.hicache_config import LEAST_LENT_GIB, StorageConfig
-from cluster.spec.pool import GIB
+from cluster.spec.memory import GIB
 from cluster.spec.tiers import Tier
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_engine import LocalEngine, Oracle

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.strategy import Collectives, StrategySetting
 from tests.fakes.checkpoints import DENSE, make_checkpoint
 from tests.fakes.local_engine import KV_WAYS, NUM_LOGPROBS, KvWay, LocalEngine, Oracle, asked

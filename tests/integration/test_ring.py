@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cluster.spec.config import DeployConfig
+from cluster.spec.ids import Role
 from cluster.spec.kv import pages_for
-from cluster.spec.lifecycle import Role
-from cluster.spec.pool import GIB
+from cluster.spec.memory import GIB
 from cluster.spec.registry import RankRow
 from cluster.spec.strategy import CpMode
 from tests.fakes.checkpoints import SMALL, make_checkpoint

@@ -9,13 +9,11 @@ import pytest
 
 from cluster.channel import Inbox, Outbox
 from cluster.spec.config import DeployConfig
-from cluster.spec.ids import ROUTER, Incarnation, Room
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import ROUTER, Incarnation, Peer, Role, Room
 from cluster.spec.messages import Inquire, Output, Outputs, Submit
-from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
 from cluster.spec.step_messages import Shutdown
-from cluster.spec.token_ids import TokenIds
+from cluster.spec.wire import TokenIds
 from tests.fakes.asynchronous_worker import AsynchronousWorker
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_cluster import Prompt

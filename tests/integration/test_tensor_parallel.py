@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_cluster import LocalReplica

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from cluster.launch.draining import DrainWatch
 from cluster.launch.services import BOOTSTRAP
+from cluster.launch.waits import DrainWatch
 from cluster.simulator.rank_process import Follower
 from cluster.simulator.replica import Replica
-from cluster.spec.ids import ROUTER, Incarnation, Room
+from cluster.spec.ids import ROUTER, Incarnation, Peer, Room
 from cluster.spec.messages import Message, Submit
-from cluster.spec.peer import Peer
 from cluster.spec.tiers import TierJobResult
 from cluster.spec.transfer_messages import Done, Drained, PageDigests, Revoke, Ticket
 from cluster.supervisor import reconcile

@@ -8,9 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from cluster.spec.config import RouterConfig
-from cluster.spec.ids import Room
+from cluster.spec.ids import Peer, Room
 from cluster.spec.messages import KvEvents, Submit
-from cluster.spec.peer import Peer
 from router.directory import Breakers, LoadBook
 from router.dispatch import RequestTable
 from router.page_index import PageIndex

@@ -37,7 +37,7 @@ def calm(scenario: Scenario) -> Scenario:
     return replace(scenario, faults=(), hazards=Hazards())
 
 
-def orders(scenario: Scenario) -> Scenario:
+def commands(scenario: Scenario) -> Scenario:
     """An operator adds a replica of each role and takes it away again, while requests come."""
     moments = [(1, "prefill-1"), (2, "decode-1"), (5, "prefill-0"), (7, "decode-0")]
     faults = tuple(Fault(kind=FaultKind.SCALE, at_s=at_s, member=name) for at_s, name in moments)
@@ -233,7 +233,7 @@ def windows_below(scenario: Scenario) -> Scenario:
         (defects.leave_out_a_page_and_count_none, calm, EARLY_READ),
         (defects.drop_the_drain_ack, as_drawn, NEVER_ENDS),
         (defects.miscount_pages, calm, FAILS_IN_CALM),
-        (defects.end_before_it_is_drained, orders, FAILS_IN_CALM),
+        (defects.end_before_it_is_drained, commands, FAILS_IN_CALM),
         (defects.restart_one_rank_alone, dying_ranks, f"which it was never given|{EARLY_READ}|{NEVER_ENDS}"),
         (defects.start_before_pages_are_checked, changed_bytes, EARLY_READ),
         (defects.take_all_pages_for_right, changed_bytes, EARLY_READ),
@@ -293,7 +293,7 @@ def test_a_defect_is_caught(
 @pytest.mark.parametrize(
     "weather",
     [
-        orders,
+        commands,
         mild,
         repeated_messages,
         late_words,

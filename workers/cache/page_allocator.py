@@ -11,8 +11,7 @@ key of its own: it is used by requests that continue right behind it, and needs 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from cluster.spec.kv import NO_PAGE
-from cluster.spec.page_key import first_place, lifetime_key, lifetime_of
+from cluster.spec.kv import NO_PAGE, first_place, lifetime_key, lifetime_of
 from workers.cache.page_journal import PageJournal
 from workers.cache.page_lists import ONE_LIFETIME, Lifetimes, PageLists, live_pages
 from workers.cache.prefix_tree import PrefixTree

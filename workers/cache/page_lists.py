@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cluster.spec.kv import NO_PAGE, KvGeometry, Lifetime
-from cluster.spec.page_key import first_place, lifetime_key
+from cluster.spec.kv import NO_PAGE, KvGeometry, Lifetime, first_place, lifetime_key
 from cluster.spec.tiers import TierPage
 
 PageLists = list[list[int]]

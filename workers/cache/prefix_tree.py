@@ -1,6 +1,6 @@
 """Prefix tree of cached pages and their eviction order: ids only, no memory.
 
-A node is one full page under its chained key (``cluster.spec.page_key``), so that one look-up per page walks the tree.
+A node is one full page under its chained key (``cluster.spec.kv``), so that one look-up per page walks the tree.
 Holding a page means holding every page above it, and pages are released deepest first; so in the idle list of each
 owner, least recently used first, a page comes before those above it. Everything below an idle page is idle too, and
 older. A node that stands alone has no page above or below: it is a page of a lifetime after the first.
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 
-from cluster.spec.page_key import first_place
+from cluster.spec.kv import first_place
 from workers.cache.page_journal import PageJournal
 
 
@@ -22,7 +22,7 @@ class _Node:
     page: int
     parent: "_Node | None"
     place: int
-    """Index that determines the owner wherever pages are divided (``cluster.spec.page_key``)."""
+    """Index that determines the owner wherever pages are divided (``cluster.spec.kv``)."""
     depth: int
     """Number of pages above it."""
     num_holders: int = 1

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch
 
 from cluster.spec.errors import UserError
-from cluster.spec.gpu_memory import GpuMemory
-from cluster.spec.pool import GIB
+from cluster.spec.memory import GIB, GpuMemory
 
 
 def measure_memory(device: torch.device, fraction: float, run_largest_step: Callable[[], None]) -> GpuMemory:

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend
 from workers.context_parallel.cost_model import ModelShape, Rates

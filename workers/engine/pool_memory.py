@@ -5,10 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cluster.spec.config import Device
-from cluster.spec.gpu_memory import GpuMemory
+from cluster.spec.ids import Role
 from cluster.spec.kv import KvGeometry
-from cluster.spec.lifecycle import Role
-from cluster.spec.pool import GIB, page_layout
+from cluster.spec.memory import GIB, GpuMemory, page_layout
 from cluster.spec.registry import KvOwnership
 from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend

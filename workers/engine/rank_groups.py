@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.ranks import GroupName, head_copies, head_copy_groups, positions, stage_links
 from cluster.spec.ranks import groups as rank_groups
 from cluster.spec.worker_spec import WorkerSpec

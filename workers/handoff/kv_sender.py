@@ -7,14 +7,12 @@ from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
 
+from cluster.spec.clock import Interval
 from cluster.spec.config import TransferConfig
-from cluster.spec.ids import ReplicaId, Room
+from cluster.spec.ids import Peer, ReplicaId, Role, Room
 from cluster.spec.kv import pages_for
-from cluster.spec.lifecycle import Role
-from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow, Verify
 from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, ScheduledRequest, SendReport, StepPlan, Target
-from cluster.spec.trace import Interval
 from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.digests import digest_pages
 from transfer.layer_groups import LEAST_SPAN_BYTES, early_ends

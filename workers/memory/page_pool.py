@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cluster.spec.kv import GroupLayout, KvGeometry, PoolLayout
-from cluster.spec.pool import page_layout
-from cluster.spec.registry import RankCoords
+from cluster.spec.memory import page_layout
+from cluster.spec.registry import AxisSizes, RankCoords
 from transfer.page_range import PageRange
 from workers.device import has_kernels
 from workers.kernels.elementwise import KvSlots, elementwise_kernels
@@ -43,7 +43,7 @@ class PagePool(PageMemory):
 
     @classmethod
     def of_one_rank(cls, geometry: KvGeometry, num_pages: int, device: torch.device | None = None) -> Self:
-        one = RankCoords(dp=1, cp=1, tp=1, pp=1)
+        one = AxisSizes(dp=1, cp=1, tp=1, pp=1)
         return cls(page_layout(geometry, one, RankCoords(dp=0, cp=0, tp=0, pp=0), num_pages), device=device)
 
     @property

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from cluster.spec.checks import ModelLimits, layout_problems, ring_problems
 from cluster.spec.config import ParallelConfig, PrefillConfig
 from cluster.spec.kv import DTYPE_BYTES, KvGeometry, KvGroup, key_value_group
-from cluster.spec.model_limits import ModelLimits, layout_problems, ring_problems
 from workers.context_parallel.cost_model import ModelShape
 from workers.layers.config import AttentionConfig, FeedForwardConfig, MoeConfig, RopeConfig
 from workers.models.hf_config import Dtype, HfConfig, UnsupportedModelError

@@ -11,11 +11,10 @@ from typing import TypeGuard
 
 from msgspec.structs import replace
 
-from cluster.spec.ids import Room
+from cluster.spec.errors import move
+from cluster.spec.ids import Peer, Room
 from cluster.spec.kv import pages_for
-from cluster.spec.lifecycle import move
 from cluster.spec.messages import Blame, Cancel, Inquire, Message, Output, Submit, TableUpdate
-from cluster.spec.peer import Peer
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled, TokenLogprobs
 from cluster.spec.step_messages import StepPlan

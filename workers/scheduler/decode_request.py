@@ -4,11 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cluster.spec.ids import Room
-from cluster.spec.kv import KvGeometry, PoolLayout
+from cluster.spec.ids import Peer, Room
+from cluster.spec.kv import KvGeometry, PoolLayout, page_keys
 from cluster.spec.messages import PhaseTimes, Submit
-from cluster.spec.page_key import page_keys
-from cluster.spec.peer import Peer
 from cluster.spec.registry import Verify
 from cluster.spec.tiers import CachedTokens
 from cluster.spec.transfer_messages import Ticket

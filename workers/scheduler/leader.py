@@ -5,12 +5,12 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from cluster.spec.ids import Incarnation, ReplicaId, Room
+from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
 from cluster.spec.messages import (
     INQUIRE_EVERY_S,
     Blame,
     Command,
-    CommandTaken,
+    CommandResult,
     Drain,
     Failure,
     Inquire,
@@ -20,7 +20,6 @@ from cluster.spec.messages import (
     SubscribeKvEvents,
     Wanted,
 )
-from cluster.spec.peer import Peer
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
@@ -229,7 +228,7 @@ class Leader(ABC):
         if not refusal and command.number > newest:
             self.on_other(command.wanted)
         pages = command.wanted.keys if isinstance(command.wanted, PinPages) else []
-        answer = CommandTaken(
+        answer = CommandResult(
             number=command.number,
             replica=self.me.replica,
             incarnation=self.me.incarnation,

@@ -7,10 +7,9 @@ everything anew. These reports affect nothing but routing.
 import itertools
 from dataclasses import dataclass
 
-from cluster.spec.ids import ReplicaId
+from cluster.spec.ids import Peer, ReplicaId
+from cluster.spec.kv import lifetime_of
 from cluster.spec.messages import KvEvents, Message, SubscribeKvEvents
-from cluster.spec.page_key import lifetime_of
-from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.tiers import Tier
 from workers.cache.page_allocator import PageAllocator

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
+from cluster.spec.errors import move
 from cluster.spec.ids import Room, is_router
-from cluster.spec.kv import pages_for
-from cluster.spec.lifecycle import move
+from cluster.spec.kv import owner_base, page_keys, pages_for
 from cluster.spec.messages import Blame, Cancel, Message, Submit, TableUpdate
-from cluster.spec.page_key import owner_base, page_keys
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import DropSend, ForgetPeer, SendReport, StepPlan, Target

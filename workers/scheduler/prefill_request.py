@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from cluster.spec.ids import Peer
 from cluster.spec.kv import PoolLayout
 from cluster.spec.messages import Submit
-from cluster.spec.peer import Peer
 from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import RankRow
 from cluster.spec.sampling import Sampled

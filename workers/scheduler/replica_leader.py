@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import CommandTaken, Inquire, KvEvents, Message, Submit
+from cluster.spec.messages import CommandResult, Inquire, KvEvents, Message, Submit
 from cluster.spec.ranks import coords_of
-from cluster.spec.registry import ComputeTimes, RankCoords, ReplicaLoad
+from cluster.spec.registry import AxisSizes, ComputeTimes, ReplicaLoad
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan, StepResult, StepWork
 from cluster.spec.strategy import DpPolicy
@@ -46,7 +46,7 @@ class ReplicaLeader:
     def __init__(
         self,
         leaders: Sequence[Leader],
-        sizes: RankCoords,
+        sizes: AxisSizes,
         *,
         depth: int = 1,
         num_ahead: int = 0,
@@ -71,10 +71,10 @@ class ReplicaLeader:
     def take_outgoing(self) -> list[tuple[str, Message]]:
         """Return messages to send, as (address, message)."""
         outgoing: list[tuple[str, Message]] = []
-        taken: dict[tuple[str, int], CommandTaken] = {}
+        taken: dict[tuple[str, int], CommandResult] = {}
         for dp_rank, leader in enumerate(self._leaders):
             for address, message in leader.outgoing:
-                if isinstance(message, CommandTaken):
+                if isinstance(message, CommandResult):
                     named = address, message.number
                     taken[named] = _both(taken[named], message) if named in taken else message
                 else:
@@ -215,6 +215,6 @@ class ReplicaLeader:
         return replace(message, number=number)
 
 
-def _both(one: CommandTaken, other: CommandTaken) -> CommandTaken:
+def _both(one: CommandResult, other: CommandResult) -> CommandResult:
     """Combine the answers of two DP ranks to one command, which they accept or refuse for the same reasons."""
     return replace(one, refusal=one.refusal or other.refusal, num_pinned=max(one.num_pinned, other.num_pinned))

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from cluster.spec.ids import Room
+from cluster.spec.kv import extend_page_keys
 from cluster.spec.messages import Submit
-from cluster.spec.page_key import extend_page_keys
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
 from cluster.spec.step_messages import Admit, ScheduledRequest, Target
 from cluster.spec.tiers import CachedTokens

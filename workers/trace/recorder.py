@@ -4,9 +4,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from cluster.spec.clock import Interval
 from cluster.spec.ids import Room
 from cluster.spec.step_messages import Admit, StepPlan
-from cluster.spec.trace import Interval
 
 REQUEST, COMPUTE, COLLECTIVES, KV_SENDER = "request", "compute", "collectives", "kv sender"
 """Names of lanes in the trace."""

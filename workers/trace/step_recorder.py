@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import nn
 
+from cluster.spec.clock import Interval
 from cluster.spec.step_messages import StepPlan
-from cluster.spec.trace import Interval
 from workers.models.decoder import DecoderLayer, DecoderModel
 from workers.parallel.collectives import Communicator
 from workers.trace.recorder import COLLECTIVES, COMPUTE, Recorder

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cluster.logs import JsonLines
+from cluster.spec.config import LogConfig
 from cluster.spec.env import API_KEYS
-from cluster.spec.log_config import LogConfig
 from router.records import trace_id
 from tests.fakes.router_cluster import RouterCluster, run_cluster
 

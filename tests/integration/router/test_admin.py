@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from cluster.spec.errors import UserError
+from cluster.spec.kv import page_keys
 from cluster.spec.messages import Drain, Resume
-from cluster.spec.page_key import page_keys
 from cluster.spec.tiers import FlushCache, PinPages, UseStorage
 from router import connection
 from tests.fakes.bootstrap import FakeTable

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.spec.registry import RankCoords, ReplicaEntry, ReplicaLoad, SendTimes
+from cluster.spec.registry import AxisSizes, RankCoords, ReplicaEntry, ReplicaLoad, SendTimes
 from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.router_cluster import RouterCluster, run_cluster
 
@@ -26,7 +26,7 @@ fetch("%s/v1/completions", {method: "POST", headers, body: JSON.stringify(asked)
 def wide(entry: ReplicaEntry, cp: int, tp: int) -> ReplicaEntry:
     """The replica with more ranks than its one."""
     (row,) = entry.rows
-    sizes = RankCoords(dp=1, cp=cp, tp=tp, pp=1)
+    sizes = AxisSizes(dp=1, cp=cp, tp=tp, pp=1)
     rows = tuple(
         msgspec.structs.replace(
             row, sizes=sizes, global_rank=rank, coords=RankCoords(dp=0, cp=rank // tp, tp=rank % tp, pp=0)

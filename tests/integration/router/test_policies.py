@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cluster.spec.config import DeployConfig, PrefillConfig
-from cluster.spec.page_key import page_keys
+from cluster.spec.kv import page_keys
 from tests.fakes.bootstrap import FakeTable, entry_of, table_of
 from tests.fakes.model_folder import BOS
 from tests.fakes.replica import FakeReplica

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
-from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Incarnation, ReplicaId, Role
 from cluster.spec.registry import (
     Heartbeat,
     KvOwnership,

@@ -9,20 +9,20 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from cluster.cli import checks, doctor
-from cluster.cli.checks import Finding, Status
+from cluster.cli import doctor
+from cluster.cli.doctor import Finding, Status
 from cluster.machine_memory import MachineMemory
 
 
 def test_python() -> None:
-    assert checks.check_python((3, 10, 1), "/venv").status is Status.FAIL
-    assert checks.check_python((3, 11, 0), "/venv") == Finding("python", Status.OK, "3.11.0 in /venv")
-    assert "no virtual environment" in checks.check_python((3, 12, 0), sys.base_prefix).found
+    assert doctor.check_python((3, 10, 1), "/venv").status is Status.FAIL
+    assert doctor.check_python((3, 11, 0), "/venv") == Finding("python", Status.OK, "3.11.0 in /venv")
+    assert "no virtual environment" in doctor.check_python((3, 12, 0), sys.base_prefix).found
 
 
 def test_packages() -> None:
-    assert checks.check_packages(["pytest>=9", "absent; extra == 'dev'"]).status is Status.OK
-    finding = checks.check_packages(["pytest>=9", "no-such-package[x]>=1"])
+    assert doctor.check_packages(["pytest>=9", "absent; extra == 'dev'"]).status is Status.OK
+    finding = doctor.check_packages(["pytest>=9", "no-such-package[x]>=1"])
     assert (finding.status, finding.found) == (Status.FAIL, "missing: no-such-package")
 
 
@@ -42,7 +42,7 @@ def test_ray_auth(environ: dict[str, str], token_file: bool, status: Status, par
     if token_file:
         (tmp_path / ".ray").mkdir()
         (tmp_path / ".ray" / "auth_token").write_text("secret")
-    finding = checks.check_ray(environ, tmp_path)
+    finding = doctor.check_ray(environ, tmp_path)
     assert finding.status is status
     assert part in finding.found
     assert bool(finding.mend) == (status is not Status.OK)
@@ -53,34 +53,34 @@ def test_ray_auth(environ: dict[str, str], token_file: bool, status: Status, par
     [("2.13.0+cpu", 0, Status.OK), ("2.13.0+cu130", 8, Status.OK), ("2.13.0+cpu", 1, Status.WARN)],
 )
 def test_torch(version: str, num_gpus: int, status: Status) -> None:
-    assert checks.check_torch(version, num_gpus).status is status
+    assert doctor.check_torch(version, num_gpus).status is status
 
 
 def test_mooncake_names_what_to_install() -> None:
-    absent = checks.check_mooncake(lambda _: None, list)
+    absent = doctor.check_mooncake(lambda _: None, list)
     assert (absent.status, absent.found) == (Status.WARN, "not installed")
-    bare = checks.check_mooncake(lambda _: "0.3", lambda: ["libibverbs1", "libnuma1"])
+    bare = doctor.check_mooncake(lambda _: "0.3", lambda: ["libibverbs1", "libnuma1"])
     assert bare.status is Status.WARN
     assert bare.mend.endswith("apt-get install -y libibverbs1 libnuma1")
-    assert checks.check_mooncake(lambda _: "0.3", list) == Finding("mooncake", Status.OK, "0.3")
+    assert doctor.check_mooncake(lambda _: "0.3", list) == Finding("mooncake", Status.OK, "0.3")
 
 
 def test_missing_libraries_are_named_by_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries = {"libc.so.6": "libc6", "libbaton-has-none.so.9": "libnone9"}
-    monkeypatch.setattr(checks, "MOONCAKE_LIBRARIES", libraries)
-    assert checks.missing_mooncake_packages() == ["libnone9"]
+    monkeypatch.setattr(doctor, "MOONCAKE_LIBRARIES", libraries)
+    assert doctor.missing_mooncake_packages() == ["libnone9"]
 
 
 def test_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "bind", lambda *_: None)
-    assert checks.check_port() == Finding("port", Status.OK, "127.0.0.1:8000 is free")
+    assert doctor.check_port() == Finding("port", Status.OK, "127.0.0.1:8000 is free")
     monkeypatch.setattr(socket.socket, "bind", _in_use)
-    assert checks.check_port().found == "127.0.0.1:8000: Address already in use"
+    assert doctor.check_port().found == "127.0.0.1:8000: Address already in use"
 
 
 def test_memory() -> None:
-    assert checks.check_memory(MachineMemory(total=0, available=8 << 30)).found == "8.0 GiB available"
-    assert checks.check_memory(MachineMemory(total=0, available=1 << 30)).status is Status.WARN
+    assert doctor.check_memory(MachineMemory(total=0, available=8 << 30)).found == "8.0 GiB available"
+    assert doctor.check_memory(MachineMemory(total=0, available=1 << 30)).status is Status.WARN
 
 
 @pytest.mark.parametrize(("status", "code"), [(Status.OK, 0), (Status.WARN, 0), (Status.FAIL, 1)])

@@ -8,11 +8,10 @@ import msgspec
 import pytest
 
 from cluster.channel import decode, encode
-from cluster.spec.ids import ROUTER, Incarnation, Room
+from cluster.spec.ids import ROUTER, Incarnation, Peer, Room
 from cluster.spec.messages import Message, Output, Submit
-from cluster.spec.peer import Peer
 from cluster.spec.sampling import Sampling, Stopping
-from cluster.spec.token_ids import TokenIds, from_wire
+from cluster.spec.wire import TokenIds, from_wire
 from tests.fuzz.samples import messages
 
 PEER = Peer(replica=ROUTER, incarnation=Incarnation(1), address="tcp://r:1")

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from cluster.machine_memory import MachineMemory, machine_memory
 from cluster.planner.memory import kv_plan, model_problems
 from cluster.planner.model import ModelFacts, read_model
 from cluster.spec.config import DeployConfig
-from cluster.spec.host_memory import HostMemory
+from cluster.spec.ids import Role
 from cluster.spec.kv import DTYPE_BYTES
-from cluster.spec.lifecycle import Role
 from cluster.spec.loader import parse_config
-from cluster.spec.pool import GIB
+from cluster.spec.memory import GIB, HostMemory
 
 TIERS = """
 kv: {memory_gib: 0.5}
@@ -132,3 +132,41 @@ def test_workers_that_may_be_on_many_machines_must_fit_one_by_one() -> None:
     assert not problems_of(f"{several}\nresources: {{machine_memory_gib: 3.6}}")
     (problem,) = problems_of(f"{several}\nresources: {{machine_memory_gib: 3}}")
     assert problem.startswith("resources.machine_memory_gib: got 3; allowed: at least 3.509, for the larger of 1 ")
+
+
+MEMINFO = "".join(
+    f"{key}:   {gib * 2**20} kB\n" for key, gib in (("MemTotal", 64), ("MemAvailable", 48), ("SwapTotal", 8))
+)
+GROUP = {
+    "memory.max": f"{16 * GIB}\n",
+    "memory.current": f"{12 * GIB}\n",
+    "memory.stat": f"anon {9 * GIB}\ninactive_file {3 * GIB}\nactive_file 0\n",
+    "memory.swap.max": "0\n",
+}
+
+
+def test_a_machine_has_what_the_kernel_says() -> None:
+    memory = MachineMemory.of(MEMINFO, {})
+    assert (memory.total, memory.available, memory.owner) == (72 * GIB, 48 * GIB, "this machine")
+    assert MachineMemory.of(MEMINFO, GROUP | {"memory.max": "max\n"}) == memory
+    assert MachineMemory.of("", {}) == MachineMemory(total=0, available=0)
+
+
+def test_a_container_has_no_more_than_its_control_group_leaves() -> None:
+    memory = MachineMemory.of(MEMINFO, GROUP)
+    assert (memory.total, memory.available, memory.owner) == (16 * GIB, 7 * GIB, "this container")
+    assert MachineMemory.of(MEMINFO, GROUP | {"memory.swap.max": "max\n"}).total == 24 * GIB
+    assert MachineMemory.of(MEMINFO, GROUP | {"memory.max": f"{8 * GIB}"}).available == 0
+
+
+def test_a_limit_above_the_machine_is_none() -> None:
+    memory = MachineMemory.of(MEMINFO, GROUP | {"memory.max": f"{1024 * GIB}", "memory.swap.max": "max"})
+    assert memory == MachineMemory.of(MEMINFO, {})
+
+
+def test_files_are_read_where_they_are(tmp_path: Path) -> None:
+    for name, text in (GROUP | {"meminfo": MEMINFO}).items():
+        (tmp_path / name).write_text(text)
+    assert machine_memory(tmp_path / "meminfo", tmp_path) == MachineMemory.of(MEMINFO, GROUP)
+    assert machine_memory(tmp_path / "none", tmp_path / "none") == MachineMemory(total=0, available=0)
+    assert machine_memory().available > 0

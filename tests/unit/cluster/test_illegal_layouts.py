@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from cluster.cli.start_check import check_model
+from cluster.cli.start import check_model
+from cluster.spec.checks import ModelLimits, layout_problems
 from cluster.spec.config import ParallelConfig
 from cluster.spec.errors import ConfigError, UserError
+from cluster.spec.ids import Role
 from cluster.spec.kv import KvGroup
-from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config
-from cluster.spec.model_limits import ModelLimits, layout_problems
 from tests.unit.cluster.test_plan import RunBaton, baton
 from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config

@@ -4,16 +4,18 @@ import threading
 import time
 from concurrent.futures import Future
 
+import huggingface_hub
 import pytest
 
 from cluster.actors import Machine
-from cluster.launch.calls import Deadline, blame, gather
-from cluster.launch.kinds import service_environ, worker_environ
+from cluster.launch.kinds import RouterActor, service_environ, worker_environ
 from cluster.launch.launcher import LOOPBACK, Launcher
-from cluster.spec.config import ResourcesConfig, RouterConfig
+from cluster.launch.waits import Deadline, blame, gather
+from cluster.spec.config import DeployConfig, ResourcesConfig, RouterConfig
 from cluster.spec.errors import BatonError, ConfigError, PeerLostError, UserError
 from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import Incarnation
+from cluster.spec.worker_spec import Rendezvous, RouterShare
 from tests.fakes.launching import CONFIG, ONE, WAIT_S, FakeDriver, make_launcher, start_all, wait_until
 from tests.fakes.ray import HOME, FakeSystem, World
 
@@ -151,7 +153,7 @@ def failed_call(error: BaseException) -> "Future[None]":
 
 
 def test_a_lost_peer_is_no_reason_while_the_peer_itself_may_give_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.launch.calls.LAST_WORDS_S", WAIT_S)
+    monkeypatch.setattr("cluster.launch.waits.LAST_WORDS_S", WAIT_S)
     late: Future[None] = Future()
     threading.Timer(0.05, late.set_exception, [RuntimeError("no memory")]).start()
     with pytest.raises(BatonError, match=r"^rank 1: RuntimeError: no memory$"):
@@ -175,7 +177,7 @@ def test_a_running_rank_that_lost_its_peer_speaks_last(
 def test_ranks_that_end_before_the_table_shows_them_are_told_by_the_first_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cluster.launch.calls.LAST_WORDS_S", WAIT_S)
+    monkeypatch.setattr("cluster.launch.waits.LAST_WORDS_S", WAIT_S)
     world = World()
     world.run_errors = {("prefill-0", 0): PeerLostError("rank 1 is gone"), ("prefill-0", 1): RuntimeError("no memory")}
     launcher = make_launcher(world)
@@ -270,3 +272,27 @@ def test_first_load_error_ends_the_start_and_is_told_in_one_line() -> None:
         driver.ended.result(WAIT_S)
     assert world.system.living("") == []
     assert not driver.announced.is_set()
+
+
+MEETING = Rendezvous(bootstrap_url="http://127.0.0.1:1", token="token", channel_key=None)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Patterns of the files asked for; none is there."""
+    patterns: list[str] = []
+
+    def download(repository: str, *, allow_patterns: list[str]) -> str:
+        patterns.extend(allow_patterns)
+        raise OSError(f"no {repository}")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr("cluster.logs.set_up_logs", lambda *_: None)
+    return patterns
+
+
+def test_the_router_fetches_no_weights(asked: list[str]) -> None:
+    with pytest.raises(UserError, match="no owner/name"):
+        RouterActor({}, Incarnation(1), RouterShare()).start(DeployConfig(), "owner/name", MEETING, "127.0.0.1")
+    assert "*.json" in asked
+    assert not any("safetensors" in pattern for pattern in asked)

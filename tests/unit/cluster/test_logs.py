@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.logs import JsonLines, TextLines, set_up_logs, with_facts
-from cluster.spec.log_config import LogConfig, LogFormat
+from cluster.spec.config import LogConfig, LogFormat
 
 
 def record(message: str, *args: object, **facts: object) -> logging.LogRecord:

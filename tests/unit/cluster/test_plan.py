@@ -13,9 +13,9 @@ from cluster.planner.model import UnknownModel, facts_of, read_model
 from cluster.planner.plan import Plan, make_plan
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import ConfigError
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.loader import load_config, parse_config
-from cluster.spec.pool import GIB, pool_layout
+from cluster.spec.memory import GIB, pool_layout
 from cluster.spec.ranks import positions, sizes_of
 from tests.fakes.kv import kv_geometry
 
@@ -135,9 +135,10 @@ def test_kv_of_the_built_in_model() -> None:
     kv = plan_of("kv: {page_size: 64, memory_gib: 0.5}").kv
     assert kv is not None
     assert kv.bytes_per_token == 2 * 2 * 1 * 128 * 4
-    assert kv.page_bytes == 64 * kv.bytes_per_token
-    assert kv.pages_per_worker == 4096 - 1
-    assert kv.tokens_per_worker == 4095 * 64
+    decode = kv.roles[Role.DECODE]
+    assert decode.page_bytes == 64 * kv.bytes_per_token
+    assert decode.pages_per_worker == 4096 - 1
+    assert decode.tokens_per_worker == 4095 * 64
 
 
 def test_kv_of_a_model_folder(model_folder: Path) -> None:
@@ -148,7 +149,7 @@ def test_kv_of_a_model_folder(model_folder: Path) -> None:
     prefill = kv.roles[Role.PREFILL]
     assert prefill.page_bytes == 64 * 2 * 10 * 2 * 128 * 2
     assert prefill.pages_per_worker == GIB // prefill.page_bytes - 1
-    assert kv.pages_per_worker == kv.roles[Role.DECODE].pages_per_worker
+    assert kv.tokens_per_request == kv.roles[Role.DECODE].tokens_per_request
 
 
 def test_pool_too_small_for_the_longest_request_fails_its_check(model_folder: Path) -> None:
@@ -206,16 +207,6 @@ def test_ranks_with_requests_of_their_own_hold_more_tokens_but_no_longer_request
 @pytest.mark.parametrize(
     ("text", "messages"),
     [
-        ("prefill: {parallel: {tp: 3}}", ["prefill.parallel.tp: got 3; allowed: a divisor of the model's 16 heads"]),
-        (
-            "prefill: {parallel: {tp: 2, ep: 2}}",
-            ["prefill.parallel.ep: got 2; allowed: 1, since the model has no experts"],
-        ),
-        (
-            "prefill: {parallel: {cp: 2, moe_dp: 2}}",
-            ["prefill.parallel.moe_dp: got 2; allowed: 1, since the model has no experts"],
-        ),
-        ("decode: {parallel: {pp: 29}}", ["decode.parallel.pp: got 29; allowed: at most the model's 28 layers"]),
         (
             "model: {max_context: 50000}",
             ["model.max_context: got 50000; allowed: at most 40960, the model's own limit"],
@@ -363,3 +354,40 @@ def test_help_names_every_command(baton: RunBaton) -> None:
 def test_schema_command_prints_the_committed_schema(baton: RunBaton) -> None:
     committed = Path(__file__).parents[3] / "deploy" / "schema.json"
     assert baton("schema") == (0, committed.read_text(), "")
+
+
+def test_ports_are_listed_with_their_count() -> None:
+    ports = plan_of("prefill: {replicas: 2, parallel: {cp: 2}}\nrouter: {port: 9000}").ports
+    assert [(port.process, port.purpose, port.port, port.count) for port in ports] == [
+        ("router", "HTTP for clients", 9000, 1),
+        ("bootstrap", "HTTP rank table", None, 1),
+        ("router", "channel", None, 1),
+        ("router", "commands from the driver", None, 1),
+        ("worker", "channel", None, 5),
+        ("replica", "rendezvous store of the ranks", None, 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "purpose", "count"),
+    [
+        ("router: {processes: 3}", "channel", 3),
+        ("router: {processes: 3}", "commands from the driver", 3),
+        ("router: {processes: 3}", "HTTP for clients", 1),
+        ("transfer: {backend: mooncake}\nprefill: {parallel: {cp: 2}}", "handshake of Mooncake's engines", 3),
+        ("transfer: {backend: mooncake}\nprefill: {parallel: {cp: 2}}", "KV by Mooncake over TCP", 3),
+        ("transfer: {backend: mooncake}\nprefill: {parallel: {cp: 2}}", "process groups over TCP (gloo)", 2),
+        ("resources: {collectives: tcp}\nprefill: {replicas: 2, parallel: {cp: 2, pp: 2}}", "gloo", 2 * (4 + 4)),
+        # The model has one KV head: both ranks hold it.
+        ("resources: {collectives: tcp}\ndecode: {parallel: {tp: 2}}", "gloo", 2 + 2),
+    ],
+)
+def test_every_process_and_every_group_has_its_ports(text: str, purpose: str, count: int) -> None:
+    found = [port for port in plan_of(text).ports if purpose in port.purpose and port.process in ("router", "worker")]
+    assert found[0].count == count
+
+
+def test_ports_of_experts_and_of_what_is_not_there() -> None:
+    experts = "model: {path: recall-moe}\nresources: {collectives: tcp}\nprefill: {parallel: {cp: 2, ep: 2}}"
+    assert [port.count for port in plan_of(experts).ports if "gloo" in port.purpose] == [2 + 2 + 2]
+    assert all("gloo" not in port.purpose and "Mooncake" not in port.purpose for port in plan_of("{}").ports)

@@ -22,7 +22,7 @@ from cluster.spec.ranks import (
     stage_links,
     world_size,
 )
-from cluster.spec.registry import RankCoords
+from cluster.spec.registry import AxisSizes, RankCoords
 
 Fields = dict[str, int]
 
@@ -152,46 +152,6 @@ def test_hidden_states_go_from_each_rank_to_its_like_in_the_next_stage(
     assert stage_links(ParallelConfig(tp=2, pp=3), rank) == expected
 
 
-def test_ranks_of_two_expert_copies() -> None:
-    found = [(rank.moe_dp, rank.ep) for rank in positions(ParallelConfig(cp=2, tp=4, ep=4, moe_dp=2))]
-    assert found == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
-
-
-@pytest.mark.parametrize(
-    ("parallel", "messages"),
-    [
-        (
-            ParallelConfig(cp=2, tp=2, ep=3),
-            [
-                "p: moe_dp*ep = 1*3 = 3 does not divide dp*cp*tp = 1*2*2 = 4; "
-                "the experts use the ranks that attention uses"
-            ],
-        ),
-        (
-            ParallelConfig(cp=2048, tp=2, pp=2),
-            ["p: got dp*cp*tp*pp = 1*2048*2*2 = 8192 workers; allowed: at most 4096 a replica"],
-        ),
-        (ParallelConfig(cp=4, moe_dp=2), ["p.moe_dp: got 2 with cp = 4; allowed: 1 or cp = 4"]),
-        (ParallelConfig(tp=2, moe_dp=2), ["p.moe_dp: got 2 with cp = 1; allowed: 1"]),
-        (
-            ParallelConfig(cp=2, pp=2, moe_dp=2),
-            ["p.moe_dp: got 2 with pp = 2; moe_dp and pp cannot both be more than 1"],
-        ),
-        (
-            ParallelConfig(cp=2, pp=2, moe_dp=3),
-            [
-                "p: moe_dp*ep = 3*1 = 3 does not divide dp*cp*tp = 1*2*1 = 2; "
-                "the experts use the ranks that attention uses",
-                "p.moe_dp: got 3 with cp = 2; allowed: 1 or cp = 2",
-                "p.moe_dp: got 3 with pp = 2; moe_dp and pp cannot both be more than 1",
-            ],
-        ),
-    ],
-)
-def test_illegal_axes_are_named_with_their_numbers(parallel: ParallelConfig, messages: list[str]) -> None:
-    assert [str(problem) for problem in axis_problems(parallel, "p")] == messages
-
-
 @settings(max_examples=300, deadline=None)
 @given(parallels)
 def test_legality_equals_the_rules(parallel: ParallelConfig) -> None:
@@ -215,13 +175,13 @@ def test_expert_tensor_parallel_size_fills_the_stage() -> None:
 )
 def test_coordinates_outside_their_axis_are_refused(coords: RankCoords, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        global_rank(coords, RankCoords(dp=1, cp=2, tp=1, pp=1))
+        global_rank(coords, AxisSizes(dp=1, cp=2, tp=1, pp=1))
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_rank_outside_its_replica_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=f"global rank {rank} is outside its replica; allowed: 0 to 1"):
-        coords_of(rank, RankCoords(dp=1, cp=2, tp=1, pp=1))
+        coords_of(rank, AxisSizes(dp=1, cp=2, tp=1, pp=1))
 
 
 @given(st.integers(1, 100), st.integers(1, 16))

@@ -15,8 +15,8 @@ from cluster.spec.config import (
 from cluster.spec.errors import BatonError, ConfigError, PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import ReplicaEntry
+from cluster.supervisor.commands import Command, DrainCommand, RestartCommand, ResumeCommand, ScaleCommand
 from cluster.supervisor.events import Outcome
-from cluster.supervisor.orders import DrainOrder, Order, RestartOrder, ResumeOrder, ScaleOrder
 from tests.fakes.launching import CONFIG, ONE, WAIT_S, FakeDriver, make_launcher, wait_until
 from tests.fakes.ray import HOME, FakeSystem, FakeTable, World
 
@@ -73,39 +73,39 @@ def test_lost_bootstrap_is_replaced_and_nothing_else() -> None:
 
 
 def test_orders_reach_the_replicas_and_the_table_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.launch.draining.TELL_AGAIN_S", 0.05)
+    monkeypatch.setattr("cluster.launch.waits.TELL_AGAIN_S", 0.05)
     driver = FakeDriver(World())
     assert driver.announced.wait(WAIT_S)
     table, system = driver.world.table, driver.world.system
 
-    def give(order: Order) -> tuple[Outcome, str]:
+    def give(order: Command) -> tuple[Outcome, str]:
         *_, last = driver.supervisor.give(order)
         return last.outcome, last.line
 
     def entries() -> dict[str, ReplicaEntry]:
         return {entry.replica: entry for entry in table.snapshot(0.0).replicas}
 
-    assert give(DrainOrder(replica=ReplicaId("decode-1"))) == (Outcome.DONE, "decode-1: drained")
+    assert give(DrainCommand(replica=ReplicaId("decode-1"))) == (Outcome.DONE, "decode-1: drained")
     assert entries()["decode-1"].load.draining
-    assert give(ResumeOrder(replica=ReplicaId("decode-1")))[0] is Outcome.DONE
+    assert give(ResumeCommand(replica=ReplicaId("decode-1")))[0] is Outcome.DONE
     wait_until(lambda: not entries()["decode-1"].load.draining)
     driver.world.num_told, driver.world.num_lost = 0, 1
-    assert give(DrainOrder(replica=ReplicaId("decode-1"))) == (Outcome.DONE, "decode-1: drained")
+    assert give(DrainCommand(replica=ReplicaId("decode-1"))) == (Outcome.DONE, "decode-1: drained")
     driver.world.num_told = 0
-    assert give(ResumeOrder(replica=ReplicaId("decode-1"))) == (Outcome.DONE, "decode-1: takes requests again")
+    assert give(ResumeCommand(replica=ReplicaId("decode-1"))) == (Outcome.DONE, "decode-1: takes requests again")
     assert not entries()["decode-1"].load.draining
     before = {name: entry.incarnation for name, entry in entries().items()}
-    assert give(RestartOrder(replicas=(ReplicaId("decode-0"), ReplicaId("decode-1")), is_rolling=True)) == (
+    assert give(RestartCommand(replicas=(ReplicaId("decode-0"), ReplicaId("decode-1")), is_rolling=True)) == (
         Outcome.DONE,
         "restarted",
     )
     assert {name for name, entry in entries().items() if entry.incarnation > before[name]} == {"decode-0", "decode-1"}
-    assert give(ScaleOrder(prefill=2, decode=1)) == (Outcome.DONE, "prefill: 2, decode: 1")
+    assert give(ScaleCommand(prefill=2, decode=1)) == (Outcome.DONE, "prefill: 2, decode: 1")
     assert entries().keys() == {"prefill-0", "prefill-1", "decode-0"}
     assert len(system.living("prefill-1")) == 2
     assert system.living("decode-1") == []
     assert len(system.reserved) == 3
-    outcome, line = give(ScaleOrder(prefill=40))
+    outcome, line = give(ScaleCommand(prefill=40))
     assert (outcome, "room for" in line) == (Outcome.REFUSED, True)
     driver.supervisor.request_stop("SIGINT")
     driver.ended.result(WAIT_S)
@@ -115,7 +115,7 @@ def test_a_replica_that_stays_busy_is_given_its_grace_and_no_more() -> None:
     driver = FakeDriver(World())
     assert driver.announced.wait(WAIT_S)
     driver.world.num_open = 1
-    (answer,) = driver.supervisor.give(DrainOrder(replica=ReplicaId("decode-1"), grace_s=0.1))
+    (answer,) = driver.supervisor.give(DrainCommand(replica=ReplicaId("decode-1"), grace_s=0.1))
     assert answer.outcome is Outcome.FAILED
     driver.supervisor.request_stop("SIGINT")
     driver.ended.result(WAIT_S)

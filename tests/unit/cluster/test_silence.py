@@ -2,6 +2,7 @@
 
 import pytest
 
+from cluster.supervisor.commands import RestartCommand
 from cluster.supervisor.events import (
     Action,
     End,
@@ -14,7 +15,6 @@ from cluster.supervisor.events import (
     TableSeen,
     Tick,
 )
-from cluster.supervisor.orders import RestartOrder
 from cluster.supervisor.silence import MAX_LATE_S
 from cluster.supervisor.state import LOOK_S, Phase
 from tests.fakes.supervised import NAMES, PATIENCE_S, Run
@@ -100,7 +100,7 @@ def test_a_replica_has_time_to_come_back_to_a_new_table() -> None:
 
 def test_a_replica_that_drains_may_not_be_silent_either() -> None:
     run = Run().serve()
-    run.order(RestartOrder(replicas=()))
+    run.command(RestartCommand(replicas=()))
     see(run, "decode-0")
     assert End("decode-0", run.incarnation("decode-0")) in at(run, PATIENCE_S)
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation
+from cluster.supervisor.commands import StatusCommand
 from cluster.supervisor.events import (
     Action,
     Announce,
@@ -27,7 +28,6 @@ from cluster.supervisor.events import (
     StopRequested,
     Tick,
 )
-from cluster.supervisor.orders import TellOrder
 from cluster.supervisor.reconcile import backoff_s, next_incarnation
 from cluster.supervisor.state import MAX_BACKOFF_S, STABLE_S, MemberState, Phase
 from tests.fakes.supervised import ERROR, NAMES, UNIX_MS, Run
@@ -186,7 +186,7 @@ def test_what_does_not_run_is_told_with_its_first_error_to_whoever_asks() -> Non
 
 
 def answer_of(run: Run) -> str:
-    (answer,) = run.order(TellOrder())
+    (answer,) = run.command(StatusCommand())
     assert isinstance(answer, Answer)
     assert answer.outcome is Outcome.DONE
     return answer.line

@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.channel import decode, encode
-from cluster.spec.ids import ROUTER, Incarnation, Room
+from cluster.spec.ids import ROUTER, Incarnation, Peer, Room
+from cluster.spec.kv import page_keys
 from cluster.spec.messages import Submit
-from cluster.spec.page_key import page_keys
-from cluster.spec.peer import Peer
 from cluster.spec.sampling import Sampling, Stopping
-from cluster.spec.token_ids import TokenIds
+from cluster.spec.wire import TokenIds
 
 IDS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20)
 PLACES = st.none() | st.integers(-25, 25)

@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from cluster.spec.ids import Incarnation
-from cluster.spec.messages import Command, CommandTaken, Drain
-from cluster.spec.peer import Peer
+from cluster.spec.ids import Incarnation, Peer
+from cluster.spec.messages import Command, CommandResult, Drain
 from router.commands import MAX_TIMES, Commands
 from router.errors import ApiError
 from tests.fakes.dispatching import DECODE, ME, PREFILL
@@ -27,7 +26,7 @@ class Replicas:
         role = peer.replica.partition("-")[0]
         if self.count(peer) == self._answers_at[role]:
             refusal = self.refusals.get(peer.replica, "")
-            taken = CommandTaken(
+            taken = CommandResult(
                 number=command.number, replica=peer.replica, incarnation=peer.incarnation, refusal=refusal
             )
             asyncio.get_running_loop().call_soon(self.commands.on_taken, taken)
@@ -49,7 +48,7 @@ async def test_who_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ApiError, match=r"^decode-0: no answer to Drain, sent 10 times"):
         await replicas.commands.give([PREFILL, DECODE], Drain())
     assert replicas.count(DECODE) == MAX_TIMES
-    replicas.commands.on_taken(CommandTaken(number=1, replica=DECODE.replica, incarnation=DECODE.incarnation))
+    replicas.commands.on_taken(CommandResult(number=1, replica=DECODE.replica, incarnation=DECODE.incarnation))
 
 
 async def test_another_start_does_not_answer_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +56,7 @@ async def test_another_start_does_not_answer_for_it(monkeypatch: pytest.MonkeyPa
     given = asyncio.ensure_future(replicas.commands.give([DECODE], Drain()))
     await asyncio.sleep(0)
     later = Incarnation(DECODE.incarnation + 1)
-    replicas.commands.on_taken(CommandTaken(number=1, replica=DECODE.replica, incarnation=later))
+    replicas.commands.on_taken(CommandResult(number=1, replica=DECODE.replica, incarnation=later))
     with pytest.raises(ApiError):
         await given
 

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from router.directory import Directory
 from tests.fakes.bootstrap import entry_of, peer_of, table_of
 

@@ -3,11 +3,9 @@
 import msgspec
 import pytest
 
-from cluster.spec.errors import IllegalTransitionError
-from cluster.spec.ids import Incarnation, ReplicaId, Room
-from cluster.spec.lifecycle import move
+from cluster.spec.errors import IllegalTransitionError, move
+from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
 from cluster.spec.messages import Output, Submit
-from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, Sampling, TokenLogprobs
 from router.directory import Load
 from router.request import ENDS, MOVES, Cause, Fail, OutputChunk, RequestPhase, Send

@@ -3,9 +3,8 @@
 import msgspec
 import pytest
 
-from cluster.spec.ids import Room
+from cluster.spec.ids import Peer, Room
 from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Submit
-from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason
 from cluster.spec.tiers import CachedTokens
 from router.directory import BreakerState, Load

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cluster.spec.token_ids import TokenIds
+from cluster.spec.wire import TokenIds
 from router.api.body import _read_cut, cut_ids
 from router.api.requests import CompletionRequest
 

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from cluster.spec.ids import Incarnation
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Incarnation, Role
 from cluster.spec.registry import (
+    AxisSizes,
     ComputeTimes,
     RankCoords,
     RankRow,
@@ -151,7 +151,7 @@ def test_tiers_of_a_replica() -> None:
 
 
 def test_dp_ranks_are_told_apart() -> None:
-    alone, sizes = row(Role.PREFILL, 0, 1, num_pages=1), RankCoords(dp=2, cp=1, tp=1, pp=1)
+    alone, sizes = row(Role.PREFILL, 0, 1, num_pages=1), AxisSizes(dp=2, cp=1, tp=1, pp=1)
     rows = tuple(
         msgspec.structs.replace(alone, coords=RankCoords(dp=rank, cp=0, tp=0, pp=0), sizes=sizes, global_rank=rank)
         for rank in range(2)

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from cluster.spec.ids import Peer
+from cluster.spec.kv import page_keys
 from cluster.spec.messages import KvEvents
-from cluster.spec.page_key import page_keys
-from cluster.spec.peer import Peer
 from cluster.spec.tiers import Tier
 from router.page_index import KeySet, PageIndex, PromptKeys, Weights
 from tests.fakes.bootstrap import peer_of

@@ -6,14 +6,12 @@ import msgspec
 import pytest
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.ids import Room
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Peer, Role, Room
+from cluster.spec.kv import page_keys
 from cluster.spec.messages import KvEvents
-from cluster.spec.page_key import page_keys
-from cluster.spec.peer import Peer
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.tiers import Tier
-from cluster.spec.token_ids import TokenIds
+from cluster.spec.wire import TokenIds
 from cluster.spec.worker_spec import router_shares
 from router.directory import Breakers, BreakerState, Directory, LoadBook
 from router.page_index import PromptKeys

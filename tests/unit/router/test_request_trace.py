@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.spec.ids import Incarnation, Room, replica_id
-from cluster.spec.lifecycle import Role
+from cluster.spec.clock import ClockReading, Interval
+from cluster.spec.ids import Incarnation, Role, Room, replica_id
 from cluster.spec.messages import Message, RankTrace
 from cluster.spec.step_messages import ReportTrace
-from cluster.spec.trace import ClockReading, Interval
 from router import request_trace
 from router.request import RequestId
 from router.request_trace import MAX_KEPT, RequestTrace, RequestTraces

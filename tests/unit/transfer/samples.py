@@ -2,9 +2,8 @@
 
 import msgspec
 
-from cluster.spec.ids import Incarnation, ReplicaId, Room
+from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
 from cluster.spec.kv import KvGeometry, PoolLayout
-from cluster.spec.peer import Peer
 from cluster.spec.transfer_messages import Ticket
 from tests.fakes.kv import kv_geometry, kv_layout
 

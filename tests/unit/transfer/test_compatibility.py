@@ -3,10 +3,9 @@
 import msgspec
 import pytest
 
-from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.ids import Incarnation, ReplicaId, Role
 from cluster.spec.kv import key_value_group
-from cluster.spec.lifecycle import Role
-from cluster.spec.registry import Endpoint, KvOwnership, RankCoords, RankRow, TransferMode
+from cluster.spec.registry import AxisSizes, Endpoint, KvOwnership, RankCoords, RankRow, TransferMode
 from tests.unit.transfer.samples import geometry, pool, ticket
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 
@@ -18,7 +17,7 @@ def _row(name: str, *, cp: int = 1, tp: int = 1, heads: range | None = None, **c
         role=role,
         incarnation=Incarnation(1),
         coords=RankCoords(dp=0, cp=0, tp=0, pp=0),
-        sizes=RankCoords(dp=1, cp=cp, tp=tp, pp=1),
+        sizes=AxisSizes(dp=1, cp=cp, tp=tp, pp=1),
         global_rank=0,
         address="tcp://a:1",
         endpoint=Endpoint(backend="shared_memory", session="s", base_address=0, num_bytes=1),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from cluster.spec.registry import RankCoords
+from cluster.spec.registry import AxisSizes
 from cluster.spec.transfer_messages import PageDigests
 from tests.fakes.rows import LAYOUT, make_row
 from tests.unit.transfer.test_unequal_layouts import NUM_PAGES, Pair, pairs
@@ -18,7 +18,7 @@ from transfer.page_range import PageRange
 from transfer.plan import PageShare, copies_of, receivers, sent_groups
 
 POOL = replace(LAYOUT, num_pages=NUM_PAGES)
-ONE_RANK = RankCoords(dp=1, cp=1, tp=1, pp=1)
+ONE_RANK = AxisSizes(dp=1, cp=1, tp=1, pp=1)
 SIMPLE = Pair([make_row("prefill-0", 0, ONE_RANK, layout=POOL)], [make_row("decode-0", 0, ONE_RANK, layout=POOL)], 0)
 PAGES = [4, 0, 2, 5, 1, 3]
 """Where decode keeps the request's pages."""
@@ -74,7 +74,7 @@ def test_every_bit_that_was_sent_is_spoken_for_and_no_other(pair: Pair, seed: in
 
 
 def test_pages_that_another_rank_with_the_same_heads_should_have_got_are_astray() -> None:
-    sizes = RankCoords(dp=1, cp=1, tp=2, pp=1)
+    sizes = AxisSizes(dp=1, cp=1, tp=2, pp=1)
     pair = Pair(SIMPLE.prefill, [make_row("decode-0", rank, sizes, layout=POOL) for rank in range(2)], 0)
     _, told = handoff(pair, seed=1)
     num_bytes = NUM_PAGES * pair.decode[0].layout.page_bytes

@@ -3,8 +3,7 @@
 import msgspec
 import pytest
 
-from cluster.spec.ids import Incarnation, ReplicaId, Room
-from cluster.spec.peer import Peer
+from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
 from cluster.spec.registry import Verify
 from cluster.spec.transfer_messages import Done, Drained, PageDigests, Refused, Result, Revoke
 from tests.unit.transfer.samples import DECODE, PREFILL, ROOM, ticket

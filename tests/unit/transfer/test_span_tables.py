@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from cluster.spec.kv import KvGeometry, PoolLayout
-from cluster.spec.pool import GIB, pool_layout
-from cluster.spec.registry import RankCoords, RankRow, TransferMode
+from cluster.spec.memory import GIB, pool_layout
+from cluster.spec.registry import AxisSizes, RankCoords, RankRow, TransferMode
 from tests.fakes.kv import kv_geometry, make_spans
 from tests.fakes.rows import make_row
 from transfer.layer_groups import early_ends
@@ -106,8 +106,8 @@ def _kv(geometry: Geometry) -> KvGeometry:
     return kv_geometry(model="golden", **geometry._asdict())
 
 
-def _sizes(side: Side, cp: int = 1) -> RankCoords:
-    return RankCoords(dp=1, cp=cp, tp=side.tp, pp=side.pp)
+def _sizes(side: Side, cp: int = 1) -> AxisSizes:
+    return AxisSizes(dp=1, cp=cp, tp=side.tp, pp=side.pp)
 
 
 def _coords(rank: Rank, cp: int = 0) -> RankCoords:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cluster.spec.kv import KvGeometry, KvGroup, KvPart, PoolLayout, key_value_group
-from cluster.spec.pool import GIB, pool_layout
+from cluster.spec.memory import GIB, pool_layout
 from cluster.spec.ranks import coords_of, world_size
-from cluster.spec.registry import KvOwnership, RankCoords, RankRow, TransferMode
+from cluster.spec.registry import AxisSizes, KvOwnership, RankRow, TransferMode
 from tests.fakes.rows import make_row
 from transfer.page_range import PageRange
 from transfer.plan import PageShare, copies_of, local_page, owned_pages, receivers, sent_groups
@@ -65,7 +65,7 @@ def pairs(draw: st.DrawFn) -> Pair:
     def rows(replica: str, cp: int, ownership: KvOwnership) -> list[RankRow]:
         pp = draw(st.integers(1, min(3, geometry.num_layers)))
         dp = draw(st.integers(1, 3))
-        sizes_of = RankCoords(dp=dp, cp=cp, tp=draw(st.sampled_from(sizes)), pp=pp)
+        sizes_of = AxisSizes(dp=dp, cp=cp, tp=draw(st.sampled_from(sizes)), pp=pp)
         every = [
             make_row(
                 replica,
@@ -85,7 +85,7 @@ def pairs(draw: st.DrawFn) -> Pair:
     return Pair(rows("prefill-0", cp, ownership), decode, draw(st.integers(0, cp - 1)))
 
 
-def _layout(geometry: KvGeometry, sizes: RankCoords, rank: int) -> PoolLayout:
+def _layout(geometry: KvGeometry, sizes: AxisSizes, rank: int) -> PoolLayout:
     """A pool of some pages more than a request has."""
     coords = coords_of(rank, sizes)
     page_bytes = pool_layout(geometry, sizes, coords, 1.0).page_bytes

@@ -8,16 +8,14 @@ import msgspec
 import pytest
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.ids import ROUTER, Incarnation, Room
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import ROUTER, Incarnation, Peer, Role, Room
 from cluster.spec.messages import Submit, TableUpdate
-from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
-from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import Ticket
+from cluster.spec.wire import TokenIds
 from tests.fakes.rows import GEOMETRY, LAYOUT, make_row, sizes
 from tests.fakes.worker_specs import lone_worker
 from workers.build import make_leader

@@ -2,11 +2,9 @@
 
 import pytest
 
-from cluster.spec.ids import ROUTER, Incarnation
-from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Command, CommandTaken, Drain, Resume, Wanted
-from cluster.spec.page_key import page_keys
-from cluster.spec.peer import Peer
+from cluster.spec.ids import ROUTER, Incarnation, Peer, Role
+from cluster.spec.kv import page_keys
+from cluster.spec.messages import Command, CommandResult, Drain, Resume, Wanted
 from cluster.spec.tiers import PinPages, UseStorage
 from tests.fakes.leader_pair import LeaderPair
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
@@ -60,11 +58,11 @@ def tiered_leader(host_pages: int, backend: str) -> tuple[Leader, TierWorld]:
     return leader, world
 
 
-def answers_of(leader: Leader, *commands: Command) -> list[CommandTaken]:
+def answers_of(leader: Leader, *commands: Command) -> list[CommandResult]:
     leader.outgoing = []
     for given in commands:
         leader.on_message(given, 0.0)
-    return [message for to, message in leader.outgoing if to == ROUTER and isinstance(message, CommandTaken)]
+    return [message for to, message in leader.outgoing if to == ROUTER and isinstance(message, CommandResult)]
 
 
 def test_a_leader_pins_and_says_how_many_pages_it_keeps() -> None:

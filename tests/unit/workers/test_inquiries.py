@@ -2,8 +2,7 @@
 
 from msgspec.structs import replace
 
-from cluster.spec.ids import Incarnation, Room
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Incarnation, Role, Room
 from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Cancel, Failure, Inquire, Message
 from tests.fakes.leader_pair import ME, PROMPT, LeaderPair
 

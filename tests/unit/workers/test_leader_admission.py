@@ -6,10 +6,9 @@ from functools import partial
 
 import pytest
 
-from cluster.spec.ids import Incarnation, Room
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Incarnation, Role, Room
+from cluster.spec.kv import page_keys
 from cluster.spec.messages import Cancel, Failure, Message
-from cluster.spec.page_key import page_keys
 from cluster.spec.transfer_messages import Drained, Ticket
 from tests.fakes.leader_pair import PROMPT, LeaderPair
 from tests.fakes.paged_ranks import PAGE_SIZE

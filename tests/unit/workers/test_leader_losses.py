@@ -2,8 +2,7 @@
 
 import pytest
 
-from cluster.spec.ids import ROUTER, Incarnation
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import ROUTER, Incarnation, Role
 from cluster.spec.messages import Cancel
 from cluster.spec.step_messages import ForgetPeer
 from cluster.spec.transfer_messages import Refused, Ticket

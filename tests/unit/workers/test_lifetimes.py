@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.spec.kv import NO_PAGE, KvGeometry, Lifetime, key_value_group
-from cluster.spec.page_key import page_keys
+from cluster.spec.kv import NO_PAGE, KvGeometry, Lifetime, key_value_group, page_keys
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_lists import Lifetimes, PageLists, live_pages
 from workers.cache.prefix_tree import PrefixTree

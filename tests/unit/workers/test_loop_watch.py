@@ -11,7 +11,7 @@ import pytest
 
 from cluster.launch.kinds import WorkerActor
 from cluster.spec.config import DeployConfig
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from tests.fakes.worker_specs import lone_worker
 from workers.loop.watch import Heartbeat, LoopWatch
 

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import HashStore
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerLostError, PeerUnreachableError
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.messages import Drain, Message
 from cluster.spec.strategy import Collectives
 from tests.fakes.thread_group import on_thread_ranks

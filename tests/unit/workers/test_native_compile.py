@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.cli.checks import Status, check_attention
+from cluster.cli.doctor import Status, check_attention
 from cluster.spec.config import AttentionSetting
 from workers.attention import registry
 from workers.attention.interface import AttentionBackend

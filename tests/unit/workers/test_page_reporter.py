@@ -5,11 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.hicache_config import HicacheConfig
-from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import ROUTER, Incarnation, Peer, ReplicaId, Role
+from cluster.spec.kv import page_keys
 from cluster.spec.messages import KvEvents, SubscribeKvEvents
-from cluster.spec.page_key import page_keys
-from cluster.spec.peer import Peer
 from cluster.spec.registry import KvOwnership, TableSnapshot
 from cluster.spec.tiers import Tier
 from tests.fakes.leader_pair import LeaderPair

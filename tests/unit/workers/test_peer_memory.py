@@ -13,7 +13,7 @@ from torch import Tensor
 from cluster.spec.checks import config_problems
 from cluster.spec.config import DeployConfig, TransferBackendName, TransferProtocol
 from cluster.spec.errors import TransferError, UserError
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.registry import KvOwnership, Verify
 from cluster.spec.tiers import TierPage
 from tests.fakes.loopback import Loopback

@@ -3,8 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Incarnation, ReplicaId, Role
 from cluster.spec.messages import Cancel, Message
 from cluster.spec.step_messages import SendReport
 from cluster.spec.transfer_messages import Drained, Revoke, SendState, Ticket

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.spec.page_key import extend_page_keys, owner_base, page_keys
+from cluster.spec.kv import extend_page_keys, owner_base, page_keys
 from tests.fakes.pages import allocate, can_allocate
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree

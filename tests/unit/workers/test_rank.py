@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import HashStore
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.worker_specs import lone_worker
 from workers import rank

@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from cluster.spec.ids import Incarnation, ReplicaId, Room
-from cluster.spec.messages import Cancel, CommandTaken, Inquire, KvEvents, Message, Resume, Submit, SubscribeKvEvents
-from cluster.spec.peer import Peer
-from cluster.spec.registry import RankCoords, ReplicaLoad
+from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
+from cluster.spec.messages import Cancel, CommandResult, Inquire, KvEvents, Message, Resume, Submit, SubscribeKvEvents
+from cluster.spec.registry import AxisSizes, ReplicaLoad
 from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.step_messages import ScheduledRequest, StepPlan, StepResult
 from cluster.spec.strategy import DpPolicy, Strategy
 from cluster.spec.tiers import TierJobResult, TierState
-from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import Ticket
+from cluster.spec.wire import TokenIds
 from tests.fakes.kv import kv_geometry
 from tests.fakes.rows import tier_state
 from workers.context_parallel.shard_plan import make_step_shape
@@ -80,7 +79,7 @@ class FakeLeader(Leader):
 
 def leader_of(dp: int, cp: int = 1, **settings: Any) -> tuple[ReplicaLeader, list[FakeLeader]]:
     leaders = [FakeLeader() for _ in range(dp)]
-    return ReplicaLeader(leaders, RankCoords(dp=dp, cp=cp, tp=1, pp=2), **settings), leaders
+    return ReplicaLeader(leaders, AxisSizes(dp=dp, cp=cp, tp=1, pp=2), **settings), leaders
 
 
 def submit(room: int, prompt_len: int = 1, dp_rank: int | None = None) -> Submit:
@@ -236,10 +235,10 @@ def test_ranks_answer_a_command_as_one() -> None:
     replica, leaders = leader_of(2)
     for leader, num_pinned in zip(leaders, (2, 3), strict=True):
         for number in (1, 2):
-            taken = CommandTaken(number=number, replica=PEER.replica, incarnation=PEER.incarnation)
+            taken = CommandResult(number=number, replica=PEER.replica, incarnation=PEER.incarnation)
             refusal = "no room" if number == 2 and num_pinned == 3 else ""
             leader.outgoing.append(("router", replace(taken, num_pinned=num_pinned, refusal=refusal)))
-    answers = [message for _, message in replica.take_outgoing() if isinstance(message, CommandTaken)]
+    answers = [message for _, message in replica.take_outgoing() if isinstance(message, CommandResult)]
     assert [(answer.number, answer.num_pinned, answer.refusal) for answer in answers] == [(1, 3, ""), (2, 3, "no room")]
 
 

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from cluster.spec.errors import UserError
-from cluster.spec.registry import KvOwnership, RankCoords
+from cluster.spec.registry import AxisSizes, KvOwnership
 from tests.fakes.page_stores import RankStore, page_of, read_one, rows_of, sizes, write_one
 from workers.hicache.policy.breaker import Breaker
 from workers.hicache.storage.files import FileStorage
@@ -82,7 +82,7 @@ def test_what_is_in_the_place_of_an_object_is_replaced_and_harmed_by_nothing(
 
 
 @pytest.mark.parametrize("of", [sizes(tp=2), sizes(pp=2), sizes(tp=4, pp=2)])
-def test_replicas_that_divide_heads_or_layers_otherwise_find_nothing(tmp_path: Path, of: RankCoords) -> None:
+def test_replicas_that_divide_heads_or_layers_otherwise_find_nothing(tmp_path: Path, of: AxisSizes) -> None:
     backend = files(tmp_path)
     RankStore(backend, rows_of(sizes())[0]).write(PAGES)
     for row in rows_of(of):

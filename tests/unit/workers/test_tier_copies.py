@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import torch
 
+from cluster.spec.ids import Role
 from cluster.spec.kv import KvGeometry
-from cluster.spec.lifecycle import Role
 from cluster.spec.registry import KvOwnership
 from cluster.spec.tiers import TierPage
 from tests.fakes.kv import kv_geometry, two_groups

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.spec.hicache_config import WritePolicy
-from cluster.spec.page_key import page_keys
+from cluster.spec.kv import page_keys
 from cluster.spec.registry import KvOwnership
 from tests.fakes.tier_world import PAGE_SIZE
 from tests.unit.workers.test_tiers import world_of

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.ids import Room
-from cluster.spec.page_key import page_keys
+from cluster.spec.kv import page_keys
 from cluster.spec.tiers import StorageFigures, TierJob, TierJobKind, TierJobResult, TierPage
 from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld

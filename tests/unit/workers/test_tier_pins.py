@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.spec.hicache_config import WritePolicy
-from cluster.spec.page_key import page_keys
+from cluster.spec.kv import page_keys
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
 from tests.unit.workers.test_tiers import world_of
 from workers.hicache.policy.host_index import HostIndex

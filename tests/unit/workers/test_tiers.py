@@ -4,7 +4,7 @@ import pytest
 
 from cluster.spec.hicache_config import HicacheConfig, PrefetchPolicy, WritePolicy
 from cluster.spec.ids import Room
-from cluster.spec.page_key import page_keys
+from cluster.spec.kv import page_keys
 from cluster.spec.registry import KvOwnership
 from cluster.spec.tiers import TierJobKind
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld

@@ -1,9 +1,9 @@
 """What a worker keeps of traced requests: all of theirs, nothing of others, never too much."""
 
+from cluster.spec.clock import Interval
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan, StepShape
-from cluster.spec.trace import Interval
 from workers.trace import recorder as trace_recorder
 from workers.trace.recorder import COMPUTE, REQUEST, Recorder
 

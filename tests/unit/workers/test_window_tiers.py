@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from cluster.spec.hicache_config import HicacheConfig, WritePolicy
-from cluster.spec.kv import KvGeometry, key_value_group
-from cluster.spec.lifecycle import Role
-from cluster.spec.page_key import lifetime_key, page_keys
-from cluster.spec.pool import page_layout
+from cluster.spec.ids import Role
+from cluster.spec.kv import KvGeometry, key_value_group, lifetime_key, page_keys
+from cluster.spec.memory import page_layout
 from cluster.spec.ranks import coords_of, world_size
-from cluster.spec.registry import KvOwnership, RankCoords, RankRow
+from cluster.spec.registry import AxisSizes, KvOwnership, RankRow
 from cluster.spec.tiers import TierJobKind, TierPage
 from tests.fakes.kv import two_groups
 from tests.fakes.paged_ranks import row
@@ -204,7 +203,7 @@ class Slots:
         return memoryview(self.pages[slot])
 
 
-def rank_of(rank: int, sizes: RankCoords) -> RankRow:
+def rank_of(rank: int, sizes: AxisSizes) -> RankRow:
     geometry, coords = windowed(), coords_of(rank, sizes)
     base = row(Role.PREFILL, coords.cp, sizes.cp, num_pages=1)
     layout = page_layout(geometry, sizes, coords)
@@ -215,7 +214,7 @@ def rank_of(rank: int, sizes: RankCoords) -> RankRow:
 def test_only_the_groups_of_its_lifetime_are_stored_of_a_page_by_ranks_that_have_some(
     tmp_path: Path, tp: int, pp: int
 ) -> None:
-    sizes, failures = RankCoords(dp=1, cp=2, tp=tp, pp=pp), Counter[str]()
+    sizes, failures = AxisSizes(dp=1, cp=2, tp=tp, pp=pp), Counter[str]()
     pages = [TierPage(key=lifetime_key(b"k" * 16, number), index=0, host=2 * number) for number in range(2)]
     backend = FileStorage(tmp_path, 1 << 20)
     num_bytes = 0

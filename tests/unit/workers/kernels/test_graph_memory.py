@@ -15,9 +15,8 @@ from torch._C._distributed_c10d import HashStore
 from cluster.spec.config import DeployConfig
 from cluster.spec.decode_graphs import batch_sizes, captures_decode, why_not_captured
 from cluster.spec.errors import UserError
-from cluster.spec.ids import Room
-from cluster.spec.lifecycle import Role
-from cluster.spec.pool import GIB
+from cluster.spec.ids import Role, Room
+from cluster.spec.memory import GIB
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan, StepShape
 from cluster.spec.strategy import Passing, Strategy

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.cli.bench_device import _kernel_cells
+from cluster.cli.bench_local import _kernel_cells
 from workers.bench import kernel_cases as kernel_cases_module
 from workers.bench.kernel_cases import KernelCase, Sizes, kernel_cases
 from workers.bench.kernels import KernelBench

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Role
 from cluster.spec.tiers import TierPage
 from tests.fakes.kernels_on_cpu import kernels_on_cpu
 from tests.fakes.kv import kv_geometry, kv_layout, kv_pool

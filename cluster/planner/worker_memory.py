@@ -1,17 +1,51 @@
-"""Division of a GPU's memory as `baton plan` expects it; a worker measures it instead."""
+"""Memory that `baton plan` expects a worker to take: its weights, a GPU, and the host."""
 
 from cluster.planner.model import ModelFacts
-from cluster.planner.weights import weights_gib
-from cluster.spec.config import DecodeConfig, DeployConfig, ParallelConfig, PrefillConfig
+from cluster.spec.config import (
+    DecodeConfig,
+    DeployConfig,
+    Device,
+    ParallelConfig,
+    PoolConfig,
+    PrefillConfig,
+    TransferBackendName,
+)
 from cluster.spec.decode_graphs import batch_sizes, captures_decode
-from cluster.spec.gpu_memory import GpuMemory
+from cluster.spec.errors import Problem
+from cluster.spec.hicache_config import STORE_CLIENT_BYTES, StorageBackendName
 from cluster.spec.kv import DTYPE_BYTES, pages_for
-from cluster.spec.pool import GIB
-from cluster.spec.ranks import moe_tp_size
+from cluster.spec.memory import GIB, GpuMemory, HostMemory
+from cluster.spec.ranks import head_copies, moe_tp_size, sizes_of, stage_layers, world_size
 from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import Passing
 from workers.context_parallel.shard_plan import dummy_request, make_step_shape
 from workers.models.interface import DecoderConfig, LayerWeights
+
+
+def weights_gib(config: DeployConfig, pool: PoolConfig, model: ModelFacts) -> float:
+    numbers = max(_num_weights(config, pool, model, stage) for stage in range(pool.parallel.pp))
+    return numbers * DTYPE_BYTES[model.dtype] / GIB
+
+
+def _num_weights(config: DeployConfig, pool: PoolConfig, model: ModelFacts, stage: int) -> float:
+    """Divide tables and attention over tp, an MLP over dp and tp, experts over all ranks that share a copy."""
+    dp, cp, tp, moe_dp = pool.parallel.dp, pool.parallel.cp, pool.parallel.tp, pool.parallel.moe_dp
+    num_tables = _num_tables(config, model, is_first=stage == 0, is_last=stage == pool.parallel.pp - 1)
+    numbers = num_tables * model.config.vocab_size * model.config.hidden_size / tp
+    copies = head_copies([model.config.num_kv_heads], tp)
+    for layer in stage_layers(model.config.num_layers, pool.parallel.pp, stage):
+        weights = model.config.layer_weights(layer)
+        attention = (weights.queries + weights.kv * copies) / tp
+        numbers += attention + weights.dense / (dp * tp) + weights.experts * moe_dp / (dp * cp * tp)
+    return numbers
+
+
+def _num_tables(config: DeployConfig, model: ModelFacts, *, is_first: bool, is_last: bool) -> int:
+    """Count token tables: one where input and output share it, unless a CPU rearranges bf16 for the output."""
+    is_one = is_first and is_last and model.config.tie_word_embeddings
+    is_rearranged = config.resources.device is Device.CPU and model.dtype == "bfloat16"
+    return 1 if is_one and not is_rearranged else is_first + is_last
+
 
 _PAGE_ID_BYTES = 8
 # Allowances, not measurements: what CUDA keeps per layer of a graph, and cuBLAS for the capture stream.
@@ -24,7 +58,6 @@ _DRAW_BYTES = 24
 
 
 def expected_memory(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> GpuMemory:
-    """Memory of the worker with most weights."""
     return GpuMemory(
         total=config.resources.gpu_memory_gib,
         fraction=config.kv.memory_fraction,
@@ -101,3 +134,47 @@ def _answers_width(config: DecoderConfig) -> int:
 def _num_shards(parallel: ParallelConfig, config: DecoderConfig) -> int:
     """Return the number of attention shards whose tokens are gathered for one feed-forward block."""
     return parallel.dp * parallel.cp // parallel.moe_dp if config.moe else parallel.dp
+
+
+Pool = PrefillConfig | DecodeConfig
+
+
+def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, pool_gib: float) -> HostMemory:
+    """Return the host memory of the worker with most weights, given its pool."""
+    storage = config.hicache.storage
+    is_store = storage.backend is StorageBackendName.MOONCAKE_STORE
+    return HostMemory(
+        weights=weights_gib(config, pool, model) if config.resources.device is Device.CPU else 0.0,
+        pages=pool_gib,
+        cached=config.hicache.host_gib if config.kv.prefix_cache else 0.0,
+        lent=storage.lent_gib if is_store else 0.0,
+        passing=STORE_CLIENT_BYTES / GIB if is_store else 0.0,
+    )
+
+
+def host_memory_problems(config: DeployConfig, expected: dict[str, tuple[Pool, HostMemory]]) -> list[Problem]:
+    given = config.resources.machine_memory_gib
+    lack = host_memory_lack(config, expected, given) if given is not None else ""
+    return [Problem("resources.machine_memory_gib", f"got {given:g}; allowed: {lack}")] if lack else []
+
+
+def host_memory_lack(config: DeployConfig, expected: dict[str, tuple[Pool, HostMemory]], given_gib: float) -> str:
+    """Return how much memory a machine needs for all workers, or for the largest if they may be on several; empty if it
+    has it.
+
+    ``expected`` is by name of role.
+    """
+    one_machine = config.transfer.backend is TransferBackendName.SHARED_MEMORY
+    counts = {
+        name: pool.replicas * world_size(sizes_of(pool.parallel)) if one_machine else 1
+        for name, (pool, _) in expected.items()
+    }
+    needs = [counts[name] * memory.total for name, (_, memory) in expected.items()]
+    wanted = sum(needs) if one_machine else max(needs)
+    if wanted <= given_gib:
+        return ""
+    each = "; ".join(
+        f"{counts[name]} {name} worker{'s' * (counts[name] > 1)} of {memory}" for name, (_, memory) in expected.items()
+    )
+    where = "for" if one_machine else "for the larger of"
+    return f"at least {wanted:.4g}, {where} {each}"

@@ -1,9 +1,10 @@
-"""What an operator orders, event by event: who is drained, ended and started when; what is refused; that all ends."""
+"""Commands of an operator, event by event: who is drained, ended and started when; what is refused; that all ends."""
 
 import pytest
 
 from cluster.spec.errors import ConfigError, Problem
 from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.supervisor.commands import Command, DrainCommand, RestartCommand, ResumeCommand, ScaleCommand
 from cluster.supervisor.events import (
     Action,
     Answer,
@@ -23,7 +24,6 @@ from cluster.supervisor.events import (
     TableSeen,
     Tick,
 )
-from cluster.supervisor.orders import DrainOrder, Order, RestartOrder, ResumeOrder, ScaleOrder
 from cluster.supervisor.state import MemberState, Phase
 from tests.fakes.supervised import Run
 
@@ -52,9 +52,9 @@ def go_on(run: Run, action: Action) -> list[Action]:
             return []
 
 
-def carry_out(run: Run, order: Order) -> list[Action]:
-    """Give an order and see it through; every action on the way."""
-    actions = run.order(order)
+def carry_out(run: Run, command: Command) -> list[Action]:
+    """Give an command and see it through; every action on the way."""
+    actions = run.command(command)
     for action in actions:  # grows while it is walked
         actions += go_on(run, action)
     return actions
@@ -67,12 +67,12 @@ def begun(actions: list[Action]) -> list[str]:
 def test_a_drain_is_over_when_the_replica_is_empty_and_leaves_it_running() -> None:
     run = Run(TWO_OF_EACH).serve()
     incarnation = run.incarnation("decode-0")
-    assert run.order(DrainOrder(replica=ReplicaId("decode-0"), grace_s=3.0)) == [
+    assert run.command(DrainCommand(replica=ReplicaId("decode-0"), grace_s=3.0)) == [
         DrainReplica("decode-0", incarnation, 3.0)
     ]
     assert answers(run.step(ReplicaDrained("decode-0", incarnation, True))) == [(Outcome.DONE, "decode-0: drained")]
     assert run.state("decode-0") is MemberState.RUNNING
-    actions = run.order(ResumeOrder(replica=ReplicaId("decode-0")))
+    actions = run.command(ResumeCommand(replica=ReplicaId("decode-0")))
     assert actions == [ResumeReplica("decode-0", incarnation)]
     resumed = ReplicaResumed("decode-0", incarnation, True)
     assert answers(run.step(resumed)) == [(Outcome.DONE, "decode-0: takes requests again")]
@@ -80,11 +80,11 @@ def test_a_drain_is_over_when_the_replica_is_empty_and_leaves_it_running() -> No
 
 
 @pytest.mark.parametrize(
-    "order", [DrainOrder(replica=ReplicaId("decode-0")), ResumeOrder(replica=ReplicaId("decode-0"))]
+    "command", [DrainCommand(replica=ReplicaId("decode-0")), ResumeCommand(replica=ReplicaId("decode-0"))]
 )
-def test_an_order_ends_with_the_silence_of_its_replica(order: Order) -> None:
+def test_an_order_ends_with_the_silence_of_its_replica(command: Command) -> None:
     run = Run(TWO_OF_EACH).serve()
-    run.order(order)
+    run.command(command)
     lives = frozenset((name, run.incarnation(name)) for name in TWO_OF_EACH[2:] if name != "decode-0")
     run.step(TableSeen(ready=lives, draining=frozenset(), silent={"decode-0": [0]}))
     told: list[Action] = []
@@ -94,13 +94,13 @@ def test_an_order_ends_with_the_silence_of_its_replica(order: Order) -> None:
     ((outcome, line),) = answers(told)
     assert outcome is Outcome.FAILED
     assert line.startswith("decode-0: failed, and is started again: rank 0 shows no sign of life")
-    assert run.cluster.order is None
+    assert run.cluster.open_command is None
 
 
 def test_a_resume_that_is_not_heard_fails_by_the_name_of_the_replica() -> None:
     run = Run(TWO_OF_EACH).serve()
     incarnation = run.incarnation("decode-0")
-    run.order(ResumeOrder(replica=ReplicaId("decode-0")))
+    run.command(ResumeCommand(replica=ReplicaId("decode-0")))
     assert run.step(ReplicaResumed("decode-0", Incarnation(incarnation - 1), True)) == []
     ((outcome, line),) = answers(run.step(ReplicaResumed("decode-0", incarnation, False)))
     assert (outcome, line.partition(":")[0]) == (Outcome.FAILED, "decode-0")
@@ -108,7 +108,7 @@ def test_a_resume_that_is_not_heard_fails_by_the_name_of_the_replica() -> None:
 
 def test_a_drain_that_takes_too_long_is_told_and_the_replica_stays_as_it_is() -> None:
     run = Run(TWO_OF_EACH).serve()
-    run.order(DrainOrder(replica=ReplicaId("decode-0")))
+    run.command(DrainCommand(replica=ReplicaId("decode-0")))
     (answer,) = answers(run.step(ReplicaDrained("decode-0", run.incarnation("decode-0"), False)))
     assert answer == (Outcome.FAILED, "decode-0: some open requests did not end in time; it takes no new ones")
     assert run.state("decode-0") is MemberState.RUNNING
@@ -117,7 +117,7 @@ def test_a_drain_that_takes_too_long_is_told_and_the_replica_stays_as_it_is() ->
 def test_a_rolling_restart_takes_one_replica_at_a_time() -> None:
     run = Run(TWO_OF_EACH).serve()
     before = {name: run.incarnation(name) for name in TWO_OF_EACH}
-    actions = carry_out(run, RestartOrder(is_rolling=True))
+    actions = carry_out(run, RestartCommand(is_rolling=True))
     names = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
     assert begun(actions) == [line for name in names for line in (f"DrainReplica {name}", f"Start {name}")]
     assert answers(actions)[-1] == (Outcome.DONE, "restarted")
@@ -127,7 +127,7 @@ def test_a_rolling_restart_takes_one_replica_at_a_time() -> None:
 
 
 def test_a_restart_at_once_drains_all_before_any_starts() -> None:
-    actions = carry_out(Run(ONE_OF_EACH).serve(), RestartOrder())
+    actions = carry_out(Run(ONE_OF_EACH).serve(), RestartCommand())
     assert begun(actions) == ["DrainReplica prefill-0", "DrainReplica decode-0", "Start prefill-0", "Start decode-0"]
     assert answers(actions)[-1] == (Outcome.DONE, "restarted")
 
@@ -139,7 +139,7 @@ def test_a_restart_begins_at_once_however_often_the_replica_has_failed() -> None
     run.now_s = 1.0
     run.step(Tick())
     run.step(Started("decode-0", run.incarnation("decode-0")))
-    carry_out(run, RestartOrder(replicas=(ReplicaId("decode-0"),)))
+    carry_out(run, RestartCommand(replicas=(ReplicaId("decode-0"),)))
     assert run.state("decode-0") is MemberState.RUNNING
     assert run.now_s == 1.0
 
@@ -147,14 +147,14 @@ def test_a_restart_begins_at_once_however_often_the_replica_has_failed() -> None
 def test_a_replica_whose_drain_takes_too_long_is_restarted_all_the_same() -> None:
     run = Run(ONE_OF_EACH).serve()
     incarnation = run.incarnation("decode-0")
-    run.order(RestartOrder(replicas=(ReplicaId("decode-0"),)))
+    run.command(RestartCommand(replicas=(ReplicaId("decode-0"),)))
     assert run.step(ReplicaDrained("decode-0", incarnation, False)) == [End("decode-0", incarnation)]
     assert run.lines == ["decode-0: some open requests did not end in time"]
 
 
 def test_a_failure_ends_a_rolling_restart_and_names_who_is_left() -> None:
     run = Run(TWO_OF_EACH).serve()
-    run.order(RestartOrder(is_rolling=True))
+    run.command(RestartCommand(is_rolling=True))
     run.step(ReplicaDrained("prefill-0", run.incarnation("prefill-0"), True))
     run.step(Ended("prefill-0", run.incarnation("prefill-0"), True))
     run.step(Tick())
@@ -163,13 +163,13 @@ def test_a_failure_ends_a_rolling_restart_and_names_who_is_left() -> None:
         Outcome.FAILED,
         "prefill-0: failed, and is started again: rank 1: no memory; not restarted: prefill-1, decode-0, decode-1",
     )
-    assert run.cluster.order is None
+    assert run.cluster.open_command is None
     assert run.state("prefill-0") is MemberState.ENDING
 
 
 def test_a_rolling_restart_does_not_take_the_last_one_when_the_other_was_lost_on_the_way() -> None:
     run = Run(TWO_OF_EACH).serve()
-    run.order(RestartOrder(is_rolling=True, replicas=(ReplicaId("decode-0"), ReplicaId("prefill-0"))))
+    run.command(RestartCommand(is_rolling=True, replicas=(ReplicaId("decode-0"), ReplicaId("prefill-0"))))
     run.fail("prefill-1")
     run.step(ReplicaDrained("decode-0", run.incarnation("decode-0"), True))
     run.step(Ended("decode-0", run.incarnation("decode-0"), True))
@@ -182,7 +182,7 @@ def test_a_rolling_restart_does_not_take_the_last_one_when_the_other_was_lost_on
 
 def test_more_replicas_are_placed_then_started() -> None:
     run = Run(ONE_OF_EACH).serve()
-    actions = carry_out(run, ScaleOrder(prefill=3, decode=2))
+    actions = carry_out(run, ScaleCommand(prefill=3, decode=2))
     assert actions[0] == Place(["prefill-1", "prefill-2", "decode-1"])
     assert begun(actions) == ["Start prefill-1", "Start prefill-2", "Start decode-1"]
     assert answers(actions) == [(Outcome.DONE, "prefill: 3, decode: 2")]
@@ -191,7 +191,7 @@ def test_more_replicas_are_placed_then_started() -> None:
 def test_without_room_nothing_changes() -> None:
     run = Run(TWO_OF_EACH).serve()
     before = run.cluster
-    assert run.order(ScaleOrder(prefill=9, decode=1))[0] == Place([f"prefill-{index}" for index in range(2, 9)])
+    assert run.command(ScaleCommand(prefill=9, decode=1))[0] == Place([f"prefill-{index}" for index in range(2, 9)])
     refusal = ConfigError([Problem("resources", "wanted: 7 workers; room for 2 workers")])
     (answer,) = answers(run.step(Placed(refusal)))
     assert answer == (Outcome.REFUSED, "resources: wanted: 7 workers; room for 2 workers")
@@ -201,13 +201,13 @@ def test_without_room_nothing_changes() -> None:
 def test_fewer_replicas_drain_before_they_go_and_come_back_as_later_starts() -> None:
     run = Run(TWO_OF_EACH).serve()
     first = run.incarnation("decode-1")
-    actions = carry_out(run, ScaleOrder(decode=1))
+    actions = carry_out(run, ScaleCommand(decode=1))
     assert begun(actions) == ["DrainReplica decode-1"]
     assert MarkEnded("decode-1", first, True) in actions
     assert answers(actions) == [(Outcome.DONE, "decode: 1")]
     assert run.state("decode-1") is MemberState.REMOVED
     assert run.cluster.next_wake_s() is None
-    carry_out(run, ScaleOrder(decode=2))
+    carry_out(run, ScaleCommand(decode=2))
     assert run.incarnation("decode-1") > first
     assert run.state("decode-1") is MemberState.RUNNING
 
@@ -216,7 +216,7 @@ def test_a_replica_that_waits_to_start_again_goes_at_once() -> None:
     run = Run(TWO_OF_EACH).serve()
     run.fail("decode-1")
     run.step(Ended("decode-1", run.incarnation("decode-1"), True))
-    assert answers(run.order(ScaleOrder(decode=1))) == [(Outcome.DONE, "decode: 1")]
+    assert answers(run.command(ScaleCommand(decode=1))) == [(Outcome.DONE, "decode: 1")]
     assert run.state("decode-1") is MemberState.REMOVED
 
 
@@ -226,14 +226,14 @@ def test_a_replica_that_is_starting_goes_once_it_runs() -> None:
     run.step(Ended("decode-1", run.incarnation("decode-1"), True))
     run.now_s = 1.0
     run.step(Tick())
-    assert run.order(ScaleOrder(decode=1)) == []
+    assert run.command(ScaleCommand(decode=1)) == []
     started = run.step(Started("decode-1", run.incarnation("decode-1")))
     assert begun(started) == ["DrainReplica decode-1"]
 
 
 def test_a_replica_that_dies_while_it_drains_is_gone_all_the_same() -> None:
     run = Run(TWO_OF_EACH).serve()
-    run.order(ScaleOrder(decode=1))
+    run.command(ScaleCommand(decode=1))
     incarnation = run.incarnation("decode-1")
     assert run.fail("decode-1") == [End("decode-1", incarnation)]
     assert run.step(ReplicaDrained("decode-1", incarnation, False)) == []
@@ -241,21 +241,24 @@ def test_a_replica_that_dies_while_it_drains_is_gone_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "reason"),
+    ("command", "reason"),
     [
-        (DrainOrder(replica=ReplicaId("decode-7")), "there is no 'decode-7'; there are: prefill-0, decode-0, decode-1"),
-        (RestartOrder(replicas=(ReplicaId("router"),)), "there is no 'router'"),
-        (RestartOrder(replicas=(ReplicaId("prefil-0"),), is_rolling=True), "there is no 'prefil-0'"),
-        (DrainOrder(replica=ReplicaId("prefill-0")), "prefill-0: no other prefill replica takes requests"),
-        (RestartOrder(is_rolling=True), "prefill-0: no other prefill replica takes requests"),
-        (ScaleOrder(decode=0), "got decode=0; allowed: prefill and decode from 1 to 4096"),
-        (ScaleOrder(), "got nothing"),
+        (
+            DrainCommand(replica=ReplicaId("decode-7")),
+            "there is no 'decode-7'; there are: prefill-0, decode-0, decode-1",
+        ),
+        (RestartCommand(replicas=(ReplicaId("router"),)), "there is no 'router'"),
+        (RestartCommand(replicas=(ReplicaId("prefil-0"),), is_rolling=True), "there is no 'prefil-0'"),
+        (DrainCommand(replica=ReplicaId("prefill-0")), "prefill-0: no other prefill replica takes requests"),
+        (RestartCommand(is_rolling=True), "prefill-0: no other prefill replica takes requests"),
+        (ScaleCommand(decode=0), "got decode=0; allowed: prefill and decode from 1 to 4096"),
+        (ScaleCommand(), "got nothing"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_a_line(order: Order, reason: str) -> None:
+def test_what_cannot_be_done_is_refused_in_a_line(command: Command, reason: str) -> None:
     run = Run(("bootstrap", "router", "prefill-0", "decode-0", "decode-1")).serve()
     before = run.cluster
-    ((outcome, line),) = answers(run.order(order))
+    ((outcome, line),) = answers(run.command(command))
     assert outcome is Outcome.REFUSED
     assert reason in line
     assert "\n" not in line
@@ -266,26 +269,26 @@ def test_a_replica_that_drains_does_not_count_and_its_next_start_does() -> None:
     run = Run(TWO_OF_EACH).serve()
     all_ready = frozenset((name, run.incarnation(name)) for name in TWO_OF_EACH)
     run.step(TableSeen(all_ready, frozenset({("decode-0", run.incarnation("decode-0"))}), {}))
-    ((outcome, _),) = answers(run.order(DrainOrder(replica=ReplicaId("decode-1"))))
+    ((outcome, _),) = answers(run.command(DrainCommand(replica=ReplicaId("decode-1"))))
     assert outcome is Outcome.REFUSED
-    ((outcome, line),) = answers(run.order(ScaleOrder(decode=1)))
+    ((outcome, line),) = answers(run.command(ScaleCommand(decode=1)))
     assert (outcome, "decode-1" in line) == (Outcome.REFUSED, True)
-    carry_out(run, RestartOrder(replicas=(ReplicaId("decode-0"),)))
-    assert begun(run.order(DrainOrder(replica=ReplicaId("decode-1")))) == ["DrainReplica decode-1"]
+    carry_out(run, RestartCommand(replicas=(ReplicaId("decode-0"),)))
+    assert begun(run.command(DrainCommand(replica=ReplicaId("decode-1")))) == ["DrainReplica decode-1"]
 
 
 def test_one_order_at_a_time_and_only_while_serving() -> None:
     run = Run(TWO_OF_EACH)
     run.step(Tick())
-    assert answers(run.order(ScaleOrder(decode=1)))[0][0] is Outcome.REFUSED
+    assert answers(run.command(ScaleCommand(decode=1)))[0][0] is Outcome.REFUSED
     run.serve()
-    run.order(DrainOrder(replica=ReplicaId("decode-0")))
-    ((outcome, line),) = answers(run.order(ResumeOrder(replica=ReplicaId("decode-0"))))
+    run.command(DrainCommand(replica=ReplicaId("decode-0")))
+    ((outcome, line),) = answers(run.command(ResumeCommand(replica=ReplicaId("decode-0"))))
     assert (outcome, line) == (Outcome.REFUSED, "another command is being carried out; try again when it has finished")
 
 
 def test_a_stop_ends_the_order_at_hand() -> None:
     run = Run(TWO_OF_EACH).serve()
-    run.order(RestartOrder(is_rolling=True))
+    run.command(RestartCommand(is_rolling=True))
     assert answers(run.step(StopRequested("SIGINT"))) == [(Outcome.FAILED, "the cluster stops")]
     assert run.cluster.phase is Phase.DRAINING

@@ -7,7 +7,7 @@ import typer
 from cluster.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from cluster.supervisor.orders import Order
+    from cluster.supervisor.commands import Command
 
 Replica = Annotated[str, typer.Argument(help="Name of the replica, such as decode-0.", show_default=False)]
 Name = Annotated[
@@ -25,17 +25,17 @@ Grace = Annotated[
 def drain(replica: Replica, cluster: Name = None, grace_s: Grace = None) -> None:
     """Drain a replica: stop routing to it and wait for its requests in flight."""
     from cluster.spec.ids import ReplicaId
-    from cluster.supervisor.orders import DrainOrder
+    from cluster.supervisor.commands import DrainCommand
 
-    _give(cluster, DrainOrder(replica=ReplicaId(replica), grace_s=grace_s))
+    _give(cluster, DrainCommand(replica=ReplicaId(replica), grace_s=grace_s))
 
 
 def resume(replica: Replica, cluster: Name = None) -> None:
     """Resume routing to a drained replica."""
     from cluster.spec.ids import ReplicaId
-    from cluster.supervisor.orders import ResumeOrder
+    from cluster.supervisor.commands import ResumeCommand
 
-    _give(cluster, ResumeOrder(replica=ReplicaId(replica)))
+    _give(cluster, ResumeCommand(replica=ReplicaId(replica)))
 
 
 def restart(
@@ -51,10 +51,10 @@ def restart(
 ) -> None:
     """Restart replicas after draining them."""
     from cluster.spec.ids import ReplicaId
-    from cluster.supervisor.orders import RestartOrder
+    from cluster.supervisor.commands import RestartCommand
 
     names = tuple(ReplicaId(name) for name in replicas or [])
-    _give(cluster, RestartOrder(replicas=names, is_rolling=is_rolling, grace_s=grace_s))
+    _give(cluster, RestartCommand(replicas=names, is_rolling=is_rolling, grace_s=grace_s))
 
 
 def scale(
@@ -68,13 +68,13 @@ def scale(
     grace_s: Grace = None,
 ) -> None:
     """Start more replicas, or drain and stop those with the highest numbers."""
-    from cluster.supervisor.orders import ScaleOrder
+    from cluster.supervisor.commands import ScaleCommand
 
     given = [_number(text) for text in numbers]
     wanted = dict(given)
     if len(wanted) < len(given):
         raise UserError(f"scale: got {' '.join(numbers)}; allowed: each role once")
-    _give(cluster, ScaleOrder(prefill=wanted.get("prefill"), decode=wanted.get("decode"), grace_s=grace_s))
+    _give(cluster, ScaleCommand(prefill=wanted.get("prefill"), decode=wanted.get("decode"), grace_s=grace_s))
 
 
 def _number(text: str) -> tuple[str, int]:
@@ -84,16 +84,16 @@ def _number(text: str) -> tuple[str, int]:
     return role, int(number)
 
 
-def _give(name: str | None, order: "Order") -> None:
+def _give(name: str | None, command: "Command") -> None:
     """Print the driver's responses; exit code 2 if it refuses, 1 if the command was not fully carried out."""
-    from cluster.cli.control import give_order
+    from cluster.cli.control import send_command
     from cluster.cli.running import control_path, find_running
     from cluster.spec.errors import PeerUnreachableError
     from cluster.supervisor.events import Outcome
 
     cluster = find_running(name)
     try:
-        for answer in give_order(control_path(cluster.name), order):
+        for answer in send_command(control_path(cluster.name), command):
             if answer.outcome is Outcome.REFUSED:
                 raise UserError(answer.line)
             typer.echo(answer.line, err=True)

@@ -5,11 +5,11 @@ import msgspec
 from cluster.spec.ids import ReplicaId
 
 
-class _Order(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class _Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Frozen, keyword-only base."""
 
 
-class DrainOrder(_Order, frozen=True):
+class DrainCommand(_Command, frozen=True):
     """Command to drain a replica until it is resumed or restarted; done when its open requests have ended."""
 
     replica: ReplicaId
@@ -17,13 +17,13 @@ class DrainOrder(_Order, frozen=True):
     """Maximum wait for open requests; `router.drain_s` by default, as in the other commands."""
 
 
-class ResumeOrder(_Order, frozen=True):
+class ResumeCommand(_Command, frozen=True):
     """Command to let a replica take requests again."""
 
     replica: ReplicaId
 
 
-class RestartOrder(_Order, frozen=True):
+class RestartCommand(_Command, frozen=True):
     """Command to drain and restart replicas."""
 
     replicas: tuple[ReplicaId, ...] = ()
@@ -33,7 +33,7 @@ class RestartOrder(_Order, frozen=True):
     grace_s: float | None = None
 
 
-class ScaleOrder(_Order, frozen=True):
+class ScaleCommand(_Command, frozen=True):
     """Command to change the number of replicas: new ones start, those with the highest numbers drain and stop."""
 
     prefill: int | None = None
@@ -42,10 +42,10 @@ class ScaleOrder(_Order, frozen=True):
     grace_s: float | None = None
 
 
-class TellOrder(_Order, frozen=True):
+class StatusCommand(_Command, frozen=True):
     """Query for members that are not running, and why; one line each. Changes nothing, and waits for no other
     command.
     """
 
 
-Order = DrainOrder | ResumeOrder | RestartOrder | ScaleOrder | TellOrder
+Command = DrainCommand | ResumeCommand | RestartCommand | ScaleCommand | StatusCommand

@@ -1,0 +1,138 @@
+"""Start of a cluster in the terminal: checks of the model, progress, and the endpoint once it is up."""
+
+import contextlib
+import json
+import shlex
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+
+from cluster.machine_memory import MachineMemory, machine_memory
+from cluster.planner.memory import memory_lack, model_problems
+from cluster.planner.model import ModelFacts, facts_of
+from cluster.spec.config import DeployConfig, Device, TransferBackendName
+from cluster.spec.errors import BatonError, ConfigError, UserError
+from cluster.spec.memory import GIB
+
+_POLL_S = 0.05
+
+
+def wait_ready(url: str, timeout_s: float) -> None:
+    """Wait until the router has a ready replica of each role.
+
+    Raises:
+        BatonError: the timeout expired.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    with httpx.Client(base_url=url, timeout=5.0, trust_env=False) as http:
+        while True:
+            with contextlib.suppress(httpx.TransportError):  # it may be shutting down again
+                if http.get("/ready").is_success:
+                    return
+            if time.monotonic() >= deadline_s:
+                raise BatonError(f"the router at {url} has no ready replicas after {timeout_s:g} s")
+            time.sleep(_POLL_S)
+
+
+def ready_text(url: str, config: DeployConfig) -> str:
+    from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
+    from workers.models.recall_weights import BUILT_IN
+
+    model = config.model.name
+    if config.model.path in BUILT_IN:
+        body = {"model": model, "prompt": DEMO_PROMPT, "max_tokens": 16}
+        request, answer = curl(f"{url}/v1/completions", body), f"\nThe answer is {DEMO_ANSWER!r}.\n"
+    else:
+        message = {"role": "user", "content": "What is a relay race? Answer in one sentence."}
+        body = {"model": model, "messages": [message], "max_tokens": 64}
+        request, answer = curl(f"{url}/v1/chat/completions", body), ""
+    return (
+        f"\nready   {url}/v1   model {model}\n\n{request}\n{answer}\nCtrl-C, or `baton down {config.name}`, stops it."
+    )
+
+
+def curl(url: str, body: object) -> str:
+    header = shlex.quote("Content-Type: application/json")
+    return f"curl -s {shlex.quote(url)} -H {header} -d {shlex.quote(json.dumps(body))}"
+
+
+def check_model(
+    config: DeployConfig, folder: Path, say: Callable[[str], None], memory: MachineMemory | None = None
+) -> None:
+    """Reject what cannot run; ``say`` receives a warning if the machine has enough memory but too little is free.
+
+    Raises:
+        UserError: the engine cannot run the model, its layout or KV dtype is invalid, or the machine is too small.
+    """
+    model = facts_of(config, folder)
+    if problems := model_problems(config, model, with_gpu=False):
+        raise ConfigError(problems)
+    resources, one_machine = config.resources, config.transfer.backend is TransferBackendName.SHARED_MEMORY
+    if one_machine and resources.device is Device.CPU and resources.machine_memory_gib is None:
+        _check_machine(config, model, say, memory or machine_memory())
+
+
+def _check_machine(config: DeployConfig, model: ModelFacts, say: Callable[[str], None], memory: MachineMemory) -> None:
+    if not memory.total:
+        return
+    total_gib, available_gib = memory.total / GIB, memory.available / GIB
+    if lack := memory_lack(config, model, total_gib):
+        raise UserError(f"{memory.owner} has {total_gib:.4g} GiB of memory; allowed: {lack}")
+    if lack := memory_lack(config, model, available_gib):
+        say(f"memory: {available_gib:.4g} GiB are available on {memory.owner} now; wanted: {lack}")
+
+
+_READY = "ready"
+
+
+class StartProgress:
+    """Shows stages until its context ends; ``line`` prints around it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._began_s = time.monotonic()
+        self._stages: dict[str, tuple[str, float]] = {}
+        self._lock = threading.Lock()
+        self._live = Live(console=self._console, get_renderable=self._table, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: TracebackType | type[BaseException] | BaseException | None) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """Stop updating lines; later stages are printed as plain lines. Safe to call twice."""
+        self._live.stop()
+
+    def stage(self, member: str, stage: str) -> None:
+        """Report that a member has reached a stage."""
+        now_s = time.monotonic() - self._began_s
+        with self._lock:
+            self._stages[member] = (stage, now_s)
+        if not self._live.is_started:
+            self.line(f"{now_s:5.1f} s  {member}: {stage}")
+
+    def line(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal may be gone; the cluster still has to shut down
+            self._console.print(text, markup=False)
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        with self._lock:
+            stages = dict(self._stages)
+        for member, (stage, at_s) in stages.items():
+            mark = "[green]✓[/]" if stage == _READY else Spinner("dots")
+            table.add_row(mark, member, stage, f"{at_s:.1f} s")
+        return table

@@ -1,0 +1,201 @@
+"""Waits of launching: for calls in several processes, for machines that join, and for replicas that drain."""
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any, TypeVar
+
+from cluster.actors import ActorSystem
+from cluster.bootstrap.client import follow_table
+from cluster.launch.tools import Table
+from cluster.placement import demand_of, place
+from cluster.spec.config import DeployConfig
+from cluster.spec.errors import BatonError, ConfigError, PeerLostError, UserError
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.registry import TableSnapshot
+
+LAST_WORDS_S = 3.0
+"""Delay between the end of a worker, which its peers notice at once, and its error."""
+
+Answer = TypeVar("Answer")
+
+
+class Deadline:
+    """Point in time that several waits share."""
+
+    def __init__(self, timeout_s: float, key: str = "resources.start_timeout_s") -> None:
+        """Start a deadline; ``key`` is the configuration key that sets it."""
+        self._timeout_s = timeout_s
+        self._key = key
+        self._end_s = time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        return max(0.0, self._end_s - time.monotonic())
+
+    def missed(self, what: str) -> BatonError:
+        """Return the error of a wait that ran into this deadline."""
+        return BatonError(f"{what} after {self._timeout_s:g} s ({self._key})")
+
+
+def gather(calls: "Mapping[str, Future[Answer]]", deadline: Deadline) -> list[Answer]:
+    """Return the results of all calls, in order; raises the first error at once.
+
+    Args:
+        calls: futures by the name of the called process, which the error shows.
+
+    Raises:
+        UserError: one of the calls raised one.
+        BatonError: any other error, or the deadline has passed.
+    """
+    wait(calls.values(), deadline.left_s(), FIRST_EXCEPTION)
+    raise_failure(calls, deadline)
+    if late := [who for who, call in calls.items() if not call.done()]:
+        raise deadline.missed(f"{', '.join(late)}: not ready")
+    return [call.result() for call in calls.values()]
+
+
+def raise_failure(calls: "Mapping[str, Future[Any]]", deadline: Deadline) -> None:
+    """Raise ``blame`` of the failed calls; returns if none has failed."""
+    failed = _failed(calls)
+    if not failed:
+        return
+    if all(isinstance(error, PeerLostError) for error in failed.values()):
+        # The process that ended first may not have reported its error yet.
+        wait(calls.values(), min(deadline.left_s(), LAST_WORDS_S))
+    raise blame(_failed(calls))
+
+
+def blame(failed: Mapping[str, BaseException]) -> BatonError:
+    """Combine several errors into one: an error the user can fix first, else the first that is not a mere
+    consequence.
+    """
+    who, error = min(
+        failed.items(), key=lambda item: (not isinstance(item[1], UserError), isinstance(item[1], PeerLostError))
+    )
+    return labelled(who, error)
+
+
+def _failed(calls: "Mapping[str, Future[Any]]") -> dict[str, BaseException]:
+    return {who: error for who, call in calls.items() if call.done() and (error := call.exception())}
+
+
+def labelled(who: str, error: BaseException) -> BatonError:
+    """Return the error labelled with its process; a UserError stays one."""
+    if isinstance(error, UserError):
+        named: BatonError = UserError(f"{who}: {error}")
+    else:
+        kind = "" if isinstance(error, BatonError) else f"{type(error).__name__}: "
+        named = BatonError(f"{who}: {kind}{error}")
+    named.__cause__ = error
+    return named
+
+
+POLL_S = 1.0
+
+
+def await_room(
+    system: ActorSystem, config: DeployConfig, say: Callable[[str], None], check: Callable[[], None]
+) -> None:
+    """Return when the replicas fit on the machines that are there, within ``resources.start_timeout_s``.
+
+    Args:
+        system: the cluster to place them on.
+        config: the replicas to place.
+        say: called once with what is missing.
+        check: called every second; what it raises ends the wait.
+
+    Raises:
+        ConfigError: there still is no room when the time is over.
+    """
+    deadline = Deadline(config.resources.start_timeout_s)
+    try:
+        place(config, system.machines())
+        return
+    except ConfigError as error:
+        say(f"waiting for machines, {config.resources.start_timeout_s:g} s at most: {error}")
+    with system.wanting(f"{config.name}-room", demand_of(config)) as is_there:
+        while deadline.left_s() and not is_there(min(POLL_S, deadline.left_s())):
+            check()
+    while True:  # resources held for the demand become free a little later
+        check()
+        try:
+            place(config, system.machines())
+            return
+        except ConfigError:
+            if not deadline.left_s():
+                raise
+        time.sleep(min(POLL_S, deadline.left_s()))
+
+
+QUIET_HEARTBEATS = 2.5
+"""Heartbeats without an open or new request before a replica counts as drained; two of them must have reported it."""
+TELL_AGAIN_S = 2.0
+"""Time after which an unacknowledged message to a replica is repeated."""
+
+
+class DrainWatch:
+    """Drain state of one start of a replica. Sans I/O.
+
+    The first report of no open requests is not enough: a router may have sent a request before it knew of the drain,
+    and the last tokens of a short request, which came and went between two heartbeats, may still be in flight.
+    """
+
+    def __init__(self, replica: ReplicaId, incarnation: Incarnation, heartbeat_s: float) -> None:
+        self._replica = replica
+        self._incarnation = incarnation
+        self._quiet_s = QUIET_HEARTBEATS * heartbeat_s
+        self._since_s = 0.0
+        self._num_taken: int | None = None
+        """Requests taken, by the newest heartbeat if it showed nothing open; None otherwise."""
+
+    def saw(self, snapshot: TableSnapshot | None, now_s: float) -> None:
+        """Update from a new table; None if there is none."""
+        num_taken = None if snapshot is None else self._taken_if_empty(snapshot)
+        if num_taken != self._num_taken:
+            self._num_taken, self._since_s = num_taken, now_s
+
+    def is_over(self, now_s: float) -> bool:
+        """Return whether the replica has been empty for long enough."""
+        return self._num_taken is not None and now_s - self._since_s >= self._quiet_s
+
+    def _taken_if_empty(self, snapshot: TableSnapshot) -> int | None:
+        entry = snapshot.find(self._replica)
+        if entry is None or entry.incarnation != self._incarnation:
+            return None
+        load = entry.load
+        is_storing = load.tiers is not None and load.tiers.is_storing
+        is_empty = load.draining and load.num_waiting == load.num_running == 0 and not is_storing
+        return load.num_taken if is_empty else None
+
+
+def tell_until(
+    table: Table, is_shown: Callable[[TableSnapshot], bool], tell: Callable[[], None], deadline: Deadline
+) -> bool:
+    """Send a message, at least once, until the table shows that it arrived; False at the deadline."""
+    tell()
+    again = Deadline(TELL_AGAIN_S)
+    for snapshot in follow_table(table.watch, lambda: min(deadline.left_s(), TELL_AGAIN_S)):
+        if snapshot is not None and is_shown(snapshot):
+            return True
+        if not deadline.left_s():
+            break
+        if not again.left_s():
+            tell()
+            again = Deadline(TELL_AGAIN_S)
+    return False
+
+
+def wait_drained(table: Table, watch: DrainWatch, poll_s: float, deadline: Deadline) -> bool:
+    """Wait until the watch is over; False at the deadline. Checks the clock at least every ``poll_s``."""
+
+    def on_lost() -> None:
+        watch.saw(None, time.monotonic())
+
+    for snapshot in follow_table(table.watch, lambda: min(deadline.left_s(), poll_s), on_lost):
+        if snapshot is not None:
+            watch.saw(snapshot, time.monotonic())
+        if watch.is_over(time.monotonic()):
+            return True
+        if not deadline.left_s():
+            break
+    return False

@@ -1,0 +1,131 @@
+"""Division of memory: the page pool of a rank, a GPU, and the host memory of a worker. Pure arithmetic."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cluster.spec.kv import GroupLayout, KvGeometry, KvGroup, PoolLayout
+from cluster.spec.ranks import kv_heads_of, stage_layers
+from cluster.spec.registry import AxisSizes, RankCoords
+
+GIB = 1 << 30
+
+
+def pool_layout(geometry: KvGeometry, sizes: AxisSizes, coords: RankCoords, memory_gib: float) -> PoolLayout:
+    """Return the pool of one rank: its layers and heads, and the pages that fit into its memory besides the null page.
+
+    Raises:
+        ValueError: the heads cannot be divided over tp, a stage gets no layer, or the memory holds no page.
+    """
+    layout = page_layout(geometry, sizes, coords)
+    page_bytes = layout.page_bytes
+    num_pages = int(memory_gib * GIB) // page_bytes - 1
+    if num_pages < 1:
+        raise ValueError(
+            f"{memory_gib} GiB hold no page besides the null page; one page takes {page_bytes} bytes, "
+            f"so give at least {2 * page_bytes / GIB:.3g} GiB"
+        )
+    return PoolLayout(
+        num_pages=num_pages,
+        page_size=layout.page_size,
+        first_layer=layout.first_layer,
+        num_layers=layout.num_layers,
+        groups=layout.groups,
+        num_lifetimes=layout.num_lifetimes,
+    )
+
+
+def page_layout(geometry: KvGeometry, sizes: AxisSizes, coords: RankCoords, num_pages: int = 1) -> PoolLayout:
+    """Return the pool of one rank with a given number of pages.
+
+    Raises:
+        ValueError: the heads cannot be divided over tp, or a stage gets no layer with KV.
+    """
+    layers = stage_layers(geometry.num_layers, sizes.pp, coords.pp)
+    groups = tuple(_group_layouts(geometry, sizes, coords, layers))
+    if not groups:
+        raise ValueError(f"{geometry.num_layers} layers cannot be divided over pp = {sizes.pp}; a stage needs one")
+    return PoolLayout(
+        num_pages=num_pages,
+        page_size=geometry.page_size,
+        first_layer=layers.start,
+        num_layers=len(layers),
+        groups=groups,
+        num_lifetimes=len(geometry.lifetimes),
+    )
+
+
+def _group_layouts(geometry: KvGeometry, sizes: AxisSizes, coords: RankCoords, stage: range) -> Iterable[GroupLayout]:
+    for group in geometry.groups:
+        heads = kv_heads_of(group.num_heads, sizes.tp, coords.tp)
+        if layers := tuple(layer for layer in group.layers if layer in stage):
+            yield _group_layout(geometry, group, heads, layers)
+
+
+def _group_layout(geometry: KvGeometry, group: KvGroup, heads: range, layers: tuple[int, ...]) -> GroupLayout:
+    return GroupLayout(
+        name=group.name,
+        first_head=heads.start,
+        num_heads=len(heads),
+        layers=layers,
+        parts=group.parts,
+        page_size=geometry.page_size,
+        lifetime=geometry.lifetime_of(group),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """Memory of one worker's GPU in GiB."""
+
+    total: float
+    fraction: float
+    """Value of ``kv.memory_fraction``."""
+    weights: float
+    activations: float
+    """Maximum activations of a step."""
+    graphs: float = 0.0
+    """Memory of captured decode steps, besides their inputs and outputs."""
+    others: float = 0.0
+    """Memory of libraries and other processes."""
+
+    @property
+    def left(self) -> float:
+        """Memory left for the page pool; negative if not even the rest fits."""
+        return self.fraction * self.total - self.weights - self.activations - self.graphs - self.others
+
+    def __str__(self) -> str:
+        return (
+            f"{self.fraction:g} of {self.total:.4g} GiB of GPU memory, less {self.weights:.3g} for weights, "
+            f"{self.activations:.3g} for activations, {self.graphs:.3g} for CUDA graphs and {self.others:.3g} for "
+            f"others, leaves {self.left:.3g}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """Host memory of one worker in GiB; a process's own few hundred MiB come on top."""
+
+    weights: float
+    """Weights on a CPU; 0 on a GPU."""
+    pages: float
+    """Page pool, or the staging buffer for a GPU's pages."""
+    cached: float
+    """Value of ``hicache.host_gib``."""
+    lent: float
+    """Value of ``hicache.storage.lent_gib``."""
+    passing: float
+    """Buffers of a Mooncake Store client for objects in transit."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.pages + self.cached + self.lent + self.passing
+
+    def __str__(self) -> str:
+        parts = {
+            "for weights": self.weights,
+            "for pages": self.pages,
+            "for cached pages": self.cached,
+            "lent to storage": self.lent,
+            "for what passes to and from storage": self.passing,
+        }
+        return f"{self.total:.3g} GiB: " + ", ".join(f"{gib:.3g} {name}" for name, gib in parts.items() if gib)
