@@ -44,7 +44,7 @@ def ticket_refusal(ticket: Ticket, prompt_len: int) -> str | None:
     lifetimes, page_size = ticket.geometry.lifetimes, ticket.geometry.page_size
     if len(ticket.pages) != len(lifetimes):
         return f"{ticket.decode.replica} gave {len(ticket.pages)} lists of pages; its KV groups take {len(lifetimes)}"
-    needed, held = pages_for(prompt_len, page_size), ticket.held_pages
+    needed, held = pages_for(prompt_len, page_size), ticket.num_held_pages
     for lifetime, pages in zip(lifetimes, ticket.pages, strict=True):
         num_passed = max(0, lifetime.first_page(prompt_len, page_size) - held)
         seen = pages[num_passed:]

@@ -1,13 +1,27 @@
-"""Distribution of a transfer: the pages of a CP rank, and what a prefill rank sends a decode rank. Arithmetic."""
+"""Distribution of a transfer: the pages of a CP rank, what a prefill rank sends a decode rank, and when. Arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cluster.spec.kv import KvGroup
+from cluster.spec.kv import KvGroup, PoolLayout
 from cluster.spec.ranks import head_copies, kv_heads_of, stage_layers
 from cluster.spec.registry import AxisSizes, RankCoords, RankRow, TransferMode
 from transfer.page_range import intersect
+
+MOST_GROUPS = 4
+"""Maximum number of groups. The last group leaves when the step is over, so the end of a step waits for a quarter of
+the bytes.
+"""
+LEAST_SPAN_BYTES = 64 << 10
+"""Minimum span size; smaller spans would cost more than they hide."""
+
+
+def early_ends(layout: PoolLayout, least_span_bytes: int = LEAST_SPAN_BYTES) -> list[int]:
+    """Return after how many of a rank's layers the finished ones are sent; empty if all leave together."""
+    least = -(-least_span_bytes // min(group.layer_bytes for group in layout.groups))
+    size = max(least, -(-layout.num_layers // MOST_GROUPS))
+    return list(range(size, layout.num_layers - least + 1, size))
 
 
 class PagePair(NamedTuple):
@@ -25,34 +39,38 @@ def is_sender(mode: TransferMode, cp_rank: int) -> bool:
     return mode is TransferMode.ALL_RANKS or cp_rank == 0
 
 
-def receivers(mode: TransferMode, coords: RankCoords, sizes: AxisSizes, targets: Sequence[RankRow]) -> list[RankRow]:
+def receivers(
+    mode: TransferMode, coords: RankCoords, sizes: AxisSizes, decode_ranks: Sequence[RankRow]
+) -> list[RankRow]:
     """Return the decode ranks that a prefill rank sends some of its heads and layers to; none if it sends nothing."""
     if not is_sender(mode, coords.cp):
         return []
-    return [target for target in targets if sent_groups(coords, sizes, target)]
+    return [rank for rank in decode_ranks if sent_groups(coords, sizes, rank)]
 
 
-def sent_groups(coords: RankCoords, sizes: AxisSizes, target: RankRow) -> list[str]:
+def sent_groups(coords: RankCoords, sizes: AxisSizes, decode_rank: RankRow) -> list[str]:
     """Return the KV groups of which a prefill rank sends heads and layers to a decode rank.
 
     Where several ranks of a side hold the same head, each decode rank gets its pages from one prefill rank, and copies
     take turns: copy c of a head in decode is sent by copy c modulo their number in prefill.
     """
-    layers = set(stage_layers(target.geometry.num_layers, sizes.pp, coords.pp)).intersection(target.layout.layers)
+    layers = set(stage_layers(decode_rank.geometry.num_layers, sizes.pp, coords.pp)).intersection(
+        decode_rank.layout.layers
+    )
     return [
         group.name
-        for group in target.geometry.groups
-        if layers.intersection(group.layers) and _sends_heads(group, coords, sizes, target)
+        for group in decode_rank.geometry.groups
+        if layers.intersection(group.layers) and _sends_heads(group, coords, sizes, decode_rank)
     ]
 
 
-def _sends_heads(group: KvGroup, coords: RankCoords, sizes: AxisSizes, target: RankRow) -> bool:
+def _sends_heads(group: KvGroup, coords: RankCoords, sizes: AxisSizes, decode_rank: RankRow) -> bool:
     source_copies = head_copies([group.num_heads], sizes.tp)
-    target_copies = head_copies([group.num_heads], target.sizes.tp)
-    if target.coords.tp % target_copies % source_copies != coords.tp % source_copies:
+    target_copies = head_copies([group.num_heads], decode_rank.sizes.tp)
+    if decode_rank.coords.tp % target_copies % source_copies != coords.tp % source_copies:
         return False
     source_heads = kv_heads_of(group.num_heads, sizes.tp, coords.tp)
-    target_heads = kv_heads_of(group.num_heads, target.sizes.tp, target.coords.tp)
+    target_heads = kv_heads_of(group.num_heads, decode_rank.sizes.tp, decode_rank.coords.tp)
     return bool(intersect(source_heads, target_heads))
 
 
@@ -69,10 +87,10 @@ class PageShare:
     """Page ids modulo ``num_copies`` that are sent."""
 
     @staticmethod
-    def of(targets: Sequence[RankRow]) -> "PageShare":
+    def of(ranks: Sequence[RankRow]) -> "PageShare":
         """Return the share of some ranks of one replica."""
-        num_copies = copies_of(targets[0]) if targets else 1
-        return PageShare(num_copies, frozenset(row.coords.tp % num_copies for row in targets))
+        num_copies = copies_of(ranks[0]) if ranks else 1
+        return PageShare(num_copies, frozenset(row.coords.tp % num_copies for row in ranks))
 
     @property
     def is_all(self) -> bool:

@@ -110,13 +110,12 @@ class ReceiverSession:
             verify: whether every Done must include digests.
             num_copies: ranks that hold the same heads, each of which is sent its part of the pages.
         """
-        self.ticket = ticket
+        self.ticket, self.prefill = ticket, prefill
         self.state = ReceiverState.RESERVED
         self.failure: TransferFailure | None = None
         self.result: Result | None = None
         self.num_dropped: Counter[str] = Counter()
         """Messages without effect, by reason: foreign, duplicate, or the state they came too late for."""
-        self._prefill = prefill
         self._expected = (num_pages, num_bytes)
         self._num_ranks, self._num_copies = num_ranks, num_copies
         self._verify = verify
@@ -124,11 +123,6 @@ class ReceiverSession:
         self._silence_s = silence_s
         self._settle_s = settle_s
         self._wake_at_s = 0.0
-
-    @property
-    def prefill(self) -> Peer:
-        """Sending replica."""
-        return self._prefill
 
     @property
     def may_free(self) -> bool:
@@ -139,11 +133,6 @@ class ReceiverSession:
     def digests(self) -> list[PageDigests]:
         """Digests of written pages that the senders have reported so far."""
         return [part for done in self._dones.values() for part in done.digests]
-
-    @property
-    def wake_at_s(self) -> float | None:
-        """Clock time at which ``tick`` must be called; None while only an event can change the state."""
-        return self._wake_at_s if self.state in _LISTENING else None
 
     def open(self, now_s: float) -> Ticket:
         """Grant the permission to write: return the ticket to send to the prefill leader."""
@@ -165,10 +154,10 @@ class ReceiverSession:
             case Done():
                 return self._on_done(message, now_s)
             case Refused():
-                self._fail(FailureKind.REFUSED, f"{self._prefill.replica} refused: {message.reason}")
+                self._fail(FailureKind.REFUSED, f"{self.prefill.replica} refused: {message.reason}")
                 self._move(ReceiverState.RELEASED, "refused")
             case Drained():
-                self._fail(FailureKind.STOPPED, f"{self._prefill.replica} stopped the transfer early")
+                self._fail(FailureKind.STOPPED, f"{self.prefill.replica} stopped the transfer early")
                 self._move(ReceiverState.RELEASED, "drained")
         return None
 
@@ -181,9 +170,9 @@ class ReceiverSession:
 
     def prefill_gone(self, incarnation: Incarnation, now_s: float) -> None:
         """Handle the proof that every process of the prefill replica, up to this incarnation, is gone."""
-        if incarnation < self._prefill.incarnation or self.may_free or self.state is ReceiverState.SETTLING:
+        if incarnation < self.prefill.incarnation or self.may_free or self.state is ReceiverState.SETTLING:
             return
-        self._fail(FailureKind.PREFILL_GONE, f"{self._prefill.replica} ended before the transfer was complete")
+        self._fail(FailureKind.PREFILL_GONE, f"{self.prefill.replica} ended before the transfer was complete")
         if self.state is ReceiverState.RESERVED or self._settle_s == 0:
             self._move(ReceiverState.RELEASED, "prefill gone")
         else:
@@ -216,7 +205,7 @@ class ReceiverSession:
             ranks = ", ".join(str(rank) for rank in sorted(set(self.result.senders) - self._dones.keys()))
             missing = f"the pages of its ranks {ranks}"
         return (
-            f"{self.ticket.decode.replica} waited for {missing} from {self._prefill.replica}, "
+            f"{self.ticket.decode.replica} waited for {missing} from {self.prefill.replica}, "
             f"which sent nothing for {self._silence_s:g} s"
         )
 
@@ -237,7 +226,7 @@ class ReceiverSession:
         if is_equal:
             return None
         reason = (
-            f"{self._prefill.replica} reported two different results of one transfer to {self.ticket.decode.replica}"
+            f"{self.prefill.replica} reported two different results of one transfer to {self.ticket.decode.replica}"
         )
         return self._revoke(FailureKind.MISMATCH, reason, now_s)
 
@@ -256,7 +245,7 @@ class ReceiverSession:
         return None
 
     def _mismatch(self, result: Result) -> str | None:
-        name = self._prefill.replica
+        name = self.prefill.replica
         if unknown := self._dones.keys() - set(result.senders):
             return f"{name}: ranks {sorted(unknown)} sent pages, but its result names only {sorted(result.senders)}"
         dones = self._dones.values()
@@ -274,7 +263,7 @@ class ReceiverSession:
         """Return the problem of the digests before any byte is read: they must cover every byte, once."""
         pages = [page for pages in self.ticket.pages for page in pages if page != NO_PAGE]
         if reason := coverage_problem(self.digests, pages, num_bytes, self._num_ranks, self._num_copies):
-            return f"digests of {self._prefill.replica}: {reason} (transfer.verify)"
+            return f"digests of {self.prefill.replica}: {reason} (transfer.verify)"
         return None
 
     def _is_foreign(self, message: Result | Done | Refused | Drained) -> bool:
@@ -283,8 +272,8 @@ class ReceiverSession:
             self.ticket.generation,
             self.ticket.decode.incarnation,
         ) or (message.prefill.replica, message.prefill.incarnation) != (
-            self._prefill.replica,
-            self._prefill.incarnation,
+            self.prefill.replica,
+            self.prefill.incarnation,
         )
 
     def _revoke(self, kind: FailureKind, reason: str, now_s: float) -> Revoke | None:
@@ -300,11 +289,11 @@ class ReceiverSession:
             room=self.ticket.room,
             generation=self.ticket.generation,
             decode=self.ticket.decode,
-            prefill_incarnation=self._prefill.incarnation,
+            prefill_incarnation=self.prefill.incarnation,
         )
 
     def _fail(self, kind: FailureKind, reason: str) -> None:
         self.failure = self.failure or TransferFailure(kind, reason)
 
-    def _move(self, target: ReceiverState, event: str) -> None:
-        self.state = move(_RECEIVER_MOVES, self.state, target, event, f"receiver of room {self.ticket.room}")
+    def _move(self, state: ReceiverState, event: str) -> None:
+        self.state = move(_RECEIVER_MOVES, self.state, state, event, f"receiver of room {self.ticket.room}")

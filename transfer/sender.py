@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from cluster.spec.ids import Room
@@ -24,7 +25,7 @@ batch, is quick."""
 class Write:
     """Spans for one peer."""
 
-    target: Endpoint
+    peer: Endpoint
     spans: Sequence[Span]
 
 
@@ -83,29 +84,8 @@ class Writer(Protocol):
 
     def send(self, job: SendJob) -> None: ...
     def drop(self, room: Room, generation: int) -> None: ...
-    def forget(self, target: Endpoint) -> None: ...
+    def forget(self, peer: Endpoint) -> None: ...
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _DropMark:
-    """Marker in the queue behind every job of a dropped transfer."""
-
-    room: Room
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class _EndMark:
-    """Marker in the queue behind every job of a failed transfer."""
-
-    room: Room
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class _ForgetMark:
-    target: Endpoint
 
 
 class SenderThread:
@@ -134,7 +114,7 @@ class SenderThread:
         self._batch_spans = batch_spans
         self._on_outcome = on_outcome
         self._on_failure = on_failure
-        self._queue: queue.SimpleQueue[SendJob | _DropMark | _EndMark | _ForgetMark | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._barred: set[_Key] = set()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
@@ -142,16 +122,16 @@ class SenderThread:
 
     def send(self, job: SendJob) -> None:
         """Queue one job; answered by Written or WriteFailed, or by nothing if the transfer was dropped or failed."""
-        self._queue.put(job)
+        self._queue.put(partial(self._send, job))
 
     def drop(self, room: Room, generation: int) -> None:
         """Stop writing for a transfer; answered by Dropped once that is certain."""
         self._barred.add((room, generation))
-        self._queue.put(_DropMark(room, generation))
+        self._queue.put(partial(self._confirm_drop, room, generation))
 
-    def forget(self, target: Endpoint) -> None:
+    def forget(self, peer: Endpoint) -> None:
         """Let the backend drop a peer that is gone, after the jobs queued so far."""
-        self._queue.put(_ForgetMark(target))
+        self._queue.put(partial(self._backend.forget, peer))
 
     def close(self) -> None:
         """Skip queued jobs, let the running batch end, and wait for the thread; safe to call twice."""
@@ -161,22 +141,14 @@ class SenderThread:
 
     def _run(self) -> None:
         try:
-            while (item := self._queue.get()) is not None:
-                self._do(item)
+            while (call := self._queue.get()) is not None:
+                call()
         except Exception as error:  # whatever it is, a rank that sends nothing must not live on
             self._on_failure(error)
 
-    def _do(self, item: SendJob | _DropMark | _EndMark | _ForgetMark) -> None:
-        match item:
-            case SendJob():
-                self._send(item)
-            case _DropMark(room, generation):
-                self._barred.discard((room, generation))
-                self._on_outcome(Dropped(room, generation))
-            case _EndMark(room, generation):
-                self._barred.discard((room, generation))
-            case _ForgetMark(target):
-                self._backend.forget(target)
+    def _confirm_drop(self, room: Room, generation: int) -> None:
+        self._barred.discard((room, generation))
+        self._on_outcome(Dropped(room, generation))
 
     def _send(self, job: SendJob) -> None:
         start_s = time.monotonic()
@@ -188,7 +160,8 @@ class SenderThread:
         except Exception as error:
             self._barred.add((job.room, job.generation))
             self._on_outcome(WriteFailed(job.room, job.generation, str(error) or repr(error)))
-            self._queue.put(_EndMark(job.room, job.generation))
+            # Behind every job of the transfer that is queued already.
+            self._queue.put(partial(self._barred.discard, (job.room, job.generation)))
             return
         if is_whole:
             num_bytes = sum(total_bytes(write.spans) for write in writes)
@@ -201,5 +174,5 @@ class SenderThread:
             for batch in batches(write.spans, self._batch_spans):
                 if self._is_closing or (job.room, job.generation) in self._barred:
                     return False
-                self._backend.write(self._source, write.target, batch)
+                self._backend.write(self._source, write.peer, batch)
         return not (self._is_closing or (job.room, job.generation) in self._barred)

@@ -10,7 +10,7 @@ from enum import Enum
 from cluster.spec.errors import Moves, move
 from cluster.spec.ids import Peer, Room
 from cluster.spec.kv import NO_PAGE, pages_for
-from cluster.spec.step_messages import SendReport, Target
+from cluster.spec.step_messages import Destination, SendReport
 from cluster.spec.transfer_messages import Done, PageDigests, SendState
 from transfer.plan import PagePair, PageShare
 
@@ -67,7 +67,7 @@ class SenderSession:
         self,
         *,
         room: Room,
-        target: Target,
+        destination: Destination,
         prefill: Peer,
         sender_rank: int,
         page_size: int,
@@ -82,12 +82,14 @@ class SenderSession:
             share: the ones among them that it sends, by their ids in decode.
             sends: whether this rank sends anything at all.
         """
-        self.num_pages = pages_for(target.num_tokens, page_size)
-        for pages in target.pages:
-            assert len(pages) + target.held_pages == self.num_pages, f"room {room}: ticket of another length"
-        assert not owned or (owned[0] >= target.held_pages and owned[-1] < self.num_pages), f"room {room}: {owned}"
+        self.num_pages = pages_for(destination.num_tokens, page_size)
+        for pages in destination.pages:
+            assert len(pages) + destination.num_held_pages == self.num_pages, f"room {room}: ticket of another length"
+        assert not owned or (owned[0] >= destination.num_held_pages and owned[-1] < self.num_pages), (
+            f"room {room}: {owned}"
+        )
         self.room = room
-        self.target = target
+        self.destination = destination
         self.state = SenderState.SENDING
         self.reason = ""
         self.num_pages_written = 0
@@ -118,12 +120,12 @@ class SenderSession:
             page_tables: the request's page ids here by lifetime, from its first page on; at least the computed ones.
             computed_len: leading tokens that have KV. When all of them do, the partial last page is sent too.
         """
-        assert computed_len <= self.target.num_tokens, (
-            f"room {self.room}: {computed_len} of {self.target.num_tokens} tokens"
+        assert computed_len <= self.destination.num_tokens, (
+            f"room {self.room}: {computed_len} of {self.destination.num_tokens} tokens"
         )
         if self.state is not SenderState.SENDING:
             return []
-        self.saw_last_chunk = computed_len == self.target.num_tokens
+        self.saw_last_chunk = computed_len == self.destination.num_tokens
         complete = self.num_pages if self.saw_last_chunk else computed_len // self._page_size
         first, self._next_owned = self._next_owned, bisect_left(self._owned, complete)
         pairs = self._pairs(page_tables, self._owned[first : self._next_owned])
@@ -168,7 +170,7 @@ class SenderSession:
         """Return this rank's state, for its leader."""
         return SendReport(
             room=self.room,
-            generation=self.target.generation,
+            generation=self.destination.generation,
             sender_rank=self._sender_rank,
             state=_REPORTED[self.state],
             reason=self.reason,
@@ -182,9 +184,9 @@ class SenderSession:
             return None
         return Done(
             room=self.room,
-            generation=self.target.generation,
+            generation=self.destination.generation,
             prefill=self._prefill,
-            decode_incarnation=self.target.decode.incarnation,
+            decode_incarnation=self.destination.decode.incarnation,
             sender_rank=self._sender_rank,
             num_pages=self.num_pages_written,
             num_bytes=self.num_bytes_written,
@@ -192,10 +194,10 @@ class SenderSession:
         )
 
     def _pairs(self, page_tables: Sequence[Sequence[int]], positions: Sequence[int]) -> list[PagePair]:
-        first = self.target.held_pages
+        first = self.destination.num_held_pages
         return [
             PagePair(lifetime, sources[position], targets[position - first])
-            for lifetime, (sources, targets) in enumerate(zip(page_tables, self.target.pages, strict=True))
+            for lifetime, (sources, targets) in enumerate(zip(page_tables, self.destination.pages, strict=True))
             for position in positions
             if targets[position - first] != NO_PAGE and self._share.has(targets[position - first])
         ]
@@ -204,5 +206,5 @@ class SenderSession:
         if self.saw_last_chunk and self.num_pages_written == self._num_handed:
             self._move(SenderState.SENT, event)
 
-    def _move(self, target: SenderState, event: str) -> None:
-        self.state = move(_SENDER_MOVES, self.state, target, event, f"sender of room {self.room}")
+    def _move(self, state: SenderState, event: str) -> None:
+        self.state = move(_SENDER_MOVES, self.state, state, event, f"sender of room {self.room}")

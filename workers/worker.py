@@ -120,7 +120,7 @@ class Worker:
         if self._rank is not None:
             self._rank.close()
 
-    def _link(self, rank: Rank, rows: list[RankRow], tiers: TierWorker, outbox: Outbox) -> LocalLeader | RemoteLeader:
+    def _link(self, rank: Rank, rows: list[RankRow], tiers: TierWorker, outbox: Outbox) -> LeaderLink:
         if self.spec.is_leader:
             leader = make_leader(self.spec, rank, rows)
             return LocalLeader(leader, self.spec, rank, rows, self._inbox, outbox, tiers, self._clock)
@@ -169,7 +169,7 @@ class Worker:
         return False
 
     @contextmanager
-    def _showing_life(self, rows: list[RankRow], link: LocalLeader | RemoteLeader) -> Iterator[None]:
+    def _showing_life(self, rows: list[RankRow], link: LeaderLink) -> Iterator[None]:
         """Renew the replica's lease, or report that this rank is alive, inside the context."""
         if self._rendezvous is None:
             yield

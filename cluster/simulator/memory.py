@@ -189,7 +189,7 @@ class Tickets:
         allocator = memories[0].allocator
         permissions = self._permissions.setdefault(allocator, {})
         for lifetime, pages in enumerate(ticket.pages):
-            for number, page in enumerate(pages, start=ticket.held_pages):
+            for number, page in enumerate(pages, start=ticket.num_held_pages):
                 if page == NO_PAGE:
                     continue
                 if not allocator.is_held(page):

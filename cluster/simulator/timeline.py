@@ -33,7 +33,7 @@ class Timeline:
         return True
 
 
-_SHOWN = ("room", "generation", "sender_rank", "pages", "held_pages", "num_pages", "first_index", "state", "reason")
+_SHOWN = ("room", "generation", "sender_rank", "pages", "num_held_pages", "num_pages", "first_index", "state", "reason")
 
 
 class Trace:

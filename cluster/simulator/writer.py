@@ -197,7 +197,7 @@ class VirtualWriter:
     def _copies(self, writes: Sequence[Write]) -> Iterator[_Copy]:
         """Divide writes by target page."""
         for write in writes:
-            size = self._around.memories[write.target.session].row.layout.page_bytes
+            size = self._around.memories[write.peer.session].row.layout.page_bytes
             whole = PAGE_SIZE * self._source.row.geometry.bytes_per_token
             pages: dict[int, list[Span]] = {}
             for source, target, num_bytes in write.spans:
@@ -207,4 +207,4 @@ class VirtualWriter:
                     piece = Span(source + first, target + first, last - first)
                     pages.setdefault(piece.target_offset // size, []).append(piece)
             for page, spans in pages.items():
-                yield _Copy(write.target.session, page, spans, total_bytes(spans) / whole)
+                yield _Copy(write.peer.session, page, spans, total_bytes(spans) / whole)

@@ -11,7 +11,7 @@ from cluster.spec.transfer_messages import SendState
 from cluster.spec.wire import Struct, Tagged
 
 
-class Target(Struct, frozen=True):
+class Destination(Struct, frozen=True):
     """Destination of one request's pages: a ticket, as the sender ranks need it."""
 
     generation: int
@@ -22,7 +22,7 @@ class Target(Struct, frozen=True):
     """Tokens whose KV is sent: the prompt, and output of earlier attempts."""
     pages: list[list[int]]
     """Page ids by lifetime, as in the ticket."""
-    held_pages: int
+    num_held_pages: int
 
 
 class Admit(Struct, frozen=True):
@@ -33,8 +33,8 @@ class Admit(Struct, frozen=True):
     owner_base: int
     """Part that owns page 0 when pages are divided over the CP ranks."""
     sampling: Sampling
-    target: Target | None
-    """Target; None if KV stays on this replica."""
+    destination: Destination | None
+    """Destination; None if KV stays on this replica."""
     history: list[int] = []
     """Prompt and output so far; set only if sampling looks back."""
     traced: bool = False
@@ -55,7 +55,7 @@ class ScheduledRequest(Struct, frozen=True):
     """Index of that output token in the request's output."""
     input_from_previous_step: bool = False
     """True if the one token here is sampled by the previous step; ``token_ids`` then holds a placeholder."""
-    targets: list[int] = []
+    scored_ids: list[int] = []
     """Prompt tokens that follow those here, if their log-probabilities are requested."""
 
 

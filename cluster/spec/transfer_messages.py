@@ -36,7 +36,7 @@ class Ticket(Tagged, frozen=True):
     prefill_incarnation: Incarnation
     pages: list[list[int]]
     """Page ids by lifetime, for the tokens after the held ones; ``NO_PAGE`` where no later token sees them."""
-    held_pages: int
+    num_held_pages: int
     """Leading pages of the prompt that decode already has."""
     geometry: KvGeometry
     dp_rank: int = 0

@@ -58,7 +58,7 @@ def measure(cluster: RunningCluster, minutes: float, seed: int) -> dict[str, obj
         "peak_mib": _peaks(census),
         "open_requests": metric(cluster, "baton_num_requests_running") + sum(load["num_running"] for load in loads),
         "waiting_requests": sum(load["num_waiting"] for load in loads),
-        "held_pages": sum(load["total_pages"] - load["free_pages"] for load in loads),
+        "num_held_pages": sum(load["total_pages"] - load["free_pages"] for load in loads),
         "quarantined_pages": sum(load["quarantined_pages"] for load in loads),
         "before": asdict(before),
         "after": asdict(after),

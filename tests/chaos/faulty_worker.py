@@ -104,7 +104,7 @@ class _Saboteur:
 
     def spoil_steps(self) -> None:
         """Put the faults into the rank's part of a step."""
-        from workers.engine.begun_step import BegunStep
+        from workers.engine.step_state import BegunStep
 
         real = BegunStep.wait
 

@@ -54,7 +54,7 @@ def _of_memory(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_holdings(result: Mapping[str, Any]) -> Iterator[str]:
-    for name in ("open_requests", "waiting_requests", "held_pages", "quarantined_pages"):
+    for name in ("open_requests", "waiting_requests", "num_held_pages", "quarantined_pages"):
         if result[name]:
             yield f"{result[name]} {name}"
     before, after = result["before"], result["after"]

@@ -22,7 +22,7 @@ from workers.attention.registry import choose_backend
 from workers.context_parallel.gather import join_rows
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepBatch, build_step_batch
-from workers.engine.contexts import make_context
+from workers.engine.ring_context import make_context
 from workers.layers.attention import take
 from workers.parallel.collectives import Communicator
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from workers.context_parallel.step_time import Chunk
+from workers.context_parallel.step_time import ChunkLen
 
 
 def bubble(times_s: Sequence[Sequence[float]], depth: int) -> float:
@@ -27,7 +27,7 @@ def least_bubble(num_stages: int, num_steps: int) -> float:
     return (num_stages - 1) / (num_stages - 1 + num_steps)
 
 
-def chunk_lens(chunk: Chunk, num_chunks: int) -> list[int]:
+def chunk_lens(chunk: ChunkLen, num_chunks: int) -> list[int]:
     """Of a prompt that is alone, as the scheduler of a pipeline cuts it, when its length comes out even."""
     lens = list[int]()
     for _ in range(num_chunks):

@@ -6,8 +6,8 @@ from cluster.spec.step_messages import StepPlan
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import undivided
-from workers.context_parallel.step_time import Chunk
-from workers.scheduler.sequence import RequestParams, Sequence
+from workers.context_parallel.step_time import ChunkLen
+from workers.scheduler.sequence import RequestParams, TokenSequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 PAGE_SIZE = 4
@@ -24,7 +24,7 @@ class PrefillSteps:
         max_requests: int = 64,
         oldest_share: float = 0.25,
         prefix_cache: bool = False,
-        chunk: Chunk | None = None,
+        chunk: ChunkLen | None = None,
     ) -> None:
         self.limits = StepLimits(PAGE_SIZE, chunk_tokens, max_requests, oldest_share)
         self.allocator = PageAllocator(num_pages, PrefixTree() if prefix_cache else None)
@@ -40,7 +40,7 @@ class PrefillSteps:
         room = Room(self._num_added)
         self._num_added += 1
         tokens = [-1 - room] * prompt if isinstance(prompt, int) else list(prompt)
-        sequence = Sequence(
+        sequence = TokenSequence(
             RequestParams(
                 room=room,
                 prompt_len=len(tokens),
@@ -71,9 +71,9 @@ class PrefillSteps:
             plan, {row.room: Sampled(token_id=0) for row in plan.scheduled if row.samples}
         ):
             self.ended[sequence.room] = self.num_steps
-            self.steps.retire(sequence.room)
-        self.steps.check_integrity()
-        self.allocator.check_integrity(self.steps.held_pages)
+            self.steps.holders.retire(sequence.room)
+        self.steps.holders.check_integrity()
+        self.allocator.check_integrity(self.steps.holders.held_pages)
         return plan
 
     def run(self) -> None:

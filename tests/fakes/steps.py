@@ -33,7 +33,7 @@ def scheduled_of(requests: Sequence[Request]) -> list[ScheduledRequest]:
             new_pages=[],
             samples=request.samples,
             output_position=0,
-            targets=list(request.token_ids) if request.scored else [],
+            scored_ids=list(request.token_ids) if request.scored else [],
         )
         for number, request in enumerate(requests)
     ]

@@ -14,8 +14,8 @@ from workers.attention.triton.backend import TritonAttention
 from workers.bench.engine import EngineBench
 from workers.bench.shapes import SHAPES
 from workers.engine.capture import CaptureError, GraphCapture
-from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
+from workers.engine.weights import random_model
 from workers.models.decoder import DecoderModel
 from workers.models.registry import parse_model_config
 from workers.parallel.collectives import Communicator

@@ -88,8 +88,8 @@ def case() -> Iterator[Case]:
     source, target = backend.allocate(mine.layout.pool_bytes), backend.allocate(mine.layout.pool_bytes)
     with closing(Inbox("127.0.0.1")) as decode, closing(Inbox("127.0.0.1")) as leader:
         admit = admit_to(decode, target)
-        assert admit.target is not None
-        admit = replace(admit, target=replace(admit.target, rows=[deep(admit.target.rows[0])]))
+        assert admit.destination is not None
+        admit = replace(admit, destination=replace(admit.destination, rows=[deep(admit.destination.rows[0])]))
         with closing(sender_of(mine, leader, source, backend, Verify.DIGEST)) as sender:
             pools = pages_of(source, mine.layout), pages_of(target, mine.layout)
             yield Case(sender, backend, admit, mine.layout, *pools, decode, leader)
@@ -156,8 +156,8 @@ def test_a_prompt_that_goes_on_leaves_in_whole_pages(case: Case) -> None:
 
 
 def test_layers_that_cannot_be_written_end_the_transfer(case: Case) -> None:
-    assert case.admit.target is not None
-    case.backend.failing.add(case.admit.target.rows[0].endpoint.session)
+    assert case.admit.destination is not None
+    case.backend.failing.add(case.admit.destination.rows[0].endpoint.session)
     with step(case, chunk(case.admit, 0, 4)) as told:
         for layer in range(NUM_LAYERS):
             case.compute(layer)

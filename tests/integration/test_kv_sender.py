@@ -17,13 +17,13 @@ from cluster.spec.registry import KvOwnership, RankRow, Verify
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import (
     Admit,
+    Destination,
     DropSend,
     ForgetPeer,
     ScheduledRequest,
     SendReport,
     StepPlan,
     StepShape,
-    Target,
 )
 from cluster.spec.transfer_messages import CheckPages, Done, PagesChecked, SendState
 from tests.fakes.loopback import Loopback
@@ -94,13 +94,13 @@ def admit_to(decode: Inbox, target: Region, owner_base: int = 0) -> Admit:
         prompt_len=4 * PAGE_SIZE,
         owner_base=owner_base,
         sampling=Sampling(),
-        target=Target(
+        destination=Destination(
             generation=1,
             decode=Peer(replica=theirs.replica, incarnation=Incarnation(1), address=decode.address),
             rows=[theirs],
             num_tokens=4 * PAGE_SIZE,
             pages=[TICKETED],
-            held_pages=HELD,
+            num_held_pages=HELD,
         ),
     )
 
@@ -225,13 +225,13 @@ def test_the_memory_of_a_decode_replica_that_is_gone_is_let_go_once(
     mine = row(Role.PREFILL, 0, 1, NUM_PAGES)
     source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
     admit = admit_to(decode, target)
-    assert admit.target is not None
+    assert admit.destination is not None
     with closing(sender_of(mine, leader, source, backend)) as sender:
         sender.before_step(plan_of(admit, PAGES))
         sender.after_step(plan_of(admit, PAGES), {ROOM: Known(admit, [PAGES])})
         messages(decode, 1)
         for _ in range(2):
-            sender.forget(ForgetPeer(replica=admit.target.decode.replica, incarnation=Incarnation(gone)))
+            sender.forget(ForgetPeer(replica=admit.destination.decode.replica, incarnation=Incarnation(gone)))
     assert backend.forgotten == [target.endpoint.session] * is_let_go
 
 

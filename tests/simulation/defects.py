@@ -73,7 +73,7 @@ def ignore_the_incarnation(patch: Patch) -> None:
     prefill_gone = ReceiverSession.prefill_gone
 
     def any_start_gone(self: ReceiverSession, _incarnation: Incarnation, now_s: float) -> None:
-        prefill_gone(self, self._prefill.incarnation, now_s)
+        prefill_gone(self, self.prefill.incarnation, now_s)
 
     patch.setattr(ReceiverSession, "prefill_gone", any_start_gone)
 
@@ -154,7 +154,7 @@ def heed_words_of_an_earlier_start(patch: Patch) -> None:
     is_foreign = ReceiverSession._is_foreign
 
     def is_of_another_ticket(self: ReceiverSession, message: Any) -> bool:
-        return is_foreign(self, replace(message, prefill=self._prefill))
+        return is_foreign(self, replace(message, prefill=self.prefill))
 
     patch.setattr(ReceiverSession, "_is_foreign", is_of_another_ticket)
 

@@ -82,7 +82,7 @@ def count_pages_with_their_first_layers(patch: Patch) -> None:
     def count(self: KvSender, session: SenderSession, pairs: list[PagePair], end: int | None = None) -> SendJob:
         if end is None:
             return make(self, session, pairs)
-        session.advance([range(1 << 20)] * len(session.target.pages), session.target.num_tokens)
+        session.advance([range(1 << 20)] * len(session.destination.pages), session.destination.num_tokens)
         return dataclasses.replace(make(self, session, pairs, end), num_pages=len(pairs))
 
     patch.setattr(KvSender, "_job", count)
@@ -102,7 +102,7 @@ def report_drained_at_once(patch: Patch) -> None:
 
 def begin_again_after_a_failure(patch: Patch) -> None:
     """A transfer that has failed begins anew with the next layers."""
-    patch.setattr(KvSender, "_is_sent", lambda _self, admit: admit.target is not None)
+    patch.setattr(KvSender, "_is_sent", lambda _self, admit: admit.destination is not None)
 
 
 def read_layers_before_they_are_loaded(patch: Patch) -> None:

@@ -12,7 +12,7 @@ from workers.cache.page_lists import Lifetimes
 from workers.hicache.policy.loader import HostLoader
 from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.holders import PageHolders
-from workers.scheduler.sequence import Sequence as TokenSequence
+from workers.scheduler.sequence import TokenSequence
 
 Patch = pytest.MonkeyPatch
 

@@ -19,9 +19,8 @@ from workers.context_parallel.cost_model import Rates, StrategyChoice, StrategyC
 from workers.context_parallel.shard_plan import dummy_request
 from workers.device import use_cpu
 from workers.engine.calibration import calibrate
-from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
-from workers.engine.weights import torch_dtype
+from workers.engine.weights import random_model, torch_dtype
 from workers.kernels import elementwise
 from workers.memory.page_pool import PagePool
 from workers.models.interface import DecoderConfig
@@ -107,7 +106,7 @@ class CpBenchRank:
 
     def _plan(self, choice: StrategyChoice, lens: StepLens) -> StepPlan:
         rng = random.Random(lens.prompt_len)
-        admit = Admit(room=Room(1), prompt_len=lens.total, owner_base=0, sampling=Sampling(), target=None)
+        admit = Admit(room=Room(1), prompt_len=lens.total, owner_base=0, sampling=Sampling(), destination=None)
         scheduled = replace(
             dummy_request(lens.prompt_len, lens.prefix_len),
             room=admit.room,

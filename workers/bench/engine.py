@@ -19,10 +19,10 @@ from workers.bench.results import DeviceLimits, EngineResult
 from workers.bench.shapes import SHAPES
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.device import open_device, use_cpu
-from workers.engine.begun_step import BegunStep
 from workers.engine.capture import GraphCapture
-from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
+from workers.engine.step_state import BegunStep
+from workers.engine.weights import random_model
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.models.registry import parse_model_config
@@ -145,7 +145,7 @@ class EngineBench:
     def _generate(self, prompt: Sequence[int], num_tokens: int) -> Timed:
         """Compute the prompt in chunks, then token after token; on a GPU the next step is launched before one ends."""
         start_s = time.perf_counter()
-        admit = Admit(room=_ROOM, prompt_len=len(prompt), owner_base=0, sampling=Sampling(), target=None)
+        admit = Admit(room=_ROOM, prompt_len=len(prompt), owner_base=0, sampling=Sampling(), destination=None)
         pages = list(range(pages_for(len(prompt) + num_tokens, _PAGE_SIZE)))
         for first in range(0, len(prompt), self._chunk_tokens):
             chunk = prompt[first : first + self._chunk_tokens]

@@ -12,9 +12,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from cluster.spec.kv import NO_PAGE, first_place, lifetime_key, lifetime_of
-from workers.cache.page_journal import PageJournal
 from workers.cache.page_lists import ONE_LIFETIME, Lifetimes, PageLists, live_pages
-from workers.cache.prefix_tree import PrefixTree
+from workers.cache.prefix_tree import PageJournal, PrefixTree
 
 Demand = tuple[int, int]
 """Consecutive pages requested, and the owner of the first."""
@@ -121,12 +120,12 @@ class PageAllocator:
 
         The caller has checked ``can_allocate``.
         """
-        assert self.can_allocate(demands, shared), f"{demands} wanted, {self.num_free} of {self.num_pages} free"
+        assert self.can_allocate(demands, shared), f"{demands} requested, {self.num_free} of {self.num_pages} free"
         self._held.update(page for page in shared if not self.is_cached(page))
         if self._tree:
             self._tree.claim([page for page in shared if page in self._tree])
-            wanted = self._total_by_owner(demands)
-            missing = [max(0, number - len(free)) for number, free in zip(wanted, self._free, strict=True)]
+            needed = self._total_by_owner(demands)
+            missing = [max(0, number - len(free)) for number, free in zip(needed, self._free, strict=True)]
             # Leaves are evicted first; in reverse, neighbours of a prefix are in order again and are sent as one span.
             evicted = self._tree.evict(missing)
             self.num_evicted += len(evicted)
@@ -190,12 +189,12 @@ class PageAllocator:
         keys = self._tree.keys() if self._tree else []
         return [key for key in keys if not lifetime_of(key)]
 
-    def follow(self, journal: PageJournal) -> None:
+    def add_journal(self, journal: PageJournal) -> None:
         """Record in the journal, from now on, pages that enter and leave the cache."""
         if self._tree and journal not in self._tree.journals:
             self._tree.journals.append(journal)
 
-    def unfollow(self, journal: PageJournal) -> None:
+    def remove_journal(self, journal: PageJournal) -> None:
         """Stop recording in the journal."""
         if self._tree and journal in self._tree.journals:
             self._tree.journals.remove(journal)
@@ -263,8 +262,8 @@ class PageAllocator:
 
     def _covers(self, num_free: Sequence[int], demands: Iterable[Demand]) -> bool:
         """Return whether each owner has the pages it would have to provide."""
-        wanted = self._total_by_owner(demands)
-        return all(number <= there for number, there in zip(wanted, num_free, strict=True))
+        needed = self._total_by_owner(demands)
+        return all(number <= there for number, there in zip(needed, num_free, strict=True))
 
     def _put_back(self, page: int) -> None:
         self._free[page % self._num_owners].append(page)

@@ -13,7 +13,31 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 
 from cluster.spec.kv import first_place
-from workers.cache.page_journal import PageJournal
+
+
+class PageJournal:
+    """Net changes by page key: a page that came and went is no change, so the journal never holds more keys than were
+    moved.
+    """
+
+    def __init__(self) -> None:
+        self._changes: dict[bytes, bool] = {}
+
+    def note(self, key: bytes, is_stored: bool) -> None:
+        """Record that a page was stored or removed."""
+        if self._changes.pop(key, is_stored) is is_stored:
+            self._changes[key] = is_stored
+
+    @property
+    def has_changes(self) -> bool:
+        """Return whether there are changes to take."""
+        return bool(self._changes)
+
+    def take(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the keys stored and those removed since the last call."""
+        changes, self._changes = self._changes, {}
+        stored = [key for key, is_stored in changes.items() if is_stored]
+        return stored, [key for key, is_stored in changes.items() if not is_stored]
 
 
 @dataclass(slots=True, eq=False)
@@ -170,10 +194,10 @@ class PrefixTree:
         """
         pages: list[int] = []
         num_taken = [0] * self.num_owners
-        for owner, wanted in enumerate(counts):
-            missing = wanted - num_taken[owner]
+        for owner, num_pages in enumerate(counts):
+            missing = num_pages - num_taken[owner]
             assert missing <= len(self._idle[owner]), f"{missing} pages of owner {owner} to evict"
-            while num_taken[owner] < wanted:
+            while num_taken[owner] < num_pages:
                 oldest = self._by_page[next(iter(self._idle[owner]))]
                 for node in reversed(_subtree(oldest)):
                     self._forget(node)

@@ -217,7 +217,7 @@ def shape_of_plan(plan: ShardPlan, scheduled: Sequence[ScheduledRequest], passin
     """Return the shape of a step whose shard plan is known."""
     shards = plan.runs[:1] if plan.replicated else plan.runs
     lens = last = plan.lens[: len(shards)]
-    if passing is not Passing.PASS_Q and not any(request.targets for request in scheduled):
+    if passing is not Passing.PASS_Q and not any(request.scored_ids for request in scheduled):
         # Only sampled tokens have queries in the last layer.
         ends = [request.first_position + len(request.token_ids) - 1 for request in scheduled]
         last = tuple(
@@ -261,7 +261,7 @@ def dummy_request(num_tokens: int, prefix_len: int = 0) -> ScheduledRequest:
 
 
 def _is_decode(scheduled: Sequence[ScheduledRequest]) -> bool:
-    return all(len(request.token_ids) == 1 and request.samples and not request.targets for request in scheduled)
+    return all(len(request.token_ids) == 1 and request.samples and not request.scored_ids for request in scheduled)
 
 
 def _by_cp_rank(lens: tuple[int, ...], cp: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from math import sqrt
 
 from workers.context_parallel.cost_model import ALL_REDUCES, ModelShape, Rates
 
-Chunk = Callable[[int], int]
+ChunkLen = Callable[[int], int]
 """Function from a prefix length to the tokens behind it that take a whole step's time; at least 1."""
 
 _FIXED_COSTS = 20
@@ -49,7 +49,7 @@ def slowest(measured: Iterable[tuple[ModelShape, Rates]], cp: int, num_tokens: i
     return max(measured, key=step_s)
 
 
-def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int, pp: int = 1) -> Chunk:
+def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int, pp: int = 1) -> ChunkLen:
     """Chunks that take as long as ``chunk_tokens`` of a new prompt, when their work is evenly divided over the ranks.
 
     n tokens behind p take n * token_s + (n * p + n * n / 2) * pair_s, which is solved for n. Where several stages wait

@@ -14,12 +14,12 @@ from cluster.spec.step_messages import ScheduledRequest, StepShape
 from workers.attention.runs import Run
 from workers.context_parallel.shard_plan import Indices, Owner, ShardPlan, plan_shards
 from workers.device import on_device
-from workers.engine.begun_step import PreviousTokens
+from workers.engine.step_state import PreviousTokens
 
 _NO_PAGES = np.empty(0, dtype=np.int64)
 
 
-class Sample(NamedTuple):
+class LastToken(NamedTuple):
     """Last token of a sampled request."""
 
     owner: Owner
@@ -68,7 +68,7 @@ class StepBatch:
     """Pages by lifetime."""
     prefix_shares: tuple[tuple[int, ...], ...]
     """Tokens of each request's prefix that are in an owner's pages, by owner and request."""
-    sampled: tuple[Sample, ...]
+    sampled: tuple[LastToken, ...]
     """Last tokens of sampled requests, in the order of the batch."""
     wanted: Tensor | None = None
     """Rows of this rank's tokens that have queries, int64; None for all."""
@@ -95,7 +95,7 @@ class StepBatch:
         return on_device(torch.tensor(offsets, dtype=torch.int64, device="cpu"), self.token_ids.device)
 
     @property
-    def _samples(self) -> list[Sample]:
+    def _samples(self) -> list[LastToken]:
         """Return the samples that this rank computes."""
         rank = 0 if self.plan.replicated else self.cp_rank
         return [sample for sample in self.sampled if sample.owner.cp_rank == rank]
@@ -169,7 +169,7 @@ def build_step_batch(
         ),
         prefix_shares=_prefix_shares(plan.prefix_lens, page_tables[0], page_size, owners),
         sampled=_samples(plan, scheduled),
-        is_scored=any(request.targets for request in scheduled),
+        is_scored=any(request.scored_ids for request in scheduled),
     )
 
 
@@ -195,13 +195,13 @@ def _split(tensor: Callable[[Indices], Tensor], tables: Sequence[Indices]) -> tu
     return tensor(np.concatenate([_NO_PAGES, *tables])).split_with_sizes([len(table) for table in tables])
 
 
-def _samples(plan: ShardPlan, scheduled: Sequence[ScheduledRequest]) -> tuple[Sample, ...]:
+def _samples(plan: ShardPlan, scheduled: Sequence[ScheduledRequest]) -> tuple[LastToken, ...]:
     sampled = [number for number, request in enumerate(scheduled) if request.samples]
     if plan.replicated and plan.num_tokens == len(plan.runs[0]) == len(scheduled):
-        return tuple(Sample(Owner(0, request), plan.runs[0][request]) for request in sampled)
+        return tuple(LastToken(Owner(0, request), plan.runs[0][request]) for request in sampled)
     last = [plan.prefix_lens[request] + plan.extend_lens[request] - 1 for request in sampled]
     return tuple(
-        Sample(plan.owner(plan.last_token(request)), Run(request, position, 1, 1))
+        LastToken(plan.owner(plan.last_token(request)), Run(request, position, 1, 1))
         for request, position in zip(sampled, last, strict=True)
     )
 

@@ -5,18 +5,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
+from cluster.spec.ids import Role
 from cluster.spec.ranks import moe_tp_size
+from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial, merge
 from workers.attention.runs import Run
 from workers.context_parallel.cost_model import ModelShape, Rates, computed_pairs
+from workers.context_parallel.step_time import slowest
 from workers.device import synchronize
+from workers.engine.rank_groups import RankGroups
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
+from workers.parallel.groups import ReplicaStore, exchange_at_start
 
 _SAMPLE_S = 0.02
 """Measurements of this length are not repeated, and nothing larger is measured."""
@@ -250,3 +256,28 @@ def _least_s(device: torch.device, call: Callable[[], object]) -> float:
 
 def _rate(work: float, seconds: float, fallback: float) -> float:
     return work / seconds if seconds > 0 else fallback
+
+
+_Measured = tuple[ModelShape, Rates]
+
+
+def measured_rates(
+    spec: WorkerSpec,
+    store: ReplicaStore,
+    model: DecoderModel,
+    pool: PagePool,
+    backend: AttentionBackend,
+    groups: RankGroups,
+    dtype: str,
+) -> tuple[ModelShape, Rates]:
+    """Return those of the slowest rank of all stages and DP ranks. Every rank calls this; decode chooses nothing by
+    rates.
+    """
+    shape = model.config.cost(dtype)
+    if spec.role is Role.DECODE:
+        return shape, Rates()
+    rates = calibrate(model, pool, backend, groups.cp, shape)
+    word = msgspec.json.encode((shape, rates)).decode()
+    words = exchange_at_start(store, "rates", spec.global_rank, spec.world_size, word)
+    measured = [msgspec.json.decode(word, type=_Measured) for word in words]
+    return slowest(measured, spec.sizes.cp, spec.config.prefill.chunk_tokens)

@@ -55,3 +55,16 @@ class GraphCapture:
         torch.cuda.set_stream(usual)
         with suppress(RuntimeError):  # it has ended that itself
             torch._C._cuda_endAllocateToPool(usual.device_index, self._memory)
+
+
+def bytes_taken_by(device: torch.device, record: Callable[[], None]) -> int:
+    """Return the GPU memory that a capture takes, whether torch, a library or the driver holds it."""
+    free = _free_bytes(device)
+    record()
+    return max(free - _free_bytes(device), 0)
+
+
+def _free_bytes(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]

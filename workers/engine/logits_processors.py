@@ -1,10 +1,11 @@
-"""Changes that requests make to logits before sampling: allowed tokens, bias and bans, penalties, grammars.
+"""Sampling state of a request, and the changes that requests make to logits before sampling.
 
-Work is proportional to the tokens that are named, with a grammar to the vocabulary: rows that ask for nothing cost
-nothing. No row depends on another.
+These are allowed tokens, bias and bans, penalties, and grammars. Work is proportional to the tokens that are named,
+with a grammar to the vocabulary: rows that ask for nothing cost nothing. No row depends on another.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -12,9 +13,152 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cluster.grammar import Grammars, Matcher
+from cluster.spec.errors import UserError
+from cluster.spec.sampling import Sampling
+from cluster.spec.step_messages import Admit
 from workers.device import index_on, on_device
-from workers.engine.sampling_state import SamplingState
-from workers.engine.token_counts import TokenCounts
+
+
+class TokenCounts:
+    """Counts of each token in the output: 0 for one that only the prompt has."""
+
+    def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        counts = Counter(output)
+        counts.update(dict.fromkeys(prompt, 0))
+        self._indices = {token_id: index for index, token_id in enumerate(counts)}
+        self._ids = np.fromiter(counts.keys(), dtype=np.int64)
+        self._counts = np.fromiter(counts.values(), dtype=np.float32)
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        return self._ids[: len(self._indices)]
+
+    @property
+    def counts(self) -> NDArray[np.float32]:
+        """Return each token's count in the output."""
+        return self._counts[: len(self._indices)]
+
+    def add(self, token_id: int) -> None:
+        """Count one more output token."""
+        index = self._indices.setdefault(token_id, len(self._indices))
+        if index == len(self._ids):
+            room = np.zeros(max(len(self._ids), 64), dtype=np.int64)
+            self._ids = np.concatenate([self._ids, room])
+            self._counts = np.concatenate([self._counts, room.astype(np.float32)])
+        self._ids[index] = token_id
+        self._counts[index] += 1
+
+
+class GrammarState:
+    """Grammar state of one request, rebuilt from its output, so it survives handoff and preemption."""
+
+    def __init__(self, grammars: Grammars | None, sampling: Sampling, output: Sequence[int], vocab_size: int) -> None:
+        self._ending_ids = np.array(sorted(sampling.ending_ids), dtype=np.int64)
+        self._min_tokens = sampling.min_tokens
+        self._all = np.ones(vocab_size, dtype=np.bool_)
+        self.problem = ""
+        """Reason why no token follows the grammar; any token is then sampled, and the request fails."""
+        self._matcher: Matcher | None = None
+        try:
+            assert grammars is not None, "this rank draws no tokens"
+            self._matcher = grammars.matcher(sampling.grammar)
+        except UserError as error:
+            self.problem = f"the grammar cannot be followed: {error}"
+        self._advance(output)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether nothing can follow."""
+        return self._matcher is not None and self._matcher.is_over
+
+    def allowed(self, position: int) -> NDArray[np.bool_]:
+        """Return a mask ``[vocab_size]`` of the tokens that can be sampled at this output position.
+
+        A token that ends the answer waits until the text is complete, and for ``min_tokens`` if anything else can
+        come.
+        """
+        if self._matcher is None or self.problem:
+            return self._all
+        allowed = self._matcher.allowed()
+        self._note_problem()
+        allowed[self._ending_ids] = self._matcher.is_whole and position >= self._min_tokens
+        if not allowed.any():
+            allowed[self._ending_ids] = self._matcher.is_whole
+        if not self.problem and not allowed.any():
+            self.problem = "the grammar cannot be followed: no token of this model fits, but such as end the answer"
+        return self._all if self.problem else allowed
+
+    def append(self, token_id: int) -> None:
+        """Advance by a sampled token."""
+        if token_id not in self._ending_ids:
+            self._advance([token_id])
+
+    def _advance(self, token_ids: Sequence[int]) -> None:
+        if self._matcher is not None and not self.problem:
+            self._matcher.advance(token_ids)
+            self._note_problem()
+
+    def _note_problem(self) -> None:
+        assert self._matcher is not None
+        if problem := self._matcher.problem:
+            self.problem = f"the grammar cannot be followed: {problem}"
+
+
+Shifts = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Token ids, each once, and the values added to their logits; -inf forbids."""
+
+
+class SamplingState:
+    """Sampling settings of one request, and its tokens as far as these look back."""
+
+    def __init__(self, admit: Admit, vocab_size: int, grammars: Grammars | None = None) -> None:
+        """Build the state, waiting for its grammar to be compiled if there is one."""
+        self.sampling = sampling = admit.sampling
+        output = admit.history[admit.prompt_len :]
+        self.asks = sampling.looks_back or bool(sampling.logit_bias or sampling.allowed_ids or sampling.min_tokens)
+        """Whether logits may have to be changed."""
+        self._vocab_size = vocab_size
+        self._tokens = list(admit.history) if sampling.bad_words else []
+        self._bias = _shifts_of(sampling.logit_bias)
+        self.allowed = np.array(sorted(sampling.allowed_ids), dtype=np.int64)
+        """Set of tokens that can be sampled, sorted; empty means all."""
+        self.counts: TokenCounts | None = None
+        """Token counts, if there are penalties."""
+        if sampling.has_penalties:
+            prompt = admit.history[: admit.prompt_len] if sampling.repetition_penalty != 1 else []
+            self.counts = TokenCounts(prompt, output)
+        self.grammar = GrammarState(grammars, sampling, output, vocab_size) if sampling.grammar else None
+
+    def shifts(self, position: int) -> Shifts:
+        """Return bias and bans at this output position."""
+        if banned := self._banned(position):
+            return _shifts_of(self.sampling.logit_bias | dict.fromkeys(banned, -math.inf))
+        return self._bias
+
+    def append(self, token_id: int) -> None:
+        """Record a sampled token."""
+        if self.sampling.bad_words:
+            self._tokens.append(token_id)
+        if self.counts is not None:
+            self.counts.add(token_id)
+        if self.grammar is not None:
+            self.grammar.append(token_id)
+
+    def _banned(self, position: int) -> set[int]:
+        """Return banned tokens; bans that would leave nothing are lifted, since some token must be sampled."""
+        banned = set(self.sampling.ending_ids) if position < self.sampling.min_tokens else set()
+        for word in self.sampling.bad_words:
+            before = word[:-1]
+            if not before or self._tokens[-len(before) :] == before:
+                banned.add(word[-1])
+        left = self.sampling.allowed_ids - banned if self.sampling.allowed_ids else self._vocab_size > len(banned)
+        return banned if left else set()
+
+
+def _shifts_of(shifts: dict[int, float]) -> Shifts:
+    return np.fromiter(shifts.keys(), dtype=np.int64), np.fromiter(shifts.values(), dtype=np.float32)
+
 
 Numbers = NDArray[np.float32]
 Index = tuple[Tensor, Tensor]

@@ -4,7 +4,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from cluster.spec.config import Device
+from cluster.spec.errors import UserError
 from cluster.spec.ids import Role
 from cluster.spec.kv import KvGeometry
 from cluster.spec.memory import GIB, GpuMemory, page_layout
@@ -12,7 +15,6 @@ from cluster.spec.registry import KvOwnership
 from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend
 from workers.engine.capture import Capture
-from workers.engine.gpu_memory import check_fits, measure_memory
 from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.memory.page_pool import PagePool
@@ -78,3 +80,30 @@ def _measure(
 def least_of_all(spec: WorkerSpec, store: ReplicaStore, gib: float) -> float:
     """Return the least size of all ranks, since all have equally many pages."""
     return min(map(float, exchange_at_start(store, "pool_gib", spec.global_rank, spec.world_size, repr(gib))))
+
+
+def measure_memory(device: torch.device, fraction: float, run_largest_step: Callable[[], None]) -> GpuMemory:
+    """Measure memory with the weights loaded and no pages yet; the step's own pages count as activations."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run_largest_step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return GpuMemory(
+        total=total / GIB,
+        fraction=fraction,
+        weights=weights / GIB,
+        activations=(peak - weights) / GIB,
+        others=max(others, 0) / GIB,
+    )
+
+
+def check_fits(memory: GpuMemory, pages_gib: float, key: str) -> None:
+    """Raise UserError, with the arithmetic, if the memory left cannot hold the pages."""
+    if memory.left < pages_gib:
+        raise UserError(f"{key}: {pages_gib:.3g} GiB requested for pages, but {memory}")

@@ -21,14 +21,12 @@ from workers.context_parallel.shard_plan import dummy_request, join_shapes, make
 from workers.device import event_on, has_kernels
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepInput, build_step_batch
-from workers.engine.begun_step import BegunStep, SampledTokens
-from workers.engine.capture import Capture
-from workers.engine.contexts import make_context
-from workers.engine.gpu_memory import bytes_taken_by
-from workers.engine.known_request import KnownRequest, PageTable
+from workers.engine.capture import Capture, bytes_taken_by
+from workers.engine.logits_processors import SamplingState
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
+from workers.engine.ring_context import make_context
 from workers.engine.sampler import begin_sample, draw
-from workers.engine.sampling_state import SamplingState
+from workers.engine.step_state import BegunStep, KnownRequest, PageTable, SampledTokens
 from workers.memory.copy import warm_up_copies
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import OnStored, PagePool
@@ -86,7 +84,7 @@ class ModelRunner:
         """Newest step in which this rank or another of its TP ranks has sampled tokens."""
 
     @property
-    def draws(self) -> bool:
+    def is_sampling_rank(self) -> bool:
         """Return whether this rank samples tokens: the first of the last stage."""
         return self._pipeline.is_last and self._cp_group.rank == 0 and self._model.groups.tp.rank == 0
 
@@ -141,7 +139,7 @@ class ModelRunner:
         with torch.inference_mode():
             hidden = torch.zeros(num_rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
             logits = model.logits(hidden)
-            if self.draws:
+            if self.is_sampling_rank:
                 draw(logits, [sampling] * num_rows, range(num_rows))
 
     def capture_decode(self, most_requests: int, capture: Capture) -> None:
@@ -201,7 +199,7 @@ class ModelRunner:
         with torch.inference_mode(), self._pool.in_step(load, on_stored):
             sampled = self._forward(plan) if any(plan.shape.shard_lens) else SampledTokens()
         # Sampled tokens arrive after everything else.
-        end = event_on(self._model.device) if sampled.draws is None else None
+        end = event_on(self._model.device) if sampled.pending is None else None
         return BegunStep({request.room: self.requests[request.room] for request in plan.scheduled}, sampled, end)
 
     def _update_requests(self, plan: StepPlan) -> None:
@@ -235,7 +233,7 @@ class ModelRunner:
         if not sampled or self._cp_group.rank > 0:
             return SampledTokens()
         logits = self._model.logits(last)
-        if self.draws:
+        if self.is_sampling_rank:
             self._sampled = self._begin_sample(sampled, logits)
         else:
             self._sampled = SampledTokens([request.room for request in sampled])
@@ -282,11 +280,11 @@ class ModelRunner:
     def _score_prompts(self, scheduled: Sequence[ScheduledRequest], context: StepContext, hidden: torch.Tensor) -> None:
         known = [self.requests[request.room] for request in scheduled]
         asked = [
-            Asked(request.targets, each.admit.sampling.num_prompt_logprobs or 0)
+            Asked(request.scored_ids, each.admit.sampling.num_prompt_logprobs or 0)
             for request, each in zip(scheduled, known, strict=True)
         ]
         logprobs = prompt_logprobs(self._model, self._cp_group, context.batch, hidden, asked)
-        if self.draws:
+        if self.is_sampling_rank:
             for request, added in zip(known, logprobs, strict=True):
                 request.prompt_logprobs += added
 

@@ -1,26 +1,191 @@
 """Sampling from logits. A sample depends on its request and output position, and on nothing else in the batch."""
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
-from workers.device import Arriving, index_on
-from workers.engine.cutoffs import keep_likeliest
-from workers.engine.draw_settings import DrawSettings
-from workers.engine.exponential_race import likeliest, win_race
-from workers.engine.logits_processors import process
-from workers.engine.sampling_state import SamplingState
+from workers.device import Arriving, has_kernels, index_on, on_device
+from workers.engine.logits_processors import SamplingState, process
+
+_ROUNDING = 1e-4
+"""Logits in fp32 that differ by less count as equal."""
+_NUM_SETTINGS, _NUM_WHOLE = 7, 3
+"""Number of settings per row; whole numbers come first."""
+
+
+class DrawSettings:
+    """Columns of ``[num_rows]`` each: views of one table, which reaches a GPU in one copy."""
+
+    def __init__(self, table: Tensor) -> None:
+        """Wrap ``table [settings, num_rows]`` int64, part of which holds the bits of fp64 numbers."""
+        self._table = table
+        self.indices, self.keys, self.top_k = table[:_NUM_WHOLE]
+        """Columns of int64: index among the step's rows, sampling key, and number of tokens to keep, at least 1."""
+        self.top_p, self.temperature, self.floor, self.rounding = table[_NUM_WHOLE:].view(torch.float64)
+        """Columns of fp64: mass to keep, divisor, least score by min-p, and tolerance of equal scores."""
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Sampling],
+        positions: Sequence[int],
+        indices: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
+    ) -> "DrawSettings":
+        """Return the settings of rows with temperatures above zero; ``positions`` are output positions."""
+        table = np.empty((_NUM_SETTINGS, len(rows)), np.int64)
+        table[0] = indices
+        table[1] = [key_of(row.seed, position) for row, position in zip(rows, positions, strict=True)]
+        table[2] = [row.top_k or vocab_size for row in rows]
+        top_p, temperature, floor, rounding = table[_NUM_WHOLE:].view(np.float64)
+        top_p[:] = [row.top_p for row in rows]
+        temperature[:] = [row.temperature for row in rows]
+        floor[:] = [math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows]
+        rounding[:] = _ROUNDING / temperature
+        return cls(on_device(torch.from_numpy(table), device))
+
+    def at(self, rows: Tensor) -> "DrawSettings":
+        """Return the settings of some rows."""
+        return DrawSettings(self._table[:, rows])
+
+
+_NUM_RANKED = 1024
+"""Tokens ranked at first; few rows must look further to find the end of their top-p."""
+
+
+def keep_likeliest(scores: Tensor, settings: DrawSettings) -> Tensor:
+    """Return scores with everything outside the top-k, then outside the smallest set of mass top-p, at -inf.
+
+    Tokens equal to the last one kept are kept too, so that neither their order nor rounding, which may depend on the
+    other rows of the batch, changes the sample.
+    """
+    vocab_size = scores.shape[-1]
+    top_k, top_p = settings.top_k, settings.top_p
+    cutoffs, is_sure = ranked_cutoffs(scores, top_k, top_p, min(vocab_size, _NUM_RANKED))
+    if has_kernels(scores):
+        from workers.kernels.sampling import find_cutoffs
+
+        find_cutoffs(scores, top_k, top_p, is_sure, cutoffs)
+    elif not is_sure.all():
+        unsure = ~is_sure
+        cutoffs[unsure], _ = ranked_cutoffs(scores[unsure], top_k[unsure], top_p[unsure], vocab_size)
+    rounding = settings.rounding.to(scores.dtype)
+    return scores.masked_fill(scores < (cutoffs - rounding)[:, None], -math.inf)
+
+
+def ranked_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
+    """Return each row's least score to keep, and whether ranking ``num_ranked`` tokens was enough to find it; both
+    ``[num_rows]``.
+
+    Scores are at most 0, and 0 for the likeliest. Of each row: top_k int64, at least 1; top_p fp64.
+    """
+    top_k, top_p = top_k[:, None], top_p[:, None]
+    ranked = scores.topk(num_ranked, dim=-1).values
+    is_outside = torch.arange(num_ranked, device=scores.device) >= top_k
+    weights = ranked.exp().double().masked_fill(is_outside, 0.0)
+    total = scores.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
+    total = torch.where(top_k <= num_ranked, weights.sum(dim=-1, keepdim=True), total)
+    is_beyond = (weights.cumsum(dim=-1) - weights >= top_p * total) & (top_p < 1)
+    is_beyond[:, 0] = False
+    num_kept = num_ranked - (is_outside | is_beyond).sum(dim=-1, keepdim=True)
+    vocab_size = scores.shape[-1]
+    # Top-p applies to the mass that top-k leaves, which is known if that is ranked, or is everything.
+    is_sure = (top_k <= num_ranked) | (is_beyond[:, -1:] & (top_k >= vocab_size)) | (num_ranked == vocab_size)
+    return ranked.gather(-1, num_kept - 1).squeeze(-1), is_sure.squeeze(-1)
+
+
+_STEP, _FIRST_FACTOR, _SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_FRACTION_BITS = 53
+_LEAST, _MOST = 2.0**-54, 1 - 2.0**-24
+"""Fractions whose exponentials are neither 0 nor infinite in fp32."""
+_CACHED = 1 << 16
+"""Exponentials computed at once on a CPU: they stay in its core's cache."""
+
+
+def key_of(seed: int, position: int) -> int:
+    """Return a signed 64-bit key that depends on the arguments alone, on every machine."""
+    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def win_race(weights: Tensor, keys: Tensor) -> Tensor:
+    """Sample one token id per row, ``[num_rows]`` int64, with probability proportional to its weight.
+
+    weights: ``[num_rows, vocab_size]`` fp32, 0 for tokens that cannot be sampled. keys: ``[num_rows]`` int64.
+
+    Each token gets an exponential time divided by its weight, and the earliest one wins (the Gumbel-max
+    trick; Maddison, Tarlow and Minka, 2014). When weights change by rounding, as after a continuation elsewhere,
+    the winner changes with a probability of that order; inverse transform sampling would add this up over all
+    borders between tokens.
+    """
+    if has_kernels(weights):
+        from workers.kernels import sampling
+
+        return sampling.win_race(weights, keys)
+    return plain_race(weights, keys)
+
+
+def plain_race(weights: Tensor, keys: Tensor) -> Tensor:
+    """Compute `win_race` in plain torch."""
+    num_rows, vocab_size = weights.shape
+    at_once = max(1, _CACHED // vocab_size) if weights.device.type == "cpu" else num_rows
+    blocks = [slice(first, first + at_once) for first in range(0, num_rows, at_once)]
+    return torch.cat([likeliest(_earliness(weights[block], keys[block])) for block in blocks])
+
+
+def _earliness(weights: Tensor, keys: Tensor) -> Tensor:
+    return weights / _exponentials(keys, weights.shape[-1])
+
+
+def likeliest(scores: Tensor) -> Tensor:
+    """Return the first maximum of each row; on a CPU numpy is several times as fast as torch."""
+    return torch.from_numpy(scores.numpy().argmax(axis=-1)) if scores.device.type == "cpu" else scores.argmax(dim=-1)
+
+
+def _exponentials(keys: Tensor, vocab_size: int) -> Tensor:
+    """Return ``[num_keys, vocab_size]`` fp32 exponentials of mean 1, from one SplitMix64 generator per key (Steele,
+    Lea and Flood, 2014).
+    """
+    bits = keys[:, None] + _steps(vocab_size, keys.device)
+    shifted = torch.empty_like(bits)
+    bits ^= _shift(bits, 30, shifted)
+    bits *= _signed(_FIRST_FACTOR)
+    bits ^= _shift(bits, 27, shifted)
+    bits *= _signed(_SECOND_FACTOR)
+    bits ^= _shift(bits, 31, shifted)
+    fractions = _shift(bits, 64 - _FRACTION_BITS, shifted).to(torch.float32) * 2.0**-_FRACTION_BITS
+    return fractions.clamp_(_LEAST, _MOST).neg_().log1p_().neg_()
+
+
+@cache
+def _steps(vocab_size: int, device: torch.device) -> Tensor:
+    return torch.arange(1, vocab_size + 1, device=device) * _signed(_STEP)
+
+
+def _shift(bits: Tensor, count: int, shifted: Tensor) -> Tensor:
+    """Shift right logically."""
+    return torch.bitwise_right_shift(bits, count, out=shifted).bitwise_and_((1 << (64 - count)) - 1)
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 64) if bits >> 63 else bits
+
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below this leave only the likeliest token, and would eventually divide by zero in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class PendingSamples:
     """Sampled tokens, one per row; on a GPU they may still be in flight."""
 
     token_ids: Tensor
@@ -53,7 +218,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[
     return begin_sample(logits, states, positions).wait()
 
 
-def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> Draws:
+def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> PendingSamples:
     """Start sampling one token per row.
 
     logits: [num_rows, vocab_size] fp32, as the model gives them; changed in place. positions: each row's output
@@ -67,7 +232,7 @@ def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Seq
     token_ids = draw(logits, [state.sampling for state in states], positions)
     likelihoods = _likelihoods(unprocessed, token_ids[of_asked], max(asked.values())) if of_asked is not None else ()
     # Now, since the next step may start before anybody waits for this one.
-    return Draws(token_ids, states, asked, Arriving(token_ids, *likelihoods))
+    return PendingSamples(token_ids, states, asked, Arriving(token_ids, *likelihoods))
 
 
 def _sampled(state: SamplingState, token_id: int, logprobs: TokenLogprobs | None) -> Sampled:

@@ -1,4 +1,4 @@
-"""Loading of checkpoints: copies a rank's part of a folder's safetensors, one tensor at a time."""
+"""Weights of models: a rank's part of a folder's safetensors, copied one tensor at a time, or random ones."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -81,19 +81,19 @@ class StoredTensor:
 
 
 def _fill(model: DecoderModel, config: DecoderConfig, folder: Path) -> None:
-    wanted, stored, copies = model.weights(), stored_tensors(folder), config.copies
-    others = {name for name in stored.keys() - wanted if name not in copies and not config.is_ignored(name)}
+    expected, stored, copies = model.weights(), stored_tensors(folder), config.copies
+    others = {name for name in stored.keys() - expected if name not in copies and not config.is_ignored(name)}
     # Names are counted only if this rank does not hold all of them.
     elsewhere = others and others & _all_names(config)
-    _check_fit(folder, wanted, stored, unexpected=others - elsewhere)
+    _check_fit(folder, expected, stored, unexpected=others - elsewhere)
     for file in sorted({tensor.file for tensor in stored.values()}):
-        with _opened(file) as tensors:
-            for name, part in wanted.items():
+        with _open_tensors(file) as tensors:
+            for name, part in expected.items():
                 if stored[name].file == file:
                     part.fill(tensors.get_slice(name)[part.index])
     for copy, original in copies.items():
-        if copy in stored and original in wanted:
-            _check_copy(copy, stored[copy], original, wanted[original])
+        if copy in stored and original in expected:
+            _check_copy(copy, stored[copy], original, expected[original])
 
 
 def _all_names(config: DecoderConfig) -> set[str]:
@@ -107,7 +107,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """List every tensor of a checkpoint without reading it. Raises CheckpointError."""
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
-        with _opened(file) as tensors:
+        with _open_tensors(file) as tensors:
             # `tensors` is a handle of the safetensors library, not a mapping.
             for name in tensors.keys():  # noqa: SIM118
                 stored[name] = StoredTensor(file, tuple(tensors.get_slice(name).get_shape()))
@@ -133,7 +133,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _open_tensors(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
@@ -142,21 +142,21 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _check_fit(
-    folder: Path, wanted: Mapping[str, WeightShard], stored: Mapping[str, StoredTensor], unexpected: set[str]
+    folder: Path, expected: Mapping[str, WeightShard], stored: Mapping[str, StoredTensor], unexpected: set[str]
 ) -> None:
     misshapen = [
         f"{name} is {list(stored[name].shape)} but should be {list(part.whole)}"
-        for name, part in wanted.items()
+        for name, part in expected.items()
         if name in stored and stored[name].shape != part.whole
     ]
-    found = {"missing": wanted.keys() - stored, "unexpected": unexpected, "wrong shape": misshapen}
+    found = {"missing": expected.keys() - stored, "unexpected": unexpected, "wrong shape": misshapen}
     problems = [f"{kind}: {_shortened(names)}" for kind, names in found.items() if names]
     if problems:
         raise CheckpointError(f"the tensors in {folder} do not fit its config.json; {'; '.join(problems)}")
 
 
 def _check_copy(name: str, copy: StoredTensor, original: str, part: WeightShard) -> None:
-    with _opened(copy.file) as tensors:
+    with _open_tensors(copy.file) as tensors:
         stored = tensors.get_slice(name)[part.index].to(part.target)
         if copy.shape != part.whole or not torch.equal(stored, part.target[: len(stored)]):
             raise CheckpointError(f"config.json ties {name} to {original}, but {copy.file} holds another")
@@ -165,3 +165,20 @@ def _check_copy(name: str, copy: StoredTensor, original: str, part: WeightShard)
 def _shortened(names: Collection[str]) -> str:
     shown = ", ".join(sorted(names)[:NAMES_SHOWN])
     return shown if len(names) <= NAMES_SHOWN else f"{shown} and {len(names) - NAMES_SHOWN} more"
+
+
+def random_model(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> DecoderModel:
+    """Build a model with random weights, equal in every process, and norms of one. Not packed yet.
+
+    Products keep the scale of their inputs, so that attention is selective at any width.
+    """
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = DecoderModel(config, dtype=dtype, device=device)
+    allocate(model, dtype, device)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
+        else:
+            parameter.fill_(1)
+    return model

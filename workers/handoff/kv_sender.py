@@ -1,7 +1,7 @@
 """Sender of one rank's part of finished KV: a session per transfer, a writer thread, and the final reports."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -12,12 +12,20 @@ from cluster.spec.config import TransferConfig
 from cluster.spec.ids import Peer, ReplicaId, Role, Room
 from cluster.spec.kv import pages_for
 from cluster.spec.registry import RankRow, Verify
-from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, ScheduledRequest, SendReport, StepPlan, Target
+from cluster.spec.step_messages import Admit, Destination, DropSend, ForgetPeer, ScheduledRequest, SendReport, StepPlan
 from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.digests import digest_pages
-from transfer.layer_groups import LEAST_SPAN_BYTES, early_ends
 from transfer.page_range import PageRange
-from transfer.plan import PagePair, PageShare, local_page, owned_pages, receivers, sent_groups
+from transfer.plan import (
+    LEAST_SPAN_BYTES,
+    PagePair,
+    PageShare,
+    early_ends,
+    local_page,
+    owned_pages,
+    receivers,
+    sent_groups,
+)
 from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Writer, Written
 from transfer.sender_session import SenderSession, SenderState
 from workers.handoff.post import Post, send_if_heard
@@ -87,7 +95,7 @@ class KvSender:
         """Number of layers sent before their step is over, of the pages that it completes."""
         self._failed: set[Room] = set()
         """Rooms of failed transfers, until the plans that may still compute them are over."""
-        self._targets: dict[ReplicaId, Target] = {}
+        self._newest_starts: dict[ReplicaId, Destination] = {}
         """Newest start of each decode replica that received KV."""
         self._outbox = outbox
         self._writer = start_writer(self._on_outcome)
@@ -162,9 +170,9 @@ class KvSender:
     def forget(self, message: ForgetPeer) -> None:
         """Unmap the memory of a decode replica that is gone, which otherwise stays as long as we have it open."""
         with self._lock:
-            known = self._targets.get(message.replica)
+            known = self._newest_starts.get(message.replica)
             if known is not None and known.decode.incarnation <= message.incarnation:
-                self._forget(self._targets.pop(message.replica))
+                self._forget(self._newest_starts.pop(message.replica))
 
     def close(self) -> None:
         """Stop the writer; what is queued is not written."""
@@ -175,51 +183,51 @@ class KvSender:
         """Return whether a request is sent; a failed one is over for the leader and may not restart with the prompt's
         next chunk.
         """
-        return admit.target is not None and admit.room not in self._failed
+        return admit.destination is not None and admit.room not in self._failed
 
     def _session(self, admit: Admit) -> SenderSession:
-        assert admit.target is not None
-        transfer = (admit.room, admit.target.generation)
+        assert admit.destination is not None
+        transfer = (admit.room, admit.destination.generation)
         if transfer not in self._sessions:
-            self._forget_older(admit.target)
+            self._forget_older(admit.destination)
             row = self._row
-            targets = self._receivers(admit.target)
+            ranks = self._receivers(admit.destination)
             self._sessions[transfer] = SenderSession(
                 room=admit.room,
-                target=admit.target,
+                destination=admit.destination,
                 prefill=self._prefill,
                 sender_rank=row.global_rank,
                 page_size=row.layout.page_size,
-                owned=self._owned_pages(admit.owner_base, admit.target),
-                share=PageShare.of(targets),
-                sends=bool(targets),
+                owned=self._owned_pages(admit.owner_base, admit.destination),
+                share=PageShare.of(ranks),
+                sends=bool(ranks),
             )
         return self._sessions[transfer]
 
-    def _receivers(self, target: Target) -> list[RankRow]:
-        return receivers(self._config.mode, self._row.coords, self._row.sizes, target.rows)
+    def _receivers(self, destination: Destination) -> list[RankRow]:
+        return receivers(self._config.mode, self._row.coords, self._row.sizes, destination.rows)
 
-    def _owned_pages(self, base: int, target: Target) -> Sequence[int]:
+    def _owned_pages(self, base: int, destination: Destination) -> Sequence[int]:
         """Return the pages of a request that this rank owns, by position."""
         return owned_pages(
             self._config.mode,
-            num_pages=pages_for(target.num_tokens, self._row.layout.page_size),
+            num_pages=pages_for(destination.num_tokens, self._row.layout.page_size),
             cp_rank=self._row.coords.cp,
             cp_size=self._row.sizes.cp,
             base=base,
-            first=target.held_pages,
+            first=destination.num_held_pages,
         )
 
-    def _forget_older(self, target: Target) -> None:
+    def _forget_older(self, destination: Destination) -> None:
         """Unmap the memory of a decode replica's earlier start."""
-        known = self._targets.get(target.decode.replica)
-        if known is None or known.decode.incarnation < target.decode.incarnation:
+        known = self._newest_starts.get(destination.decode.replica)
+        if known is None or known.decode.incarnation < destination.decode.incarnation:
             if known is not None:
                 self._forget(known)
-            self._targets[target.decode.replica] = target
+            self._newest_starts[destination.decode.replica] = destination
 
-    def _forget(self, target: Target) -> None:
-        for row in target.rows:
+    def _forget(self, destination: Destination) -> None:
+        for row in destination.rows:
             self._writer.forget(row.endpoint)
 
     def _job(self, session: SenderSession, pairs: list[PagePair], end: int | None = None) -> SendJob:
@@ -227,53 +235,56 @@ class KvSender:
 
         With ``end``, more layers follow; without it, the pages are complete.
         """
-        transfer = (session.room, session.target.generation)
-        layers = self._row.layout.layers[self._num_gone.pop(transfer, 0) : end]
-        if end is not None:
-            self._num_gone[transfer] = end
+        layers = self._unsent_layers(session, end)
         by_lifetime = [(lifetime, list(of_one)) for lifetime, of_one in groupby(pairs, lambda pair: pair.lifetime)]
         sources = [self._source(lifetime, of_one, layers) for lifetime, of_one in by_lifetime]
         parts = [
             part
-            for target in self._receivers(session.target)
+            for rank in self._receivers(session.destination)
             for lifetime, of_one in by_lifetime
-            for part in self._part(target, lifetime, of_one, layers)
+            if (part := self._part(rank, lifetime, of_one, layers)) is not None
         ]
-        publish = partial(self._publish, sources, self._event())
+        is_complete = end is None
         return SendJob(
             room=session.room,
-            generation=session.target.generation,
+            generation=session.destination.generation,
             make_writes=partial(_writes, parts),
-            num_pages=len(pairs) if end is None else 0,
-            make_ready=partial(self._make_ready, publish, parts if end is None else []),
+            num_pages=len(pairs) if is_complete else 0,
+            make_ready=partial(self._make_ready, sources, self._event(), parts if is_complete else []),
         )
+
+    def _unsent_layers(self, session: SenderSession, end: int | None) -> range:
+        """Return the layers before ``end`` that were not sent early, and count them as sent."""
+        transfer = (session.room, session.destination.generation)
+        begin = self._num_gone.pop(transfer, 0)
+        if end is not None:
+            self._num_gone[transfer] = end
+        return self._row.layout.layers[begin:end]
 
     def _source(self, lifetime: int, pairs: Sequence[PagePair], layers: range) -> PageRange:
         """Return these pages here."""
         pages = [local_page(self._row, pair.source) for pair in pairs]
         return PageRange(self._row.layout, pages, layers, lifetime=lifetime)
 
-    def _part(self, target: RankRow, lifetime: int, pairs: list[PagePair], layers: range) -> Iterator[_Part]:
-        """Yield the part of these pages of one lifetime that a decode rank is sent, if there is one."""
-        share = PageShare.of([target])
+    def _part(self, rank: RankRow, lifetime: int, pairs: list[PagePair], layers: range) -> _Part | None:
+        """Return the part of these pages of one lifetime that a decode rank is sent; None if there is none."""
+        share = PageShare.of([rank])
         sent = pairs if share.is_all else [pair for pair in pairs if share.has(pair.target)]
-        groups = sent_groups(self._row.coords, self._row.sizes, target)
+        groups = sent_groups(self._row.coords, self._row.sizes, rank)
         source = replace(self._source(lifetime, sent, layers), groups=groups)
-        if replace(source, layers=None).num_bytes:
-            yield target, source, PageRange(target.layout, [pair.target for pair in sent], lifetime=lifetime)
+        if not replace(source, layers=None).num_bytes:
+            return None
+        return rank, source, PageRange(rank.layout, [pair.target for pair in sent], lifetime=lifetime)
 
     def _event(self) -> Any:
         """Record the event after which everything computed so far is in the pages."""
         return self._memory.event() if self._memory is not None else None
 
-    def _publish(self, sources: Sequence[PageRange], after: Any) -> None:
+    def _make_ready(self, sources: Sequence[PageRange], after: Any, whole: Sequence[_Part]) -> list[PageDigests]:
+        """Publish the pages and return digests of complete ones; runs on the sender thread, before it writes."""
         if self._memory is not None:
             for source in sources:
                 self._memory.publish(source, after)
-
-    def _make_ready(self, publish: Callable[[], None], whole: Sequence[_Part]) -> list[PageDigests]:
-        """Publish the pages and return digests of complete ones; runs on the sender thread, before it writes."""
-        publish()
         if self._config.verify is not Verify.DIGEST:
             return []
         return [
@@ -305,18 +316,21 @@ class KvSender:
         """Send the final reports; decode's first, so that its page counts are there when the leader frees ours."""
         if not session.is_over:
             return
-        transfer = (session.room, session.target.generation)
+        transfer = (session.room, session.destination.generation)
         del self._sessions[transfer]
         self._num_gone.pop(transfer, None)
         if session.state is SenderState.FAILED and not session.saw_last_chunk:
             self._failed.add(session.room)
         if done := session.done():
-            send_if_heard(self._outbox, session.target.decode.address, done)
+            send_if_heard(self._outbox, session.destination.decode.address, done)
         send_if_heard(self._outbox, self._prefill.address, session.report())
 
 
 def _ends_prompt(scheduled: ScheduledRequest, admit: Admit) -> bool:
-    return admit.target is not None and scheduled.first_position + len(scheduled.token_ids) == admit.target.num_tokens
+    return (
+        admit.destination is not None
+        and scheduled.first_position + len(scheduled.token_ids) == admit.destination.num_tokens
+    )
 
 
 def _writes(parts: Sequence[_Part]) -> list[Write]:

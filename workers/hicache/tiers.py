@@ -11,9 +11,8 @@ from cluster.spec.hicache_config import HicacheConfig, StorageBackendName
 from cluster.spec.ids import Room
 from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.tiers import RankTiers, Tier, TierJob, TierJobKind, TierJobResult, TierState
-from workers.cache.page_journal import PageJournal
 from workers.cache.page_lists import Lifetimes
-from workers.cache.prefix_tree import PrefixTree
+from workers.cache.prefix_tree import PageJournal, PrefixTree
 from workers.hicache.policy.breaker import Breaker
 from workers.hicache.policy.host_index import HostIndex
 from workers.hicache.policy.host_writer import HostWriter

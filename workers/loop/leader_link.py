@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -14,46 +13,16 @@ from cluster.spec.registry import RankRow, ReplicaLoad
 from cluster.spec.step_messages import StepPlan, StepResult
 from cluster.spec.tiers import TierJob
 from cluster.spec.worker_spec import WorkerSpec
-from workers.engine.step_work import StepReports
 from workers.handoff.post import send_if_heard, send_to_ranks
 from workers.hicache.tier_worker import TierWorker
-from workers.loop.rank_steps import EndedStep
+from workers.loop.rank_steps import EndedStep, StepMeter, StepReports
 from workers.rank import Rank
-from workers.scheduler.meters import StepMeter
-from workers.scheduler.outgoing import outputs_together
-from workers.scheduler.replica_leader import ReplicaLeader
+from workers.scheduler.replica_leader import ReplicaLeader, outputs_together
 
 LOAD_EVERY_S = 0.05
 """Interval between load samples for heartbeats while there is work."""
 IDLE_WAIT_S = 1.0
 """Longest sleep of an idle loop, and so the largest delay of a deadline."""
-
-
-class LeaderLink(Protocol):
-    """Source of a rank's step plans and receiver of their outcomes."""
-
-    num_ahead: int
-    """Most steps that may start before the previous ones have ended."""
-
-    def idle_wait_s(self) -> float:
-        """Return the longest wait for messages while no step is under way."""
-        ...
-
-    def on_message(self, message: Message) -> Sequence[StepPlan]:
-        """Handle a message that is not for the rank itself; return steps to start before the next message."""
-        ...
-
-    def next_plans(self) -> Sequence[StepPlan]:
-        """Return steps to start when all messages are handled."""
-        ...
-
-    def on_ended(self, step: EndedStep) -> None:
-        """Apply the outcome of a step."""
-        ...
-
-    def end_round(self, *, is_busy: bool) -> None:
-        """Send pending messages at the end of each round of the loop; ``is_busy``: a step is under way."""
-        ...
 
 
 class LocalLeader:
@@ -71,6 +40,7 @@ class LocalLeader:
         clock: Clock,
     ) -> None:
         self.num_ahead = leader.num_ahead
+        """Most steps that may start before the previous ones have ended."""
         self.load = ReplicaLoad()
         """Load that heartbeats report; replaced as a whole, since another thread reads it."""
         self.hurry: Callable[[], None] = lambda: None
@@ -85,12 +55,14 @@ class LocalLeader:
         self._load_due_s = 0.0
 
     def idle_wait_s(self) -> float:
+        """Return the longest wait for messages while no step is under way."""
         if self._leader.has_work():
             return 0.0
         deadline_s = self._leader.next_deadline_s()
         return IDLE_WAIT_S if deadline_s is None else min(IDLE_WAIT_S, max(0.0, deadline_s - self._clock.now_s()))
 
     def on_message(self, message: Message) -> Sequence[StepPlan]:
+        """Handle a message that is not for the rank itself; return steps to start before the next message."""
         if isinstance(message, Submit) and message.sampling.grammar and self._rank.grammars is not None:
             # It takes long, and the request waits anyway.
             self._rank.grammars.prepare(message.sampling.grammar)
@@ -98,6 +70,7 @@ class LocalLeader:
         return ()
 
     def next_plans(self) -> Sequence[StepPlan]:
+        """Return steps to start when all messages are handled."""
         self._leader.tick(self._clock.now_s())
         plans = self._leader.next_plans()
         # First tokens, tickets and loaded pages do not wait for the step.
@@ -113,10 +86,11 @@ class LocalLeader:
     def on_ended(self, step: EndedStep) -> None:
         self._meter.after_step(step.plan, step.seconds)
         self._reports.count(step.seconds)
-        if self._rank.runner.draws and step.plan.scheduled:
+        if self._rank.runner.is_sampling_rank and step.plan.scheduled:
             self._leader.commit(self._dp_rank, step.sampled, self._clock.now_s())
 
     def end_round(self, *, is_busy: bool) -> None:
+        """Send pending messages at the end of each round of the loop; ``is_busy``: a step is under way."""
         is_idle = not is_busy and not self._leader.has_work()
         if report := self._reports.next(self._clock.now_s(), is_idle=is_idle):
             self._leader.on_message(report, self._clock.now_s())
@@ -147,13 +121,13 @@ class LocalLeader:
 
 
 class RemoteLeader:
-    """Leader in another process."""
+    """Leader in another process; its methods do as those of ``LocalLeader``."""
 
     def __init__(
         self, spec: WorkerSpec, rank: Rank, address: str, num_ahead: int, inbox: Inbox, outbox: Outbox, clock: Clock
     ) -> None:
         self.num_ahead = num_ahead
-        self._dp_rank, self._draws = spec.coords.dp, rank.runner.draws
+        self._dp_rank, self._draws = spec.coords.dp, rank.runner.is_sampling_rank
         self._address, self._inbox, self._outbox, self._clock = address, inbox, outbox, clock
         self._reports = step_reports(spec, rank)
         self._had_plans = False
@@ -186,3 +160,7 @@ class RemoteLeader:
 def step_reports(spec: WorkerSpec, rank: Rank) -> StepReports:
     """Return a new counter of a rank's steps."""
     return StepReports(rank.model, rank.groups.model, spec.global_rank)
+
+
+LeaderLink = LocalLeader | RemoteLeader
+"""Source of a rank's step plans and receiver of their outcomes."""

@@ -1,18 +1,26 @@
-"""Steps under way on one rank; at most one if its device does not run by itself."""
+"""Steps under way on one rank, at most one if its device does not run by itself, and counts of computed steps."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
+
+import torch
+from torch import nn
 
 from cluster.spec.clock import Clock
 from cluster.spec.ids import Room
+from cluster.spec.registry import StepTimes
 from cluster.spec.sampling import Sampled
-from cluster.spec.step_messages import StepPlan
-from workers.engine.begun_step import BegunStep
+from cluster.spec.step_messages import StepPlan, StepWork
+from cluster.spec.strategy import Passing, Strategy
+from workers.engine.step_state import BegunStep
 from workers.handoff.kv_sender import KvSender
 from workers.hicache.tier_worker import TierWorker
+from workers.layers.feed_forward import Experts
 from workers.loop.watch import BETWEEN_STEPS, Heartbeat
+from workers.parallel.model_groups import ModelGroups
 from workers.rank import Rank
 
 PATIENCE_S = 1.0
@@ -70,3 +78,81 @@ class RankSteps:
         self._heartbeat.at(BETWEEN_STEPS)
         start_s, self._ended_s = max(start_s, self._ended_s), self._clock.now_s()
         return EndedStep(plan, sampled, self._ended_s - start_s)
+
+
+_EVERY_S = 1.0
+"""Interval of work reports."""
+
+
+class StepReports:
+    """Reports of one rank. Of the ranks that share the width of an expert, the first one reports it."""
+
+    def __init__(self, model: nn.Module, groups: ModelGroups, global_rank: int) -> None:
+        """Start counting; warm-up is left out."""
+        self._num_steps, self._step_s = 0, 0.0
+        self._reported: tuple[int, Mapping[str, int]] = (0, {})
+        reports = groups.position.moe_tp == 0
+        self._experts = [module for module in model.modules() if isinstance(module, Experts)] if reports else []
+        self._global_rank = global_rank
+        self._before = self._counts()
+        self._due_s = 0.0
+
+    def count(self, seconds: float) -> None:
+        """Count one step and its duration."""
+        self._num_steps += 1
+        self._step_s += seconds
+
+    def next(
+        self, now_s: float, *, is_idle: bool, dropped: Mapping[str, int] = MappingProxyType({})
+    ) -> StepWork | None:
+        """Return a report if there is anything new: once a second, or when idle.
+
+        dropped: messages that the rank's inbox has dropped so far, by reason.
+        """
+        news = self._num_steps, dict(dropped)
+        if news == self._reported or (now_s < self._due_s and not is_idle):
+            return None
+        self._due_s = now_s + _EVERY_S
+        self._reported = news
+        return StepWork(
+            global_rank=self._global_rank,
+            num_steps=self._num_steps,
+            step_s=self._step_s,
+            expert_tokens=dict(self._counts() - self._before),
+            dropped=dict(dropped),
+        )
+
+    def _counts(self) -> Counter[int]:
+        counts: Counter[int] = Counter()
+        if self._experts:  # all layers at once, since the host may wait for a GPU
+            loads = torch.stack([experts.loads for experts in self._experts]).tolist()
+            for experts, of_layer in zip(self._experts, loads, strict=True):
+                counts.update(dict(zip(experts.numbers, of_layer, strict=True)))
+        return counts
+
+
+class StepMeter:
+    """Counters of steps that came with an estimate; a decode step has no choice to check."""
+
+    def __init__(self) -> None:
+        self._by_way: dict[tuple[Strategy, Passing | None], StepTimes] = {}
+        self.times: tuple[StepTimes, ...] = ()
+        """Replaced as a whole, since the lease's thread reads it."""
+
+    def after_step(self, plan: StepPlan, seconds: float) -> None:
+        """Count a computed step; ``seconds`` are those of the leader's own rank."""
+        if plan.estimate_s is None:
+            return
+        way = plan.shape.strategy, plan.shape.passing
+        before = self._by_way.get(way, StepTimes(strategy=plan.shape.strategy, passing=plan.shape.passing))
+        self._by_way[way] = StepTimes(
+            strategy=plan.shape.strategy,
+            passing=plan.shape.passing,
+            num_steps=before.num_steps + 1,
+            num_tokens=before.num_tokens + sum(len(request.token_ids) for request in plan.scheduled),
+            total_s=before.total_s + seconds,
+            total_estimate_s=before.total_estimate_s + plan.estimate_s,
+            last_s=seconds,
+            last_estimate_s=plan.estimate_s,
+        )
+        self.times = tuple(self._by_way.values())

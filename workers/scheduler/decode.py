@@ -26,11 +26,20 @@ from workers.cache.page_lists import live_pages
 from workers.context_parallel.shard_plan import idle_plan
 from workers.hicache.tiers import Tiers
 from workers.scheduler.decode_queue import DecodeQueue
-from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState, receiver_session
+from workers.scheduler.decode_request import (
+    MOVES,
+    DecodeRequest,
+    DecodeSettings,
+    DecodeState,
+    all_wait,
+    count_pages,
+    describe,
+    receiver_session,
+    stopping,
+)
 from workers.scheduler.leader import Leader
 from workers.scheduler.page_checks import PageChecks
-from workers.scheduler.quarantine import all_wait, count_pages, describe, stopping
-from workers.scheduler.sequence import Sequence
+from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.steps import StepScheduler
 from workers.trace.recorder import Recorder
 
@@ -85,13 +94,13 @@ class DecodeLeader(Leader):
         self._now_s = now_s
         for request in list(self._requests.values()):
             if request.session is not None and request.state is not DecodeState.RUNNING:
-                self._follow(request, request.session, request.session.tick(now_s))
+                self._act_on(request, request.session, request.session.tick(now_s))
         self.inquire(request.submit for request in self._requests.values() if request.state is not DecodeState.STOPPING)
         for address, check in self._checks.repeat(now_s):
             self.send(address, check)
         self._reserve(now_s)
         self._watch_quarantine()
-        self.follow_cache()
+        self.report_cache()
 
     def has_work(self) -> bool:
         """Return whether there is a step to compute now, or pages have arrived."""
@@ -100,7 +109,7 @@ class DecodeLeader(Leader):
     def next_plan(self) -> StepPlan | None:
         """Return the next step, or None; it schedules no requests if only received pages are to be announced."""
         plan = self._steps.next_plan() or (idle_plan() if self._arrived else None)
-        self.follow_cache()
+        self.report_cache()
         if plan is None:
             return None
         self.note_started(plan)
@@ -108,10 +117,10 @@ class DecodeLeader(Leader):
         arrived, self._arrived = self._arrived, []
         return replace(plan, arrived=arrived)
 
-    def follow_cache(self) -> None:
+    def report_cache(self) -> None:
         """Report changes of the cache, but not before ranks know of received pages."""
         if not self._arrived:
-            super().follow_cache()
+            super().report_cache()
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
         """Stream the new tokens, and end requests that got their last one."""
@@ -131,7 +140,7 @@ class DecodeLeader(Leader):
                 self._emit_first(request, replace(output, prompt_logprobs=token.prompt_logprobs, cached=cached))
         self._send_unsent(plan.step)
         self._reserve(now_s)
-        self.follow_cache()
+        self.report_cache()
 
     def load(self) -> ReplicaLoad:
         """Return the load that heartbeats report."""
@@ -146,7 +155,7 @@ class DecodeLeader(Leader):
             quarantined_pages=count_pages(self._quarantined()),
             wrong_pages=self._checks.num_wrong_pages,
             draining=self.draining or self._is_quarantined,
-            num_preempted=self._steps.num_preemptions,
+            num_preempted=self._steps.holders.num_preemptions,
         )
 
     def _on_submit(self, submit: Submit) -> None:
@@ -210,9 +219,9 @@ class DecodeLeader(Leader):
         answer = request.session.handle(message, now_s)
         if request.session.num_dropped.total() > num_dropped:
             self.drop(message)
-        self._follow(request, request.session, answer)
+        self._act_on(request, request.session, answer)
 
-    def _follow(self, request: DecodeRequest, session: ReceiverSession, message: Ticket | Revoke | None) -> None:
+    def _act_on(self, request: DecodeRequest, session: ReceiverSession, message: Ticket | Revoke | None) -> None:
         """Act on the session's new state."""
         if message is not None:
             self.send(session.prefill.address, message)
@@ -266,16 +275,15 @@ class DecodeLeader(Leader):
         output = self._newest_output(sequence, result.logprobs, is_last=result.is_last)
         self._emit_first(request, replace(output, prompt_logprobs=result.prompt_logprobs, cached=result.cached))
 
-    def _run(self, request: DecodeRequest, tokens: Iterable[int], computed_len: int) -> Sequence:
+    def _run(self, request: DecodeRequest, tokens: Iterable[int], computed_len: int) -> TokenSequence:
         """Hand a request to the step scheduler, which allocates pages if it has none."""
         max_pages = self._allocator.num_pages // self._allocator.lifetimes.num
         max_len = max_pages * self._settings.layout.page_size
         sequence = request.begin_sequence(tokens, computed_len, max_len)
-        add = self._steps.add_running if sequence.kv.pages else self._steps.add
-        add(sequence)
+        self._steps.add(sequence)
         return sequence
 
-    def _newest_output(self, sequence: Sequence, logprobs: list[TokenLogprobs], *, is_last: bool) -> Output:
+    def _newest_output(self, sequence: TokenSequence, logprobs: list[TokenLogprobs], *, is_last: bool) -> Output:
         return Output(
             room=sequence.room,
             replica=self.me.replica,
@@ -299,7 +307,7 @@ class DecodeLeader(Leader):
 
     def _emit(self, request: DecodeRequest, output: Output) -> None:
         if output.finish is not None:
-            self._steps.retire(request.room)
+            self._steps.holders.retire(request.room)
             self._end(request, output.finish)
         self.send(request.submit.router.address, output)
 
@@ -333,12 +341,12 @@ class DecodeLeader(Leader):
             self._queue.remove(request)
             self._end(request, reason)
         elif request.state is DecodeState.RUNNING:
-            self._steps.retire(request.submit.room)
+            self._steps.holders.retire(request.submit.room)
             self._end(request, reason)
         elif request.state is DecodeState.VERIFYING:
             self._end(request, reason)
         elif request.session is not None:
-            self._follow(request, request.session, request.session.cancel(reason, now_s))
+            self._act_on(request, request.session, request.session.cancel(reason, now_s))
 
     def _on_table(self, snapshot: TableSnapshot, now_s: float) -> None:
         """Stop waiting for prefill replicas proven gone, which cannot write; a silent one still might."""
@@ -352,7 +360,7 @@ class DecodeLeader(Leader):
             reaped = snapshot.reaped.get(session.prefill.replica)
             if reaped is not None:
                 session.prefill_gone(reaped, now_s)
-                self._follow(request, session, None)
+                self._act_on(request, session, None)
 
     def _quarantined(self) -> list[DecodeRequest]:
         """Return requests given up so long ago that neither silence nor settling bytes explain the wait."""
@@ -388,8 +396,8 @@ class DecodeLeader(Leader):
         self._checks.forget(request.room)
         del self._requests[request.submit.room]
 
-    def _move(self, request: DecodeRequest, target: DecodeState, event: str) -> None:
-        request.state = move(MOVES, request.state, target, event, f"room {request.submit.room}")
-        if target is DecodeState.STOPPING or target is DecodeState.ENDED:
+    def _move(self, request: DecodeRequest, state: DecodeState, event: str) -> None:
+        request.state = move(MOVES, request.state, state, event, f"room {request.submit.room}")
+        if state is DecodeState.STOPPING or state is DecodeState.ENDED:
             self._close(request.room, event)
-        self.recorder.enter(request.submit.room, None if target is DecodeState.ENDED else target.value, self._now_s)
+        self.recorder.enter(request.submit.room, None if state is DecodeState.ENDED else state.value, self._now_s)

@@ -90,7 +90,7 @@ class DecodeQueue:
         is not starved.
         """
         self._take_fetched(now_s)
-        self._promised = {room: pages for room, pages in self._promised.items() if self._steps.is_waiting(room)}
+        self._promised = {room: pages for room, pages in self._promised.items() if room in self._steps.holders.waiting}
         if self._steps.num_waiting > len(self._promised):
             return
         space: _Space | None = None
@@ -175,7 +175,7 @@ class DecodeQueue:
         if submit.prompt_of is None:
             return []
         num_full = (len(submit.prompt_ids) - 1) // self._page_size
-        pages = [ids[:num_full] for ids in self._steps.whole_pages(submit.prompt_of)]
+        pages = [ids[:num_full] for ids in self._steps.holders.whole_pages(submit.prompt_of)]
         is_usable = pages and pages[0] and self._allocator.lifetimes.can_continue(pages)
         return pages if is_usable else []
 

@@ -1,6 +1,7 @@
-"""State of one request in a decode leader, and its legal moves."""
+"""State of one request in a decode leader, its legal moves, and the pages of abandoned requests in quarantine."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -12,7 +13,8 @@ from cluster.spec.tiers import CachedTokens
 from cluster.spec.transfer_messages import Ticket
 from transfer.receiver_session import ReceiverSession
 from workers.cache.page_lists import PageLists, live_pages
-from workers.scheduler.sequence import KvState, RequestParams, Sequence
+from workers.scheduler.sequence import KvState, RequestParams, TokenSequence
+from workers.scheduler.steps import StepScheduler
 
 
 class DecodeState(Enum):
@@ -127,7 +129,7 @@ class DecodeRequest:
         """Priority; lower values go first."""
         return self.submit.priority
 
-    def begin_sequence(self, tokens: Iterable[int], computed_len: int, max_len: int) -> Sequence:
+    def begin_sequence(self, tokens: Iterable[int], computed_len: int, max_len: int) -> TokenSequence:
         """Hand the pages over to a sequence; they hold the KV of its first ``computed_len`` tokens."""
         pages, self.pages = self.pages, []
         kv = KvState(
@@ -136,7 +138,7 @@ class DecodeRequest:
             num_planned_tokens=computed_len,
             cached=CachedTokens(total=computed_len),
         )
-        return Sequence(RequestParams.of(self.submit, max_len), list(tokens), page_keys=self.page_keys, kv=kv)
+        return TokenSequence(RequestParams.of(self.submit, max_len), list(tokens), page_keys=self.page_keys, kv=kv)
 
 
 def cacheable_keys(submit: Submit, page_size: int) -> list[bytes]:
@@ -159,7 +161,7 @@ def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: 
         decode=settings.me,
         prefill_incarnation=prefill.incarnation,
         pages=pages,
-        held_pages=request.num_held,
+        num_held_pages=request.num_held,
         dp_rank=settings.dp_rank,
         wanted_dp_rank=request.submit.dp_rank,
         geometry=settings.geometry,
@@ -174,4 +176,33 @@ def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: 
         settle_s=settings.settle_s,
         verify=settings.verify,
         num_copies=settings.num_copies,
+    )
+
+
+def stopping(requests: Iterable[DecodeRequest], since_s: float = math.inf) -> list[DecodeRequest]:
+    """Return requests that were given up at that time or before."""
+    return [
+        request for request in requests if request.state is DecodeState.STOPPING and request.stopping_since_s <= since_s
+    ]
+
+
+def count_pages(requests: Iterable[DecodeRequest]) -> int:
+    """Count the pages of these requests."""
+    return sum(len(live_pages(request.new_pages)) for request in requests)
+
+
+def all_wait(requests: Iterable[DecodeRequest], steps: StepScheduler) -> bool:
+    """Return whether none of these has pages, or can have any now."""
+    waiting = {DecodeState.QUEUED} if steps.holders.running else {DecodeState.QUEUED, DecodeState.RUNNING}
+    return all(request.state in waiting for request in requests) and not steps.has_work()
+
+
+def describe(requests: Sequence[DecodeRequest], num_pages: int, limit: float) -> str:
+    """Describe why a replica ends because of these requests: beyond the limit, or blocking all others."""
+    is_beyond = count_pages(requests) > limit * num_pages
+    reason = f"more than {limit:g} of them" if is_beyond else "which a request waits for"
+    names = ", ".join(sorted({request.session.prefill.replica for request in requests if request.session}))
+    return (
+        f"{count_pages(requests)} of {num_pages} pages are in quarantine, {reason}: "
+        f"{names} did not confirm that it will write no more"
     )

@@ -13,7 +13,7 @@ from cluster.spec.tiers import CachedTokens, TierJob
 from workers.cache.page_allocator import Demand, PageAllocator
 from workers.cache.page_lists import Gap, PageLists, live_pages, tier_page
 from workers.hicache.tiers import Tiers
-from workers.scheduler.sequence import KvState, PageLoad, Sequence
+from workers.scheduler.sequence import KvState, PageLoad, TokenSequence
 from workers.scheduler.waiting import Waiting, urgency
 
 
@@ -31,15 +31,15 @@ class PageHolders:
         self._page_size = page_size
         self._num_arrivals = 0
         self._releases: list[Room] = []
-        self.waiting = Waiting[Sequence]()
-        self.running: dict[Room, Sequence] = {}
+        self.waiting = Waiting[TokenSequence]()
+        self.running: dict[Room, TokenSequence] = {}
         self._num_left = 0
         """Number of removed sequences whose pages the caller may still hold."""
-        self._leaving: list[Sequence] = []
+        self._leaving: list[TokenSequence] = []
         """Sequences removed while their pages were loaded: these may still be written to."""
         self.num_preemptions = 0
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         """Add a sequence, which runs if it brings pages."""
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
@@ -86,7 +86,7 @@ class PageHolders:
             return []
         return [pages[: known.kv.num_computed_tokens // self._page_size] for pages in known.kv.pages]
 
-    def can_start(self, sequence: Sequence) -> bool:
+    def can_start(self, sequence: TokenSequence) -> bool:
         """Return whether a waiting sequence can have its pages, and they are not reserved for the oldest one."""
         oldest = self.waiting.oldest
         assert oldest is not None, f"room {sequence.room} does not wait"
@@ -103,7 +103,7 @@ class PageHolders:
             self.waiting.note_in_vain(sequence)
         return can_start
 
-    def start(self, sequence: Sequence, *, is_alone: bool = False) -> bool:
+    def start(self, sequence: TokenSequence, *, is_alone: bool = False) -> bool:
         """Give a waiting sequence its pages if possible; return False if not, or if they must be loaded first.
 
         A sequence alone in the next step delays nobody else, so that step starts while its pages are loaded.
@@ -133,7 +133,7 @@ class PageHolders:
         return not sequence.waits_for_pages
 
     def _load_from_host(
-        self, tiers: Tiers, sequence: Sequence, prefix: list[bytes], gaps: list[Gap], *, is_layerwise: bool
+        self, tiers: Tiers, sequence: TokenSequence, prefix: list[bytes], gaps: list[Gap], *, is_layerwise: bool
     ) -> None:
         """Fill the gaps in a prefix, which host memory has."""
         kv = sequence.kv
@@ -158,14 +158,14 @@ class PageHolders:
         if is_layerwise:
             self._go_behind(kv, cached)
 
-    def note_sampled(self, sequence: Sequence) -> None:
+    def note_sampled(self, sequence: TokenSequence) -> None:
         """Note that a token was sampled behind all pages of a sequence: every rank that takes part has read them."""
         assert not sequence.waits_for_pages, f"room {sequence.room} is computed without its pages"
         if sequence.kv.load is not None:
             sequence.kv.load = None
             self.share(sequence)
 
-    def grow(self, sequence: Sequence, count: int) -> bool:
+    def grow(self, sequence: TokenSequence, count: int) -> bool:
         """Allocate pages for more tokens; preempt others, or this sequence, if necessary.
 
         Nobody is preempted for a sequence that is less urgent or came later, so some sequence always makes progress.
@@ -186,14 +186,14 @@ class PageHolders:
             pages += new
         return True
 
-    def share(self, sequence: Sequence) -> None:
+    def share(self, sequence: TokenSequence) -> None:
         """Share complete pages through the cache, unless copies to them may still be in flight."""
         if sequence.is_loading:
             return
         kv, keys = sequence.kv, self.keys(sequence, sequence.kv.num_computed_tokens)
         kv.num_shared_pages = self._allocator.share(kv.pages, keys, kv.num_shared_pages)
 
-    def free_passed(self, sequence: Sequence) -> None:
+    def free_passed(self, sequence: TokenSequence) -> None:
         """Free the pages that no token after the last full page can see, unless copies to them may be in flight."""
         kv = sequence.kv
         if len(kv.pages) == 1 or sequence.is_loading:
@@ -215,13 +215,13 @@ class PageHolders:
         releases, self._releases = self._releases, []
         return releases
 
-    def prefix_len(self, sequence: Sequence) -> int:
+    def prefix_len(self, sequence: TokenSequence) -> int:
         """Return the leading tokens that would not be computed if the sequence were scheduled now."""
         if sequence.kv.pages:
             return sequence.kv.num_planned_tokens
         return self._allocator.count_cached(self._prefix_keys(sequence)) * self._page_size
 
-    def next_key(self, sequence: Sequence) -> bytes | None:
+    def next_key(self, sequence: TokenSequence) -> bytes | None:
         """Return the key of the first page that a waiting sequence would compute; None if the page could not be
         shared.
         """
@@ -229,7 +229,7 @@ class PageHolders:
         num_cached = self._allocator.count_cached(keys)
         return keys[num_cached] if num_cached < len(keys) else None
 
-    def keys(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+    def keys(self, sequence: TokenSequence, num_tokens: int) -> list[bytes]:
         """Return keys of the full pages among the first tokens; hashed only if somebody will look them up."""
         return sequence.keys_of(num_tokens, self._page_size) if self._allocator.is_caching else []
 
@@ -245,7 +245,7 @@ class PageHolders:
             assert kv.num_pages >= pages_for(kv.num_computed_tokens, self._page_size), sequence.room
         assert not any(sequence.kv.pages for sequence in self.waiting)
 
-    def _count_passing(self, sequence: Sequence, oldest: Sequence) -> int:
+    def _count_passing(self, sequence: TokenSequence, oldest: TokenSequence) -> int:
         """Count pages that the oldest waiting sequence might have to wait for if this one took its own.
 
         Zero when both fit now, or will once sequences older than the oldest waiting one have ended.
@@ -264,7 +264,7 @@ class PageHolders:
         kv.cached = cached
         kv.num_computed_tokens = kv.num_planned_tokens = cached.total
 
-    def _on_loaded(self, sequence: Sequence, kv: KvState, is_done: bool) -> None:
+    def _on_loaded(self, sequence: TokenSequence, kv: KvState, is_done: bool) -> None:
         load, kv.load = kv.load, None
         if load is None or sequence.kv is not kv:
             return  # a token was sampled before every rank had answered
@@ -279,35 +279,35 @@ class PageHolders:
             sequence.uses_host = False
             self._wait_again(sequence)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        assert sequence.target is None, f"room {sequence.room} is being sent and cannot be preempted"
+    def _preempt(self, sequence: TokenSequence) -> None:
+        assert sequence.destination is None, f"room {sequence.room} is being sent and cannot be preempted"
         self._wait_again(sequence)
         self.num_preemptions += 1
 
-    def _wait_again(self, sequence: Sequence) -> None:
+    def _wait_again(self, sequence: TokenSequence) -> None:
         del self.running[sequence.room]
         self._leave_to_cache(sequence)
         self.waiting.add(sequence)
 
-    def _leave_to_cache(self, sequence: Sequence) -> None:
+    def _leave_to_cache(self, sequence: TokenSequence) -> None:
         keys = self.keys(sequence, sequence.kv.num_computed_tokens)
         self._allocator.keep(self._withdraw(sequence), keys)
 
-    def _withdraw(self, sequence: Sequence) -> PageLists:
+    def _withdraw(self, sequence: TokenSequence) -> PageLists:
         """Reset a sequence's KV state; return its pages."""
         kv, sequence.kv = sequence.kv, KvState()
         if kv.admitted_step:
             self._releases.append(sequence.room)
         return kv.pages
 
-    def _pages_of(self, sequence: Sequence) -> int:
+    def _pages_of(self, sequence: TokenSequence) -> int:
         return pages_for(len(sequence.tokens), self._page_size) * self._allocator.lifetimes.num
 
-    def _all_demands(self, sequence: Sequence) -> list[Demand]:
+    def _all_demands(self, sequence: TokenSequence) -> list[Demand]:
         """Return the demands of a sequence for which nothing is cached."""
         return [(pages_for(len(sequence.tokens), self._page_size), sequence.owner_base)] * self._allocator.lifetimes.num
 
-    def _gaps(self, sequence: Sequence, cached: PageLists) -> list[Gap]:
+    def _gaps(self, sequence: TokenSequence, cached: PageLists) -> list[Gap]:
         """Return the pages that a sequence needs besides the cached ones.
 
         It has pages for all of its tokens at once, so that it need not wait between its steps; those that no later
@@ -315,21 +315,21 @@ class PageHolders:
         """
         return self._allocator.lifetimes.gaps(cached, pages_for(len(sequence.tokens), self._page_size))
 
-    def _can_start_behind_cached(self, sequence: Sequence) -> bool:
+    def _can_start_behind_cached(self, sequence: TokenSequence) -> bool:
         cached = self._find_cached(sequence)
         return self._allocator.can_allocate(_demands(sequence, self._gaps(sequence, cached)), live_pages(cached))
 
-    def _find_cached(self, sequence: Sequence) -> PageLists:
+    def _find_cached(self, sequence: TokenSequence) -> PageLists:
         """Return the cached pages of the prefix behind which a sequence starts; host memory has the gaps in it."""
         keys = self._prefix_keys(sequence)
         if self._tiers and sequence.uses_host:
             return self._allocator.find(keys, self._tiers.host.has)
         return self._allocator.find(keys)
 
-    def _prefix_keys(self, sequence: Sequence) -> list[bytes]:
+    def _prefix_keys(self, sequence: TokenSequence) -> list[bytes]:
         """Return keys of pages that may come from the cache; the last token is always computed, for its logits."""
         return self.keys(sequence, len(sequence.tokens) - 1)
 
 
-def _demands(sequence: Sequence, gaps: list[Gap]) -> list[Demand]:
+def _demands(sequence: TokenSequence, gaps: list[Gap]) -> list[Demand]:
     return [(gap.end - gap.first, sequence.owner_base + gap.first) for gap in gaps]

@@ -116,11 +116,11 @@ class Leader(ABC):
 
     def check_integrity(self) -> None:
         """Prove that every page is held as often as it is counted; raises AssertionError."""
-        self._steps.check_integrity()
+        self._steps.holders.check_integrity()
         if self.tiers:
             self.tiers.check_integrity()
         own = [page for request in self._requests.values() for page in live_pages(request.pages)]
-        self._allocator.check_integrity(self._steps.held_pages + own)
+        self._allocator.check_integrity(self._steps.holders.held_pages + own)
 
     def send(self, address: str, message: Message) -> None:
         """Queue a message for the loop to send."""
@@ -132,7 +132,7 @@ class Leader(ABC):
         """
         return self.tiers.next_deadline_s() if self.tiers else None
 
-    def follow_cache(self) -> None:
+    def report_cache(self) -> None:
         """Report cache changes to routers, and send copy jobs to ranks."""
         self.outgoing += self.reporter.news()
         if self.tiers:
@@ -166,7 +166,7 @@ class Leader(ABC):
             case Command() if message.incarnation == self.me.incarnation:
                 self.on_command(message)
             case SubscribeKvEvents() if message.incarnation == self.me.incarnation:
-                self.outgoing += self.reporter.follow(message)
+                self.outgoing += self.reporter.subscribe(message)
             case _:
                 self.drop(message)
 
@@ -186,7 +186,7 @@ class Leader(ABC):
         """Note a request in its first state; if it is traced, its states are recorded from now on."""
         self.num_taken += 1
         if submit.traced:
-            self.recorder.follow(submit.room)
+            self.recorder.trace(submit.room)
         self.recorder.enter(submit.room, state, self._now_s)
 
     def send_failure(self, submit: Submit, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:

@@ -13,7 +13,7 @@ from cluster.spec.messages import KvEvents, Message, SubscribeKvEvents
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.tiers import Tier
 from workers.cache.page_allocator import PageAllocator
-from workers.cache.page_journal import PageJournal
+from workers.cache.prefix_tree import PageJournal
 from workers.hicache.tiers import Tiers
 
 MAX_KEYS = 65_536
@@ -21,45 +21,45 @@ MAX_KEYS = 65_536
 
 
 @dataclass(slots=True)
-class _Follower:
+class _Subscriber:
     router: Peer
     next_number: int = 0
 
 
 class PageReporter:
-    """Routers that follow one leader's cache, and what was reported to them."""
+    """Routers that subscribe to one leader's cache, and what was reported to them."""
 
     def __init__(self, me: Peer, allocator: PageAllocator, tiers: Tiers | None = None) -> None:
         self._tiers = tiers
         self._me = me
         self._allocator = allocator
         self._journal = PageJournal()
-        self._followers: dict[ReplicaId, _Follower] = {}
+        self._subscribers: dict[ReplicaId, _Subscriber] = {}
 
-    def follow(self, message: SubscribeKvEvents) -> list[tuple[str, Message]]:
+    def subscribe(self, message: SubscribeKvEvents) -> list[tuple[str, Message]]:
         """Answer a router with all cached prefixes; an older start of the same router gets no more reports."""
-        known = self._followers.get(message.router.replica)
+        known = self._subscribers.get(message.router.replica)
         is_older = known is not None and known.router.incarnation > message.router.incarnation
         if message.incarnation != self._me.incarnation or is_older:
             return []
-        self._allocator.follow(self._journal)
-        follower = self._followers[message.router.replica] = _Follower(message.router)
-        reports = self._report(follower, Tier.DEVICE, self._allocator.cached_keys(), [])
+        self._allocator.add_journal(self._journal)
+        subscriber = self._subscribers[message.router.replica] = _Subscriber(message.router)
+        reports = self._report(subscriber, Tier.DEVICE, self._allocator.cached_keys(), [])
         for tier, keys in self._tiers.keys_below().items() if self._tiers else ():
-            reports += self._report(follower, tier, _chained(keys), [])
+            reports += self._report(subscriber, tier, _chained(keys), [])
         return reports
 
     def on_table(self, table: TableSnapshot) -> None:
         """Forget routers that are gone."""
-        for replica, follower in list(self._followers.items()):
-            if table.reaped.get(replica, 0) >= follower.router.incarnation:
-                del self._followers[replica]
-        if not self._followers:
-            self._allocator.unfollow(self._journal)
+        for replica, subscriber in list(self._subscribers.items()):
+            if table.reaped.get(replica, 0) >= subscriber.router.incarnation:
+                del self._subscribers[replica]
+        if not self._subscribers:
+            self._allocator.remove_journal(self._journal)
             self._journal.take()
 
     def news(self) -> list[tuple[str, Message]]:
-        """Return the changes since the last call, for all followers."""
+        """Return the changes since the last call, for all subscribers."""
         reports = self._news_of(Tier.DEVICE, self._journal)
         for tier, journal in self._tiers.journals.items() if self._tiers else ():
             reports += self._news_of(tier, journal)
@@ -69,11 +69,11 @@ class PageReporter:
         stored, removed = map(_chained, journal.take())
         if not stored and not removed:
             return []
-        followers = self._followers.values()
-        return [reports for follower in followers for reports in self._report(follower, tier, stored, removed)]
+        subscribers = self._subscribers.values()
+        return [reports for subscriber in subscribers for reports in self._report(subscriber, tier, stored, removed)]
 
     def _report(
-        self, follower: _Follower, tier: Tier, stored: list[bytes], removed: list[bytes]
+        self, subscriber: _Subscriber, tier: Tier, stored: list[bytes], removed: list[bytes]
     ) -> list[tuple[str, Message]]:
         """Build at least one message, so that an empty cache is reported as empty."""
         nothing: list[bytes] = []
@@ -83,13 +83,13 @@ class PageReporter:
             news = KvEvents(
                 replica=self._me.replica,
                 incarnation=self._me.incarnation,
-                number=follower.next_number,
+                number=subscriber.next_number,
                 stored=some_stored,
                 removed=some_removed,
                 tier=tier,
             )
-            follower.next_number += 1
-            reports.append((follower.router.address, news))
+            subscriber.next_number += 1
+            reports.append((subscriber.router.address, news))
         return reports
 
 

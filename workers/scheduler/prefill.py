@@ -14,25 +14,24 @@ from cluster.spec.kv import owner_base, page_keys, pages_for
 from cluster.spec.messages import Blame, Cancel, Message, Submit, TableUpdate
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
-from cluster.spec.step_messages import DropSend, ForgetPeer, SendReport, StepPlan, Target
+from cluster.spec.step_messages import Destination, DropSend, ForgetPeer, SendReport, StepPlan
 from cluster.spec.transfer_messages import Revoke, SendState, Ticket
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 from transfer.sender_session import is_quiet
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
 from workers.scheduler.leader import Leader
-from workers.scheduler.meters import SendMeter
 from workers.scheduler.prefill_request import (
     MOVES,
     PrefillRequest,
     PrefillSettings,
     PrefillState,
+    SendMeter,
     drained,
     refused,
     result_of,
 )
-from workers.scheduler.sequence import RequestParams
-from workers.scheduler.sequence import Sequence as TokenSequence
+from workers.scheduler.sequence import RequestParams, TokenSequence
 from workers.scheduler.steps import StepScheduler
 from workers.trace.recorder import Recorder
 
@@ -91,14 +90,14 @@ class PrefillLeader(Leader):
                 self._refuse(ticket, reason)
         # All others have a ticket, so decode asks about their end too.
         self.inquire(request.submit for request in self._requests.values() if request.state is PrefillState.QUEUED)
-        self.follow_cache()
+        self.report_cache()
 
     def next_plan(self) -> StepPlan | None:
         """Return the next step, or None."""
         plan = self._steps.next_plan()
         if plan is not None:
             self.note_started(plan)
-        self.follow_cache()
+        self.report_cache()
         return plan
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
@@ -112,14 +111,14 @@ class PrefillLeader(Leader):
                 self._give_up(request, problem, retryable=False)
                 continue
             cached = sequence.kv.cached
-            request.pages = self._steps.remove(sequence.room)
+            request.pages = self._steps.holders.remove(sequence.room)
             self._move(request, PrefillState.SENDING, "first token")
-            assert sequence.target is not None
+            assert sequence.destination is not None
             first = sampled[sequence.room]
-            result = result_of(self._settings, request, sequence.target, first, cached, now_s)
+            result = result_of(self._settings, request, sequence.destination, first, cached, now_s)
             self.send(request.submit.decode.address, result)
             self._settle(request)
-        self.follow_cache()
+        self.report_cache()
 
     def load(self) -> ReplicaLoad:
         """Return the load that heartbeats report."""
@@ -237,13 +236,13 @@ class PrefillLeader(Leader):
                 self._settings.row.sizes.cp,
                 submit.cache_salt,
             ),
-            target=Target(
+            destination=Destination(
                 generation=ticket.generation,
                 decode=ticket.decode,
                 rows=list(rows),
                 num_tokens=len(submit.prompt_ids),
                 pages=ticket.pages,
-                held_pages=ticket.held_pages,
+                num_held_pages=ticket.num_held_pages,
             ),
         )
 
@@ -317,7 +316,7 @@ class PrefillLeader(Leader):
             return
         if request.state is not PrefillState.STOPPING:
             if request.state is PrefillState.SCHEDULED:
-                request.pages = self._steps.remove(request.submit.room)
+                request.pages = self._steps.holders.remove(request.submit.room)
             self._move(request, PrefillState.STOPPING, reason)
             request.stop_reason = reason
             self._drop_sends(request)
@@ -361,9 +360,9 @@ class PrefillLeader(Leader):
         self.ended.add(request.submit.room, request.stop_reason or event)
         del self._requests[request.submit.room]
 
-    def _move(self, request: PrefillRequest, target: PrefillState, event: str) -> None:
-        request.state = move(MOVES, request.state, target, event, f"room {request.submit.room}")
-        self.recorder.enter(request.submit.room, None if target is PrefillState.ENDED else target.value, self._now_s)
+    def _move(self, request: PrefillRequest, state: PrefillState, event: str) -> None:
+        request.state = move(MOVES, request.state, state, event, f"room {request.submit.room}")
+        self.recorder.enter(request.submit.room, None if state is PrefillState.ENDED else state.value, self._now_s)
 
     def _refuse(self, ticket: Ticket, reason: str) -> None:
         self.send(ticket.decode.address, refused(self.me, ticket, reason))

@@ -1,4 +1,4 @@
-"""State of one request in a prefill leader, its legal moves, and the messages that end its ticket."""
+"""State of one request in a prefill leader, its legal moves, the messages that end its ticket, and totals of sends."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -7,9 +7,9 @@ from cluster.spec.ids import Peer
 from cluster.spec.kv import PoolLayout
 from cluster.spec.messages import Submit
 from cluster.spec.ranks import coords_of, world_size
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import RankRow, SendTimes
 from cluster.spec.sampling import Sampled
-from cluster.spec.step_messages import Target
+from cluster.spec.step_messages import Destination, SendReport
 from cluster.spec.tiers import CachedTokens
 from cluster.spec.transfer_messages import Drained, Refused, Result, Revoke, SendState, Ticket
 from transfer.plan import PageShare, receivers
@@ -86,7 +86,7 @@ class PrefillRequest:
 def result_of(
     settings: PrefillSettings,
     request: PrefillRequest,
-    target: Target,
+    destination: Destination,
     first: Sampled,
     cached: CachedTokens,
     now_s: float,
@@ -96,12 +96,12 @@ def result_of(
     row = settings.row
     coords = [coords_of(rank, row.sizes) for rank in range(world_size(row.sizes))]
     receivers_of = {
-        rank: targets
+        rank: ranks
         for rank, at in enumerate(coords)
-        if at.dp == row.coords.dp and (targets := receivers(row.transfer_mode, at, row.sizes, target.rows))
+        if at.dp == row.coords.dp and (ranks := receivers(row.transfer_mode, at, row.sizes, destination.rows))
     }
     # CP ranks that hold the same heads and layers divide the pages.
-    parts = {(coords[rank].tp, coords[rank].pp): targets for rank, targets in receivers_of.items()}
+    parts = {(coords[rank].tp, coords[rank].pp): ranks for rank, ranks in receivers_of.items()}
     return Result(
         room=request.submit.room,
         generation=request.ticket.generation,
@@ -115,11 +115,11 @@ def result_of(
         bootstrap_s=request.scheduled_s - request.arrived_s,
         prefill_s=now_s - request.scheduled_s,
         senders=list(receivers_of),
-        num_pages=sum(PageShare.of(part).count(live_pages(target.pages)) for part in parts.values()),
+        num_pages=sum(PageShare.of(part).count(live_pages(destination.pages)) for part in parts.values()),
         num_bytes=sum(
             row.layout.bytes_of(lifetime) * PageShare.of([row]).count(live_pages([pages]))
-            for row in target.rows
-            for lifetime, pages in enumerate(target.pages)
+            for row in destination.rows
+            for lifetime, pages in enumerate(destination.pages)
         ),
     )
 
@@ -143,3 +143,28 @@ def drained(me: Peer, asked: Revoke | Ticket) -> Drained:
         prefill=me,
         decode_incarnation=asked.decode.incarnation,
     )
+
+
+class SendMeter:
+    """Totals sent by the ranks of a replica, from their reports."""
+
+    def __init__(self) -> None:
+        self._by_rank: dict[int, SendTimes] = {}
+
+    @property
+    def times(self) -> tuple[SendTimes, ...]:
+        """Return the totals by global rank."""
+        return tuple(self._by_rank[rank] for rank in sorted(self._by_rank))
+
+    def add(self, report: SendReport) -> None:
+        """Add a rank's report of a finished transfer."""
+        if not report.num_bytes:
+            return
+        rank = report.sender_rank
+        before = self._by_rank.get(rank, SendTimes(global_rank=rank))
+        self._by_rank[rank] = SendTimes(
+            global_rank=rank,
+            num_transfers=before.num_transfers + 1,
+            num_bytes=before.num_bytes + report.num_bytes,
+            write_s=before.write_s + report.write_s,
+        )

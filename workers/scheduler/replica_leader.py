@@ -4,12 +4,12 @@ Each has its own requests, pages and cache. This one decides which gets a reques
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import CommandResult, Inquire, KvEvents, Message, Submit
+from cluster.spec.messages import CommandResult, Inquire, KvEvents, Message, Output, Outputs, Submit
 from cluster.spec.ranks import coords_of
 from cluster.spec.registry import AxisSizes, ComputeTimes, ReplicaLoad
 from cluster.spec.sampling import Sampled
@@ -218,3 +218,17 @@ class ReplicaLeader:
 def _both(one: CommandResult, other: CommandResult) -> CommandResult:
     """Combine the answers of two DP ranks to one command, which they accept or refuse for the same reasons."""
     return replace(one, refusal=one.refusal or other.refusal, num_pinned=max(one.num_pinned, other.num_pinned))
+
+
+def outputs_together(outgoing: Iterable[tuple[str, Message]]) -> Iterator[tuple[str, Message]]:
+    """Join outputs for one address into as few messages as keep the order of each address."""
+    together: dict[str, list[Output]] = {}
+    for address, message in outgoing:
+        if isinstance(message, Output):
+            together.setdefault(address, []).append(message)
+            continue
+        if outputs := together.pop(address, None):
+            yield address, Outputs(outputs=outputs)
+        yield address, message
+    for address, outputs in together.items():
+        yield address, Outputs(outputs=outputs)

@@ -6,7 +6,7 @@ from cluster.spec.ids import Room
 from cluster.spec.kv import extend_page_keys
 from cluster.spec.messages import Submit
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
-from cluster.spec.step_messages import Admit, ScheduledRequest, Target
+from cluster.spec.step_messages import Admit, Destination, ScheduledRequest
 from cluster.spec.tiers import CachedTokens
 from workers.cache.page_lists import PageLists
 
@@ -87,7 +87,7 @@ class KvState:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class TokenSequence:
     """Tokens of a request, and the state of their KV while it runs."""
 
     params: RequestParams
@@ -95,8 +95,8 @@ class Sequence:
     """Prompt followed by output."""
     owner_base: int = 0
     """Owner of page 0 if pages are divided over CP ranks."""
-    target: Target | None = None
-    """Decode target of the KV that prefill sends while it computes."""
+    destination: Destination | None = None
+    """Destination of the KV that prefill sends while it computes."""
     page_keys: list[bytes] = field(default_factory=list)
     """Keys of the leading full pages, as far as they were needed."""
     kv: KvState = field(default_factory=KvState)
@@ -163,7 +163,7 @@ class Sequence:
         return None
 
 
-def admit(sequence: Sequence, step: int) -> Admit:
+def admit(sequence: TokenSequence, step: int) -> Admit:
     """Announce the request to the ranks with this step."""
     params, sequence.kv.admitted_step = sequence.params, step
     return Admit(
@@ -172,12 +172,12 @@ def admit(sequence: Sequence, step: int) -> Admit:
         owner_base=sequence.owner_base,
         sampling=params.sampling,
         history=list(sequence.tokens) if params.sampling.looks_back else [],
-        target=sequence.target,
+        destination=sequence.destination,
         traced=params.traced,
     )
 
 
-def schedule(sequence: Sequence, count: int) -> ScheduledRequest:
+def schedule(sequence: TokenSequence, count: int) -> ScheduledRequest:
     """Plan the next ``count`` tokens of a sequence."""
     kv = sequence.kv
     start = kv.num_planned_tokens
@@ -196,5 +196,5 @@ def schedule(sequence: Sequence, count: int) -> ScheduledRequest:
         new_pages=new_pages,
         samples=kv.num_planned_tokens == len(sequence.tokens) + kv.num_pending_samples,
         output_position=sequence.num_outputs + kv.num_pending_samples,
-        targets=sequence.tokens[start + 1 : start + 1 + count] if is_scored else [],
+        scored_ids=sequence.tokens[start + 1 : start + 1 + count] if is_scored else [],
     )

@@ -13,12 +13,11 @@ from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from workers.cache.page_allocator import PageAllocator
-from workers.cache.page_lists import PageLists
 from workers.context_parallel.cost_model import Choose
-from workers.context_parallel.step_time import Chunk
+from workers.context_parallel.step_time import ChunkLen
 from workers.hicache.tiers import Tiers
 from workers.scheduler.holders import PageHolders
-from workers.scheduler.sequence import Sequence, admit, schedule
+from workers.scheduler.sequence import TokenSequence, admit, schedule
 from workers.scheduler.turns import Budget, Turn, turn
 from workers.scheduler.waiting import urgency
 
@@ -46,19 +45,19 @@ class StepLimits:
 class _Candidates:
     """Sequences that want tokens of the current step and are not streams."""
 
-    sequences: list[Sequence]
+    sequences: list[TokenSequence]
     turns: Mapping[Room, Turn]
     is_alone: bool
     """Whether there is one candidate and nobody else runs."""
-    computed_by: dict[bytes, Sequence]
-    """Sequence that computes a page in this step or one under way, by page key."""
+    computed_by: dict[bytes, TokenSequence]
+    """TokenSequence that computes a page in this step or one under way, by page key."""
 
-    def by_priority(self) -> list[Sequence]:
+    def by_priority(self) -> list[TokenSequence]:
         return sorted(self.sequences, key=lambda sequence: self.turns[sequence.room].sort_key)
 
-    def by_length(self) -> dict[int, list[Sequence]]:
+    def by_length(self) -> dict[int, list[TokenSequence]]:
         """Return sequences by length class, oldest first."""
-        groups: dict[int, list[Sequence]] = {}
+        groups: dict[int, list[TokenSequence]] = {}
         for sequence in sorted(self.sequences, key=lambda sequence: sequence.arrival):
             groups.setdefault(self.turns[sequence.room].length, []).append(sequence)
         return groups
@@ -72,11 +71,11 @@ class StepScheduler:
         allocator: PageAllocator,
         limits: StepLimits,
         choose: Choose,
-        chunk: Chunk | None = None,
+        chunk: ChunkLen | None = None,
         tiers: Tiers | None = None,
     ) -> None:
         """Build a scheduler; without ``chunk``, a token takes the same time whatever its prefix."""
-        self._holders = PageHolders(allocator, limits.page_size, tiers)
+        self.holders = PageHolders(allocator, limits.page_size, tiers)
         self._limits = limits
         self._choose = choose
         self._chunk = chunk or (lambda _prefix_len: limits.chunk_tokens)
@@ -87,57 +86,21 @@ class StepScheduler:
     @property
     def num_waiting(self) -> int:
         """Return the number of sequences without pages."""
-        return len(self._holders.waiting)
-
-    def is_waiting(self, room: Room) -> bool:
-        """Return whether a sequence is here and holds no pages."""
-        return room in self._holders.waiting
-
-    @property
-    def num_running(self) -> int:
-        """Return the number of sequences with pages."""
-        return len(self._holders.running)
-
-    @property
-    def num_preemptions(self) -> int:
-        """Return how often a sequence had to give its pages back."""
-        return self._holders.num_preemptions
-
-    @property
-    def held_pages(self) -> list[int]:
-        return self._holders.held_pages
-
-    def whole_pages(self, room: Room) -> PageLists:
-        """Return the pages of a sequence whose KV is complete; none if it waits or is unknown."""
-        return self._holders.whole_pages(room)
+        return len(self.holders.waiting)
 
     def has_work(self) -> bool:
         """Return whether the next plan would hold anything; a release alone can wait."""
-        holders = self._holders
+        holders = self.holders
         if self.num_under_way == self._limits.depth:
             return False
         running = holders.running.values()
         has_pending = any(sequence.num_pending_tokens and not sequence.waits_for_pages for sequence in running)
         return has_pending or any(map(holders.can_start, holders.waiting.candidates()))
 
-    def add(self, sequence: Sequence) -> None:
-        """Add a sequence without pages; it starts when it is scheduled and its pages are free."""
-        assert not sequence.kv.pages, f"room {sequence.room} brings pages but is to wait"
+    def add(self, sequence: TokenSequence) -> None:
+        """Add a sequence; without pages, it starts when it is scheduled and its pages are free."""
         sequence.first_step = self._step
-        self._holders.add(sequence)
-
-    def add_running(self, sequence: Sequence) -> None:
-        """Add a sequence whose KV is already in its pages."""
-        assert sequence.kv.pages, f"room {sequence.room} is to run and brings no pages"
-        self._holders.add(sequence)
-
-    def remove(self, room: Room) -> PageLists:
-        """Remove a sequence; its pages now belong to the caller."""
-        return self._holders.remove(room)
-
-    def retire(self, room: Room) -> None:
-        """Remove a sequence and leave what was computed of it to the cache."""
-        self._holders.retire(room)
+        self.holders.add(sequence)
 
     def next_plan(self) -> StepPlan | None:
         """Return the next step, or None when there is nothing to compute; the caller commits plans in order."""
@@ -151,7 +114,7 @@ class StepScheduler:
         self._schedule_by_priority(candidates, budget)
         return self._make_plan(budget.granted) if budget.granted else None
 
-    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> list[Sequence]:
+    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> list[TokenSequence]:
         """Apply the outcome of a step; return the sequences that got a token, in the order of the plan.
 
         Sequences that were removed or restarted while the step ran are skipped.
@@ -159,26 +122,22 @@ class StepScheduler:
         self.num_under_way -= 1
         advanced = []
         for scheduled in plan.scheduled:
-            sequence = self._holders.running.get(scheduled.room)
+            sequence = self.holders.running.get(scheduled.room)
             if sequence is None or not 0 < sequence.kv.admitted_step <= plan.step:
                 continue
             kv = sequence.kv
             kv.num_computed_tokens += len(scheduled.token_ids)
             if scheduled.samples:
-                self._holders.note_sampled(sequence)
+                self.holders.note_sampled(sequence)
             page_size = self._limits.page_size
             if kv.num_computed_tokens // page_size > scheduled.first_position // page_size:
-                self._holders.share(sequence)
-                self._holders.free_passed(sequence)
+                self.holders.share(sequence)
+                self.holders.free_passed(sequence)
             if scheduled.samples:
                 sequence.tokens.append(sampled[scheduled.room].token_id)
                 kv.num_pending_samples = max(0, kv.num_pending_samples - 1)
                 advanced.append(sequence)
         return advanced
-
-    def check_integrity(self) -> None:
-        """Prove that every running sequence has the pages its KV needs, and no waiting one has any."""
-        self._holders.check_integrity()
 
     def _schedule_streams(self, budget: Budget) -> None:
         """Grant one token to every stream; others may be preempted to make room for it.
@@ -186,26 +145,26 @@ class StepScheduler:
         No sequence that has its token already is preempted, since it precedes those that may be. With several steps
         under way at once, each has its part of the sequences.
         """
-        running = self._holders.running.values()
+        running = self.holders.running.values()
         streams = sorted((sequence for sequence in running if sequence.is_stream), key=urgency)
         if self._limits.depth > 1 and not self._limits.runs_ahead:
             num_streams = -(-sum(sequence.num_outputs > 0 for sequence in running) // self._limits.depth)
             streams = streams[:num_streams]
         for sequence in streams:
             # A sequence that was preempted meanwhile has no pages.
-            if budget.is_open(sequence.room) and sequence.kv.pages and self._holders.grow(sequence, 1):
+            if budget.is_open(sequence.room) and sequence.kv.pages and self.holders.grow(sequence, 1):
                 budget.grant_stream(sequence.room, sequence.kv.num_planned_tokens)
 
     def _find_candidates(self, budget: Budget) -> _Candidates:
         """Find everyone else that can be computed now, running or waiting."""
-        running = self._holders.running.values()
+        running = self.holders.running.values()
         pending = [
             sequence
             for sequence in running
             if sequence.room not in budget.granted and sequence.num_pending_tokens and not sequence.is_stream
         ]
         sequences = [
-            sequence for sequence in pending + self._holders.waiting.candidates() if not sequence.waits_for_pages
+            sequence for sequence in pending + self.holders.waiting.candidates() if not sequence.waits_for_pages
         ]
         is_alone = len(sequences) == 1 and all(other is sequences[0] for other in running)
         computed_by = {
@@ -224,7 +183,7 @@ class StepScheduler:
             for sequence in group:
                 if not budget.is_open(sequence.room):
                     continue
-                if sequence.kv.pages or self._holders.start(sequence, is_alone=candidates.is_alone):
+                if sequence.kv.pages or self.holders.start(sequence, is_alone=candidates.is_alone):
                     num_planned, num_pending = sequence.kv.num_planned_tokens, sequence.num_pending_tokens
                     budget.grant_share(sequence.room, num_planned, num_pending, share / len(groups))
                     self._note_computing(sequence, candidates, budget)
@@ -252,32 +211,32 @@ class StepScheduler:
                 budget.grant(chosen.room, chosen.kv.num_planned_tokens, chosen.num_pending_tokens)
                 self._note_computing(chosen, candidates, budget)
 
-    def _who_computes(self, sequence: Sequence, candidates: _Candidates) -> Sequence | None:
+    def _who_computes(self, sequence: TokenSequence, candidates: _Candidates) -> TokenSequence | None:
         """Return who gets a sequence's tokens; None if it lacks pages."""
         if sequence.kv.pages:
             return sequence
-        key = self._holders.next_key(sequence)
+        key = self.holders.next_key(sequence)
         if key is not None and key in candidates.computed_by:
             return candidates.computed_by[key]
-        return sequence if self._holders.start(sequence, is_alone=candidates.is_alone) else None
+        return sequence if self.holders.start(sequence, is_alone=candidates.is_alone) else None
 
     def _make_plan(self, granted: Mapping[Room, int]) -> StepPlan:
         """Build the step that computes the granted tokens."""
         self._step += 1
         self.num_under_way += 1
-        running = [self._holders.running[room] for room in granted]
+        running = [self.holders.running[room] for room in granted]
         admits = [admit(sequence, self._step) for sequence in running if not sequence.kv.admitted_step]
         scheduled = [schedule(sequence, granted[sequence.room]) for sequence in running]
         if self._runs_ahead:
             for sequence, request in zip(running, scheduled, strict=True):
                 sequence.kv.num_pending_samples += request.samples
-        choice, load = self._choose(scheduled), self._holders.take_layerwise_load()
+        choice, load = self._choose(scheduled), self.holders.take_layerwise_load()
         return StepPlan(
             step=self._step,
             shape=choice.shape if load is None else replace(choice.shape, is_decode=False),
             admits=admits,
             scheduled=scheduled,
-            releases=self._holders.take_releases(),
+            releases=self.holders.take_releases(),
             estimate_s=choice.estimate_s,
             layerwise_load=load,
         )
@@ -288,11 +247,11 @@ class StepScheduler:
         that none starves.
         """
         return self._limits.runs_ahead and not any(
-            sequence.params.sampling.looks_back for sequence in self._holders.running.values()
+            sequence.params.sampling.looks_back for sequence in self.holders.running.values()
         )
 
-    def _turn(self, sequence: Sequence) -> Turn:
-        prefix_len = self._holders.prefix_len(sequence)
+    def _turn(self, sequence: TokenSequence) -> Turn:
+        prefix_len = self.holders.prefix_len(sequence)
         return turn(
             priority=sequence.priority,
             arrival=sequence.arrival,
@@ -302,14 +261,14 @@ class StepScheduler:
             age_steps=self._step - sequence.first_step,
         )
 
-    def _note_computing(self, sequence: Sequence, candidates: _Candidates, budget: Budget) -> None:
+    def _note_computing(self, sequence: TokenSequence, candidates: _Candidates, budget: Budget) -> None:
         """Remember who computes the pages that this step completes."""
         end = sequence.kv.num_planned_tokens + budget.granted.get(sequence.room, 0)
         candidates.computed_by.update(dict.fromkeys(self._pending_keys(sequence, end), sequence))
 
-    def _pending_keys(self, sequence: Sequence, end: int) -> list[bytes]:
+    def _pending_keys(self, sequence: TokenSequence, end: int) -> list[bytes]:
         """Return keys of the incomplete pages before token ``end``."""
         num_computed = sequence.kv.num_computed_tokens
         if end == num_computed:
             return []
-        return self._holders.keys(sequence, end)[num_computed // self._limits.page_size :]
+        return self.holders.keys(sequence, end)[num_computed // self._limits.page_size :]

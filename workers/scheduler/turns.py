@@ -8,7 +8,7 @@ does. The rest is granted by rank, and nothing is left over while a sequence wan
 from typing import NamedTuple
 
 from cluster.spec.ids import Room
-from workers.context_parallel.step_time import Chunk
+from workers.context_parallel.step_time import ChunkLen
 
 WINDOW = 32
 """Number of consecutive arrivals among which a longer prefix goes first; a sequence overtakes fewer than this of its
@@ -53,7 +53,9 @@ def turn(
 class Budget:
     """Tokens, time and requests of one step, granted request by request."""
 
-    def __init__(self, num_tokens: int, max_requests: int, chunk: Chunk, max_context_tokens: int | None = None) -> None:
+    def __init__(
+        self, num_tokens: int, max_requests: int, chunk: ChunkLen, max_context_tokens: int | None = None
+    ) -> None:
         """Build a budget; a request uses the part of the step's time that its tokens are of their ``chunk``.
 
         ``max_context_tokens``: most tokens of all requests including their prefixes, where there are several.
@@ -71,16 +73,16 @@ class Budget:
         has_place = room in self.granted or len(self.granted) < self._max_requests
         return has_place and self._num_left > 0 and self._time_left > 0
 
-    def grant(self, room: Room, prefix_len: int, wanted: int) -> None:
-        """Raise a room's tokens to ``wanted``, as far as some are left."""
+    def grant(self, room: Room, prefix_len: int, num_tokens: int) -> None:
+        """Raise a room's tokens to ``num_tokens``, as far as some are left."""
         chunk = self._chunk(prefix_len)
-        count = min(wanted - self.granted.get(room, 0), int(self._time_left * chunk + _ROUNDING))
+        count = min(num_tokens - self.granted.get(room, 0), int(self._time_left * chunk + _ROUNDING))
         self._add(room, prefix_len, count, chunk)
 
-    def grant_share(self, room: Room, prefix_len: int, wanted: int, share: float) -> None:
+    def grant_share(self, room: Room, prefix_len: int, num_tokens: int, share: float) -> None:
         """Grant a room its initial share of the step, at least one token."""
         chunk = self._chunk(prefix_len)
-        self._add(room, prefix_len, min(wanted, max(1, int(share * min(chunk, self._num_left)))), chunk)
+        self._add(room, prefix_len, min(num_tokens, max(1, int(share * min(chunk, self._num_left)))), chunk)
 
     def grant_stream(self, room: Room, prefix_len: int) -> None:
         """Grant one token to a room that has none and may still enter the step."""

@@ -1,12 +1,11 @@
 """Recording of one worker's work for traced requests. Costs almost nothing while none is traced."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cluster.spec.clock import Interval
 from cluster.spec.ids import Room
-from cluster.spec.step_messages import Admit, StepPlan
+from cluster.spec.step_messages import StepPlan
 
 REQUEST, COMPUTE, COLLECTIVES, KV_SENDER = "request", "compute", "collectives", "kv sender"
 """Names of lanes in the trace."""
@@ -43,7 +42,7 @@ class Recorder:
         self._current: list[Log] = []
         """Logs of the requests in the current step."""
 
-    def follow(self, room: Room) -> None:
+    def trace(self, room: Room) -> None:
         """Record this request from now on."""
         self._logs.setdefault(room, Log())
         if len(self._logs) > MAX_ROOMS:
@@ -51,7 +50,9 @@ class Recorder:
 
     def begin(self, plan: StepPlan) -> bool:
         """Start a step and return whether a request in it is traced. Intervals belong to all of those until ``end``."""
-        self._follow_admits(plan.admits)
+        for admit in plan.admits:
+            if admit.traced:
+                self.trace(admit.room)
         self._current = [self._logs[row.room] for row in plan.scheduled if row.room in self._logs] if self._logs else []
         return bool(self._current)
 
@@ -82,8 +83,3 @@ class Recorder:
         """Return the log of a request up to now, and forget it; empty if it was not traced."""
         self.enter(room, None, now_s)
         return self._logs.pop(room, None) or Log()
-
-    def _follow_admits(self, admits: Iterable[Admit]) -> None:
-        for admit in admits:
-            if admit.traced:
-                self.follow(admit.room)

@@ -18,7 +18,7 @@ def geometry(**changes: object) -> KvGeometry:
     return msgspec.structs.replace(tiny, **changes)
 
 
-def ticket(pages: list[int], held_pages: int = 0) -> Ticket:
+def ticket(pages: list[int], num_held_pages: int = 0) -> Ticket:
     """A ticket of generation 1."""
     return Ticket(
         room=ROOM,
@@ -26,7 +26,7 @@ def ticket(pages: list[int], held_pages: int = 0) -> Ticket:
         decode=DECODE,
         prefill_incarnation=PREFILL.incarnation,
         pages=[pages],
-        held_pages=held_pages,
+        num_held_pages=num_held_pages,
         geometry=geometry(),
     )
 

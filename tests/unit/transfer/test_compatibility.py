@@ -106,8 +106,8 @@ def test_sharded_decode_is_refused() -> None:
 
 
 def test_a_ticket_must_cover_the_prompt() -> None:
-    assert ticket_refusal(ticket([5, 6], held_pages=1), prompt_len=9) is None
-    assert ticket_refusal(ticket([5], held_pages=1), prompt_len=9) == (
+    assert ticket_refusal(ticket([5, 6], num_held_pages=1), prompt_len=9) is None
+    assert ticket_refusal(ticket([5], num_held_pages=1), prompt_len=9) == (
         "decode-1 gave 1 pages after 1 held ones; a prompt of 9 tokens takes 3"
     )
     two_lists = msgspec.structs.replace(ticket([1]), pages=[[1], [2]])

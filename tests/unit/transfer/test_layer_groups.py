@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cluster.spec.kv import PoolLayout
 from tests.fakes.kv import kv_layout
-from transfer.layer_groups import LEAST_SPAN_BYTES, MOST_GROUPS, early_ends
+from transfer.plan import LEAST_SPAN_BYTES, MOST_GROUPS, early_ends
 
 
 def layout_of(num_layers: int, head_dim: int) -> PoolLayout:

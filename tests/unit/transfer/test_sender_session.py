@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.errors import IllegalTransitionError
-from cluster.spec.step_messages import Target
+from cluster.spec.step_messages import Destination
 from cluster.spec.transfer_messages import SendState
 from tests.unit.transfer.samples import DECODE, PREFILL, ROOM
 from transfer.plan import PageShare
@@ -16,17 +16,17 @@ PAGE = 4
 
 def _session(prompt_len: int, owned: range, *, held: int = 0, sends: bool = True) -> SenderSession:
     num_pages = -(-prompt_len // PAGE)
-    target = Target(
+    target = Destination(
         generation=2,
         decode=DECODE,
         rows=[],
         num_tokens=prompt_len,
         pages=[[100 + i for i in range(held, num_pages)]],
-        held_pages=held,
+        num_held_pages=held,
     )
     return SenderSession(
         room=ROOM,
-        target=target,
+        destination=target,
         prefill=PREFILL,
         sender_rank=1,
         page_size=PAGE,

@@ -18,8 +18,7 @@ from cluster.spec.memory import GIB, pool_layout
 from cluster.spec.registry import AxisSizes, RankCoords, RankRow, TransferMode
 from tests.fakes.kv import kv_geometry, make_spans
 from tests.fakes.rows import make_row
-from transfer.layer_groups import early_ends
-from transfer.plan import PagePair, PageShare, owned_pages, receivers
+from transfer.plan import PagePair, PageShare, early_ends, owned_pages, receivers
 
 TABLES = Path(__file__).parents[2] / "data" / "span_tables.json"
 SOURCE_PAGES, TARGET_PAGES = 40, 50

@@ -21,10 +21,10 @@ from workers.context_parallel import gather
 from workers.context_parallel.gather import RowGather, join_rows
 from workers.context_parallel.shard_plan import Owner, make_shard_plan
 from workers.engine import batch as batch_module
-from workers.engine import pass_q_context
+from workers.engine import ring_context
 from workers.engine.attention_context import CpExchange
 from workers.engine.batch import StepBatch, build_step_batch
-from workers.engine.contexts import make_context
+from workers.engine.ring_context import make_context
 from workers.memory import page_pool
 from workers.parallel.collectives import Communicator
 
@@ -106,7 +106,7 @@ def test_a_gpu_is_not_waited_for_in_a_step(
     strategy: Strategy, passing: Passing | None, in_background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors without content raise where something must be known of it; kernels take the place of plain torch."""
-    for module in (device, batch_module, gather, pass_q_context):
+    for module in (device, batch_module, gather, ring_context):
         monkeypatch.setattr(module, "on_device", lambda tensor, _: tensor.to("meta"))
     kernels = SimpleNamespace(store_kv=lambda _pages, slots, kv: stored.append((len(slots), len(kv))))
     monkeypatch.setattr(page_pool, "elementwise_kernels", lambda _: kernels)

@@ -43,7 +43,7 @@ def runner_of(folder: Path, tp: Communicator) -> ModelRunner:
 
 
 def plan_of(*, samples: bool) -> StepPlan:
-    admit = Admit(room=Room(1), prompt_len=9, owner_base=0, sampling=Sampling(), target=None)
+    admit = Admit(room=Room(1), prompt_len=9, owner_base=0, sampling=Sampling(), destination=None)
     row = ScheduledRequest(
         room=Room(1), first_position=0, token_ids=[1, 2, 3], new_pages=[[0]], samples=samples, output_position=0
     )

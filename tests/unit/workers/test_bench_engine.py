@@ -11,8 +11,8 @@ from cluster.spec.config import Device
 from workers.bench.engine import EngineBench, TransformersPeer, num_same, timed
 from workers.bench.results import DeviceLimits
 from workers.bench.shapes import SHAPES, BenchShape
-from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
+from workers.engine.weights import random_model
 from workers.models.registry import parse_model_config
 
 LIMITS = DeviceLimits(device="none", flops_per_s=1e6, bytes_per_s=1e3)

@@ -89,7 +89,7 @@ def ticket(room: Room, prompt_len: int) -> Ticket:
         decode=peer(DECODE),
         prefill_incarnation=Incarnation(1),
         pages=[list(range(-(-prompt_len // GEOMETRY.page_size)))],
-        held_pages=0,
+        num_held_pages=0,
         geometry=GEOMETRY,
     )
 

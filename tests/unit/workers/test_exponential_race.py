@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import torch
 
-from workers.engine import exponential_race
-from workers.engine.exponential_race import key_of, win_race
+from workers.engine import sampler
+from workers.engine.sampler import key_of, win_race
 
 CPU = torch.device("cpu")
 VOCAB_SIZE, NUM_ROWS = 4096, 1000
@@ -13,16 +13,14 @@ KEYS = [14254637482812893, -1480008243099856307, -3623035752330704935]
 
 
 def exponentials(seed: int, num_rows: int = NUM_ROWS, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
-    return exponential_race._exponentials(
-        torch.tensor([key_of(seed, position) for position in range(num_rows)]), vocab_size
-    )
+    return sampler._exponentials(torch.tensor([key_of(seed, position) for position in range(num_rows)]), vocab_size)
 
 
 def test_the_bits_are_those_of_splitmix64() -> None:
     """In plain Python's own arithmetic."""
     mask = (1 << 64) - 1
     key = key_of(7, 3)
-    for token_id, found in enumerate(exponential_race._exponentials(torch.tensor([key]), 50)[0].tolist()):
+    for token_id, found in enumerate(sampler._exponentials(torch.tensor([key]), 50)[0].tolist()):
         bits = (key + (token_id + 1) * 0x9E3779B97F4A7C15) & mask
         bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & mask
         bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & mask
@@ -51,7 +49,7 @@ def test_no_clock_stands_still_or_rings_at_once() -> None:
     times = exponentials(3)
     assert (times > 0).all()
     assert times.isfinite().all()
-    ends = torch.tensor([0.0, 1.0]).clamp(exponential_race._LEAST, exponential_race._MOST).neg().log1p().neg()
+    ends = torch.tensor([0.0, 1.0]).clamp(sampler._LEAST, sampler._MOST).neg().log1p().neg()
     assert (ends > 0).all()
     assert ends.isfinite().all()
 

@@ -13,7 +13,7 @@ from cluster.spec.messages import Message
 from cluster.spec.step_messages import Shutdown, StepPlan, StepShape
 from cluster.spec.tiers import TierJob, TierJobKind
 from workers import worker as worker_module
-from workers.engine.begun_step import BegunStep, SampledTokens
+from workers.engine.step_state import BegunStep, SampledTokens
 from workers.loop import leader_link
 from workers.loop.leader_link import RemoteLeader
 from workers.loop.rank_steps import PATIENCE_S, RankSteps
@@ -50,7 +50,7 @@ class Rank:
         worker: Any = SimpleNamespace(heartbeat=Heartbeat(), _inbox=inbox)
         worker._hand_out = partial(Worker._hand_out, worker)
         rank: Any = SimpleNamespace(
-            runner=SimpleNamespace(begin=self.begin, requests={}, draws=False),
+            runner=SimpleNamespace(begin=self.begin, requests={}, is_sampling_rank=False),
             step_recorder=SimpleNamespace(step=lambda _: nullcontext()),
         )
         nothing = lambda *_: None  # noqa: E731

@@ -14,8 +14,8 @@ from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled, Sampling
 from cluster.spec.step_messages import Admit
 from tests.fakes.model_folder import EOS, VOCAB_SIZE, write_model_folder
+from workers.engine.logits_processors import SamplingState
 from workers.engine.sampler import sample
-from workers.engine.sampling_state import SamplingState
 
 PROMPT = [1, 2, 3]
 
@@ -34,7 +34,7 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grammars]:
 
 def state_of(grammars: Grammars, sampling: Sampling, output: bytes = b"") -> SamplingState:
     history = [*PROMPT, *output]
-    admit = Admit(room=Room(1), prompt_len=3, owner_base=0, sampling=sampling, history=history, target=None)
+    admit = Admit(room=Room(1), prompt_len=3, owner_base=0, sampling=sampling, history=history, destination=None)
     return SamplingState(admit, VOCAB_SIZE, grammars)
 
 

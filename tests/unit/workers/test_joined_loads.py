@@ -16,7 +16,7 @@ from workers.cache.page_lists import live_pages
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import undivided
 from workers.hicache.tiers import Tiers
-from workers.scheduler.sequence import RequestParams, Sequence
+from workers.scheduler.sequence import RequestParams, TokenSequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 NUM_PAGES = 12
@@ -48,9 +48,9 @@ class Prefill:
         self._num_added = 0
         self._last_owner = num_owners - 1
 
-    def add(self, prompt: list[int], max_tokens: int = 1) -> Sequence:
+    def add(self, prompt: list[int], max_tokens: int = 1) -> TokenSequence:
         self._num_added += 1
-        sequence = Sequence(
+        sequence = TokenSequence(
             RequestParams(
                 room=Room(self._num_added),
                 prompt_len=len(prompt),
@@ -87,7 +87,7 @@ class Prefill:
         sequence = self.add(prompt)
         while sequence.num_outputs == 0:
             self.commit(self.plan())
-        self.steps.retire(sequence.room)
+        self.steps.holders.retire(sequence.room)
         for order in self.orders():
             assert order.kind is TierJobKind.SAVE
             self.answer(order)
@@ -95,8 +95,8 @@ class Prefill:
         assert self.allocator.num_cached == 0
 
     def check(self) -> None:
-        self.steps.check_integrity()
-        self.allocator.check_integrity(self.steps.held_pages)
+        self.steps.holders.check_integrity()
+        self.allocator.check_integrity(self.steps.holders.held_pages)
         self.tiers.check_integrity()
 
 
@@ -136,7 +136,7 @@ def test_a_drawn_token_proves_the_pages_and_the_late_answer_changes_nothing() ->
     plan = prefill.plan()
     prefill.commit(plan)
     assert prefill.allocator.num_cached == CACHED
-    prefill.steps.retire(sequence.room)
+    prefill.steps.holders.retire(sequence.room)
     again = prefill.add(PROMPT)
     assert plan.layerwise_load is not None
     prefill.answer(plan.layerwise_load)
@@ -172,7 +172,7 @@ def test_pages_of_who_leaves_are_held_until_they_are_loaded_and_sent(
     assert plan.layerwise_load is not None
     prefill.commit(plan)
     free = prefill.allocator.num_free
-    pages = live_pages(prefill.steps.remove(longer.room))
+    pages = live_pages(prefill.steps.holders.remove(longer.room))
     assert prefill.allocator.num_free == free
     if is_sent:
         prefill.allocator.free(pages)
@@ -200,7 +200,7 @@ def test_nobody_waits_for_the_pages_of_another() -> None:
     assert [row.room for row in plan.scheduled] == [other.room]
     (order,) = prefill.orders()
     prefill.commit(plan)
-    prefill.steps.retire(other.room)
+    prefill.steps.holders.retire(other.room)
     assert not prefill.steps.has_work()
     prefill.answer(order)
     assert cached.kv.cached == CachedTokens(total=6, host=6)
@@ -237,7 +237,7 @@ def test_who_still_waits_for_copies_is_not_preempted() -> None:
     first = prefill.plan()
     assert first.layerwise_load is not None
     sequence.tokens += [9] * 4
-    assert not prefill.steps._holders.grow(sequence, 6)
+    assert not prefill.steps.holders.grow(sequence, 6)
     assert sequence.kv.pages, "preempted"
     prefill.check()
 
@@ -251,7 +251,7 @@ def test_a_load_joins_no_step_behind_another_load() -> None:
     prefill.add([20, 21])
     prefill.commit(prefill.plan())
     (first,) = (order for order in prefill.orders() if order.kind is TierJobKind.LOAD)
-    prefill.steps.retire(Room(4))
+    prefill.steps.holders.retire(Room(4))
     prefill.add(other)
     assert prefill.steps.next_plan() is None, "its step would wait for the load before it"
     (second,) = (order for order in prefill.orders() if order.kind is TierJobKind.LOAD)
@@ -267,7 +267,7 @@ def test_what_came_from_below_before_a_preemption_is_not_told_afterwards() -> No
     assert plan.layerwise_load is not None
     prefill.commit(plan)
     prefill.answer(plan.layerwise_load)
-    prefill.steps._holders._preempt(sequence)
+    prefill.steps.holders._preempt(sequence)
     prefill.allocator.flush()
     prefill.tiers.flush()
     prefill.plan()

@@ -42,7 +42,7 @@ def test_pages_are_shared_only_under_the_same_salt() -> None:
     allocator.keep([allocate(allocator, 4)], page_keys(PROMPT, PAGE_SIZE, "a"))
     submits = [pair.submit(PROMPT, cache_salt=salt) for salt in ("", "a", "b")]
     tickets = [said for said in pair.tell(Role.DECODE, *submits) if isinstance(said, Ticket)]
-    assert [ticket.held_pages for ticket in tickets] == [0, 4, 0]
+    assert [ticket.num_held_pages for ticket in tickets] == [0, 4, 0]
 
 
 def test_short_prompts_pass_a_long_one_that_waits_for_decode_pages_until_as_many_passed_as_it_wants() -> None:

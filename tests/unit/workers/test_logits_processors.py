@@ -21,9 +21,8 @@ from transformers import (
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit
-from workers.engine.logits_processors import process
+from workers.engine.logits_processors import SamplingState, process
 from workers.engine.sampler import sample
-from workers.engine.sampling_state import SamplingState
 
 VOCAB_SIZE = 40
 PROMPT = [3, 5, 5, 7, 9]
@@ -32,7 +31,9 @@ OUTPUT = [7, 11, 11, 12]
 
 def state_of(sampling: Sampling, prompt: list[int] = PROMPT, output: list[int] = OUTPUT) -> SamplingState:
     history = [*prompt, *output] if sampling.looks_back else []
-    admit = Admit(room=Room(1), prompt_len=len(prompt), owner_base=0, sampling=sampling, history=history, target=None)
+    admit = Admit(
+        room=Room(1), prompt_len=len(prompt), owner_base=0, sampling=sampling, history=history, destination=None
+    )
     return SamplingState(admit, VOCAB_SIZE)
 
 

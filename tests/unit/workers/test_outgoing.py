@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.messages import Failure, Message, Output, Outputs
-from workers.scheduler.outgoing import outputs_together
+from workers.scheduler.replica_leader import outputs_together
 
 
 def message_of(number: int, is_output: bool) -> Message:

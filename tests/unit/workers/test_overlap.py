@@ -17,7 +17,7 @@ from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import build_step_batch
-from workers.engine.contexts import make_context
+from workers.engine.ring_context import make_context
 from workers.layers.attention import Attention
 from workers.layers.rotary import RotaryEmbedding
 from workers.models.registry import parse_model_config

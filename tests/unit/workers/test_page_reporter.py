@@ -15,8 +15,7 @@ from tests.fakes.paged_ranks import PAGE_SIZE
 from tests.fakes.pages import allocate
 from tests.fakes.tier_world import TierWorld
 from workers.cache.page_allocator import PageAllocator
-from workers.cache.page_journal import PageJournal
-from workers.cache.prefix_tree import PrefixTree
+from workers.cache.prefix_tree import PageJournal, PrefixTree
 from workers.scheduler import page_reporter
 from workers.scheduler.page_reporter import PageReporter
 
@@ -46,7 +45,7 @@ def test_a_router_is_told_everything_then_what_changes() -> None:
     reporter, allocator = reporter_of()
     cached(allocator, [1] * 8)
     assert reporter.news() == []
-    ((address, first),) = reporter.follow(ask(router()))
+    ((address, first),) = reporter.subscribe(ask(router()))
     assert address == "router.1"
     assert first == KvEvents(
         replica=ME.replica, incarnation=ME.incarnation, number=0, stored=page_keys([1] * 8, PAGE_SIZE), removed=[]
@@ -64,10 +63,10 @@ def test_a_router_is_told_everything_then_what_changes() -> None:
 
 def test_an_empty_cache_is_news_and_a_large_one_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     reporter, allocator = reporter_of()
-    assert len(reporter.follow(ask(router()))) == 1
+    assert len(reporter.subscribe(ask(router()))) == 1
     cached(allocator, list(range(28)))
     monkeypatch.setattr(page_reporter, "MAX_KEYS", 3)
-    told = [message for _, message in reporter.follow(ask(router()))]
+    told = [message for _, message in reporter.subscribe(ask(router()))]
     assert [news.number for news in told if isinstance(news, KvEvents)] == [0, 1, 2]
     keys = [key for news in told if isinstance(news, KvEvents) for key in news.stored]
     assert keys == page_keys(list(range(28)), PAGE_SIZE)
@@ -75,10 +74,10 @@ def test_an_empty_cache_is_news_and_a_large_one_comes_in_parts(monkeypatch: pyte
 
 def test_who_is_told() -> None:
     reporter, allocator = reporter_of()
-    assert reporter.follow(ask(router(), incarnation=2)) == []
-    reporter.follow(ask(router(2)))
-    assert reporter.follow(ask(router(1))) == []
-    reporter.follow(ask(router(1, "router-b")))
+    assert reporter.subscribe(ask(router(), incarnation=2)) == []
+    reporter.subscribe(ask(router(2)))
+    assert reporter.subscribe(ask(router(1))) == []
+    reporter.subscribe(ask(router(1, "router-b")))
     cached(allocator, [1] * 4)
     assert [address for address, _ in reporter.news()] == ["router.2", "router-b.1"]
     reporter.on_table(TableSnapshot(version=1, replicas=(), reaped={ROUTER: Incarnation(2)}))
@@ -88,11 +87,11 @@ def test_who_is_told() -> None:
 
 def test_nothing_is_noted_while_nobody_follows() -> None:
     reporter, allocator = reporter_of()
-    reporter.follow(ask(router()))
+    reporter.subscribe(ask(router()))
     reporter.on_table(TableSnapshot(version=1, replicas=(), reaped={ROUTER: Incarnation(1)}))
     cached(allocator, [1] * 4)
     assert reporter.news() == []
-    ((_, told),) = reporter.follow(ask(router(2)))
+    ((_, told),) = reporter.subscribe(ask(router(2)))
     assert isinstance(told, KvEvents)
     assert told.stored == page_keys([1] * 4, PAGE_SIZE)
 
@@ -133,7 +132,7 @@ def test_news_tell_of_every_tier_and_of_no_window(window: int | None) -> None:
         seed=1,
     )
     reporter = PageReporter(ME, world.allocator, world.tiers)
-    reporter.follow(ask(router()))
+    reporter.subscribe(ask(router()))
     world.submit([1] * 6)
     world.drain()
     keys = page_keys([1] * 6, 2)
@@ -143,7 +142,7 @@ def test_news_tell_of_every_tier_and_of_no_window(window: int | None) -> None:
     world.tiers.flush()
     (gone,) = [message for _, message in reporter.news() if isinstance(message, KvEvents)]
     assert (gone.tier, sorted(gone.removed)) == (Tier.HOST, sorted(keys))
-    again = [message for _, message in reporter.follow(ask(router())) if isinstance(message, KvEvents)]
+    again = [message for _, message in reporter.subscribe(ask(router())) if isinstance(message, KvEvents)]
     assert [(message.number, message.tier, len(message.stored)) for message in again] == [
         (0, Tier.DEVICE, 3),
         (1, Tier.HOST, 0),

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engine.known_request import PageTable
+from workers.engine.step_state import PageTable
 
 
 @given(st.lists(st.lists(st.integers(0, 2**40), min_size=1, max_size=40), max_size=6))

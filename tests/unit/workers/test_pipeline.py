@@ -24,7 +24,7 @@ from workers.context_parallel.step_time import even_chunk
 from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator
 from workers.parallel.model_groups import ModelGroups, Pipeline
-from workers.scheduler.sequence import RequestParams, Sequence
+from workers.scheduler.sequence import RequestParams, TokenSequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 TOKENS = torch.arange(3, 40)
@@ -163,8 +163,8 @@ def test_steps_that_prompts_share_are_as_full(prompts: CutPrompts, lengths: list
         assert sum(shares) >= 1 - 1 / min(prompts.chunk(prefix_len) for prefix_len, _ in rows) - 1e-9
 
 
-def _sequence(prompt_len: int) -> Sequence:
-    return Sequence(
+def _sequence(prompt_len: int) -> TokenSequence:
+    return TokenSequence(
         RequestParams(
             room=Room(1),
             prompt_len=prompt_len,

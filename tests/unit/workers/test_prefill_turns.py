@@ -204,4 +204,4 @@ def test_nothing_is_hashed_where_nothing_is_cached() -> None:
     sequence = steps.add(1000)
     steps.run_step()
     assert sequence not in steps.ended
-    assert not any(held.page_keys for held in steps.steps._holders.running.values())
+    assert not any(held.page_keys for held in steps.steps.holders.running.values())

@@ -103,7 +103,7 @@ def ticket(room: int, wanted: int | None = None) -> Ticket:
         decode=PEER,
         prefill_incarnation=Incarnation(1),
         pages=[[]],
-        held_pages=0,
+        num_held_pages=0,
         geometry=geometry,
         wanted_dp_rank=wanted,
     )

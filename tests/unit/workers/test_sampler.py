@@ -16,8 +16,8 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogit
 from transformers import TopPLogitsWarper as TransformersTopP
 
 from cluster.spec.sampling import Sampling
-from workers.engine import cutoffs, sampler
-from workers.engine.draw_settings import DrawSettings
+from workers.engine import sampler
+from workers.engine.sampler import DrawSettings
 
 VOCAB_SIZE = 40
 NUM_DRAWS = 4000
@@ -80,10 +80,10 @@ def test_what_is_kept_equals_a_full_ranking(top_k: int, top_p: float, levels: in
     scores = (some_logits(4, seed) * levels).round() / levels
     scores -= scores.amax(dim=-1, keepdim=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutoffs, "_NUM_RANKED", num_ranked)
+        patch.setattr(sampler, "_NUM_RANKED", num_ranked)
         rows = [Sampling(temperature=1.0, top_k=top_k, top_p=top_p)] * 4
         asked = DrawSettings.of(rows, range(4), range(4), VOCAB_SIZE, scores.device)
-        kept = cutoffs.keep_likeliest(scores, asked) > -torch.inf
+        kept = sampler.keep_likeliest(scores, asked) > -torch.inf
     for row in range(4):
         ranked = sorted(scores[row].double().tolist(), reverse=True)[: top_k or None]
         mass, total, least = 0.0, sum(map(math.exp, ranked)), ranked[0]

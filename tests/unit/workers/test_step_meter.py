@@ -5,7 +5,8 @@ from cluster.spec.registry import SendTimes, StepTimes
 from cluster.spec.step_messages import ScheduledRequest, SendReport, StepPlan, StepShape
 from cluster.spec.strategy import Passing, Strategy
 from cluster.spec.transfer_messages import SendState
-from workers.scheduler.meters import SendMeter, StepMeter
+from workers.loop.rank_steps import StepMeter
+from workers.scheduler.prefill_request import SendMeter
 
 ROWS = [
     ScheduledRequest(

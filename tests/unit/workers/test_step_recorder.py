@@ -70,7 +70,7 @@ def test_collectives_of_a_timed_step_have_their_lane(folder: Path) -> None:
 
 
 def _plan(room: Room, traced: bool) -> StepPlan:
-    admit = Admit(room=room, prompt_len=5, owner_base=0, sampling=Sampling(), target=None, traced=traced)
+    admit = Admit(room=room, prompt_len=5, owner_base=0, sampling=Sampling(), destination=None, traced=traced)
     row = ScheduledRequest(
         room=room, first_position=0, token_ids=TOKENS.tolist(), new_pages=[[0]], samples=True, output_position=0
     )

@@ -7,8 +7,8 @@ from cluster.spec.config import ParallelConfig
 from cluster.spec.step_messages import StepWork
 from tests.unit.workers.test_feed_forward import HIDDEN, MOE
 from tests.unit.workers.test_replica_leader import leader_of
-from workers.engine.step_work import StepReports
 from workers.layers.feed_forward import MoeBlock
+from workers.loop.rank_steps import StepReports
 from workers.parallel.model_groups import ModelGroups
 
 

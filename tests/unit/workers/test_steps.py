@@ -13,7 +13,7 @@ from cluster.spec.step_messages import StepPlan
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_lists import live_pages
 from workers.context_parallel.cost_model import undivided
-from workers.scheduler.sequence import RequestParams, Sequence
+from workers.scheduler.sequence import RequestParams, TokenSequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 PAGE_SIZE = 4
@@ -32,8 +32,8 @@ def sequence(
     stops: Iterable[int] = (),
     penalty: float = 0.0,
     priority: int = 0,
-) -> Sequence:
-    return Sequence(
+) -> TokenSequence:
+    return TokenSequence(
         RequestParams(
             room=Room(room),
             prompt_len=len(prompt),
@@ -130,9 +130,9 @@ def test_outputs_do_not_depend_on_chunks_batches_preemptions_or_steps_under_way(
         for advanced in steps.commit(*under_way.popleft()):
             if advanced.finish_reason():
                 finished[advanced.room] = advanced.tokens
-                allocator.free(live_pages(steps.remove(advanced.room)))
-        steps.check_integrity()
-        allocator.check_integrity(steps.held_pages)
+                allocator.free(live_pages(steps.holders.remove(advanced.room)))
+        steps.holders.check_integrity()
+        allocator.check_integrity(steps.holders.held_pages)
     for room, prompt in enumerate(prompts):
         expected = list(prompt)
         for _ in range(min(max_tokens, MAX_LEN - len(prompt))):
@@ -155,7 +155,7 @@ def test_a_request_is_not_passed_for_ever_by_those_that_take_the_pages_of_one_ow
         plan = steps.next_plan()
         if plan is not None and any(row.room == 0 for row in plan.scheduled):
             return
-        allocator.free(live_pages(steps.remove(Room(room - 1))))
+        allocator.free(live_pages(steps.holders.remove(Room(room - 1))))
     raise AssertionError("the large request was passed every time")
 
 
@@ -165,11 +165,11 @@ def test_the_newest_sequence_gives_its_pages_back_when_the_pool_runs_dry() -> No
     ranks = Ranks()
     for room in range(2):
         steps.add(sequence(room, [room] * 7, 8))
-    while steps.num_preemptions == 0:
+    while steps.holders.num_preemptions == 0:
         plan = steps.next_plan()
         assert plan is not None
         steps.commit(plan, ranks.execute(plan))
-    assert (steps.num_running, steps.num_waiting) == (1, 1)
+    assert (len(steps.holders.running), steps.num_waiting) == (1, 1)
     plan = steps.next_plan()
     assert plan is not None
     assert [row.room for row in plan.scheduled] == [0]
@@ -178,7 +178,7 @@ def test_the_newest_sequence_gives_its_pages_back_when_the_pool_runs_dry() -> No
 def test_the_last_to_come_of_the_least_urgent_is_preempted_though_others_got_their_pages_later() -> None:
     """Room 0 is the oldest and starts again, behind the others; room 2 came before room 3 and is less urgent."""
     steps = StepScheduler(PageAllocator(8), StepLimits(PAGE_SIZE, 64, 8), undivided)
-    holders = steps._holders
+    holders = steps.holders
     priorities = [0, 0, 1, 0]
     for room, priority in enumerate(priorities):
         steps.add(sequence(room, [room] * 7, 8, priority=priority))
@@ -233,7 +233,7 @@ def test_a_removed_sequence_hands_its_pages_to_the_caller() -> None:
     steps.add(sequence(0, [1] * 9, 4))
     plan = steps.next_plan()
     assert plan is not None
-    pages = live_pages(steps.remove(Room(0)))
+    pages = live_pages(steps.holders.remove(Room(0)))
     assert len(pages) == 3
     allocator.check_integrity(pages)
     assert steps.commit(plan, {Room(0): Sampled(token_id=1)}) == []
@@ -262,7 +262,7 @@ def test_a_step_follows_tokens_that_are_not_drawn_yet_unless_a_draw_looks_back()
     steps.commit(second, {Room(0): Sampled(token_id=4)})
     assert not steps.has_work(), "the third token is the last, and the other request looks back"
     steps.commit(third, {Room(room): Sampled(token_id=5) for room in (0, 1)})
-    steps.remove(Room(0))
+    steps.holders.remove(Room(0))
     fourth = steps.next_plan()
     assert fourth is not None
     assert [(row.room, row.token_ids) for row in fourth.scheduled] == [(1, [5])]
@@ -284,7 +284,7 @@ def test_prompts_without_room_beside_each_other_take_turns() -> None:
         computed.append({int(row.room): len(row.token_ids) for row in plan.scheduled})
         assert sum(row.first_position + len(row.token_ids) for row in plan.scheduled) <= 64
         for ended in steps.commit(plan, {row.room: Sampled(token_id=0) for row in plan.scheduled if row.samples}):
-            allocator.free(live_pages(steps.remove(ended.room)))
+            allocator.free(live_pages(steps.holders.remove(ended.room)))
     both = [{1: 8}, {0: 4, 1: 4}] * 2
     assert computed == [{0: 8}] * 3 + both + [{1: 8}, {0: 8}] * 4 + [{1: 8}]
 

@@ -34,7 +34,7 @@ def test_a_step_belongs_to_every_timed_request_in_it_and_to_no_later_one() -> No
 
 def test_states_follow_each_other_without_a_gap() -> None:
     recorder = Recorder()
-    recorder.follow(Room(1))
+    recorder.trace(Room(1))
     for state, now_s in [("queued", 1.0), ("receiving", 2.5), ("running", 4.0), (None, 7.0), (None, 9.0)]:
         recorder.enter(Room(1), state, now_s)
     assert recorder.take(Room(1), 8.0).intervals == [
@@ -46,7 +46,7 @@ def test_states_follow_each_other_without_a_gap() -> None:
 
 def test_a_request_that_goes_on_while_it_is_told_of_is_told_up_to_now() -> None:
     recorder = Recorder()
-    recorder.follow(Room(1))
+    recorder.trace(Room(1))
     recorder.enter(Room(1), "sending", 5.0)
     assert recorder.take(Room(1), 8.0).intervals == [Interval(REQUEST, "sending", 5.0, 8.0)]
 
@@ -71,7 +71,7 @@ def _interval(name: str) -> Interval:
 
 def _plan(*rooms: int, traced: tuple[int, ...]) -> StepPlan:
     admits = [
-        Admit(room=Room(room), prompt_len=1, owner_base=0, sampling=Sampling(), target=None, traced=room in traced)
+        Admit(room=Room(room), prompt_len=1, owner_base=0, sampling=Sampling(), destination=None, traced=room in traced)
         for room in rooms
     ]
     rows = [

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 from math import inf, isfinite
 
-from workers.cache.page_journal import PageJournal
 from workers.cache.page_lists import ONE_LIFETIME, Lifetimes
+from workers.cache.prefix_tree import PageJournal
 from workers.hicache.policy.pins import Pins
 
 NEVER_S = -inf

@@ -10,8 +10,7 @@ from functools import partial
 
 from cluster.spec.hicache_config import WritePolicy
 from cluster.spec.tiers import TierJobKind, TierPage
-from workers.cache.page_journal import PageJournal
-from workers.cache.prefix_tree import PrefixTree
+from workers.cache.prefix_tree import PageJournal, PrefixTree
 from workers.hicache.policy.host_index import HostIndex
 from workers.hicache.policy.jobs import Outcome, TierJobs
 

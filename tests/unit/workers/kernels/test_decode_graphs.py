@@ -33,10 +33,10 @@ from workers.attention.triton.tiling import fair_share
 from workers.context_parallel.shard_plan import join_shapes
 from workers.engine.attention_context import CpExchange
 from workers.engine.batch import build_step_batch
-from workers.engine.begun_step import PreviousTokens
 from workers.engine.capture import CaptureError
-from workers.engine.contexts import make_context
 from workers.engine.decode_graphs import REPLAYED, DecodeGraphs
+from workers.engine.ring_context import make_context
+from workers.engine.step_state import PreviousTokens
 from workers.engine.weights import load_model
 from workers.layers.feed_forward import Experts
 from workers.memory.page_pool import PagePool

@@ -233,7 +233,7 @@ def test_a_rank_that_captures_nothing_says_why(tmp_path: Path, monkeypatch: pyte
     given = worker({"kv": {"memory_gib": 0.001}, "resources": {"device": "cuda", "attention": "auto"}})
     store: Any = HashStore()
     loaded = rank.load_rank(given, make_checkpoint(tmp_path, "qwen3"), store)
-    admit = Admit(room=Room(1), prompt_len=1, owner_base=0, sampling=Sampling(temperature=0.0), target=None)
+    admit = Admit(room=Room(1), prompt_len=1, owner_base=0, sampling=Sampling(temperature=0.0), destination=None)
     row = ScheduledRequest(
         room=Room(1), first_position=0, token_ids=[5], new_pages=[[0]], samples=True, output_position=0
     )

@@ -15,10 +15,8 @@ from cluster.spec.sampling import Sampling
 from tests.fakes.kernels_on_cpu import kernels_on_cpu
 from tests.unit.workers.test_sampler import FILTERS, VOCAB_SIZE
 from workers import device
-from workers.engine import draw_settings, exponential_race, logits_processors, sampler
-from workers.engine.cutoffs import ranked_cutoffs
-from workers.engine.draw_settings import DrawSettings
-from workers.engine.exponential_race import key_of
+from workers.engine import logits_processors, sampler
+from workers.engine.sampler import DrawSettings, key_of, ranked_cutoffs
 from workers.kernels import sampling
 
 CHOSEN = st.builds(
@@ -72,13 +70,13 @@ def test_the_same_clock_rings_first(vocab_size: int, keys: list[int]) -> None:
     weights = torch.rand(len(keys), vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     weights.masked_fill_(weights < 0.3, 0.0)[:, -1] = 1.0
     found = sampling.win_race(weights, torch.tensor(keys))
-    assert found.tolist() == exponential_race.win_race(weights, torch.tensor(keys)).tolist()
+    assert found.tolist() == sampler.win_race(weights, torch.tensor(keys)).tolist()
 
 
 def test_clocks_are_as_exact_near_their_ends() -> None:
     """A race of one token against one whose time is known shows each time to a few parts in a million."""
     keys = torch.tensor([key_of(seed, 0) for seed in range(300)])
-    times = exponential_race._exponentials(keys, 2)
+    times = sampler._exponentials(keys, 2)
     for share, winner in ((1 - 4e-6, 0), (1 + 4e-6, 1)):
         weights = torch.stack([times[:, 0], times[:, 1] * share], dim=1)
         assert (sampling.win_race(weights, keys) == winner).all()
@@ -101,7 +99,7 @@ def test_tokens_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_gpu_is_not_waited_for_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without content raise where something must be known of it."""
-    for module in (device, draw_settings, logits_processors):
+    for module in (device, sampler, logits_processors):
         monkeypatch.setattr(module, "on_device", lambda tensor, _: tensor.to("meta"))
     kernels_on_cpu(monkeypatch)
     monkeypatch.setattr(sampling, "find_cutoffs", lambda *_: None)

@@ -1,21 +1,66 @@
-"""Steps under way, and their sampled tokens, which the next step may use before the host reads them."""
+"""State that a rank keeps of announced requests and of steps under way.
+
+The next step may use the sampled tokens of a step before the host reads them.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from msgspec.structs import replace
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.spec.ids import Room
+from cluster.spec.kv import NO_PAGE
 from cluster.spec.sampling import Sampled, TokenLogprobs
-from cluster.spec.step_messages import ScheduledRequest
+from cluster.spec.step_messages import Admit, ScheduledRequest
 from workers.device import Event, on_device
-from workers.engine.known_request import KnownRequest
-from workers.engine.sampler import Draws
+from workers.engine.logits_processors import SamplingState
+from workers.engine.sampler import PendingSamples
 from workers.parallel.collectives import Communicator
+
+
+class PageTable:
+    """Pages of one request in order of position, as an array that grows in place: no step copies earlier pages."""
+
+    def __init__(self) -> None:
+        self._pages = np.empty(16, dtype=np.int64)
+        self._len = 0
+
+    def extend(self, pages: Sequence[int], null_page: int) -> None:
+        """Add pages at the end; the null page stands for those that no token of this request will see."""
+        end = self._len + len(pages)
+        if end > len(self._pages):
+            self._pages = np.concatenate([self._pages, np.empty(max(end, len(self._pages)), dtype=np.int64)])
+        self._pages[self._len : end] = [null_page if page == NO_PAGE else page for page in pages]
+        self._len = end
+
+    @property
+    def all(self) -> NDArray[np.int64]:
+        """Return all pages so far; later additions do not change the result."""
+        return self._pages[: self._len]
+
+
+@dataclass(slots=True)
+class KnownRequest:
+    """State of a request as announced by step plans."""
+
+    admit: Admit
+    tables: list[PageTable]
+    """Page tables by lifetime; page p of a sharded pool is page p // cp of CP rank p mod cp."""
+    sampling: SamplingState | None = None
+    """Sampling state on the sampling rank, from the first sample on."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Log-probabilities of the prompt so far, until the first sample."""
+
+    @property
+    def pages(self) -> list[list[int]]:
+        """Return a copy of the tables, for senders."""
+        return [table.all.tolist() for table in self.tables]
 
 
 class PreviousTokens(NamedTuple):
@@ -35,14 +80,14 @@ class SampledTokens:
     """Sampled tokens of a step; empty on a rank that samples none."""
 
     rooms: Sequence[Room] = ()
-    draws: Draws | None = None
+    pending: PendingSamples | None = None
     """Samples of these rooms, in order; None if another TP rank samples."""
     prompt_logprobs: Mapping[Room, list[TokenLogprobs]] = field(default_factory=dict)
     """Prompt log-probabilities to report with the token."""
 
     def wait(self) -> dict[Room, Sampled]:
         """Wait for the token of every sampled request; call once."""
-        sampled = dict(zip(self.rooms, self.draws.wait(), strict=True)) if self.draws is not None else {}
+        sampled = dict(zip(self.rooms, self.pending.wait(), strict=True)) if self.pending is not None else {}
         reported = {
             room: replace(sampled[room], prompt_logprobs=reported) for room, reported in self.prompt_logprobs.items()
         }
@@ -54,8 +99,8 @@ class SampledTokens:
         """Return the tokens of this step that the next one takes as input; None for none. Every TP rank calls this."""
         if not self.rooms or not any(request.input_from_previous_step for request in scheduled):
             return None
-        if self.draws is not None:
-            token_ids = self.draws.token_ids
+        if self.pending is not None:
+            token_ids = self.pending.token_ids
         else:
             token_ids = torch.empty(len(self.rooms), dtype=torch.int64, device=device)
         tp.broadcast(token_ids, root=0)
@@ -83,7 +128,7 @@ class BegunStep(NamedTuple):
         """Return whether `wait` would not block."""
         if self.end is not None:
             return bool(self.end.query())  # type: ignore[no-untyped-call]
-        return self.sampled_tokens.draws is None or self.sampled_tokens.draws.is_there
+        return self.sampled_tokens.pending is None or self.sampled_tokens.pending.is_there
 
     def wait(self) -> dict[Room, Sampled]:
         """Wait for the step and return the token of every sampled request on the sampling rank, nothing on others;
