@@ -1,13 +1,17 @@
-"""What of the deploy YAML reaches the plans of a prefill replica's leader."""
+"""Assembly of a rank and of a worker's parts."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
 
 from cluster.spec.config import DeployConfig
+from cluster.spec.errors import UserError
 from cluster.spec.ids import ROUTER, Incarnation, Peer, Role, Room
 from cluster.spec.messages import Submit, TableUpdate
 from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
@@ -16,10 +20,13 @@ from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from cluster.spec.transfer_messages import Ticket
 from cluster.spec.wire import TokenIds
+from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.rows import GEOMETRY, LAYOUT, make_row, sizes
 from tests.fakes.worker_specs import lone_worker
+from workers import rank
 from workers.build import make_leader
 from workers.context_parallel.cost_model import ModelShape, Rates
+from workers.parallel.groups import exchange
 
 CP = 2
 SHAPE = ModelShape(num_layers=2, linear_flops=10**9, kv_flops=0, attention_flops=0, kv_row_bytes=16, q_row_bytes=16)
@@ -123,3 +130,17 @@ def test_what_goes_round_in_a_step_is_no_more_than_of_one_prompt(mode: CpMode, n
     """So is the memory for it, which is measured with the longest one."""
     plan = plan_of(60, 60, strategy=StrategySetting.ZIGZAG, mode=mode)
     assert sum(len(row.token_ids) for row in plan.scheduled) == num_tokens
+
+
+def test_a_machine_without_gpu_is_told_before_the_groups_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def join_groups(*_: object) -> None:
+        raise AssertionError("NCCL needs the GPU")
+
+    monkeypatch.setattr(rank, "join_groups", join_groups)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = DeployConfig.model_validate({"resources": {"device": "cuda"}})
+    store: Any = HashStore()
+    with pytest.raises(UserError, match=r"^resources\.device: got cuda, but torch "):
+        rank.load_rank(lone_worker(config, Role.DECODE), make_checkpoint(tmp_path, "qwen3"), store)
+    with pytest.raises(RuntimeError, match="rank 0 has left"):
+        exchange(store, "here", 1, 2, "here")

@@ -1,13 +1,100 @@
-"""What the leaders do when a router, a replica or the proof that pages are free is lost."""
+"""What leaders do with requests that they refuse, and when other processes are lost."""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from cluster.spec.ids import ROUTER, Incarnation, Role
-from cluster.spec.messages import Cancel
+from cluster.spec.ids import ROUTER, Incarnation, Role, Room
+from cluster.spec.kv import page_keys
+from cluster.spec.messages import Cancel, Failure, Message
 from cluster.spec.step_messages import ForgetPeer
-from cluster.spec.transfer_messages import Refused, Ticket
+from cluster.spec.transfer_messages import Drained, Refused, Ticket
 from tests.fakes.leader_pair import PROMPT, LeaderPair
 from tests.fakes.paged_ranks import PAGE_SIZE
+from tests.fakes.pages import allocate
+
+
+def tickets_of(pair: LeaderPair, *messages: Message) -> list[Room]:
+    """Rooms that the decode leader sends a ticket for when these arrive, in order."""
+    return [said.room for said in pair.tell(Role.DECODE, *messages) if isinstance(said, Ticket)]
+
+
+def drained(pair: LeaderPair, room: Room) -> tuple[Message, ...]:
+    """The request is cancelled, and prefill says that it writes no more."""
+    incarnation = Incarnation(1)
+    said = Drained(room=room, generation=1, prefill=pair.prefill_peer, decode_incarnation=incarnation)
+    return Cancel(room=room, incarnation=incarnation), said
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_prompt_larger_than_the_pool_is_refused_in_words(role: Role) -> None:
+    pair = LeaderPair(4)
+    (failure,) = pair.tell(role, pair.submit([1] * 17))
+    assert isinstance(failure, Failure)
+    assert failure.reason == f"the prompt needs 5 pages, {role}-0 has 4"
+    assert pair.leaders[role].is_idle()
+
+
+def test_pages_are_shared_only_under_the_same_salt() -> None:
+    pair = LeaderPair()
+    allocator = pair.allocators[Role.DECODE]
+    allocator.keep([allocate(allocator, 4)], page_keys(PROMPT, PAGE_SIZE, "a"))
+    submits = [pair.submit(PROMPT, cache_salt=salt) for salt in ("", "a", "b")]
+    tickets = [said for said in pair.tell(Role.DECODE, *submits) if isinstance(said, Ticket)]
+    assert [ticket.num_held_pages for ticket in tickets] == [0, 4, 0]
+
+
+def test_short_prompts_pass_a_long_one_that_waits_for_decode_pages_until_as_many_passed_as_it_wants() -> None:
+    pair = LeaderPair(20, prefix_cache=False)
+    longs = pair.submit([1] * 10 * PAGE_SIZE), pair.submit([2] * 12 * PAGE_SIZE)
+    assert tickets_of(pair, *longs) == [longs[0].room]
+    for _ in range(6):
+        short = pair.submit([3] * 2 * PAGE_SIZE)
+        assert tickets_of(pair, short) == [short.room]
+        pair.tell(Role.DECODE, *drained(pair, short.room))
+    assert tickets_of(pair, pair.submit([3] * 2 * PAGE_SIZE)) == []
+
+
+def test_an_urgent_request_gets_decode_pages_first_and_the_oldest_is_not_put_off_for_ever() -> None:
+    pair = LeaderPair(10, prefix_cache=False)
+    first = pair.submit([1] * 10 * PAGE_SIZE)
+    assert tickets_of(pair, first) == [first.room]
+    usual, urgent, *others = (pair.submit([2] * 8 * PAGE_SIZE, priority=priority) for priority in (0, -1, -1, -1))
+    assert tickets_of(pair, usual, urgent, *others) == []
+    order = [room for ended in (first, urgent, usual) for room in tickets_of(pair, *drained(pair, ended.room))]
+    assert order == [urgent.room, usual.room, others[0].room]
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_nobody_who_waits_for_pages_is_looked_at_again_before_something_helps(
+    prefix_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = LeaderPair(4, prefix_cache=prefix_cache)
+    submits = [pair.submit([number, 1], 2) for number in range(4 + 768)]
+    rooms = [submit.room for submit in submits]
+    assert tickets_of(pair, *submits) == rooms[:4]
+    decode, looks = pair.decode, Counter[str]()
+    for name in ("find", "can_allocate"):
+        look = partial(count_call, looks, name, getattr(pair.allocators[Role.DECODE], name))
+        monkeypatch.setattr(pair.allocators[Role.DECODE], name, look)
+
+    decode.tick(0.0)
+    decode.on_message(Cancel(room=rooms[-1], incarnation=Incarnation(1)), 0.0)
+    assert not looks
+    assert tickets_of(pair, pair.submit([1, 2], 2)) == []
+    assert not looks, "behind as many as are looked at"
+    urgent = pair.submit([1, 3], 2, priority=-1)
+    assert tickets_of(pair, urgent) == []
+    assert looks["find"] == 1
+    assert tickets_of(pair, *drained(pair, rooms[0])) == [urgent.room]
+    assert looks["find"] <= 1 + 256
+
+
+def count_call(calls: Counter[str], name: str, call: Callable[..., object], *args: object) -> object:
+    calls[name] += 1
+    return call(*args)
 
 
 def test_pages_come_back_when_router_and_prefill_are_both_proven_gone() -> None:

@@ -1,17 +1,28 @@
-"""In which order one rank does the parts of a step."""
+"""Steps of one rank, and what its heartbeat and its reports say of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from cluster.spec.config import ParallelConfig
 from cluster.spec.ids import Room
+from cluster.spec.registry import SendTimes, StepTimes
 from cluster.spec.sampling import Sampled
-from cluster.spec.step_messages import StepPlan, StepShape
+from cluster.spec.step_messages import ScheduledRequest, SendReport, StepPlan, StepShape, StepWork
+from cluster.spec.strategy import Passing, Strategy
 from cluster.spec.tiers import TierJob, TierJobKind
-from workers.loop.rank_steps import RankSteps
+from cluster.spec.transfer_messages import SendState
+from tests.unit.workers.test_feed_forward import HIDDEN, MOE
+from tests.unit.workers.test_replica_leader import leader_of
+from workers.layers.feed_forward import MoeBlock
+from workers.loop.rank_steps import RankSteps, StepMeter, StepReports
 from workers.loop.watch import BETWEEN_STEPS, Heartbeat
+from workers.parallel.model_groups import ModelGroups
+from workers.scheduler.prefill_request import SendMeter
 
 SAMPLED = {Room(1): Sampled(token_id=7)}
 ARRIVALS = "arrivals"
@@ -119,3 +130,146 @@ def test_time_that_two_steps_were_under_way_counts_once(steps: RankSteps) -> Non
     steps.begin(plan_of(3))
     steps.begin(plan_of(4))
     assert [steps.end().seconds, steps.end().seconds] == [2.0, 1.0]
+
+
+ROWS = [
+    ScheduledRequest(
+        room=Room(number), first_position=0, token_ids=[5] * number, new_pages=[], samples=False, output_position=0
+    )
+    for number in (3, 4)
+]
+
+
+def plan(strategy: Strategy, estimate_s: float | None, passing: Passing | None = None) -> StepPlan:
+    return StepPlan(
+        step=1,
+        shape=StepShape(strategy=strategy, passing=passing),
+        admits=[],
+        scheduled=ROWS,
+        releases=[],
+        estimate_s=estimate_s,
+    )
+
+
+def test_steps_are_booked_by_strategy_and_passing() -> None:
+    meter = StepMeter()
+    meter.after_step(plan(Strategy.ZIGZAG, 1.0), 1.5)
+    told = meter.times
+    meter.after_step(plan(Strategy.ZIGZAG, 2.0), 1.75)
+    meter.after_step(plan(Strategy.ZIGZAG, 0.25, Passing.PASS_Q), 0.5)
+    assert [(times.num_steps, times.num_tokens, times.total_s) for times in told] == [(1, 7, 1.5)]
+    assert meter.times == (
+        StepTimes(
+            strategy=Strategy.ZIGZAG,
+            num_steps=2,
+            num_tokens=14,
+            total_s=3.25,
+            total_estimate_s=3.0,
+            last_s=1.75,
+            last_estimate_s=2.0,
+        ),
+        StepTimes(
+            strategy=Strategy.ZIGZAG,
+            passing=Passing.PASS_Q,
+            num_steps=1,
+            num_tokens=7,
+            total_s=0.5,
+            total_estimate_s=0.25,
+            last_s=0.5,
+            last_estimate_s=0.25,
+        ),
+    )
+
+
+def test_a_step_without_an_estimate_is_not_booked() -> None:
+    meter = StepMeter()
+    meter.after_step(plan(Strategy.NONE, None), 1.0)
+    assert meter.times == ()
+
+
+def test_sends_are_summed_by_rank() -> None:
+    meter = SendMeter()
+    for rank, num_bytes, write_s in ((1, 10, 0.5), (0, 4, 0.25), (1, 20, 0.5), (2, 0, 0.0)):
+        meter.add(
+            SendReport(
+                room=Room(1), generation=1, sender_rank=rank, state=SendState.SENT, num_bytes=num_bytes, write_s=write_s
+            )
+        )
+    assert meter.times == (
+        SendTimes(global_rank=0, num_transfers=1, num_bytes=4, write_s=0.25),
+        SendTimes(global_rank=1, num_transfers=2, num_bytes=30, write_s=1.0),
+    )
+
+
+def model_of(parallel: ParallelConfig, rank: int, num_layers: int = 2) -> tuple[nn.Module, ModelGroups]:
+    groups = ModelGroups(parallel=parallel, global_rank=rank)
+    return nn.Sequential(*(MoeBlock(HIDDEN, MOE, groups) for _ in range(num_layers))), groups
+
+
+def compute(model: nn.Module, *tokens: int) -> None:
+    """Count tokens of each local expert, in every layer."""
+    for block in model.children():
+        assert isinstance(block, MoeBlock)
+        block.experts.loads += torch.tensor(tokens)
+
+
+def test_layers_add_up_under_the_models_own_numbers_and_warming_up_is_left_out() -> None:
+    model, groups = model_of(ParallelConfig(tp=2, ep=2), rank=1)
+    compute(model, 100, 100)
+    reports = StepReports(model, groups, global_rank=1)
+    compute(model, 3, 5)
+    reports.count(0.25)
+    assert reports.next(10.0, is_idle=False) == StepWork(
+        global_rank=1, num_steps=1, step_s=0.25, expert_tokens={2: 6, 3: 10}
+    )
+
+
+def test_news_are_told_once_a_second_or_when_nothing_else_is_to_be_done() -> None:
+    model, groups = model_of(ParallelConfig(), rank=0)
+    reports = StepReports(model, groups, global_rank=0)
+    assert reports.next(0.0, is_idle=True) is None
+    reports.count(0.5)
+    first = reports.next(0.5, is_idle=False)
+    assert first == StepWork(global_rank=0, num_steps=1, step_s=0.5)
+    compute(model, 0, 0, 0, 1)
+    reports.count(0.25)
+    assert reports.next(1.4, is_idle=False) is None
+    told = StepWork(global_rank=0, num_steps=2, step_s=0.75, expert_tokens={3: 2})
+    assert reports.next(1.4, is_idle=True) == told
+    reports.count(0.25)
+    assert reports.next(1.6, is_idle=False) is None
+    assert reports.next(2.6, is_idle=False) is not None
+    assert reports.next(9.0, is_idle=False) is None
+
+
+def test_of_ranks_that_share_an_experts_width_one_tells() -> None:
+    model, groups = model_of(ParallelConfig(tp=2), rank=1)
+    reports = StepReports(model, groups, global_rank=1)
+    compute(model, 1, 1, 1, 1)
+    reports.count(0.5)
+    assert reports.next(10.0, is_idle=True) == StepWork(global_rank=1, num_steps=1, step_s=0.5)
+
+
+def test_a_replicas_ranks_add_up_and_the_newest_word_counts() -> None:
+    replica, _ = leader_of(2)
+    for rank, tokens in ((0, {0: 1, 1: 2}), (1, {1: 4, 2: 8}), (0, {0: 3, 1: 2})):
+        replica.on_message(StepWork(global_rank=rank, num_steps=3 + rank, step_s=0.5, expert_tokens=tokens), 0.0)
+    load = replica.load()
+    assert load.expert_tokens == {0: 3, 1: 6, 2: 8}
+    assert [(times.global_rank, times.num_steps, times.total_s) for times in load.computed] == [
+        (0, 3, 0.5),
+        (1, 4, 0.5),
+    ]
+
+
+def test_what_is_kept_out_of_a_followers_inbox_is_told_and_counted() -> None:
+    model, groups = model_of(ParallelConfig(), rank=0)
+    reports = StepReports(model, groups, global_rank=1)
+    dropped = {"stranger": 2}
+    told = reports.next(0.0, is_idle=True, dropped=dropped)
+    assert told == StepWork(global_rank=1, num_steps=0, step_s=0.0, dropped=dropped)
+    assert reports.next(5.0, is_idle=True, dropped=dropped) is None
+    replica, _ = leader_of(2)
+    replica.on_message(told, 0.0)
+    replica.on_message(StepWork(global_rank=2, num_steps=0, step_s=0.0, dropped={"stranger": 1, "large": 1}), 0.0)
+    assert replica.load().dropped == {"stranger": 3, "large": 1}

@@ -2,13 +2,28 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
-from cluster.spec.messages import Cancel, CommandResult, Inquire, KvEvents, Message, Resume, Submit, SubscribeKvEvents
+from cluster.spec.messages import (
+    Cancel,
+    CommandResult,
+    Failure,
+    Inquire,
+    KvEvents,
+    Message,
+    Output,
+    Outputs,
+    Resume,
+    Submit,
+    SubscribeKvEvents,
+)
 from cluster.spec.registry import AxisSizes, ReplicaLoad
 from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.step_messages import ScheduledRequest, StepPlan, StepResult
@@ -20,7 +35,7 @@ from tests.fakes.kv import kv_geometry
 from tests.fakes.rows import tier_state
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.scheduler.leader import Leader
-from workers.scheduler.replica_leader import ReplicaLeader
+from workers.scheduler.replica_leader import ReplicaLeader, outputs_together
 
 PEER = Peer(replica=ReplicaId("decode-0"), incarnation=Incarnation(1), address="here")
 
@@ -284,3 +299,23 @@ def test_stages_have_several_steps_under_way_which_end_in_order() -> None:
     replica.commit(0, {}, 0.0)
     assert leader.committed == [1]
     assert replica.has_work()
+
+
+def message_of(number: int, is_output: bool) -> Message:
+    room, replica, incarnation = Room(number), ReplicaId("decode-0"), Incarnation(1)
+    if is_output:
+        return Output(room=room, replica=replica, incarnation=incarnation, first_index=0, token_ids=[number])
+    return Failure(room=room, replica=replica, incarnation=incarnation, reason="", retryable=True)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.booleans()), max_size=12))
+def test_each_address_sees_the_same(kinds: list[tuple[str, bool]]) -> None:
+    outgoing = [(address, message_of(number, is_output)) for number, (address, is_output) in enumerate(kinds)]
+    sent = list(outputs_together(outgoing))
+    for address in ("a", "b"):
+        apart: list[Message] = []
+        for _, message in [pair for pair in sent if pair[0] == address]:
+            apart += message.outputs if isinstance(message, Outputs) else [message]
+        assert apart == [message for to, message in outgoing if to == address]
+    kinds_sent = [(address, type(message)) for address, message in sent if address == "a"]
+    assert (("a", Outputs), ("a", Outputs)) not in pairwise(kinds_sent)

@@ -1,9 +1,11 @@
-"""When a step is over, on a device that goes on by itself; moments are noted, no GPU is needed."""
+"""What a rank keeps of requests and of steps whose tokens are still in flight."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from cluster.spec.ids import Room
@@ -16,6 +18,7 @@ from workers.attention.torch_backend import TorchAttention
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.engine import runner as runner_module
 from workers.engine.runner import ModelRunner
+from workers.engine.step_state import PageTable
 from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator
 from workers.parallel.model_groups import ModelGroups
@@ -81,3 +84,13 @@ def test_no_rank_ends_a_step_before_all_have_written(tmp_path: Path, monkeypatch
     for had_written in on_thread_ranks(2, compute):
         assert not had_written[0]
         assert had_written[-1]
+
+
+@given(st.lists(st.lists(st.integers(0, 2**40), min_size=1, max_size=40), max_size=6))
+def test_it_grows_and_what_was_seen_of_it_stays(parts: list[list[int]]) -> None:
+    table, seen, added = PageTable(), [], list[int]()
+    for part in parts:
+        table.extend(part, 7)
+        added += part
+        seen.append((table.all, list(added)))
+    assert all(view.tolist() == wanted for view, wanted in seen)
