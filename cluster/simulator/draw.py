@@ -29,12 +29,12 @@ def draw_scenario(seed: int) -> Scenario:
     members = Scenario(seed=seed, shape=shape, asks=()).members
     weather = random.random()
     if weather < 0.125:
-        return Scenario(seed=seed, shape=shape, asks=asks, faults=_draw_orders(random, members))
+        return Scenario(seed=seed, shape=shape, asks=asks, faults=_draw_commands(random, members))
     if weather < 0.25:
         return draw_mild(random, Scenario(seed=seed, shape=shape, asks=asks))
     faults = tuple(_draw_fault(random, members) for _ in range(random.randint(0, 4)))
     hazards = _draw_hazards(random, shape)
-    return Scenario(seed=seed, shape=shape, asks=asks, faults=faults + _draw_orders(random, members), hazards=hazards)
+    return Scenario(seed=seed, shape=shape, asks=asks, faults=faults + _draw_commands(random, members), hazards=hazards)
 
 
 def draw_mild(random: Random, scenario: Scenario) -> Scenario:
@@ -141,13 +141,13 @@ def _draw_fault(random: Random, members: list[str]) -> Fault:
     return Fault(kind=kind, at_s=at_s, member=random.choice(replicas), duration_s=random.uniform(0.1, 12))
 
 
-def _draw_orders(random: Random, members: list[str]) -> tuple[Fault, ...]:
+def _draw_commands(random: Random, members: list[str]) -> tuple[Fault, ...]:
     if random.random() < 0.6:
         return ()
-    return tuple(_draw_order(random, members) for _ in range(random.randint(1, 3)))
+    return tuple(_draw_command(random, members) for _ in range(random.randint(1, 3)))
 
 
-def _draw_order(random: Random, members: list[str]) -> Fault:
+def _draw_command(random: Random, members: list[str]) -> Fault:
     kind = random.choice(sorted(COMMANDS))
     if kind is FaultKind.SCALE:
         member = str(replica_id(random.choice(list(Role)), random.randrange(3)))

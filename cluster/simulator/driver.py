@@ -103,7 +103,6 @@ class Driver:
         self.report_failed(name, self._cluster.members[name].incarnation, "its process died")
 
     def _follow_table(self) -> None:
-        """Follow the table as ``cluster.supervisor.table_watch`` does."""
         table = self.bootstrap.table
         if table is None:
             self.post(words.TableLost())

@@ -45,16 +45,16 @@ class Faults:
                 self._driver.replicas[fault.member].leader.take(Drain())
                 self._pass()
             case FaultKind.RESTART:
-                self._order(RestartCommand(replicas=(ReplicaId(fault.member),), is_rolling=True))
+                self._command(RestartCommand(replicas=(ReplicaId(fault.member),), is_rolling=True))
             case FaultKind.SCALE:
                 role, _, index = fault.member.partition("-")
-                self._order(ScaleCommand(**{role: int(index) + 1}))
+                self._command(ScaleCommand(**{role: int(index) + 1}))
             case FaultKind.STAND_BY:
                 self._driver.give(DrainCommand(replica=ReplicaId(fault.member)))
-                resume = partial(self._order, ResumeCommand(replica=ReplicaId(fault.member)))
+                resume = partial(self._command, ResumeCommand(replica=ReplicaId(fault.member)))
                 self._around.after(fault.duration_s, resume)
 
-    def _order(self, command: Command) -> None:
+    def _command(self, command: Command) -> None:
         self._driver.give(command)
         self._pass()
 

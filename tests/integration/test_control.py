@@ -43,7 +43,7 @@ def test_an_order_arrives_and_its_answers_come_back(path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [b"", b"{}\n", b'{"type":"Evil"}\n', b"\xff\xfe\n", b"x" * 65_536])
-def test_what_is_no_order_is_refused_and_harms_nothing(path: Path, line: bytes) -> None:
+def test_what_is_no_command_is_refused_and_harms_nothing(path: Path, line: bytes) -> None:
     with serve_commands(path, lambda _: iter(ANSWERS)):
         folder = os.open(path.parent, os.O_PATH)
         with socket.socket(socket.AF_UNIX) as connection:
@@ -51,7 +51,7 @@ def test_what_is_no_order_is_refused_and_harms_nothing(path: Path, line: bytes) 
             connection.sendall(line)
             if len(line) < 65_536:  # the longest that is read; it is not waited for the rest
                 connection.shutdown(socket.SHUT_WR)
-            assert b"not an command" in connection.recv(4096)
+            assert b"not a command" in connection.recv(4096)
         os.close(folder)
         assert list(send_command(path, ORDER)) == ANSWERS
 

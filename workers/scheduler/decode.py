@@ -143,7 +143,6 @@ class DecodeLeader(Leader):
         self.report_cache()
 
     def load(self) -> ReplicaLoad:
-        """Return the load that heartbeats report."""
         submits = [request.submit for request in self._requests.values()]
         num_waiting = len(self._queue) + self._steps.num_waiting
         return replace(
@@ -222,7 +221,6 @@ class DecodeLeader(Leader):
         self._act_on(request, request.session, answer)
 
     def _act_on(self, request: DecodeRequest, session: ReceiverSession, message: Ticket | Revoke | None) -> None:
-        """Act on the session's new state."""
         if message is not None:
             self.send(session.prefill.address, message)
         if request.state is DecodeState.RECEIVING:
@@ -277,8 +275,7 @@ class DecodeLeader(Leader):
 
     def _run(self, request: DecodeRequest, tokens: Iterable[int], computed_len: int) -> TokenSequence:
         """Hand a request to the step scheduler, which allocates pages if it has none."""
-        max_pages = self._allocator.num_pages // self._allocator.lifetimes.num
-        max_len = max_pages * self._settings.layout.page_size
+        max_len = self._allocator.num_pages // self._allocator.lifetimes.num * self._settings.layout.page_size
         sequence = request.begin_sequence(tokens, computed_len, max_len)
         self._steps.add(sequence)
         return sequence

@@ -53,7 +53,7 @@ def go_on(run: Run, action: Action) -> list[Action]:
 
 
 def carry_out(run: Run, command: Command) -> list[Action]:
-    """Give an command and see it through; every action on the way."""
+    """Give a command and see it through; every action on the way."""
     actions = run.command(command)
     for action in actions:  # grows while it is walked
         actions += go_on(run, action)
