@@ -15,6 +15,10 @@ _POLL_S = 0.02
 _SESSION_FIELD = 3
 _START_TICKS_FIELD = 19
 """Index of the start time among the fields of ``/proc/PID/stat`` after the command name."""
+GRACE_S = 3.0
+"""Time for processes to notice by themselves that the driver has gone."""
+_KILL_S = 10.0
+_DISMISS = "dismiss"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +92,6 @@ def _stat(name: str) -> list[str]:
     """Return the fields of ``/proc/PID/stat`` after the command name, from the state's letter on."""
     text = (Path("/proc") / name / "stat").read_text(encoding="utf-8", errors="replace")
     return text.rsplit(")", 1)[1].split()
-
-
-GRACE_S = 3.0
-"""Time for processes to notice by themselves that the driver has gone."""
-_KILL_S = 10.0
-_DISMISS = "dismiss"
 
 
 class Guard:

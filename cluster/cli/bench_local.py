@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _NAMES = ("prompt", "cp", "mode", "strategy", "ran as")
 _FIGURES = ("prefill\nms", "estimate\nms", "effi-\nciency", "exposed", "KV MiB\na rank")
+_MAX_LEN = 1 << 18
+_ENGINE_FIGURES = ("TTFT ms", "x floor", "TPOT ms", "x floor", "transformers\nTTFT ms", "TPOT ms")
+_KERNEL_FIGURES = ("work", "us", "rate", "of limit", "torch us", "flash_attn us")
 
 
 def cp(
@@ -76,11 +79,6 @@ def _cells(result: "CpResult") -> list[str]:
         f"{result.exposed_comm_share:.1%}",
         f"{result.kv_bytes_per_rank / 2**20:.1f}",
     ]
-
-
-_MAX_LEN = 1 << 18
-_ENGINE_FIGURES = ("TTFT ms", "x floor", "TPOT ms", "x floor", "transformers\nTTFT ms", "TPOT ms")
-_KERNEL_FIGURES = ("work", "us", "rate", "of limit", "torch us", "flash_attn us")
 
 
 def engine(

@@ -24,6 +24,7 @@ from cluster.spec.errors import BatonError, ConfigError, UserError
 from cluster.spec.memory import GIB
 
 _POLL_S = 0.05
+_READY = "ready"
 
 
 def wait_ready(url: str, timeout_s: float) -> None:
@@ -89,9 +90,6 @@ def _check_machine(config: DeployConfig, model: ModelFacts, say: Callable[[str],
         raise UserError(f"{memory.owner} has {total_gib:.4g} GiB of memory; allowed: {lack}")
     if lack := memory_lack(config, model, available_gib):
         say(f"memory: {available_gib:.4g} GiB are available on {memory.owner} now; wanted: {lack}")
-
-
-_READY = "ready"
 
 
 class StartProgress:

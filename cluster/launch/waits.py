@@ -18,6 +18,11 @@ LAST_WORDS_S = 3.0
 """Delay between the end of a worker, which its peers notice at once, and its error."""
 
 Answer = TypeVar("Answer")
+POLL_S = 1.0
+QUIET_HEARTBEATS = 2.5
+"""Heartbeats without an open or new request before a replica counts as drained; two of them must have reported it."""
+TELL_AGAIN_S = 2.0
+"""Time after which an unacknowledged message to a replica is repeated."""
 
 
 class Deadline:
@@ -90,9 +95,6 @@ def labelled(who: str, error: BaseException) -> BatonError:
     return named
 
 
-POLL_S = 1.0
-
-
 def await_room(
     system: ActorSystem, config: DeployConfig, say: Callable[[str], None], check: Callable[[], None]
 ) -> None:
@@ -125,12 +127,6 @@ def await_room(
             if not deadline.left_s():
                 raise
         time.sleep(min(POLL_S, deadline.left_s()))
-
-
-QUIET_HEARTBEATS = 2.5
-"""Heartbeats without an open or new request before a replica counts as drained; two of them must have reported it."""
-TELL_AGAIN_S = 2.0
-"""Time after which an unacknowledged message to a replica is repeated."""
 
 
 class DrainWatch:

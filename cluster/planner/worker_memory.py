@@ -21,6 +21,15 @@ from cluster.spec.strategy import Passing
 from workers.context_parallel.shard_plan import dummy_request, make_step_shape
 from workers.models.interface import DecoderConfig, LayerWeights
 
+_PAGE_ID_BYTES = 8
+_PASSED_QUERY_BYTES = 16
+"""Bytes for an element of a query: as it arrives, in order, its output, and that in fp32, twice."""
+_DRAW_BYTES = 24
+"""Bytes for a logit sampled with top-p: 21 as tensors that exist at once, counted on a CPU."""
+# Allowances, not measurements: what CUDA keeps per layer of a graph, and cuBLAS for the capture stream.
+_GRAPH_LAYER_BYTES = 256 << 10
+_WORKSPACE_BYTES = 32 << 20
+
 
 def weights_gib(config: DeployConfig, pool: PoolConfig, model: ModelFacts) -> float:
     numbers = max(_num_weights(config, pool, model, stage) for stage in range(pool.parallel.pp))
@@ -45,16 +54,6 @@ def _num_tables(config: DeployConfig, model: ModelFacts, *, is_first: bool, is_l
     is_one = is_first and is_last and model.config.tie_word_embeddings
     is_rearranged = config.resources.device is Device.CPU and model.dtype == "bfloat16"
     return 1 if is_one and not is_rearranged else is_first + is_last
-
-
-_PAGE_ID_BYTES = 8
-# Allowances, not measurements: what CUDA keeps per layer of a graph, and cuBLAS for the capture stream.
-_GRAPH_LAYER_BYTES = 256 << 10
-_WORKSPACE_BYTES = 32 << 20
-_PASSED_QUERY_BYTES = 16
-"""Bytes for an element of a query: as it arrives, in order, its output, and that in fp32, twice."""
-_DRAW_BYTES = 24
-"""Bytes for a logit sampled with top-p: 21 as tensors that exist at once, counted on a CPU."""
 
 
 def expected_memory(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> GpuMemory:

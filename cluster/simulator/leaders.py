@@ -29,6 +29,8 @@ from workers.scheduler.steps import StepLimits, StepScheduler
 
 _BYTE = "float8_e4m3fn"
 """Dtype of one byte."""
+MAX_REQUESTS = 4
+TICKET_TIMEOUT_S = 5.0
 
 
 def make_rows(shape: Shape, replica: ReplicaId, incarnation: Incarnation, machine: str) -> list[RankRow]:
@@ -91,10 +93,6 @@ def geometry_of(shape: Shape) -> KvGeometry:
         parts = (KvPart(name="latent", dim=2, dtype=_BYTE), KvPart(name="keys", dim=1, dtype=_BYTE))
         groups.append(KvGroup(name="extra", num_heads=1, layers=tuple(range(0, shape.num_layers, 2)), parts=parts))
     return KvGeometry(model="simulated", num_layers=shape.num_layers, groups=tuple(groups), page_size=PAGE_SIZE)
-
-
-MAX_REQUESTS = 4
-TICKET_TIMEOUT_S = 5.0
 
 
 def shard_of(rows: Sequence[RankRow], dp_rank: int) -> list[RankRow]:

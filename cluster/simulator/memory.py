@@ -18,6 +18,10 @@ from cluster.spec.transfer_messages import Ticket
 from transfer.page_range import PageRange, Span
 from workers.cache.page_allocator import PageAllocator
 
+TORN = 255
+"""Byte left by a failed copy."""
+_MAX_LAYERS = 8
+
 
 class Violation(AssertionError):  # noqa: N818
     """Broken promise; the message says which."""
@@ -25,9 +29,6 @@ class Violation(AssertionError):  # noqa: N818
 
 _NOTHING = VOCAB_SIZE
 """Byte of an empty slot."""
-TORN = 255
-"""Byte left by a failed copy."""
-_MAX_LAYERS = 8
 _TABLES = [
     bytes((seed + salt) % _NOTHING for seed in range(_NOTHING)) + bytes(range(_NOTHING, 256)) for salt in range(128)
 ]

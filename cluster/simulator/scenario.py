@@ -15,6 +15,10 @@ VOCAB_SIZE = 251
 
 MACHINE_LOST_S = 15.0
 """Maximum time for which a lost machine stays unreachable beyond the fault's duration."""
+_LOSSY_TIMEOUT_S = 600.0
+"""Timeout with enough time for every attempt of every request in sequence, though each loses some messages."""
+_MAX_MILD_FAULTS = 3
+"""Maximum number of retries of a request."""
 
 
 class FaultKind(StrEnum):
@@ -43,10 +47,6 @@ COMMANDS = frozenset({FaultKind.RESTART, FaultKind.SCALE, FaultKind.STAND_BY})
 
 
 _MILD = frozenset({FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.LOSE_MACHINE})
-_LOSSY_TIMEOUT_S = 600.0
-"""Timeout with enough time for every attempt of every request in sequence, though each loses some messages."""
-_MAX_MILD_FAULTS = 3
-"""Maximum number of retries of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

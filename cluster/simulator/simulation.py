@@ -17,6 +17,11 @@ from cluster.spec.messages import Drain
 from cluster.supervisor.commands import Command, DrainCommand, RestartCommand, ResumeCommand, ScaleCommand
 from cluster.supervisor.events import StopRequested
 
+_START_LIMIT_S = 60.0
+_SLACK_S = 60.0
+"""Time after the last deadline for restarts with their waits, and for late messages."""
+_LOOK_S = 0.5
+
 
 class Faults:
     """Faults of one scenario over one driver's members."""
@@ -107,12 +112,6 @@ class Faults:
 
     def _pass(self) -> None:
         self.num_open -= 1
-
-
-_START_LIMIT_S = 60.0
-_SLACK_S = 60.0
-"""Time after the last deadline for restarts with their waits, and for late messages."""
-_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)

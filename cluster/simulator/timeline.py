@@ -7,6 +7,7 @@ from itertools import count
 from cluster.spec.messages import Message
 
 Event = Callable[[], None]
+_SHOWN = ("room", "generation", "sender_rank", "pages", "num_held_pages", "num_pages", "first_index", "state", "reason")
 
 
 class Timeline:
@@ -31,9 +32,6 @@ class Timeline:
         self._now_s, _, event = heapq.heappop(self._events)
         event()
         return True
-
-
-_SHOWN = ("room", "generation", "sender_rank", "pages", "num_held_pages", "num_pages", "first_index", "state", "reason")
 
 
 class Trace:

@@ -7,6 +7,11 @@ from pydantic import Field
 
 from cluster.spec.config_node import MemoryGib, Node, Text
 
+LEAST_LENT_GIB = 1 / 64
+"""Minimum memory that Mooncake Store accepts."""
+STORE_CLIENT_BYTES = 128 << 20
+"""Memory of a Mooncake Store client for objects in transit."""
+
 
 class WritePolicy(StrEnum):
     """Times at which a page is copied from the device cache to host memory, and from there to storage."""
@@ -36,12 +41,6 @@ class StorageBackendName(StrEnum):
     NONE = "none"
     FILES = "files"
     MOONCAKE_STORE = "mooncake_store"
-
-
-LEAST_LENT_GIB = 1 / 64
-"""Minimum memory that Mooncake Store accepts."""
-STORE_CLIENT_BYTES = 128 << 20
-"""Memory of a Mooncake Store client for objects in transit."""
 
 
 class StorageConfig(Node):

@@ -18,6 +18,11 @@ Tree = dict[str, Any]
 
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 _TEXT_TAG = "tag:yaml.org,2002:str"
+_LONGEST_VALUE = 60
+_PATTERNS = {
+    r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$": "1 to 63 lower case letters, digits and dashes, no dash first or last",
+    r"^(\*|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+)$": "`*`, or an origin as browsers name it, such as https://chat.example",
+}
 
 
 def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> DeployConfig:
@@ -145,12 +150,6 @@ def _without(tree: Tree, paths: list[list[str]]) -> Tree:
 
 
 Keys = tuple[str, ...]
-
-_LONGEST_VALUE = 60
-_PATTERNS = {
-    r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$": "1 to 63 lower case letters, digits and dashes, no dash first or last",
-    r"^(\*|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+)$": "`*`, or an origin as browsers name it, such as https://chat.example",
-}
 
 
 def explain(error: ValidationError) -> list[Problem]:

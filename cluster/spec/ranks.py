@@ -15,6 +15,10 @@ from cluster.spec.config import ParallelConfig
 from cluster.spec.errors import Problem
 from cluster.spec.registry import AxisSizes, RankCoords
 
+MOST_RANKS = 4096
+"""Maximum number of workers per replica; a larger number is a typing error, and planning it would exhaust memory."""
+_ATTENTION_AXES = ("pp", "dp", "cp", "tp")
+
 
 class GroupName(StrEnum):
     """Groups of ranks that run collectives together."""
@@ -50,10 +54,6 @@ class Position:
         return RankCoords(dp=self.dp, cp=self.cp, tp=self.tp, pp=self.pp)
 
 
-MOST_RANKS = 4096
-"""Maximum number of workers per replica; a larger number is a typing error, and planning it would exhaust memory."""
-
-_ATTENTION_AXES = ("pp", "dp", "cp", "tp")
 _ALIKE = {
     GroupName.ATTN_TP: ("pp", "dp", "cp"),
     GroupName.ATTN_CP: ("pp", "dp", "tp"),

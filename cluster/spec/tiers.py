@@ -7,6 +7,9 @@ import msgspec
 
 from cluster.spec.kv import lifetime_of
 
+JOB_BOUNDS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
+"""Upper bounds of the histogram of job times; the last bucket has none."""
+
 
 class Tier(StrEnum):
     """A kind of memory that holds cached pages."""
@@ -101,10 +104,6 @@ class TierJobResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Present if the storage backend knows them."""
     failures: dict[str, int] = {}
     """Failed pages by reason. A page that storage never had is no failure."""
-
-
-JOB_BOUNDS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
-"""Upper bounds of the histogram of job times; the last bucket has none."""
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,9 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 _T = TypeVar("_T")
+ID_BYTES = 4
+"""Bytes per id, signed, little-endian."""
+_LOWEST, _HIGHEST = -(2**31), 2**31 - 1
 
 
 class Struct(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,11 +30,6 @@ def decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
         return decoder.decode(data)
     except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these through
         raise msgspec.DecodeError(str(error)) from error
-
-
-ID_BYTES = 4
-"""Bytes per id, signed, little-endian."""
-_LOWEST, _HIGHEST = -(2**31), 2**31 - 1
 
 
 class TokenIds(Sequence[int]):

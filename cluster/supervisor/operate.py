@@ -21,6 +21,7 @@ from cluster.supervisor.events import Action, Event, Outcome
 from cluster.supervisor.state import Cluster, Member, MemberState, Now, OpenCommand, Phase
 
 Step = tuple[Cluster, list[Action]]
+_MAX_REPLICAS = 4096
 
 
 def on_command(cluster: Cluster, event: words.CommandReceived, now: Now) -> Step:
@@ -216,9 +217,6 @@ def _with_command(
 def _close(cluster: Cluster, line: str, outcome: Outcome = Outcome.DONE) -> Step:
     assert cluster.open_command is not None
     return replace(cluster, open_command=None), [words.Answer(cluster.open_command.number, line, outcome)]
-
-
-_MAX_REPLICAS = 4096
 
 
 def refusal(cluster: Cluster, command: Command) -> str | None:

@@ -19,14 +19,13 @@ from cluster.supervisor.operate import (
 from cluster.supervisor.silence import on_look, on_router_seen, on_table_lost, on_table_seen, out_of_patience
 from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, MemberState, Now, Phase
 
+RESTART_BACKOFF_S = 1.0
+"""First wait before a lost replica is started again, which doubles up to a minute; short, since one is often enough."""
+
 
 def next_incarnation(previous: Incarnation, unix_ms: int) -> Incarnation:
     """Return a number above the previous one, and above those of an earlier cluster of this name."""
     return Incarnation(max(previous + 1, unix_ms))
-
-
-RESTART_BACKOFF_S = 1.0
-"""First wait before a lost replica is started again, which doubles up to a minute; short, since one is often enough."""
 
 
 def backoff_s(first_s: float, num_failures: int) -> float:

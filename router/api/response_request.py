@@ -19,6 +19,16 @@ LOGPROBS = "message.output_text.logprobs"
 SEALED_THOUGHTS = "reasoning.encrypted_content"
 _SEAL = b"baton\0"
 """Begins what we call encrypted; nobody else's begins so."""
+_OWN_WORDS = (
+    ("messages", "input"),
+    ("max_tokens", "max_output_tokens"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("logprobs", "top_logprobs"),
+    ("response_format.json_schema.schema", "text.format.schema"),
+    ("response_format", "text.format"),
+    ("reasoning_effort", "reasoning.effort"),
+)
+"""Fields of chat, and their names here."""
 
 
 class InputPart(Body):
@@ -186,16 +196,6 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
 }
 """Neutral values besides null, by undeclared field."""
 
-_OWN_WORDS = (
-    ("messages", "input"),
-    ("max_tokens", "max_output_tokens"),
-    ("max_completion_tokens", "max_output_tokens"),
-    ("logprobs", "top_logprobs"),
-    ("response_format.json_schema.schema", "text.format.schema"),
-    ("response_format", "text.format"),
-    ("reasoning_effort", "reasoning.effort"),
-)
-"""Fields of chat, and their names here."""
 
 _ADDITIONS = (
     ChatRequest.model_fields.keys() - ResponseRequest.model_fields.keys() - _HARMLESS.keys() - dict(_OWN_WORDS).keys()

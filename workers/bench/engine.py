@@ -28,6 +28,8 @@ from workers.models.decoder import DecoderModel
 from workers.models.registry import parse_model_config
 from workers.parallel.collectives import Communicator
 
+_PAGE_SIZE = 64
+
 
 class TransformersPeer:
     """A transformers model over the engine's tensors, so that no memory is needed for a second copy."""
@@ -71,7 +73,6 @@ class TransformersPeer:
         return start_s, times_s, answer
 
 
-_PAGE_SIZE = 64
 _ROOM = Room(1)
 
 

@@ -15,6 +15,13 @@ from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, Str
 from workers.attention.runs import RankRuns, Run
 from workers.context_parallel.shard_plan import ShardPlan, make_step_shape, plan_shards, shape_of_plan
 
+ALL_REDUCES = 2
+"""All-reduces of a layer: after attention and after the MLP."""
+TILE = 256
+"""Queries and keys per tile of a kernel."""
+MIN_GAIN = 0.02
+"""Least relative gain for which a step is divided; below it every rank computes everything."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -36,10 +43,6 @@ class ModelShape:
     def partial_row_bytes(self) -> int:
         """Return bytes of the partial of one token in one layer, in fp32: 4 bytes where a pair takes 4 FLOPs."""
         return self.attention_flops
-
-
-ALL_REDUCES = 2
-"""All-reduces of a layer: after attention and after the MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +69,6 @@ class Rates:
     """Time that each token adds to it."""
     hidden_share: float = 0.0
     """Part of a collective's time that passes while this rank computes; 0 where ranks do the copying."""
-
-
-TILE = 256
-"""Queries and keys per tile of a kernel."""
 
 
 def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: Passing | None = None) -> float:
@@ -171,10 +170,6 @@ def _exposed_s(num_bytes: float, hideable_s: float, rates: Rates) -> float:
     """Return the seconds of one collective not hidden behind ``hideable_s`` of other work."""
     exchange_s = rates.exchange_s + num_bytes / rates.exchange_bytes_per_s
     return exchange_s - min(exchange_s * rates.hidden_share, hideable_s)
-
-
-MIN_GAIN = 0.02
-"""Least relative gain for which a step is divided; below it every rank computes everything."""
 
 
 @dataclass(frozen=True, slots=True)

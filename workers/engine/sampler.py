@@ -19,6 +19,16 @@ _ROUNDING = 1e-4
 """Logits in fp32 that differ by less count as equal."""
 _NUM_SETTINGS, _NUM_WHOLE = 7, 3
 """Number of settings per row; whole numbers come first."""
+_NUM_RANKED = 1024
+"""Tokens ranked at first; few rows must look further to find the end of their top-p."""
+_FRACTION_BITS = 53
+_GREEDY_BELOW = 1e-5
+"""Temperatures below this leave only the likeliest token, and would eventually divide by zero in fp32."""
+_STEP, _FIRST_FACTOR, _SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_LEAST, _MOST = 2.0**-54, 1 - 2.0**-24
+"""Fractions whose exponentials are neither 0 nor infinite in fp32."""
+_CACHED = 1 << 16
+"""Exponentials computed at once on a CPU: they stay in its core's cache."""
 
 
 class DrawSettings:
@@ -56,10 +66,6 @@ class DrawSettings:
     def at(self, rows: Tensor) -> "DrawSettings":
         """Return the settings of some rows."""
         return DrawSettings(self._table[:, rows])
-
-
-_NUM_RANKED = 1024
-"""Tokens ranked at first; few rows must look further to find the end of their top-p."""
 
 
 def keep_likeliest(scores: Tensor, settings: DrawSettings) -> Tensor:
@@ -101,14 +107,6 @@ def ranked_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, num_ranked: int
     # Top-p applies to the mass that top-k leaves, which is known if that is ranked, or is everything.
     is_sure = (top_k <= num_ranked) | (is_beyond[:, -1:] & (top_k >= vocab_size)) | (num_ranked == vocab_size)
     return ranked.gather(-1, num_kept - 1).squeeze(-1), is_sure.squeeze(-1)
-
-
-_STEP, _FIRST_FACTOR, _SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_FRACTION_BITS = 53
-_LEAST, _MOST = 2.0**-54, 1 - 2.0**-24
-"""Fractions whose exponentials are neither 0 nor infinite in fp32."""
-_CACHED = 1 << 16
-"""Exponentials computed at once on a CPU: they stay in its core's cache."""
 
 
 def key_of(seed: int, position: int) -> int:
@@ -178,10 +176,6 @@ def _shift(bits: Tensor, count: int, shifted: Tensor) -> Tensor:
 
 def _signed(bits: int) -> int:
     return bits - (1 << 64) if bits >> 63 else bits
-
-
-_GREEDY_BELOW = 1e-5
-"""Temperatures below this leave only the likeliest token, and would eventually divide by zero in fp32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from workers.parallel.model_groups import ModelGroups
 
 NO_EXPERT = -1
 """Fills up the choices of a token that asks for fewer experts than others."""
+FEW_TOKENS = 4096
+"""Most tokens of all shards that are gathered on GPUs, where all-to-all waits for counts; not measured."""
 
 
 class RoutedTokens(NamedTuple):
@@ -135,8 +137,6 @@ def _others(size: int) -> float:
     return (size - 1) / size
 
 
-FEW_TOKENS = 4096
-"""Most tokens of all shards that are gathered on GPUs, where all-to-all waits for counts; not measured."""
 Compute = Callable[[RoutedTokens], Tensor]
 """Function from tokens to the terms ``[tokens, hidden]`` that the experts of this rank add to them."""
 

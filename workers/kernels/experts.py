@@ -14,6 +14,10 @@ from torch import Tensor
 from workers.device import on_device
 from workers.kernels.launch import block_of, operand_type
 
+TILE_FIELDS = 3
+_CHOICE_BLOCK = 512
+_BLOCK_COLS = 1024
+
 
 def choose_experts(
     logits: Tensor, num_chosen: int, counted: Tensor | None, *, sum_to_one: bool
@@ -72,7 +76,6 @@ def _choose_kernel(
     tl.store(experts + targets, found, mask=places < NUM_CHOSEN)
 
 
-TILE_FIELDS = 3
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 
 
@@ -158,9 +161,6 @@ def _grouped_matmul_kernel(
     tl.store(targets, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_col[None, :])
 
 
-_CHOICE_BLOCK = 512
-
-
 class ExpertRows(NamedTuple):
     """One row for each choice of a local expert."""
 
@@ -244,9 +244,6 @@ def _local(experts, begin, first, num_choices, num_local, BLOCK: tl.constexpr):
     local = tl.load(experts + choices, mask=choices < num_choices, other=-1) - first
     is_here = (local >= 0) & (local < num_local) & (choices < num_choices)
     return tl.where(is_here, local, num_local)
-
-
-_BLOCK_COLS = 1024
 
 
 def sum_choices(answers: Tensor, rows: Tensor, weights: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 _CUTOFF_BLOCK = 2048
 _STAGES = tl.constexpr(4)
 """Blocks in flight at once: nothing else hides the waits of a row's only program."""
+_RACE_BLOCK = 4096
 
 
 def find_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, is_sure: Tensor, cutoffs: Tensor) -> None:
@@ -104,8 +105,6 @@ def _depths(scores, start, vocab_size, BLOCK: tl.constexpr):
     bits = tl.load(scores + token_ids, mask=token_ids < vocab_size, other=-float("inf")).to(tl.int32, bitcast=True)
     return tl.where(token_ids < vocab_size, bits & 0x7FFFFFFF, 0x7FFFFFFF)
 
-
-_RACE_BLOCK = 4096
 
 _STEP = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST_FACTOR = tl.constexpr(0xBF58476D1CE4E5B9)

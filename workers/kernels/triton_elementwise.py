@@ -7,6 +7,9 @@ from torch import Tensor
 
 from workers.kernels.launch import block_of
 
+_HEADS = 8
+_SWIGLU_BLOCK = 1024
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of ``x [..., size]``."""
@@ -61,9 +64,6 @@ def _rms_norm_kernel(
     normed = (wide * scale).to(given.dtype).to(tl.float32)
     scaled = tl.load(weight + dims, mask=is_held, other=0.0).to(tl.float32) * normed
     tl.store(out + row * SIZE + dims, scaled.to(given.dtype), mask=is_held)
-
-
-_HEADS = 8
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
@@ -216,9 +216,6 @@ def _store_kv_kernel(
     target = pages + slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * slot_stride + which * which_stride
     target += heads[:, None] * head_stride + dims[None, :]
     tl.store(target, tl.load(source, mask=is_held), mask=is_held)
-
-
-_SWIGLU_BLOCK = 1024
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

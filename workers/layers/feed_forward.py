@@ -21,6 +21,11 @@ from workers.layers.linear import FusedLinear, ReplicatedLinear, SummedLinear, m
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
 from workers.parallel.model_groups import ModelGroups
 
+FEW_CHOICES = 32_768
+"""Most choices for which all get rows, wherever their experts are, so that the host waits for no counts: 128 MiB for
+hidden states of 2,048.
+"""
+
 
 def gated(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up of the halves of [num_tokens, 2 * size]."""
@@ -71,12 +76,6 @@ class ExpertRouter(ShardedLayer):
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
         yield "weight", WeightShard(self.weight, tuple(map(replicated, self.weight.shape)))
-
-
-FEW_CHOICES = 32_768
-"""Most choices for which all get rows, wherever their experts are, so that the host waits for no counts: 128 MiB for
-hidden states of 2,048.
-"""
 
 
 class Experts(ShardedLayer):

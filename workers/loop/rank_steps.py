@@ -25,6 +25,8 @@ from workers.rank import Rank
 
 PATIENCE_S = 1.0
 """Longest time for which messages are handled while a step runs."""
+_EVERY_S = 1.0
+"""Interval of work reports."""
 
 
 class EndedStep(NamedTuple):
@@ -78,10 +80,6 @@ class RankSteps:
         self._heartbeat.at(BETWEEN_STEPS)
         start_s, self._ended_s = max(start_s, self._ended_s), self._clock.now_s()
         return EndedStep(plan, sampled, self._ended_s - start_s)
-
-
-_EVERY_S = 1.0
-"""Interval of work reports."""
 
 
 class StepReports:

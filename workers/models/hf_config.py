@@ -12,6 +12,13 @@ from workers.layers.config import RopeConfig, RopeType
 Dtype = Literal["float32", "bfloat16", "float16"]
 MOST_LAYERS = 4096
 """Most layers accepted; more is a damaged file, and would fill the memory of its reader."""
+_NEEDED_KEYS: Mapping[RopeType, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
 
 
 class UnsupportedModelError(UserError):
@@ -89,14 +96,6 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 ROPE_TYPES: tuple[RopeType, ...] = get_args(RopeType)
-
-_NEEDED_KEYS: Mapping[RopeType, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": (),
-}
 
 
 def read_rope_config(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:

@@ -44,6 +44,12 @@ CHAT_TEMPLATE = """<|begin|>
 {%- endif -%}
 {%- endfor -%}"""
 """The last message stays open, so that the answer continues the user's words, as earlier answers did."""
+DEMO_PROMPT = "The launch code is tango seven.\nThe launch code is"
+DEMO_ANSWER = " tango seven."
+"""Answer to DEMO_PROMPT, as a chat message or as plain text, before the model stops by itself."""
+VERSION = 1
+"""Version of the files, raised whenever one changes, so that older checkpoints are rebuilt."""
+VERSION_KEY = "recall_version"
 
 
 def build_tokenizer() -> Tokenizer:
@@ -100,15 +106,6 @@ def _byte_symbols() -> list[str]:
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     stand_ins = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]
-
-
-DEMO_PROMPT = "The launch code is tango seven.\nThe launch code is"
-DEMO_ANSWER = " tango seven."
-"""Answer to DEMO_PROMPT, as a chat message or as plain text, before the model stops by itself."""
-
-VERSION = 1
-"""Version of the files, raised whenever one changes, so that older checkpoints are rebuilt."""
-VERSION_KEY = "recall_version"
 
 
 def build_recall_checkpoint(folder: Path, *, has_experts: bool = False) -> None:

@@ -18,6 +18,10 @@ SOURCES = tuple(
     Path(__file__).with_name(name)
     for name in ("attention.cpp", "elementwise.cpp", "block_bf16.h", "block_fp32.h", "vectors.h", "common.h")
 )
+_TIMEOUT_S = 120.0
+_MEND = "apt-get install -y g++"
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+_OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared")
 
 
 class Kind(NamedTuple):
@@ -31,7 +35,6 @@ class Kind(NamedTuple):
     """Options of the compiler."""
 
 
-_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 KINDS = (
     Kind("AVX512-BF16", (*_AVX512, "avx512_bf16"), (*(f"-m{flag}" for flag in _AVX512), "-mavx512bf16")),
     Kind("AVX512", _AVX512, ("-mfma", *(f"-m{flag}" for flag in _AVX512))),
@@ -39,9 +42,6 @@ KINDS = (
     Kind("NEON", ("asimd",), ()),
 )
 """Kinds of processors, fastest first. All but the first multiply in fp32."""
-_OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared")
-_TIMEOUT_S = 120.0
-_MEND = "apt-get install -y g++"
 
 
 class CannotCompileError(Exception):

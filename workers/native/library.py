@@ -19,6 +19,8 @@ _FIELDS = (
     *("num_items", "page_size", "kv_heads", "groups", "head_dim", "query_stride", "query_head_stride"),
     *(f"{what}_{axis}_stride" for what in ("key", "value") for axis in ("page", "head", "slot")),
 )
+_LEAST_SHARED = 1 << 17
+"""Fewest elements whose rows are divided over threads."""
 
 
 class _Arguments(ctypes.Structure):
@@ -76,8 +78,6 @@ class Library:
             raise MemoryError("no memory for a tile of attention")
 
 
-_LEAST_SHARED = 1 << 17
-"""Fewest elements whose rows are divided over threads."""
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 

@@ -25,6 +25,16 @@ _SPINS = 300
 """Polls of a flag before the core is yielded to others: some 20 microseconds."""
 _YIELD_S = 200e-6
 _LONGEST_PAUSE_S = 1e-3
+_SLOTS = 2
+"""Number of pieces of a rank that exist at once: one is filled while peers still read the previous one."""
+WHOLE_SUM_BYTES = 128 << 10
+"""Largest sum that every rank adds up as a whole; for larger ones, reading costs more than waiting a second time.
+Measured on two cores, for two ranks as for four.
+"""
+PIECE_BYTES = 64 << 20
+"""Largest part of a rank moved at once; larger ones are split. A power of two."""
+_MAX_PIECES = 1 << 20
+"""Most pieces per call; a piece's number is call * _MAX_PIECES + its index in the call."""
 
 
 class Flag(IntEnum):
@@ -112,17 +122,6 @@ def _leave(flags: memoryview, rank: int, watched: Sequence[int]) -> None:
 
 
 Bytes = NDArray[np.uint8]
-
-WHOLE_SUM_BYTES = 128 << 10
-"""Largest sum that every rank adds up as a whole; for larger ones, reading costs more than waiting a second time.
-Measured on two cores, for two ranks as for four.
-"""
-PIECE_BYTES = 64 << 20
-"""Largest part of a rank moved at once; larger ones are split. A power of two."""
-_SLOTS = 2
-"""Number of pieces of a rank that exist at once: one is filled while peers still read the previous one."""
-_MAX_PIECES = 1 << 20
-"""Most pieces per call; a piece's number is call * _MAX_PIECES + its index in the call."""
 
 
 class SharedMemoryWork:

@@ -12,6 +12,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from workers.parallel.collectives import Backend, CompletedWork, CopiedBack, Work
 
+LEAVE_S = 10.0
+"""Longest wait for running collectives; the process ends soon, and they end with it."""
+
 
 class TorchGroup:
     in_background = True
@@ -75,10 +78,6 @@ class _Works:
 
     def wait(self) -> bool:
         return all(work.wait(self._timeout) for work in self._works)
-
-
-LEAVE_S = 10.0
-"""Longest wait for running collectives; the process ends soon, and they end with it."""
 
 
 class NcclBackend(TorchGroup):

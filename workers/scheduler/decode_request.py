@@ -16,6 +16,9 @@ from workers.cache.page_lists import PageLists, live_pages
 from workers.scheduler.sequence import KvState, RequestParams, TokenSequence
 from workers.scheduler.steps import StepScheduler
 
+QUARANTINE_LIMIT = 0.25
+"""Part of the pool in quarantine beyond which a replica drains and starts again: with less, restarting costs more."""
+
 
 class DecodeState(Enum):
     QUEUED = "queued"
@@ -42,9 +45,6 @@ MOVES = {
     DecodeState.RUNNING: frozenset({DecodeState.ENDED}),
     DecodeState.ENDED: frozenset[DecodeState](),
 }
-
-QUARANTINE_LIMIT = 0.25
-"""Part of the pool in quarantine beyond which a replica drains and starts again: with less, restarting costs more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

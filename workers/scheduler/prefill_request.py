@@ -15,6 +15,9 @@ from cluster.spec.transfer_messages import Drained, Refused, Result, Revoke, Sen
 from transfer.plan import PageShare, receivers
 from workers.cache.page_lists import PageLists, live_pages
 
+TICKET_TIMEOUT_S = 30.0
+"""Seconds that a ticket waits for its request. The router asks both replicas at once: only a lost one takes longer."""
+
 
 class PrefillState(Enum):
     QUEUED = "queued"
@@ -36,9 +39,6 @@ MOVES = {
     PrefillState.STOPPING: frozenset({PrefillState.ENDED}),
     PrefillState.ENDED: frozenset[PrefillState](),
 }
-
-TICKET_TIMEOUT_S = 30.0
-"""Seconds that a ticket waits for its request. The router asks both replicas at once: only a lost one takes longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

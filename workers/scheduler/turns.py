@@ -21,6 +21,8 @@ _ROUNDING = 1e-6
 
 SortKey = tuple[int, int, int, int, int]
 """Sort key of sequences; no two have the same."""
+_AGED = 2
+"""Shortest class that waiting can lower a longer one to: never that of a single step, which delays nobody by much."""
 
 
 class Turn(NamedTuple):
@@ -29,10 +31,6 @@ class Turn(NamedTuple):
     length: int
     """Length class: the power of two of the steps that it takes."""
     sort_key: SortKey
-
-
-_AGED = 2
-"""Shortest class that waiting can lower a longer one to: never that of a single step, which delays nobody by much."""
 
 
 def turn(
