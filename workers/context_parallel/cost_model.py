@@ -242,8 +242,7 @@ def choose(
 
 def choose_passing(num_new: int, num_cached: int, cp: int, shape: ModelShape, rates: Rates) -> Passing:
     """Return what to pass for T new tokens on P cached ones, by the rule of Context Parallelism for Scalable
-    Million-Token
-    Inference (arXiv 2411.01783, algorithm 5).
+    Million-Token Inference (arXiv 2411.01783, algorithm 5).
 
     With C the attention FLOP/s of a rank, B its bytes/s, N ranks, Hq and Hk heads of e-byte elements, keys and values
     hide behind attention if T >= N C Hk e / (2 Hq B), and are fewer bytes than queries and the partials that return if

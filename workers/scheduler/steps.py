@@ -50,7 +50,7 @@ class _Candidates:
     is_alone: bool
     """Whether there is one candidate and nobody else runs."""
     computed_by: dict[bytes, TokenSequence]
-    """TokenSequence that computes a page in this step or one under way, by page key."""
+    """Sequence that computes a page in this step or one under way, by page key."""
 
     def by_priority(self) -> list[TokenSequence]:
         return sorted(self.sequences, key=lambda sequence: self.turns[sequence.room].sort_key)

@@ -14,8 +14,6 @@ WINDOW = 32
 """Number of consecutive arrivals among which a longer prefix goes first; a sequence overtakes fewer than this of its
 length.
 """
-
-
 _ROUNDING = 1e-6
 """Part of a token by which a sum of shares may fall short of a step."""
 
@@ -36,7 +34,7 @@ class Turn(NamedTuple):
 def turn(
     *, priority: int, arrival: int, prefix_len: int, pending_len: int, chunk_tokens: int, age_steps: int = 0
 ) -> Turn:
-    """SortKey a sequence by lowest priority value, then least work, then longest prefix within a window, then arrival.
+    """Rank a sequence by lowest priority value, then least work, then longest prefix within a window, then arrival.
 
     Work counts by the power of two of the steps it takes, so that sequences of similar length keep their order, and a
     long prompt moves up as it is computed. It also moves up as it waits, by one for each doubling of the steps since
