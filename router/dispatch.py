@@ -141,7 +141,7 @@ class RequestTable:
         ]
 
     def on_failure(self, failure: Failure, now_s: float) -> list[Action]:
-        """Take the failure of one replica; the attempt is cancelled at the other one at once."""
+        """Handle the failure of one replica; the attempt is cancelled at the other one at once."""
         state = self._by_room.get(failure.room)
         if state is None:
             return self._drop("late")

@@ -73,7 +73,7 @@ class LimitError(ApiError):
 
 
 class QueueFullError(LimitError):
-    """No request can be taken before some of the open ones are computed; says how many there are."""
+    """No request can be taken until some of the open ones are computed; the message names the limit reached."""
 
     def __init__(self, message: str, limit: str = "") -> None:
         super().__init__(message, "queue_full", limit)

@@ -50,7 +50,7 @@ class Histogram:
     """A histogram for every combination of labels."""
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float], *labels: str) -> None:
-        """``bounds`` are the largest values of all buckets but the last, which has none."""
+        """``bounds`` are the upper bounds of all buckets but the last, which has none."""
         self.name = name
         self._help_text = help_text
         self._labels = labels

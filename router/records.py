@@ -93,7 +93,7 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def phases_of(answer: Answer, now_s: float) -> Iterator[Phase]:
-    """Yield the phases one after another, as far as the request came.
+    """Yield the phases in order, up to the last one that the request reached.
 
     The wait for pages in decode is left out, since it overlaps ``bootstrap``.
     """

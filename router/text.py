@@ -1,4 +1,4 @@
-"""Text of answers: of tokens (complete characters, stop strings cut off), and in pieces, with markers found in it."""
+"""Text of answers: from tokens (whole characters, stop strings cut off), and in pieces, split at markers."""
 
 import re
 from collections.abc import Sequence

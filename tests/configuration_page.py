@@ -15,7 +15,7 @@ from cluster.spec.loader import Keys, allowed
 _HEAD = """\
 # Configuration
 
-A deploy file is YAML. A key that is not given has its default, and one that is not here is refused. A value given
+A deploy file is YAML. A key that is not given takes its default, and one not listed here is refused. A value given
 with `--set SECTION.KEY=VALUE` overrides that of the file. `baton plan FILE` checks a file and shows what it would
 start; with `deploy/schema.json` editors complete and check it.
 

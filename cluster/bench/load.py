@@ -73,7 +73,7 @@ async def _complete(
         if not finished:
             raise EndpointError("the stream ended before its finish_reason")
         if record.num_output_tokens != request.output_len:
-            raise EndpointError(f"{record.num_output_tokens} output tokens, {request.output_len} asked for")
+            raise EndpointError(f"got {record.num_output_tokens} output tokens, requested {request.output_len}")
     except (httpx.HTTPError, EndpointError, ValueError) as failure:
         record.error = str(failure) or type(failure).__name__
     record.ended_s = time.monotonic()

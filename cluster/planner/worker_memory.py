@@ -139,7 +139,7 @@ Pool = PrefillConfig | DecodeConfig
 
 
 def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, pool_gib: float) -> HostMemory:
-    """Return the host memory of the worker with most weights, given its pool."""
+    """Return the host memory of the worker with the most weights, given its pool."""
     storage = config.hicache.storage
     is_store = storage.backend is StorageBackendName.MOONCAKE_STORE
     return HostMemory(

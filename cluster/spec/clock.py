@@ -1,4 +1,4 @@
-"""Time: clocks, the pulse of a cluster, and intervals of a trace with the clock that they are read on."""
+"""Time: clocks, the pulse of a cluster, and intervals of a trace with the clock that measured them."""
 
 import time
 from functools import cache

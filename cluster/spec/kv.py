@@ -104,7 +104,7 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Short hash that is equal exactly when two geometries are."""
+        """Short hash; two geometries have the same one exactly when they are equal."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).hexdigest()
 
     @property
@@ -175,7 +175,7 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.bytes_of(lifetime) for lifetime in {group.lifetime for group in self.groups})
 
     def bytes_of(self, lifetime: int) -> int:
-        """Return the bytes that the groups of a lifetime take of each of its pages."""
+        """Return the bytes that the groups of a lifetime take in each of its pages."""
         return sum(group.num_bytes for group in self.groups if group.lifetime == lifetime)
 
     @property

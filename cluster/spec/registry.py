@@ -37,7 +37,7 @@ class KvOwnership(StrEnum):
     """Every CP rank holds the pages it owns: page id g belongs to rank g modulo cp, as page g // cp of its pool."""
 
     def num_owners(self, cp: int) -> int:
-        """Return the CP ranks that the pages of a request are divided over."""
+        """Return the number of CP ranks over which the pages of a request are divided."""
         return cp if self is KvOwnership.SHARDED else 1
 
 
@@ -93,7 +93,7 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_owners(self) -> int:
-        """Return the CP ranks of this replica that the pages of a request are divided over."""
+        """Return the number of CP ranks of this replica over which the pages of a request are divided."""
         return self.ownership.num_owners(self.sizes.cp)
 
 

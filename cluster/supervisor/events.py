@@ -40,7 +40,7 @@ class Failed(_OfStart):
 
 @dataclass(frozen=True, slots=True)
 class Ended(_OfStart):
-    """No process of a failed member should be left; ``proven`` if none is."""
+    """A failed member has ended; ``proven`` if it is certain that none of its processes is left."""
 
     proven: bool
 

@@ -74,7 +74,7 @@ class Supervisor:
         self.post(words.Failed(name, incarnation, error))
 
     def request_stop(self, reason: str) -> None:
-        """Drain and stop; the second time, stop at once. From any thread, and from signal handlers."""
+        """Drain and stop; the second time, stop at once. Safe in any thread and in signal handlers."""
         self.post(words.StopRequested(reason))
 
     def saw_router(self, answers: bool, name: str = ROUTER) -> None:

@@ -176,7 +176,7 @@ def put_back(given: Any, handler: ValidatorFunctionWrapHandler, info: Validation
 
 
 def _ids_in(numbers: bytes) -> TokenIds | None:
-    """Return the ids of a JSON array; None unless it has some, and nothing else."""
+    """Return the ids of a JSON array; None if it is empty or holds anything else."""
     try:
         wide = np.frombuffer(simdjson.Parser().parse(numbers).as_buffer(of_type="i"), np.uint64)  # type: ignore[union-attr]
     except (TypeError, ValueError, RuntimeError):

@@ -136,7 +136,7 @@ def _schema_of(tool: Tool) -> Mapping[str, Any]:
 
 
 def _callable(body: ChatRequest) -> list[tuple[int, Tool]]:
-    """Return the tools that the choice leaves, with their indices."""
+    """Return the tools that ``tool_choice`` allows, with their indices."""
     tools = list(enumerate(body.tools or ()))
     match body.tool_choice:
         case NamedTool(function=function):

@@ -32,7 +32,7 @@ class ShownPrompt:
 
 
 def completion_logprobs(tokenizer: Tokenizer, chunk: OutputChunk, num_chars: int = 0) -> CompletionLogprobs | None:
-    """Return those of ``/v1/completions``, of text after ``num_chars`` characters; None where none are requested."""
+    """Return ``/v1/completions`` log-probabilities of text after ``num_chars`` characters; None if not requested."""
     if not chunk.logprobs:
         return None
     tokens = [token_text(tokenizer, token_id) for token_id in chunk.token_ids]

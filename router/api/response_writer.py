@@ -149,7 +149,7 @@ class OutputItems:
         return events
 
     def end(self, status: ItemStatus) -> tuple[list[OutputItem], list[Event]]:
-        """Return every item, at least one, and the events of the last one's end."""
+        """End the last item; return all items, at least one, and the events of that end."""
         is_message = isinstance(self._growing, _Message)
         events = self._grow(_Message, "") if self._growing is None or (is_message and self._pending) else []
         events += self._end(status)

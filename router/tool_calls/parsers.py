@@ -53,7 +53,7 @@ class CallScanner:
     """Follows the object character by character; values are taken as they are written."""
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        """``names`` are the known functions: an object that calls another, or has unknown members, is no call."""
+        """``names`` are the known functions: an object that names another, or has unknown members, is not a call."""
         self._names = names
         self._depth = 0
         self._in_string = False
@@ -193,7 +193,7 @@ class HermesParser:
 class Llama3Parser:
     """Calls ``{"name": ..., "parameters": {...}}`` of Llama 3.1 and later, or several with ";" between.
 
-    An answer that begins with something else has no calls; a JSON object that is no call is passed on.
+    An answer that begins with something else has no calls; a JSON object that is not a call is passed on.
     """
 
     def __init__(self, names: Collection[str]) -> None:

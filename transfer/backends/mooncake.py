@@ -65,7 +65,7 @@ class MooncakeBackend:
         address = _address(memoryview(buffer))
         if self._engine.register_memory(address, num_bytes) != 0:
             raise UserError(
-                f"transfer.backend: mooncake cannot register {num_bytes} bytes of memory; fewer: kv.memory_gib"
+                f"transfer.backend: mooncake cannot register {num_bytes} bytes of memory; lower kv.memory_gib"
             )
         endpoint = Endpoint(backend=self.name, session=self._session, base_address=address, num_bytes=num_bytes)
         return self._own(Region(memoryview(buffer), endpoint))

@@ -113,7 +113,7 @@ class AttentionBackend(Protocol):
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
         """Lay out one step's work over rows: a query sees the keys of its request at no later position.
 
-        Where a run of queries and one of keys overlap in position, or a layer has a window, their steps are equal, or
+        Where query and key runs overlap in position, or a layer has a window, the two runs have equal steps, or
         one is a single token.
         """
 

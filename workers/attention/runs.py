@@ -162,7 +162,7 @@ def _of_pair(query: Run, queries: slice, key: Run, keys: slice, window: int | No
 
 
 def _from(piece: Piece, behind: int) -> list[Piece]:
-    """Bound a piece to the keys from ``behind + i * step`` on; drop queries and keys left without any."""
+    """Bound a piece to the keys from ``behind + i * step`` on; drop queries without keys and keys without queries."""
     num_queries = min(piece.num_queries, -(-(piece.num_keys - behind) // max(piece.step, 1)))
     if num_queries <= 0 or behind > piece.ahead:
         return []

@@ -241,7 +241,7 @@ class PageAllocator:
         return next((number for number in numbers if self._held[pages[number]] > 1), len(pages))
 
     def _forget_held(self, pages: Sequence[int]) -> None:
-        """Leave the count of these pages' holders to the tree from now on."""
+        """Let the tree count the holders of these pages from now on."""
         for page in pages:
             self._held.pop(page, None)
 

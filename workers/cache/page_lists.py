@@ -77,7 +77,7 @@ class Lifetimes:
         return [lifetime_key(key, lifetime) for lifetime, first in enumerate(firsts) for key in keys[first:]]
 
     def longest_prefix(self, keys: Sequence[bytes], num_known: int, has: Callable[[bytes], bool]) -> int:
-        """Return how many full pages can be continued behind: ``has`` tells of each page that is seen then.
+        """Return the number of full pages that a sequence can continue after; ``has`` says whether a page is there.
 
         The pages of the first ``num_known`` keys are known to be there.
         """

@@ -117,7 +117,7 @@ class PrefixTree:
         return self._by_key[key].depth
 
     def path(self, key: bytes) -> list[bytes]:
-        """Return the keys from the first page down to one that is here."""
+        """Return the keys from the first page down to this one; empty if it is not here."""
         path: list[bytes] = []
         node = self._by_key.get(key)
         while node is not None:
@@ -170,7 +170,7 @@ class PrefixTree:
         return path
 
     def insert_alone(self, key: bytes, page: int, place: int, depth: int) -> bool:
-        """Insert a page that hangs below none, held by the caller; return False if the key is known."""
+        """Insert a page without a parent, held by the caller; return False if the key is known."""
         if key in self._by_key:
             return False
         self._add(_Node(key, page, None, place, depth))

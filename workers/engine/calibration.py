@@ -270,7 +270,7 @@ def measured_rates(
     groups: RankGroups,
     dtype: str,
 ) -> tuple[ModelShape, Rates]:
-    """Return those of the slowest rank of all stages and DP ranks. Every rank calls this; decode chooses nothing by
+    """Return the rates of the slowest rank of all stages and DP ranks. Every rank calls this; decode chooses nothing by
     rates.
     """
     shape = model.config.cost(dtype)

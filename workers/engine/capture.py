@@ -1,4 +1,4 @@
-"""Capture of GPU work for replay. Imports no Triton."""
+"""Capture of GPU work for replay. Does not import Triton."""
 
 from collections.abc import Callable
 from contextlib import suppress

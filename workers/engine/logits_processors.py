@@ -75,7 +75,7 @@ class GrammarState:
     def allowed(self, position: int) -> NDArray[np.bool_]:
         """Return a mask ``[vocab_size]`` of the tokens that can be sampled at this output position.
 
-        A token that ends the answer waits until the text is complete, and for ``min_tokens`` if anything else can
+        A token that ends the answer is not allowed before the text is complete, nor before ``min_tokens`` if others can
         come.
         """
         if self._matcher is None or self.problem:
@@ -86,7 +86,7 @@ class GrammarState:
         if not allowed.any():
             allowed[self._ending_ids] = self._matcher.is_whole
         if not self.problem and not allowed.any():
-            self.problem = "the grammar cannot be followed: no token of this model fits, but such as end the answer"
+            self.problem = "the grammar cannot be followed: only tokens that end the answer fit"
         return self._all if self.problem else allowed
 
     def append(self, token_id: int) -> None:

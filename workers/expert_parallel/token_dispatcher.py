@@ -118,7 +118,7 @@ def cheaper_dispatch(shape: BlockShape, lens: Sequence[int] | None) -> MoeDispat
 
 
 def _gathered(shape: BlockShape, lens: Sequence[int] | None) -> float:
-    """Gather all tokens, scatter the sums back to their shards, and add up those of TP ranks."""
+    """Return the cost of gathering all tokens, scattering the sums to their shards and adding up those of TP ranks."""
     if lens is None:
         return 2 * _others(shape.shards) + 2 * _others(shape.tp)
     longest = max(lens)
@@ -126,7 +126,7 @@ def _gathered(shape: BlockShape, lens: Sequence[int] | None) -> float:
 
 
 def _sent(shape: BlockShape, lens: Sequence[int] | None) -> float:
-    """Send a part of the tokens to their experts and back, then gather the parts of ranks with the same tokens."""
+    """Return the cost of sending tokens to their experts and back, then gathering among ranks with the same ones."""
     longest, alike = (1, shape.size) if lens is None else (max(lens), shape.tp)
     copies = shape.moe_tp * shape.ep * (1 - (1 - 1 / shape.ep) ** shape.top_k)
     return longest * (2 * copies * _others(shape.size) / alike + _others(alike))

@@ -50,7 +50,7 @@ class Copier:
         return self._memory.record_event()
 
     def save(self, pages: Sequence[TierPage], after: "Event | None") -> int:
-        """Copy those of these pages that this rank owns to host memory; return the bytes copied."""
+        """Copy this rank's own pages among these to host memory; return the bytes copied."""
         local, slots = self._owned(pages)
         self._memory.save(local, slots, after)
         return len(local) * self._row.layout.page_bytes

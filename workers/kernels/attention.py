@@ -207,7 +207,7 @@ def _attend_block(
     BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE_DIM: tl.constexpr,
     OPERAND: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of keys to a tile's sums, which are relative to ``peak``, in powers of two."""
+    """Add a block of keys to a tile's sums, which are scaled by ``2**-peak``."""
     keys = start + tl.arange(0, BLOCK_KEYS)
     if PAGE_SIZE == 0:
         pages, slots = tl.zeros((BLOCK_KEYS,), tl.int64), first_key + keys

@@ -239,7 +239,7 @@ def _expert_rows_kernel(
 
 @triton.jit
 def _local(experts, begin, first, num_choices, num_local, BLOCK: tl.constexpr):
-    """Number the local experts of some choices; all others count as elsewhere."""
+    """Map choices to local expert numbers; experts of other ranks get ``num_local``."""
     choices = begin + tl.arange(0, BLOCK)
     local = tl.load(experts + choices, mask=choices < num_choices, other=-1) - first
     is_here = (local >= 0) & (local < num_local) & (choices < num_choices)

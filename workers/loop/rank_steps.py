@@ -60,7 +60,7 @@ class RankSteps:
         return step.is_over or self._clock.now_s() - max(start_s, self._ended_s) > PATIENCE_S
 
     def begin(self, plan: StepPlan) -> None:
-        """Start this rank's part of a step; cached KV is sent now, and layers as they are stored."""
+        """Start this rank's part of a step; cached KV is sent now, and each layer once it is stored."""
         start_s = self._clock.now_s()
         self._heartbeat.at(f"in step {plan.step}")
         self._sender.before_step(plan)

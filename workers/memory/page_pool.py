@@ -120,7 +120,7 @@ class PagePool(PageMemory):
 
 
 class PoolSlots:
-    """Slots of a pool that a step writes K and V of every layer to."""
+    """Pool slots to which a step writes K and V of every layer."""
 
     def __init__(self, pool: PagePool, slots: Tensor) -> None:
         self._pool, self._slots = pool, slots

@@ -1,4 +1,4 @@
-"""A checkpoint's config.json, read field by field. Loads no torch."""
+"""A checkpoint's config.json, read field by field. Does not import torch."""
 
 import json
 from collections.abc import Mapping

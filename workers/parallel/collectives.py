@@ -124,9 +124,9 @@ class Communicator:
         return self._start("shift", lambda: backend.shift(out, tensor, distance))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Replace a contiguous ``tensor`` by the sum of every member's, and return it.
+        """Replace a contiguous ``tensor`` with the sum of every member's, and return it.
 
-        Added up in fp32 and rounded once; every member gets the same bits.
+        The sum is computed in fp32 and rounded once; every member gets the same bits.
         """
         backend = self._backend
         if backend is not None and tensor.numel():

@@ -54,7 +54,7 @@ def exchange(store: Store, name: str, rank: int, size: int, word: str) -> list[s
 
 
 def word_at(store: Store, key: str) -> str:
-    """Return a rank's word; RuntimeError if a rank of the replica leaves first, or at the store's timeout."""
+    """Return a rank's word; raise RuntimeError if a rank of the replica leaves first or the store times out."""
     limit_s: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stubs leave it out
     end_s, pause_s = time.monotonic() + limit_s, _FIRST_LOOK_S
     while not store.check([key]):

@@ -28,7 +28,7 @@ class _Space(NamedTuple):
     """Most pages that another request may take."""
 
     def count_passing(self, request: DecodeRequest, needed: int) -> int:
-        """Count pages that the oldest might have to wait for if this one took those it needs; 0 if both fit."""
+        """Count the pages that the oldest request may wait for if this one takes what it needs; 0 if both fit."""
         return 0 if request is self.oldest or needed + self.oldest_pages <= self.num_free else needed
 
 

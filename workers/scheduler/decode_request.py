@@ -152,7 +152,7 @@ def cacheable_keys(submit: Submit, page_size: int) -> list[bytes]:
 
 
 def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: Peer) -> ReceiverSession:
-    """Return the session of a transfer into the request's pages that it does not hold already."""
+    """Return the session of a transfer into the request's new pages."""
     pages = request.new_pages
     counts = [len(live_pages([of_lifetime])) for of_lifetime in pages]
     ticket = Ticket(

@@ -220,7 +220,7 @@ class PrefillLeader(Leader):
             self._steps.add(self._sequence(request.submit, request.ticket, rows))
 
     def _decode_rows(self, ticket: Ticket) -> Sequence[RankRow]:
-        """Return records of the ranks of the DP rank that owns the pages."""
+        """Return the records of all ranks in decode's DP rank that owns the pages."""
         entry = self._table.find(ticket.decode.replica) if self._table else None
         if entry is None or entry.incarnation != ticket.decode.incarnation:
             return ()

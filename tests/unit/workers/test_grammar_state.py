@@ -111,7 +111,7 @@ def test_a_token_that_ends_the_answer_does_not_end_the_text_early(grammars: Gram
 @pytest.mark.parametrize(
     ("sampling", "output", "words"),
     [
-        (asked('start: "a;b"', ending_ids=frozenset({ord(";")})), b"a", "such as end the answer"),
+        (asked('start: "a;b"', ending_ids=frozenset({ord(";")})), b"a", "only tokens that end the answer fit"),
         (asked('start: "abc"'), b"ax", "doesn't satisfy the grammar"),
         (asked("start: nothing"), b"", "nothing"),
     ],

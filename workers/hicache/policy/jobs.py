@@ -79,7 +79,7 @@ class TierJobs:
         return job
 
     def take_outgoing(self, now_s: float) -> list[TierJob]:
-        """Return the jobs submitted since the last call; their time begins."""
+        """Return the jobs submitted since the last call; their timeouts start now."""
         jobs, self.outgoing = self.outgoing, []
         for job in jobs:
             if job.timeout_s is not None:

@@ -197,6 +197,6 @@ class Prefetcher:
             prefetch.held.append(key)
 
     def _note(self, prefetch: _Prefetch, outcome: Outcome) -> None:
-        """Note an outcome, unless it is too late, which was noted before."""
+        """Note an outcome; one that comes too late was already noted as a failure."""
         if outcome.now_s < prefetch.late_s:
             self._breaker.note(outcome.now_s, is_success=not outcome.failures["error"])

@@ -165,7 +165,7 @@ def _move_aside(folder: Path) -> None:
 
 
 def _read(file: io.FileIO, item: StorageObject) -> Read:
-    """Fill the parts of an object and renew its file."""
+    """Read an object into its parts, and mark its file as used."""
     try:
         size = os.fstat(file.fileno()).st_size
         if size != item.num_bytes or any(file.readinto(part) != len(part) for part in item.parts):
