@@ -61,7 +61,7 @@ def lane_shapes(events: list[dict[str, Any]], top: float, per_us: float) -> Iter
 
 
 def kind_of(event: dict[str, Any]) -> str:
-    """What its colour stands for."""
+    """Return the kind of work that an event's colour stands for."""
     return event["name"].split(" ")[0] if event["cat"] == "compute" else event["cat"]
 
 
@@ -79,7 +79,7 @@ def axis(per_us: float, bottom: float) -> Iterator[str]:
 
 
 def legend(top: float) -> Iterator[str]:
-    """What the colours mean."""
+    """Draw the meaning of each colour."""
     for number, (kind, colour) in enumerate(COLOURS.items()):
         left = LEFT + number * 120
         yield f'<rect x="{left}" y="{top}" width="12" height="12" fill="{colour}"/>' + text(left + 17, top + 10, kind)

@@ -31,7 +31,8 @@ from workers.scheduler.page_reporter import PageReporter
 from workers.scheduler.steps import StepScheduler
 from workers.trace.recorder import Recorder
 
-_REMEMBERED_ROOMS = 100_000
+REMEMBERED_ROOMS = 100_000
+"""Most rooms that a leader remembers; the oldest are forgotten first."""
 
 
 class Request(Protocol):
@@ -281,7 +282,7 @@ class Tombstones:
     def add(self, room: Room, reason: str) -> None:
         """Remember that this room has ended, and the first reason."""
         self._rooms.setdefault(room, reason)
-        if len(self._rooms) > _REMEMBERED_ROOMS:
+        if len(self._rooms) > REMEMBERED_ROOMS:
             self._rooms.popitem(last=False)
 
     def __contains__(self, room: Room) -> bool:

@@ -18,9 +18,8 @@ from cluster.spec.strategy import DpPolicy
 from cluster.spec.tiers import TierJobResult, joined
 from cluster.spec.transfer_messages import Ticket
 from workers.context_parallel.shard_plan import idle_plan, join_shapes
-from workers.scheduler.leader import Leader
+from workers.scheduler.leader import REMEMBERED_ROOMS, Leader
 
-_REMEMBERED_ROOMS = 100_000
 _COUNTS = (
     "num_waiting",
     "num_running",
@@ -179,7 +178,7 @@ class ReplicaLeader:
         """
         if room not in self._homes:
             self._homes[room] = self._new_home(room, message)
-            if len(self._homes) > _REMEMBERED_ROOMS:
+            if len(self._homes) > REMEMBERED_ROOMS:
                 self._homes.popitem(last=False)
         return self._homes[room]
 

@@ -201,7 +201,7 @@ def test_each_leader_is_asked_about_its_own_requests_and_one_about_what_never_ca
 def test_a_request_that_outlives_all_rooms_that_are_remembered_is_asked_about_where_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("workers.scheduler.replica_leader._REMEMBERED_ROOMS", 3)
+    monkeypatch.setattr("workers.scheduler.replica_leader.REMEMBERED_ROOMS", 3)
     replica, leaders = leader_of(2)
     replica.on_message(submit(4, dp_rank=1), 0.0)
     for room in range(10, 15):
