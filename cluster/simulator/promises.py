@@ -128,7 +128,7 @@ class KnownPages:
         """Check the index against a leader whose KV events have all arrived."""
         pages, me = self._picker.pages, leader.me
         known, cached = pages.find(me), leader.cached_keys()
-        if known is None or known.next_number != leader.num_kv_events[self._me.address]:
+        if known is None or known.next_number is None or known.next_number != leader.num_kv_events[self._me.address]:
             return
         keys = set(known.keys)
         # A page in the caches of several DP ranks is unknown once one of them has evicted it.
