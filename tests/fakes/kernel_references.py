@@ -195,7 +195,7 @@ def check_expert_rows(data: st.DataObject, device: str) -> None:
 
 COMPILED_PARTS = ((1, 1, 64), (2, 3, 80), (8, 4, 128), (1, 16, 256), (2, 5, 96))
 """Kv heads, groups and head sizes: each of them is a kernel that a GPU compiles."""
-_MOST_INTERPRETED = 150
+_MOST_INTERPRETED = 100
 """Programs of launches with several kv heads, or of those that come twice: the interpreter runs sixty a second."""
 
 

@@ -92,7 +92,9 @@ def test_an_answer_of_a_given_form(cluster: RunningCluster) -> None:
     assert "".join(chunk.choices[0].text for chunk in chosen) in ("yes", "maybe")
 
 
-@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize(
+    "depth", [0.0, pytest.param(0.25, marks=pytest.mark.full), 0.5, pytest.param(0.75, marks=pytest.mark.full), 1.0]
+)
 def test_a_needle_in_a_long_prompt_is_recalled(cluster: RunningCluster, depth: float) -> None:
     prompt = needle_prompt(LONG, depth)
     assert cluster.complete(prompt, NEEDLE_TOKENS) == recall_oracle(prompt, NEEDLE_TOKENS)

@@ -36,6 +36,7 @@ def cluster(tmp_path: Path) -> Iterator[RunningCluster]:
         yield running
 
 
+@pytest.mark.full
 def test_what_waits_to_be_stored_is_stored_before_a_cluster_ends(tmp_path: Path) -> None:
     settings = {
         "kv.memory_gib": 0.05,

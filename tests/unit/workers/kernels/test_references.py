@@ -19,6 +19,7 @@ def test_some_shapes(check: Callable[[st.DataObject, str], None], data: st.DataO
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @settings(max_examples=100)
 @given(data=st.data())
