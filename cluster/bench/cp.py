@@ -1,6 +1,6 @@
-"""`baton bench cp`: time of one prefill step for every way to compute it, in plain processes. Loads no torch.
+"""`baton bench cp`: the time of one prefill step under every strategy, measured in plain processes. Loads no torch.
 
-Each round measures one rank alone and then every group, so that a machine whose speed drifts slows all of them.
+Each round measures one rank alone and then the group, so that a change in the machine's speed affects both.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,114 +13,87 @@ from cluster.machine_memory import machine_memory
 from cluster.spec.errors import UserError
 from cluster.spec.kv import DTYPE_BYTES
 from cluster.spec.memory import GIB
-from cluster.spec.ranks import MOST_RANKS
-from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
-from workers.bench.results import StepLens, StepTime, Way
+from cluster.spec.strategy import CpMode, StrategySetting
+from workers.bench.results import StepTime, Way
 from workers.bench.shapes import SHAPES
 from workers.context_parallel.cost_model import StrategyChoice
-from workers.models.interface import DecoderConfig
 from workers.models.registry import parse_model_config
 from workers.process import WorkerProcess
 
-DTYPES = ("bfloat16", "float32")
+_DTYPE = "bfloat16"
 _RANK = "workers.bench.cp_rank:CpBenchRank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpBench:
-    """Options of one run. Raises UserError when a value is not allowed."""
+    """Options of one run."""
 
     prompt_lens: Sequence[int]
-    cps: Sequence[int]
+    prefix_len: int
+    """Number of cached tokens in front of each prompt."""
+    cp: int
+    mode: CpMode
     strategies: Sequence[StrategySetting]
-    modes: Sequence[CpMode] = (CpMode.GATHER,)
-    passings: Sequence[PassingSetting] = (PassingSetting.AUTO,)
-    """Tensors that ring mode passes on."""
-    prefix_lens: Sequence[int] = (0,)
-    """Numbers of tokens that count as cached before the prompt."""
-    num_rounds: int = 5
-    model: str = "small"
-    dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        if min(self.prompt_lens) < 1:
-            raise UserError(f"--prompt-len: got {min(self.prompt_lens)}; allowed: 1 or more")
-        if min(self.prefix_lens) < 0:
-            raise UserError(f"--prefix-len: got {min(self.prefix_lens)}; allowed: 0 or more")
-        if wrong := [cp for cp in self.cps if not 1 <= cp <= MOST_RANKS]:
-            raise UserError(f"--cp: got {wrong[0]}; allowed: 1 to {MOST_RANKS}")
-        if self.dtype not in DTYPES:
-            raise UserError(f"--dtype: got {self.dtype!r}; allowed: {', '.join(DTYPES)}")
-        if CpMode.RING not in self.modes and set(self.passings) != {PassingSetting.AUTO}:
-            raise UserError(f"--passing: got {', '.join(self.passings)} with --mode gather; allowed: with --mode ring")
-        if CpMode.RING in self.modes and max(self.cps) == 1:
-            raise UserError("--mode: ring mode needs cp ≥ 2; got --cp 1")
-
-    @property
-    def lens(self) -> list[StepLens]:
-        """All prompts, in order of measuring."""
-        lens = [StepLens(prompt_len, prefix_len) for prefix_len in self.prefix_lens for prompt_len in self.prompt_lens]
-        return list(dict.fromkeys(lens))
+    num_rounds: int
+    model: str
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest prompt and prefix."""
-        return max(lens.total for lens in self.lens)
+        """Length of the longest prompt with its prefix."""
+        return self.prefix_len + max(self.prompt_lens)
 
     def ways(self) -> list[Way]:
-        """Return the ways in order of measuring; the first is one rank alone, to which only ``cp`` applies."""
-        groups = [
-            Way(cp=cp, mode=mode, strategy=strategy, passing=passing)
-            for cp in sorted({cp for cp in self.cps if cp > 1})
-            for mode in self.modes
-            for passing in (self.passings if mode is CpMode.RING else (None,))
-            for strategy in self.strategies
-        ]
-        return list(dict.fromkeys([Way(cp=1), *groups]))
+        """Return the ways in order of measuring, starting with one rank alone."""
+        group = [Way(cp=self.cp, strategy=strategy) for strategy in self.strategies]
+        return list(dict.fromkeys([Way(cp=1, strategy=StrategySetting.NONE), *group]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpResult:
-    """One line of the output; times are medians over all rounds."""
+    """Result line; times are medians over all rounds."""
 
-    strategy: StrategySetting
-    mode: CpMode
-    passing: PassingSetting | None
-    cp: int
     prompt_len: int
-    prefix_len: int
-    prefill_s: float
-    """Time of the slowest rank from a common start to the first token."""
-    efficiency: float
-    """Time of one rank / (cp * time), the median of the ratios within a round: what slows a round slows both."""
-    exposed_comm_share: float
-    """Share of time inside collectives on the rank where it is least: others also wait for that rank's work."""
-    kv_bytes_per_rank: int
-    """Bytes of the request's pages on the rank that owns most of them."""
-    chosen: Strategy
-    """The strategy that ran."""
-    chosen_passing: Passing | None
-    estimate_s: float | None
+    cp: int
+    strategy: StrategySetting
+    chosen: str
+    """Strategy that ran, and in ring mode the tensors that were passed on."""
+    prefill_ms: float
+    """Time that the slowest rank took from the common start to the first token."""
+    estimate_ms: float | None
     """Time that the cost model expects."""
+    efficiency: float
+    """Median over the rounds of: time of one rank / (cp * time of the group)."""
+    exposed_comm_share: float
+    """Fraction of the time spent inside collectives by the rank that waits least; others also wait for its work."""
 
 
 def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:
-    """Yield the results of one prompt after another, by group size."""
+    """Yield the results of one prompt length after another.
+
+    Raises:
+        UserError: the model and its KV do not fit in memory.
+    """
     _check_memory(bench)
-    config = parse_model_config(SHAPES[bench.model].config_json(bench.max_len) | {"dtype": bench.dtype})
-    with _ranks(max(bench.cps)) as ranks:
-        _start(ranks, config, bench)
-        for lens in bench.lens:
-            yield from _measure(bench, ranks, lens)
+    config = parse_model_config(SHAPES[bench.model].config_json(bench.max_len) | {"dtype": _DTYPE})
+    with _ranks(bench.cp) as ranks:
+        _ask(ranks, "make", config, bench.max_len, bench.mode)
+        store = _ask(ranks[:1], "open_store")[0]
+        for cp in sorted({1, bench.cp}):
+            for number, rank in enumerate(ranks[:cp]):
+                rank.call("join", store, number, cp)
+            for rank in ranks[:cp]:
+                rank.result()
+        for prompt_len in bench.prompt_lens:
+            yield from _measure(bench, ranks, prompt_len)
 
 
 def _check_memory(bench: CpBench) -> None:
-    """Refuse weights and KV that do not fit, since the ranks would be killed one by one."""
-    num_ranks, available = max(bench.cps), machine_memory().available
-    wanted = num_ranks * SHAPES[bench.model].decode_bytes(bench.max_len, DTYPE_BYTES[bench.dtype])
+    """Check that weights and KV fit in memory, where the operating system would otherwise kill the ranks."""
+    available = machine_memory().available
+    wanted = bench.cp * SHAPES[bench.model].decode_bytes(bench.max_len, DTYPE_BYTES[_DTYPE])
     if wanted > available:
         raise UserError(
-            f"--prompt-len, --cp, --model: {bench.max_len} tokens on {num_ranks} ranks of {bench.model} take "
+            f"--prompt-len, --cp, --model: {bench.max_len} tokens on {bench.cp} ranks of {bench.model} take "
             f"{wanted / GIB:.3g} GiB; allowed: at most {available / GIB:.3g} GiB"
         )
 
@@ -137,42 +110,21 @@ def _ranks(count: int) -> Iterator[list[WorkerProcess]]:
             rank.close()
 
 
-def _start(ranks: list[WorkerProcess], config: DecoderConfig, bench: CpBench) -> None:
-    for number, rank in enumerate(ranks):
-        rank.call("make", number, config, bench.max_len)
-    for rank in ranks:
-        rank.result()
-    store = _ask(ranks[:1], "open_store")[0]
-    for cp in sorted({1, *bench.cps}):
-        _ask(ranks[:cp], "join", store, cp)
-
-
-def _measure(bench: CpBench, ranks: list[WorkerProcess], lens: StepLens) -> list[CpResult]:
-    ways = bench.ways()
-    choices = {way: _ask(ranks[:1], "choose", way, lens)[0] for way in ways}
-    # The first round sizes the buffers and does not count; every other round runs in reverse, to cancel effects of
-    # order.
+def _measure(bench: CpBench, ranks: list[WorkerProcess], prompt_len: int) -> list[CpResult]:
+    ways, lens = bench.ways(), (prompt_len, bench.prefix_len)
+    choices = {way: _ask(ranks[:1], "choose", way, *lens)[0] for way in ways}
+    # The first round sizes the buffers and does not count. Every other round runs in reverse, which cancels effects of
+    # the order.
     rounds = [
-        {way: _ask(ranks[: way.cp], "step", way, choices[way], lens) for way in ways[:: 1 if number % 2 else -1]}
+        {way: _ask(ranks[: way.cp], "step", way, choices[way], *lens) for way in ways[:: 1 if number % 2 else -1]}
         for number in range(1 + bench.num_rounds)
     ][1:]
     alone = [steps[ways[0]] for steps in rounds]
-    return [
-        summarize(
-            way,
-            lens,
-            choices[way],
-            [steps[way] for steps in rounds],
-            alone,
-            kv_bytes=_ask(ranks[:1], "kv_bytes", way, lens.total)[0],
-        )
-        for way in ways
-        if way.cp in bench.cps
-    ]
+    return [summarize(way, prompt_len, choices[way], [steps[way] for steps in rounds], alone) for way in ways]
 
 
 def _ask(ranks: Sequence[WorkerProcess], method: str, *args: Any) -> list[Any]:
-    """Call all ranks at once; return every rank's result."""
+    """Call all ranks, then return every rank's result."""
     for rank in ranks:
         rank.call(method, *args)
     return [rank.result() for rank in ranks]
@@ -182,25 +134,18 @@ Steps = Sequence[list[StepTime]]
 """Times by round and rank."""
 
 
-def summarize(
-    way: Way, lens: StepLens, choice: StrategyChoice, steps: Steps, alone: Steps, *, kv_bytes: int
-) -> CpResult:
-    """Return the result of one way; ``alone`` are the rounds of one rank."""
+def summarize(way: Way, prompt_len: int, choice: StrategyChoice, steps: Steps, alone: Steps) -> CpResult:
+    """Return the result of one way; ``alone`` has the rounds of one rank."""
     totals_s = [max(rank.seconds for rank in ranks) for ranks in steps]
-    shares = [[rank.waited_s / total_s for rank in ranks] for ranks, total_s in zip(steps, totals_s, strict=True)]
+    shares = [min(rank.waited_s for rank in ranks) / total_s for ranks, total_s in zip(steps, totals_s, strict=True)]
     ratios = [single.seconds / (way.cp * total_s) for [single], total_s in zip(alone, totals_s, strict=True)]
     return CpResult(
-        strategy=way.strategy,
-        mode=way.mode,
-        passing=way.passing,
+        prompt_len=prompt_len,
         cp=way.cp,
-        prompt_len=lens.prompt_len,
-        prefix_len=lens.prefix_len,
-        prefill_s=median(totals_s),
+        strategy=way.strategy,
+        chosen=" ".join(filter(None, (choice.shape.strategy, choice.shape.passing))),
+        prefill_ms=median(totals_s) * 1e3,
+        estimate_ms=None if choice.estimate_s is None else choice.estimate_s * 1e3,
         efficiency=median(ratios),
-        exposed_comm_share=median(min(ranks) for ranks in shares),
-        kv_bytes_per_rank=kv_bytes,
-        chosen=choice.shape.strategy,
-        chosen_passing=choice.shape.passing,
-        estimate_s=choice.estimate_s,
+        exposed_comm_share=median(shares),
     )

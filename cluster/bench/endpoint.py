@@ -1,4 +1,4 @@
-"""Parts of the OpenAI protocol that every client of an endpoint needs: `baton chat` and the load generator."""
+"""Parts of the OpenAI protocol that `baton chat` and the load generator share."""
 
 import json
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from cluster.spec.env import API_KEY
 
 
 class EndpointError(Exception):
-    """Request that the endpoint refused or did not answer in full; the message is for the user."""
+    """Endpoint that refused a request or did not answer it in full; the message is for the user."""
 
 
 def key_headers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return request headers with the API key from the environment, if it has one.
+    """Return request headers with the API key from the environment, if one is set.
 
     Raises:
-        UserError: the value cannot be a key.
+        UserError: the value is not a valid key.
     """
     key = API_KEY.get(environ)
     return {"authorization": f"Bearer {key}"} if key is not None else {}
@@ -27,7 +27,7 @@ def first_model(client: httpx.Client) -> str:
     """Return the name of the first model that ``/v1/models`` lists.
 
     Raises:
-        EndpointError: the list is empty, or the endpoint answers with an error.
+        EndpointError: the list is empty, or the endpoint responds with an error.
     """
     response = client.get("/v1/models")
     if response.status_code != 200:
@@ -39,7 +39,7 @@ def first_model(client: httpx.Client) -> str:
 
 
 def parse_line(line: str) -> dict[str, Any] | None:
-    """Return the object of a ``data:`` line; None for comments, blank lines and the closing ``[DONE]``.
+    """Return the object in a ``data:`` line; None for comments, blank lines and the final ``[DONE]``.
 
     Raises:
         EndpointError: the event reports an error.
@@ -60,7 +60,7 @@ def parse_line(line: str) -> dict[str, Any] | None:
 
 
 def error_message(body: str) -> str:
-    """Return the message of an OpenAI-shaped error, or the start of a body of any other shape."""
+    """Return the message of an OpenAI-style error; for any other body, return its start."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -1,4 +1,4 @@
-"""Load generator: sends a workload to /v1/completions and records when tokens arrive."""
+"""Load generator of `baton bench serve`: sends requests to /v1/completions and records when tokens arrive."""
 
 import asyncio
 import contextlib
@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 
 from cluster.bench.endpoint import EndpointError, error_message, key_headers, parse_line
-from cluster.bench.statistics import RequestRecord
+from cluster.bench.report import RequestRecord
 from cluster.bench.workload import PlannedRequest, Workload
 
 _RUN_SALT = secrets.token_hex(8)
-"""Keeps a run from hitting prefix-cache entries of an earlier run."""
+"""Cache salt that keeps a run from hitting prefix-cache entries of an earlier run."""
 _TIMEOUT_S = 600.0
 """Maximum time without data from the endpoint."""
 
@@ -22,9 +22,9 @@ _TIMEOUT_S = 600.0
 async def run_load(
     url: str, model: str, workload: Workload, *, traced: bool = False, on_progress: Callable[[], None] = lambda: None
 ) -> list[RequestRecord]:
-    """Return one record per request, in order of arrival, after a warm-up request.
+    """Send a warm-up request and then the workload; return one record per request, in order of arrival.
 
-    With ``traced`` the endpoint traces the middle request.
+    With ``traced``, the endpoint traces the middle request.
 
     Raises:
         EndpointError: the warm-up request failed.
@@ -81,7 +81,7 @@ async def _complete(
 
 
 async def _read_stream(client: httpx.AsyncClient, body: Mapping[str, Any], record: RequestRecord) -> bool:
-    """Fill in the record; return whether the answer has a finish reason."""
+    """Fill in the record; return whether the stream has a finish reason."""
     finished = False
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
@@ -96,7 +96,7 @@ async def _read_stream(client: httpx.AsyncClient, body: Mapping[str, Any], recor
 
 
 def _note(event: Mapping[str, Any], record: RequestRecord) -> bool:
-    """Record one event; return whether it ends the answer."""
+    """Record one event; return whether it has a finish reason."""
     ended = False
     for choice in event.get("choices", ()):
         ended |= (is_last := choice.get("finish_reason") is not None)
@@ -111,14 +111,14 @@ def _note(event: Mapping[str, Any], record: RequestRecord) -> bool:
 
 
 def fetch_trace(url: str, record: RequestRecord) -> bytes:
-    """Return the trace of a traced request, as Trace Event JSON.
+    """Return the trace of a request, as Trace Event JSON.
 
     Raises:
-        EndpointError: there is none.
+        EndpointError: the endpoint has no trace of it.
         httpx.HTTPError: the endpoint does not respond.
     """
     if record.trace_path is None:
-        raise EndpointError(f"no trace: {record.error or 'this endpoint makes none'}")
+        raise EndpointError(f"no trace: {record.error or 'this endpoint does not trace requests'}")
     response = httpx.get(f"{url.rstrip('/')}{record.trace_path}", timeout=60.0, headers=key_headers())
     if response.status_code != 200:
         raise EndpointError(f"no trace: HTTP {response.status_code}: {error_message(response.text)}")

@@ -1,22 +1,31 @@
-"""Workloads of `baton bench serve`: random prompts and arrival times, a pure function of the seed."""
+"""Workloads of `baton bench serve`: random prompts, or the replay of a trace.
+
+Traces have the format of the Mooncake traces (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): JSON
+lines with a ``timestamp`` in milliseconds, ``input_length``, ``output_length`` and ``hash_ids``. There is one id for
+every 512 tokens of the prompt. Two prompts share a prefix as long as their ids agree.
+"""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+
+import msgspec
 
 from cluster.spec.errors import UserError
 
 FIRST_TOKEN_ID = 300
-"""Smallest token id that is a whole character or word in common vocabularies. Smaller ids are special tokens and single
-bytes: an endpoint may hold those back until they make a character, which would be measured as latency."""
+"""Smallest token id that is a complete character or word in common vocabularies. Smaller ids are special tokens and
+single bytes. An endpoint can hold bytes back until they form a character, which would be measured as latency."""
 VOCAB_SIZE = 4096
-"""Upper bound of token ids; vocabularies are larger."""
+"""Upper bound of token ids, chosen so that every model's vocabulary has them."""
+BLOCK_LEN = 512
+"""Number of prompt tokens that one hash id stands for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """One request to be sent."""
+    """Request that the load generator will send."""
 
     arrival_s: float
     """Seconds after the start."""
@@ -24,12 +33,11 @@ class PlannedRequest:
     output_len: int
     block_len: int
     block_seeds: tuple[str, ...]
-    """Random seed of each block of the prompt; requests whose first seeds agree have a common prefix."""
-    vocab_size: int = VOCAB_SIZE
+    """Random seed of each block of the prompt; requests whose first seeds agree share a prefix."""
 
     def make_prompt(self) -> list[int]:
-        """Return the token ids; called when the request is sent, since all prompts of a run may not fit in memory."""
-        tokens = [token for seed in self.block_seeds for token in random_tokens(seed, self.vocab_size, self.block_len)]
+        """Return the token ids. Call this when the request is sent: all prompts of a run may not fit in memory."""
+        tokens = [token for seed in self.block_seeds for token in random_tokens(seed, self.block_len)]
         return tokens[: self.input_len]
 
 
@@ -40,73 +48,129 @@ class Workload:
     requests: Sequence[PlannedRequest]
     """Requests in order of arrival."""
     concurrency: int | None
-    """Maximum number of requests in flight; None for no limit."""
-    settings: dict[str, Any]
-    """Options for the JSON report."""
+    """Maximum number of requests in flight; None if there is no limit."""
     title: str
 
     @property
     def warm_up(self) -> PlannedRequest:
-        """Request like the first one that shares no prefix with any."""
+        """Request with the lengths of the first one. It shares no prefix with any other request."""
         first = self.requests[0]
         return replace(first, block_seeds=tuple(f"warm-up {seed}" for seed in first.block_seeds))
 
 
 def random_workload(
-    *,
-    num_requests: int,
-    input_len: int,
-    output_len: int,
-    concurrency: int | None = None,
-    request_rate: float | None = None,
-    seed: int = 0,
+    *, num_requests: int, input_len: int, output_len: int, concurrency: int | None, request_rate: float | None = None
 ) -> Workload:
-    """Return prompts of one length that have nothing in common.
+    """Return requests of equal length without common prefixes.
 
-    ``request_rate`` is the mean of Poisson arrivals per second; without it, each response frees a slot for the next
-    request.
+    ``request_rate`` is the mean number of Poisson arrivals per second. Without it, each response makes room for the
+    next request.
 
     Raises:
         UserError: a value is not allowed.
     """
-    settings = dict(locals())
-    if request_rate is None and concurrency is None:
-        raise UserError("--concurrency: got none, and no --request-rate; allowed: at least one of them")
-    if request_rate is not None and not 0 < request_rate < float("inf"):
-        raise UserError(f"--request-rate: got {request_rate}; allowed: a finite number greater than 0")
+    if request_rate is not None:
+        _check_positive("--request-rate", request_rate)
     requests = [
         PlannedRequest(
             arrival_s=arrival_s,
             input_len=input_len,
             output_len=output_len,
             block_len=input_len,
-            block_seeds=(f"prompt {seed} {index}",),
+            block_seeds=(f"prompt {index}",),
         )
-        for index, arrival_s in enumerate(_arrivals_s(num_requests, request_rate, seed))
+        for index, arrival_s in enumerate(_arrivals_s(num_requests, request_rate))
     ]
     rate = f"{request_rate:g} requests/s" if request_rate else "closed loop"
-    return Workload(
-        requests=requests,
-        concurrency=concurrency,
-        settings=settings,
-        title=f"{num_requests} requests of {input_len}/{output_len} tokens, {rate}, {describe_limit(concurrency)}",
-    )
+    title = f"{num_requests} requests of {input_len}/{output_len} tokens, {rate}, {_describe_limit(concurrency)}"
+    return Workload(requests=requests, concurrency=concurrency, title=title)
 
 
-def _arrivals_s(count: int, rate: float | None, seed: int) -> list[float]:
-    """Return seconds from the start, all 0 in a closed loop."""
+def _arrivals_s(count: int, rate: float | None) -> list[float]:
     if rate is None:
         return [0.0] * count
-    rng, times_s = random.Random(f"arrivals {seed}"), [0.0]
+    rng, times_s = random.Random("arrivals"), [0.0]
     while len(times_s) < count:
         times_s.append(times_s[-1] + rng.expovariate(rate))
     return times_s
 
 
-def random_tokens(seed: str, vocab_size: int, count: int) -> list[int]:
-    """Return ids of ordinary tokens below the vocabulary size, the same ones for the same seed."""
-    return random.Random(seed).choices(range(FIRST_TOKEN_ID, vocab_size), k=count)
+class TraceEntry(msgspec.Struct, frozen=True):
+    """Line of a trace."""
+
+    timestamp: float
+    """Milliseconds."""
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
 
 
-def describe_limit(concurrency: int | None) -> str:
+def read_trace(path: Path, most: int | None = None) -> list[TraceEntry]:
+    """Return the earliest entries of a trace file, in order of time.
+
+    Raises:
+        UserError: the file cannot be read or has no entry, or a line is not an entry.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    entries = [_entry(f"{path}, line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not entries:
+        raise UserError(f"{path}: got no requests; allowed: 1 or more")
+    return sorted(entries, key=lambda entry: entry.timestamp)[:most]
+
+
+def _entry(where: str, line: bytes) -> TraceEntry:
+    try:
+        entry = msgspec.json.decode(line, type=TraceEntry)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{where}: {error}") from error
+    if entry.input_length < 1 or entry.output_length < 0:
+        given = f"input_length {entry.input_length} and output_length {entry.output_length}"
+        raise UserError(f"{where}: got {given}; allowed: 1 or more, and 0 or more")
+    if len(entry.hash_ids) * BLOCK_LEN < entry.input_length:
+        given = f"{entry.input_length} tokens and {len(entry.hash_ids)} hash_ids"
+        raise UserError(f"{where}: got {given}; allowed: one id for each {BLOCK_LEN} tokens")
+    return entry
+
+
+def trace_workload(
+    entries: Sequence[TraceEntry], *, scale: float = 1.0, speed: float = 1.0, concurrency: int | None = None
+) -> Workload:
+    """Return the requests of a trace, with lengths multiplied by ``scale`` and arrival times divided by ``speed``.
+
+    Raises:
+        UserError: a value is not allowed.
+    """
+    _check_positive("--trace-scale", scale)
+    _check_positive("--trace-speed", speed)
+    # A whole number of tokens per block keeps common prefixes common.
+    block_len, first_ms = max(1, round(BLOCK_LEN * scale)), entries[0].timestamp
+    requests = [
+        PlannedRequest(
+            arrival_s=(entry.timestamp - first_ms) / 1000 / speed,
+            input_len=max(1, entry.input_length * block_len // BLOCK_LEN),
+            output_len=max(1, entry.output_length * block_len // BLOCK_LEN),
+            block_len=block_len,
+            block_seeds=tuple(f"block {hash_id}" for hash_id in entry.hash_ids),
+        )
+        for entry in entries
+    ]
+    lengths = f"lengths x {block_len / BLOCK_LEN:.3g}, speed x {speed:g}"
+    title = f"{len(entries)} requests of a trace, {lengths}, {_describe_limit(concurrency)}"
+    return Workload(requests=requests, concurrency=concurrency, title=title)
+
+
+def _check_positive(option: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise UserError(f"{option}: got {value}; allowed: a finite number greater than 0")
+
+
+def random_tokens(seed: str, count: int) -> list[int]:
+    """Return ids of ordinary tokens; equal seeds give equal tokens."""
+    return random.Random(seed).choices(range(FIRST_TOKEN_ID, VOCAB_SIZE), k=count)
+
+
+def _describe_limit(concurrency: int | None) -> str:
     return f"concurrency {concurrency}" if concurrency else "unlimited concurrency"

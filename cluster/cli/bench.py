@@ -1,9 +1,9 @@
-"""Helpers of the `baton bench` commands: options, errors, tables, and measuring processes."""
+"""`baton bench cp`, `engine` and `kernels`: options and output. The measuring is in cluster/bench and workers/bench."""
 
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -11,30 +11,109 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cluster.spec.config import Device
 from cluster.spec.errors import UserError
+from cluster.spec.ranks import MOST_RANKS
+from cluster.spec.strategy import CpMode, StrategySetting
 from workers.bench.shapes import SHAPES
 
 T = TypeVar("T")
 
 _WIDTH = 118
-"""Width of a table that goes to a file or a pipe."""
-_ANSWER_S = 7200.0
+"""Width of a table that is written to a file or a pipe."""
+_TIMEOUT_S = 7200.0
+_MAX_LEN = 1 << 18
 
-PromptLens = Annotated[str, typer.Option("--prompt-len", help="Prompt lengths in tokens, comma-separated.")]
-Rounds = Annotated[int, typer.Option(help="Measurements of each; medians are reported.", min=1)]
-Model = Annotated[str, typer.Option(help=f"Model shape, with random weights: {', '.join(SHAPES)}.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
-
-bench = typer.Typer(help="Benchmark a running cluster, context parallelism, the engine or the kernels.")
-
-
-def fail(message: str, code: int = 1) -> NoReturn:
-    print(f"baton bench: {message}", file=sys.stderr)
-    raise typer.Exit(code)
+PromptLens = Annotated[str, typer.Option("--prompt-len", help="Prompt lengths in tokens, separated by commas.")]
+Rounds = Annotated[int, typer.Option(help="Number of measurements; medians are reported.", min=1)]
+Model = Annotated[str, typer.Option(help=f"Model shape; weights are random. One of {', '.join(SHAPES)}.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line instead of a table.")]
 
 
-def parse_list(option: str, text: str, parse: Callable[[str], T], allowed: Iterable[str] = ("integers",)) -> list[T]:
-    """Return the values of a comma-separated option; raise UserError with the one that is wrong."""
+def cp(
+    prompt_len: PromptLens = "2048,8192",
+    cp: Annotated[int, typer.Option(help="Number of CP ranks.", min=1, max=MOST_RANKS)] = 2,
+    strategy: Annotated[
+        str, typer.Option(help="Strategies to compare, separated by commas.")
+    ] = "none,contiguous,zigzag,auto",
+    mode: Annotated[CpMode, typer.Option(help="CP mode of the group.")] = CpMode.GATHER,
+    prefix_len: Annotated[int, typer.Option(help="Cached tokens in front of each prompt.", min=0)] = 0,
+    rounds: Rounds = 5,
+    model: Model = "small",
+    as_json: Json = False,
+) -> None:
+    """Benchmark one prefill step on CP ranks, compared with one rank alone.
+
+    Runs on this machine's CPUs with one thread per rank; no cluster is needed.
+    """
+    # Imported here to keep the command line's start-up short.
+    from cluster.bench.cp import CpBench, run_cp_bench
+
+    _check_models("--model", [model])
+    lens = _parse_lens(prompt_len)
+    strategies = _parse_list("--strategy", strategy, StrategySetting, StrategySetting)
+    bench = CpBench(
+        prompt_lens=lens,
+        prefix_len=prefix_len,
+        cp=cp,
+        mode=mode,
+        strategies=strategies,
+        num_rounds=rounds,
+        model=model,
+    )
+    with _errors_end_the_command():
+        title = f"{model}, {mode} mode, {prefix_len} cached tokens; medians of {rounds} rounds"
+        print_results(title, run_cp_bench(bench), as_json=as_json)
+
+
+def engine(
+    model: Model = "Llama-3-8B",
+    prompt_len: PromptLens = "8192,32768,131072",
+    output_len: Annotated[int, typer.Option(help="Number of output tokens.", min=2)] = 64,
+    rounds: Rounds = 3,
+    device: Annotated[Device, typer.Option(help="Device to run on: cuda (bf16) or cpu (fp32).")] = Device.CUDA,
+    as_json: Json = False,
+) -> None:
+    """Benchmark one request on one device, compared with the device's limits and the transformers library."""
+    _check_models("--model", [model])
+    lens = _parse_lens(prompt_len, _MAX_LEN - output_len)
+    with _bench_worker("workers.bench.engine:EngineBench") as ask:
+        ask("make", model, device, max(lens) + output_len)
+        print_results("device", [ask("limits")], as_json=as_json)
+        results = (ask("measure", length, output_len, rounds) for length in lens)
+        print_results(f"medians of {rounds} rounds", results, as_json=as_json)
+
+
+def kernels(
+    models: Annotated[
+        str, typer.Option(help=f"Model shapes, separated by commas: {', '.join(SHAPES)}.")
+    ] = "Llama-3-8B,Qwen3-0.6B",
+    as_json: Json = False,
+) -> None:
+    """Benchmark kernels on this machine's first GPU, compared with its measured bandwidth and bf16 matmul rate."""
+    names = models.split(",")
+    _check_models("--models", names)
+    with _bench_worker("workers.bench.kernels:KernelBench") as ask:
+        ask("make")
+        print_results("device", [ask("limits")], as_json=as_json)
+        for name in names:
+            print_results(name, ask("measure", name), as_json=as_json)
+
+
+def _check_models(option: str, names: Iterable[str]) -> None:
+    if unknown := [name for name in names if name not in SHAPES]:
+        raise UserError(f"{option}: got {unknown[0]!r}; allowed: {', '.join(SHAPES)}")
+
+
+def _parse_lens(text: str, most: int | None = None) -> list[int]:
+    lens = _parse_list("--prompt-len", text, int, ("integers",))
+    if wrong := [length for length in lens if length < 1 or (most is not None and length > most)]:
+        raise UserError(f"--prompt-len: got {wrong[0]}; allowed: {f'1 to {most}' if most else '1 or more'}")
+    return lens
+
+
+def _parse_list(option: str, text: str, parse: Callable[[str], T], allowed: Iterable[str]) -> list[T]:
+    """Return the values of a comma-separated option; raise UserError naming the first invalid one."""
     values = []
     for item in text.split(","):
         try:
@@ -44,53 +123,43 @@ def parse_list(option: str, text: str, parse: Callable[[str], T], allowed: Itera
     return values
 
 
-def check_models(option: str, names: Iterable[str]) -> None:
-    if unknown := [name for name in names if name not in SHAPES]:
-        raise UserError(f"{option}: got {unknown[0]!r}; allowed: {', '.join(SHAPES)}")
-
-
-def print_results(
-    results: Iterable[Any],
-    cells: Callable[[Any], Sequence[str]],
-    *,
-    title: str,
-    names: Sequence[str],
-    figures: Sequence[str],
-    as_json: bool,
-) -> None:
-    """Print dataclasses as JSON, one per line as they arrive, or as the rows of a table."""
-    if as_json:
-        for result in results:
-            print_json(result)
-    else:
-        print_table(title, names, figures, map(cells, results))
-
-
-def print_json(value: Any) -> None:
-    print(json.dumps(dataclasses.asdict(value)), flush=True)
-
-
-def print_table(title: str, names: Sequence[str], figures: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table with left-aligned columns of names and right-aligned columns of figures."""
-    table = Table(title=title, title_justify="left")
-    for column in names:
-        table.add_column(column, overflow="fold")
-    for column in figures:
-        table.add_column(column, justify="right", overflow="fold")
+def print_results(title: str, results: Iterable[Any], *, as_json: bool) -> None:
+    """Print dataclasses as JSON lines as they arrive, or as a table with a column for each field."""
+    rows = map(dataclasses.asdict, results)
+    if not as_json:
+        print_table(title, rows)
+        return
     for row in rows:
-        table.add_row(*row)
+        print(json.dumps(row), flush=True)
+
+
+def print_table(title: str, rows: Iterable[Mapping[str, object]]) -> None:
+    """Print rows with the same keys, which name the columns."""
+    table = Table(title=title, title_justify="left")
+    for row in rows:
+        if not table.columns:
+            for name, value in row.items():
+                table.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
+        table.add_row(*map(_cell, row.values()))
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH
     console.print(table)
 
 
-def milliseconds(seconds: float | None, digits: int = 1) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:.{digits}f}"
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.1f}" if 100 <= value < 1e7 else f"{value:.3g}"
+    return "" if value is None else str(value)
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    print(f"baton bench: {message}", file=sys.stderr)
+    raise typer.Exit(code)
 
 
 @contextmanager
-def bench_worker(name: str) -> Iterator[Callable[..., Any]]:
+def _bench_worker(name: str) -> Iterator[Callable[..., Any]]:
     """Start the worker ``name`` and yield a function that calls one of its methods by name."""
     from workers.process import WorkerProcess
 
@@ -98,18 +167,18 @@ def bench_worker(name: str) -> Iterator[Callable[..., Any]]:
 
     def ask(method: str, *args: Any) -> Any:
         process.call(method, *args)
-        return process.result(_ANSWER_S)
+        return process.result(_TIMEOUT_S)
 
     try:
-        with failures_end_the_command():
+        with _errors_end_the_command():
             yield ask
     finally:
         process.close()
 
 
 @contextmanager
-def failures_end_the_command() -> Iterator[None]:
-    """Turn the error of a measuring process, and Ctrl-C, into the end of the command."""
+def _errors_end_the_command() -> Iterator[None]:
+    """Exit with one line on Ctrl-C or when a measuring process fails."""
     from workers.process import RemoteError
 
     try:

@@ -1,6 +1,6 @@
-"""The `baton` command: its sub-commands, and how a user error ends it (message on stderr, exit code 2).
+"""The `baton` command and its sub-commands. A user error ends it with a message on stderr and exit code 2.
 
-Every module imported here is light; a command imports what it needs when it runs.
+Modules imported here are light; each command imports what it needs when it runs.
 """
 
 import sys
@@ -9,7 +9,6 @@ import typer
 
 from cluster.cli import (
     bench,
-    bench_local,
     bench_serve,
     chat,
     commands,
@@ -38,11 +37,12 @@ app.command("restart")(commands.restart)
 app.command("scale")(commands.scale)
 app.command("doctor")(doctor.doctor)
 app.command("chat")(chat.chat)
-bench.bench.command("serve")(bench_serve.serve)
-bench.bench.command("cp")(bench_local.cp)
-bench.bench.command("engine")(bench_local.engine)
-bench.bench.command("kernels")(bench_local.kernels)
-app.add_typer(bench.bench, name="bench")
+bench_app = typer.Typer(help="Benchmark a running cluster, context parallelism, the engine or kernels.")
+bench_app.command("serve")(bench_serve.serve)
+bench_app.command("cp")(bench.cp)
+bench_app.command("engine")(bench.engine)
+bench_app.command("kernels")(bench.kernels)
+app.add_typer(bench_app, name="bench")
 app.command("simulate")(simulate.simulate)
 app.command("schema")(plan.schema)
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from cluster.bench.trace import infinite_cache_hits, read_trace, trace_workload
-from cluster.bench.workload import random_tokens
+from cluster.bench.workload import random_tokens, read_trace, trace_workload
 from cluster.spec.config import DeployConfig
 from cluster.spec.sampling import Stopping
 from cluster.spec.tiers import CachedTokens, Tier
 from tests.fakes.local_cluster import Answer, LocalCluster, Prompt
+from tests.fakes.traces import unbounded_hits
 from workers.models.registry import read_model_config
 from workers.models.resolve import resolve_model
 
@@ -120,16 +120,16 @@ class Count:
 
 def hit_rates(args: argparse.Namespace, cluster: LocalCluster, model: Path, scratch: Path) -> Iterator[dict[str, Any]]:
     """Yield the hit rates of the same requests for each lowest tier."""
-    vocab_size, device_rate = read_model_config(model).vocab_size, 0.0
+    device_rate = 0.0
     for tier in Tier:
         count = Count(cluster)
         cluster.load(config_of(args, tier, scratch), model)
         with cluster.running():
             # The first request of a process is slower than others.
-            cluster.generate([Prompt(random_tokens("warm-up", vocab_size, PAGE_SIZE), Stopping(max_tokens=2))])
-            args.workload(args, vocab_size, count.ask)
+            cluster.generate([Prompt(random_tokens("warm-up", PAGE_SIZE), Stopping(max_tokens=2))])
+            args.workload(args, count.ask)
         num_tokens, cached = sum(count.prompt_lens), count.cached
-        hits = zip(infinite_cache_hits(count.known, PAGE_SIZE), count.prompt_lens, strict=True)
+        hits = zip(unbounded_hits(count.known, PAGE_SIZE), count.prompt_lens, strict=True)
         device_rate = device_rate or num_tokens / count.seconds
         yield {
             "lowest_tier": tier,
@@ -143,23 +143,23 @@ def hit_rates(args: argparse.Namespace, cluster: LocalCluster, model: Path, scra
         }
 
 
-def talk(args: argparse.Namespace, vocab_size: int, ask: Ask) -> None:
+def talk(args: argparse.Namespace, ask: Ask) -> None:
     """Ask turn after turn; each prompt is all that was said before and something new."""
     said: list[list[int]] = [[] for _ in range(args.conversations)]
     for turn in range(args.turns):
         num_new = args.prompt_len // args.turns - (ANSWER_LEN if turn else 0)
         for number, conversation in enumerate(said):
-            conversation += random_tokens(f"turn {turn} of {number}", vocab_size, num_new)
+            conversation += random_tokens(f"turn {turn} of {number}", num_new)
         for group in groups(said):
             answers = ask(group, [ANSWER_LEN] * len(group))
             for conversation, answer in zip(group, answers, strict=True):
                 conversation += answer
 
 
-def replay(args: argparse.Namespace, vocab_size: int, ask: Ask) -> None:
+def replay(args: argparse.Namespace, ask: Ask) -> None:
     """Ask the requests of a trace as fast as they are answered."""
     entries = read_trace(args.trace, args.num_requests)
-    for group in groups(trace_workload(entries, scale=args.trace_scale, vocab_size=vocab_size).requests):
+    for group in groups(trace_workload(entries, scale=args.trace_scale).requests):
         ask([request.make_prompt() for request in group], [request.output_len for request in group])
 
 

@@ -1,15 +1,18 @@
-"""A trace in Mooncake's format, made by hand: conversations that grow, side by side, with pauses between."""
+"""Trace in Mooncake's format: interleaved conversations that grow, with pauses between requests."""
 
 import json
 import random
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from cluster.spec.kv import page_keys
 
 BLOCK_LEN = 512
 
 
 def make_entries(num_requests: int, seed: int = 0, conversations: int = 4) -> list[dict[str, Any]]:
-    """Each request takes up one of the conversations and adds to it; all begin with one common block."""
+    """Return entries of which each continues a conversation; all conversations begin with one common block."""
     rng = random.Random(seed)
     fresh = iter(range(1, 10**9))
     whole_blocks: list[list[int]] = [[0] for _ in range(conversations)]
@@ -30,7 +33,23 @@ def make_entries(num_requests: int, seed: int = 0, conversations: int = 4) -> li
 
 
 def write_trace(path: Path, num_requests: int, seed: int = 0, conversations: int = 4) -> Path:
-    """The entries as a file."""
     entries = make_entries(num_requests, seed, conversations)
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return path
+
+
+def unbounded_hits(prompts: Iterable[Sequence[int]], page_size: int) -> list[int]:
+    """Return how many tokens of each prompt an unbounded cache would have after the prompts in front of it."""
+    known: set[bytes] = set()
+    hits: list[int] = []
+    for prompt in prompts:
+        keys = page_keys(prompt, page_size, "")
+        # The last token of a prompt is always computed, because its logits are needed.
+        usable = (len(prompt) - 1) // page_size
+        hits.append(page_size * next((page for page in range(usable) if keys[page] not in known), usable))
+        known.update(keys)
+    return hits
+
+
+def unbounded_hit_rate(prompts: Sequence[Sequence[int]], page_size: int) -> float:
+    return sum(unbounded_hits(prompts, page_size)) / sum(map(len, prompts))

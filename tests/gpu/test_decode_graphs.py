@@ -117,7 +117,7 @@ def test_after_a_failure_steps_run_as_usual() -> None:
 
 
 def test_the_bench_replays_graphs_beside_transformers() -> None:
-    bench = EngineBench("tiny", Device.CUDA, most_tokens=200, chunk_tokens=50)
+    bench = EngineBench("tiny", Device.CUDA, most_tokens=200)
     result = bench.measure(130, 6, 2)
     assert bench._runner.graph_steps["replayed"] == 3 * 5
     assert result.transformers_problem is None

@@ -1,4 +1,4 @@
-"""One rank of `baton bench cp`: a model with random weights that computes single prefill steps."""
+"""Rank process of `baton bench cp`: a model with random weights that computes single prefill steps."""
 
 import random
 import time
@@ -12,9 +12,9 @@ from cluster.spec.kv import pages_for
 from cluster.spec.registry import KvOwnership
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, StepPlan
-from cluster.spec.strategy import CpMode, PassingSetting
+from cluster.spec.strategy import CpMode
 from workers.attention.registry import choose_backend, needs_of
-from workers.bench.results import StepLens, StepTime, Way
+from workers.bench.results import StepTime, Way
 from workers.context_parallel.cost_model import Rates, StrategyChoice, StrategyChooser
 from workers.context_parallel.shard_plan import dummy_request
 from workers.device import use_cpu
@@ -31,86 +31,69 @@ from workers.parallel.groups import ReplicaStore, join_group, join_store, open_s
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 600.0
 _PAGE_SIZE = 64
-_OWNERSHIP = {CpMode.GATHER: KvOwnership.REPLICATED, CpMode.RING: KvOwnership.SHARDED}
 
 
 class CpBenchRank:
-    """Process that forms a group of every requested size with the ranks before it."""
+    """Model on one rank, which is a group of its own and a member of a larger one."""
 
-    def __init__(self, global_rank: int, config: DecoderConfig, max_len: int) -> None:
+    def __init__(self, config: DecoderConfig, max_len: int, mode: CpMode) -> None:
         use_cpu(1)
-        self._global_rank = global_rank
-        self._config = config
+        self._config, self._mode = config, mode
         dtype = torch_dtype(config.dtype)
         self._shape = config.cost(config.dtype)
         self._model = random_model(config, dtype, torch.device("cpu"))
         self._model.pack()
-        num_pages = pages_for(max_len, _PAGE_SIZE)
         geometry = config.kv_geometry("bench", config.dtype, _PAGE_SIZE)
-        self._pool = PagePool.of_one_rank(geometry, num_pages)
+        self._pool = PagePool.of_one_rank(geometry, pages_for(max_len, _PAGE_SIZE))
         attention = choose_backend(AttentionSetting.AUTO, self._model.device, dtype, needs_of(geometry.groups))
         if attention.name == "native":
             elementwise.register("cpu", torch.bfloat16, NativeElementwise.load())
         self._backend = attention.backend
         self._store: ReplicaStore | None = None
-        self._groups: dict[int, Communicator] = {}
-        self._rates: dict[int, Rates] = {}
-        self._runners: dict[tuple[int, CpMode], ModelRunner] = {}
+        self._groups: dict[int, tuple[Communicator, ModelRunner, Rates]] = {}
 
     def open_store(self) -> str:
-        """Open the store at which the ranks meet, on rank 0; return its ``host:port``."""
+        """Open the store through which the ranks form groups; return its ``host:port``."""
         self._store, port = open_store(_HOST, _TIMEOUT_S)
         return f"{_HOST}:{port}"
 
-    def join(self, store: str, cp: int) -> None:
-        """Form the group of ranks 0..cp-1, warm up and measure rates; each of these ranks calls this."""
+    def join(self, store: str, rank: int, cp: int) -> None:
+        """Form the group of the first ``cp`` ranks with the others, warm up and measure rates."""
         if self._store is None:
             self._store = join_store(store, _TIMEOUT_S)
-        ranks, rank = range(cp), self._global_rank
-        self._groups[cp] = group = join_group(self._store, f"cp{cp}", ranks, rank, host=_HOST, timeout_s=_TIMEOUT_S)
-        for mode, ownership in _OWNERSHIP.items():
-            runner = ModelRunner(self._model, self._pool, self._backend, group, ownership)
-            runner.warm_up()
-            self._runners[cp, mode] = runner
-        self._rates[cp] = calibrate(self._model, self._pool, self._backend, group, self._shape)
+        group = join_group(self._store, f"cp{cp}", range(cp), rank, host=_HOST, timeout_s=_TIMEOUT_S)
+        is_sharded = self._mode is CpMode.RING and cp > 1
+        ownership = KvOwnership.SHARDED if is_sharded else KvOwnership.REPLICATED
+        runner = ModelRunner(self._model, self._pool, self._backend, group, ownership)
+        runner.warm_up()
+        self._groups[cp] = group, runner, calibrate(self._model, self._pool, self._backend, group, self._shape)
 
-    def choose(self, way: Way, lens: StepLens) -> StrategyChoice:
-        """Return how to run a step by this rank's measured rates; rank 0 decides for all."""
-        chooser = StrategyChooser(
-            setting=way.strategy,
-            cp=way.cp,
-            shape=self._shape,
-            rates=self._rates[way.cp],
-            mode=way.mode,
-            passing=way.passing or PassingSetting.AUTO,
-        )
-        return chooser([dummy_request(lens.prompt_len, lens.prefix_len)])
+    def choose(self, way: Way, prompt_len: int, prefix_len: int) -> StrategyChoice:
+        """Return how to run a step according to this rank's measured rates; rank 0 decides for all."""
+        _, _, rates = self._groups[way.cp]
+        chooser = StrategyChooser(setting=way.strategy, cp=way.cp, shape=self._shape, rates=rates, mode=self._mode)
+        return chooser([dummy_request(prompt_len, prefix_len)])
 
-    def kv_bytes(self, way: Way, num_tokens: int) -> int:
-        """Return the bytes of a request's pages on the rank that owns most of them."""
-        num_owners = way.cp if way.mode is CpMode.RING else 1
-        return -(-pages_for(num_tokens, _PAGE_SIZE) // num_owners) * self._pool.page_bytes
-
-    def step(self, way: Way, choice: StrategyChoice, lens: StepLens) -> StepTime:
-        """Compute one prompt in one step with the first ``cp`` ranks, up to its first token."""
-        plan = self._plan(choice, lens)
-        group, runner = self._groups[way.cp], self._runners[way.cp, way.mode]
+    def step(self, way: Way, choice: StrategyChoice, prompt_len: int, prefix_len: int) -> StepTime:
+        """Compute one prompt up to its first token, in one step of the first ``way.cp`` ranks."""
+        plan = self._plan(choice, prompt_len, prefix_len)
+        group, runner, _ = self._groups[way.cp]
         group.barrier()
         waited_before_s, start_s = group.waited_s, time.perf_counter()
         runner.execute(plan)
         return StepTime(time.perf_counter() - start_s, group.waited_s - waited_before_s)
 
     def close(self) -> None:
-        for group in self._groups.values():
+        for group, _, _ in self._groups.values():
             group.destroy()
 
-    def _plan(self, choice: StrategyChoice, lens: StepLens) -> StepPlan:
-        rng = random.Random(lens.prompt_len)
-        admit = Admit(room=Room(1), prompt_len=lens.total, owner_base=0, sampling=Sampling(), destination=None)
+    def _plan(self, choice: StrategyChoice, prompt_len: int, prefix_len: int) -> StepPlan:
+        rng, total_len = random.Random(prompt_len), prefix_len + prompt_len
+        admit = Admit(room=Room(1), prompt_len=total_len, owner_base=0, sampling=Sampling(), destination=None)
         scheduled = replace(
-            dummy_request(lens.prompt_len, lens.prefix_len),
+            dummy_request(prompt_len, prefix_len),
             room=admit.room,
-            token_ids=[rng.randrange(self._config.vocab_size) for _ in range(lens.prompt_len)],
-            new_pages=[list(range(pages_for(lens.total, _PAGE_SIZE)))],
+            token_ids=[rng.randrange(self._config.vocab_size) for _ in range(prompt_len)],
+            new_pages=[list(range(pages_for(total_len, _PAGE_SIZE)))],
         )
         return StepPlan(step=1, shape=choice.shape, admits=[admit], scheduled=[scheduled], releases=[admit.room])

@@ -1,4 +1,4 @@
-"""The engine on one device without scheduler and handoff, next to transformers, for `baton bench engine`."""
+"""`baton bench engine`: the engine on one device, without scheduler and handoff, compared with transformers."""
 
 import random
 import time
@@ -29,13 +29,23 @@ from workers.models.registry import parse_model_config
 from workers.parallel.collectives import Communicator
 
 _PAGE_SIZE = 64
+_CHUNK_TOKENS = 8192
+_ROOM = Room(1)
+
+
+class Timed(NamedTuple):
+    """Answer of at least two tokens, with its times."""
+
+    ttft_s: float
+    tpot_s: float
+    token_ids: Sequence[int]
 
 
 class TransformersPeer:
-    """A transformers model over the engine's tensors, so that no memory is needed for a second copy."""
+    """Transformers model that shares the engine's tensors, so that weights need no memory for a second copy."""
 
     def __init__(self, raw: Mapping[str, Any], model: DecoderModel) -> None:
-        """Wrap a model; ``raw`` is its config.json. Raises ImportError where transformers is not installed."""
+        """Build the model from the content of config.json."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.for_model(**raw)
@@ -53,12 +63,8 @@ class TransformersPeer:
         self._model.eval()
         self._device = model.device
 
-    def generate(self, prompt: Sequence[int], num_tokens: int) -> tuple[float, list[float], list[int]]:
-        """Return the start, the time of each token and the tokens of the greedy answer.
-
-        Raises:
-            RuntimeError: there is not enough memory.
-        """
+    def generate(self, prompt: Sequence[int], num_tokens: int) -> Timed:
+        """Generate a greedy answer. Raises RuntimeError if memory runs out."""
         from transformers import DynamicCache
 
         start_s = time.perf_counter()
@@ -70,57 +76,41 @@ class TransformersPeer:
                 tokens = out.logits[:, -1:].argmax(dim=-1)
                 answer.append(int(tokens.item()))
                 times_s.append(time.perf_counter())
-        return start_s, times_s, answer
-
-
-_ROOM = Room(1)
-
-
-class Timed(NamedTuple):
-    """Answer of at least two tokens, with its times."""
-
-    ttft_s: float
-    tpot_s: float
-    token_ids: Sequence[int]
+        return timed(start_s, times_s, answer)
 
 
 class EngineBench:
-    """Model of random weights: bf16 on a GPU, and fp32 on a CPU, where both engines then give the same tokens."""
+    """Model with random weights: bf16 on a GPU, or fp32 on a CPU, where both engines produce the same tokens."""
 
-    def __init__(self, name: str, device: Device, most_tokens: int, chunk_tokens: int) -> None:
-        """Load the model for requests of at most ``most_tokens``. Raises UserError where there is no such device."""
-        self._device = open_device(device)
+    def __init__(self, name: str, device: Device, most_tokens: int) -> None:
+        """Load the model for requests of up to ``most_tokens``. Raises UserError if the device is missing."""
+        torch_device = open_device(device)
         use_cpu(1)  # a worker's default
-        self._name, self._chunk_tokens = name, chunk_tokens
-        # First of all, while the memory is free.
-        self._limits = gpu_limits(self._device, GpuTimer(self._device)) if device is Device.CUDA else cpu_limits()
+        self._name = name
+        # Measured first, while memory is free.
+        self._limits = gpu_limits(torch_device, GpuTimer(torch_device)) if device is Device.CUDA else cpu_limits()
         dtype = torch.bfloat16 if device is Device.CUDA else torch.float32
         raw = SHAPES[name].config_json()
-        self._model = random_model(parse_model_config(raw), dtype, self._device)
+        self._model = random_model(parse_model_config(raw), dtype, torch_device)
         self._runner = _make_runner(self._model, most_tokens)
-        self._peer: TransformersPeer | None = None
-        self._no_peer = ""
-        try:
-            self._peer = TransformersPeer(raw, self._model)
-        except ImportError as error:
-            self._no_peer = f"cannot be loaded: {error}"
+        self._peer = TransformersPeer(raw, self._model)
 
     def close(self) -> None:
-        """Do nothing: the end of the process releases everything."""
+        """Do nothing: everything is released when the process exits."""
 
     def limits(self) -> DeviceLimits:
         return self._limits
 
     def measure(self, prompt_len: int, output_len: int, num_rounds: int) -> EngineResult:
-        """Time both engines alternately, after a warm-up round."""
+        """Measure both engines alternately, after a warm-up round."""
         rng = random.Random(prompt_len)
         prompt = [rng.randrange(self._model.config.vocab_size) for _ in range(prompt_len)]
-        ours, theirs, problem = list[Timed](), list[Timed](), self._no_peer
+        ours, theirs, problem = list[Timed](), list[Timed](), ""
         for _ in range(1 + num_rounds):
             ours.append(self._generate(prompt, output_len))
-            if not problem and self._peer is not None:
+            if not problem:
                 try:
-                    theirs.append(timed(*self._peer.generate(prompt, output_len)))
+                    theirs.append(self._peer.generate(prompt, output_len))
                 except RuntimeError as error:  # most likely out of memory
                     problem = str(error).partition("\n")[0]
         own, peer, shape = _medians(ours), None if problem else _medians(theirs), SHAPES[self._name]
@@ -131,25 +121,23 @@ class EngineBench:
             model=self._name,
             prompt_len=prompt_len,
             output_len=output_len,
-            ttft_s=own.ttft_s,
-            tpot_s=own.tpot_s,
-            ttft_floor_s=ttft_floor_s,
-            tpot_floor_s=tpot_floor_s,
+            ttft_ms=own.ttft_s * 1e3,
             ttft_ratio=own.ttft_s / ttft_floor_s,
+            tpot_ms=own.tpot_s * 1e3,
             tpot_ratio=own.tpot_s / tpot_floor_s,
-            transformers_ttft_s=peer and peer.ttft_s,
-            transformers_tpot_s=peer and peer.tpot_s,
+            transformers_ttft_ms=peer and peer.ttft_s * 1e3,
+            transformers_tpot_ms=peer and peer.tpot_s * 1e3,
             num_same_tokens=peer and num_same(own.token_ids, peer.token_ids),
             transformers_problem=problem or None,
         )
 
     def _generate(self, prompt: Sequence[int], num_tokens: int) -> Timed:
-        """Compute the prompt in chunks, then token after token; on a GPU the next step is launched before one ends."""
+        """Compute the prompt in chunks and then one token per step; a GPU gets the next step before one ends."""
         start_s = time.perf_counter()
         admit = Admit(room=_ROOM, prompt_len=len(prompt), owner_base=0, sampling=Sampling(), destination=None)
         pages = list(range(pages_for(len(prompt) + num_tokens, _PAGE_SIZE)))
-        for first in range(0, len(prompt), self._chunk_tokens):
-            chunk = prompt[first : first + self._chunk_tokens]
+        for first in range(0, len(prompt), _CHUNK_TOKENS):
+            chunk = prompt[first : first + _CHUNK_TOKENS]
             scheduled = _scheduled(
                 first, chunk, new_pages=[] if first else pages, samples=first + len(chunk) == len(prompt)
             )
@@ -174,7 +162,7 @@ class EngineBench:
 
 
 def timed(start_s: float, times_s: Sequence[float], token_ids: Sequence[int]) -> Timed:
-    """Return an answer's figures; ``times_s`` are those at which each token was on the host."""
+    """Return the answer with its times; ``times_s`` has the time at which each token reached the host."""
     return Timed(times_s[0] - start_s, (times_s[-1] - times_s[0]) / (len(times_s) - 1), token_ids)
 
 

@@ -1,9 +1,7 @@
-"""Kernels of `baton bench kernels` at the shapes of a model, with the least FLOPs or bytes of each."""
+"""Kernels of `baton bench kernels` at the shapes of a model, with the minimum FLOPs or bytes of each."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,15 +17,14 @@ from workers.bench.kernels import Launch
 from workers.bench.results import Limit
 from workers.bench.shapes import BenchShape
 from workers.kernels.experts import grouped_matmul, tiles_of
-from workers.kernels.triton_elementwise import add_rms_norm, rotate_storing, swiglu
 from workers.memory.page_pool import PagePool
 
 PAGE_SIZE = 64
 NUM_EXPERTS = 8
-"""Number of experts, each as wide as the shape's MLP, that share the tokens evenly."""
+"""Number of experts; each is as wide as the shape's MLP, and tokens are divided evenly among them."""
 _DTYPE = torch.bfloat16
 _Batch = Sequence[tuple[int, int]]
-"""Number of requests and their length."""
+"""Pairs of a number of requests and their length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +32,10 @@ class KernelCase:
     kernel: str
     limit: Limit
     work: float
-    """FLOPs, or bytes read and written, at least."""
+    """Minimum number of FLOPs, or of bytes read and written."""
     run: Launch
     peers: Mapping[str, Launch] = field(default_factory=dict)
-    """Other implementations: torch, flash_attn."""
+    """Other implementations by name: torch, flash_attn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,31 +45,20 @@ class Sizes:
     chunk_len: int = 2048
     decode_len: int = 32_768
     decode_kv_bytes: int = 2 << 30
-    """KV of a batch of requests of ``decode_len``."""
+    """Size of the KV in a batch of requests of ``decode_len``."""
     long_len: int = 131_072
-    """Length of a request that is decoded alone, and then in a batch of short ones."""
+    """Length of a request that is decoded alone, and then in a batch with short ones."""
     short_len: int = 2000
     num_short: int = 63
-    least_bytes: int = 512 << 20
-    """Memory that is timed together: far more than a cache holds."""
 
 
-def kernel_cases(shape: BenchShape, sizes: Sizes, device: torch.device) -> Iterator[list[KernelCase]]:
-    """Yield the kernels one by one, so that the memory of each can be released before the next.
-
-    A short kernel comes as several copies over different memory: launched in a row they find nothing in a cache, and
-    launch overhead counts little.
-    """
-    for make in (
-        partial(_prefill, num_tokens=sizes.prompt_len, prefix_len=0),
-        partial(_prefill, num_tokens=sizes.chunk_len, prefix_len=sizes.prefix_len),
-        *(partial(_decode, batch=batch) for batch in _decode_batches(shape, sizes)),
-        *(partial(make, num=sizes.prompt_len) for make in (_rotate, _norm, _swiglu, _experts)),
-    ):
-        cases = [make(shape, device)]
-        if cases[0].limit is Limit.BYTES:
-            cases += [make(shape, device) for _ in range(1, math.ceil(sizes.least_bytes / cases[0].work))]
-        yield cases
+def kernel_cases(shape: BenchShape, sizes: Sizes, device: torch.device) -> Iterator[KernelCase]:
+    """Yield one kernel at a time, so that its memory can be released before the next."""
+    yield _prefill(shape, device, num_tokens=sizes.prompt_len, prefix_len=0)
+    yield _prefill(shape, device, num_tokens=sizes.chunk_len, prefix_len=sizes.prefix_len)
+    for batch in _decode_batches(shape, sizes):
+        yield _decode(shape, device, batch=batch)
+    yield _experts(shape, device, num=sizes.prompt_len)
 
 
 def _prefill(shape: BenchShape, device: torch.device, *, num_tokens: int, prefix_len: int) -> KernelCase:
@@ -135,7 +121,7 @@ def _decode(shape: BenchShape, device: torch.device, *, batch: _Batch) -> Kernel
 
 
 def _attention_peers(batches: Sequence[tuple[Tensor, Tensor, Tensor]], *, is_causal: bool) -> dict[str, Launch]:
-    """Return attention of ``[request, token, head, D]``, one call per batch; causal ones end with the same token."""
+    """Return attention on ``[request, token, head, D]`` with one call per batch; a causal mask aligns the ends."""
     peers: dict[str, Launch] = {"torch": lambda: [_sdpa(*batch, is_causal=is_causal) for batch in batches]}
     try:
         from flash_attn import flash_attn_func
@@ -150,25 +136,6 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tens
     return functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
 
 
-def _rotate(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
-    heads = _random(device, num, shape.heads + 2 * shape.kv_heads, shape.head_dim)
-    angles = _random(device, num, 1, shape.head_dim)
-    layer, slots = _slots(shape, device, num)
-    run = partial(rotate_storing, heads, angles, angles, None, 0.0, layer, slots)
-    return KernelCase("rotate and store", Limit.BYTES, 2.0 * heads.nbytes, run)
-
-
-def _norm(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
-    (hidden, added), weight = _random(device, 2, num, shape.hidden), _random(device, shape.hidden)
-    run = partial(add_rms_norm, hidden, added, weight, 1e-6)
-    return KernelCase("add and normalize", Limit.BYTES, 4.0 * hidden.nbytes, run)
-
-
-def _swiglu(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
-    gate_up = _random(device, num, 2 * shape.inner)
-    return KernelCase("swiglu", Limit.BYTES, 1.5 * gate_up.nbytes, lambda: swiglu(gate_up))
-
-
 def _experts(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
     counts = [num // NUM_EXPERTS + (expert < num % NUM_EXPERTS) for expert in range(NUM_EXPERTS)]
     x, weights = _random(device, num, shape.hidden), _random(device, NUM_EXPERTS, shape.inner, shape.hidden)
@@ -178,7 +145,7 @@ def _experts(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase
 
 
 def _pages(shape: BenchShape, device: torch.device, num_tokens: int) -> tuple[PagePool, Tensor]:
-    """Return a pool and all of its pages in random order."""
+    """Return a pool and all its pages in random order."""
     num_pages = pages_for(num_tokens, PAGE_SIZE)
     dtype = str(_DTYPE).removeprefix("torch.")
     group = key_value_group(range(1), shape.kv_heads, shape.head_dim, dtype)
@@ -186,14 +153,6 @@ def _pages(shape: BenchShape, device: torch.device, num_tokens: int) -> tuple[Pa
     pool = PagePool.of_one_rank(geometry, num_pages, device)
     pool.group(FULL_ATTENTION).normal_()
     return pool, torch.randperm(num_pages, device=device)
-
-
-def _slots(shape: BenchShape, device: torch.device, num_tokens: int) -> tuple[Tensor, Tensor]:
-    pool, pages = _pages(shape, device, num_tokens)
-    slots = (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)).flatten()[:num_tokens]
-    layer_pages = pool.layer_pages(0)
-    assert layer_pages is not None, "keys and values of different widths"
-    return layer_pages, slots
 
 
 def _random(device: torch.device, *shape: int) -> Tensor:

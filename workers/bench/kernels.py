@@ -1,4 +1,4 @@
-"""Times of GPU kernels against the limits of a device, for `baton bench kernels`."""
+"""`baton bench kernels`: times of GPU kernels compared with the limits of the device."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ Launch = Callable[[], object]
 _REPEATS = 20
 _WARM_UPS = 3
 _CACHE_BYTES = 256 << 20
-"""Larger than any GPU cache: reading it before each run evicts the data and flushes pending writes."""
+"""Size of a buffer larger than any GPU cache: reading it before each run evicts data and flushes pending writes."""
 _SLEEP_CYCLES = 4_000_000
-"""About 2 ms per launch, in which the host gets ahead, so that its launch overhead is not measured."""
+"""Delay of about 2 ms that lets the host get ahead, so that launch overhead is not measured."""
 _MATRIX = 8192
 _COPY_BYTES = 1 << 30
 _CPU_MATRIX = 1024
@@ -31,38 +31,34 @@ _CPU_REPEATS = 5
 
 
 class GpuTimer:
-    """Times launches on one GPU with a cold cache."""
+    """Timer of launches on one GPU with a cold cache."""
 
     def __init__(self, device: torch.device) -> None:
         self._cache = torch.zeros(_CACHE_BYTES, dtype=torch.uint8, device=device)
 
-    def medians(self, ways: Sequence[Sequence[Launch]]) -> list[float]:
-        """Return each way's median seconds of one of its launches; the ways alternate, so clock changes hit all."""
-        times: list[list[float]] = [[] for _ in ways]
-        for _ in range(_WARM_UPS + _REPEATS):
-            for of_way, launches in zip(times, ways, strict=True):
-                of_way.append(self._time(launches))
-        return [median(of_way[_WARM_UPS:]) for of_way in times]
+    def medians(self, launches: Sequence[Launch]) -> list[float]:
+        """Return the median time of each launch in seconds. The launches alternate, so clock changes affect all."""
+        rounds = [[self._time(launch) for launch in launches] for _ in range(_WARM_UPS + _REPEATS)]
+        return [median(times) for times in zip(*rounds[_WARM_UPS:], strict=True)]
 
-    def _time(self, launches: Sequence[Launch]) -> float:
+    def _time(self, launch: Launch) -> float:
         self._cache.sum()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(_SLEEP_CYCLES * len(launches))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         begin.record()
-        # Results are held: otherwise the next one would be written to memory that is still cached.
-        results = [launch() for launch in launches]
+        launch()
         end.record()
         end.synchronize()
         seconds: float = begin.elapsed_time(end) / 1e3
-        return seconds / len(results)
+        return seconds
 
 
 def gpu_limits(device: torch.device, timer: GpuTimer) -> DeviceLimits:
-    """Measure bf16 matrix products, and copies in device memory."""
+    """Measure bf16 matrix products and copies in device memory."""
     a, b = (torch.randn(_MATRIX, _MATRIX, device=device).bfloat16() for _ in range(2))
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    [product], [copy] = (timer.medians([[run]]) for run in (lambda: a @ b, lambda: target.copy_(source)))
+    product, copy = timer.medians([lambda: a @ b, lambda: target.copy_(source)])
     return DeviceLimits(
         device=torch.cuda.get_device_name(device),
         flops_per_s=2 * _MATRIX**3 / product,
@@ -87,18 +83,15 @@ def _seconds(run: Launch) -> float:
     return time.perf_counter() - start_s
 
 
-# TC
-
-
 class KernelBench:
     def __init__(self) -> None:
-        """Open the GPU; raises UserError if there is none."""
+        """Open the GPU. Raises UserError if there is none."""
         self._device = open_device(Device.CUDA)
         self._timer = GpuTimer(self._device)
         self._limits = gpu_limits(self._device, self._timer)
 
     def close(self) -> None:
-        """Do nothing: the end of the process releases everything."""
+        """Do nothing: everything is released when the process exits."""
 
     def limits(self) -> DeviceLimits:
         return self._limits
@@ -107,23 +100,18 @@ class KernelBench:
         from workers.bench.kernel_cases import Sizes, kernel_cases  # loads Triton
 
         with torch.inference_mode():
-            cases = kernel_cases(SHAPES[model], Sizes(), self._device)
-            return [self._result(model, copies) for copies in cases]
+            return [self._result(model, case) for case in kernel_cases(SHAPES[model], Sizes(), self._device)]
 
-    def _result(self, model: str, copies: "Sequence[KernelCase]") -> KernelResult:
-        """Time one kernel; its copies differ only in their memory."""
-        case = copies[0]
-        peers = [name for name in ("torch", "flash_attn") if name in case.peers]
-        ways = [[copy.run for copy in copies], *([copy.peers[name] for copy in copies] for name in peers)]
-        seconds, *others = self._timer.medians(ways)
-        by_peer = dict(zip(peers, others, strict=True))
+    def _result(self, model: str, case: "KernelCase") -> KernelResult:
+        seconds, *others = self._timer.medians([case.run, *case.peers.values()])
+        by_peer = {name: other * 1e6 for name, other in zip(case.peers, others, strict=True)}
         return KernelResult(
             model=model,
             kernel=case.kernel,
             limit=case.limit,
             work=case.work,
-            seconds=seconds,
+            us=seconds * 1e6,
             share_of_limit=case.work / self._limits.rate(case.limit) / seconds,
-            torch_seconds=by_peer.get("torch"),
-            flash_attn_seconds=by_peer.get("flash_attn"),
+            torch_us=by_peer.get("torch"),
+            flash_attn_us=by_peer.get("flash_attn"),
         )

@@ -1,13 +1,13 @@
-"""Requests and results of the processes that benchmarks run. No torch: the process that asks needs none."""
+"""Requests and results that measuring processes exchange with the command line. No torch."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
+from cluster.spec.strategy import StrategySetting
 
 
 class Limit(StrEnum):
-    """Hardware limit of a kernel: the roof of its roofline."""
+    """Hardware limit of a kernel in the roofline model."""
 
     FLOPS = "flops"
     """Rate of bf16 matrix products."""
@@ -17,6 +17,8 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLimits:
+    """Measured limits of a device."""
+
     device: str
     flops_per_s: float
     bytes_per_s: float
@@ -33,66 +35,50 @@ class KernelResult:
     kernel: str
     limit: Limit
     work: float
-    """FLOPs or bytes, at least."""
-    seconds: float
+    """Minimum number of FLOPs or bytes."""
+    us: float
     share_of_limit: float
-    """1 for a kernel that takes no longer than its work must."""
-    torch_seconds: float | None = None
-    """Time of torch alone; attention by SDPA over contiguous keys, one call per length."""
-    flash_attn_seconds: float | None = None
+    """Fraction of the device limit that the kernel reaches."""
+    torch_us: float | None
+    """Time of torch; for attention, SDPA over contiguous keys with one call per length."""
+    flash_attn_us: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineResult:
-    """Result line of `baton bench engine`; times are medians of a greedy answer to one prompt."""
+    """Result line of `baton bench engine`; times are medians over greedy answers to one prompt."""
 
     model: str
     prompt_len: int
     output_len: int
-    ttft_s: float
-    tpot_s: float
-    """Time per output token after the first."""
-    ttft_floor_s: float
-    """Time that the prompt's FLOPs take at the measured rate of matrix products."""
-    tpot_floor_s: float
-    """Time that reading weights and KV takes at the measured bandwidth."""
+    ttft_ms: float
     ttft_ratio: float
-    """Time to first token as a multiple of its floor."""
+    """TTFT relative to the time that the prompt's FLOPs take at the measured rate of matrix products."""
+    tpot_ms: float
+    """Time per output token after the first."""
     tpot_ratio: float
-    transformers_ttft_s: float | None
-    transformers_tpot_s: float | None
+    """TPOT relative to the time that reading weights and KV takes at the measured bandwidth."""
+    transformers_ttft_ms: float | None
+    transformers_tpot_ms: float | None
     num_same_tokens: int | None
     """Length of the common prefix of both answers."""
     transformers_problem: str | None
-    """Reason why transformers has no times."""
+    """Reason why transformers was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """Method of computing a prefill step over CP ranks."""
+    """Group size and strategy of a prefill step."""
 
     cp: int
-    mode: CpMode = CpMode.GATHER
-    strategy: StrategySetting = StrategySetting.NONE
-    passing: PassingSetting | None = None
-    """Passing setting in ring mode; None in gather mode."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepLens:
-    prompt_len: int
-    prefix_len: int
-    """Tokens that count as cached before the prompt."""
-
-    @property
-    def total(self) -> int:
-        """Tokens that have KV after the step."""
-        return self.prompt_len + self.prefix_len
+    strategy: StrategySetting
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
+    """Time that one rank's part of a step took."""
+
     seconds: float
-    """Time from the common start to the end of this rank's part."""
+    """Time from the common start to the end."""
     waited_s: float
-    """Part of it inside collectives."""
+    """Part of that time spent inside collectives."""

@@ -1,9 +1,8 @@
-"""`baton bench serve`: its figures, and the traces that it replays."""
+"""`baton bench serve`: its metrics, workloads and traces."""
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.bench.endpoint import EndpointError, error_message, parse_line
-from cluster.bench.statistics import Quantiles, RequestRecord, parse_goodput, summarize
-from cluster.bench.trace import (
+from cluster.bench.report import Quantiles, RequestRecord, summarize
+from cluster.bench.workload import (
     BLOCK_LEN,
+    FIRST_TOKEN_ID,
+    VOCAB_SIZE,
     TraceEntry,
-    infinite_cache_hits,
+    random_workload,
     read_trace,
-    scaled_block_len,
     trace_workload,
 )
-from cluster.bench.workload import FIRST_TOKEN_ID, VOCAB_SIZE, Workload, random_workload
 from cluster.spec.errors import UserError
 from tests.fakes.traces import make_entries, write_trace
 
@@ -48,28 +47,16 @@ def test_throughput_counts_only_what_succeeded_over_the_whole_run() -> None:
 
 def test_latencies_in_milliseconds() -> None:
     report = summarize(TWO_ANSWERS_AND_A_FAILURE)
-    # Of 500 and 100; (12.0 - 10.5) / 3; of 500 and 1000; of 2000 and 3000.
+    # From 500 and 100; (12.0 - 10.5) / 3; from 500 and 1000; from 2000 and 3000.
     assert _values(report.ttft_ms) == pytest.approx((300, 300, 460, 496))
     assert _values(report.tpot_ms) == pytest.approx((500, 500, 500, 500))
     assert _values(report.itl_ms) == pytest.approx((750, 750, 950, 995))
     assert _values(report.e2el_ms) == pytest.approx((2500, 2500, 2900, 2990))
 
 
-def test_goodput_counts_requests_within_all_limits() -> None:
-    for text, goodput in [("ttft:500", 2), ("ttft:499", 1), ("ttft:500, tpot:499", 1), ("e2el:1999", 0)]:
-        assert summarize(TWO_ANSWERS_AND_A_FAILURE, parse_goodput(text)).goodput_per_s == pytest.approx(goodput / 5)
-    assert summarize(TWO_ANSWERS_AND_A_FAILURE).goodput_per_s is None
-
-
-@pytest.mark.parametrize("text", ["", "ttft", "ttft:", "ttft:x", "ttft:0", "itl:5", "ttft:5,"])
-def test_wrong_goodput_limits_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="allowed: METRIC:MILLISECONDS with a metric of ttft, tpot, e2el"):
-        parse_goodput(text)
-
-
-@given(st.integers(1, 20), st.integers(1, 40), st.integers(0, 3))
-def test_prompts_have_the_length_and_range_asked_for(count: int, length: int, seed: int) -> None:
-    workload = _workload(num_requests=count, input_len=length, seed=seed)
+@given(st.integers(1, 20), st.integers(1, 40))
+def test_prompts_have_the_length_and_range_asked_for(count: int, length: int) -> None:
+    workload = _workload(num_requests=count, input_len=length)
     prompts = [request.make_prompt() for request in workload.requests]
     assert [len(prompt) for prompt in prompts] == [length] * count
     assert all(FIRST_TOKEN_ID <= token < VOCAB_SIZE for prompt in prompts for token in prompt)
@@ -87,17 +74,10 @@ def test_open_loop_arrivals_have_the_mean_rate() -> None:
     assert float(np.std(gaps_s)) == pytest.approx(0.05, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (partial(_workload, concurrency=None), "--concurrency: got none, and no --request-rate"),
-        (partial(_workload, request_rate=0.0), "--request-rate: got 0.0; allowed: a finite number"),
-        (partial(_workload, request_rate=math.nan), "--request-rate: got nan; allowed: a finite number"),
-    ],
-)
-def test_senseless_workloads_are_refused(make: Callable[[], Workload], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        make()
+@pytest.mark.parametrize("rate", [0.0, math.nan])
+def test_senseless_rates_are_refused(rate: float) -> None:
+    with pytest.raises(UserError, match=f"--request-rate: got {rate}; allowed: a finite number"):
+        _workload(request_rate=rate)
 
 
 def test_stream_lines() -> None:
@@ -135,7 +115,7 @@ SCALES = st.floats(0.001, 2)
 @given(SCALES, st.integers(0, 1000))
 def test_prompts_have_scaled_lengths_and_begin_alike_exactly_as_far_as_their_ids(scale: float, seed: int) -> None:
     entries = [TraceEntry(**entry) for entry in make_entries(8, seed)]
-    workload, block_len = trace_workload(entries, scale=scale), scaled_block_len(scale)
+    workload, block_len = trace_workload(entries, scale=scale), max(1, round(BLOCK_LEN * scale))
     prompts = [request.make_prompt() for request in workload.requests]
     assert prompts == [request.make_prompt() for request in workload.requests]
     for entry, prompt in zip(entries, prompts, strict=True):
@@ -163,14 +143,6 @@ def test_warm_up_has_nothing_in_common_with_the_trace() -> None:
     workload = trace_workload([TraceEntry(**entry) for entry in make_entries(20)], scale=0.1)
     warmed = workload.warm_up.make_prompt()
     assert all(_common(warmed, request.make_prompt()) < 8 for request in workload.requests)
-
-
-@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), max_size=12), st.integers(1, 4))
-def test_hits_of_an_endless_cache_are_the_longest_common_beginnings(prompts: list[list[int]], page_size: int) -> None:
-    for index, hits in enumerate(infinite_cache_hits(prompts, page_size)):
-        prompt, earlier = prompts[index], prompts[:index]
-        longest = max((_common(prompt, other) for other in earlier), default=0)
-        assert hits == max(0, min(longest, len(prompt) - 1)) // page_size * page_size
 
 
 def test_a_trace_is_read_in_order_of_time(tmp_path: Path) -> None:
@@ -201,17 +173,17 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, message: str) -
         read_trace(path)
 
 
-def test_a_missing_file_and_senseless_values_are_refused(tmp_path: Path) -> None:
+def test_missing_and_empty_files_and_senseless_values_are_refused(tmp_path: Path) -> None:
+    path, entries = tmp_path / "trace.jsonl", [TraceEntry(0, 1, 1, [1])]
     with pytest.raises(UserError, match=r"trace\.jsonl: No such file"):
-        read_trace(tmp_path / "trace.jsonl")
-    entries = [TraceEntry(0, 1, 1, [1])]
-    for make, message in [
-        (partial(trace_workload, entries, scale=0.0), "--trace-scale: got 0.0"),
-        (partial(trace_workload, entries, speed=-1.0), "--trace-speed: got -1"),
-        (partial(trace_workload, []), "--trace: got no requests"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            make()
+        read_trace(path)
+    path.touch()
+    with pytest.raises(UserError, match=r"trace\.jsonl: got no requests"):
+        read_trace(path)
+    with pytest.raises(UserError, match=r"--trace-scale: got 0.0"):
+        trace_workload(entries, scale=0.0)
+    with pytest.raises(UserError, match=r"--trace-speed: got -1"):
+        trace_workload(entries, speed=-1.0)
 
 
 def _common(one: list[int], other: list[int]) -> int:

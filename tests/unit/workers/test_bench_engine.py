@@ -1,4 +1,4 @@
-"""`baton bench engine` on the CPU: floors that can be worked out on paper, and two engines that say the same."""
+"""`baton bench engine` on the CPU: ratios to limits worked out by hand, and equal tokens from both engines."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import workers.bench.engine
 from cluster.spec.config import Device
 from workers.bench.engine import EngineBench, TransformersPeer, num_same, timed
 from workers.bench.results import DeviceLimits
@@ -22,10 +23,11 @@ WEIGHTS = 2 * 256 * 64 + 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 96)
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[EngineBench]:
-    made = EngineBench("tiny", Device.CPU, most_tokens=200, chunk_tokens=50)
-    made._limits = LIMITS
-    yield made
-    made.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers.bench.engine, "_CHUNK_TOKENS", 50)
+        made = EngineBench("tiny", Device.CPU, most_tokens=200)
+        made._limits = LIMITS
+        yield made
 
 
 def test_floors_of_a_known_model() -> None:
@@ -48,11 +50,11 @@ def test_both_engines_say_the_same(bench: EngineBench, monkeypatch: pytest.Monke
     result = bench.measure(130, 6, 1)
     assert (result.model, result.prompt_len, result.output_len) == ("tiny", 130, 6)
     assert result.num_same_tokens == 6
-    assert result.ttft_floor_s == (2 * WEIGHTS * 130 + 4 * 2 * 64 * 130 * 131 / 2) / 1e6
-    assert result.tpot_floor_s == (4 * WEIGHTS + 2 * 2 * 32 * 4 * 133) / 1e3
-    assert result.ttft_ratio == result.ttft_s / result.ttft_floor_s
-    assert result.tpot_ratio == result.tpot_s / result.tpot_floor_s
-    assert min(result.transformers_ttft_s or 0, result.transformers_tpot_s or 0) > 0
+    ttft_floor_ms = (2 * WEIGHTS * 130 + 4 * 2 * 64 * 130 * 131 / 2) / 1e6 * 1e3
+    tpot_floor_ms = (4 * WEIGHTS + 2 * 2 * 32 * 4 * 133) / 1e3 * 1e3
+    assert result.ttft_ratio == pytest.approx(result.ttft_ms / ttft_floor_ms)
+    assert result.tpot_ratio == pytest.approx(result.tpot_ms / tpot_floor_ms)
+    assert min(result.transformers_ttft_ms or 0, result.transformers_tpot_ms or 0) > 0
     assert result.transformers_problem is None
 
 
@@ -69,7 +71,7 @@ def test_a_shape_counts_the_weights_that_its_model_has(monkeypatch: pytest.Monke
 def test_transformers_ties_embeddings_too(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: Any = SHAPES
     monkeypatch.setitem(shapes, "tied", replace(SHAPES["tiny"], family="qwen3", tied=True))
-    assert EngineBench("tied", Device.CPU, most_tokens=80, chunk_tokens=50).measure(70, 6, 1).num_same_tokens == 6
+    assert EngineBench("tied", Device.CPU, most_tokens=80).measure(70, 6, 1).num_same_tokens == 6
 
 
 def test_answers_depend_on_prompts(bench: EngineBench) -> None:
@@ -86,8 +88,8 @@ def test_what_does_not_fit_for_the_other_engine_is_told(bench: EngineBench, monk
 
     monkeypatch.setattr(TransformersPeer, "generate", fail)
     result = bench.measure(60, 3, 2)
-    assert result.ttft_s > 0
-    told = (result.transformers_ttft_s, result.transformers_tpot_s, result.num_same_tokens)
+    assert result.ttft_ms > 0
+    told = (result.transformers_ttft_ms, result.transformers_tpot_ms, result.num_same_tokens)
     assert told == (None, None, None)
     assert result.transformers_problem == "CUDA out of memory."
     assert len(calls) == 1
