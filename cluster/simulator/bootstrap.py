@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cluster.bootstrap.table import BootstrapTable, TableRefusedError
-from cluster.simulator.network import HOME
-from cluster.simulator.surroundings import Surroundings
+from cluster.simulator.world import HOME, Surroundings
 from cluster.spec.clock import LEASE_S
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.registry import TableSnapshot

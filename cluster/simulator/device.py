@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cluster.simulator.memory import Memory, Pieces, Text, Violation, num_head_copies
 from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE
-from cluster.simulator.surroundings import Surroundings
+from cluster.simulator.world import Surroundings
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan

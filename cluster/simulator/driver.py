@@ -1,4 +1,4 @@
-"""Supervisor's loop on virtual time: the real rules decide which members start and end."""
+"""Supervisor loop on virtual time: the real rules decide which members start and end."""
 
 from functools import partial
 from itertools import count
@@ -7,10 +7,9 @@ from cluster.bootstrap.table import BootstrapTable
 from cluster.launch.waits import DrainWatch
 from cluster.simulator.bootstrap import Bootstrap
 from cluster.simulator.leaders import make_rows
-from cluster.simulator.network import HOME
 from cluster.simulator.replica import Replica
 from cluster.simulator.router_process import RouterProcess
-from cluster.simulator.surroundings import Surroundings
+from cluster.simulator.world import HOME, Surroundings
 from cluster.spec.clock import HEARTBEAT_S
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
@@ -25,29 +24,29 @@ BACKOFF_S = 0.5
 _PATIENCE_S = 4.0
 """Maximum silence of a replica in the table."""
 _READY_S = 0.5
-"""Delay from the start of a member's processes to their readiness."""
+"""Delay until the processes of a member are ready."""
 _START_TIMEOUT_S = 6.0
 _MAX_LATE_S = 6.0
-"""Maximum delay before the driver sees a start ready in the table; longer than a lease."""
+"""Maximum delay until the driver sees in the table that a start is ready; longer than a lease."""
 _RETRY_S = 1.0
 DRAIN_S = 60.0
-"""Maximum time of a replica for its open requests."""
+"""Maximum time that a draining replica has for its open requests."""
 _LOOK_S = 0.5
 BOOTSTRAP = "bootstrap"
 
 
 class Driver:
-    """Runs the members of one cluster."""
+    """Driver that starts and ends the members of one cluster."""
 
     def __init__(self, around: Surroundings) -> None:
         self.bootstrap = Bootstrap(around)
         self.router: RouterProcess | None = None
         self.replicas: dict[str, Replica] = {}
-        """Newest start of each replica."""
+        """Latest start of each replica."""
         self.open_commands: set[int] = set()
-        """Commands without a last response."""
+        """Commands without a final answer."""
         self._unproven: dict[tuple[str, Incarnation], Replica] = {}
-        """Starts that ended on an unreachable machine, so perhaps still running."""
+        """Starts that ended on an unreachable machine and may therefore still run."""
         self._around = around
         self._machines = count()
         self._commands = count()
@@ -86,11 +85,11 @@ class Driver:
             self._carry_out(action)
         wake_s = self._cluster.next_wake_s()
         if wake_s is not None:
-            # Slightly late, so that the time has come despite rounding.
+            # Slightly late, in case of rounding.
             self._around.after(max(0.0, wake_s - now.s) + 1e-6, partial(self._wake, wake_s))
 
     def report_failed(self, name: str, incarnation: Incarnation, reason: str) -> None:
-        """Report that a process of a member has ended; the supervisor sees it a little later."""
+        """Report after a short delay that a process of a member has ended."""
         event = words.Failed(name, incarnation, BatonError(reason))
         self._around.after(self._around.random.uniform(0.05, 2.0), partial(self.post, event))
 
@@ -172,7 +171,7 @@ class Driver:
             self._wait_ready(name, incarnation, self._around.now_s() + _START_TIMEOUT_S)
 
     def _wait_ready(self, name: str, incarnation: Incarnation, end_s: float) -> None:
-        """Wait as ``cluster.launch.gang`` does; half of the checks come late."""
+        """Wait as ``cluster.launch.gang`` does; half of the checks are late."""
 
         def look() -> None:
             table = self.bootstrap.table
@@ -213,7 +212,7 @@ class Driver:
         self._around.after(self._around.random.uniform(0.05, 0.5), partial(self.post, words.Stopped()))
 
     def _prove(self, name: str, incarnation: Incarnation) -> None:
-        """Kill an unreachable start as soon as it can be reached."""
+        """Kill an unreachable start once it can be reached."""
         replica = self._unproven[name, incarnation]
         if self._around.network.is_cut(replica.machine, HOME):
             self._around.after(_RETRY_S, partial(self._prove, name, incarnation))

@@ -1,9 +1,9 @@
-"""Rows and real leaders of a simulated replica: one leader per DP rank, with its pages and tiers."""
+"""Rows of a simulated replica, and its real leaders: one per DP rank, with pages and tiers."""
 
 from collections.abc import Sequence
 
 from cluster.simulator.scenario import PAGE_SIZE, Shape, TierShape
-from cluster.simulator.surroundings import Surroundings
+from cluster.simulator.world import Surroundings
 from cluster.spec.config import TransferBackendName
 from cluster.spec.hicache_config import HicacheConfig, StorageBackendName, StorageConfig
 from cluster.spec.ids import Incarnation, Peer, ReplicaId, Role
@@ -28,13 +28,13 @@ from workers.scheduler.prefill_request import PrefillSettings
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 _BYTE = "float8_e4m3fn"
-"""Dtype of one byte."""
+"""Dtype with an item size of one byte."""
 MAX_REQUESTS = 4
 TICKET_TIMEOUT_S = 5.0
 
 
 def make_rows(shape: Shape, replica: ReplicaId, incarnation: Incarnation, machine: str) -> list[RankRow]:
-    """Return the rows of one start of a replica, by global rank."""
+    """Return the rows of one start of a replica, in order of global rank."""
     role = Role(replica.partition("-")[0])
     if role is Role.PREFILL:
         sizes = AxisSizes(dp=shape.dp, cp=shape.cp, tp=shape.tp, pp=shape.pp)
@@ -82,8 +82,9 @@ def _row(
 
 
 def geometry_of(shape: Shape) -> KvGeometry:
-    """Return K and V in every layer; in some scenarios every second layer has a window, or one head of two unequal
-    parts.
+    """Return a geometry with K and V in every layer.
+
+    In some scenarios every second layer has a window, or also one head with two parts of unequal size.
     """
     whole = range(0, shape.num_layers, 1 if shape.window is None else 2)
     groups = [key_value_group(whole, shape.num_kv_heads, 1, _BYTE)]
@@ -106,7 +107,7 @@ def step_depth(row: RankRow) -> int:
 
 
 def make_leader(around: Surroundings, me: Peer, rows: Sequence[RankRow], dp_rank: int) -> tuple[Leader, PageAllocator]:
-    """Create a DP rank's leader like ``workers.build``; ``rows`` are those of all ranks."""
+    """Create the leader of a DP rank, as ``workers.build`` does; ``rows`` has all ranks of the replica."""
     own = shard_of(rows, dp_rank)
     first = own[0]
     tree = PrefixTree(first.num_owners) if around.shape.prefix_cache else None

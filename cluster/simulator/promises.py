@@ -1,4 +1,4 @@
-"""Promises: a client sees exactly one end, routers and leaders stop their targets, and the router knows the caches."""
+"""Checks of promises: each request ends once, every target is stopped, and the router knows the caches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +27,11 @@ from router.request import Send
 from workers.scheduler.replica_leader import ReplicaLeader
 
 if TYPE_CHECKING:
-    from cluster.simulator.leader_process import LeaderProcess
+    from cluster.simulator.replica import LeaderProcess
 
 
 def hand_over(leader: ReplicaLeader, me: Peer, message: Message, now_s: float) -> None:
-    """Deliver a message to a leader, and check that it drops one for another start of its replica."""
+    """Deliver a message to a leader, and check that it drops messages for another start of its replica."""
     incarnation = _addressed(message, me)
     if incarnation in (None, me.incarnation):
         leader.on_message(message, now_s)
@@ -43,7 +43,7 @@ def hand_over(leader: ReplicaLeader, me: Peer, message: Message, now_s: float) -
 
 
 def _addressed(message: Message, me: Peer) -> Incarnation | None:
-    """Return the incarnation that a message is for; None if it has none."""
+    """Return the incarnation that a message is addressed to; None if it names none."""
     match message:
         case Submit():
             legs = filter(None, (message.prefill, message.decode))
@@ -63,15 +63,15 @@ def _num_dropped(leader: ReplicaLeader) -> int:
 
 
 class Duties:
-    """Obligations of one router start: it stops every target that works for a finished attempt."""
+    """Duties of one router start: it must stop every target that works for a finished attempt."""
 
     def __init__(self) -> None:
         self._at_work: dict[Room, set[str]] = {}
-        """Addresses of targets, by attempt, that have neither done their part nor been told to stop."""
+        """Targets by attempt: addresses that have neither done their part nor been told to stop."""
         self._submits: dict[Room, Submit] = {}
 
     def note_sent(self, send: Send) -> None:
-        """Record that the router starts or stops a target."""
+        """Record a message with which the router starts or stops a target."""
         message = send.message
         if isinstance(message, Submit):
             self._submits[message.room] = message
@@ -80,7 +80,7 @@ class Duties:
             self._drop(message.room, send.address)
 
     def note_heard(self, message: Output | Failure) -> None:
-        """Record that a target has done its part, or will not do it."""
+        """Record a message with which a target ends its part."""
         submit = self._submits.get(message.room)
         if submit is None:
             return
@@ -107,31 +107,31 @@ class Duties:
 
 
 class KnownPages:
-    """Cache index of one router start: it asks and receives like ``router.relay``."""
+    """Cache index of one router start, which subscribes to KV events as ``router.relay`` does."""
 
     def __init__(self, me: Peer, directory: Directory, picker: Picker, send: Callable[[str, Message], None]) -> None:
         self._me, self._directory, self._picker, self._send = me, directory, picker, send
 
     def on_table(self, now_s: float) -> None:
-        """Follow the replicas that are new in the table."""
+        """Subscribe to replicas that are new in the table."""
         for peer in self._picker.pages.update(self._peers, now_s):
             self._follow(peer)
 
     def on_kv_events(self, events: KvEvents, now_s: float) -> None:
-        """Apply a replica's KV events; if some are missing, subscribe anew."""
+        """Apply KV events of a replica; subscribe again if some are missing."""
         if self._picker.pages.on_kv_events(events, now_s):
             for peer in self._peers:
                 if (peer.replica, peer.incarnation) == (events.replica, events.incarnation):
                     self._follow(peer)
 
     def check(self, leader: "LeaderProcess") -> None:
-        """Check the index against a leader whose KV events have all arrived."""
+        """Compare the index with a leader whose KV events have all arrived."""
         pages, me = self._picker.pages, leader.me
         known, cached = pages.find(me), leader.cached_keys()
         if known is None or known.next_number is None or known.next_number != leader.num_kv_events[self._me.address]:
             return
         keys = set(known.keys)
-        # A page in the caches of several DP ranks is unknown once one of them has evicted it.
+        # The router forgets a page of several DP ranks once one of them has evicted it.
         if not keys <= cached or (keys != cached and leader.row.sizes.dp == 1):
             raise Violation(f"the router has all KV events of {me.replica}, and knows other pages than it has cached")
 
@@ -144,14 +144,13 @@ class KnownPages:
 
 
 class End(StrEnum):
-    """End of a request, as its client sees it."""
+    """End of a request as its client sees it."""
 
     FINISHED = "finished"
     FAILED = "failed"
     LEFT = "left"
-    """The client left."""
     REFUSED = "refused"
-    """No replica was ready; nothing was sent."""
+    """No replica was ready, so nothing was sent."""
     DISCONNECTED = "disconnected"
     """The router died."""
 

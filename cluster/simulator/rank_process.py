@@ -1,4 +1,4 @@
-"""Process of one rank of a replica, and the loop of ranks other than the leader."""
+"""Process of one rank of a replica, and the loop of a follower."""
 
 from abc import abstractmethod
 from collections import deque
@@ -7,8 +7,8 @@ from functools import partial
 
 from cluster.simulator.device import VirtualDevice
 from cluster.simulator.memory import Memory
-from cluster.simulator.surroundings import Process, Surroundings
 from cluster.simulator.tier_worker import VirtualTierWorker
+from cluster.simulator.world import Process, Surroundings
 from cluster.simulator.writer import VirtualWriter
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import Peer, Room
@@ -26,32 +26,31 @@ from workers.handoff.kv_sender import KvSender
 from workers.memory.layerwise_load import LayerwiseLoad
 
 _CHECK_S = 0.1
-"""Maximum time for checking the pages of one request."""
+"""Maximum time that checking the pages of one request takes."""
 
 
 class RankProcess(Process):
-    """Rank with a device, whose page memory dies with it."""
+    """Rank with a device and page memory, which are lost with the process."""
 
     def __init__(
         self, around: Surroundings, rows: Sequence[RankRow], global_rank: int, leader: Peer, allocator: PageAllocator
     ) -> None:
-        """Create a rank; ``rows`` are those of all ranks of the replica, ``allocator`` is that of the DP rank."""
+        """Create one rank of a replica; its DP rank has one allocator."""
         row, shape = rows[global_rank], around.shape
         super().__init__(around, row.address)
         self.row = row
         self.leader_address = leader.address
         self.shard: list[RankProcess] = []
-        """All ranks of its DP rank, by global rank."""
+        """Processes of the same DP rank, in order of global rank."""
         self.num_begun = 0
-        """Number of steps begun."""
         self.num_computed = 0
         self._step: StepPlan | None = None
-        """Current step."""
         self._num_layers = 0
-        """Number of its computed layers."""
+        """Number of computed layers of the current step."""
         self._ends: deque[int] = deque()
-        """Numbers of layers after which this rank shows its progress."""
+        """Numbers of layers after which others can observe this rank's progress."""
         self._part_s = 0.0
+        self._inbox: deque[Message] = deque()
         self._layerwise_load: LayerwiseLoad | None = None
         self._waits_for_layers = False
         self._on_stored: Callable[[int], None] | None = None
@@ -62,7 +61,7 @@ class RankProcess(Process):
             row=row,
             pool=memoryview(self.memory.pool),
             config=TransferConfig(mode=shape.mode, verify=shape.verify),
-            outbox=_Post(self),
+            outbox=_Outbox(self),
             start_writer=partial(VirtualWriter, around, self.memory, self.when_running),
             least_span_bytes=1,
         )
@@ -70,7 +69,7 @@ class RankProcess(Process):
         self.device = VirtualDevice(around, self.memory, self.sender)
 
     def obey(self, message: Message) -> bool:
-        """Handle a message that every rank handles; False for any other."""
+        """Handle a message for ranks of any kind; return False for any other message."""
         match message:
             case TierJob():
                 self.tier_worker.submit(message)
@@ -86,11 +85,11 @@ class RankProcess(Process):
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no transfer is open, and no copy is in flight."""
+        """Return whether no transfer is open and no copy is in flight."""
         return not self.sender.num_open and self.tier_worker.is_idle
 
     def kill(self) -> None:
-        """Die; writes in flight may still arrive."""
+        """End the process; writes in flight may still arrive."""
         if self.is_dead:
             return
         super().kill()
@@ -98,7 +97,7 @@ class RankProcess(Process):
         self.memory.is_gone = True
 
     def _check_pages(self, message: CheckPages) -> None:
-        """Check pages, as ``workers.handoff.page_checker`` does on a thread."""
+        """Check pages, as the thread of ``workers.handoff.page_checker`` does."""
         wrong = wrong_pages(memoryview(self.memory.pool), self.row.layout, message.digests)
         answer = PagesChecked(room=message.room, rank=self.row.global_rank, wrong=wrong)
         self.send(self.leader_address, answer)
@@ -109,16 +108,16 @@ class RankProcess(Process):
 
     @property
     def mates(self) -> "list[RankProcess]":
-        """Ranks that exchange tensors with this one in every layer: those of its TP group."""
+        """Ranks of the same TP group, which exchange tensors in every layer."""
         coords = self.row.coords
         return [rank for rank in self.shard if (rank.row.coords.cp, rank.row.coords.pp) == (coords.cp, coords.pp)]
 
     @abstractmethod
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
-        """Handle the end of a step."""
+        """Handle the end of a step with the tokens that this rank sampled."""
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step; the last rank of the TP group to do so lets all of it compute."""
+        """Begin a step. The TP group starts to compute when its last rank begins."""
         self._step, self._num_layers = plan, 0
         self.num_begun += 1
         self._on_stored = self.device.begin(plan)
@@ -128,7 +127,7 @@ class RankProcess(Process):
                 mate.when_running(partial(mate._start, plan))
 
     def _start(self, plan: StepPlan) -> None:
-        """Compute layers in as many parts as others can observe."""
+        """Compute layers in parts; others can observe the end of each part."""
         self.device.take_copies(plan.arrived, [mate.memory for mate in self.mates])
         layout = self.row.layout
         job = plan.layerwise_load
@@ -141,13 +140,13 @@ class RankProcess(Process):
         self.after(self._part_s, self._compute_layers)
 
     def _on_layers(self) -> None:
-        """Continue when more layers can be read."""
+        """Continue now that more layers can be read."""
         if self._waits_for_layers:
             self._waits_for_layers = False
             self._compute_layers()
 
     def _compute_layers(self) -> None:
-        """Compute the next layers, unless they have yet to be loaded."""
+        """Compute the next layers unless they have not been loaded yet."""
         plan, end = self._step, self._ends[0]
         assert plan is not None
         if self._layerwise_load is not None and self._layerwise_load.num_here < end:
@@ -171,7 +170,7 @@ class RankProcess(Process):
             who_draws.when_running(who_draws.end_if_over)
 
     def end_if_over(self) -> None:
-        """End the step when this rank has computed it; a rank that samples waits for all ranks of its step."""
+        """End the step if it is computed; a rank that samples waits for all ranks of the step."""
         plan = self._step
         if plan is None or self.num_computed < self.num_begun:
             return
@@ -181,7 +180,7 @@ class RankProcess(Process):
         self.on_ended(plan, self.device.end(plan))
 
     def _met(self, plan: StepPlan) -> "list[RankProcess]":
-        """Return the ranks that compute a step together with this one; followers in other CP ranks may lag behind."""
+        """Return the ranks that compute a step together with this one. Followers on other CP ranks can lag behind."""
         if plan.shape.strategy is not Strategy.NONE or self.row.num_owners > 1:
             return self.shard
         return [rank for rank in self.shard if rank.row.coords.cp == self.row.coords.cp]
@@ -192,20 +191,14 @@ class RankProcess(Process):
 
 
 class Follower(RankProcess):
-    """Rank that follows step plans."""
-
-    def __init__(
-        self, around: Surroundings, rows: Sequence[RankRow], global_rank: int, leader: Peer, allocator: PageAllocator
-    ) -> None:
-        super().__init__(around, rows, global_rank, leader, allocator)
-        self._inbox: deque[Message] = deque()
+    """Rank that carries out step plans of a leader."""
 
     def take(self, message: Message) -> None:
         self._inbox.append(message)
         self.when_running(self._turn)
 
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
-        """Report the sampled tokens to the leader, and continue."""
+        """Report the sampled tokens to the leader and continue."""
         if self.device.draws and plan.scheduled:
             result = StepResult(step=plan.step, dp_rank=self.row.coords.dp, sampled=sampled)
             self.send(self.leader_address, result)
@@ -220,8 +213,8 @@ class Follower(RankProcess):
                 self.obey(message)
 
 
-class _Post:
-    """Outbox of a process."""
+class _Outbox:
+    """Outbox that sends in the name of a process."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -230,4 +223,4 @@ class _Post:
         self._process.send(address, message)
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Do nothing: no connection is held open."""

@@ -1,33 +1,237 @@
-"""One start of a replica: its processes, and the real leaders in the first of them."""
+"""Start of a replica: the process of rank 0 with the real leaders, and its followers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
+from msgspec.structs import replace
+
+from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
 from cluster.simulator.bootstrap import Bootstrap
-from cluster.simulator.leader_process import LeaderProcess
-from cluster.simulator.leaders import make_leader
-from cluster.simulator.network import machine_of
+from cluster.simulator.leaders import make_leader, shard_of, step_depth
+from cluster.simulator.promises import hand_over
 from cluster.simulator.rank_process import Follower, RankProcess
-from cluster.simulator.surroundings import Surroundings
-from cluster.spec.ids import Peer
-from cluster.spec.registry import RankRow
+from cluster.simulator.world import Surroundings, machine_of
+from cluster.spec.clock import HEARTBEAT_S
+from cluster.spec.errors import PeerUnreachableError
+from cluster.spec.ids import Incarnation, Peer, Room
+from cluster.spec.messages import KvEvents, Message, Output, TableUpdate
+from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
+from cluster.spec.sampling import Sampled
+from cluster.spec.step_messages import StepPlan
+from cluster.spec.tiers import TierJob
+from cluster.spec.transfer_messages import Done, Drained, Result, Ticket
+from workers.cache.page_allocator import PageAllocator
+from workers.scheduler.leader import Leader
+from workers.scheduler.replica_leader import ReplicaLeader
+
+IDLE_WAIT_S = 1.0
+
+
+class LeaderProcess(RankProcess):
+    """Process of rank 0: the loop of ``workers.worker`` around the real leader, its heartbeats and its table."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        bootstrap: Bootstrap,
+        rows: Sequence[RankRow],
+        me: Peer,
+        made: Sequence[tuple[Leader, PageAllocator]],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        """Start the process with a leader and its pages for each DP rank; ``on_refused`` ends the replica."""
+        super().__init__(around, rows, 0, me, made[0][1])
+        self._leaders = [leader for leader, _ in made]
+        self._allocators = [allocator for _, allocator in made]
+        self.leader = ReplicaLeader(
+            self._leaders, rows[0].sizes, depth=step_depth(rows[0]), policy=around.shape.dp_policy
+        )
+        self.me = me
+        self.rows = rows
+        self._digest = rows_digest(rows)
+        self._bootstrap = bootstrap
+        self._on_refused = on_refused
+        self._load = ReplicaLoad()
+        self.num_kv_events: dict[str, int] = {}
+        """Number of KV event messages by router address, counted from the message with the complete cache."""
+        self._outgoing: list[tuple[str, Message]] = []
+        """Messages to send, which the checks have seen."""
+        self._unwatch = bootstrap.watch(machine_of(self.address), self._on_table)
+        self.every(HEARTBEAT_S, self._beat)
+        self.every(IDLE_WAIT_S, self._turn)
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no request or transfer is open and no page is held."""
+        pages_are_free = all(allocator.num_free == allocator.num_pages for allocator in self._allocators)
+        is_done = not self.is_computing and all(leader.is_idle() for leader in self._leaders)
+        return is_done and pages_are_free and super().is_idle
+
+    def cached_keys(self) -> set[bytes]:
+        return {key for allocator in self._allocators for key in allocator.cached_keys()}
+
+    def kill(self) -> None:
+        if not self.is_dead:
+            self._unwatch()
+        super().kill()
+
+    def take(self, message: Message) -> None:
+        self._inbox.append(message)
+        self.when_running(self._turn)
+
+    def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
+        if self.device.draws and plan.scheduled:
+            self.leader.commit(0, sampled, self.around.now_s())
+        self._close_turn()
+        self.after(0.0, self._turn)
+
+    def _turn(self) -> None:
+        if self.is_computing:
+            return
+        while self._inbox:
+            message = self._inbox.popleft()
+            if not self.obey(message):
+                hand_over(self.leader, self.me, message, self.around.now_s())
+                self._show_new()
+        self.leader.tick(self.around.now_s())
+        if self.leader.must_end:
+            self.around.was_quarantined = True
+            self.around.happened["quarantine"] += 1
+            self._on_refused(self.leader.must_end)
+            return
+        plans = self.leader.next_plans()
+        if not plans:
+            self._close_turn()
+        else:
+            # First tokens, tickets and loaded pages do not wait for the step.
+            self._emit()
+            computed = {row.room: len(row.token_ids) for plan in plans for row in plan.scheduled}
+            self.around.trace.add(self.address, "computes", computed)
+            for row in self.rows[1:]:
+                self.send(row.address, plans[row.coords.dp])
+            self.begin(plans[0])
+
+    def _close_turn(self) -> None:
+        if self.around.scenario.is_mild:  # no other process asks
+            load = self.leader.load()
+            # The limit applies to the pages of each DP rank, and all have the same number.
+            limit = self.around.shape.quarantine_limit * load.total_pages / len(self._leaders)
+            if load.quarantined_pages > limit:
+                self.around.was_quarantined = True
+        self._emit()
+
+    def _emit(self) -> None:
+        self._show_new()
+        outgoing, self._outgoing = self._outgoing, []
+        for address, message in outgoing:
+            if isinstance(message, TierJob) and address == self.address:
+                self.tier_worker.submit(message)
+            else:
+                self.send(address, message)
+
+    def _show_new(self) -> None:
+        """Show the checks every message that permits writing or starts reading, before anything is computed."""
+        for leader in self._leaders:
+            leader.check_integrity()
+        new = self.leader.take_outgoing()
+        self._outgoing += new
+        for address, message in new:
+            if isinstance(message, KvEvents):
+                self.num_kv_events[address] = message.number + 1
+            elif isinstance(message, Ticket):
+                rows = shard_of(self.rows, message.dp_rank)
+                memories = [self.around.memories[row.endpoint.session] for row in rows]
+                num_tokens = len(self.around.submits[message.room].prompt_ids)
+                self.around.tickets.give(memories, message, self.around.text_of(message.room), num_tokens)
+                _send_late_message(self.around, message, self.rows[0].layout.page_bytes)
+            elif isinstance(message, Output) and message.first_index == self.around.submits[message.room].num_given:
+                self.around.tickets.check_start(message.room)
+
+    def _on_table(self, snapshot: TableSnapshot) -> None:
+        self.take(TableUpdate(snapshot=snapshot))
+
+    def _beat(self) -> None:
+        self._load = self.leader.load()
+        self._bootstrap.call(machine_of(self.address), self._renew, self._on_answer)
+
+    def _renew(self, table: BootstrapTable) -> None:
+        """Send a heartbeat like the lease keeper. If the table does not know the rows, register them first."""
+        try:
+            table.heartbeat(self._heartbeat(), self.around.now_s())
+        except TableRefusedError as error:
+            if error.code is not RefusalCode.UNKNOWN_ROWS:
+                raise
+            for row in self.rows:
+                table.register(row)
+            table.heartbeat(self._heartbeat(), self.around.now_s())
+        for row in self.rows[1:]:  # a paused replica pauses with all its ranks
+            table.alive(row.replica, row.incarnation, row.global_rank, self.around.now_s())
+
+    def _heartbeat(self) -> Heartbeat:
+        first = self.rows[0]
+        return Heartbeat(
+            replica=first.replica, incarnation=first.incarnation, rows_digest=self._digest, load=self._load
+        )
+
+    def _on_answer(self, answer: TableRefusedError | PeerUnreachableError | None) -> None:
+        if isinstance(answer, TableRefusedError) and not self.is_dead:
+            self._on_refused(str(answer))
+
+
+def _send_late_message(around: Surroundings, ticket: Ticket, page_bytes: int) -> None:
+    """Sometimes deliver a response to another ticket of the room after this one was sent.
+
+    A room has one ticket, handled by one start of either replica. The simulator therefore makes up what an earlier
+    ticket, or one between earlier starts, would have left in flight.
+    """
+    random = around.random
+    if random.random() >= around.hazards.stale:
+        return
+    around.happened["stale"] += 1
+    prefill = around.submits[ticket.room].prefill
+    assert prefill is not None, f"room {ticket.room} has a ticket and no prefill"
+    earlier, writer = random.choice(
+        [
+            (replace(ticket, generation=ticket.generation - 1), prefill),
+            (replace(ticket, decode=_earlier(ticket.decode)), prefill),
+            (ticket, _earlier(prefill)),
+        ]
+    )
+    names: dict[str, Any] = {
+        "room": earlier.room,
+        "generation": earlier.generation,
+        "prefill": writer,
+        "decode_incarnation": earlier.decode.incarnation,
+    }
+    num_pages = sum(map(len, ticket.pages))
+    names_and_size = names | {"num_pages": num_pages, "num_bytes": num_pages * page_bytes}
+    responses: list[Message] = [
+        Drained(**names),
+        Done(**names_and_size, sender_rank=0),
+        Result(**names_and_size, token_ids=[0], senders=[0]),
+    ]
+    send = partial(around.network.send, prefill.address, ticket.decode.address, random.choice(responses))
+    around.after(random.uniform(0, 0.1), send)
+
+
+def _earlier(peer: Peer) -> Peer:
+    return replace(peer, incarnation=Incarnation(peer.incarnation - 1))
 
 
 class Replica:
-    """Processes that live and die together, if the supervisor works correctly."""
+    """Processes of one start, which live and die together if the supervisor works correctly."""
 
     def __init__(
         self, around: Surroundings, bootstrap: Bootstrap, rows: list[RankRow], on_failed: Callable[[str], None]
     ) -> None:
-        """Start the processes; ``on_failed`` is called when one has ended."""
         first = rows[0]
         self.machine = machine_of(first.address)
-        self.incarnation = first.incarnation
         self._on_failed = on_failed
         me = Peer(replica=first.replica, incarnation=first.incarnation, address=first.address)
         made = [make_leader(around, me, rows, dp_rank) for dp_rank in range(first.sizes.dp)]
         self.leader = LeaderProcess(around, bootstrap, rows, me, made, self._on_refused)
         self.ranks: list[RankProcess] = [self.leader]
-        """Processes by global rank."""
         for row in rows[1:]:
             _, allocator = made[row.coords.dp]
             self.ranks.append(Follower(around, rows, row.global_rank, me, allocator))
@@ -38,14 +242,11 @@ class Replica:
     def is_idle(self) -> bool:
         return all(rank.is_idle for rank in self.ranks)
 
-    def lose_rank(self, rank: int) -> bool:
-        """Kill one process; False if it was dead."""
+    def lose_rank(self, rank: int) -> None:
         process = self.ranks[rank % len(self.ranks)]
-        if process.is_dead:
-            return False
-        process.kill()
-        self._on_failed(f"rank {process.address} died")
-        return True
+        if not process.is_dead:
+            process.kill()
+            self._on_failed(f"rank {process.address} died")
 
     def kill(self) -> None:
         for process in self.ranks:

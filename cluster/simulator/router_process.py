@@ -5,10 +5,9 @@ from functools import partial
 
 from cluster.simulator.bootstrap import Bootstrap
 from cluster.simulator.memory import Violation
-from cluster.simulator.network import HOME
 from cluster.simulator.promises import Client, Duties, End, KnownPages
 from cluster.simulator.scenario import PAGE_SIZE, Ask
-from cluster.simulator.surroundings import Process, Surroundings
+from cluster.simulator.world import HOME, Process, Surroundings
 from cluster.spec.clock import LEASE_S
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import ROUTER, Incarnation, Peer, Role, Room

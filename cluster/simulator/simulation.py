@@ -1,4 +1,4 @@
-"""One run of one scenario, from the start of the cluster until no request is open."""
+"""Simulation of one scenario, from the start of the cluster until no request is open."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -7,11 +7,10 @@ from functools import partial
 
 from cluster.simulator.driver import BOOTSTRAP, Driver
 from cluster.simulator.memory import Violation
-from cluster.simulator.network import HOME
 from cluster.simulator.promises import Client, End
 from cluster.simulator.replica import Replica
 from cluster.simulator.scenario import MACHINE_LOST_S, Fault, FaultKind, Scenario
-from cluster.simulator.surroundings import Surroundings, make_surroundings
+from cluster.simulator.world import HOME, Surroundings, make_surroundings
 from cluster.spec.ids import ROUTER, ReplicaId, Role
 from cluster.spec.messages import Drain
 from cluster.supervisor.commands import Command, DrainCommand, RestartCommand, ResumeCommand, ScaleCommand
@@ -19,16 +18,16 @@ from cluster.supervisor.events import StopRequested
 
 _START_LIMIT_S = 60.0
 _SLACK_S = 60.0
-"""Time after the last deadline for restarts with their waits, and for late messages."""
+"""Time after the last deadline for restarts, including their backoff, and for late messages."""
 _LOOK_S = 0.5
 
 
 class Faults:
-    """Faults of one scenario over one driver's members."""
+    """Faults of one scenario, applied to the members of a driver."""
 
     def __init__(self, around: Surroundings, driver: Driver) -> None:
         self.num_open = len(around.scenario.faults)
-        """Number of faults that have not passed yet."""
+        """Number of faults that are not over yet."""
         self._around = around
         self._driver = driver
         for fault in around.scenario.faults:
@@ -119,13 +118,13 @@ class Outcome:
     """Outcome of one run."""
 
     violation: str | None
-    """Broken promise; None when all were kept."""
+    """Broken promise; None if all were kept."""
     ends: Counter[str]
-    """Requests by their end."""
+    """Number of requests by end."""
     happened: Counter[str]
-    """Faults and hazards that occurred, by kind."""
+    """Number of faults and hazards that occurred, by kind."""
     moved: Counter[str]
-    """Pages of tier jobs, by kind."""
+    """Number of pages that tier jobs moved, by kind."""
     trace: list[str]
     virtual_s: float
 
@@ -142,7 +141,7 @@ class Simulation:
         self._faults: Faults | None = None
 
     def run(self) -> Outcome:
-        """Run until all is quiet, or a promise is broken. An error in the code under test is a broken promise, too."""
+        """Run until nothing is open or a promise is broken. An error in the code under test breaks a promise, too."""
         violation = None
         try:
             if not self._run_until(self._is_up):
@@ -155,7 +154,7 @@ class Simulation:
             self._driver.post(StopRequested("the scenario is over"))
             if not self._run_until(lambda: self._driver.is_stopped):
                 raise Violation("the cluster never stopped")
-        except Exception as error:  # whatever it is, the seed that leads to it is worth showing
+        except Exception as error:  # any error makes the seed worth showing
             violation = f"{type(error).__name__}: {error}"
         ends = Counter(str(client.end) for client in self._clients)
         happened = self._around.happened + self._around.network.happened
@@ -181,7 +180,7 @@ class Simulation:
             router.open(client)
 
     def _run_until(self, is_reached: Callable[[], bool]) -> bool:
-        """Run events until a condition holds; False when the time limit came first."""
+        """Run events until a condition holds; return False if the time limit is reached first."""
         look_s = 0.0
         while self._around.now_s() < self._limit_s:
             if self._around.now_s() >= look_s:
@@ -217,7 +216,7 @@ class Simulation:
         return left
 
     def _check_known_pages(self) -> None:
-        """Check the router's index, unless KV events were reordered: streams of them have no names to sort them by."""
+        """Check the router's index, unless KV events were reordered: their streams have no names to sort them by."""
         hazards, router = self._scenario.hazards, self._driver.router
         if hazards.duplicate or hazards.reorder or router is None:
             return
@@ -226,7 +225,7 @@ class Simulation:
 
     def _check_ends(self) -> None:
         scenario = self._scenario
-        # A pause elsewhere may cost a spared replica its pages.
+        # A pause of another member can cost a spared replica its pages.
         if not scenario.is_calm and (not scenario.is_mild or self._around.was_quarantined):
             return
         why = "nothing went wrong" if scenario.is_calm else "a replica of each role was spared"

@@ -1,6 +1,6 @@
-"""One rank's part of the tiers, in place of ``workers.hicache.tier_worker``: the real copier moves pages during steps.
+"""Tiers of one rank, in place of ``workers.hicache.tier_worker``: the real copier moves pages during steps.
 
-Host memory dies with its process; storage, which all replicas share, does not.
+Host memory is lost with its process; storage is shared by all replicas and survives them.
 """
 
 from collections import deque
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cluster.simulator.memory import TORN, Memory, Violation, copy_spans
-from cluster.simulator.surroundings import Process
+from cluster.simulator.world import Process
 from cluster.spec.config import TransferBackendName
 from cluster.spec.errors import TransferError
 from cluster.spec.registry import Endpoint, KvOwnership, RankRow
@@ -33,11 +33,11 @@ _QUEUES = {
 class _Queued:
     job: TierJob
     load: LayerwiseLoad | None = None
-    """Present if a step waits for these pages."""
+    """Progress of a load that a step waits for; None for other jobs."""
 
 
 class VirtualTierWorker:
-    """Queues that run one job after another."""
+    """Tier jobs of one rank, in queues that run one job after another."""
 
     def __init__(
         self,
@@ -47,8 +47,9 @@ class VirtualTierWorker:
         memory: Memory,
         on_layers: Callable[[], None],
     ) -> None:
-        """Create the queues; ``rows`` are those of all ranks of the replica, ``on_layers`` is called when a step can
-        read more layers.
+        """Create the queues for a rank of a replica with these rows.
+
+        ``on_layers`` is called when a step can read more layers.
         """
         self._process, self._around, self._leader_address = process, process.around, leader_address
         self._row, self._memory, self._on_layers = memory.row, memory, on_layers
@@ -60,15 +61,13 @@ class VirtualTierWorker:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no job is open."""
         return not any(self._queues.values())
 
     def submit(self, job: TierJob) -> None:
-        """Queue a job."""
         self._enqueue(_Queued(job))
 
     def submit_layerwise(self, job: TierJob) -> LayerwiseLoad:
-        """Load pages that a step waits for, layer by layer. Such copies do not fail."""
+        """Load pages layer by layer while a step waits for them. Such copies do not fail."""
         load = LayerwiseLoad()
         self._enqueue(_Queued(job, load))
         return load
@@ -91,9 +90,9 @@ class VirtualTierWorker:
             self._process.after(random.uniform(1e-3, longest_s), partial(self._end, queue))
 
     def _load_layers(self, queue: deque[_Queued], load: LayerwiseLoad, layers: Iterator[None], layer_s: float) -> None:
-        """Load the next layers, and end the job with the last ones."""
+        """Load the next layers; the last ones end the job."""
         job = queue[0].job
-        if self._row.global_rank == 0:  # followers may be behind their leader
+        if self._row.global_rank == 0:  # followers can lag behind their leader
             self._check_held(job)
         next(layers)
         self._on_layers()
@@ -125,7 +124,7 @@ class VirtualTierWorker:
             self._begin(queue)
 
     def _has(self, page: TierPage) -> bool:
-        """Return whether a device page is on this rank."""
+        """Return whether this rank has a device page."""
         assert self._copier is not None
         return self._row.ownership is KvOwnership.REPLICATED or self._copier.owns(page)
 
@@ -149,7 +148,7 @@ class VirtualTierWorker:
         return True
 
     def _move(self, kind: TierJobKind, page: TierPage, *, fails: bool) -> bool:
-        """Move this rank's part of one page; True if it has none."""
+        """Move this rank's part of one page; return whether that part is complete."""
         assert self._copier is not None
         if not self._copier.owns(page):
             return True
@@ -161,14 +160,14 @@ class VirtualTierWorker:
             return not fails and self._store(page, bytes(self._memory.filled_host_page(slot)))
         self._memory.filled.add(slot)
         if kind is TierJobKind.SAVE and not fails:
-            # The copy is of the current bytes; the leader discards it if the page was evicted meanwhile.
+            # This copies the current bytes; the leader discards the copy if the page has been evicted since.
             return self._copier.save([page], None) > 0
         found = None if fails else self._stored(page)
         self._copier.host_page(page)[:] = found if found is not None else bytes([TORN]) * self._copier.bytes_of(page)
         return found is not None
 
     def _pieces(self, page: TierPage) -> list[tuple[bytes, str, int, int]]:
-        """Return the names of a page's pieces in storage, which are the same for all layouts."""
+        """Return the names of a page's pieces in storage; they do not depend on the layout."""
         groups = [group for group in self._row.layout.groups if group.lifetime == page.lifetime]
         return [
             (page.key, group.name, head, layer) for group in groups for head in group.heads for layer in group.layers
@@ -189,14 +188,14 @@ class VirtualTierWorker:
 
 
 class _TierMemory:
-    """Copier's view of a rank's pages, in place of ``workers.memory.tier_memory``."""
+    """Pages of a rank as the copier sees them, in place of ``workers.memory.tier_memory``."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self.region = Region(memoryview(memory.pool), memory.row.endpoint)
 
     def record_event(self) -> None:
-        """Return nothing: all operations complete at once."""
+        """Return None: all operations complete immediately."""
 
     def host_page(self, slot: int) -> memoryview:
         return self._memory.host_page(slot)
@@ -221,23 +220,23 @@ class _TierMemory:
             self._memory.put_pieces(page, bytes(self._memory.filled_host_page(slot)), pieces)
 
     def take_in(self, pages: Sequence[int], lifetime: int, layers: range | None, after: None) -> None:
-        """Do nothing: peers' pages are read directly to their destination."""
+        """Do nothing: pages of peers are read directly into their destination."""
 
     def wait_loads(self) -> None:
-        """Do nothing: loads are complete on return."""
+        """Do nothing: loads are complete when they return."""
 
 
 class _Reads:
-    """Reading half of a transfer backend, for peers' host memory."""
+    """Transfer backend that reads the host memory of peers."""
 
     def __init__(self, memories: dict[str, Memory], mine: Memory) -> None:
         self._memories, self._mine = memories, mine
 
-    def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:  # noqa: ARG002 - it is our pool
-        """Copy spans of a peer's host pool to our device pool.
+    def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:  # noqa: ARG002 - always our pool
+        """Copy spans from a peer's host pool to our device pool.
 
         Raises:
-            TransferError: the peer is dead, and its memory is not on this host.
+            TransferError: the peer is dead and its memory is not on this host.
         """
         peer = self._memories[source.session]
         if peer.is_gone and source.backend != TransferBackendName.SHARED_MEMORY:

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from cluster.simulator.memory import Memory, copy_spans
-from cluster.simulator.network import machine_of
 from cluster.simulator.scenario import PAGE_SIZE
-from cluster.simulator.surroundings import Surroundings
-from cluster.simulator.timeline import Event
+from cluster.simulator.world import Event, Surroundings, machine_of
 from cluster.spec.ids import Room
 from cluster.spec.registry import Endpoint
 from cluster.spec.transfer_messages import PageDigests

@@ -109,10 +109,11 @@ def restart_one_rank_alone(patch: Patch) -> None:
     """A follower that died is replaced, and the replica goes on with it, for which the product has no word."""
     lose_rank = Replica.lose_rank
 
-    def replace_rank(self: Replica, rank: int) -> bool:
+    def replace_rank(self: Replica, rank: int) -> None:
         number, leader = rank % len(self.ranks), self.leader
         if number == 0:
-            return lose_rank(self, rank)
+            lose_rank(self, rank)
+            return
         old = self.ranks[number]
         old.kill()
         new = Follower(leader.around, leader.rows, number, leader.me, old.memory.allocator)
@@ -121,7 +122,6 @@ def restart_one_rank_alone(patch: Patch) -> None:
             other.shard[:] = [new if it is old else it for it in other.shard]
         new.shard += old.shard
         new.num_begun = new.num_computed = old.num_computed
-        return True
 
     patch.setattr(Replica, "lose_rank", replace_rank)
 

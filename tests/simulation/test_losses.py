@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.simulator.network import Network
 from cluster.simulator.scenario import Ask, Hazards, Scenario, Shape
 from cluster.simulator.simulation import Outcome, Simulation
+from cluster.simulator.world import Network
 from cluster.spec.config import RouterConfig, TransferConfig
 from cluster.spec.messages import Message
 from cluster.spec.registry import Verify

@@ -5,9 +5,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.simulator.network import Network
 from cluster.simulator.scenario import Hazards
-from cluster.simulator.timeline import Timeline, Trace
+from cluster.simulator.world import Network, Timeline, Trace
 from cluster.spec.ids import Incarnation, Room
 from cluster.spec.messages import Cancel, Message
 

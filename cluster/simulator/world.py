@@ -1,0 +1,291 @@
+"""World of a simulation: virtual time, the network, and the processes that use them.
+
+The network behaves like ZeroMQ over TCP, and worse if the scenario says so. The messages of one sender to one address
+arrive in order and are not lost while both live. Messages to a peer that is unreachable or not listening wait at the
+sender. When a sender dies, its queued messages are lost.
+"""
+
+import heapq
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from random import Random
+
+from cluster.simulator.memory import Memory, Text, Tickets
+from cluster.simulator.scenario import Hazards, Scenario, Shape
+from cluster.spec.ids import Room
+from cluster.spec.messages import Message, Submit
+
+HOME = "home"
+"""Machine on which supervisor, bootstrap service and router run."""
+_SHOWN = ("room", "generation", "sender_rank", "pages", "num_held_pages", "num_pages", "first_index", "state", "reason")
+
+Event = Callable[[], None]
+Deliver = Callable[[Message], None]
+
+
+class Timeline:
+    """Queue of future events. Events run in order of time and take no time themselves."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._events: list[tuple[float, int, Event]] = []
+        self._numbers = count()
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def after(self, delay_s: float, event: Event) -> None:
+        """Schedule an event. Events with equal times run in the order in which they were scheduled."""
+        heapq.heappush(self._events, (self._now_s + delay_s, next(self._numbers), event))
+
+    def step(self) -> bool:
+        """Run the next event; return False if there is none."""
+        if not self._events:
+            return False
+        self._now_s, _, event = heapq.heappop(self._events)
+        event()
+        return True
+
+
+class Trace:
+    """Log of a run, which is formatted only if it is on."""
+
+    def __init__(self, timeline: Timeline, is_on: bool) -> None:
+        self.lines: list[str] = []
+        self._timeline = timeline
+        self._is_on = is_on
+
+    def add(self, *parts: object) -> None:
+        if self._is_on:
+            self.lines.append(f"{self._timeline.now_s():9.4f}  {' '.join(map(_in_words, parts))}")
+
+
+def _in_words(part: object) -> str:
+    if not isinstance(part, Message):
+        return str(part)
+    shown = [f"{name}={getattr(part, name)!s}" for name in _SHOWN if hasattr(part, name)]
+    return f"{type(part).__name__}({', '.join(shown)})"
+
+
+def machine_of(address: str) -> str:
+    """Return the machine of an address, which has the form ``machine/process``."""
+    return address.partition("/")[0]
+
+
+@dataclass(slots=True)
+class _Connection:
+    source: str
+    address: str
+    pending: deque[Message] = field(default_factory=deque)
+    last_s: float = 0.0
+    """Arrival time of the newest message."""
+    num_stalled: int = 0
+    """Number of messages that have arrived but wait for the peer."""
+
+    @property
+    def crosses(self) -> bool:
+        return self.source != machine_of(self.address)
+
+
+class Network:
+    """Network that carries messages and knows which machines can reach each other."""
+
+    def __init__(self, timeline: Timeline, random: Random, hazards: Hazards, trace: Trace) -> None:
+        self.happened: Counter[str] = Counter()
+        """Number of affected messages by hazard."""
+        self._timeline = timeline
+        self._random = random
+        self._hazards = hazards
+        self._trace = trace
+        self._listeners: dict[str, Deliver] = {}
+        self._connections: dict[tuple[str, str], _Connection] = {}
+        self._cuts: Counter[frozenset[str]] = Counter()
+
+    def listen(self, address: str, deliver: Deliver) -> None:
+        """Deliver all messages to this address from now on, including waiting ones."""
+        self._listeners[address] = deliver
+        self._resume()
+
+    def unlisten(self, address: str) -> None:
+        self._listeners.pop(address, None)
+
+    def end_sender(self, sender: str) -> None:
+        """Drop the last messages of a process that has died."""
+        for key in [key for key in self._connections if key[0] == sender]:
+            connection = self._connections.pop(key)
+            left = 0 if connection.num_stalled else self._random.randint(0, len(connection.pending))
+            while len(connection.pending) > left:
+                connection.pending.pop()
+
+    def is_cut(self, machine: str, other: str) -> bool:
+        return bool(self._cuts) and frozenset((machine, other)) in self._cuts
+
+    def cut(self, machine: str, other: str) -> None:
+        """Separate two machines until every cut between them has healed."""
+        self._cuts[frozenset((machine, other))] += 1
+
+    def heal(self, machine: str, other: str) -> None:
+        self._cuts.subtract([frozenset((machine, other))])
+        self._cuts += Counter()
+        self._resume()
+
+    def delay_s(self, crosses: bool) -> float:
+        if not crosses:
+            return self._random.uniform(1e-4, 2e-3)
+        return self._random.uniform(0.1, 2.0) if self._random.random() < 0.03 else self._random.uniform(2e-4, 2e-2)
+
+    def send(self, sender: str, address: str, message: Message) -> None:
+        """Send a message between two processes, each named ``machine/process``."""
+        key = (sender, address)
+        connection = self._connections.get(key)
+        if connection is None:
+            connection = self._connections[key] = _Connection(machine_of(sender), address)
+        if not connection.crosses:
+            self._push(connection, message)
+            return
+        hazards = self._hazards
+        if self._is_due(hazards.duplicate, "duplicate"):
+            self._later(connection, message)
+        if self._is_due(hazards.drop, "drop"):
+            self._trace.add("lost on the way from", sender, "to", address, message)
+        elif self._is_due(hazards.reorder, "reorder"):
+            self._later(connection, message)
+        else:
+            self._push(connection, message)
+
+    def _is_due(self, rate: float, hazard: str) -> bool:
+        if not rate or self._random.random() >= rate:
+            return False
+        self.happened[hazard] += 1
+        return True
+
+    def _later(self, connection: _Connection, message: Message) -> None:
+        self._timeline.after(self._random.uniform(0.01, 3.0), partial(self._push, connection, message))
+
+    def _push(self, connection: _Connection, message: Message) -> None:
+        connection.pending.append(message)
+        now_s = self._timeline.now_s()
+        connection.last_s = max(connection.last_s, now_s + self.delay_s(connection.crosses))
+        self._timeline.after(connection.last_s - now_s, partial(self._arrive, connection))
+
+    def _arrive(self, connection: _Connection) -> None:
+        if not connection.pending:
+            return
+        deliver = self._listeners.get(connection.address)
+        if deliver is None or self.is_cut(connection.source, machine_of(connection.address)):
+            connection.num_stalled += 1
+            return
+        message = connection.pending.popleft()
+        self._trace.add(connection.address, "<-", message)
+        deliver(message)
+
+    def _resume(self) -> None:
+        for connection in list(self._connections.values()):
+            num_stalled, connection.num_stalled = connection.num_stalled, 0
+            for _ in range(num_stalled):
+                self._timeline.after(self._random.uniform(0, 0.1), partial(self._arrive, connection))
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """State that all processes of a simulation share."""
+
+    scenario: Scenario
+    trace: Trace
+    timeline: Timeline
+    random: Random
+    network: Network
+    tickets: Tickets = field(default_factory=Tickets)
+    memories: dict[str, Memory] = field(default_factory=dict)
+    """Memory of each rank by session."""
+    storage: dict[tuple[bytes, str, int, int], bytes] = field(default_factory=dict)
+    """KV of stored pages by page key, group, head and layer."""
+    texts: dict[Room, Text] = field(default_factory=dict)
+    submits: dict[Room, Submit] = field(default_factory=dict)
+    """Submit messages of all attempts so far."""
+    happened: Counter[str] = field(default_factory=Counter)
+    """Number of faults and hazards that occurred, by kind."""
+    was_quarantined: bool = False
+    """A replica refused requests for a while because too many of its pages were in quarantine."""
+    moved: Counter[str] = field(default_factory=Counter)
+    """Number of pages that tier jobs moved on all ranks, by kind."""
+
+    def text_of(self, room: Room) -> Text:
+        if room not in self.texts:
+            self.texts[room] = Text(bytes(self.submits[room].prompt_ids))
+        return self.texts[room]
+
+    @property
+    def shape(self) -> Shape:
+        return self.scenario.shape
+
+    @property
+    def hazards(self) -> Hazards:
+        return self.scenario.hazards
+
+    def now_s(self) -> float:
+        return self.timeline.now_s()
+
+    def after(self, delay_s: float, event: Event) -> None:
+        self.timeline.after(delay_s, event)
+
+
+def make_surroundings(scenario: Scenario, traced: bool) -> Surroundings:
+    timeline, random = Timeline(), Random(scenario.seed)
+    trace = Trace(timeline, traced)
+    network = Network(timeline, random, scenario.hazards, trace)
+    return Surroundings(scenario=scenario, trace=trace, timeline=timeline, random=random, network=network)
+
+
+class Process(ABC):
+    """Process with an address. It can be paused and killed."""
+
+    def __init__(self, around: Surroundings, address: str) -> None:
+        self.around = around
+        self.address = address
+        self.is_dead = False
+        self._is_paused = False
+        self._waiting: list[Event] = []
+        """Events that run when the process resumes."""
+        around.network.listen(address, self.take)
+
+    @abstractmethod
+    def take(self, message: Message) -> None:
+        """Handle an arrived message."""
+
+    def send(self, address: str, message: Message) -> None:
+        self.around.network.send(self.address, address, message)
+
+    def when_running(self, event: Event) -> None:
+        """Run an event unless the process is dead; if it is paused, run the event when it resumes."""
+        if self._is_paused:
+            self._waiting.append(event)
+        elif not self.is_dead:
+            event()
+
+    def after(self, delay_s: float, event: Event) -> None:
+        self.around.after(delay_s, partial(self.when_running, event))
+
+    def every(self, interval_s: float, event: Event) -> None:
+        self.when_running(event)
+        if not self.is_dead:
+            self.around.after(interval_s, partial(self.every, interval_s, event))
+
+    def pause(self) -> None:
+        self._is_paused = True
+
+    def resume(self) -> None:
+        self._is_paused = False
+        waiting, self._waiting = self._waiting, []
+        for event in waiting:
+            self.when_running(event)
+
+    def kill(self) -> None:
+        self.around.trace.add(self.address, "dies")
+        self.is_dead = True
+        self.around.network.unlisten(self.address)
+        self.around.network.end_sender(self.address)
