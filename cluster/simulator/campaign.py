@@ -1,4 +1,4 @@
-"""Many seeds, one after the other, and the smallest scenario that fails as one of them does."""
+"""Runs of many seeds, and the search for a smaller scenario that still fails."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -15,16 +15,16 @@ _CALM = Hazards()
 
 @dataclass(slots=True)
 class Campaign:
-    """Sums over a number of seeds."""
+    """Totals over a number of seeds."""
 
     num_seeds: int = 0
     num_requests: int = 0
     faults: Counter[str] = field(default_factory=Counter)
-    """Faults and hazards that occurred, by kind."""
+    """Number of faults and hazards that occurred, by kind."""
     moved: Counter[str] = field(default_factory=Counter)
-    """Pages moved between tiers, by kind, and early sends."""
+    """Number of pages moved between tiers, by kind, and of early sends."""
     ends: Counter[str] = field(default_factory=Counter)
-    """Requests by their end."""
+    """Number of requests by end."""
     violations: dict[int, str] = field(default_factory=dict)
     """Broken promise of each failing seed."""
 
@@ -42,7 +42,7 @@ class Campaign:
 
 
 def shrink(scenario: Scenario) -> tuple[Scenario, Outcome]:
-    """Return the smallest scenario found that breaks a promise as ``scenario`` does, and its outcome with a trace."""
+    """Return the smallest failing scenario found by reducing ``scenario``, and its outcome with a trace."""
     num_runs = 0
     is_smaller = True
     while is_smaller and num_runs < _MAX_RUNS:
@@ -56,7 +56,7 @@ def shrink(scenario: Scenario) -> tuple[Scenario, Outcome]:
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield scenarios that lack one thing, largest reductions first."""
+    """Yield scenarios with one thing less, largest reductions first."""
     asks, faults = scenario.asks, scenario.faults
     if len(asks) > 2:
         yield replace(scenario, asks=asks[: len(asks) // 2])
@@ -74,7 +74,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _simpler_shapes(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield scenarios with one property of the simplest cluster; replicas named by faults stay."""
+    """Yield scenarios with one property reset to its default; replicas that faults name are kept."""
     named = {name for fault in scenario.faults for name in (fault.member, fault.other)}
     for name in (
         "num_prefill",

@@ -1,4 +1,4 @@
-"""Simulated device of one rank: follows step plans, layer by layer, and computes by arithmetic on its pages."""
+"""Simulated device of one rank: carries out step plans layer by layer, by arithmetic on the bytes of its pages."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from workers.handoff.kv_sender import KvSender
 
 
 def next_token(tokens: bytes, output_position: int) -> int:
-    """Return the token of the simulated model, which depends on tokens and output position."""
+    """Return the next token of the simulated model; it depends on all tokens and the output position."""
     return zlib.crc32(tokens, output_position) % VOCAB_SIZE
 
 
@@ -34,7 +34,7 @@ class _Known:
 
 
 class VirtualDevice:
-    """Page tables of one rank; reads and writes its pages."""
+    """Device that has the page tables of one rank and reads and writes its pages."""
 
     def __init__(self, around: Surroundings, memory: Memory, sender: KvSender) -> None:
         self._around, self._memory, self._sender = around, memory, sender
@@ -42,7 +42,7 @@ class VirtualDevice:
         self._known: dict[Room, _Known] = {}
 
     def begin(self, plan: StepPlan) -> Callable[[int], None] | None:
-        """Send cached pages; returns a callback for every layer that the step has stored, if one is needed."""
+        """Send cached pages; return a callback for each layer that the step has stored, if one is needed."""
         self._sender.before_step(plan)
         on_stored = self._sender.during_step(plan, self._known)
         for room in plan.releases:
@@ -61,7 +61,7 @@ class VirtualDevice:
         return on_stored
 
     def take_copies(self, pages: Sequence[int], mates: Sequence[Memory]) -> None:
-        """Copy arrived pages from the ranks that received them, if these hold the same heads."""
+        """Copy arrived pages from the ranks with the same heads that received them."""
         mine = self._memory.row
         num_copies = num_head_copies(mine)
         for page in pages if num_copies > 1 else ():
@@ -70,14 +70,14 @@ class VirtualDevice:
             self._memory.put(page, source.page(page))
 
     def compute(self, plan: StepPlan, layers: range) -> None:
-        """Read the KV of all requests of the step in some layers, and write that of the step's tokens."""
+        """In some layers, read the KV of all requests of the step and write the KV of its tokens."""
         for lifetime in range(len(self._lifetimes)):
             pieces = self._memory.pieces(layers, lifetime)
             for row in plan.scheduled:
                 self._compute(row, self._known[row.room], lifetime, layers, pieces)
 
     def end(self, plan: StepPlan) -> dict[Room, Sampled]:
-        """Sample, and send complete pages."""
+        """Sample tokens and send complete pages."""
         sampled = {}
         for row in plan.scheduled if self.draws else ():
             if row.samples:
@@ -93,7 +93,7 @@ class VirtualDevice:
         return coords.cp == coords.tp == 0 and coords.pp == sizes.pp - 1
 
     def _compute(self, row: ScheduledRequest, known: _Known, lifetime: int, layers: range, pieces: Pieces) -> None:
-        """Compute on the pages of this rank: all of them, or those it owns."""
+        """Compute on the pages that this rank has: all pages, or with sharded KV those it owns."""
         memory, mine = self._memory, self._memory.row
         num_owners, layout, text = mine.num_owners, mine.layout, known.text
         first, end = row.first_position, row.first_position + len(row.token_ids)
@@ -111,8 +111,8 @@ class VirtualDevice:
                 memory.put_pieces(page // num_owners, text.page(number, end, layout, lifetime), pieces)
 
     def _check_own(self, page: int) -> None:
-        """Check that only its own request writes to a page."""
-        # Followers may be some steps behind their leader, whose allocator is authoritative only for rank 0.
+        """Check that a page is held by one request only, and revoke its write permissions."""
+        # Followers can lag behind their leader, so its allocator is authoritative for rank 0 only.
         if self._memory.row.global_rank == 0 and not self._memory.allocator.is_held(page):
             raise Violation(f"{self._memory.session} computes into page {page}, which no sequence holds alone")
         self._around.tickets.end(self._memory, page)

@@ -1,7 +1,7 @@
-"""KV that every page must hold, the page memory of every rank, and the write permissions.
+"""Expected KV of every page, the page memory of every rank, and the write permissions.
 
-A KV byte depends on every token up to its own, on the head, the layer, and on K or V: a page that is stale, torn,
-short, or misplaced shows in each of its heads and layers.
+A KV byte depends on all tokens up to its own, on the head, on the layer, and on whether it is K or V. A stale, torn,
+short or misplaced page therefore differs in each of its heads and layers.
 """
 
 import math
@@ -24,7 +24,7 @@ _MAX_LAYERS = 8
 
 
 class Violation(AssertionError):  # noqa: N818
-    """Broken promise; the message says which."""
+    """Broken promise, which the message describes."""
 
 
 _NOTHING = VOCAB_SIZE
@@ -32,39 +32,38 @@ _NOTHING = VOCAB_SIZE
 _TABLES = [
     bytes((seed + salt) % _NOTHING for seed in range(_NOTHING)) + bytes(range(_NOTHING, 256)) for salt in range(128)
 ]
-"""Tables from the seed of a token to its KV byte, by head, layer, and K or V."""
+"""Tables that map the seed of a token to its KV byte, by head, layer, and K or V."""
 
 Pieces = Sequence[tuple[int, int]]
-"""First and last byte of ranges in a page."""
+"""Byte ranges in a page, as start and end."""
 
 
 class Text:
-    """Tokens of one request so far, and their KV."""
+    """Tokens of one request so far and their KV."""
 
     def __init__(self, prompt: bytes) -> None:
         self._tokens = bytearray()
         self._seeds = bytearray()
-        """One byte per token that depends on it and on all before it."""
+        """One byte per token, which depends on that token and all preceding ones."""
         self._digest = 0
         self._images: dict[tuple[int, int, int, tuple[GroupLayout, ...]], bytes] = {}
         self.put(0, prompt)
 
     def put(self, first: int, tokens: bytes) -> None:
-        """Add tokens that a rank computes from a position on; all ranks must compute the same ones."""
+        """Add tokens that a rank computes from position ``first``. All ranks must compute the same tokens."""
         num_known = len(self._tokens) - first
         if num_known < 0 or not tokens.startswith(bytes(self._tokens[first : first + len(tokens)])):
-            raise Violation(f"wrong tokens: {list(tokens)} are computed behind {list(self._tokens[:first])}")
+            raise Violation(f"wrong tokens: {list(tokens)} are computed after {list(self._tokens[:first])}")
         for token in tokens[num_known:]:
             self._tokens.append(token)
             self._digest = zlib.crc32(bytes([token]), self._digest)
             self._seeds.append(self._digest % _NOTHING)
 
     def tokens(self, length: int) -> bytes:
-        """Return the first tokens."""
         return bytes(self._tokens[:length])
 
     def page(self, number: int, length: int, layout: PoolLayout, lifetime: int) -> bytes:
-        """Return a page of a lifetime as a pool holds it when the first ``length`` tokens have KV."""
+        """Return the content of a page of a lifetime when the first ``length`` tokens have KV."""
         end = min(length, (number + 1) * PAGE_SIZE)
         image = self._images.get((number, end, lifetime, layout.groups))
         if image is None:
@@ -85,66 +84,62 @@ class Memory:
 
     row: RankRow
     allocator: PageAllocator
-    """Allocator of the leader, which all ranks of a DP rank follow."""
+    """Allocator of the leader, shared by all ranks of the DP rank."""
     pool: bytearray
     host: bytearray
     filled: set[int] = field(default_factory=set)
-    """Pages of the host pool that were ever written."""
+    """Pages of the host pool that have been written."""
     is_gone: bool = False
-    """True after its process has died."""
+    """The process has died."""
 
     @classmethod
     def empty(cls, row: RankRow, allocator: PageAllocator) -> Self:
-        """Create pools with empty pages."""
         host_bytes = row.host_endpoint.num_bytes if row.host_endpoint is not None else 0
         return cls(row, allocator, bytearray([_NOTHING]) * row.layout.pool_bytes, bytearray([TORN]) * host_bytes)
 
     @property
     def session(self) -> str:
-        """Name of this pool; a restarted rank has another one."""
+        """Name of this pool. A restarted rank has a new one."""
         return self.row.endpoint.session
 
     def page(self, page: int) -> bytes:
-        """Return all bytes of a page."""
         size = self.row.layout.page_bytes
         return bytes(self.pool[page * size : (page + 1) * size])
 
     def put(self, page: int, image: bytes) -> None:
-        """Set all bytes of a page."""
         start = page * self.row.layout.page_bytes
         self.pool[start : start + len(image)] = image
 
     def holds(self, page: int, image: bytes, pieces: Pieces) -> bool:
-        """Return whether some pieces of a page equal those of an image."""
+        """Return whether these pieces of a page equal those of an image."""
         start = page * self.row.layout.page_bytes
         return all(self.pool[start + first : start + last] == image[first:last] for first, last in pieces)
 
     def put_pieces(self, page: int, image: bytes, pieces: Pieces) -> None:
-        """Set some pieces of a page to those of an image."""
+        """Set these pieces of a page to those of an image."""
         start = page * self.row.layout.page_bytes
         for first, last in pieces:
             self.pool[start + first : start + last] = image[first:last]
 
     def host_page(self, page: int) -> memoryview:
-        """Return a page of the host pool."""
         size = self.row.layout.page_bytes
         return memoryview(self.host)[page * size : (page + 1) * size]
 
     def filled_host_page(self, page: int) -> memoryview:
-        """Return a page of the host pool, checking that it was written."""
+        """Return a page of the host pool after checking that it has been written."""
         if page not in self.filled:
             raise Violation(f"host page {page} of {self.session} is read, which nobody has filled")
         return self.host_page(page)
 
     def pieces(self, layers: range, lifetime: int = 0) -> Pieces:
-        """Return the bytes of some layers in a page of a lifetime; layers count from the rank's first one."""
+        """Return the pieces that some layers have in a page of a lifetime. Layers count from the rank's first one."""
         layout = self.row.layout
         page = PageRange(layout, [0], layout.layers[layers.start : layers.stop], lifetime=lifetime)
         return [(span.source_offset, span.source_offset + span.num_bytes) for span in page.spans_to(page)]
 
 
 def _tables(group: GroupLayout) -> Iterator[tuple[bytes, int]]:
-    """Yield the table and the bytes per token of each (head, layer, part) of a group, in page order."""
+    """Yield the table and the bytes per token for each head, layer and part of a group, in page order."""
     first = len(_TABLES) // 2 * (group.name not in (FULL_ATTENTION, SLIDING_ATTENTION))
     for head in group.heads:
         for layer in group.layers:
@@ -153,7 +148,6 @@ def _tables(group: GroupLayout) -> Iterator[tuple[bytes, int]]:
 
 
 def copy_spans(source: bytes | bytearray, target: bytearray, spans: Sequence[Span]) -> None:
-    """Copy bytes from one pool to another."""
     for from_offset, to_offset, num_bytes in spans:
         target[to_offset : to_offset + num_bytes] = source[from_offset : from_offset + num_bytes]
 
@@ -164,28 +158,28 @@ class _Permission:
     generation: int
     lifetime: int
     number: int
-    """Prompt page of the permission."""
+    """Number of the page within the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
     memories: Sequence[Memory]
-    """Memory of each rank of the DP rank."""
+    """Memory of each rank in the DP rank."""
     text: Text
     num_tokens: int
 
 
 class Tickets:
-    """All write permissions, from the messages that grant them."""
+    """Write permissions that tickets grant."""
 
     def __init__(self) -> None:
         self._permissions: dict[PageAllocator, dict[int, _Permission]] = {}
-        """Permissions by DP rank, identified by its allocator, and by page."""
+        """Permissions by the DP rank's allocator and by page."""
         self._transfers: dict[Room, _Transfer] = {}
-        """Transfer of a room's newest ticket."""
+        """Transfer of the latest ticket of each room."""
 
     def give(self, memories: Sequence[Memory], ticket: Ticket, text: Text, num_tokens: int) -> None:
-        """Grant prefill the pages of a ticket."""
+        """Permit prefill to write to the pages of a ticket."""
         self._transfers[ticket.room] = _Transfer(memories, text, num_tokens)
         allocator = memories[0].allocator
         permissions = self._permissions.setdefault(allocator, {})
@@ -198,7 +192,7 @@ class Tickets:
                 permissions[page] = _Permission(ticket.room, ticket.generation, lifetime, number)
 
     def check_write(self, memory: Memory, page: int, room: Room, generation: int) -> None:
-        """Check a write of prefill to a page."""
+        """Check that prefill may write to a page."""
         permission = self._permissions.get(memory.allocator, {}).get(page)
         if permission is None or (permission.room, permission.generation) != (room, generation):
             raise Violation(f"room {room} writes into page {page} of {memory.session}, for which it has no ticket")
@@ -208,13 +202,13 @@ class Tickets:
             raise Violation(f"room {room} writes into page {page} of {memory.session}, which has it from another rank")
 
     def end(self, memory: Memory, page: int) -> None:
-        """End all write permissions of a page: its replica writes to it."""
+        """Revoke all permissions for a page, because its own replica writes to it."""
         permissions = self._permissions.get(memory.allocator)
         if permissions:
             permissions.pop(page, None)
 
     def check_start(self, room: Room) -> None:
-        """Check that decode may read the pages of a room: all of them are there, and none can still be written."""
+        """Check that all pages of a room have arrived, so that decode may read them, and revoke their permissions."""
         transfer = self._transfers.pop(room, None)
         if transfer is None:
             return
@@ -229,10 +223,10 @@ class Tickets:
 
 
 def num_head_copies(row: RankRow) -> int:
-    """Return the number of TP ranks that hold the same heads; they are neighbours."""
+    """Return the number of adjacent TP ranks that hold the same heads."""
     return math.gcd(*(max(1, row.sizes.tp // group.num_heads) for group in row.geometry.groups))
 
 
 def _is_sent_to(row: RankRow, page: int) -> bool:
-    """Return whether prefill sends a page to this decode rank, among those that hold the same heads."""
+    """Return whether prefill sends a page to this decode rank rather than to another one with the same heads."""
     return (row.coords.tp - page) % num_head_copies(row) == 0

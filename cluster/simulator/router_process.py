@@ -1,4 +1,4 @@
-"""One start of the router: the loop of ``router.relay`` around the real dispatch, directory and picker."""
+"""Process of the router: the loop of ``router.relay`` around the real dispatch, directory and picker."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -38,7 +38,7 @@ _SESSIONS = ("", "a", "b")
 
 
 class RouterProcess(Process):
-    """Routes requests to pairs of replicas and returns their tokens to clients."""
+    """Router that sends requests to pairs of replicas and returns their tokens to clients."""
 
     def __init__(self, around: Surroundings, bootstrap: Bootstrap, incarnation: Incarnation) -> None:
         super().__init__(around, f"{HOME}/{ROUTER}.{incarnation}")
@@ -51,25 +51,24 @@ class RouterProcess(Process):
         self.requests = RequestTable(me, config.router, load, breakers, picker.pick, self._draw_room)
         self._duties = Duties()
         self._first: RequestId | None = None
-        """Newest request that is not a further choice."""
+        """Latest request that is not another choice of an earlier one."""
         self._first_prompt = b""
         self._clients: dict[RequestId, Client] = {}
-        """Clients of the open requests."""
         self._unwatch = bootstrap.watch(HOME, self._on_table)
         self.every(_LOOK_S, self._look)
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no request is open, and none is counted anywhere."""
+        """Return whether no request is open and none is counted as load."""
         return not self._clients and not self.requests.num_open and not self.requests.load.lines()
 
     @property
     def num_again(self) -> int:
-        """Return the number of attempts after the first one of each request."""
+        """Return the number of attempts after the first ones."""
         return self.requests.num_retries + self.requests.num_continuations
 
     def kill(self) -> None:
-        """Die; waiting clients lose their connections."""
+        """Die; waiting clients lose their connection."""
         if self.is_dead:
             return
         super().kill()
@@ -155,7 +154,7 @@ class RouterProcess(Process):
                     self._pass_on(action)
                 case Fail():
                     if action.cause is Cause.TIMED_OUT and self.around.scenario.is_lossy:
-                        raise Violation(f"a deadline ended what replicas could have served: {action.reason}")
+                        raise Violation(f"a deadline ended a request that replicas could have served: {action.reason}")
                     self._finish(action.request_id, End.FAILED, f"{action.cause}: {action.reason}")
         self.requests.check_integrity()
         self._duties.check(self.requests.is_under_way)

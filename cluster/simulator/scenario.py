@@ -16,13 +16,13 @@ VOCAB_SIZE = 251
 MACHINE_LOST_S = 15.0
 """Maximum time for which a lost machine stays unreachable beyond the fault's duration."""
 _LOSSY_TIMEOUT_S = 600.0
-"""Timeout with enough time for every attempt of every request in sequence, though each loses some messages."""
+"""Timeout long enough for all attempts of all requests in sequence, even if each loses some messages."""
 _MAX_MILD_FAULTS = 3
-"""Maximum number of retries of a request."""
+"""Maximum number of faults in a mild scenario; a request has as many retries."""
 
 
 class FaultKind(StrEnum):
-    """Faults that begin at a given time."""
+    """Kind of a fault or operator command with a start time."""
 
     KILL = "kill"
     """One process of a member dies."""
@@ -31,11 +31,11 @@ class FaultKind(StrEnum):
     PARTITION = "partition"
     """Two machines cannot reach each other for a while."""
     LOSE_MACHINE = "lose_machine"
-    """A replica's machine becomes unreachable from home; its processes live on, or pause for a part of it."""
+    """A replica's machine becomes unreachable from home; its processes continue, or pause for a part of that time."""
     DRAIN = "drain"
     """A replica is drained."""
     RESTART = "restart"
-    """An operator restarts a replica with a rolling restart."""
+    """An operator requests a rolling restart of a replica."""
     SCALE = "scale"
     """An operator scales a role up to this replica."""
     STAND_BY = "stand_by"
@@ -44,14 +44,12 @@ class FaultKind(StrEnum):
 
 COMMANDS = frozenset({FaultKind.RESTART, FaultKind.SCALE, FaultKind.STAND_BY})
 """Kinds in which nothing fails."""
-
-
 _MILD = frozenset({FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.LOSE_MACHINE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Single fault at a point in time."""
+    """Fault with its start time."""
 
     kind: FaultKind
     at_s: float
@@ -65,25 +63,25 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hazards:
-    """Rates of failing messages between machines, writes and tier jobs, from 0 to 1."""
+    """Rates at which messages between machines, writes and tier jobs fail, from 0 to 1."""
 
     drop: float = 0.0
     duplicate: float = 0.0
     """Rate of messages that arrive twice."""
     reorder: float = 0.0
-    """Rate of messages overtaken by later ones of the same sender."""
+    """Rate of messages that later ones of the same sender overtake."""
     stale: float = 0.0
     """Rate of tickets followed by a late message about the previous ticket."""
     fail_write: float = 0.0
     slow_write: float = 0.0
     flip: float = 0.0
-    """Rate of pages that arrive with one bit changed; only where pages are verified."""
+    """Rate of pages that arrive with one bit changed; above 0 only if pages are verified."""
     fail_move: float = 0.0
     """Rate of tier jobs that fail on one rank."""
     slow_move: bool = False
-    """True if some tier jobs take seconds."""
+    """Some tier jobs take seconds."""
     slowness: float = 1.0
-    """Factor on the time of steps and writes."""
+    """Factor for the duration of steps and writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +95,11 @@ class Ask:
     patience_s: float | None = None
     """Time after which the client leaves."""
     dp_rank: int | None = None
-    """DP rank that the client asks for."""
+    """DP rank that the client requests."""
     enough: int | None = None
     """Number of tokens after which the client's stop string is complete."""
     is_choice: bool = False
-    """True for another choice of the previous request, arriving at the same time."""
+    """This is another choice of the previous request and arrives at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +111,7 @@ class TierShape:
     write: WritePolicy
     prefetch: PrefetchPolicy
     shares_host: bool = True
-    """True if ranks of a replica can read each other's host memory even when its owner is dead."""
+    """Ranks of a replica can read each other's host memory even if its owner is dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,37 +122,37 @@ class Shape:
     num_decode: int = 1
     cp: int = 1
     dp: int = 1
-    """Number of DP ranks of prefill; each has requests and pages of its own."""
+    """Number of prefill's DP ranks; each has its own requests and pages."""
     tp: int = 1
-    """Number of TP ranks of prefill; cp and pp are prefill's, too."""
+    """Number of prefill's TP ranks; cp and pp are also those of prefill."""
     pp: int = 1
     decode_dp: int = 1
     decode_tp: int = 1
     decode_pp: int = 1
     num_layers: int = 4
     has_extra_group: bool = False
-    """True if layers store a second KV group, of one head."""
+    """Some layers store a second KV group with one head."""
     window: int | None = None
-    """Tokens that every second layer sees; None if all."""
+    """Number of tokens that every second layer sees; None if it sees all."""
     num_kv_heads: int = 2
     """Number of KV heads; ranks of a larger TP group share heads."""
     dp_policy: DpPolicy = DpPolicy.LEAST_TOKENS
     prefill_pages: int = 24
-    """Pages of one DP rank of prefill; sharded, its ranks divide them evenly."""
+    """Number of pages of one DP rank of prefill; with sharded KV, its ranks divide them evenly."""
     decode_pages: int = 24
     chunk_tokens: int = 16
     mode: TransferMode = TransferMode.ALL_RANKS
     ownership: KvOwnership = KvOwnership.REPLICATED
-    """Location of prefill's KV; sharded, every rank sends the pages it owns."""
+    """Location of prefill's KV; with sharded KV, every rank sends the pages that it owns."""
     prefix_cache: bool = True
     tiers: TierShape | None = None
-    """Tiers below the device caches; need the prefix cache."""
+    """Tiers below the device cache; they need the prefix cache."""
     skip_below_tokens: int = 0
     """Prompt length below which decode computes the prompt itself."""
     settle_s: float = 0.0
-    """Time in which bytes may still arrive after their sender died or failed."""
+    """Time during which bytes can still arrive after their sender died or failed."""
     reuses_addresses: bool = False
-    """True if a restarted replica listens at its previous address."""
+    """A restarted replica listens at its previous addresses."""
     verify: Verify = Verify.COUNTS
     transfer_timeout_s: float = 5.0
     quarantine_limit: float = QUARANTINE_LIMIT
@@ -163,7 +161,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Complete input of a run: two runs of one scenario are identical."""
+    """Complete input of a run. Two runs of one scenario are identical."""
 
     seed: int
     shape: Shape
@@ -173,13 +171,14 @@ class Scenario:
 
     @property
     def is_calm(self) -> bool:
-        """Return whether nothing goes wrong, so that every request must be answered, whatever an operator does."""
+        """Return whether nothing fails, so that every request must be answered whatever an operator does."""
         return self.hazards == Hazards() and all(fault.kind in COMMANDS for fault in self.faults)
 
     @cached_property
     def is_mild(self) -> bool:
-        """Return whether a replica of each role, the router and the network are spared, so that every request must be
-        answered.
+        """Return whether faults spare the router, the network and a replica of each role.
+
+        Every request must then be answered.
         """
         struck = {fault.member for fault in self.faults} - {"bootstrap"}
         spared = set(self.members) - struck
@@ -193,7 +192,7 @@ class Scenario:
 
     @property
     def is_lossy(self) -> bool:
-        """Return whether only messages are lost, so that no request may be ended by its deadline."""
+        """Return whether only messages are lost, so that no request may end by its deadline."""
         hazards = self.hazards
         on_messages = Hazards(
             drop=hazards.drop, duplicate=hazards.duplicate, reorder=hazards.reorder, stale=hazards.stale

@@ -1,6 +1,6 @@
-"""Sender thread on virtual time: it writes page by page, fails, and leaves bytes in flight when it dies.
+"""Sender thread on virtual time, in place of ``transfer.sender.SenderThread``, whose promises it keeps.
 
-It stands in for ``transfer.sender.SenderThread`` and keeps its promises.
+It writes page by page, can fail, and leaves bytes in flight when it dies.
 """
 
 from collections import deque
@@ -25,15 +25,15 @@ _Key = tuple[Room, int]
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Everything that one job writes into one page."""
+    """Data that one job writes to one page."""
 
     session: str
-    """Session of the target pool."""
+    """Session name of the target pool."""
     page: int
-    """Page of the target pool."""
+    """Page number in the target pool."""
     spans: list[Span]
     share: float
-    """Part of the page's KV over all heads and layers: hazards strike a page as often, however KV is divided."""
+    """Fraction of the page's KV over all heads and layers. It keeps the hazards of a page independent of the layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _Work:
 
 
 class VirtualWriter:
-    """Writes jobs in order, one page at a time."""
+    """Writer of send jobs, in order and one page at a time."""
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class VirtualWriter:
         when_running: Callable[[Event], None],
         on_outcome: Callable[[Outcome], None],
     ) -> None:
-        """Create the writer; ``when_running`` runs an event now, or when its process is no longer paused."""
+        """Create the writer; ``when_running`` runs an event now, or when its process resumes."""
         self._around = around
         self._machine = machine_of(source.session)
         self._source = source
         self._when_running = when_running
         self._on_outcome = on_outcome
         self._queue: deque[SendJob | Dropped | _Key] = deque()
-        """Jobs, drops, and failed transfers, behind their last job."""
+        """Jobs and drops in order. The key of a failed transfer follows its last job."""
         self._barred: set[_Key] = set()
         self._is_busy = False
         self._on_way: tuple[SendJob, _Copy] | None = None
@@ -85,7 +85,7 @@ class VirtualWriter:
         """Do nothing: no connection is held open."""
 
     def close(self) -> None:
-        """Die: queued jobs are lost, bytes in flight may arrive completely or partly."""
+        """Die: queued jobs are lost, and bytes in flight arrive completely, in part or not at all."""
         self._queue.clear()
         if self._on_way is not None:
             self._straggle(*self._on_way)
@@ -119,7 +119,7 @@ class VirtualWriter:
             self._write(_Work(item, digests, num_bytes, self._copies(writes)))
 
     def _write(self, work: _Work) -> None:
-        """Start the next copy of a job, or end it."""
+        """Start the next copy of a job, or end the job after its last copy."""
         job = work.job
         if self._source.is_gone:
             return
@@ -167,7 +167,7 @@ class VirtualWriter:
         self._next()
 
     def _straggle(self, job: SendJob, copy: _Copy) -> None:
-        """Deliver bytes of a dropped copy within ``settle_s``: all of them, a part, or none."""
+        """Deliver all, a part or none of the bytes of a dropped copy within ``settle_s``."""
         settle_s, random = self._around.shape.settle_s, self._around.random
         if settle_s and random.random() < 0.5:
             part = _Copy(copy.session, copy.page, copy.spans[: random.randint(1, len(copy.spans))], copy.share)
@@ -184,7 +184,7 @@ class VirtualWriter:
         self._flip(target, copy.spans)
 
     def _flip(self, target: Memory, spans: Sequence[Span]) -> None:
-        """Sometimes change one bit of what arrives."""
+        """Sometimes change one bit of the bytes that arrived."""
         random = self._around.random
         if not self._around.hazards.flip or random.random() >= self._around.hazards.flip:
             return
@@ -193,14 +193,14 @@ class VirtualWriter:
         target.pool[span.target_offset + random.randrange(span.num_bytes)] ^= 1 << random.randrange(8)
 
     def _copies(self, writes: Sequence[Write]) -> Iterator[_Copy]:
-        """Divide writes by target page."""
+        """Split writes by target page."""
         for write in writes:
             size = self._around.memories[write.peer.session].row.layout.page_bytes
             whole = PAGE_SIZE * self._source.row.geometry.bytes_per_token
             pages: dict[int, list[Span]] = {}
             for source, target, num_bytes in write.spans:
                 for offset in range(-(target % size), num_bytes, size):
-                    # The rest of the page or of the span, whichever ends first.
+                    # Up to the end of the page or of the span, whichever is first.
                     first, last = max(offset, 0), min(offset + size, num_bytes)
                     piece = Span(source + first, target + first, last - first)
                     pages.setdefault(piece.target_offset // size, []).append(piece)

@@ -6,35 +6,35 @@ from cluster.spec.ids import ReplicaId
 
 
 class _Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Frozen, keyword-only base."""
+    """Base of all commands."""
 
 
 class DrainCommand(_Command, frozen=True):
-    """Command to drain a replica until it is resumed or restarted; done when its open requests have ended."""
+    """Drain a replica until it is resumed or restarted. The command is done when its open requests have ended."""
 
     replica: ReplicaId
     grace_s: float | None = None
-    """Maximum wait for open requests; `router.drain_s` by default, as in the other commands."""
+    """Maximum wait for open requests in seconds. Default here and below: `router.drain_s`."""
 
 
 class ResumeCommand(_Command, frozen=True):
-    """Command to let a replica take requests again."""
+    """Let a drained replica take requests again."""
 
     replica: ReplicaId
 
 
 class RestartCommand(_Command, frozen=True):
-    """Command to drain and restart replicas."""
+    """Drain and restart replicas."""
 
     replicas: tuple[ReplicaId, ...] = ()
-    """Replicas to restart; all running ones by default."""
+    """Replicas to restart; if empty, all running ones."""
     is_rolling: bool = False
-    """True to restart one after another, each only while another one of its role takes requests."""
+    """Restart one replica at a time, each only while another one of its role takes requests."""
     grace_s: float | None = None
 
 
 class ScaleCommand(_Command, frozen=True):
-    """Command to change the number of replicas: new ones start, those with the highest numbers drain and stop."""
+    """Start replicas, or drain and stop those with the highest numbers."""
 
     prefill: int | None = None
     """Number of prefill replicas; None leaves it unchanged."""
@@ -43,9 +43,7 @@ class ScaleCommand(_Command, frozen=True):
 
 
 class StatusCommand(_Command, frozen=True):
-    """Query for members that are not running, and why; one line each. Changes nothing, and waits for no other
-    command.
-    """
+    """List the members that are not running, one per line with the reason. Does not wait for other commands."""
 
 
 Command = DrainCommand | ResumeCommand | RestartCommand | ScaleCommand | StatusCommand

@@ -20,21 +20,22 @@ from cluster.supervisor.silence import on_look, on_router_seen, on_table_lost, o
 from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, MemberState, Now, Phase
 
 RESTART_BACKOFF_S = 1.0
-"""First wait before a lost replica is started again, which doubles up to a minute; short, since one is often enough."""
+"""Wait before the first restart of a failed replica. It doubles up to a minute, and starts short as one restart is
+often enough."""
 
 
 def next_incarnation(previous: Incarnation, unix_ms: int) -> Incarnation:
-    """Return a number above the previous one, and above those of an earlier cluster of this name."""
+    """Return a number above the previous one and above those of an earlier cluster with this name."""
     return Incarnation(max(previous + 1, unix_ms))
 
 
 def backoff_s(first_s: float, num_failures: int) -> float:
-    """Return the wait after a number of consecutive failures: doubles, up to a minute."""
+    """Return the wait after a number of consecutive failures. It doubles up to a minute."""
     return float(min(MAX_BACKOFF_S, first_s * 2.0 ** min(num_failures - 1, 16)))
 
 
 def reconcile(cluster: Cluster, event: Event, now: Now) -> Step:
-    """Return the state after an event, and the actions to take.
+    """Return the state after an event and the actions to take.
 
     Reports about an earlier start of a member change nothing.
     """
@@ -103,7 +104,7 @@ def _on_started(cluster: Cluster, event: words.Started, now: Now) -> Step:
     running = replace(member.moved(MemberState.RUNNING, "started"), running_since_s=now.s)
     cluster = cluster.with_member(running)
     actions: list[Action] = []
-    if event.name == BOOTSTRAP:  # a new table knows nothing of dead members, nor of those that may wake up
+    if event.name == BOOTSTRAP:  # a new table knows neither dead nor unproven starts
         actions += [words.MarkEnded(name, incarnation, True) for name, incarnation in cluster.reaped.items()]
         actions += [words.MarkEnded(name, max(starts), False) for name, starts in cluster.unproven.items() if starts]
     if cluster.phase is Phase.SERVING:
@@ -143,13 +144,13 @@ def _on_ended(cluster: Cluster, event: words.Ended, now: Now) -> Step:
     elif event.proven:
         proven = {**cluster.proven, event.name: event.incarnation}
         cluster, actions = _reap(replace(cluster, proven=proven), event.name)
-    else:  # other processes may know of a start before the driver does
+    else:  # other processes can know of a start before the driver does
         unproven = cluster.unproven.get(event.name, frozenset()) | {event.incarnation}
         cluster = replace(cluster, unproven={**cluster.unproven, event.name: unproven})
         actions = [words.Prove(event.name, event.incarnation)]
     if cluster.phase is Phase.SERVING:
         times = failures_of(member) if member.num_failures > 1 else ""
-        line = f"starts again in {wait_s:g} s{times}" if member.is_desired else "removed"
+        line = f"restarts in {wait_s:g} s{times}" if member.is_desired else "removed"
         actions.append(words.Report(f"{event.name}: {line}"))
     return cluster, actions
 
@@ -166,7 +167,7 @@ def _on_proven(cluster: Cluster, event: words.Proven) -> Step:
 
 
 def _reap(cluster: Cluster, name: str) -> Step:
-    """Mark newly proven incarnations: a mark covers all earlier starts, so none of them may be unproven."""
+    """Mark newly proven incarnations. A mark covers all earlier starts, so none of them may be unproven."""
     proven = cluster.proven[name]
     if proven <= cluster.reaped.get(name, NEVER) or any(
         incarnation < proven for incarnation in cluster.unproven.get(name, ())
@@ -183,10 +184,10 @@ def _on_stop_requested(cluster: Cluster, event: words.StopRequested) -> Step:
                 words.Stop(),
             ]
         case Phase.SERVING:
-            line = f"{event.reason}: draining; once more stops at once"
+            line = f"{event.reason}: draining; repeat to stop immediately"
             return cluster.moved(Phase.DRAINING, type(event).__name__), [words.Report(line), words.Drain()]
         case Phase.DRAINING | Phase.STOPPING:
-            line = f"{event.reason}: stopping at once"
+            line = f"{event.reason}: stopping immediately"
             return cluster.moved(Phase.KILLING, type(event).__name__), [words.Report(line), words.Kill()]
         case Phase.KILLING | Phase.STOPPED:
             return cluster, []
@@ -195,12 +196,12 @@ def _on_stop_requested(cluster: Cluster, event: words.StopRequested) -> Step:
 def _on_drained(cluster: Cluster, event: words.Drained) -> Step:
     if cluster.phase is not Phase.DRAINING:
         return cluster, []  # a second request to stop has ended the wait
-    line = "drained: stopping" if event.complete else "not every open request has ended: stopping all the same"
+    line = "drained: stopping" if event.complete else "some open requests have not ended: stopping anyway"
     return cluster.moved(Phase.STOPPING, type(event).__name__), [words.Report(line), words.Stop()]
 
 
 def _on_stopped(cluster: Cluster, event: words.Stopped) -> Step:
-    """Finish with the first of an orderly stop and the kill that overtook it."""
+    """Finish after an orderly stop or a kill, whichever ends first."""
     return cluster if cluster.phase is Phase.STOPPED else cluster.moved(Phase.STOPPED, type(event).__name__), []
 
 

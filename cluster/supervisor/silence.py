@@ -1,4 +1,4 @@
-"""Silent members, and since when. A process that hangs, or is on a lost machine, does not end by itself.
+"""Detection of silent members: a process that hangs, or whose machine is lost, does not report its end.
 
 The rank table shows replicas; bootstrap service and router are checked directly.
 """
@@ -13,15 +13,15 @@ from cluster.supervisor.events import Action
 from cluster.supervisor.state import Cluster, Member, MemberState, Now, Silence
 
 MAX_LATE_S = 1.0
-"""Delay of a check beyond which it proves nothing about others: the driver itself was suspended."""
+"""Maximum delay of a check. A later one means that the driver itself was suspended, and proves nothing."""
 
 
 def on_look(cluster: Cluster, now: Now) -> tuple[Cluster, list[Action]]:
-    """Reset all patience, before each event, if the driver itself was suspended."""
+    """Restart all silences if the driver itself was suspended. Called before each event."""
     due_s, looked = cluster.next_look_s(), replace(cluster, looked_s=now.s)
     if due_s is None or now.s <= due_s + MAX_LATE_S:
         return looked, []
-    line = f"the driver stood still for {now.s - due_s:.1f} s: silence counts from now on"
+    line = f"the driver was suspended for {now.s - due_s:.1f} s: silence counts from now on"
     silent = {name: replace(silence, since_s=now.s) for name, silence in cluster.silent.items()}
     return replace(looked, silent=silent), [words.Report(line)]
 
@@ -66,7 +66,7 @@ def _unanswered(cluster: Cluster, name: str, now: Now) -> dict[str, Silence]:
 
 
 def _routers_of(cluster: Cluster) -> dict[str, Silence]:
-    """Return the silence of the routers, which no table shows."""
+    """Return the silence of routers, which the table does not show."""
     return {name: silence for name, silence in cluster.silent.items() if is_router(name)}
 
 
@@ -77,7 +77,7 @@ def _silence(cluster: Cluster, member: Member, reason: str, now: Now) -> Silence
 
 
 def _who(ranks: Sequence[int]) -> str:
-    return f"rank {', '.join(map(str, ranks))} shows no sign of life" if ranks else "it is not in the rank table"
+    return f"rank {', '.join(map(str, ranks))} has sent no heartbeat" if ranks else "it is not in the rank table"
 
 
 def _is_replica(member: Member) -> bool:

@@ -1,7 +1,7 @@
-"""State of the supervisor: desired against actual, as a pure function from state and event to state and actions.
+"""State of the supervisor: the desired and actual state of every member. Pure data.
 
-Everything that has to run is a member: the bootstrap service, the router, each replica. A member that fails is ended as
-a whole and restarted, after a wait that doubles. Before the cluster has been up once, any failure ends it all.
+The members are the bootstrap service, the routers and the replicas. When a member fails, all its processes are ended
+and it is restarted with exponential backoff. A failure during the first start ends the cluster.
 """
 
 import math
@@ -32,11 +32,11 @@ class MemberState(StrEnum):
     RUNNING = "running"
     """Ready for use."""
     DRAINING = "draining"
-    """Finishing what it has taken; ends after that."""
+    """Finishing its open requests; ends after that."""
     ENDING = "ending"
     """Failed, or drained; its processes are being killed."""
     REMOVED = "removed"
-    """No process, and none is desired."""
+    """No process exists, and none is desired."""
 
 
 MEMBER_MOVES: Moves[MemberState] = {
@@ -55,15 +55,15 @@ class Phase(StrEnum):
     STARTING = "starting"
     """Some member has never been up."""
     SERVING = "serving"
-    """Requests are taken; members that fail are replaced."""
+    """Requests are accepted, and failed members are restarted."""
     DRAINING = "draining"
-    """The router finishes its open requests; nothing is replaced."""
+    """The router finishes its open requests; nothing is restarted."""
     STOPPING = "stopping"
-    """Everything is being ended in command."""
+    """All members are being ended in order."""
     KILLING = "killing"
-    """Everything is being ended at once."""
+    """All members are being killed."""
     STOPPED = "stopped"
-    """Nothing is left."""
+    """No process is left."""
 
 
 PHASE_MOVES: Moves[Phase] = {
@@ -87,7 +87,7 @@ class Now:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One thing that has to run."""
+    """Part of the cluster that has to run."""
 
     name: str
     state: MemberState = MemberState.WAITING
@@ -97,11 +97,11 @@ class Member:
     """Start time, while waiting."""
     running_since_s: float = 0.0
     num_failures: int = 0
-    """Consecutive failures, without a stable run between them."""
+    """Number of failures without a stable run in between."""
     first_error: str = ""
     """First error of these failures."""
     is_desired: bool = True
-    """True if it is restarted after it ends."""
+    """The member is restarted after it ends."""
 
     def moved(self, target: MemberState, event: str) -> "Member":
         return replace(self, state=move(MEMBER_MOVES, self.state, target, event, self.name))
@@ -121,14 +121,14 @@ class OpenCommand:
     """Command in progress."""
 
     number: int
-    """Number to respond to."""
+    """Number that identifies the command."""
     command: Command
     at_work: frozenset[str] = frozenset()
-    """Replicas that are being drained, ended or started for it."""
+    """Replicas that are being drained, ended or started for this command."""
     todo: tuple[str, ...] = ()
-    """Replicas that follow when those have settled."""
+    """Replicas that follow once those have settled."""
     is_waiting: bool = False
-    """True while it waits for the result of an action."""
+    """The command waits for the result of an action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,16 +137,16 @@ class Cluster:
 
     members: Mapping[str, Member]
     backoff_s: float
-    """First wait before a failed member is restarted."""
+    """Wait before the first restart of a failed member."""
     phase: Phase = Phase.STARTING
     proven: Mapping[str, Incarnation] = field(default_factory=dict)
     """Highest incarnation of each member whose own processes are proven gone."""
     unproven: Mapping[str, frozenset[Incarnation]] = field(default_factory=dict)
-    """Starts that have ended without a proof: their processes may still write."""
+    """Starts that have ended without proof: their processes may still write."""
     reaped: Mapping[str, Incarnation] = field(default_factory=dict)
-    """Highest incarnation of each member that is proven gone together with all before it."""
+    """Highest incarnation of each member that is proven gone together with all earlier ones."""
     failure: BaseException | None = None
-    """Error of the first start."""
+    """Error that ended the first start."""
     patience_s: float = math.inf
     """Maximum silence of a running member."""
     silent: Mapping[str, Silence] = field(default_factory=dict)
@@ -154,9 +154,8 @@ class Cluster:
     looked_s: float = 0.0
     """Time of the latest event."""
     draining: frozenset[tuple[str, Incarnation]] = frozenset()
-    """Starts of replicas that take no new requests, as the rank table shows them."""
+    """Starts of replicas that take no new requests according to the rank table."""
     open_command: OpenCommand | None = None
-    """Command in progress."""
 
     def with_member(self, member: Member) -> "Cluster":
         return replace(self, members={**self.members, member.name: member})
@@ -165,12 +164,12 @@ class Cluster:
         return replace(self, phase=move(PHASE_MOVES, self.phase, target, event, "the cluster"))
 
     def addressed(self, name: str, incarnation: Incarnation, *states: MemberState) -> Member | None:
-        """Return the member of an event; None if the event is about an earlier start or a state already left."""
+        """Return the member that an event is about; None if the event is about an earlier start or state."""
         member = self.members[name]
         return member if member.incarnation == incarnation and member.state in states else None
 
     def next_wake_s(self) -> float | None:
-        """Return when a Tick is due; None if only other events matter."""
+        """Return the time of the next Tick; None if none is needed."""
         if self.phase not in (Phase.STARTING, Phase.SERVING):
             return None
         waiting = [member.wake_s for member in self.members.values() if member.state is MemberState.WAITING]
@@ -178,7 +177,7 @@ class Cluster:
         return min([*waiting, *([] if look_s is None else [look_s])], default=None)
 
     def next_look_s(self) -> float | None:
-        """Return when to check silent members; None if there are none.
+        """Return the time of the next check of silent members; None if there are none.
 
         Checks are frequent, so that the driver notices when it is suspended.
         """
@@ -186,7 +185,7 @@ class Cluster:
         return min([*patience_ends, self.looked_s + LOOK_S]) if patience_ends else None
 
     def silences(self) -> list[tuple[Member, Silence]]:
-        """Return the members whose silence may end them, with it."""
+        """Return the silent members that can be given up, with their silence."""
         if self.phase is not Phase.SERVING:
             return []
         states = (MemberState.RUNNING, MemberState.DRAINING)

@@ -229,7 +229,7 @@ def test_killed_rank_is_replaced_with_its_gang_and_the_end_leaves_nothing(ray_sy
 
     driver.supervisor.request_stop("SIGINT")
     driver.ended.result(WAIT_S)
-    assert driver.lines[-2:] == ["SIGINT: draining; once more stops at once", "drained: stopping"]
+    assert driver.lines[-2:] == ["SIGINT: draining; repeat to stop immediately", "drained: stopping"]
     wait_until(lambda: ray_system.taken_names() == [])
     wait_until(lambda: ray_system.home.cpus == 2.0)
 

@@ -239,7 +239,7 @@ def test_cluster_comes_up_is_drained_and_stops() -> None:
     assert driver.announced.wait(WAIT_S)
     driver.supervisor.request_stop("SIGINT")
     driver.ended.result(WAIT_S)
-    assert driver.lines == ["SIGINT: draining; once more stops at once", "drained: stopping"]
+    assert driver.lines == ["SIGINT: draining; repeat to stop immediately", "drained: stopping"]
     assert driver.world.system.living("") == []
     assert driver.world.system.reserved == []
 
@@ -261,7 +261,7 @@ def test_requests_that_do_not_end_do_not_hold_up_the_end() -> None:
     assert driver.announced.wait(WAIT_S)
     driver.supervisor.request_stop("SIGTERM")
     driver.ended.result(WAIT_S)
-    assert driver.lines[-1] == "not every open request has ended: stopping all the same"
+    assert driver.lines[-1] == "some open requests have not ended: stopping anyway"
 
 
 def test_first_load_error_ends_the_start_and_is_told_in_one_line() -> None:

@@ -93,7 +93,7 @@ def test_an_order_ends_with_the_silence_of_its_replica(command: Command) -> None
         told += run.step(Tick())
     ((outcome, line),) = answers(told)
     assert outcome is Outcome.FAILED
-    assert line.startswith("decode-0: failed, and is started again: rank 0 shows no sign of life")
+    assert line.startswith("decode-0: failed, and is started again: rank 0 has sent no heartbeat")
     assert run.cluster.open_command is None
 
 

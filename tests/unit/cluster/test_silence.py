@@ -1,4 +1,4 @@
-"""Whoever shows no sign of life for too long is ended and started again, and nobody else is."""
+"""Whoever sends no heartbeat for too long is ended and started again, and nobody else is."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_a_replica_with_a_silent_rank_is_ended_when_patience_is_over() -> None:
     assert see(run, "prefill-0", ranks={"prefill-0": (1,)}) == [], "silent for as long as before"
     assert at(run, PATIENCE_S) == [End("prefill-0", incarnation)]
     assert run.lines == [
-        f"prefill-0: failed, incarnation {incarnation}: rank 1 shows no sign of life, "
+        f"prefill-0: failed, incarnation {incarnation}: rank 1 has sent no heartbeat, "
         "for longer than resources.silence_s allows"
     ]
     run.step(Ended("prefill-0", incarnation, True))
@@ -112,7 +112,7 @@ def test_a_driver_that_stood_still_itself_blames_nobody_for_that_time(stands_fro
     assert at(run, stands_from_s) == []
     run.now_s = back_s = stands_from_s + LOOK_S + MAX_LATE_S + 0.1
     assert run.step(Tick()) == []
-    assert run.lines == ["the driver stood still for 1.1 s: silence counts from now on"]
+    assert run.lines == ["the driver was suspended for 1.1 s: silence counts from now on"]
     assert at(run, back_s + PATIENCE_S - 0.1) == []
     see(run, "prefill-0")
     assert at(run, back_s + PATIENCE_S) == [End("prefill-0", run.incarnation("prefill-0"))]

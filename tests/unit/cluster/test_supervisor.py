@@ -157,7 +157,7 @@ def test_waits_double_and_a_stable_run_resets_them() -> None:
     run.now_s += STABLE_S
     run.fail("prefill-0")
     run.step(Ended("prefill-0", run.incarnation("prefill-0"), True))
-    assert run.lines == ["prefill-0: starts again in 1 s"]
+    assert run.lines == ["prefill-0: restarts in 1 s"]
 
 
 def test_crash_loop_is_reported_with_its_length() -> None:
@@ -169,7 +169,7 @@ def test_crash_loop_is_reported_with_its_length() -> None:
         run.step(Tick())
     run.fail("prefill-0")
     run.step(Ended("prefill-0", run.incarnation("prefill-0"), True))
-    assert run.lines == ["prefill-0: starts again in 4 s; failed 3 times in a row, at first: rank 1: no memory"]
+    assert run.lines == ["prefill-0: restarts in 4 s; failed 3 times in a row, at first: rank 1: no memory"]
 
 
 def test_what_does_not_run_is_told_with_its_first_error_to_whoever_asks() -> None:
@@ -206,7 +206,7 @@ def test_second_stop_kills() -> None:
     run = Run().serve()
     run.step(StopRequested("SIGINT"))
     assert run.step(StopRequested("SIGINT")) == [Kill()]
-    assert run.lines == ["SIGINT: stopping at once"]
+    assert run.lines == ["SIGINT: stopping immediately"]
     assert run.step(Drained(False)) == []
     assert run.lines == [], "nobody waits for the drain any more"
     assert run.step(StopRequested("SIGINT")) == [], "there is nothing faster"
