@@ -1,4 +1,4 @@
-"""One HTTP response's hold on its open requests, and the chunks that wait to be read by it."""
+"""One HTTP response's open requests, and their outputs until it reads them."""
 
 import asyncio
 import itertools
@@ -7,21 +7,21 @@ from types import TracebackType
 from typing import Self
 
 from cluster.spec.clock import Interval
-from cluster.spec.messages import PhaseTimes
+from cluster.spec.messages import PhaseTimes, Submit
 from cluster.spec.sampling import FinishReason
 from cluster.spec.tiers import CachedTokens
 from router.errors import RequestFailedError
 from router.metrics import Metrics
-from router.request import Attempt, Fail, OutputChunk, RequestId
+from router.request import FailRequest, OutputBatch, RequestId
 
 HEADERS = ("x-baton-prefill", "x-baton-decode", "server-timing", "x-baton-trace")
-"""Response headers of every answer, and of traced ones."""
+"""Response headers of every answer; the last one is for traced requests only."""
 
 
 class Answer:
-    """The choices of one response; leaving its ``with`` block cancels what is still open.
+    """The choices of one response; leaving its ``with`` block cancels those that are still open.
 
-    Pushing never waits: chunks that a slow reader leaves are joined, and a choice has at most max_tokens tokens.
+    ``push`` never waits: unread batches are joined, and a choice has at most max_tokens tokens.
     """
 
     def __init__(
@@ -30,24 +30,25 @@ class Answer:
         self._enough = enough
         self._leave = leave
         self.request_ids: list[RequestId] = []
-        self._attempts: dict[RequestId, Attempt] = {}
+        self._submits: dict[RequestId, Submit] = {}
+        """Each request's current attempt."""
         self._trace_path: dict[str, str] = {}
         self.queue_s = 0.0
-        """Wait for room at the replicas."""
+        """Time spent waiting until replicas had room."""
         self.opened_s = 0.0
         self.trace_header: dict[str, str] = {}
-        """Names the OpenTelemetry trace it is in."""
+        """Response header that names the OpenTelemetry trace."""
         self.cached = [CachedTokens()] * num_choices
-        """Prompt tokens of every choice that prefill did not compute."""
+        """Cached prompt tokens of every choice."""
         self.phases: PhaseTimes | None = None
-        """Times of the first choice whose first token came."""
+        """Phase times of the choice whose first token arrived first."""
         self.first_s: float | None = None
-        """Time of the first token of any choice."""
+        """Arrival of the first token of any choice."""
         self.num_tokens = 0
-        """Tokens of all choices, read or not."""
+        """Tokens of all choices, read or unread."""
         self._num_unfinished = num_choices
-        self._chunks: dict[int, OutputChunk] = {}
-        self._failure: Fail | None = None
+        self._unread: dict[int, OutputBatch] = {}
+        self._failure: FailRequest | None = None
         self._reader: asyncio.Future[None] | None = None
 
     def add(self, request_id: RequestId, *, traced: bool = False) -> None:
@@ -55,8 +56,8 @@ class Answer:
         if traced:
             self._trace_path = {"x-baton-trace": f"/traces/{request_id}"}
 
-    def attempt_started(self, request_id: RequestId, attempt: Attempt) -> None:
-        self._attempts[request_id] = attempt
+    def start_attempt(self, request_id: RequestId, submit: Submit) -> None:
+        self._submits[request_id] = submit
 
     @property
     def is_traced(self) -> bool:
@@ -64,9 +65,10 @@ class Answer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The replicas that compute prompts and answers, the time of each phase, and where to read more."""
-        prefills = dict.fromkeys(each.computes.replica for each in self._attempts.values() if each.computes is not None)
-        decodes = dict.fromkeys(each.decode.replica for each in self._attempts.values())
+        """The answer's replicas, phase times and traces."""
+        submits = self._submits.values()
+        prefills = dict.fromkeys((each.prefill or each.decode).replica for each in submits if each.prompt_of is None)
+        decodes = dict.fromkeys(each.decode.replica for each in submits)
         replicas = {"x-baton-prefill": ", ".join(prefills), "x-baton-decode": ", ".join(decodes)}
         return replicas | {"server-timing": self._timing} | self._trace_path | self.trace_header
 
@@ -79,41 +81,41 @@ class Answer:
             times |= {"prefill": phases.prefill_s, "transfer": phases.transfer_s}
         return ", ".join(f"{name};dur={seconds * 1000:.3f}" for name, seconds in times.items())
 
-    def push(self, chunk: OutputChunk) -> None:
-        waiting = self._chunks.get(chunk.index)
-        if waiting is None:
-            self._chunks[chunk.index] = chunk
+    def push(self, index: int, batch: OutputBatch) -> None:
+        unread = self._unread.get(index)
+        if unread is None:
+            self._unread[index] = batch
         else:
-            waiting.append(chunk)
-        self.num_tokens += len(chunk.token_ids)
+            unread.append(batch)
+        self.num_tokens += len(batch.token_ids)
         self._wake()
 
-    def fail(self, failure: Fail) -> None:
+    def fail(self, failure: FailRequest) -> None:
         self._failure = failure
         self._wake()
 
     def enough(self, index: int) -> None:
         """End a choice that is complete before the model ended it."""
         self._enough(self.request_ids[index])
-        self._chunks.pop(index, None)
+        self._unread.pop(index, None)
         self._num_unfinished -= 1
 
-    async def receive(self) -> list[OutputChunk]:
-        """Return what came since the last call, at most one chunk per choice; empty when every choice has finished.
+    async def receive(self) -> list[tuple[int, OutputBatch]]:
+        """Wait for output; return one batch for each choice that has any, and none once every choice has finished.
 
         Raises:
             RequestFailedError: the answer will not be complete.
         """
         if not self._num_unfinished:
             return []
-        if not self._chunks and self._failure is None:
+        if not self._unread and self._failure is None:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         if self._failure is not None:
             raise RequestFailedError(self._failure.cause, self._failure.reason)
-        chunks, self._chunks = list(self._chunks.values()), {}
-        self._num_unfinished -= sum(chunk.finish is not None for chunk in chunks)
-        return chunks
+        unread, self._unread = self._unread, {}
+        self._num_unfinished -= sum(batch.finish is not None for batch in unread.values())
+        return list(unread.items())
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
@@ -129,12 +131,12 @@ class Answer:
 
 
 class OpenChoice:
-    """One choice of an answer: takes its chunks and measures when they come."""
+    """One choice of an answer: receives its output and measures its latency."""
 
     def __init__(
         self, answer: Answer, index: int, prompt_len: int, arrived_s: float, opened_s: float, metrics: Metrics
     ) -> None:
-        """``prompt_len`` is in tokens, and 0 where another choice brings the prompt."""
+        """``prompt_len`` is in tokens, and 0 for a choice that shares another one's prompt."""
         self.answer = answer
         self._index = index
         self._prompt_len = prompt_len
@@ -145,33 +147,32 @@ class OpenChoice:
         self._num_tokens = 0
         self._metrics = metrics
 
-    def take(self, chunk: OutputChunk, now_s: float) -> None:
-        chunk.index = self._index
-        self._measure(len(chunk.token_ids), now_s)
-        if chunk.phases is not None:
-            self._metrics.on_phases(chunk.phases)
+    def take(self, batch: OutputBatch, now_s: float) -> None:
+        self._measure(len(batch.token_ids), now_s)
+        if batch.phases is not None:
+            self._metrics.on_phases(batch.phases)
             if self._prompt_len:
-                self._metrics.on_prompt(self._prompt_len, chunk.cached.total)
-            self.answer.phases = self.answer.phases or chunk.phases
-        if chunk.cached.total:
-            self._metrics.note_cached(chunk.cached)
-            self.answer.cached[self._index] += chunk.cached
-        self.answer.push(chunk)
-        if chunk.finish is not None:
-            self.end(chunk.finish, now_s)
+                self._metrics.on_prompt(self._prompt_len, batch.cached.total)
+            self.answer.phases = self.answer.phases or batch.phases
+        if batch.cached.total:
+            self._metrics.on_cached(batch.cached)
+            self.answer.cached[self._index] += batch.cached
+        self.answer.push(self._index, batch)
+        if batch.finish is not None:
+            self.end(batch.finish, now_s)
 
     def end(self, finish: FinishReason, now_s: float) -> None:
         metrics = self._metrics
         metrics.success.add(1, finish.value)
-        metrics.e2e_s.note(now_s - self._arrived_s)
-        metrics.generated.note(self._num_tokens)
+        metrics.e2e_s.observe(now_s - self._arrived_s)
+        metrics.generated.observe(self._num_tokens)
         if self._first_s is not None:
             metrics.on_end(self.answer.phases, now_s - self._first_s)
             if self._num_tokens > 1:
-                metrics.tpot_s.note((now_s - self._first_s) / (self._num_tokens - 1))
+                metrics.tpot_s.observe((now_s - self._first_s) / (self._num_tokens - 1))
 
     def intervals(self, now_s: float) -> list[Interval]:
-        """Return the router's part of the request's trace, up to now."""
+        """Return the router's part of the request's trace."""
         starts = [
             ("read and tokenize", self._arrived_s),
             ("wait for the first token", self._opened_s),
@@ -180,7 +181,7 @@ class OpenChoice:
         ]
         reached = [(name, time_s) for name, time_s in starts if time_s is not None]
         return [
-            Interval("request", name, start_s, end_s) for (name, start_s), (_, end_s) in itertools.pairwise(reached)
+            Interval("request", name, begin_s, end_s) for (name, begin_s), (_, end_s) in itertools.pairwise(reached)
         ]
 
     def _measure(self, num_tokens: int, now_s: float) -> None:
@@ -191,7 +192,7 @@ class OpenChoice:
         if self._last_s is None:
             self._first_s = now_s
             self.answer.first_s = self.answer.first_s or now_s
-            self._metrics.ttft_s.note(now_s - self._arrived_s)
+            self._metrics.ttft_s.observe(now_s - self._arrived_s)
         else:
-            self._metrics.itl_s.note((now_s - self._last_s) / num_tokens)
+            self._metrics.itl_s.observe((now_s - self._last_s) / num_tokens)
         self._last_s = now_s

@@ -59,7 +59,7 @@ class Histogram:
         self.values: dict[Labels, list[float]] = {} if labels else {(): self._unlabelled}
         """The count of each bucket, and the sum of all values."""
 
-    def note(self, value: float, *labels: str) -> None:
+    def observe(self, value: float, *labels: str) -> None:
         line = self._unlabelled if not labels else self._line(labels)
         line[bisect_left(self._bounds, value)] += 1
         line[-1] += value
@@ -147,7 +147,7 @@ class Metrics(Collector):
         counts = (self.prompt_tokens, self.cached_tokens, self.generation_tokens)
         return {count.name.removeprefix("baton_"): count.values[()] for count in counts}
 
-    def note_cached(self, cached: CachedTokens) -> None:
+    def on_cached(self, cached: CachedTokens) -> None:
         self.cached_tokens.add(cached.total)
         by_tier = {Tier.DEVICE: cached.total - cached.host - cached.storage, Tier.HOST: cached.host}
         for tier, count in {**by_tier, Tier.STORAGE: cached.storage}.items():
@@ -155,27 +155,27 @@ class Metrics(Collector):
 
     def on_open(self, requests: Sequence[GenerateRequest]) -> None:
         """Count the requests of one HTTP request, which are sent to replicas now."""
-        self._n.note(len(requests) // sum(not request.shares_prompt for request in requests))
+        self._n.observe(len(requests) // sum(not request.shares_prompt for request in requests))
         for request in requests:
-            self._max_tokens.note(request.stopping.max_tokens)
+            self._max_tokens.observe(request.stopping.max_tokens)
             if not request.shares_prompt:
                 prompt_len = len(request.prompt_ids)
                 self.prompt_tokens.add(prompt_len)
-                self._prompts.note(prompt_len)
+                self._prompts.observe(prompt_len)
                 self._cache_queries.add(0 if request.page_keys is None else prompt_len)
 
     def on_prompt(self, prompt_len: int, num_cached: int) -> None:
         self._cache_hits.add(num_cached)
-        self._computed.note(prompt_len - num_cached)
+        self._computed.observe(prompt_len - num_cached)
 
     def on_phases(self, phases: PhaseTimes) -> None:
-        self._phases_s["decode_queue"].note(phases.decode_queue_s, phases.decode)
-        self._phases_s["prefill"].note(phases.prefill_s, phases.prefill or phases.decode)
+        self._phases_s["decode_queue"].observe(phases.decode_queue_s, phases.decode)
+        self._phases_s["prefill"].observe(phases.prefill_s, phases.prefill or phases.decode)
         if phases.prefill is not None:
-            self._phases_s["bootstrap"].note(phases.bootstrap_s, phases.prefill)
-            self._phases_s["transfer"].note(phases.transfer_s, phases.decode)
+            self._phases_s["bootstrap"].observe(phases.bootstrap_s, phases.prefill)
+            self._phases_s["transfer"].observe(phases.transfer_s, phases.decode)
 
     def on_end(self, phases: PhaseTimes | None, decode_s: float) -> None:
-        self.decode_s.note(decode_s)
+        self.decode_s.observe(decode_s)
         if phases is not None:
-            self._inference_s.note(phases.prefill_s + decode_s)
+            self._inference_s.observe(phases.prefill_s + decode_s)

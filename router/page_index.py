@@ -1,4 +1,4 @@
-"""Page keys of a prompt, and the index of keys that each replica has cached, as its leader reports. Sans I/O."""
+"""Keys of a prompt's pages, and the index of the keys that each replica has cached. Sans I/O."""
 
 import asyncio
 from bisect import bisect_left
@@ -12,34 +12,34 @@ from cluster.spec.messages import KvEvents
 from cluster.spec.tiers import Tier
 
 _ASK_AGAIN_S = 5.0
-"""Silence after which a replica is asked once more."""
+"""Time without a reply after which the router subscribes to a replica again."""
 _INLINE_TOKENS = 32_768
-"""The keys of longer prompts are all made at once, in a thread."""
+"""Prompt length above which all keys are computed in a thread."""
 _FIRST_PAGES = 4
 _SHARES = (6, 7, 8, 9, 10) * 6 + (6, 10)
-"""First bytes of each part of a KeySet, 256 in all. They differ so that the parts do not all grow at once."""
+"""Number of first bytes that each part of a KeySet covers, 256 in total. Unequal parts do not all grow at once."""
 
 Owner = tuple[ReplicaId, Incarnation]
 
 
 class PromptKeys:
-    """Keys of the pages of one prompt that may come from a cache, computed only as far as some replica has them."""
+    """Keys of a prompt's cacheable pages, computed only as far as some replica has cached them."""
 
     def __init__(self, prompt_ids: Sequence[int], page_size: int, salt: str) -> None:
         self._prompt_ids = prompt_ids
         self._page_size = page_size
         self._salt = salt
-        # The last token is always computed.
+        # The last token is always computed, never cached.
         self._num_pages = (len(prompt_ids) - 1) // page_size
         self._keys: list[bytes] = []
 
     async def prepare(self) -> None:
-        """Compute the keys of a long prompt in a thread."""
+        """Compute a long prompt's keys in a thread."""
         if len(self._prompt_ids) > _INLINE_TOKENS:
             await asyncio.to_thread(self._extend, self._num_pages)
 
     def known(self, is_known: Callable[[bytes], bool]) -> Sequence[bytes]:
-        """Return all keys before the first unknown one, and perhaps some more."""
+        """Return all keys before the first unknown one, and possibly some more."""
         while len(self._keys) < self._num_pages and (not self._keys or is_known(self._keys[-1])):
             self._extend(max(2 * len(self._keys), _FIRST_PAGES))
         return self._keys
@@ -50,10 +50,10 @@ class PromptKeys:
 
 
 class KeySet(Set[bytes]):
-    """A set of page keys that grows without a pause: many small dicts, by the first byte of each key.
+    """A set of page keys that never pauses to grow: many small dicts, selected by a key's first byte.
 
-    A growing set is copied as a whole from time to time, which takes 150 ms with a million keys while every stream
-    waits. The garbage collector walks a set, in 50 ms, but not a dict of bytes.
+    Resizing a set of a million keys takes 150 ms, during which every stream waits. The garbage collector traverses
+    a set, in 50 ms, but not a dict of bytes.
     """
 
     __slots__ = ("_part_of", "_parts")
@@ -84,8 +84,8 @@ class KeySet(Set[bytes]):
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """Value of a page in a lower tier, relative to 1 for one on the device."""
+class TierWeights:
+    """Value of a page in each lower tier, relative to 1 on the device."""
 
     host: float = 0.0
     storage: float = 0.0
@@ -99,44 +99,44 @@ class LowerTiers:
         self._max_keys = max_keys
         self._host: dict[Owner, KeySet] = {}
         self._stored: OrderedDict[bytes, None] = OrderedDict()
-        """Least recently reported or looked up first, which is the order of eviction."""
+        """Keys in the order of eviction: least recently reported or looked up first."""
 
-    def note(self, owner: Owner, tier: Tier, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Take a replica's report of what a tier gained and lost."""
-        if tier is Tier.STORAGE:
-            self._note_stored(stored, removed)
+    def update(self, events: KvEvents) -> None:
+        """Apply a replica's report about one tier."""
+        if events.tier is Tier.STORAGE:
+            self._update_stored(events.stored, events.removed)
             return
-        keys = self._host.setdefault(owner, KeySet())
-        keys.remove_all(removed)
-        keys.add_all(stored[: self._max_keys - sum(map(len, self._host.values()))])
+        keys = self._host.setdefault((events.replica, events.incarnation), KeySet())
+        keys.remove_all(events.removed)
+        keys.add_all(events.stored[: self._max_keys - sum(map(len, self._host.values()))])
 
     def forget(self, owner: Owner) -> None:
-        """Drop what a replica has reported: it is gone, or reports everything anew."""
+        """Delete a replica's host keys."""
         self._host.pop(owner, None)
 
     def is_known(self, key: bytes) -> bool:
         return key in self._stored or any(key in keys for keys in self._host.values())
 
-    def worth(self, owner: Owner, keys: Sequence[bytes], weights: Weights) -> float:
-        """Return the worth, in pages, of the keys after those on the device, up to the first that is nowhere."""
+    def weighted_count(self, owner: Owner, keys: Sequence[bytes], weights: TierWeights) -> float:
+        """Return the weighted number of leading keys that are in the replica's host memory or in storage."""
         if not self._host and not self._stored:
             return 0.0
         host = self._host.get(owner, frozenset[bytes]())
-        worth, found = 0.0, list[bytes]()
+        total, found = 0.0, list[bytes]()
         for key in keys:
             if key in host:
-                worth += weights.host
+                total += weights.host
             elif key in self._stored:
                 found.append(key)
-                worth += weights.storage
+                total += weights.storage
             else:
                 break
-        # The first pages of a prefix are forgotten last: without them the others are worth nothing.
+        # The first pages of a prefix are evicted last, since the others are useless without them.
         for key in reversed(found):
             self._stored.move_to_end(key)
-        return worth
+        return total
 
-    def _note_stored(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+    def _update_stored(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         for key in removed:
             self._stored.pop(key, None)
         for key in reversed(stored):
@@ -148,21 +148,21 @@ class LowerTiers:
 
 @dataclass(slots=True)
 class DevicePages:
-    """Pages that one replica has reported on its device."""
+    """Pages that one replica has reported as cached on its device."""
 
-    asked_s: float
+    subscribed_s: float
     next_number: int | None = None
-    """Number of the next report; None before everything was reported."""
+    """Number of the next report; None before the first one, which lists all pages."""
     keys: KeySet = field(default_factory=KeySet)
     is_partial: bool = False
-    """Some keys were left out for want of memory, so that a page may be here without those before it."""
+    """True if some keys did not fit, so that a page may be present without its predecessors."""
 
 
 class PageIndex:
-    """The page keys of all replicas. A chained key stands for the whole prefix, so a set of them is a radix tree."""
+    """The page keys of all replicas. Each key identifies a whole prefix, so a set of keys works as a radix tree."""
 
     def __init__(self, max_pages: int) -> None:
-        """Keep at most ``max_pages`` keys over all replicas; further ones count as not cached."""
+        """Keep at most ``max_pages`` keys for all replicas; further pages count as not cached."""
         self._max_pages = max_pages
         self._known: dict[Owner, DevicePages] = {}
         self._below = LowerTiers(max_pages)
@@ -170,25 +170,25 @@ class PageIndex:
 
     @property
     def num_pages(self) -> int:
-        """Keys of all replicas' devices."""
+        """Number of keys on all replicas' devices."""
         return sum(len(known.keys) for known in self._known.values())
 
     def update(self, peers: Iterable[Peer], now_s: float) -> list[Peer]:
-        """Take the replicas there are; return those to be asked what they have."""
+        """Set the current replicas; return those to subscribe to."""
         present = {(peer.replica, peer.incarnation): peer for peer in peers}
         for key in self._known.keys() - present.keys():
             del self._known[key]
             self._below.forget(key)
-        asked = []
+        subscribed = []
         for key, peer in present.items():
             known = self._known.get(key)
-            if known is None or (known.next_number is None and now_s >= known.asked_s + _ASK_AGAIN_S):
-                self._known[key] = DevicePages(asked_s=now_s)
-                asked.append(peer)
-        return asked
+            if known is None or (known.next_number is None and now_s >= known.subscribed_s + _ASK_AGAIN_S):
+                self._known[key] = DevicePages(subscribed_s=now_s)
+                subscribed.append(peer)
+        return subscribed
 
     def on_kv_events(self, events: KvEvents, now_s: float) -> bool:
-        """Take a report, in order; return whether some are missing, so that the replica is to be asked again."""
+        """Apply a replica's report; return whether an earlier one is missing, so that the router must resubscribe."""
         owner = events.replica, events.incarnation
         known = self._known.get(owner)
         if known is None:
@@ -200,26 +200,26 @@ class PageIndex:
         elif events.number > known.next_number:
             self.num_gaps += 1
             self._clear(owner, known)
-            known.next_number, known.asked_s = None, now_s
+            known.next_number, known.subscribed_s = None, now_s
             return True
         known.next_number = events.number + 1
         if events.tier is Tier.DEVICE:
             known.keys.remove_all(events.removed)
             self._store(known, events.stored)
         else:
-            self._below.note(owner, events.tier, events.stored, events.removed)
+            self._below.update(events)
         return False
 
     def is_known(self, key: bytes) -> bool:
         return any(key in known.keys for known in self._known.values()) or self._below.is_known(key)
 
-    def worth(self, peer: Peer, keys: Sequence[bytes], weights: Weights) -> float:
-        """Return what the cached pages of a prompt are worth at a replica, in pages on its device."""
+    def weighted_count(self, peer: Peer, keys: Sequence[bytes], weights: TierWeights) -> float:
+        """Return the weighted number of leading pages of a prompt that a replica can read from all tiers."""
         num_here = self.count(peer, keys)
-        return num_here + self._below.worth((peer.replica, peer.incarnation), keys[num_here:], weights)
+        return num_here + self._below.weighted_count((peer.replica, peer.incarnation), keys[num_here:], weights)
 
     def count(self, peer: Peer, keys: Sequence[bytes]) -> int:
-        """Return how many leading pages of a prompt a replica has on its device."""
+        """Return the number of leading pages of a prompt that a replica has on its device."""
         known = self.find(peer)
         if known is None:
             return 0

@@ -1,7 +1,7 @@
-"""Choice of the replicas of an attempt: those with room, and the policies that choose among them.
+"""Choice of an attempt's replicas, by policies.
 
-A policy is a pure function from the replicas that may take a request to the one that gets it. A new one is a function
-and a line in ``POLICIES``.
+A policy is a pure function that chooses one of the replicas with room. To add one, write a function and list it in
+``POLICIES``.
 """
 
 import hashlib
@@ -15,18 +15,18 @@ from cluster.spec.config import DeployConfig, PolicyName
 from cluster.spec.ids import Peer, Role, Room
 from cluster.spec.worker_spec import ALONE, RouterShare
 from router.directory import Breakers, Directory, Load, LoadBook
-from router.page_index import PageIndex, Weights
-from router.request import Attempt, GenerateRequest
+from router.page_index import PageIndex, TierWeights
+from router.request import GenerateRequest, Placement
 
 _PREFIX_AWARE = "prefix_aware"
 MAX_KNOWN_PAGES = 1 << 22
-"""Cached pages of all replicas that the router remembers, at some 100 bytes each."""
-_WEIGHTS = Weights(host=0.9, storage=0.6)
-"""A page in host memory is copied much faster than it is computed; one in storage may come too late."""
+"""Maximum number of page keys that the router stores for all replicas, at about 100 bytes each."""
+_WEIGHTS = TierWeights(host=0.9, storage=0.6)
+"""Copying a page from host memory is much faster than computing it; a page in storage may arrive too late."""
 MAX_IMBALANCE, MAX_RATIO = 32, 2.0
-"""Requests that the busiest replica may have more than the idlest, and times as many, for the sake of cached prefixes.
+"""Load difference and ratio between the busiest and the idlest replica above which cached prefixes are ignored.
 
-Both must be exceeded, as in SGLang's router: a difference alone is common among many requests, a ratio among few.
+Both must be exceeded, as in SGLang's router: large differences are common at high load, large ratios at low load.
 """
 
 
@@ -34,22 +34,22 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     peer: Peer
     load: Load
     cached_tokens: int = 0
-    """Prompt tokens that it is known to have cached; set for ``prefix_aware`` only."""
+    """Prompt tokens in its cache; set for ``prefix_aware`` only."""
 
 
 class PickInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything besides the candidates that a choice may depend on."""
+    """Everything besides the candidates that a choice can depend on."""
 
     number: int
-    """Choices made before this one."""
+    """Number of earlier choices."""
     unit: float
-    """Uniform over [0, 1)."""
+    """Random number, uniform over [0, 1)."""
     room: Room
-    session: str = ""
+    session_id: str = ""
 
 
 Policy = Callable[[Sequence[Candidate], PickInputs], Candidate]
-"""Called once per request and role, with at least one candidate, ordered by replica."""
+"""Function called once per attempt and role, with at least one candidate, ordered by replica."""
 
 
 def round_robin(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
@@ -61,7 +61,7 @@ def at_random(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
 
 
 def follow_room(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
-    """Pick by the room's number: whoever knows the room and the replicas knows where the request is."""
+    """Pick by room number, so that anyone who knows the room and the replicas can find the request."""
     return candidates[inputs.room % len(candidates)]
 
 
@@ -74,7 +74,7 @@ def least_tokens(candidates: Sequence[Candidate], inputs: PickInputs) -> Candida
 
 
 def power_of_two(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
-    """Pick the better of two at random (Mitzenmacher, 1996): nearly the best of all where loads are known late."""
+    """Pick the less loaded of two random replicas (Mitzenmacher, 1996)."""
     if len(candidates) == 1:
         return candidates[0]
     first, step = divmod(int(inputs.unit * len(candidates) * (len(candidates) - 1)), len(candidates) - 1)
@@ -83,10 +83,9 @@ def power_of_two(candidates: Sequence[Candidate], inputs: PickInputs) -> Candida
 
 
 def prefix_aware(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
-    """Pick the fewest tokens less those cached of this prompt, then the fewest requests; ties alternate.
+    """Pick the replica with the fewest queued tokens minus cached tokens of the prompt, then the fewest requests.
 
-    A cached prefix is worth a queue of its own length and no longer one. Where nothing is cached, and where requests
-    are spread too unevenly, this is ``least_tokens``.
+    A cached prefix outweighs a queue of at most its own length. If the load is too uneven, pick by ``least_tokens``.
     """
     counts = [candidate.load.num_requests for candidate in candidates]
     fewest, most = min(counts), max(counts)
@@ -98,14 +97,14 @@ def prefix_aware(candidates: Sequence[Candidate], inputs: PickInputs) -> Candida
     )
 
 
-def session(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
-    """Pick the highest hash of session and replica; requests without a session go by ``least_tokens``.
+def by_session(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
+    """Pick by rendezvous hashing of the session id; without one, pick by ``least_tokens``.
 
-    Rendezvous hashing: a replica that leaves moves only its own sessions, and a restarted one gets them back.
+    If a replica leaves, only its own sessions move, and they return when it restarts.
     """
-    if not inputs.session:
+    if not inputs.session_id:
         return least_tokens(candidates, inputs)
-    name = inputs.session.encode()
+    name = inputs.session_id.encode()
     return max(candidates, key=lambda one: hashlib.blake2b(name, key=one.peer.replica.encode(), digest_size=8).digest())
 
 
@@ -116,19 +115,19 @@ POLICIES: Mapping[PolicyName, Policy] = {
     "least_requests": least_requests,
     "least_tokens": least_tokens,
     "prefix_aware": prefix_aware,
-    "session": session,
+    "session": by_session,
     "follow_room": follow_room,
 }
 
 
 def _rotated(candidates: Sequence[Candidate], inputs: PickInputs) -> list[Candidate]:
-    """Begin with another candidate each time: ``min`` takes the first of equals."""
+    """Start with another candidate each time, since ``min`` returns the first of equal ones."""
     first = inputs.number % len(candidates)
     return [*candidates[first:], *candidates[:first]]
 
 
 class Picker:
-    """The choices of one router process, which has its share of every replica's room."""
+    """Chooses replicas for one router process, which uses its share of each replica's capacity."""
 
     def __init__(
         self,
@@ -152,13 +151,12 @@ class Picker:
         self._skip_below_tokens = config.prefill.skip_below_tokens
         needs_keys = {role: name == _PREFIX_AWARE for role, name in names.items()}
         needs_keys[Role.DECODE] |= self._skip_below_tokens > 0
-        # Without caches nobody need hash prompts, or report pages.
         self.prefix_roles = [role for role in names if needs_keys[role] and config.kv.prefix_cache]
-        """Roles whose replicas report their cached pages."""
+        """Roles whose replicas report their cached pages; if none, prompts are not hashed."""
         self.pages = PageIndex(MAX_KNOWN_PAGES)
 
     def why_full(self, requests: Sequence[GenerateRequest], now_s: float) -> str | None:
-        """Return what must end before requests can be taken; None when there is room."""
+        """Return which queue is full; None if there is room for the requests."""
         if not self._with_room(self._peers(Role.PREFILL, now_s)):
             limit = f"{self._max_queued_tokens} prompt tokens or more (prefill.max_queued_tokens)"
             return f"the queue is full: {limit} wait at every prefill replica; try again later"
@@ -167,8 +165,8 @@ class Picker:
             return f"the queue is full: every decode replica has tokens for {limit}; try again later"
         return None
 
-    def pick(self, request: GenerateRequest, room: Room, avoided: frozenset[Peer], now_s: float) -> Attempt | None:
-        """See ``Pick``."""
+    def pick(self, request: GenerateRequest, room: Room, avoided: frozenset[Peer], now_s: float) -> Placement | None:
+        """Implement ``Pick``."""
         prefills = self._peers(Role.PREFILL, now_s, avoided)
         decodes = self._peers(Role.DECODE, now_s, avoided)
         if not prefills or not decodes:
@@ -176,38 +174,37 @@ class Picker:
         decode = self._choose(Role.DECODE, self._with_pages(decodes, _longest(request)) or decodes, request, room)
         skip_below = self._skip_below_tokens
         if skip_below and len(request.prompt_ids) - self._cached_for_sure(decode.peer, request) < skip_below:
-            return Attempt(room=room, prefill=None, decode=decode.peer)
+            return Placement(prefill=None, decode=decode.peer)
         prefill = self._choose(Role.PREFILL, self._with_room(prefills) or prefills, request, room)
-        return Attempt(room=room, prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens)
+        return Placement(prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens)
 
     def _choose(self, role: Role, peers: Sequence[Peer], request: GenerateRequest, room: Room) -> Candidate:
-        page_keys = request.page_keys if role in self.prefix_roles else None
-        keys = page_keys.known(self.pages.is_known) if page_keys is not None else ()
+        keys = self._keys(role, request)
         candidates = [
             Candidate(
                 peer=peer,
                 load=self._load.of(peer),
-                cached_tokens=int(self.pages.worth(peer, keys, _WEIGHTS) * self._page_size),
+                cached_tokens=int(self.pages.weighted_count(peer, keys, _WEIGHTS) * self._page_size),
             )
             for peer in peers
         ]
         number, unit = next(self._numbers[role]), self._random.random()
-        inputs = PickInputs(number=number, unit=unit, room=room, session=request.session)
+        inputs = PickInputs(number=number, unit=unit, room=room, session_id=request.session_id)
         return self._policies[role](candidates, inputs)
 
     def _peers(self, role: Role, now_s: float, avoided: frozenset[Peer] = frozenset()) -> list[Peer]:
-        """Ready replicas; none that is avoided or has an open breaker, as long as others are left."""
+        """Return the ready replicas, without avoided ones and those with open breakers if others are left."""
         peers = self._directory.ready(role)
         if avoided:
             peers = [peer for peer in peers if peer not in avoided] or peers
         return self._breakers.allowed(peers, now_s)
 
     def _with_room(self, peers: Iterable[Peer]) -> list[Peer]:
-        """Replicas below the limit, whatever the next request's length: a long one would never find more room."""
+        """Return the replicas below the limit, whatever the next request's length, so that long ones do not starve."""
         return [peer for peer in peers if self._load.of(peer).num_tokens < self._max_queued_tokens]
 
     def _with_pages(self, peers: Iterable[Peer], num_tokens: int) -> list[Peer]:
-        """Replicas that are idle, or would not be filled beyond the limit."""
+        """Return the replicas that are idle, or have room for these tokens."""
 
         def fits(peer: Peer) -> bool:
             load, pool_tokens = self._load.of(peer), self._directory.pool_tokens_of(peer)
@@ -217,13 +214,16 @@ class Picker:
         return [peer for peer in peers if fits(peer)]
 
     def _cached_for_sure(self, decode: Peer, request: GenerateRequest) -> int:
-        """Tokens that decode would not have to compute; pages in storage may not come in time."""
-        if Role.DECODE not in self.prefix_roles or not request.page_keys:
-            return 0
-        keys = request.page_keys.known(self.pages.is_known)
-        return int(self.pages.worth(decode, keys, Weights(host=1.0)) * self._page_size)
+        """Return the number of prompt tokens that decode need not compute; pages in storage may arrive too late."""
+        keys = self._keys(Role.DECODE, request)
+        return int(self.pages.weighted_count(decode, keys, TierWeights(host=1.0)) * self._page_size)
+
+    def _keys(self, role: Role, request: GenerateRequest) -> Sequence[bytes]:
+        """Return the keys of the prompt's pages that replicas of this role may have cached."""
+        keys = request.page_keys if role in self.prefix_roles else None
+        return keys.known(self.pages.is_known) if keys is not None else ()
 
 
 def _longest(request: GenerateRequest) -> int:
-    """Return the most tokens that decode keeps for this request alone."""
+    """Return the maximum number of tokens that decode stores for this request alone."""
     return request.stopping.max_tokens + (0 if request.shares_prompt else len(request.prompt_ids))

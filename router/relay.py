@@ -1,4 +1,4 @@
-"""The loop around dispatch and directory: passes messages, snapshots and time in, and carries their actions out."""
+"""The I/O loop around dispatch and directory: feeds them messages, snapshots and time, and performs their actions."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,6 @@ from cluster.spec.messages import (
     Output,
     Outputs,
     RankTrace,
-    Submit,
     SubscribeKvEvents,
 )
 from cluster.spec.registry import TableSnapshot
@@ -32,16 +31,27 @@ from router.dispatch import RequestTable
 from router.errors import NotReadyError, QueueFullError
 from router.metrics import Metrics
 from router.picker import Picker
-from router.request import Action, AttemptStarted, Cause, Fail, GenerateRequest, OutputChunk, RequestId, Send, Wait
+from router.request import (
+    Action,
+    Cause,
+    FailRequest,
+    GenerateRequest,
+    OutputBatch,
+    RequestId,
+    SendMessage,
+    StartAttempt,
+    WakeAt,
+    peers_of,
+)
 from router.request_trace import RequestTraces
 
 _log = logging.getLogger(__name__)
 _FORGET_AFTER_S = 1.0
-"""Time for the last Cancels to leave for a replica that is lost."""
+"""Time to send the last Cancels to a lost replica before its connection is closed."""
 
 
 class Relay:
-    """Belongs to one event loop; every method is called from it."""
+    """Not thread-safe: all methods run in one event loop."""
 
     def __init__(
         self,
@@ -54,7 +64,7 @@ class Relay:
         metrics: Metrics,
         on_ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_ended`` is called when a waiting request may find room at the replicas."""
+        """``on_ended`` is called whenever replicas may have room for a waiting request."""
         self._request_timeout_s = config.router.request_timeout_s
         self._on_ended = on_ended
         self._picker = picker
@@ -76,7 +86,7 @@ class Relay:
         return self._clock.now_s()
 
     def why_not_ready(self) -> str | None:
-        """Return what is missing before a request can be taken; None when nothing is."""
+        """Return why no request can be accepted now; None if requests can."""
         if self.is_paused:
             return "the router is draining and takes no new requests"
         if self._directory.snapshot is None:
@@ -85,14 +95,11 @@ class Relay:
         return f"no {' and no '.join(missing)} replica is ready" if missing else None
 
     def open(self, requests: Sequence[GenerateRequest], arrived_s: float) -> Answer:
-        """Send each request to its replicas, or to the decode replica of the request whose prompt it shares.
-
-        Returns:
-            One answer, with a choice for every request.
+        """Send each request to its replicas, and return one answer with a choice for every request.
 
         Raises:
             NotReadyError: the router drains, or a role has no ready replica.
-            QueueFullError: no replica of a role has room.
+            QueueFullError: all replicas of a role are full.
         """
         if reason := self.why_not_ready():
             raise NotReadyError(reason)
@@ -154,7 +161,7 @@ class Relay:
         self._wake_at(self._directory.next_deadline_s)
 
     async def drain(self) -> None:
-        """Take no new requests and wait until every answer was read to its end."""
+        """Refuse new requests and wait until every answer has ended."""
         self._is_draining = True
         self._on_ended()
         await self._idle.wait()
@@ -179,13 +186,13 @@ class Relay:
             self._timer.cancel()
 
     def _enough(self, request_id: RequestId) -> None:
-        """End a request whose answer is complete before the model ended it."""
+        """End a request that a stop string completed."""
         if self._requests.is_open(request_id):
             self._perform(self._requests.on_enough(request_id))
             self._choices[request_id].end(FinishReason.STOP, self._clock.now_s())
 
     def _leave(self, request_ids: Iterable[RequestId]) -> None:
-        """Forget requests that nobody reads any more; cancel those that are open."""
+        """Delete an answer's requests, and cancel those that are still open."""
         for request_id in request_ids:
             if self._requests.is_open(request_id):
                 self._perform(self._requests.on_client_left(request_id))
@@ -200,28 +207,35 @@ class Relay:
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
-                case OutputChunk():
+                case OutputBatch():
                     self._choices[action.request_id].take(action, self._clock.now_s())
-                case Send():
-                    self._send(action)
-                case AttemptStarted():
-                    self._on_attempt(action)
-                case Wait():
-                    self._wake_at(action.until_s)
-                case Fail():
+                case StartAttempt():
+                    self._start_attempt(action)
+                case SendMessage():
+                    self._try_send(action.address, action.message)
+                case WakeAt():
+                    self._wake_at(action.time_s)
+                case FailRequest():
                     if action.cause is not Cause.STOPPED:
                         facts = with_facts(room=action.request_id, cause=action.cause.value)
                         _log.warning("a request failed: %s", action.reason, extra=facts)
                     self._choices[action.request_id].answer.fail(action)
 
-    def _on_attempt(self, started: AttemptStarted) -> None:
-        answer, attempt = self._choices[started.request_id].answer, started.attempt
-        answer.attempt_started(started.request_id, attempt)
-        if attempt.computes == attempt.decode:
+    def _start_attempt(self, action: StartAttempt) -> None:
+        answer, submit = self._choices[action.request_id].answer, action.submit
+        answer.start_attempt(action.request_id, submit)
+        if submit.prefill is None and submit.prompt_of is None:
             self._metrics.skipped.add(1)
         if answer.is_traced:
-            ranks = [row for peer in attempt.peers for row in self._directory.rows(peer)]
-            self.traces.begin(started.request_id, attempt.room, ranks)
+            ranks = [row for peer in peers_of(submit) for row in self._directory.rows(peer)]
+            self.traces.begin(action.request_id, submit.room, ranks)
+        for peer in peers_of(submit):
+            try:
+                self._outbox.send(peer.address, submit)
+            except PeerUnreachableError as error:
+                now_s = self._clock.now_s()
+                self._perform(self._requests.on_unreachable(submit.room, peer.address, str(error), now_s))
+                return
 
     def _on_kv_events(self, events: KvEvents, now_s: float) -> None:
         if self._picker.pages.on_kv_events(events, now_s):
@@ -231,14 +245,6 @@ class Relay:
 
     def _subscribe(self, peer: Peer) -> None:
         self._try_send(peer.address, SubscribeKvEvents(router=self._requests.me, incarnation=peer.incarnation))
-
-    def _send(self, action: Send) -> None:
-        try:
-            self._outbox.send(action.address, action.message)
-        except PeerUnreachableError as error:
-            if isinstance(action.message, Submit):
-                room, now_s = action.message.room, self._clock.now_s()
-                self._perform(self._requests.on_unreachable(room, action.address, str(error), now_s))
 
     def _try_send(self, address: str, message: Message) -> None:
         with contextlib.suppress(PeerUnreachableError):
@@ -251,7 +257,7 @@ class Relay:
             asyncio.get_running_loop().call_later(_FORGET_AFTER_S, self._outbox.forget, peer.address)
 
     def _wake_at(self, when_s: float | None) -> None:
-        """Look at the deadlines then, if not sooner."""
+        """Check the deadlines at this time, if not earlier."""
         if when_s is None:
             return
         loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
-"""One request inside the router: what it asks for, where it runs, its state, its output, and dispatch's actions."""
+"""One request in the router: its parameters, its state, and the actions that follow from it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import StrEnum
 from typing import NewType
 
@@ -15,7 +15,7 @@ from cluster.spec.wire import TokenIds
 from router.page_index import PromptKeys
 
 RequestId = NewType("RequestId", int)
-"""One choice of one prompt in this router: the room of its first attempt."""
+"""Id of one choice of one prompt in this router: the room of its first attempt."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,63 +29,50 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     """Lower values are scheduled earlier."""
     traced: bool = False
-    """Every rank records a trace of it."""
+    """True if every rank records a trace of the request."""
     dp_rank: int | None = None
-    """The DP rank that the client wants; None for any."""
-    session: str = ""
+    """DP rank requested by the client; None for any."""
+    session_id: str = ""
     """The client's name for the conversation; empty for none."""
     page_keys: PromptKeys | None = None
-    """Keys of the prompt's pages; None where no cache may be used."""
+    """Keys of the prompt's pages; None if no cache may be used."""
     shares_prompt: bool = False
-    """True if another choice, opened just before, brings the same prompt to decode."""
+    """True if decode gets the prompt's KV from the choice before this one."""
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One try of a request on one replica of each role, in a room of its own."""
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """The replicas chosen for one attempt of a request."""
 
-    room: Room
     prefill: Peer | None
-    """None where decode computes what it lacks of the prompt."""
+    """None if decode computes the uncached part of the prompt."""
     decode: Peer
     cached_tokens: int = 0
     """Prompt tokens that prefill is expected to find in its cache."""
-    prompt_of: Room | None = None
-    """The attempt of another choice, on the same decode replica, that brings the prompt."""
-
-    @property
-    def computes(self) -> Peer | None:
-        """The replica that computes the prompt; None where another choice brings it."""
-        return (self.prefill or self.decode) if self.prompt_of is None else None
-
-    @property
-    def peers(self) -> list[Peer]:
-        """Every replica at work, decode last."""
-        return [self.decode] if self.prefill is None else [self.prefill, self.decode]
 
 
-Pick = Callable[[GenerateRequest, Room, frozenset[Peer], float], Attempt | None]
+Pick = Callable[[GenerateRequest, Room, frozenset[Peer], float], Placement | None]
 """(request, room of the attempt, replicas to avoid if others are ready, time) -> None if a role has no replica."""
 
 
 class RequestPhase(StrEnum):
-    BETWEEN = "between"
-    """No attempt is under way: the last one failed, and the next one is due later."""
+    PENDING = "pending"
+    """No attempt is running: the first one has not started, or a retry is due later."""
     WAITING = "waiting"
-    """The replicas have the Submit; no token has come yet."""
+    """The replicas have the Submit; no token has arrived."""
     STREAMING = "streaming"
     """Decode sends tokens; prefill is done."""
     FINISHED = "finished"
     FAILED = "failed"
-    """The answer will not be complete; the client gets the reason."""
+    """The answer is incomplete; the client is told why."""
     CANCELLED = "cancelled"
 
 
 ENDS = frozenset({RequestPhase.FINISHED, RequestPhase.FAILED, RequestPhase.CANCELLED})
 
 MOVES: Moves[RequestPhase] = {
-    RequestPhase.BETWEEN: ENDS | {RequestPhase.WAITING},
-    RequestPhase.WAITING: ENDS | {RequestPhase.STREAMING, RequestPhase.BETWEEN},
-    RequestPhase.STREAMING: ENDS | {RequestPhase.BETWEEN},
+    RequestPhase.PENDING: ENDS | {RequestPhase.WAITING},
+    RequestPhase.WAITING: ENDS | {RequestPhase.STREAMING, RequestPhase.PENDING},
+    RequestPhase.STREAMING: ENDS | {RequestPhase.PENDING},
     RequestPhase.FINISHED: frozenset(),
     RequestPhase.FAILED: frozenset(),
     RequestPhase.CANCELLED: frozenset(),
@@ -98,73 +85,73 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
     request_id: RequestId
     request: GenerateRequest
     deadline_s: float
-    phase: RequestPhase = RequestPhase.BETWEEN
-    attempt: Attempt | None = None
-    given: list[int] = msgspec.field(default_factory=list)
-    """Tokens that the client has been given."""
+    phase: RequestPhase = RequestPhase.PENDING
+    submit: Submit | None = None
+    """Message that started the current attempt; None in phase PENDING."""
+    cached_tokens: int = 0
+    """Prompt tokens that prefill is expected to find in its cache."""
+    output_ids: list[int] = msgspec.field(default_factory=list)
+    """Tokens sent to the client, by all attempts."""
     avoided: set[Peer] = msgspec.field(default_factory=set)
     num_retries: int = 0
-    heard_s: float = 0.0
-    """Time when the current attempt began, or gave its newest tokens."""
+    last_output_s: float = 0.0
+    """Time of the current attempt's newest output, or of its start."""
     due_s: float = 0.0
-    """Time of the next attempt, in phase BETWEEN."""
+    """Time of the next attempt, in phase PENDING."""
     reason: str = ""
+    """Why the last attempt failed."""
 
     @property
     def peers(self) -> list[Peer]:
-        """Replicas of the current attempt."""
-        return self.attempt.peers if self.attempt is not None else []
+        return peers_of(self.submit) if self.submit is not None else []
 
     @property
-    def awaited(self) -> list[Peer]:
-        """Replicas that have not done their part."""
+    def waiting_for(self) -> list[Peer]:
+        """Replicas that have not finished their part."""
         return self.peers if self.phase is RequestPhase.WAITING else self.peers[-1:]
 
     @property
     def prefill_len(self) -> int:
-        """Tokens that prefill is expected to compute; known until the first one comes back."""
-        assert self.attempt is not None
-        return len(self.request.prompt_ids) + len(self.given) - self.attempt.cached_tokens
+        """Tokens that prefill is expected to compute; valid until the first one arrives."""
+        return len(self.request.prompt_ids) + len(self.output_ids) - self.cached_tokens
 
     @property
     def decode_len(self) -> int:
-        """Most tokens that decode keeps for this request alone."""
-        assert self.attempt is not None
-        prompt_len = len(self.request.prompt_ids) if self.attempt.prompt_of is None else 0
-        return self.request.stopping.max_tokens + prompt_len
+        """Maximum number of tokens that decode stores for this request alone."""
+        is_sharing = self.submit is not None and self.submit.prompt_of is not None
+        return self.request.stopping.max_tokens + (0 if is_sharing else len(self.request.prompt_ids))
 
     @property
-    def awaits(self) -> str:
-        """The event that is due next, and from whom, for an error message."""
-        if self.attempt is None:
+    def status(self) -> str:
+        """The event that is due next, for an error message."""
+        if self.submit is None:
             return f"waited for another attempt after {self.reason}"
-        names = " and ".join(peer.replica for peer in self.awaited)
-        return f"waited for token {len(self.given)} from {names}"
+        names = " and ".join(peer.replica for peer in self.waiting_for)
+        return f"waited for token {len(self.output_ids)} from {names}"
 
     def is_decode(self, replica: ReplicaId, incarnation: Incarnation) -> bool:
-        """Return whether this start of a replica decodes the request; asked for every token."""
-        decode = self.attempt.decode if self.attempt is not None else None
+        """Return whether this incarnation of a replica decodes the request; called for every token."""
+        decode = self.submit.decode if self.submit is not None else None
         return decode is not None and decode.replica == replica and decode.incarnation == incarnation
 
     @property
     def wake_at_s(self) -> float:
-        """Return when time alone changes something."""
-        return min(self.due_s, self.deadline_s) if self.phase is RequestPhase.BETWEEN else self.deadline_s
+        return min(self.due_s, self.deadline_s) if self.phase is RequestPhase.PENDING else self.deadline_s
 
-    def submit(self, attempt: Attempt, router: Peer) -> Submit:
+    def make_submit(self, room: Room, placement: Placement, prompt_of: Room | None, router: Peer) -> Submit:
         request, sampling = self.request, self.request.sampling
-        if self.given:  # the client got the prompt's log-probabilities with the first of them
+        if self.output_ids:  # the client received the prompt's log-probabilities with the first token
             sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
         return Submit(
-            room=attempt.room,
-            prompt_ids=request.prompt_ids + self.given if self.given else request.prompt_ids,
-            num_given=len(self.given),
+            room=room,
+            prompt_ids=request.prompt_ids + self.output_ids if self.output_ids else request.prompt_ids,
+            num_given=len(self.output_ids),
             sampling=sampling,
             stopping=request.stopping,
-            prefill=attempt.prefill,
-            decode=attempt.decode,
+            prefill=placement.prefill,
+            decode=placement.decode,
             router=router,
-            prompt_of=attempt.prompt_of,
+            prompt_of=prompt_of,
             cache_salt=request.cache_salt,
             priority=request.priority,
             traced=request.traced,
@@ -172,94 +159,91 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
         )
 
     def problem(self, output: Output) -> str | None:
-        """Return why these tokens cannot follow the ones before; None when they can."""
-        end, max_tokens = output.first_index + len(output.token_ids), self.request.stopping.max_tokens
-        if output.first_index > len(self.given):
-            return f"output {len(self.given)} is missing; {output.first_index} came next"
-        if output.first_index < len(self.given):
-            known = self.given[output.first_index : end]
-            if known != output.token_ids[: len(known)]:
-                return f"output {output.first_index} was sent again with other tokens"
+        """Return why an output is invalid after the earlier ones; None if it is valid."""
+        num_sent, max_tokens = len(self.output_ids), self.request.stopping.max_tokens
+        end = output.first_index + len(output.token_ids)
+        if output.first_index > num_sent:
+            return f"output {num_sent} is missing; {output.first_index} came next"
+        known = self.output_ids[output.first_index : end]
+        if known != output.token_ids[: len(known)]:
+            return f"output {output.first_index} was sent again with other tokens"
         if end > max_tokens:
             return f"{end} tokens came, at most {max_tokens} were requested"
-        if output.finish is not None and end < len(self.given):
-            return f"the answer ended at {end} tokens, but {len(self.given)} came before"
+        if output.finish is not None and end < num_sent:
+            return f"the answer ended at {end} tokens, but {num_sent} came before"
         if self.request.sampling.num_logprobs is not None and len(output.logprobs) != len(output.token_ids):
             return f"{len(output.token_ids)} tokens came with log-probabilities of {len(output.logprobs)}"
         return None
 
 
+def peers_of(submit: Submit) -> list[Peer]:
+    """Return the replicas that get this message, decode last."""
+    return [submit.decode] if submit.prefill is None else [submit.prefill, submit.decode]
+
+
 class Cause(StrEnum):
     REFUSED = "refused"
-    """A replica cannot do it; another attempt would fail too."""
+    """A replica cannot serve the request; another attempt would fail too."""
     REPLICA_FAILED = "replica_failed"
     """A replica failed; another attempt may succeed."""
     REPLICA_LOST = "replica_lost"
     NO_REPLICA = "no_replica"
-    """An attempt failed, and a role has no replica left for another one."""
+    """An attempt failed, and no replica of a role is left for another one."""
     TIMED_OUT = "timed_out"
     STOPPED = "stopped"
     BROKEN_OUTPUT = "broken_output"
     """Tokens are missing, repeated differently, or too many."""
 
 
-class OutputChunk(msgspec.Struct):
-    """Tokens of one choice on their way to its client: first a batch, then token by token with their text."""
+class StartAttempt(msgspec.Struct, frozen=True, kw_only=True):
+    """Send a Submit to its replicas."""
 
-    request_id: RequestId = RequestId(0)
-    """Set until the chunk reaches its answer."""
-    token_ids: Sequence[int] = ()
+    request_id: RequestId
+    submit: Submit
+
+
+class SendMessage(msgspec.Struct, frozen=True, kw_only=True):
+    address: str
+    message: Cancel | Inquire
+
+
+class OutputBatch(msgspec.Struct, kw_only=True):
+    """Give a client the next tokens of one choice."""
+
+    request_id: RequestId
+    token_ids: list[int]
     finish: FinishReason | None = None
     """Set with the last tokens."""
-    logprobs: Sequence[TokenLogprobs] = ()
-    """One entry a token, where requested."""
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
-    """One entry for every prompt token but the first, where requested; with the first tokens."""
+    logprobs: list[TokenLogprobs] = []
+    """One entry per token, if requested."""
+    prompt_logprobs: list[TokenLogprobs] = []
+    """One entry for every prompt token but the first, if requested; with the first tokens."""
     cached: CachedTokens = CachedTokens()
     """Set with the first tokens."""
     phases: PhaseTimes | None = None
-    """The replicas' times before the first tokens; set with those."""
-    index: int = 0
-    """The choice of its response, from 0."""
-    text: str = ""
-    """May come later than its tokens, never earlier."""
-    offsets: Sequence[int] = ()
-    """Characters of the answer before each token."""
-    stopped_by: str | int | None = None
-    """The stop string, or the stop token named by the request, that ended the answer; with the last token."""
+    """Time of each phase up to the first tokens; set with those."""
 
-    def append(self, later: "OutputChunk") -> None:
-        """Add the tokens that follow, before anything has text."""
-        assert isinstance(self.token_ids, list)
+    def append(self, later: "OutputBatch") -> None:
+        """Add the tokens that follow."""
         self.token_ids += later.token_ids
         self.finish = later.finish
-        if later.logprobs:
-            assert isinstance(self.logprobs, list)
-            self.logprobs += later.logprobs
-        if later.prompt_logprobs:
-            self.prompt_logprobs = later.prompt_logprobs
+        self.logprobs += later.logprobs
+        self.prompt_logprobs += later.prompt_logprobs
 
 
-class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True):
-    request_id: RequestId
-    attempt: Attempt
-
-
-class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    until_s: float
-
-
-class Send(msgspec.Struct, frozen=True, kw_only=True):
-    address: str
-    message: Submit | Cancel | Inquire
-
-
-class Fail(msgspec.Struct, frozen=True, kw_only=True):
-    """Report to the client that there will be no (more) answer."""
+class FailRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Tell the client that its answer will not be complete."""
 
     request_id: RequestId
     cause: Cause
     reason: str
 
 
-Action = AttemptStarted | Wait | Send | OutputChunk | Fail
+class WakeAt(msgspec.Struct, frozen=True, kw_only=True):
+    """Call ``RequestTable.expire`` at this time."""
+
+    time_s: float
+
+
+Action = StartAttempt | SendMessage | OutputBatch | FailRequest | WakeAt
+"""Instruction of a ``RequestTable`` to the loop around it."""

@@ -1,4 +1,4 @@
-"""Text of answers: from tokens (whole characters, stop strings cut off), and in pieces, split at markers."""
+"""Text of answers: detokenized in whole characters, cut at stop strings, and split at markers."""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +7,6 @@ import msgspec
 
 from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.tokenizer import Detokenizer, Tokenizer
-from router.request import OutputChunk
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_PREFIX = "\u2581"
@@ -15,19 +14,39 @@ _WORD_PREFIX = "\u2581"
 
 
 class TextRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules for the text of an answer, and for its end."""
+    """Rules for an answer's text and where it ends."""
 
     stops: Sequence[str] = ()
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens whose text is not shown when they end the answer."""
+    """Tokens whose text is hidden when they end the answer."""
     asked_stop_ids: frozenset[int] = frozenset()
     """Stop tokens that the request named, and that the answer reports."""
     include_stop: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
-    """Stop strings in the text of earlier tokens do not count."""
+    """Stop strings are ignored in the text of earlier tokens."""
     prompt_only: bool = False
-    """True if the answer is not shown: max_tokens is 0, but one token is the minimum."""
+    """True if the answer is hidden because max_tokens is 0; replicas generate at least one token."""
+
+
+class OutputChunk(msgspec.Struct, kw_only=True):
+    """One token of a choice with its text."""
+
+    index: int = 0
+    """Index of the choice in its response."""
+    text: str = ""
+    """Never earlier than its tokens, but possibly later."""
+    token_ids: Sequence[int] = ()
+    finish: FinishReason | None = None
+    """Set with the last token."""
+    logprobs: Sequence[TokenLogprobs] = ()
+    """One entry per token, if requested."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """One entry for every prompt token but the first, if requested; with the first token."""
+    offsets: Sequence[int] = ()
+    """Number of characters before each token in the answer."""
+    stopped_by: str | int | None = None
+    """Stop string, or requested stop token, that ended the answer; with the last token."""
 
 
 def join(chunks: Sequence[OutputChunk]) -> OutputChunk:
@@ -46,17 +65,17 @@ def join(chunks: Sequence[OutputChunk]) -> OutputChunk:
 
 
 class MarkerScanner:
-    """Passes text on up to the first of some markers."""
+    """Splits a text, given in pieces, at the first of several markers."""
 
     def __init__(self, *markers: str) -> None:
         assert all(markers), "an empty marker is everywhere"
         self._markers = markers
         self._held = ""
         self.hit: str | None = None
-        """The marker that came last."""
+        """The last marker found."""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text before the first marker, and the text after it; None until one has come."""
+        """Return the text before the first marker, and the text after it, or None if no marker is complete."""
         if not self._markers:
             return text, None
         held = self._held + text
@@ -74,21 +93,20 @@ class MarkerScanner:
         return held
 
     def _num_suspect(self, text: str) -> int:
-        """Return the length of the longest ending that begins a marker."""
+        """Return the length of the longest suffix that is a marker's prefix."""
         longest = min(len(text), max(map(len, self._markers)) - 1)
         lengths = range(longest, 0, -1)
         return next((n for n in lengths if any(marker.startswith(text[-n:]) for marker in self._markers)), 0)
 
 
 class Trimmer:
-    """Drops the white space at the beginning of a text, and holds back that at its end."""
+    """Strips leading white space from a text given in pieces, and holds back trailing white space."""
 
     def __init__(self, *, keeps_start: bool = False) -> None:
         self._begun = keeps_start
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Return what is certainly not at the end."""
         self._held += text
         if not self._begun:
             self._held = self._held.lstrip()
@@ -111,14 +129,14 @@ class AnswerText:
         self._rules = rules
         self._num_tokens = 0
         self._num_chars = 0
-        """Length of the text so far, including what is held back and the stop string."""
+        """Length of the text so far, including held-back text and the stop string."""
         self._unfinished_from = 0
-        """Length of the text before an incomplete character, if there is one."""
+        """Length of the text before an incomplete character."""
 
     def push(
         self, token_ids: Sequence[int], finish: FinishReason | None, logprobs: Sequence[TokenLogprobs] = ()
     ) -> list[OutputChunk]:
-        """Return a chunk for every token, up to the one that completes a stop string; ``finish`` is the last one's."""
+        """Return a chunk for every token, up to the one that completes a stop string."""
         if self._rules.prompt_only:
             return [OutputChunk(index=self._index, finish=FinishReason.LENGTH)] if finish is not None else []
         chunks, last = [], len(token_ids) - 1
@@ -143,12 +161,11 @@ class AnswerText:
         return chunks
 
     def _stopped_by(self, last_token_id: int, end: FinishReason) -> str | int | None:
-        """Return the stop string or requested stop token that ended the answer."""
         is_asked = end is FinishReason.STOP and last_token_id in self._rules.asked_stop_ids
         return last_token_id if is_asked and self._scanner.hit is None else self._scanner.hit
 
     def _offset(self, token_id: int) -> int:
-        """Return the length of the text before the character that the next token's first byte belongs to."""
+        """Return the offset in the text of the character to which the token's first byte belongs."""
         held = self._detokenizer.held_text
         if not held:
             self._unfinished_from = self._num_chars
@@ -157,7 +174,7 @@ class AnswerText:
         return self._unfinished_from
 
     def _take(self, token_id: int, finish: FinishReason | None) -> tuple[str, FinishReason | None]:
-        """Return what one token shows, and why the text ends with it, if it does."""
+        """Return the text that one token completes, and the finish reason if the text ends there."""
         self._num_tokens += 1
         stops = finish is FinishReason.STOP and token_id in self._rules.stop_token_ids
         text = self._scan(self._detokenizer.push(token_id)) if self._rules.include_stop or not stops else ""
@@ -179,12 +196,12 @@ class AnswerText:
 
 
 def _continues_character(token: bytes) -> bool:
-    """Return whether a token begins inside a UTF-8 character, or has no bytes."""
+    """Return whether a token starts inside a UTF-8 character, or is empty."""
     return not token or token[0] & 0xC0 == 0x80
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return a token's text; U+FFFD for bytes that are no character by themselves."""
+    """Return a token's text, with U+FFFD for incomplete characters."""
     text = tokenizer.decode([token_id], skip_special_tokens=False)
     # Decoders drop the space before the first word of a text.
     is_word = tokenizer.token_of(token_id).startswith(_WORD_PREFIX)
@@ -192,7 +209,7 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """Return a token's bytes; joined over all tokens they are the text's."""
+    """Return a token's bytes; those of all tokens make up the text's UTF-8."""
     text = token_text(tokenizer, token_id)
     if "\ufffd" not in text:
         return text.encode()

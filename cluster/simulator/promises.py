@@ -23,7 +23,6 @@ from cluster.spec.messages import (
 from cluster.spec.transfer_messages import Done, Drained, Refused, Result, Revoke, Ticket
 from router.directory import Directory
 from router.picker import Picker
-from router.request import Send
 from workers.scheduler.replica_leader import ReplicaLeader
 
 if TYPE_CHECKING:
@@ -70,14 +69,13 @@ class Duties:
         """Targets by attempt: addresses that have neither done their part nor been told to stop."""
         self._submits: dict[Room, Submit] = {}
 
-    def note_sent(self, send: Send) -> None:
+    def note_sent(self, address: str, message: Message) -> None:
         """Record a message with which the router starts or stops a target."""
-        message = send.message
         if isinstance(message, Submit):
             self._submits[message.room] = message
-            self._at_work.setdefault(message.room, set()).add(send.address)
+            self._at_work.setdefault(message.room, set()).add(address)
         elif isinstance(message, Cancel):
-            self._drop(message.room, send.address)
+            self._drop(message.room, address)
 
     def note_heard(self, message: Output | Failure) -> None:
         """Record a message with which a target ends its part."""

@@ -11,7 +11,7 @@ from cluster.simulator.world import HOME, Process, Surroundings
 from cluster.spec.clock import LEASE_S
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import ROUTER, Incarnation, Peer, Role, Room
-from cluster.spec.messages import Failure, Inquire, KvEvents, Message, Output, Submit
+from cluster.spec.messages import Failure, Inquire, KvEvents, Message, Output
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.wire import TokenIds
@@ -21,14 +21,15 @@ from router.page_index import PromptKeys
 from router.picker import POLICIES, Picker
 from router.request import (
     Action,
-    AttemptStarted,
     Cause,
-    Fail,
+    FailRequest,
     GenerateRequest,
-    OutputChunk,
+    OutputBatch,
     RequestId,
-    Send,
-    Wait,
+    SendMessage,
+    StartAttempt,
+    WakeAt,
+    peers_of,
 )
 
 _LOOK_S = 0.25
@@ -129,7 +130,7 @@ class RouterProcess(Process):
             prompt_ids=prompt_ids,
             sampling=Sampling(),
             stopping=Stopping(max_tokens=ask.max_tokens),
-            session=self.around.random.choice(_SESSIONS),
+            session_id=self.around.random.choice(_SESSIONS),
             dp_rank=ask.dp_rank,
             page_keys=PromptKeys(prompt_ids, PAGE_SIZE, "") if self._picker.prefix_roles else None,
         )
@@ -140,35 +141,38 @@ class RouterProcess(Process):
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
-                case Send():
-                    if isinstance(action.message, Submit):
-                        self.around.submits[action.message.room] = action.message
-                    self._duties.note_sent(action)
+                case StartAttempt():
+                    submit, peers = action.submit, peers_of(action.submit)
+                    names = (peer.replica for peer in peers)
+                    self.around.trace.add("request", action.request_id, "in room", submit.room, "of", *names)
+                    self.around.submits[submit.room] = submit
+                    for peer in peers:
+                        self._duties.note_sent(peer.address, submit)
+                        self.send(peer.address, submit)
+                case SendMessage():
+                    self._duties.note_sent(action.address, action.message)
                     self.send(action.address, action.message)
-                case AttemptStarted():
-                    names = (peer.replica for peer in action.attempt.peers)
-                    self.around.trace.add("request", action.request_id, "in room", action.attempt.room, "of", *names)
-                case Wait():
+                case WakeAt():
                     pass  # deadlines are checked often enough
-                case OutputChunk():
+                case OutputBatch():
                     self._pass_on(action)
-                case Fail():
+                case FailRequest():
                     if action.cause is Cause.TIMED_OUT and self.around.scenario.is_lossy:
                         raise Violation(f"a deadline ended a request that replicas could have served: {action.reason}")
                     self._finish(action.request_id, End.FAILED, f"{action.cause}: {action.reason}")
         self.requests.check_integrity()
         self._duties.check(self.requests.is_under_way)
 
-    def _pass_on(self, chunk: OutputChunk) -> None:
-        client = self._clients[chunk.request_id]
+    def _pass_on(self, batch: OutputBatch) -> None:
+        client = self._clients[batch.request_id]
         enough = client.ask.enough
-        wanted = chunk.token_ids if enough is None else chunk.token_ids[: enough - len(client.tokens)]
+        wanted = batch.token_ids if enough is None else batch.token_ids[: enough - len(client.tokens)]
         client.take(wanted)
-        if chunk.finish is not None:
-            self._finish(chunk.request_id, End.FINISHED)
+        if batch.finish is not None:
+            self._finish(batch.request_id, End.FINISHED)
         elif len(client.tokens) == enough:
-            self._perform(self.requests.on_enough(chunk.request_id))
-            self._finish(chunk.request_id, End.FINISHED)
+            self._perform(self.requests.on_enough(batch.request_id))
+            self._finish(batch.request_id, End.FINISHED)
 
     def _finish(self, request_id: RequestId, end: End, reason: str = "") -> None:
         self.around.trace.add("request", request_id, end, reason)

@@ -30,9 +30,9 @@ from router.connection import EventStream, JsonAnswer, unless_client_leaves
 from router.errors import ApiError, ClientLeftError
 from router.key_ring import ApiKey
 from router.records import TRACEPARENT, FinishedRequest
-from router.request import GenerateRequest, OutputChunk
+from router.request import GenerateRequest
 from router.service import Service
-from router.text import AnswerText, TextRules
+from router.text import AnswerText, OutputChunk, TextRules
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -108,7 +108,7 @@ def _make_job(
     """Combine prompts, body and headers; every choice of every prompt becomes a request of its own."""
     session = session_of(request, body.others if session_fields is None else session_fields)
     priority, dp_rank = priority_of(request, body.priority), dp_rank_of(request, service.config, body)
-    ours = [msgspec.structs.replace(one, session=session, priority=priority, dp_rank=dp_rank) for one in requests]
+    ours = [msgspec.structs.replace(one, session_id=session, priority=priority, dp_rank=dp_rank) for one in requests]
     return Job(
         caller=caller_of(request),
         requests=[choice for one in ours for choice in choices_of(one, body.num_choices)],
@@ -150,7 +150,7 @@ async def opened(service: Service, job: Job) -> AsyncGenerator[Answer, None]:
         with await service.gate.enter(open_answer, min(request.priority for request in job.requests)) as answer:
             answer.opened_s = service.relay.now_s()
             answer.queue_s = answer.opened_s - begun_s
-            service.metrics.queue_s.note(answer.queue_s)
+            service.metrics.queue_s.observe(answer.queue_s)
             span = None
             if service.tracing is not None:
                 span = service.tracing.begin(job.traceparent, job.arrived_s)
@@ -210,13 +210,13 @@ class Chunks:
         if not (batches := await self._answer.receive()):
             raise StopAsyncIteration
         waiting: list[OutputChunk] = []
-        for batch in batches:
-            chunks = self._texts[batch.index].push(batch.token_ids, batch.finish, batch.logprobs)
+        for index, batch in batches:
+            chunks = self._texts[index].push(batch.token_ids, batch.finish, batch.logprobs)
             if batch.prompt_logprobs and chunks:
                 chunks[0].prompt_logprobs = batch.prompt_logprobs
             waiting += chunks
             if batch.finish is None and chunks and chunks[-1].finish is not None:
-                self._answer.enough(batch.index)
+                self._answer.enough(index)
         return waiting
 
 

@@ -13,8 +13,7 @@ from router.api.responses import (
     PromptLogprobs,
     TokenLogprob,
 )
-from router.request import OutputChunk
-from router.text import AnswerText, TextRules, join, token_bytes, token_text
+from router.text import AnswerText, OutputChunk, TextRules, join, token_bytes, token_text
 
 _LEAST = -9999.0
 """Stands for minus infinity, which JSON cannot write."""

@@ -14,8 +14,8 @@ from router.api.response_request import SEALED_THOUGHTS, Reasoning, ResponseRequ
 from router.api.responses import ChosenLogprob, PromptTokensDetails, Usage
 from router.errors import RequestFailedError
 from router.message import MessageEvent, MessageReader, Thought, new_call_id
-from router.request import OutputChunk
 from router.service import Service
+from router.text import OutputChunk
 from router.tool_calls.parsers import Argued, CallBegun, Said
 
 _encoder = msgspec.json.Encoder()

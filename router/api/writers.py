@@ -38,9 +38,8 @@ from router.api.responses import (
 from router.connection import event
 from router.errors import RequestFailedError
 from router.message import CallPart, MessagePart, MessageReader, NewReader
-from router.request import OutputChunk
 from router.service import Service
-from router.text import join
+from router.text import OutputChunk, join
 
 _encode_json = msgspec.json.Encoder().encode
 

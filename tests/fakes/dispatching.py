@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 from cluster.spec.config import RouterConfig
 from cluster.spec.ids import ROUTER, Incarnation, Peer, Room
-from cluster.spec.messages import Cancel, Failure, Output
+from cluster.spec.messages import Cancel, Failure, Output, Submit
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
 from cluster.spec.wire import TokenIds
 from router.directory import Breakers, LoadBook
 from router.dispatch import RequestTable
-from router.request import Action, Attempt, GenerateRequest, RequestId, Send
+from router.request import Action, GenerateRequest, Placement, RequestId, SendMessage, StartAttempt, peers_of
 from tests.fakes.bootstrap import peer_of
 
 PREFILL, DECODE = peer_of("prefill-0"), peer_of("decode-0")
@@ -19,18 +19,18 @@ NOW = 5.0
 ASK = GenerateRequest(prompt_ids=TokenIds.of([1, 2, 3]), sampling=Sampling(), stopping=Stopping(max_tokens=4))
 
 
-def attempt_in(room: int, decode: Peer = DECODE, cached_tokens: int = 0) -> Attempt:
-    return Attempt(room=Room(room), prefill=PREFILL, decode=decode, cached_tokens=cached_tokens)
+def on(decode: Peer = DECODE, cached_tokens: int = 0) -> Placement:
+    return Placement(prefill=PREFILL, decode=decode, cached_tokens=cached_tokens)
 
 
-def make(*picks: Attempt | None, max_retries: int = 0, avoided: list[frozenset[Peer]] | None = None) -> RequestTable:
-    """Make one whose attempts are these, and then always on the same pair; ``avoided`` collects what each avoids."""
+def make(*picks: Placement | None, max_retries: int = 0, avoided: list[frozenset[Peer]] | None = None) -> RequestTable:
+    """Make a table that gets these picks, then the same pair for ever; ``avoided`` collects what each pick avoids."""
     rooms, coming = itertools.count(1), iter(picks)
 
-    def pick(_ask: GenerateRequest, room: Room, shunned: frozenset[Peer], _now_s: float) -> Attempt | None:
+    def pick(_ask: GenerateRequest, _room: Room, shunned: frozenset[Peer], _now_s: float) -> Placement | None:
         if avoided is not None:
             avoided.append(shunned)
-        return next(coming, attempt_in(room))
+        return next(coming, on())
 
     config, breakers = RouterConfig(max_retries=max_retries), Breakers(max_failures=2)
     return RequestTable(ME, config, LoadBook(), breakers, pick, lambda: Room(next(rooms)), retry_backoff_s=2.0)
@@ -58,12 +58,18 @@ def failure(room: int, peer: Peer, retryable: bool = True) -> Failure:
     )
 
 
-def cancel(room: int, peer: Peer) -> Send:
-    return Send(address=peer.address, message=Cancel(room=Room(room), incarnation=peer.incarnation))
+def cancel(room: int, peer: Peer) -> SendMessage:
+    return SendMessage(address=peer.address, message=Cancel(room=Room(room), incarnation=peer.incarnation))
 
 
-def sends_of(actions: Sequence[Action]) -> list[Send]:
-    return [action for action in actions if isinstance(action, Send)]
+def started_of(actions: Sequence[Action]) -> Submit:
+    """Return the Submit of the only attempt that starts."""
+    (submit,) = [action.submit for action in actions if isinstance(action, StartAttempt)]
+    return submit
+
+
+def peers_started(actions: Sequence[Action]) -> list[Peer]:
+    return peers_of(started_of(actions))
 
 
 def assert_empty(dispatch: RequestTable) -> None:

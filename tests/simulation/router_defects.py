@@ -13,7 +13,7 @@ from cluster.spec.messages import KvEvents, Submit
 from router.directory import Breakers, LoadBook
 from router.dispatch import RequestTable
 from router.page_index import PageIndex
-from router.request import Action, Attempt, Pick, RequestId, RequestState
+from router.request import Action, Pick, Placement, RequestId, RequestState
 
 Patch = pytest.MonkeyPatch
 
@@ -50,22 +50,22 @@ def ignore_gaps_in_kv_events(patch: Patch) -> None:
 
 def continue_at_output_0(patch: Patch) -> None:
     """What the client has is sent as a longer prompt: output positions begin anew."""
-    submit = RequestState.submit
+    make = RequestState.make_submit
 
-    def submit_as_prompt(self: RequestState, attempt: Attempt, router: Peer) -> Submit:
-        return replace(submit(self, attempt, router), num_given=0)
+    def submit_as_prompt(self: RequestState, *others: Any) -> Submit:
+        return replace(make(self, *others), num_given=0)
 
-    patch.setattr(RequestState, "submit", submit_as_prompt)
+    patch.setattr(RequestState, "make_submit", submit_as_prompt)
 
 
 def begin_anew_behind_given_tokens(patch: Patch) -> None:
     """A request that goes on elsewhere is sent as it was at first."""
-    submit = RequestState.submit
+    make = RequestState.make_submit
 
-    def submit_first_prompt(self: RequestState, attempt: Attempt, router: Peer) -> Submit:
-        return replace(submit(self, attempt, router), prompt_ids=self.request.prompt_ids)
+    def submit_first_prompt(self: RequestState, *others: Any) -> Submit:
+        return replace(make(self, *others), prompt_ids=self.request.prompt_ids)
 
-    patch.setattr(RequestState, "submit", submit_first_prompt)
+    patch.setattr(RequestState, "make_submit", submit_first_prompt)
 
 
 def retry_in_the_same_room(patch: Patch) -> None:
@@ -96,10 +96,10 @@ def retry_where_it_failed(patch: Patch) -> None:
         first = firsts.get(state.request_id) or self._pick(state.request, room, frozenset(), now_s)
         firsts[state.request_id] = first
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(self, "_pick", lambda *_: first and replace(first, room=room))
+            inner.setattr(self, "_pick", lambda *_: first)
             return begin(self, state, room, now_s, *others)
 
-    firsts: dict[RequestId, Attempt | None] = {}
+    firsts: dict[RequestId, Placement | None] = {}
     patch.setattr(RequestTable, "_begin", begin_there)
 
 

@@ -5,10 +5,10 @@ import pytest
 
 from cluster.spec.errors import IllegalTransitionError, move
 from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
-from cluster.spec.messages import Output, Submit
+from cluster.spec.messages import Output
 from cluster.spec.sampling import FinishReason, Sampling, TokenLogprobs
 from router.directory import Load
-from router.request import ENDS, MOVES, Cause, Fail, OutputChunk, RequestPhase, Send
+from router.request import ENDS, MOVES, Cause, FailRequest, OutputBatch, RequestPhase
 from tests.fakes.bootstrap import peer_of
 from tests.fakes.dispatching import (
     ASK,
@@ -17,32 +17,29 @@ from tests.fakes.dispatching import (
     NOW,
     PREFILL,
     assert_empty,
-    attempt_in,
     cancel,
     failure,
     make,
+    on,
     opened,
     output,
-    sends_of,
+    peers_started,
+    started_of,
 )
 
 
-def test_open_sends_the_same_submit_to_both_leaders() -> None:
+def test_open_sends_a_submit_to_both_leaders() -> None:
     dispatch = make()
     room, actions = dispatch.open(ASK, 1.0, NOW)
-    sends = [action for action in actions if isinstance(action, Send)]
-    assert [send.address for send in sends] == [PREFILL.address, DECODE.address]
-    submit = sends[0].message
-    assert sends[1].message == submit
-    assert isinstance(submit, Submit)
+    assert peers_started(actions) == [PREFILL, DECODE]
+    submit = started_of(actions)
     assert (submit.room, submit.router, [*submit.prompt_ids]) == (Room(room), ME, [1, 2, 3])
     assert submit.dp_rank is None
 
 
 def test_the_dp_rank_that_a_client_wants_reaches_the_leaders() -> None:
     _, actions = make().open(msgspec.structs.replace(ASK, dp_rank=1), 1.0, NOW)
-    messages = [action.message for action in actions if isinstance(action, Send)]
-    assert [message.dp_rank for message in messages if isinstance(message, Submit)] == [1, 1]
+    assert started_of(actions).dp_rank == 1
 
 
 def test_load_is_counted_until_it_is_done() -> None:
@@ -58,7 +55,7 @@ def test_load_is_counted_until_it_is_done() -> None:
 
 
 def test_what_prefill_has_cached_is_no_load() -> None:
-    dispatch = make(attempt_in(1, cached_tokens=2))
+    dispatch = make(on(cached_tokens=2))
     room, _ = dispatch.open(ASK, 1.0, NOW)
     assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=1)
     dispatch.check_integrity()
@@ -71,14 +68,13 @@ def test_a_further_choice_goes_to_decode_alone_and_counts_its_answer_there() -> 
     dispatch = make()
     first = opened(dispatch)
     room, actions = dispatch.open(ASK, 1.0, NOW, prompt_of=first)
-    (send,) = [action for action in actions if isinstance(action, Send)]
-    assert isinstance(send.message, Submit)
-    assert (send.address, send.message.prefill, send.message.prompt_of) == (DECODE.address, None, Room(first))
+    submit = started_of(actions)
+    assert (submit.decode, submit.prefill, submit.prompt_of) == (DECODE, None, Room(first))
     assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=3)
     assert dispatch.load.of(DECODE) == Load(num_requests=2, num_tokens=7 + 4)
     dispatch.check_integrity()
     dispatch.on_output(output(room, 0, 9), NOW)
-    assert [send.address for send in dispatch.on_client_left(room) if isinstance(send, Send)] == [DECODE.address]
+    assert dispatch.on_client_left(room) == [cancel(room, DECODE)]
     assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=3)
     dispatch.on_client_left(first)
     assert_empty(dispatch)
@@ -87,10 +83,8 @@ def test_a_further_choice_goes_to_decode_alone_and_counts_its_answer_there() -> 
 def test_a_further_choice_is_tried_again_with_a_prefill_of_its_own() -> None:
     dispatch = make(max_retries=1)
     room, _ = dispatch.open(ASK, 100.0, NOW, prompt_of=opened(dispatch))
-    sends = sends_of(dispatch.on_failure(failure(room, DECODE), NOW))
-    assert [send.address for send in sends] == [PREFILL.address, DECODE.address]
-    assert isinstance(sends[0].message, Submit)
-    assert (sends[0].message.prefill, sends[0].message.prompt_of) == (PREFILL, None)
+    submit = started_of(dispatch.on_failure(failure(room, DECODE), NOW))
+    assert (submit.prefill, submit.decode, submit.prompt_of) == (PREFILL, DECODE, None)
     assert dispatch.load.of(DECODE) == Load(num_requests=2, num_tokens=14)
     dispatch.check_integrity()
 
@@ -98,9 +92,9 @@ def test_a_further_choice_is_tried_again_with_a_prefill_of_its_own() -> None:
 def test_tokens_come_out_in_order_and_the_last_ends_it() -> None:
     dispatch = make()
     room = opened(dispatch)
-    assert dispatch.on_output(output(room, 0, 9), NOW) == [OutputChunk(request_id=room, token_ids=[9], finish=None)]
+    assert dispatch.on_output(output(room, 0, 9), NOW) == [OutputBatch(request_id=room, token_ids=[9])]
     last = output(room, 1, 8, 7, finish=FinishReason.LENGTH)
-    assert dispatch.on_output(last, NOW) == [OutputChunk(request_id=room, token_ids=[8, 7], finish=FinishReason.LENGTH)]
+    assert dispatch.on_output(last, NOW) == [OutputBatch(request_id=room, token_ids=[8, 7], finish=FinishReason.LENGTH)]
     assert_empty(dispatch)
     assert dispatch.ended[RequestPhase.FINISHED] == 1
 
@@ -110,7 +104,7 @@ def test_an_end_without_tokens() -> None:
     room = opened(dispatch)
     dispatch.on_output(output(room, 0, 9), NOW)
     last = output(room, 1, finish=FinishReason.STOP)
-    assert dispatch.on_output(last, NOW) == [OutputChunk(request_id=room, token_ids=[], finish=FinishReason.STOP)]
+    assert dispatch.on_output(last, NOW) == [OutputBatch(request_id=room, token_ids=[], finish=FinishReason.STOP)]
 
 
 class TestWrongOutputs:
@@ -125,9 +119,7 @@ class TestWrongOutputs:
         dispatch = make()
         room = opened(dispatch)
         dispatch.on_output(output(room, 0, 9, 8), NOW)
-        assert dispatch.on_output(output(room, 1, 8, 7), NOW) == [
-            OutputChunk(request_id=room, token_ids=[7], finish=None)
-        ]
+        assert dispatch.on_output(output(room, 1, 8, 7), NOW) == [OutputBatch(request_id=room, token_ids=[7])]
 
     @pytest.mark.parametrize(
         ("message", "reason"),
@@ -145,7 +137,7 @@ class TestWrongOutputs:
         assert dispatch.on_output(message, NOW) == [
             cancel(room, PREFILL),
             cancel(room, DECODE),
-            Fail(request_id=room, cause=Cause.BROKEN_OUTPUT, reason=reason),
+            FailRequest(request_id=room, cause=Cause.BROKEN_OUTPUT, reason=reason),
         ]
         assert_empty(dispatch)
 
@@ -155,9 +147,9 @@ class TestWrongOutputs:
         told = [TokenLogprobs(logprob=-place, top_ids=[], top_logprobs=[]) for place in range(3)]
         dispatch.on_output(msgspec.structs.replace(output(room, 0, 9, 8), logprobs=told[:2]), NOW)
         (emit,) = dispatch.on_output(msgspec.structs.replace(output(room, 1, 8, 7), logprobs=told[1:]), NOW)
-        assert emit == OutputChunk(request_id=room, token_ids=[7], finish=None, logprobs=[told[2]])
+        assert emit == OutputBatch(request_id=room, token_ids=[7], logprobs=[told[2]])
         fail = dispatch.on_output(output(room, 3, 6), NOW)[-1]
-        assert isinstance(fail, Fail)
+        assert isinstance(fail, FailRequest)
         assert fail.reason == "decode-0: 1 tokens came with log-probabilities of 0"
 
     @pytest.mark.parametrize("peer", [PREFILL, peer_of("decode-0", 2), peer_of("decode-1")])
@@ -197,7 +189,7 @@ def test_no_move_leaves_an_end() -> None:
 
 def test_ids_are_not_confused_between_starts() -> None:
     old, new = peer_of("decode-0", 1), peer_of("decode-0", 2)
-    dispatch = make(*[attempt_in(room, decode) for room, decode in enumerate((old, new), start=1)])
+    dispatch = make(on(old), on(new))
     dispatch.open(ASK, 1.0, NOW)
     dispatch.open(ASK, 1.0, NOW)
     lines = dispatch.load.lines()

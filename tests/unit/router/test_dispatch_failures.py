@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from cluster.spec.ids import Peer, Room
-from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Submit
+from cluster.spec.messages import INQUIRE_EVERY_S, Blame
 from cluster.spec.sampling import FinishReason
 from cluster.spec.tiers import CachedTokens
 from router.directory import BreakerState, Load
-from router.request import Action, AttemptStarted, Cause, Fail, OutputChunk, Wait
+from router.request import Action, Cause, FailRequest, OutputBatch, WakeAt
 from tests.fakes.bootstrap import peer_of
 from tests.fakes.dispatching import (
     ASK,
@@ -16,15 +16,15 @@ from tests.fakes.dispatching import (
     NOW,
     PREFILL,
     assert_empty,
-    attempt_in,
     cancel,
     failure,
     make,
+    on,
     opened,
     output,
-    sends_of,
+    peers_started,
+    started_of,
 )
-from tests.fakes.kinds import all_of
 
 
 class TestFailures:
@@ -33,7 +33,8 @@ class TestFailures:
         dispatch = make()
         room = opened(dispatch)
         reason = f"{failed.replica}: no memory"
-        expected: list[Action] = [cancel(room, other), Fail(request_id=room, cause=Cause.REPLICA_FAILED, reason=reason)]
+        fail = FailRequest(request_id=room, cause=Cause.REPLICA_FAILED, reason=reason)
+        expected: list[Action] = [cancel(room, other), fail]
         assert dispatch.on_failure(failure(room, failed), NOW) == expected
         assert_empty(dispatch)
 
@@ -41,7 +42,7 @@ class TestFailures:
         dispatch = make()
         room = opened(dispatch)
         fail = dispatch.on_failure(failure(room, DECODE, retryable=False), NOW)[-1]
-        assert isinstance(fail, Fail)
+        assert isinstance(fail, FailRequest)
         assert fail.cause is Cause.REFUSED
 
     def test_of_another_start_of_the_replica(self) -> None:
@@ -66,13 +67,13 @@ class TestFailures:
         actions = dispatch.on_lost(lost, NOW)
         assert actions[:2] == [cancel(room, PREFILL), cancel(room, DECODE)]
         reason = f"{lost.replica} was lost before the answer was complete"
-        assert actions[2] == Fail(request_id=room, cause=Cause.REPLICA_LOST, reason=reason)
+        assert actions[2] == FailRequest(request_id=room, cause=Cause.REPLICA_LOST, reason=reason)
         assert_empty(dispatch)
 
     def test_a_submit_that_cannot_be_sent(self) -> None:
         dispatch = make()
         room = opened(dispatch)
-        assert dispatch.on_unreachable(Room(room), DECODE.address, "queue full", NOW)[-1] == Fail(
+        assert dispatch.on_unreachable(Room(room), DECODE.address, "queue full", NOW)[-1] == FailRequest(
             request_id=room, cause=Cause.REPLICA_LOST, reason="queue full"
         )
         assert dispatch.on_unreachable(Room(room), DECODE.address, "queue full", NOW) == []
@@ -84,7 +85,7 @@ class TestFailures:
         assert dispatch.next_deadline_s == 9.0
         assert dispatch.expire(8.9) == []
         fail = dispatch.expire(9.0)[-1]
-        assert isinstance(fail, Fail)
+        assert isinstance(fail, FailRequest)
         assert (fail.request_id, fail.cause) == (early, Cause.TIMED_OUT)
         assert dispatch.is_open(late)
         assert dispatch.next_deadline_s == NOW + INQUIRE_EVERY_S
@@ -92,7 +93,7 @@ class TestFailures:
     def test_stop_fails_all(self) -> None:
         dispatch = make()
         rooms = {opened(dispatch), opened(dispatch)}
-        failed = {action.request_id for action in dispatch.stop() if isinstance(action, Fail)}
+        failed = {action.request_id for action in dispatch.stop() if isinstance(action, FailRequest)}
         assert failed == rooms
         assert_empty(dispatch)
 
@@ -102,31 +103,29 @@ class TestAnotherAttempt:
         avoided: list[frozenset[Peer]] = []
         dispatch = make(max_retries=1, avoided=avoided)
         room = opened(dispatch)
-        first, place, *submits = dispatch.on_failure(failure(room, PREFILL), NOW)
+        first, *others = dispatch.on_failure(failure(room, PREFILL), NOW)
         assert first == cancel(room, DECODE)
-        assert place == AttemptStarted(request_id=room, attempt=attempt_in(2))
-        messages = all_of(Submit, [send.message for send in sends_of(submits)])
-        assert [(message.room, message.num_given) for message in messages] == [(2, 0), (2, 0)]
+        submit = started_of(others)
+        assert (submit.room, submit.num_given) == (2, 0)
         assert avoided == [frozenset(), {PREFILL}]
         assert (dispatch.num_retries, dispatch.num_continuations) == (1, 0)
         dispatch.check_integrity()
 
     def test_it_goes_on_behind_the_tokens_that_the_client_has(self) -> None:
         other = peer_of("decode-1")
-        dispatch = make(attempt_in(1), attempt_in(2, other), max_retries=1)
+        dispatch = make(on(), on(other), max_retries=1)
         room = opened(dispatch)
         dispatch.on_output(output(room, 0, 9, 8), NOW)
         actions = dispatch.on_lost(DECODE, NOW)
         assert actions[:2] == [cancel(room, PREFILL), cancel(room, DECODE)]
-        submit = sends_of(actions[3:])[0].message
-        assert isinstance(submit, Submit)
+        submit = started_of(actions)
         assert (submit.room, [*submit.prompt_ids], submit.num_given) == (2, [1, 2, 3, 9, 8], 2)
         assert (submit.sampling, submit.stopping, submit.decode) == (ASK.sampling, ASK.stopping, other)
         assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=5)
         last = msgspec.structs.replace(output(Room(2), 2, 7, peer=other), cached=CachedTokens(total=4))
-        assert dispatch.on_output(last, NOW) == [OutputChunk(request_id=room, token_ids=[7], finish=None)]
+        assert dispatch.on_output(last, NOW) == [OutputBatch(request_id=room, token_ids=[7])]
         end = output(Room(2), 3, 6, peer=other, finish=FinishReason.LENGTH)
-        assert dispatch.on_output(end, NOW) == [OutputChunk(request_id=room, token_ids=[6], finish=FinishReason.LENGTH)]
+        assert dispatch.on_output(end, NOW) == [OutputBatch(request_id=room, token_ids=[6], finish=FinishReason.LENGTH)]
         assert (dispatch.num_retries, dispatch.num_continuations) == (0, 1)
         assert_empty(dispatch)
 
@@ -153,8 +152,7 @@ class TestAnotherAttempt:
         room = opened(dispatch)
         for number in (room, Room(2)):
             dispatch.on_failure(msgspec.structs.replace(failure(number, DECODE), blame=Blame.NEITHER), NOW)
-        sends = sends_of(dispatch.expire(NOW + 2.0))
-        assert {send.address for send in sends} == {PREFILL.address, DECODE.address}
+        assert peers_started(dispatch.expire(NOW + 2.0)) == [PREFILL, DECODE]
         assert dispatch.breakers.state(DECODE, NOW) is BreakerState.CLOSED
         assert dispatch.breakers.state(PREFILL, NOW) is BreakerState.CLOSED
 
@@ -162,15 +160,15 @@ class TestAnotherAttempt:
         dispatch = make(max_retries=3)
         room = opened(dispatch)
         dispatch.on_failure(failure(room, DECODE), NOW)
-        assert dispatch.on_failure(failure(Room(2), DECODE), 10.0)[-1] == Wait(until_s=12.0)
+        assert dispatch.on_failure(failure(Room(2), DECODE), 10.0)[-1] == WakeAt(time_s=12.0)
         dispatch.check_integrity()
         assert dispatch.load.lines() == {}
         assert dispatch.expire(11.9) == []
-        assert dispatch.expire(12.0)[0] == AttemptStarted(request_id=room, attempt=attempt_in(3))
-        assert dispatch.on_failure(failure(Room(3), DECODE), 20.0)[-1] == Wait(until_s=24.0)
+        assert started_of(dispatch.expire(12.0)).room == Room(3)
+        assert dispatch.on_failure(failure(Room(3), DECODE), 20.0)[-1] == WakeAt(time_s=24.0)
         dispatch.expire(24.0)
         (*_, fail) = dispatch.on_failure(failure(Room(4), DECODE), 30.0)
-        assert fail == Fail(request_id=room, cause=Cause.REPLICA_FAILED, reason="decode-0: no memory")
+        assert fail == FailRequest(request_id=room, cause=Cause.REPLICA_FAILED, reason="decode-0: no memory")
         assert_empty(dispatch)
 
     def test_what_ends_while_it_waits_has_nobody_to_cancel(self) -> None:
@@ -180,15 +178,15 @@ class TestAnotherAttempt:
             dispatch.on_failure(failure(room, DECODE), 10.0)
         assert dispatch.on_client_left(rooms[0]) == []
         (fail,) = dispatch.expire(11.0)
-        assert isinstance(fail, Fail)
+        assert isinstance(fail, FailRequest)
         assert fail.cause is Cause.TIMED_OUT
         assert_empty(dispatch)
 
     def test_the_last_replica_of_a_role_takes_the_request_with_it(self) -> None:
-        dispatch = make(attempt_in(1), None, max_retries=3)
+        dispatch = make(on(), None, max_retries=3)
         room = opened(dispatch)
         reason = "no replica is ready for another attempt: decode-0 was lost before the answer was complete"
-        assert dispatch.on_lost(DECODE, NOW)[-1] == Fail(request_id=room, cause=Cause.NO_REPLICA, reason=reason)
+        assert dispatch.on_lost(DECODE, NOW)[-1] == FailRequest(request_id=room, cause=Cause.NO_REPLICA, reason=reason)
         assert (dispatch.num_retries, dispatch.num_continuations) == (0, 0)
         assert_empty(dispatch)
 
@@ -196,7 +194,6 @@ class TestAnotherAttempt:
         dispatch = make(max_retries=1)
         room = opened(dispatch)
         dispatch.on_output(output(room, 0, 9), NOW)
-        sends = sends_of(dispatch.on_output(output(room, 2, 7), NOW))
-        assert sends[:2] == [cancel(room, PREFILL), cancel(room, DECODE)]
-        assert isinstance(sends[2].message, Submit)
-        assert [*sends[2].message.prompt_ids] == [1, 2, 3, 9]
+        actions = dispatch.on_output(output(room, 2, 7), NOW)
+        assert actions[:2] == [cancel(room, PREFILL), cancel(room, DECODE)]
+        assert [*started_of(actions).prompt_ids] == [1, 2, 3, 9]

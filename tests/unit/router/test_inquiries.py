@@ -3,22 +3,22 @@
 import msgspec
 
 from cluster.spec.ids import Incarnation, Room
-from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Inquire, Submit
-from router.request import Action, Send, Wait
-from tests.fakes.dispatching import ASK, DECODE, ME, NOW, PREFILL, cancel, failure, make, opened, output, sends_of
+from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Inquire
+from router.request import Action, SendMessage, WakeAt
+from tests.fakes.dispatching import ASK, DECODE, ME, NOW, PREFILL, cancel, failure, make, opened, output, started_of
 
 DUE = NOW + INQUIRE_EVERY_S
 
 
 def asked(*rooms: int) -> list[Action]:
     inquire = Inquire(rooms=[*map(Room, rooms)], sender=ME, incarnation=DECODE.incarnation)
-    return [Send(address=DECODE.address, message=inquire)]
+    return [SendMessage(address=DECODE.address, message=inquire)]
 
 
 def test_decode_is_asked_about_all_that_are_silent_until_something_is_heard() -> None:
     dispatch = make()
     first, actions = dispatch.open(ASK, 100.0, NOW)
-    assert actions[-1] == Wait(until_s=DUE)
+    assert actions[-1] == WakeAt(time_s=DUE)
     second = opened(dispatch)
     assert dispatch.next_deadline_s == DUE
     assert dispatch.expire(DUE - 0.1) == []
@@ -32,7 +32,7 @@ def test_a_request_that_has_just_begun_is_not_asked_about() -> None:
     dispatch = make()
     first = opened(dispatch)
     _, actions = dispatch.open(ASK, 100.0, DUE - 1.0)
-    assert not any(isinstance(action, Wait) for action in actions)
+    assert not any(isinstance(action, WakeAt) for action in actions)
     assert dispatch.expire(DUE) == asked(first)
 
 
@@ -41,16 +41,16 @@ def test_the_time_begins_anew_with_the_next_attempt() -> None:
     dispatch.on_client_left(opened(dispatch))
     assert dispatch.next_deadline_s is None
     _, actions = dispatch.open(ASK, 1000.0, 500.0)
-    assert actions[-1] == Wait(until_s=500.0 + INQUIRE_EVERY_S)
+    assert actions[-1] == WakeAt(time_s=500.0 + INQUIRE_EVERY_S)
 
 
 def test_what_decode_does_not_have_goes_on_behind_the_tokens_of_the_client_on_any_pair() -> None:
     dispatch = make(max_retries=1)
     room = opened(dispatch)
     dispatch.on_output(output(room, 0, 9), NOW)
-    sends = sends_of(dispatch.on_failure(msgspec.structs.replace(failure(room, DECODE), blame=Blame.NEITHER), DUE))
-    submits = [send.message for send in sends if isinstance(send.message, Submit)]
-    assert [([*submit.prompt_ids], submit.num_given) for submit in submits] == [([1, 2, 3, 9], 1)] * 2
+    actions = dispatch.on_failure(msgspec.structs.replace(failure(room, DECODE), blame=Blame.NEITHER), DUE)
+    submit = started_of(actions)
+    assert ([*submit.prompt_ids], submit.num_given) == ([1, 2, 3, 9], 1)
     assert dispatch.breakers.allows(DECODE, DUE)
 
 

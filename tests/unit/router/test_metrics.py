@@ -186,7 +186,7 @@ def test_as_prometheus_has_it(values: Sequence[tuple[str, float]]) -> None:
     their_spread = prometheus_client.Histogram("spans", "More help.", ["name"], buckets=_BOUNDS, registry=theirs)
     for name, value in values:
         count.add(value, name)
-        spread.note(value, name)
+        spread.observe(value, name)
         their_count.labels(name).inc(value)
         their_spread.labels(name).observe(value)
     assert _lines(ours) == _lines(theirs)

@@ -11,7 +11,7 @@ from cluster.spec.ids import Peer
 from cluster.spec.kv import page_keys
 from cluster.spec.messages import KvEvents
 from cluster.spec.tiers import Tier
-from router.page_index import KeySet, PageIndex, PromptKeys, Weights
+from router.page_index import KeySet, PageIndex, PromptKeys, TierWeights
 from tests.fakes.bootstrap import peer_of
 
 ONE, OTHER = peer_of("prefill-0"), peer_of("prefill-1")
@@ -97,7 +97,7 @@ def test_memory_is_bounded_over_all_replicas() -> None:
 def test_pages_below_the_device_count_by_where_they_are() -> None:
     index = PageIndex(4)
     index.update([ONE, OTHER], 0.0)
-    weights = Weights(host=0.5, storage=0.25)
+    weights = TierWeights(host=0.5, storage=0.25)
     told = [
         events(0, "a"),
         replace(events(1, "bc"), tier=Tier.HOST),
@@ -105,30 +105,30 @@ def test_pages_below_the_device_count_by_where_they_are() -> None:
         replace(events(1, "abcdef", peer=OTHER), tier=Tier.STORAGE),
     ]
     assert not any(index.on_kv_events(message, 0.0) for message in told)
-    assert index.worth(ONE, keys("abcdef"), weights) == 1 + 2 * 0.5 + 0.25
-    assert index.worth(OTHER, keys("abcdef"), weights) == 4 * 0.25, "more stored pages are kept than may be"
-    assert index.worth(ONE, keys("bx"), weights) == 0.5
+    assert index.weighted_count(ONE, keys("abcdef"), weights) == 1 + 2 * 0.5 + 0.25
+    assert index.weighted_count(OTHER, keys("abcdef"), weights) == 4 * 0.25, "more stored pages are kept than may be"
+    assert index.weighted_count(ONE, keys("bx"), weights) == 0.5
     index.on_kv_events(replace(events(2, removed="b"), tier=Tier.HOST), 0.0)
-    assert index.worth(ONE, keys("abc"), weights) == 1 + 0.25 + 0.5
+    assert index.weighted_count(ONE, keys("abc"), weights) == 1 + 0.25 + 0.5
     index.on_kv_events(events(0), 0.0)
-    assert index.worth(ONE, keys("abc"), weights) == 3 * 0.25
+    assert index.weighted_count(ONE, keys("abc"), weights) == 3 * 0.25
     assert index.count(ONE, keys("abc")) == 0
 
 
 def test_of_stored_pages_those_told_of_or_asked_for_last_are_known() -> None:
-    index, weights = PageIndex(4), Weights(storage=1.0)
+    index, weights = PageIndex(4), TierWeights(storage=1.0)
     index.update([ONE], 0.0)
     told = [
         events(0),
         *(replace(events(number, stored), tier=Tier.STORAGE) for number, stored in ((1, "abcd"), (2, "xy"))),
     ]
     assert not any(index.on_kv_events(message, 0.0) for message in told)
-    assert [index.worth(ONE, keys(prompt), weights) for prompt in ("abcd", "xy")] == [2, 2]
-    assert index.worth(ONE, keys("ab"), weights) == 2
+    assert [index.weighted_count(ONE, keys(prompt), weights) for prompt in ("abcd", "xy")] == [2, 2]
+    assert index.weighted_count(ONE, keys("ab"), weights) == 2
     index.on_kv_events(replace(events(3, "z"), tier=Tier.STORAGE), 0.0)
-    assert [index.worth(ONE, keys(prompt), weights) for prompt in ("ab", "xy", "z")] == [2, 1, 1]
+    assert [index.weighted_count(ONE, keys(prompt), weights) for prompt in ("ab", "xy", "z")] == [2, 1, 1]
     index.on_kv_events(replace(events(4, removed="a"), tier=Tier.STORAGE), 0.0)
-    assert index.worth(ONE, keys("ab"), weights) == 0
+    assert index.weighted_count(ONE, keys("ab"), weights) == 0
 
 
 _KEYS = st.lists(st.binary(min_size=2, max_size=2), max_size=40)

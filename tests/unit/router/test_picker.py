@@ -16,7 +16,7 @@ from cluster.spec.worker_spec import router_shares
 from router.directory import Breakers, BreakerState, Directory, LoadBook
 from router.page_index import PromptKeys
 from router.picker import Picker
-from router.request import Attempt, GenerateRequest
+from router.request import GenerateRequest, Placement
 from tests.fakes.bootstrap import entry_of, peer_of, table_of
 
 ASK = GenerateRequest(prompt_ids=TokenIds.of([1, 2, 3]), sampling=Sampling(), stopping=Stopping(max_tokens=4))
@@ -35,12 +35,12 @@ class Choices:
         )
         self._picker = Picker(config, directory, LoadBook(), self.breakers, random.Random(0))
 
-    def picks(self, *avoided: Peer, now_s: float = 0.0) -> list[Attempt | None]:
+    def picks(self, *avoided: Peer, now_s: float = 0.0) -> list[Placement | None]:
         return [self._picker.pick(ASK, Room(1), frozenset(avoided), now_s) for _ in range(6)]
 
     def names(self, *avoided: Peer, now_s: float = 0.0) -> set[str]:
         picks = self.picks(*avoided, now_s=now_s)
-        return {peer.replica for attempt in picks if attempt is not None for peer in attempt.peers}
+        return {peer.replica for pick in picks if pick for peer in (pick.prefill, pick.decode) if peer}
 
 
 def test_all_are_picked() -> None:
@@ -113,9 +113,9 @@ def test_decode_computes_alone_what_little_its_own_memory_lacks(tier: Tier, *, i
         picker.pages.on_kv_events(events, 0.0)
         events = msgspec.structs.replace(events, number=1, stored=page_keys(prompt, 64, ""), tier=tier)
         picker.pages.on_kv_events(events, 0.0)
-    attempt = picker.pick(ask, Room(1), frozenset(), 0.0)
-    assert attempt is not None
-    assert (attempt.prefill is None) == is_skipped
+    placement = picker.pick(ask, Room(1), frozenset(), 0.0)
+    assert placement is not None
+    assert (placement.prefill is None) == is_skipped
 
 
 def test_several_router_processes_share_the_room_at_each_replica() -> None:

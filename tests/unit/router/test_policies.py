@@ -19,8 +19,8 @@ def candidates_of(*tokens: int, requests: int = 1) -> list[Candidate]:
     ]
 
 
-def inputs_of(number: int = 0, unit: float = 0.0, room: int = 1, session: str = "") -> PickInputs:
-    return PickInputs(number=number, unit=unit, room=Room(room), session=session)
+def inputs_of(number: int = 0, unit: float = 0.0, room: int = 1, session_id: str = "") -> PickInputs:
+    return PickInputs(number=number, unit=unit, room=Room(room), session_id=session_id)
 
 
 def picks(name: PolicyName, candidates: list[Candidate], count: int) -> list[int]:
@@ -116,15 +116,15 @@ def test_follow_room_is_the_rooms_remainder() -> None:
 @given(session=st.text(min_size=1), gone=st.integers(0, 4), tokens=st.lists(st.integers(0, 9), min_size=5, max_size=5))
 def test_a_replica_that_leaves_moves_only_its_own_sessions(session: str, gone: int, tokens: list[int]) -> None:
     candidates, policy = candidates_of(*tokens), POLICIES["session"]
-    before = policy(candidates, inputs_of(session=session))
+    before = policy(candidates, inputs_of(session_id=session))
     rest = [candidate for index, candidate in enumerate(candidates) if index != gone]
-    after = policy(rest, inputs_of(number=3, unit=0.5, room=9, session=session))
+    after = policy(rest, inputs_of(number=3, unit=0.5, room=9, session_id=session))
     assert after == before or before == candidates[gone]
 
 
 def test_sessions_are_spread_and_requests_without_one_go_by_load() -> None:
     candidates, policy = candidates_of(5, 2, 9), POLICIES["session"]
-    homes = Counter(policy(candidates, inputs_of(session=str(i))).peer.replica for i in range(300))
+    homes = Counter(policy(candidates, inputs_of(session_id=str(i))).peer.replica for i in range(300))
     assert all(70 < count < 130 for count in homes.values()), homes
     assert policy(candidates, inputs_of()) == candidates[1]
 
@@ -133,7 +133,7 @@ def test_a_session_stays_when_its_replica_starts_again() -> None:
     policy = POLICIES["session"]
     old, new = ([Candidate(peer=peer_of(f"decode-{i}", start), load=Load()) for i in range(4)] for start in (1, 2))
     for session in map(str, range(20)):
-        chosen = (policy(candidates, inputs_of(session=session)).peer.replica for candidates in (old, new))
+        chosen = (policy(candidates, inputs_of(session_id=session)).peer.replica for candidates in (old, new))
         assert len(set(chosen)) == 1
 
 

@@ -1,4 +1,4 @@
-"""Between inbox and reader: nothing waits, nothing is lost, nothing is reordered."""
+"""Outputs reach the reader of an answer in order and without loss."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ import pytest
 from cluster.spec.sampling import FinishReason
 from router.answer import Answer
 from router.errors import RequestFailedError
-from router.request import Cause, Fail, OutputChunk, RequestId
+from router.request import Cause, FailRequest, OutputBatch, RequestId
 
 
 def answer_of(num_choices: int) -> Answer:
@@ -18,11 +18,11 @@ def answer_of(num_choices: int) -> Answer:
 
 
 def push(answer: Answer, index: int, token_ids: list[int], finish: FinishReason | None = None) -> None:
-    answer.push(chunk(index, token_ids, finish))
+    answer.push(index, batch(token_ids, finish))
 
 
-def chunk(index: int, token_ids: list[int], finish: FinishReason | None = None) -> OutputChunk:
-    return OutputChunk(index=index, token_ids=token_ids, finish=finish)
+def batch(token_ids: list[int], finish: FinishReason | None = None) -> OutputBatch:
+    return OutputBatch(request_id=RequestId(1), token_ids=token_ids, finish=finish)
 
 
 async def test_what_a_slow_reader_leaves_is_joined() -> None:
@@ -30,20 +30,20 @@ async def test_what_a_slow_reader_leaves_is_joined() -> None:
     push(answer, 0, [1])
     push(answer, 1, [7], FinishReason.STOP)
     push(answer, 0, [2, 3])
-    assert await answer.receive() == [chunk(0, [1, 2, 3]), chunk(1, [7], FinishReason.STOP)]
+    assert await answer.receive() == [(0, batch([1, 2, 3])), (1, batch([7], FinishReason.STOP))]
     push(answer, 0, [], FinishReason.LENGTH)
-    assert await answer.receive() == [chunk(0, [], FinishReason.LENGTH)]
+    assert await answer.receive() == [(0, batch([], FinishReason.LENGTH))]
     assert await answer.receive() == []
     assert answer.num_tokens == 4
 
 
-async def test_a_reader_waits_for_chunks() -> None:
+async def test_a_reader_waits_for_output() -> None:
     answer = answer_of(1)
     waiting = asyncio.create_task(answer.receive())
     await asyncio.sleep(0)
     assert not waiting.done()
     push(answer, 0, [1])
-    assert await waiting == [chunk(0, [1])]
+    assert await waiting == [(0, batch([1]))]
 
 
 async def test_a_choice_that_the_reader_finished() -> None:
@@ -57,7 +57,7 @@ async def test_a_choice_that_the_reader_finished() -> None:
 
 async def test_failure() -> None:
     answer = answer_of(1)
-    answer.fail(Fail(request_id=RequestId(1), cause=Cause.REPLICA_LOST, reason="decode-0 is gone"))
+    answer.fail(FailRequest(request_id=RequestId(1), cause=Cause.REPLICA_LOST, reason="decode-0 is gone"))
     with pytest.raises(RequestFailedError, match="decode-0 is gone") as caught:
         await answer.receive()
     assert caught.value.code == "replica_lost"

@@ -11,8 +11,7 @@ from tokenizers import decoders, normalizers
 
 from cluster.spec.sampling import FinishReason
 from cluster.tokenizer import Tokenizer
-from router.request import OutputChunk
-from router.text import AnswerText, MarkerScanner, TextRules, join, token_bytes, token_text
+from router.text import AnswerText, MarkerScanner, OutputChunk, TextRules, join, token_bytes, token_text
 from tests.fakes.model_folder import BOS, EOS, write_model_folder
 from tests.fakes.replica import logprobs_of
 
