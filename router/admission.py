@@ -1,97 +1,173 @@
-"""Admission of requests before they are sent to replicas: the limits of each key, and the queue for free capacity."""
+"""Admission of requests: API keys, their limits, and the queue for free capacity at replicas."""
 
 import asyncio
 import heapq
+import hmac
 import itertools
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from cluster.spec.clock import Clock
 from cluster.spec.config import RouterConfig
+from cluster.spec.env import ADMIN_KEY, API_KEYS
+from cluster.spec.errors import UserError
 from cluster.spec.worker_spec import RouterShare
 from router.answer import Answer
 from router.errors import KeyLimitError, QueueFullError
-from router.key_ring import ApiKey
 
 ANYBODY = "anybody"
-"""The account of all clients where no key is needed."""
+"""Name of the account that all clients share if no keys are configured."""
+_ALLOWED = "a YAML list of entries with name, key and optionally max_requests, tokens_per_minute, priority"
 _MINUTE_S = 60.0
 
 Open = Callable[[], Answer]
-"""Sends a request to replicas; raises QueueFullError while they have no room for it."""
+"""Function that sends a request to replicas, or raises QueueFullError while they are full."""
+
+
+class ApiKey(BaseModel):
+    """One key; the router's limits apply where it has none of its own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    key: Annotated[str, Field(min_length=8, pattern=r"^[\x21-\x7e]+$")]
+    max_requests: Annotated[int, Field(ge=1)] | None = None
+    tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
+    priority: int | None = None
+    """Best priority that its requests can have."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
-    max_requests: int | None
-    tokens_per_minute: int | None
+class KeyRing:
+    """All keys; without any, every client is admitted."""
+
+    keys: tuple[ApiKey, ...] = ()
+    admin_key: str | None = None
+    """Key for the admin routes, which are closed without one."""
+
+    def find(self, given: str) -> ApiKey | None:
+        """Return the key with this secret, in constant time."""
+        matching = [key for key in self.keys if _is_same(key.key, given)]
+        return matching[0] if matching else None
+
+    def is_admin(self, given: str) -> bool:
+        return self.admin_key is not None and _is_same(self.admin_key, given)
 
 
-def limit_of(config: RouterConfig, key: ApiKey | None, share: RouterShare) -> tuple[str, Limit]:
-    """Return the account of a key and its limits in this process; clients without a key share an account."""
-    max_requests, per_minute = config.key_max_requests, config.key_tokens_per_minute
-    if key is not None:
-        max_requests, per_minute = key.max_requests or max_requests, key.tokens_per_minute or per_minute
-    limit = Limit(max_requests and share.of(max_requests), per_minute and share.of(per_minute))
-    return (ANYBODY if key is None else key.name), limit
+def read_keys(config: RouterConfig, environ: Mapping[str, str] | None = None) -> KeyRing:
+    """Read the keys from the file and the environment.
+
+    Raises:
+        UserError: the file is invalid, or two keys are the same; the message never quotes a key.
+    """
+    given = [ApiKey(name=f"key-{number}", key=key) for number, key in enumerate(API_KEYS.get(environ))]
+    keys = [*_read_file(config.api_keys_file), *given]
+    for what in ("name", "key"):
+        if len({getattr(key, what) for key in keys}) < len(keys):
+            raise UserError(f"API keys: two have the same {what}; allowed: each {what} once")
+    return KeyRing(tuple(keys), ADMIN_KEY.get(environ))
+
+
+def _read_file(path: str | None) -> list[ApiKey]:
+    if path is None:
+        return []
+    try:
+        tree: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return TypeAdapter(list[ApiKey]).validate_python(tree)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"router.api_keys_file: {path} cannot be read: {error}") from None
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(step) for step in wrong["loc"]) or "the file"
+        raise UserError(f"router.api_keys_file: {path}: {where}: {wrong['msg']}; allowed: {_ALLOWED}") from None
+    except (yaml.YAMLError, ValueError, RecursionError):  # an impossible date is a ValueError
+        # The parser's message is omitted, since it may quote a key.
+        raise UserError(f"router.api_keys_file: {path} is not YAML; allowed: {_ALLOWED}") from None
+
+
+def _is_same(known: str, given: str) -> bool:
+    return hmac.compare_digest(known.encode(), given.encode())
 
 
 @dataclass(slots=True)
-class _Account:
+class Account:
+    """Open requests and used tokens of one key.
+
+    Tokens are a bucket that refills steadily. A request is admitted unless the bucket is empty, and its tokens are
+    taken out when it ends. So a request may overdraw the bucket, and long prompts do not need a bucket of their size.
+    """
+
+    name: str
+    max_requests: int | None
+    tokens_per_minute: int | None
+    clock: Clock
     num_open: int = 0
-    spent: float = 0.0
+    used: float = 0.0
     """Tokens used and not yet refilled."""
     as_of_s: float = 0.0
 
+    def use(self, num_tokens: int) -> None:
+        if self.tokens_per_minute is not None:
+            self._refill(self.tokens_per_minute)
+            self.used += num_tokens
+
+    def check(self) -> None:
+        if self.max_requests is not None and self.num_open >= self.max_requests:
+            message = f"{self.name}: {self.num_open} requests are open; allowed: {self.max_requests} requests at once"
+            raise KeyLimitError(message, "max_requests")
+        if self.tokens_per_minute is None:
+            return
+        self._refill(self.tokens_per_minute)
+        over = self.used - self.tokens_per_minute
+        if over >= 0:
+            wait_s = max(1, math.ceil((over + 1) * _MINUTE_S / self.tokens_per_minute))
+            message = f"{self.name}: this minute's tokens are used up; allowed: {self.tokens_per_minute} per minute"
+            raise KeyLimitError(message, "tokens_per_minute", wait_s)
+
+    def _refill(self, tokens_per_minute: int) -> None:
+        now_s = self.clock.now_s()
+        refilled = (now_s - self.as_of_s) * tokens_per_minute / _MINUTE_S
+        self.used, self.as_of_s = max(0.0, self.used - refilled), now_s
+
 
 class KeyLimits:
-    """Open requests and spent tokens of each key. Sans I/O.
+    """Accounts of all keys in one router process, which has its share of every limit. Sans I/O."""
 
-    A minute's tokens are a bucket that fills steadily. A request is admitted while anything is in it, and its prompt
-    and answer are taken out once they are known; so one request may overdraw a bucket, and a long prompt does not need
-    one of its length.
-    """
-
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, config: RouterConfig, share: RouterShare, clock: Clock) -> None:
+        self._config = config
+        self._share = share
         self._clock = clock
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, Account] = {}
 
     @contextmanager
-    def open(self, name: str, limit: Limit) -> Generator[None, None, None]:
-        """Count one request of a key as open, unless the key has reached a limit."""
-        account = self._accounts.setdefault(name, _Account())
-        self._check(account, name, limit)
+    def open(self, key: ApiKey | None) -> Generator[Account, None, None]:
+        """Count one more open request of a key.
+
+        Raises:
+            KeyLimitError: the key has reached a limit.
+        """
+        name = ANYBODY if key is None else key.name
+        account = self._accounts.get(name) or self._accounts.setdefault(name, self._new(name, key))
+        account.check()
         account.num_open += 1
         try:
-            yield
+            yield account
         finally:
             account.num_open -= 1
 
-    def spend(self, name: str, limit: Limit, num_tokens: int) -> None:
-        if limit.tokens_per_minute is not None:
-            account = self._accounts[name]
-            self._refill(account, limit.tokens_per_minute)
-            account.spent += num_tokens
-
-    def _check(self, account: _Account, name: str, limit: Limit) -> None:
-        if limit.max_requests is not None and account.num_open >= limit.max_requests:
-            message = f"{name}: {account.num_open} requests are open; allowed: {limit.max_requests} requests at once"
-            raise KeyLimitError(message, "max_requests")
-        if limit.tokens_per_minute is None:
-            return
-        self._refill(account, limit.tokens_per_minute)
-        over = account.spent - limit.tokens_per_minute
-        if over >= 0:
-            wait_s = max(1, math.ceil((over + 1) * _MINUTE_S / limit.tokens_per_minute))
-            message = f"{name}: this minute's tokens are used up; allowed: {limit.tokens_per_minute} a minute"
-            raise KeyLimitError(message, "tokens_per_minute", wait_s)
-
-    def _refill(self, account: _Account, tokens_per_minute: int) -> None:
-        now_s = self._clock.now_s()
-        refilled = (now_s - account.as_of_s) * tokens_per_minute / _MINUTE_S
-        account.spent, account.as_of_s = max(0.0, account.spent - refilled), now_s
+    def _new(self, name: str, key: ApiKey | None) -> Account:
+        max_requests, per_minute = self._config.key_max_requests, self._config.key_tokens_per_minute
+        if key is not None:
+            max_requests, per_minute = key.max_requests or max_requests, key.tokens_per_minute or per_minute
+        share = self._share.of
+        return Account(name, max_requests and share(max_requests), per_minute and share(per_minute), self._clock)
 
 
 @dataclass(order=True, slots=True)
@@ -103,9 +179,9 @@ class _Waiting:
 
 
 class Gate:
-    """Requests that wait until replicas have room: the most urgent first, then in order of arrival.
+    """Queue of requests that wait until replicas have room, by priority and then arrival.
 
-    Belongs to one event loop. Nobody overtakes a request that is as urgent and came before.
+    Not thread-safe: all methods run in one event loop.
     """
 
     def __init__(self, max_waiting: int, max_wait_s: float) -> None:
@@ -115,18 +191,18 @@ class Gate:
         self._numbers = itertools.count()
         self._is_looking = False
         self._why = ""
-        """Reason why the first request waits."""
+        """Why the first request waits."""
 
     @property
     def num_waiting(self) -> int:
         return sum(not waiting.answer.done() for waiting in self._waiting)
 
     async def enter(self, open_answer: Open, priority: int) -> Answer:
-        """Return the answer as soon as there is room for the request; the caller must leave it.
+        """Wait for room, send the request to replicas, and return its answer, which the caller must leave.
 
         Raises:
             QueueFullError: too many requests wait, or this one has waited too long.
-            NotReadyError: no requests can be sent any more.
+            NotReadyError: the router accepts no more requests.
         """
         if not self._waiting:
             try:
@@ -151,10 +227,13 @@ class Gate:
                     raise
             raise
         finally:
-            self._withdraw(waiting)
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+                heapq.heapify(self._waiting)
+                self.look()  # the next one may need less room
 
     def look(self) -> None:
-        """Admit the requests for which there is room now; called when something has ended."""
+        """Admit the requests for which there is room now; called whenever a request ends."""
         if self._is_looking:
             return
         self._is_looking = True
@@ -165,7 +244,7 @@ class Gate:
             self._is_looking = False
 
     def _try_first(self) -> bool:
-        """Return whether the first one waits no longer."""
+        """Try to admit the first request; return whether it has left the queue."""
         first = self._waiting[0]
         if first.answer.done():
             return True
@@ -177,10 +256,3 @@ class Gate:
         except Exception as error:
             first.answer.set_exception(error)
         return True
-
-    def _withdraw(self, waiting: _Waiting) -> None:
-        """Remove one that does not wait any more, which may be what others waited for."""
-        if waiting in self._waiting:
-            self._waiting.remove(waiting)
-            heapq.heapify(self._waiting)
-            self.look()

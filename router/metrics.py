@@ -1,10 +1,10 @@
-"""Metrics that are recorded as things happen. Buckets, and names after the prefix, are vLLM's where it has the same.
+"""Metrics recorded as events happen, with vLLM's names and buckets where it has the same metric.
 
-Counters and histograms of our own: they are written many times a token, and prometheus_client locks for every number.
+The counters and histograms are our own, since prometheus_client takes a lock for each of the many updates per token.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -27,7 +27,7 @@ _TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 _CHOICES = (1, 2, 5, 10, 20)
 
 
-class Count:
+class Counter:
     """A counter for every combination of labels."""
 
     def __init__(self, name: str, help_text: str, *labels: str) -> None:
@@ -50,92 +50,97 @@ class Histogram:
     """A histogram for every combination of labels."""
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float], *labels: str) -> None:
-        """``bounds`` are the upper bounds of all buckets but the last, which has none."""
+        """``bounds`` are the upper bounds of all buckets but the last, which is unbounded."""
         self.name = name
         self._help_text = help_text
         self._labels = labels
         self._bounds = [*bounds]
         self._unlabelled = self._empty()
         self.values: dict[Labels, list[float]] = {} if labels else {(): self._unlabelled}
-        """The count of each bucket, and the sum of all values."""
+        """Each bucket's count, then the sum of all values."""
 
     def observe(self, value: float, *labels: str) -> None:
-        line = self._unlabelled if not labels else self._line(labels)
+        line = self._unlabelled if not labels else self.values.get(labels)
+        if line is None:
+            line = self.values[labels] = self._empty()
         line[bisect_left(self._bounds, value)] += 1
         line[-1] += value
 
     def family(self) -> Metric:
         family = HistogramMetricFamily(self.name, self._help_text, labels=self._labels)
-        ends = [*map(floatToGoString, self._bounds), "+Inf"]
         for labels, (*counts, total) in self.values.items():
-            family.add_metric(labels, [*zip(ends, accumulate(counts), strict=True)], total)
+            family.add_metric(labels, buckets_of(self._bounds, counts), total)
         return family
-
-    def _line(self, labels: Labels) -> list[float]:
-        if labels not in self.values:
-            self.values[labels] = self._empty()
-        return self.values[labels]
 
     def _empty(self) -> list[float]:
         return [0] * (len(self._bounds) + 2)
 
 
+def buckets_of(bounds: Sequence[float], counts: Iterable[float]) -> list[tuple[str, float]]:
+    """Return Prometheus' cumulative buckets for the count of values up to each bound, and beyond the last."""
+    return [*zip([*map(floatToGoString, bounds), "+Inf"], accumulate(counts), strict=True)]
+
+
 class Metrics(Collector):
-    """The counters and histograms of one router process, in a registry of their own."""
+    """The counters and histograms of one router process, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._all: list[Count | Histogram] = []
+        self._all: list[Counter | Histogram] = []
         count, histogram = self._count, self._histogram
         self.refused = count("request_refused", "HTTP requests answered with an error, by status.", "status")
         self.rejections = count("admission_rejections", "HTTP requests answered with 429, by limit.", "reason")
-        self.success = count("request_success", "Complete answers, by reason of ending.", "finished_reason")
+        self.success = count("request_success", "Complete answers, by finish reason.", "finished_reason")
         self.prompt_tokens = count("prompt_tokens", "Prompt tokens of admitted requests.")
-        self.cached_tokens = count("cached_tokens", "Prompt tokens that prefill found in its cache.")
+        self.cached_tokens = count("cached_tokens", "Prompt tokens found in a cache.")
         self._cached_by_tier = count("cached_tokens_by_tier", "Cached prompt tokens, by tier.", "tier")
         self._cache_queries = count("prefix_cache_queries", "Prompt tokens looked up in a cache.")
-        self._cache_hits = count("prefix_cache_hits", "Looked-up prompt tokens that prefill found in its cache.")
+        self._cache_hits = count("prefix_cache_hits", "Looked-up prompt tokens found in a cache.")
         self.generation_tokens = count("generation_tokens", "Generated tokens.")
-        self.skipped = count("prefill_skipped", "Prompts that decode computed itself (prefill.skip_below_tokens).")
-        self.ttft_s = histogram("time_to_first_token_seconds", "From the HTTP request to its first token.", _TTFT_S)
+        self.skipped = count("prefill_skipped", "Prompts computed by decode (prefill.skip_below_tokens).")
+        self.ttft_s = histogram(
+            "time_to_first_token_seconds", "Time from the HTTP request to its first token.", _TTFT_S
+        )
         self.itl_s = histogram(
-            "inter_token_latency_seconds", "Time between tokens of one answer; a batch divided by its tokens.", _TOKEN_S
+            "inter_token_latency_seconds",
+            "Time between an answer's tokens; tokens that arrive together share it equally.",
+            _TOKEN_S,
         )
         self.tpot_s = histogram(
-            "request_time_per_output_token_seconds", "Mean time per token of each answer after its first.", _TOKEN_S
+            "request_time_per_output_token_seconds", "Each answer's mean time per token after the first.", _TOKEN_S
         )
-        self.e2e_s = histogram("e2e_request_latency_seconds", "From the HTTP request to its last token.", _REQUEST_S)
-        self.queue_s = histogram("request_queue_time_seconds", "Wait in the router for room at the replicas.", _PHASE_S)
+        self.e2e_s = histogram(
+            "e2e_request_latency_seconds", "Time from the HTTP request to its last token.", _REQUEST_S
+        )
+        self.queue_s = histogram("request_queue_time_seconds", "Time waiting in the router for capacity.", _PHASE_S)
         self.decode_s = histogram(
-            "request_decode_time_seconds", "From an answer's first token to its last.", _REQUEST_S
+            "request_decode_time_seconds", "Time from an answer's first token to its last.", _REQUEST_S
         )
         self._inference_s = histogram(
-            "request_inference_time_seconds", "From the start of prefill to an answer's last token.", _REQUEST_S
+            "request_inference_time_seconds", "Time from the start of prefill to the last token.", _REQUEST_S
         )
         self._phases_s = {
             name: histogram(f"request_{name}_time_seconds", help_text, _PHASE_S, "replica")
             for name, help_text in (
-                ("decode_queue", "Wait in decode for pages."),
-                ("bootstrap", "Wait in prefill for decode's ticket and ranks."),
-                ("prefill", "From the ticket to the first token."),
-                ("transfer", "From the first token until all KV was in decode."),
+                ("decode_queue", "Time waiting for pages in decode."),
+                ("bootstrap", "Time waiting in prefill for decode's ticket and ranks."),
+                ("prefill", "Time from the ticket to the first token."),
+                ("transfer", "Time from the first token until decode has all KV."),
             )
         }
-        self.generated = histogram("request_generation_tokens", "Tokens of each answer.", _TOKENS)
-        self._prompts = histogram("request_prompt_tokens", "Tokens of each prompt.", _TOKENS)
-        self._computed = histogram(
-            "request_prefill_kv_computed_tokens", "Tokens of each prompt that were in no cache.", _TOKENS
-        )
-        self._max_tokens = histogram("request_params_max_tokens", "max_tokens of each request.", _TOKENS)
-        self._n = histogram("request_params_n", "Choices requested for each prompt of one HTTP request.", _CHOICES)
+        self.generated = histogram("request_generation_tokens", "Tokens per answer.", _TOKENS)
+        self._prompts = histogram("request_prompt_tokens", "Tokens per prompt.", _TOKENS)
+        self._computed = histogram("request_prefill_kv_computed_tokens", "Uncached tokens per prompt.", _TOKENS)
+        self._max_tokens = histogram("request_params_max_tokens", "max_tokens per request.", _TOKENS)
+        self._n = histogram("request_params_n", "Choices per prompt (n) per HTTP request.", _CHOICES)
 
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         return (measure.family() for measure in self._all)
 
-    def _count(self, name: str, help_text: str, *labels: str) -> Count:
-        self._all.append(made := Count(f"baton_{name}", help_text, *labels))
+    def _count(self, name: str, help_text: str, *labels: str) -> Counter:
+        self._all.append(made := Counter(f"baton_{name}", help_text, *labels))
         return made
 
     def _histogram(self, name: str, help_text: str, bounds: Sequence[float], *labels: str) -> Histogram:
@@ -143,7 +148,7 @@ class Metrics(Collector):
         return made
 
     def totals(self) -> dict[str, float]:
-        """Return tokens since the start, for a page that shows rates."""
+        """Return token counts since the start, from which the status page computes rates."""
         counts = (self.prompt_tokens, self.cached_tokens, self.generation_tokens)
         return {count.name.removeprefix("baton_"): count.values[()] for count in counts}
 
@@ -154,7 +159,7 @@ class Metrics(Collector):
             self._cached_by_tier.add(count, tier.value)
 
     def on_open(self, requests: Sequence[GenerateRequest]) -> None:
-        """Count the requests of one HTTP request, which are sent to replicas now."""
+        """Count the choices of one HTTP request."""
         self._n.observe(len(requests) // sum(not request.shares_prompt for request in requests))
         for request in requests:
             self._max_tokens.observe(request.stopping.max_tokens)

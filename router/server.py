@@ -24,12 +24,11 @@ from cluster.spec.ids import Incarnation, Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.worker_spec import ALONE, Rendezvous, RouterShare
 from cluster.tokenizer import Tokenizer
-from router.admission import Gate, KeyLimits
+from router.admission import Gate, KeyLimits, read_keys
 from router.app import create_app
 from router.connection import HttpProtocol
 from router.directory import Breakers, Directory, LoadBook
 from router.dispatch import RequestTable
-from router.key_ring import read_keys
 from router.metrics import Metrics
 from router.picker import Picker
 from router.records import make_tracing
@@ -152,7 +151,7 @@ class RouterServer:
             metrics=metrics,
             grammars=Grammars(self._model_folder, self._tokenizer.vocab_size),
             gate=gate,
-            limits=KeyLimits(clock),
+            limits=KeyLimits(config, self._share, clock),
             keys=self._keys,
             share=self._share,
             tracing=self._tracing,

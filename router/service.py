@@ -14,10 +14,9 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError
 from cluster.spec.worker_spec import RouterShare
 from cluster.tokenizer import Tokenizer
-from router.admission import Gate, KeyLimits
+from router.admission import Gate, KeyLimits, KeyRing
 from router.directory import Directory
 from router.dispatch import RequestTable
-from router.key_ring import KeyRing
 from router.message import has_thoughts
 from router.metrics import Metrics
 from router.records import MAX_RECENT, FinishedRequest, Tracing

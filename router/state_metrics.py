@@ -1,12 +1,11 @@
-"""Metrics read when Prometheus asks: of this router, and of replicas, ranks and tiers by their last heartbeats."""
+"""Metrics read at each scrape: the router's state, and the last heartbeats of replicas and ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from cluster.channel import AsyncInbox
 from cluster.spec.clock import Clock
@@ -16,206 +15,189 @@ from cluster.spec.tiers import JOB_BOUNDS_S, RankTiers, RankWork
 from router.admission import Gate
 from router.directory import BreakerState, Directory
 from router.dispatch import RequestTable
+from router.metrics import buckets_of
 from router.page_index import PageIndex
 from router.request import ENDS
 
-Samples = Iterable[tuple[Sequence[str], float]]
-"""Values of one replica, each with its labels besides the replica."""
-Read = Callable[[ReplicaEntry], Samples]
-
 _AXES = ("dp", "tp", "pp", "cp")
-_PLACE = tuple(f"{axis}_{what}" for axis in _AXES for what in ("rank", "size"))
-_JOB = (*_PLACE, "kind")
-_STEP = ("strategy", "passing")
-_KV = ("block_size", "num_gpu_blocks", "cache_dtype")
+_COORDS = tuple(f"{axis}_{what}" for axis in _AXES for what in ("rank", "size"))
+
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Part of a heartbeat: label names besides the replica, and a function that yields label values and objects."""
+
+    labels: Sequence[str]
+    read: Callable[[ReplicaEntry], Iterable[tuple[Sequence[str], Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Metric:
-    family: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    family: Family
     name: str
     help_text: str
-    read: Read
-    labels: Sequence[str]
+    source: _Source
+    field: str | None
+    """Attribute of the source's objects; None if they are numbers."""
 
     def collect(self, entries: Iterable[ReplicaEntry]) -> Metric:
-        family = self.family(f"baton_{self.name}", self.help_text, labels=["replica", *self.labels])
+        family = self.family(f"baton_{self.name}", self.help_text, labels=["replica", *self.source.labels])
         for entry in entries:
-            for labels, value in self.read(entry):
-                family.add_metric([entry.replica, *labels], value)
+            for labels, found in self.source.read(entry):
+                value = found if self.field is None else getattr(found, self.field)
+                family.add_metric([entry.replica, *labels], float(value))
         return family
 
 
-def _counter(name: str, help_text: str, read: Read, *labels: str) -> _Metric:
-    return _Metric(CounterMetricFamily, name, help_text, read, labels)
+def _counter(name: str, help_text: str, source: _Source, field: str | None = None) -> _Metric:
+    return _Metric(CounterMetricFamily, name, help_text, source, field)
 
 
-def _gauge(name: str, help_text: str, read: Read, *labels: str) -> _Metric:
-    return _Metric(GaugeMetricFamily, name, help_text, read, labels)
+def _gauge(name: str, help_text: str, source: _Source, field: str | None = None) -> _Metric:
+    return _Metric(GaugeMetricFamily, name, help_text, source, field)
 
 
-def _load(field: str) -> Read:
-    return lambda entry: [((), getattr(entry.load, field))]
+def _by_key(field: str, label: str) -> _Source:
+    return _Source(
+        (label,), lambda entry: [((str(key),), value) for key, value in sorted(getattr(entry.load, field).items())]
+    )
 
 
-def _by_key(field: str) -> Read:
-    return lambda entry: [((str(key),), value) for key, value in sorted(getattr(entry.load, field).items())]
+def _by_rank(field: str) -> _Source:
+    return _Source(
+        ("rank",), lambda entry: [((str(times.global_rank),), times) for times in getattr(entry.load, field)]
+    )
 
 
-def _by_rank(times: str, field: str) -> Read:
-    return lambda entry: [((str(rank.global_rank),), getattr(rank, field)) for rank in getattr(entry.load, times)]
+def _host_bytes(field: str) -> _Source:
+    return _Source(
+        _COORDS, lambda entry: [(at, getattr(rank, field) * row.layout.page_bytes) for rank, row, at in _ranks(entry)]
+    )
 
 
-def _by_step(field: str) -> Read:
-    return lambda entry: [((times.strategy, times.passing or ""), getattr(times, field)) for times in entry.load.steps]
+def _usage(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], float]]:
+    load = entry.load
+    yield (), 1 - load.free_pages / load.total_pages if load.total_pages else 0
 
 
-def _tiers(field: str) -> Read:
-    return lambda entry: [((), float(getattr(entry.load.tiers, field)))] if entry.load.tiers else []
-
-
-def _host_bytes(field: str) -> Read:
-    return lambda entry: [(at, getattr(rank, field) * row.layout.page_bytes) for rank, row, at in _ranks(entry)]
-
-
-def _storage(field: str) -> Read:
-    return lambda entry: [(at, getattr(rank.storage, field)) for rank, _, at in _ranks(entry) if rank.storage]
-
-
-def _job(field: str) -> Read:
-    return lambda entry: [(at, getattr(work, field)) for work, _, at in _jobs(entry)]
-
-
-def _replica_pages(entry: ReplicaEntry) -> Samples:
+def _replica_pages(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], int]]:
     for state in ("total", "free", "stopping", "quarantined"):
         yield (state,), getattr(entry.load, f"{state}_pages")
 
 
-def _usage(entry: ReplicaEntry) -> Samples:
-    load = entry.load
-    return [((), 1 - load.free_pages / load.total_pages if load.total_pages else 0)]
-
-
-def _cache_config(entry: ReplicaEntry) -> Samples:
+def _cache_config(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], int]]:
     geometry = entry.rows[0].geometry
-    return [((str(geometry.page_size), str(entry.load.total_pages), geometry.dtypes), 1)]
+    yield (str(geometry.page_size), str(entry.load.total_pages), geometry.dtypes), 1
 
 
-def _rank_info(entry: ReplicaEntry) -> Samples:
+def _rank_info(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], int]]:
     for row in entry.rows:
         coords = row.coords
         yield (str(row.global_rank), *(str(axis) for axis in (coords.dp, coords.cp, coords.tp, coords.pp))), 1
 
 
-def _wrong_pages(entry: ReplicaEntry) -> Samples:
-    return [((), entry.load.wrong_pages)] if entry.role is Role.DECODE else []
-
-
-def _graph_bytes(entry: ReplicaEntry) -> Samples:
-    return [((), entry.load.graph_bytes)] if entry.load.graph_bytes else []
-
-
-def _open_jobs(entry: ReplicaEntry) -> Samples:
+def _open_jobs(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], int]]:
     for rank, _, at in _ranks(entry):
         for kind, num_open in rank.num_open.items():
             yield (*at, kind.value), num_open
 
 
-def _moved_tokens(entry: ReplicaEntry) -> Samples:
+def _moved_tokens(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], int]]:
     for work, row, at in _jobs(entry):
         yield at, work.num_bytes // row.layout.page_bytes * row.layout.page_size
 
 
-def _failed_pages(entry: ReplicaEntry) -> Samples:
+def _failed_pages(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], int]]:
     for work, _, at in _jobs(entry):
         for why, count in work.failures.items():
             yield (*at, why), count
 
 
 def _ranks(entry: ReplicaEntry) -> Iterator[tuple[RankTiers, RankRow, list[str]]]:
-    """Yield the tiers of each rank with its row in the table and its labels."""
+    """Yield each rank's tiers, its row in the table, and its labels."""
     for rank in entry.load.tiers.ranks if entry.load.tiers else ():
         if rank.global_rank < len(entry.rows):
             row = entry.rows[rank.global_rank]
-            yield rank, row, _place(row)
+            yield rank, row, _coords(row)
 
 
 def _jobs(entry: ReplicaEntry) -> Iterator[tuple[RankWork, RankRow, list[str]]]:
-    """Yield the jobs of each rank and kind, with the rank's row in the table and the labels."""
+    """Yield each rank's jobs of each kind, its row in the table, and the labels."""
     for work in entry.load.tiers.work if entry.load.tiers else ():
         if work.global_rank < len(entry.rows):
             row = entry.rows[work.global_rank]
-            yield work, row, [*_place(row), work.kind.value]
+            yield work, row, [*_coords(row), work.kind.value]
 
 
-def _place(row: RankRow) -> list[str]:
+def _coords(row: RankRow) -> list[str]:
     return [str(getattr(numbers, axis)) for axis in _AXES for numbers in (row.coords, row.sizes)]
 
 
-def _job_seconds(entries: Iterable[ReplicaEntry]) -> Metric:
-    times = HistogramMetricFamily(
-        "baton_tier_job_seconds", "Time of a tier job, queue and work.", labels=["replica", *_JOB]
-    )
-    ends = [*map(floatToGoString, JOB_BOUNDS_S), "+Inf"]
-    for entry in entries:
-        for work, _, at in _jobs(entry):
-            buckets = [*zip(ends, accumulate(work.num_within), strict=True)]
-            times.add_metric([entry.replica, *at], buckets, work.waited_s + work.busy_s)
-    return times
-
+_JOB_LABELS = (*_COORDS, "kind")
+_LOAD = _Source((), lambda entry: [((), entry.load)])
+_DECODE_LOAD = _Source((), lambda entry: [((), entry.load)] if entry.role is Role.DECODE else [])
+_GRAPH_LOAD = _Source((), lambda entry: [((), entry.load)] if entry.load.graph_bytes else [])
+_STEPS = _Source(
+    ("strategy", "passing"), lambda entry: [((step.strategy, step.passing or ""), step) for step in entry.load.steps]
+)
+_TIERS = _Source((), lambda entry: [((), entry.load.tiers)] if entry.load.tiers else [])
+_STORAGE = _Source(_COORDS, lambda entry: [(at, rank.storage) for rank, _, at in _ranks(entry) if rank.storage])
+_JOBS = _Source(_JOB_LABELS, lambda entry: [(at, work) for work, _, at in _jobs(entry)])
 
 _METRICS = (
-    _gauge("kv_cache_usage_perc", "Share of the pages that requests hold.", _usage),
-    _gauge("kv_cached_pages", "Cached pages, held by requests or not.", _load("cached_pages")),
-    _counter("kv_evicted_pages", "Evicted cached pages.", _load("evicted_pages")),
-    _gauge("replica_requests_running", "Requests that hold pages.", _load("num_running")),
-    _gauge("replica_requests_waiting", "Requests that wait for pages.", _load("num_waiting")),
-    _counter("num_preemptions", "Times that a request gave its pages back.", _load("num_preempted")),
-    _counter("wrong_pages", "Pages that differ from what was sent, by receiver.", _wrong_pages),
-    _gauge("replica_pages", "Pages of a replica, by state.", _replica_pages, "state"),
-    _counter(
-        "replica_message_dropped", "Messages that a leader dropped, by type or reason.", _by_key("dropped"), "kind"
-    ),
-    _gauge("cache_config_info", "Page size in tokens, pages, and KV dtype.", _cache_config, *_KV),
-    _gauge("rank_info", "Ranks and their coordinates.", _rank_info, "rank", "dp", "cp", "tp", "pp"),
-    _counter("rank_steps", "Steps computed by a rank.", _by_rank("computed", "num_steps"), "rank"),
-    _counter("rank_step_seconds", "Time in steps, waits included.", _by_rank("computed", "total_s"), "rank"),
-    _counter("kv_transfer_bytes", "Bytes of KV sent to decode.", _by_rank("sends", "num_bytes"), "rank"),
-    _counter("kv_transfer_seconds", "Time of writing KV.", _by_rank("sends", "write_s"), "rank"),
-    _counter("kv_transfers", "Requests whose KV was sent.", _by_rank("sends", "num_transfers"), "rank"),
-    _counter("prefill_steps", "Prefill steps.", _by_step("num_steps"), *_STEP),
-    _counter("prefill_step_tokens", "Tokens computed in prefill steps.", _by_step("num_tokens"), *_STEP),
-    _counter("prefill_step_seconds", "Time of all prefill steps.", _by_step("total_s"), *_STEP),
-    _counter("prefill_step_estimate_seconds", "Estimated time of prefill steps.", _by_step("total_estimate_s"), *_STEP),
-    _gauge("prefill_last_step_seconds", "Time of the newest step.", _by_step("last_s"), *_STEP),
+    _gauge("kv_cache_usage_perc", "Share of pages held by requests, 0 to 1.", _Source((), _usage)),
+    _gauge("kv_cached_pages", "Cached pages, held by requests or not.", _LOAD, "cached_pages"),
+    _counter("kv_evicted_pages", "Cached pages evicted.", _LOAD, "evicted_pages"),
+    _gauge("replica_requests_running", "Requests that hold pages.", _LOAD, "num_running"),
+    _gauge("replica_requests_waiting", "Requests waiting for pages.", _LOAD, "num_waiting"),
+    _counter("num_preemptions", "Preempted requests.", _LOAD, "num_preempted"),
+    _counter("wrong_pages", "Received pages that differ from the sent ones.", _DECODE_LOAD, "wrong_pages"),
+    _gauge("replica_pages", "Pages by state.", _Source(("state",), _replica_pages)),
+    _counter("replica_message_dropped", "Messages a leader dropped, by type or reason.", _by_key("dropped", "kind")),
     _gauge(
-        "prefill_last_step_estimate_seconds", "Estimated time of the newest step.", _by_step("last_estimate_s"), *_STEP
+        "cache_config_info",
+        "Page size in tokens, number of pages, and KV dtype.",
+        _Source(("block_size", "num_gpu_blocks", "cache_dtype"), _cache_config),
     ),
-    _counter("expert_tokens", "Tokens computed by each expert, over all layers.", _by_key("expert_tokens"), "expert"),
-    _counter("decode_graph_steps", "Decode steps on GPUs: replayed, or why not.", _by_key("graph_steps"), "way"),
-    _gauge("decode_graph_bytes", "GPU memory of captured decode steps, on the leader.", _graph_bytes),
-    _gauge("host_pages", "Pages that host memory has room for.", _tiers("host_pages")),
-    _gauge("host_used_pages", "Pages in host memory, or on their way there.", _tiers("used_host_pages")),
-    _gauge("host_pinned_pages", "Pages in host memory that are never evicted.", _tiers("num_pinned")),
-    _gauge("host_stuck_pages", "Host pages of storage calls that hang.", _tiers("num_stuck")),
-    _counter("host_evicted_pages", "Evicted host pages.", _tiers("num_evicted")),
-    _gauge("tier_waiting_pages", "Pages that wait to be copied to a lower tier.", _tiers("num_waiting")),
-    _counter("tier_lost_pages", "Pages due to be copied to a lower tier that were not.", _tiers("num_lost")),
-    _gauge("storage_attached", "Whether storage is used.", _tiers("is_attached")),
-    _counter("storage_late_requests", "Requests that started before storage delivered.", _tiers("num_late")),
-    _counter("storage_breaks", "Times that a storage circuit breaker opened.", _tiers("num_opened")),
-    _gauge("host_bytes", "Host memory for cached pages, in bytes.", _host_bytes("host_pages"), *_PLACE),
-    _gauge("host_used_bytes", "Host memory in use, in bytes.", _host_bytes("used_host_pages"), *_PLACE),
-    _counter("host_evicted_bytes", "Bytes evicted from host memory.", _host_bytes("num_evicted"), *_PLACE),
-    _gauge("storage_used_bytes", "Bytes in storage, as this rank last saw it.", _storage("used_bytes"), *_PLACE),
-    _counter("storage_evicted_objects", "Objects that a rank evicted from storage.", _storage("num_evicted"), *_PLACE),
-    _counter("storage_evicted_bytes", "Bytes that a rank evicted from storage.", _storage("evicted_bytes"), *_PLACE),
-    _gauge("tier_open_jobs", "Tier jobs not done yet.", _open_jobs, *_JOB),
-    _counter("tier_jobs", "Tier jobs done.", _job("num_jobs"), *_JOB),
-    _counter("tier_bytes", "Bytes moved between tiers.", _job("num_bytes"), *_JOB),
-    _counter("tier_seconds", "Time spent on tier jobs, without the queue.", _job("busy_s"), *_JOB),
-    _counter("tier_tokens", "Tokens whose KV was moved between tiers.", _moved_tokens, *_JOB),
-    _counter("tier_failures", "Failed pages, by reason.", _failed_pages, *_JOB, "why"),
+    _gauge("rank_info", "Coordinates of each rank.", _Source(("rank", "dp", "cp", "tp", "pp"), _rank_info)),
+    _counter("rank_steps", "Steps computed.", _by_rank("computed"), "num_steps"),
+    _counter("rank_step_seconds", "Time in steps, including waits.", _by_rank("computed"), "total_s"),
+    _counter("kv_transfer_bytes", "Bytes of KV sent to decode.", _by_rank("sends"), "num_bytes"),
+    _counter("kv_transfer_seconds", "Time spent writing KV.", _by_rank("sends"), "write_s"),
+    _counter("kv_transfers", "Requests whose KV was sent.", _by_rank("sends"), "num_transfers"),
+    _counter("prefill_steps", "Prefill steps.", _STEPS, "num_steps"),
+    _counter("prefill_step_tokens", "Tokens computed in prefill steps.", _STEPS, "num_tokens"),
+    _counter("prefill_step_seconds", "Time of all prefill steps.", _STEPS, "total_s"),
+    _counter("prefill_step_estimate_seconds", "Estimated time of all prefill steps.", _STEPS, "total_estimate_s"),
+    _gauge("prefill_last_step_seconds", "Time of the latest step.", _STEPS, "last_s"),
+    _gauge("prefill_last_step_estimate_seconds", "Estimated time of the latest step.", _STEPS, "last_estimate_s"),
+    _counter("expert_tokens", "Tokens computed by each expert in all layers.", _by_key("expert_tokens", "expert")),
+    _counter("decode_graph_steps", "Decode steps on GPUs, replayed or why not.", _by_key("graph_steps", "way")),
+    _gauge("decode_graph_bytes", "The leader's GPU memory for captured steps.", _GRAPH_LOAD, "graph_bytes"),
+    _gauge("host_pages", "Capacity of host memory in pages.", _TIERS, "host_pages"),
+    _gauge("host_used_pages", "Pages in host memory or being copied to it.", _TIERS, "used_host_pages"),
+    _gauge("host_pinned_pages", "Pages in host memory that are never evicted.", _TIERS, "num_pinned"),
+    _gauge("host_stuck_pages", "Host pages held by hanging storage calls.", _TIERS, "num_stuck"),
+    _counter("host_evicted_pages", "Pages evicted from host memory.", _TIERS, "num_evicted"),
+    _gauge("tier_waiting_pages", "Pages waiting to be copied to a lower tier.", _TIERS, "num_waiting"),
+    _counter("tier_lost_pages", "Pages that could not be copied to a lower tier.", _TIERS, "num_lost"),
+    _gauge("storage_attached", "1 while storage is attached.", _TIERS, "is_attached"),
+    _counter("storage_late_requests", "Requests that started before storage delivered.", _TIERS, "num_late"),
+    _counter("storage_breaks", "Times a storage circuit breaker opened.", _TIERS, "num_opened"),
+    _gauge("host_bytes", "Host memory for cached pages in bytes.", _host_bytes("host_pages")),
+    _gauge("host_used_bytes", "Host memory in use in bytes.", _host_bytes("used_host_pages")),
+    _counter("host_evicted_bytes", "Bytes evicted from host memory.", _host_bytes("num_evicted")),
+    _gauge("storage_used_bytes", "Bytes in storage when the rank last checked.", _STORAGE, "used_bytes"),
+    _counter("storage_evicted_objects", "Objects the rank evicted from storage.", _STORAGE, "num_evicted"),
+    _counter("storage_evicted_bytes", "Bytes the rank evicted from storage.", _STORAGE, "evicted_bytes"),
+    _gauge("tier_open_jobs", "Unfinished tier jobs.", _Source(_JOB_LABELS, _open_jobs)),
+    _counter("tier_jobs", "Finished tier jobs.", _JOBS, "num_jobs"),
+    _counter("tier_bytes", "Bytes moved between tiers.", _JOBS, "num_bytes"),
+    _counter("tier_seconds", "Time spent on tier jobs, without the queue.", _JOBS, "busy_s"),
+    _counter("tier_tokens", "Tokens whose KV was moved between tiers.", _Source(_JOB_LABELS, _moved_tokens)),
+    _counter("tier_failures", "Failed pages, by reason.", _Source((*_JOB_LABELS, "why"), _failed_pages)),
 )
 
 
@@ -223,7 +205,13 @@ def replica_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
     entries = snapshot.replicas if snapshot else ()
     for metric in _METRICS:
         yield metric.collect(entries)
-    yield _job_seconds(entries)
+    help_text = "Time of each tier job, including the queue."
+    times = HistogramMetricFamily("baton_tier_job_seconds", help_text, labels=["replica", *_JOB_LABELS])
+    for entry in entries:
+        for work, _, at in _jobs(entry):
+            buckets = buckets_of(JOB_BOUNDS_S, work.num_within)
+            times.add_metric([entry.replica, *at], buckets, work.waited_s + work.busy_s)
+    yield times
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,33 +224,28 @@ class StateMetrics(Collector):
     inbox: AsyncInbox
 
     def collect(self) -> Iterator[Metric]:
-        requests, dropped = self.requests, self.requests.dropped + self.inbox.dropped
+        requests, pages = self.requests, self.pages
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        numbers: Sequence[tuple[Family, str, str, int]] = (
+            (gauge, "num_requests_running", "Open requests.", requests.num_open),
+            (gauge, "num_requests_waiting", "HTTP requests waiting for capacity.", self.gate.num_waiting),
+            (gauge, "router_known_pages", "Replicas' cached pages known to the router.", pages.num_pages),
+            (counter, "request_retries", "Attempts that restarted a request.", requests.num_retries),
+            (counter, "request_continuations", "Attempts that continued a stream.", requests.num_continuations),
+            (counter, "router_page_gaps", "Gaps in replicas' KV events.", pages.num_gaps),
+        )
+        for family, name, help_text, value in numbers:
+            yield family(f"baton_{name}", help_text, value=value)
         ended = {end.value: requests.ended[end] for end in ENDS}
-        yield GaugeMetricFamily("baton_num_requests_running", "Open requests.", value=requests.num_open)
-        yield GaugeMetricFamily(
-            "baton_num_requests_waiting", "HTTP requests that wait for room.", value=self.gate.num_waiting
-        )
-        yield GaugeMetricFamily(
-            "baton_router_known_pages", "Cached pages that replicas have reported.", value=self.pages.num_pages
-        )
-        yield CounterMetricFamily(
-            "baton_request_retries", "Attempts that began a request anew after a failure.", value=requests.num_retries
-        )
-        yield CounterMetricFamily(
-            "baton_request_continuations", "Attempts that continued a stream.", value=requests.num_continuations
-        )
-        yield CounterMetricFamily(
-            "baton_router_page_gaps", "Times that a replica's page reports were missing.", value=self.pages.num_gaps
-        )
         yield _labelled("request_ended", "Requests by outcome.", "outcome", ended)
-        yield _labelled("message_dropped", "Unused messages, by reason.", "why", dropped)
+        yield _labelled("message_dropped", "Ignored messages by reason.", "why", requests.dropped + self.inbox.dropped)
         yield from self._readiness()
         yield from replica_metrics(self.directory.snapshot)
 
     def _readiness(self) -> Iterator[Metric]:
-        ready = GaugeMetricFamily("baton_ready_replicas", "Replicas that take requests.", labels=["role"])
+        ready = GaugeMetricFamily("baton_ready_replicas", "Replicas that accept requests.", labels=["role"])
         breakers = GaugeMetricFamily(
-            "baton_breaker_state", "1 for the state of each replica's breaker.", labels=["replica", "state"]
+            "baton_breaker_state", "1 for the state of each replica's circuit breaker.", labels=["replica", "state"]
         )
         for role in Role:
             ready.add_metric([role.value], len(self.directory.ready(role)))

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.spec.config import DeployConfig
+from router.admission import ApiKey
 from router.api.requests import GenerationBody
 from router.errors import EXPECTED_ERRORS, ApiError, answer_error, bad_request
-from router.key_ring import ApiKey
 from router.service import Service
 
 Handler = Callable[[Request], Awaitable[Response]]

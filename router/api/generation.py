@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.spec.tiers import CachedTokens
-from router.admission import limit_of
+from router.admission import ApiKey
 from router.answer import Answer
 from router.api.body import read
 from router.api.chat import chat_request, markers
@@ -28,7 +28,6 @@ from router.api.responses import ChatChunk, ChatCompletion, Completion, PromptTo
 from router.api.writers import ChatWriter, CompletionWriter, Writer
 from router.connection import EventStream, JsonAnswer, unless_client_leaves
 from router.errors import ApiError, ClientLeftError
-from router.key_ring import ApiKey
 from router.records import TRACEPARENT, FinishedRequest
 from router.request import GenerateRequest
 from router.service import Service
@@ -139,8 +138,7 @@ async def opened(service: Service, job: Job) -> AsyncGenerator[Answer, None]:
     Raises:
         NotReadyError, QueueFullError, KeyLimitError: they cannot be sent.
     """
-    name, limit = limit_of(service.config.router, job.caller, service.share)
-    with service.limits.open(name, limit):
+    with service.limits.open(job.caller) as account:
         if service.relay.uses_prefixes:
             for keys in dict.fromkeys(request.page_keys for request in job.requests):
                 if keys is not None:
@@ -162,7 +160,7 @@ async def opened(service: Service, job: Job) -> AsyncGenerator[Answer, None]:
                 error = raised
                 raise
             finally:
-                service.limits.spend(name, limit, job.num_prompt_tokens + answer.num_tokens)
+                account.use(job.num_prompt_tokens + answer.num_tokens)
                 _record(service, job, answer, span, error)
 
 

@@ -20,9 +20,9 @@ from uvicorn.server import ServerState
 
 from cluster.channel import AsyncInbox, Outbox
 from cluster.spec.messages import Command, CommandResult, Message
+from router.admission import read_keys
 from router.app import create_app
 from router.connection import HttpProtocol
-from router.key_ring import read_keys
 from tests.fakes.bootstrap import FakeTable, entry_of, peer_of, table_of
 from tests.fakes.model_folder import write_model_folder
 from tests.fakes.router_cluster import config_of, make_server

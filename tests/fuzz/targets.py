@@ -31,11 +31,11 @@ from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad
 from cluster.spec.wire import TokenIds
 from cluster.supervisor.commands import DrainCommand, RestartCommand, ResumeCommand, ScaleCommand, StatusCommand
 from cluster.supervisor.events import Tick
+from router.admission import read_keys
 from router.api.body import Body, parse
 from router.api.requests import ChatRequest, CompletionRequest
 from router.api.response_request import ResponseRequest
 from router.errors import ApiError
-from router.key_ring import read_keys
 from tests.fakes.rows import make_row, make_rows, sizes
 from tests.fakes.supervised import Run
 from tests.fuzz.http_surface import HTTP, requests, surface

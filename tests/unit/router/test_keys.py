@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from cluster.spec.config import RouterConfig
 from cluster.spec.errors import UserError
 from cluster.spec.worker_spec import ALONE, router_shares
-from router.admission import ANYBODY, KeyLimits, Limit, limit_of
+from router.admission import ANYBODY, ApiKey, KeyLimits, read_keys
 from router.errors import KeyLimitError
-from router.key_ring import ApiKey, read_keys
 
 
 class Clock:
@@ -69,40 +68,51 @@ def test_a_bad_file_is_refused_without_quoting_a_key(tmp_path: Path, text: str, 
     assert not any(key in str(refused.value) for key in ("short", "same-same", "one-one-1", "long-enough"))
 
 
+def limits_of(keys: int | None = None, tokens: int | None = None, clock: Clock | None = None) -> KeyLimits:
+    return KeyLimits(RouterConfig(key_max_requests=keys, key_tokens_per_minute=tokens), ALONE, clock or Clock())
+
+
+ANN, BOB = (ApiKey(name=name, key="long-enough") for name in ("ann", "bob"))
+
+
 def test_limits_are_the_keys_own_or_the_routers() -> None:
-    config = RouterConfig(key_max_requests=3, key_tokens_per_minute=70)
-    assert limit_of(config, None, ALONE) == (ANYBODY, Limit(3, 70))
-    assert limit_of(config, ApiKey(name="ann", key="long-enough", max_requests=9), ALONE) == ("ann", Limit(9, 70))
+    limits = limits_of(3, 70)
+    with limits.open(None) as anybody, limits.open(ANN.model_copy(update={"max_requests": 9})) as own:
+        assert (anybody.name, anybody.max_requests, anybody.tokens_per_minute) == (ANYBODY, 3, 70)
+        assert (own.name, own.max_requests, own.tokens_per_minute) == ("ann", 9, 70)
 
 
 def test_router_processes_share_the_limits() -> None:
     config = RouterConfig(key_max_requests=3, key_tokens_per_minute=70)
-    limits = [limit_of(config, None, share)[1] for share in router_shares(4)]
-    assert limits == [Limit(1, 18), Limit(1, 18), Limit(1, 17), Limit(1, 17)]
+    found = []
+    for share in router_shares(4):
+        with KeyLimits(config, share, Clock()).open(None) as account:
+            found.append((account.max_requests, account.tokens_per_minute))
+    assert found == [(1, 18), (1, 18), (1, 17), (1, 17)]
     assert [share.of(0) for share in router_shares(2)] == [0, 0]
 
 
 def test_requests_at_once() -> None:
-    limits, limit = KeyLimits(Clock()), Limit(1, None)
-    with limits.open("ann", limit), limits.open("bob", limit), pytest.raises(KeyLimitError), limits.open("ann", limit):
+    limits = limits_of(1)
+    with limits.open(ANN), limits.open(BOB), pytest.raises(KeyLimitError), limits.open(ANN):
         pass
-    with limits.open("ann", limit):
+    with limits.open(ANN):
         pass
 
 
 def test_tokens_come_back_with_time() -> None:
     clock = Clock()
-    limits, limit = KeyLimits(clock), Limit(None, 60)
-    with limits.open("ann", limit):
-        limits.spend("ann", limit, 90)
-    with pytest.raises(KeyLimitError, match="60 a minute") as refused, limits.open("ann", limit):
+    limits = limits_of(None, 60, clock)
+    with limits.open(ANN) as account:
+        account.use(90)
+    with pytest.raises(KeyLimitError, match="60 per minute") as refused, limits.open(ANN):
         pass
     assert refused.value.headers["retry-after"] == "31"
     clock.time_s += 30
-    with pytest.raises(KeyLimitError), limits.open("ann", limit):
+    with pytest.raises(KeyLimitError), limits.open(ANN):
         pass
     clock.time_s += 1
-    with limits.open("ann", limit):
+    with limits.open(ANN):
         pass
 
 
@@ -110,13 +120,13 @@ def test_tokens_come_back_with_time() -> None:
 @hypothesis_settings(deadline=None)
 def test_who_waits_as_told_is_let_in(steps: list[tuple[float, int]], tokens_per_minute: int) -> None:
     clock = Clock()
-    limits, limit = KeyLimits(clock), Limit(None, tokens_per_minute)
+    limits = limits_of(None, tokens_per_minute, clock)
     for wait_s, num_tokens in steps:
         clock.time_s += wait_s
         try:
-            with limits.open("ann", limit):
-                limits.spend("ann", limit, num_tokens)
+            with limits.open(ANN) as account:
+                account.use(num_tokens)
         except KeyLimitError as error:
             clock.time_s += int(error.headers["retry-after"])
-            with limits.open("ann", limit):
+            with limits.open(ANN):
                 pass

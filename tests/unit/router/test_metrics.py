@@ -25,7 +25,7 @@ from cluster.spec.registry import (
 )
 from cluster.spec.strategy import Passing, Strategy
 from cluster.spec.tiers import JOB_BOUNDS_S, RankTiers, RankWork, StorageFigures, TierJobKind, TierState
-from router.metrics import Count, Histogram
+from router.metrics import Counter, Histogram
 from router.state_metrics import replica_metrics
 from tests.fakes.paged_ranks import row
 from tests.fakes.rows import tier_state
@@ -170,7 +170,7 @@ def _lines(registry: CollectorRegistry) -> list[str]:
 
 
 class _Own(Collector):
-    def __init__(self, *measures: Count | Histogram) -> None:
+    def __init__(self, *measures: Counter | Histogram) -> None:
         self._measures = measures
 
     def collect(self) -> list[Metric]:
@@ -180,7 +180,7 @@ class _Own(Collector):
 @given(_VALUES)
 def test_as_prometheus_has_it(values: Sequence[tuple[str, float]]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    count, spread = Count("sums", "Help.", "name"), Histogram("spans", "More help.", _BOUNDS, "name")
+    count, spread = Counter("sums", "Help.", "name"), Histogram("spans", "More help.", _BOUNDS, "name")
     ours.register(_Own(count, spread))
     their_count = prometheus_client.Counter("sums", "Help.", ["name"], registry=theirs)
     their_spread = prometheus_client.Histogram("spans", "More help.", ["name"], buckets=_BOUNDS, registry=theirs)
@@ -194,7 +194,7 @@ def test_as_prometheus_has_it(values: Sequence[tuple[str, float]]) -> None:
 
 def test_without_labels_there_is_a_line_before_anything_happens() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    ours.register(_Own(Count("sums", "Help."), Histogram("spans", "More help.", _BOUNDS)))
+    ours.register(_Own(Counter("sums", "Help."), Histogram("spans", "More help.", _BOUNDS)))
     prometheus_client.Counter("sums", "Help.", registry=theirs)
     prometheus_client.Histogram("spans", "More help.", buckets=_BOUNDS, registry=theirs)
     assert _lines(ours) == _lines(theirs)
