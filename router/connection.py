@@ -1,16 +1,15 @@
-"""A client's connection: HTTP/1.1, whether the client has left, and server-sent events to it.
+"""A client's connection: HTTP/1.1, disconnects, and server-sent events.
 
-The protocol is uvicorn's with three changes. The head of an answer is sent together with the beginning of its body:
-uvicorn writes one after the other, and each write is a system call, a packet, and a client woken up. A connection
-without a complete request head is closed after a while: uvicorn waits for ever. An offer of another protocol, such as
-HTTP/2 by Java's client, is ignored: httptools would take the body for that protocol, and lose it.
+The protocol is uvicorn's with three changes. A response's head is sent together with the beginning of its body:
+uvicorn's separate writes cost a system call, a packet, and a wakeup of the client. A connection without a complete
+request head is closed after a while: uvicorn waits forever. An offer to upgrade the protocol, such as to HTTP/2 by
+Java's client, is ignored: httptools would treat the body as part of that protocol and lose it.
 """
 
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
-from types import TracebackType
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, TypeVar, cast
 
 from starlette.responses import Response
@@ -25,16 +24,16 @@ Frames = AsyncGenerator[bytes, None]
 
 _WAITING = b": waiting\n\n"
 COMMENT_S = 10.0
-"""Silence after which a waiting stream gets a comment: proxies close idle connections after 30 to 60 seconds."""
+"""Interval between comments in a waiting stream; proxies close idle connections after 30 to 60 seconds."""
 SLOW_READER_S = 60.0
-"""Time in which a client must take something of its stream."""
+"""Time after which a client that reads nothing from its stream is disconnected."""
 _UNWATCHED_S = 0.05
-"""A faster answer needs no task that watches its client; a client that leaves earlier is noticed only then."""
+"""Delay before the connection is watched, which saves fast answers a task."""
 _OFFER = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection; closed when no complete request head comes within ``timeout_keep_alive``."""
+    """One connection, which is closed if no complete request head arrives within ``timeout_keep_alive``."""
 
     _head_due: asyncio.TimerHandle | None = None
 
@@ -47,7 +46,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Strip the offer from a request head; bodies, which may be long, are not searched."""
+        """Strip the upgrade offer from a request head."""
         if self._head_due is not None and data.find(b"pgrade:", 0, data.find(b"\r\n\r\n")) >= 0:
             head, end, rest = data.partition(b"\r\n\r\n")
             data = _OFFER.sub(b"", head + end) + rest
@@ -72,7 +71,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class JoiningTransport:
-    """A transport that holds the head of an answer until the next write, or the next iteration of the event loop."""
+    """A transport that holds a response's head until the next write or event loop iteration."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -102,65 +101,46 @@ class JoiningTransport:
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, Got]) -> Got:
-    """Await the work of a request whose body has been read; raise ClientLeftError if the connection closes first."""
-    with _Leash() as leash:
-        watching: asyncio.Task[None] | None = None
+    """Await the response to a request whose body has been read; raise ClientLeftError if the client leaves first."""
+    watching: asyncio.Task[None] | None = None
 
-        def watch() -> None:
-            nonlocal watching
-            watching = asyncio.create_task(_wait_gone(receive))
-            watching.add_done_callback(lambda _: leash.pull("client left"))
+    def watch() -> None:
+        nonlocal watching
+        watching = asyncio.create_task(_expire_when_left(receive, limit))
 
-        due = asyncio.get_running_loop().call_later(_UNWATCHED_S, watch)
-        try:
-            return await work
-        finally:
-            due.cancel()
-            if watching is not None:
-                watching.cancel()
+    try:
+        async with asyncio.timeout(None) as limit:
+            due = asyncio.get_running_loop().call_later(_UNWATCHED_S, watch)
+            try:
+                return await work
+            finally:
+                due.cancel()
+                if watching is not None:
+                    watching.cancel()
+    except TimeoutError:
+        if limit.expired():
+            raise ClientLeftError("client left") from None
+        raise
 
 
-class _Leash:
-    """Lets others cancel the ``with`` block of this task, which then raises ClientLeftError."""
-
-    def __init__(self) -> None:
-        self._task = asyncio.current_task()
-        self._why: str | None = None
-        self._is_over = False
-
-    def pull(self, why: str) -> None:
-        """Cancel the block, unless it has ended."""
-        if not self._is_over and self._why is None:
-            assert self._task is not None
-            self._why = why
-            self._task.cancel()
-
-    def __enter__(self) -> "_Leash":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._is_over = True
-        if self._why is not None:
-            assert self._task is not None
-            self._task.uncancel()
-            if isinstance(error, asyncio.CancelledError):
-                raise ClientLeftError(self._why) from None
+async def _expire_when_left(receive: Receive, limit: asyncio.Timeout) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+    limit.reschedule(0)
 
 
 class JsonAnswer(Response):
-    """A JSON object; its headers, named in lower case, are written faster than Starlette's."""
+    """A JSON response, whose lower-case headers are encoded faster than Starlette's."""
 
     def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
-        """See Starlette; called by the constructor."""
+        """Override Starlette's method, which the constructor calls."""
         given = [] if headers is None else headers.items()
         self.raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in given]
         self.raw_headers += [(b"content-length", b"%d" % len(self.body)), (b"content-type", b"application/json")]
 
 
 class EventStream(Response):
-    """Server-sent events. The status is sent with the first event or comment, so that it shows earlier failures."""
+    """Server-sent events; the status is sent with the first event or comment, so that it reflects earlier failures."""
 
     media_type = "text/event-stream"
 
@@ -170,7 +150,7 @@ class EventStream(Response):
         frames: Callable[[Answer], Frames],
         failed: Callable[[RequestFailedError], bytes],
     ) -> None:
-        """``failed`` makes the last frame of an answer that fails after its first one."""
+        """``failed`` returns the last frame of a stream that fails after its first frame."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._open_answer = open_answer
@@ -178,30 +158,32 @@ class EventStream(Response):
         self._failed = failed
         self._started = False
         self._sends_since_s: float | None = None
-        """Start of writing the current frame."""
+        """Time when writing of the current frame began."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write until the answer is complete, it fails, or the client leaves or reads nothing for long."""
+        """Send the stream until it ends, it fails, or the client leaves or stops reading."""
         del scope
-        with suppress(ClientLeftError), _Leash() as leash:
-            watch = self._watch(leash)
-            try:
-                await unless_client_leaves(receive, self._write(send))
-            finally:
-                watch.cancel()
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._watch(limit)
+                try:
+                    await unless_client_leaves(receive, self._write(send))
+                finally:
+                    self._timer.cancel()
+        except ClientLeftError:
+            pass
+        except TimeoutError:
+            if not limit.expired():
+                raise
 
-    def _watch(self, leash: _Leash) -> "asyncio.Task[None]":
-        """Give up a client that reads nothing; a time limit for every frame would cost more."""
-
-        async def look() -> None:
-            loop, patience_s = asyncio.get_running_loop(), SLOW_READER_S
-            due_s = loop.time() + patience_s
-            while (wait_s := due_s - loop.time()) > 0:
-                await asyncio.sleep(wait_s)
-                due_s = (self._sends_since_s or loop.time()) + patience_s
-            leash.pull("the client reads nothing of its stream")
-
-        return asyncio.create_task(look())
+    def _watch(self, limit: asyncio.Timeout) -> None:
+        """Expire the limit if the client stops reading; setting a limit for every frame would cost more."""
+        loop = asyncio.get_running_loop()
+        due_s = (self._sends_since_s or loop.time()) + SLOW_READER_S
+        if due_s <= loop.time():
+            limit.reschedule(due_s)
+        else:
+            self._timer = loop.call_at(due_s, self._watch, limit)
 
     async def _write(self, send: Send) -> None:
         async with self._open_answer() as answer, aclosing(self._frames(answer)) as frames:
@@ -216,7 +198,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_first(self, send: Send, answer: Answer, frames: Frames) -> None:
-        """Write the first frame, and until it comes a comment from time to time."""
+        """Write the first frame, and comments until it is available."""
         first = asyncio.ensure_future(anext(frames))
         try:
             is_there = False
@@ -231,7 +213,6 @@ class EventStream(Response):
             await asyncio.gather(first, return_exceptions=True)
 
     async def _send(self, send: Send, frame: bytes) -> None:
-        """Write one frame; waits while the client does not read."""
         self._sends_since_s = asyncio.get_running_loop().time()
         if not self._started:
             self._started = True
@@ -243,8 +224,3 @@ class EventStream(Response):
 
 def event(data: bytes) -> bytes:
     return b"data: %b\n\n" % data
-
-
-async def _wait_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
