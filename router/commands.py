@@ -1,4 +1,4 @@
-"""An administrator's commands to replicas: repeated until they answer, for a bounded time."""
+"""An administrator's commands to replicas, repeated for a limited time until the replicas answer."""
 
 import asyncio
 import itertools
@@ -14,56 +14,47 @@ MAX_TIMES = 10
 
 
 class Commands:
-    """Belongs to one event loop; every method is called from it."""
+    """Not thread-safe: all methods run in one event loop."""
 
     def __init__(self, me: Peer, send: Callable[[Peer, Command], None]) -> None:
         self._me = me
         self._send = send
         self._numbers = itertools.count(1)
-        self._answers: dict[tuple[int, ReplicaId, Incarnation], asyncio.Future[CommandResult]] = {}
-        """Awaited answers, by number of the command and start of the replica."""
+        self._results: dict[tuple[int, ReplicaId, Incarnation], asyncio.Future[CommandResult]] = {}
 
     async def give(self, peers: Sequence[Peer], wanted: Wanted) -> list[CommandResult]:
-        """Have replicas do something; return their answers when every one of them has done it.
+        """Send a command to replicas; return their results when all have carried it out.
 
         Raises:
-            ApiError: some did not answer, or cannot do it.
+            ApiError: a replica did not answer, or refused the command.
         """
         number, loop = next(self._numbers), asyncio.get_running_loop()
-        awaited = {peer: loop.create_future() for peer in peers}
-        keys = {(number, peer.replica, peer.incarnation): answer for peer, answer in awaited.items()}
-        self._answers |= keys
-        missing = list(peers)
+        waiting = {(number, peer.replica, peer.incarnation): loop.create_future() for peer in peers}
+        self._results |= waiting
+        missing, num_sent = list(peers), 0
         try:
-            for _ in range(MAX_TIMES if peers else 0):
+            while missing and num_sent < MAX_TIMES:
                 for peer in missing:
-                    self._send(
-                        peer, Command(number=number, sender=self._me, incarnation=peer.incarnation, wanted=wanted)
-                    )
-                await asyncio.wait(awaited.values(), timeout=AGAIN_S)
-                missing = [peer for peer in missing if not awaited[peer].done()]
-                if not missing:
-                    break
+                    command = Command(number=number, sender=self._me, incarnation=peer.incarnation, wanted=wanted)
+                    self._send(peer, command)
+                num_sent += 1
+                await asyncio.wait(waiting.values(), timeout=AGAIN_S)
+                missing = [peer for peer, result in zip(peers, waiting.values(), strict=True) if not result.done()]
         finally:
-            for key in keys:
-                del self._answers[key]
+            for key in waiting:
+                del self._results[key]
         if missing:
             raise no_answer(
                 f"{', '.join(peer.replica for peer in missing)}: no answer to {type(wanted).__name__}, "
                 f"sent {MAX_TIMES} times in {MAX_TIMES * AGAIN_S:g} s; it may still have been carried out"
             )
-        return _all_done([answer.result() for answer in awaited.values()])
+        results = [result.result() for result in waiting.values()]
+        if refusals := [f"{result.replica}: {result.refusal}" for result in results if result.refusal]:
+            done = [result.replica for result in results if not result.refusal]
+            raise refused("; ".join(refusals) + (f"; done by {', '.join(done)}" if done else ""))
+        return results
 
-    def on_taken(self, taken: CommandResult) -> None:
-        """Take a replica's answer; one that is not awaited is ignored."""
-        answer = self._answers.get((taken.number, taken.replica, taken.incarnation))
-        if answer is not None and not answer.done():
-            answer.set_result(taken)
-
-
-def _all_done(answers: list[CommandResult]) -> list[CommandResult]:
-    refusals = [f"{answer.replica}: {answer.refusal}" for answer in answers if answer.refusal]
-    if not refusals:
-        return answers
-    done = [answer.replica for answer in answers if not answer.refusal]
-    raise refused("; ".join(refusals) + (f"; done by {', '.join(done)}" if done else ""))
+    def on_result(self, result: CommandResult) -> None:
+        waiting = self._results.get((result.number, result.replica, result.incarnation))
+        if waiting is not None and not waiting.done():
+            waiting.set_result(result)

@@ -1,6 +1,6 @@
-"""Conversion of one chat answer's text to its message: thoughts, content and tool calls, whole or in parts.
+"""Conversion of an answer's text to a chat message: thoughts, content and tool calls, complete or in parts.
 
-Thoughts have the form of Qwen3's chat template: ``<think>`` thoughts ``</think>`` answer.
+Thoughts are marked as in Qwen3's chat template: ``<think>`` thoughts ``</think>`` answer.
 """
 
 import secrets
@@ -16,23 +16,22 @@ OPENING, CLOSING = "<think>", "</think>"
 
 
 class Thinking(Enum):
-    """Thoughts that may precede an answer."""
+    """Whether an answer begins with thoughts."""
 
     NONE = "none"
-    """Nothing is split off."""
     OPTIONAL = "optional"
-    """Thoughts, if the answer begins with the opening marker."""
+    """It does if it begins with the opening marker."""
     BEGUN = "begun"
-    """Thoughts; the prompt ends with the opening marker."""
+    """It does, since the prompt ends with the opening marker."""
 
 
 def has_thoughts(setting: ReasoningParser, template: str | None) -> bool:
-    """Return whether thoughts are split off the answers of a model with this chat template."""
+    """Return whether a model with this chat template thinks before it answers."""
     return setting == "qwen3" or (setting == "auto" and template is not None and CLOSING in template)
 
 
 def thinking_after(prompt: str) -> Thinking:
-    """Return what may precede the answer to a rendered prompt."""
+    """Return whether the answer to a rendered prompt begins with thoughts."""
     end = prompt[-64:].rstrip()
     if end.endswith(CLOSING):
         return Thinking.NONE
@@ -40,18 +39,18 @@ def thinking_after(prompt: str) -> Thinking:
 
 
 class ThoughtSplitter:
-    """Splits a text into thoughts and answer, without the white space around the thoughts."""
+    """Splits a text into thoughts and answer, and strips the white space around the thoughts."""
 
     def __init__(self, thinking: Thinking) -> None:
         self._start: str | None = "" if thinking is Thinking.OPTIONAL else None
-        """Text that may begin the opening marker; None once that is decided."""
+        """Possible beginning of the opening marker; None once that is decided."""
         self._thinks = thinking is Thinking.BEGUN
         self._scanner = MarkerScanner(CLOSING)
         self._thoughts = Trimmer()
         self._answer = Trimmer(keeps_start=thinking is Thinking.NONE)
 
     def push(self, text: str) -> tuple[str, str]:
-        """Return thoughts and answer that this text completes."""
+        """Return the next part of the thoughts and of the answer."""
         if self._start is not None:
             self._start, text = self._decide(self._start + text)
         if not self._thinks:
@@ -96,19 +95,19 @@ class CallPart:
 
     index: int
     id: str = ""
-    """Call id, in the first part; empty in the others, like the name."""
+    """Set in the first part of a call, like the name."""
     name: str = ""
     arguments: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class MessagePart:
-    """The next part of a message, or the whole."""
+    """The next part of a message, or all of it."""
 
     thoughts: str = ""
     content: str = ""
     calls: list[CallPart] = field(default_factory=list)
-    """Calls, at most one part per call."""
+    """At most one part per call."""
 
 
 class MessageReader:
@@ -122,36 +121,26 @@ class MessageReader:
         return self._num_calls > 0
 
     def push(self, text: str, *, is_end: bool) -> MessagePart:
-        """Return what this text completes; with ``is_end`` also what was held back."""
+        """Return the part of the message that this text completes; ``is_end`` marks the last text."""
         part = MessagePart()
         for event in self.read(text, is_end=is_end):
             self._add(part, event)
         return part
 
     def read(self, text: str, *, is_end: bool) -> list[MessageEvent]:
-        """Return the events that this text completes, in order; instead of ``push``."""
-        events = self._split(text)
-        if is_end:
-            events += self._flush()
-        return events
-
-    def _split(self, text: str) -> list[MessageEvent]:
-        if self._splitter is None:
-            return self._parse(text)
-        thoughts, answer = self._splitter.push(text)
-        return [*_thought(thoughts), *self._parse(answer)]
-
-    def _parse(self, answer: str) -> list[MessageEvent]:
-        if not answer:
-            return []
-        return [Said(answer)] if self._parser is None else list(self._parser.push(answer))
-
-    def _flush(self) -> list[MessageEvent]:
+        """Return the events that this text completes, in order; an alternative to ``push``."""
+        pieces = [("", text)] if self._splitter is None else [self._splitter.push(text)]
+        if is_end and self._splitter is not None:
+            pieces.append(self._splitter.flush())
         events: list[MessageEvent] = []
-        if self._splitter is not None:
-            thoughts, answer = self._splitter.flush()
-            events += [*_thought(thoughts), *self._parse(answer)]
-        return events if self._parser is None else [*events, *self._parser.flush()]
+        for thoughts, answer in pieces:
+            if thoughts:
+                events.append(Thought(thoughts))
+            if answer:
+                events += [Said(answer)] if self._parser is None else self._parser.push(answer)
+        if is_end and self._parser is not None:
+            events += self._parser.flush()
+        return events
 
     def _add(self, part: MessagePart, event: MessageEvent) -> None:
         match event:
@@ -169,12 +158,7 @@ class MessageReader:
 
 
 def new_call_id() -> str:
-    """Draw the id that a call's result will refer to."""
     return f"call_{secrets.token_hex(12)}"
-
-
-def _thought(text: str) -> list[Thought]:
-    return [Thought(text)] if text else []
 
 
 NewReader = Callable[[], MessageReader]

@@ -1,7 +1,7 @@
-"""Records of requests that have ended: on the status page, in the access log, and as OpenTelemetry spans.
+"""Records of finished requests: on the status page, in the access log, and as OpenTelemetry spans.
 
-Spans are made where the environment (OTEL_EXPORTER_OTLP_ENDPOINT) says who collects them; the library is optional.
-Replicas send no spans: they report the times of their phases, and the router writes them down.
+Spans are exported if the environment names a collector (OTEL_EXPORTER_OTLP_ENDPOINT); the library is optional.
+Replicas export no spans: they report the times of their phases, from which the router makes spans.
 """
 
 import logging
@@ -26,13 +26,13 @@ _log = logging.getLogger(__name__)
 
 MAX_RECENT = 50
 CLOSE_S = 2.0
-"""Longest wait for a collector when the router ends."""
+"""Time to export the last spans when the router stops."""
 TRACEPARENT = "traceparent"
 """Header of https://www.w3.org/TR/trace-context."""
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """Part of a request, on the router's monotonic clock."""
+    """Part of a request, in the router's monotonic time."""
 
     name: str
     start_s: float
@@ -41,22 +41,20 @@ class Phase(msgspec.Struct, frozen=True):
 
 
 class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One HTTP request that has ended."""
-
     answer: Answer
     outcome: str
     error: BaseException | None
     request_id: str
     caller: str | None
     traceparent: str
-    """The OpenTelemetry trace it is in, by its client or the router's own span; empty for none."""
+    """Header that names its OpenTelemetry trace; empty for none."""
     num_prompt_tokens: int
     arrived_s: float
     ended_s: float
     unix_s: float
 
     def summary(self) -> dict[str, Any]:
-        """Return what the status page shows, times in seconds."""
+        """Return the request's entry on the status page, with times in seconds."""
         phases = phases_of(self.answer, self.ended_s)
         return {
             "ended": self.unix_s,
@@ -95,7 +93,7 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
 def phases_of(answer: Answer, now_s: float) -> Iterator[Phase]:
     """Yield the phases in order, up to the last one that the request reached.
 
-    The wait for pages in decode is left out, since it overlaps ``bootstrap``.
+    The wait for pages in decode is omitted, since it overlaps ``bootstrap``.
     """
     start_s = answer.opened_s
     yield Phase("queue", start_s - answer.queue_s, start_s)
@@ -113,13 +111,13 @@ def phases_of(answer: Answer, now_s: float) -> Iterator[Phase]:
 
 
 def trace_id(traceparent: str) -> str | None:
-    """Return the trace in a header of https://www.w3.org/TR/trace-context; None where there is none."""
+    """Return the trace id in a header of https://www.w3.org/TR/trace-context; None if there is none."""
     parts = traceparent.split("-")
     return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else None
 
 
 class Tracing:
-    """Makes the spans of requests and hands them to a processor."""
+    """Records requests as spans, which it passes to a processor."""
 
     def __init__(self, processor: "SpanProcessor") -> None:
         from opentelemetry.sdk.resources import Resource
@@ -133,7 +131,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, traceparent: str, arrived_s: float) -> "Span":
-        """Start the span of a request, below that of its client where it names one."""
+        """Start a request's span, as a child of its client's span if there is one."""
         from opentelemetry.trace import SpanKind
 
         parent = self._propagator.extract({TRACEPARENT: traceparent})
@@ -147,12 +145,15 @@ class Tracing:
         return carrier
 
     def end(self, span: "Span", answer: Answer, facts: Mapping[str, Any], error: BaseException | None) -> None:
-        """End the span of a request, with a span for each phase."""
+        """End a request's span, with a child span for each phase."""
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
         now_s = time.monotonic()
-        context = set_span_in_context(span)
-        for phase in [*phases_of(answer, now_s), *_decode_queue(answer)]:
+        context, phases = set_span_in_context(span), [*phases_of(answer, now_s)]
+        if answer.phases is not None:
+            queue_end_s = answer.opened_s + answer.phases.decode_queue_s
+            phases.append(Phase("decode queue", answer.opened_s, queue_end_s, answer.phases.decode))
+        for phase in phases:
             attributes = {"baton.replica": phase.replica} if phase.replica else {}
             child = self._tracer.start_span(
                 phase.name, context, attributes=attributes, start_time=_unix_ns(phase.start_s)
@@ -164,7 +165,7 @@ class Tracing:
         span.end(_unix_ns(now_s))
 
     def close(self) -> None:
-        """Export the remaining spans, as far as the collector takes them in time."""
+        """Export the remaining spans, if the collector accepts them in time."""
         closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
@@ -173,7 +174,7 @@ class Tracing:
 
 
 def make_tracing() -> Tracing | None:
-    """Make spans for the endpoint that the environment names; None where it names none."""
+    """Return an exporter to the collector that the environment names; None if it names none."""
     if not any(os.environ.get(name) for name in _ENDPOINTS):
         return None
     try:
@@ -182,13 +183,6 @@ def make_tracing() -> Tracing | None:
     except ImportError as error:
         raise UserError(f"{_ENDPOINTS[0]} is set, but {error.name} is missing: pip install 'baton[otel]'") from error
     return Tracing(BatchSpanProcessor(OTLPSpanExporter()))
-
-
-def _decode_queue(answer: Answer) -> Iterator[Phase]:
-    """Yield the wait for pages, which overlaps other phases."""
-    if (phases := answer.phases) is not None:
-        end_s = answer.opened_s + phases.decode_queue_s
-        yield Phase("decode queue", answer.opened_s, end_s, phases.decode)
 
 
 def _unix_ns(monotonic_s: float) -> int:

@@ -145,7 +145,7 @@ class Relay:
             case KvEvents():
                 self._on_kv_events(message, now_s)
             case CommandResult():
-                self.commands.on_taken(message)
+                self.commands.on_result(message)
             case RankTrace():
                 self.traces.on_part(message)
             case _:

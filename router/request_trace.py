@@ -1,4 +1,4 @@
-"""Traces of requests, collected from every rank at the end and written in the Trace Event Format.
+"""Traces of requests, collected from every rank when the request ends, in the Trace Event Format.
 
 Perfetto and chrome://tracing read it: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -18,15 +18,15 @@ from cluster.spec.step_messages import ReportTrace
 from router.request import RequestId
 
 MAX_KEPT = 8
-"""Timed requests known at once; the oldest makes room."""
+"""Maximum number of stored traces; the oldest one is deleted first."""
 GATHER_S = 30.0
-"""Longest wait for ranks, which answer between two steps."""
+"""Maximum time to wait for ranks, which answer between two steps."""
 
 
 @dataclass(slots=True)
 class RequestTrace:
     attempt: Room
-    """Room of its last attempt, the one that is shown."""
+    """Room of the request's last attempt; earlier ones are not shown."""
     ranks: Sequence[RankRow]
     parts: list[RankTrace] = field(default_factory=list)
     router: list[Interval] | None = None
@@ -43,12 +43,12 @@ class RequestTrace:
         ]
 
     def events(self, clock: ClockReading) -> dict[str, Any]:
-        """Return the JSON object: a process for the router and each rank, a thread a lane, microseconds since arrival.
+        """Return the JSON object: one process for the router and for each rank, and one thread per lane.
 
-        Args:
-            clock: the router's; processes of another machine are shifted by the difference of their Unix times.
+        Times are in microseconds since the request arrived. Those from other machines are shifted by the difference
+        between their Unix time and that of ``clock``, the router's.
         """
-        assert self.router is not None, "a trace is written when its request has ended"
+        assert self.router is not None, "the request has ended"
         origin_s = min((interval.start_s for interval in self.router), default=0.0)
         events = list(_process(1, "router", self.router, origin_s))
         parts = sorted(self.parts, key=lambda part: (part.replica.startswith("decode"), part.global_rank))
@@ -67,7 +67,7 @@ class RequestTrace:
 
 
 class RequestTraces:
-    """The newest traces of this process. Belongs to one event loop."""
+    """The latest traces of this process. Not thread-safe: all methods run in one event loop."""
 
     def __init__(self, reply_to: str, send: Callable[[str, Message], None]) -> None:
         """``reply_to`` is the address of this process's inbox."""
@@ -76,13 +76,13 @@ class RequestTraces:
         self._traces: OrderedDict[RequestId, RequestTrace] = OrderedDict()
 
     def begin(self, request_id: RequestId, attempt: Room, ranks: Sequence[RankRow]) -> None:
-        """Take note that an attempt of a traced request starts on these ranks."""
+        """Start the trace of a request's next attempt, which runs on these ranks."""
         self._traces[request_id] = RequestTrace(attempt, ranks)
         if len(self._traces) > MAX_KEPT:
             self._traces.popitem(last=False)
 
     def end(self, request_id: RequestId, router: list[Interval]) -> None:
-        """Store the router's part of a request that has ended, if it is traced, and ask its ranks for theirs."""
+        """Add the router's part of a finished request's trace, and request the ranks' parts."""
         if (trace := self._traces.get(request_id)) is None:
             return
         trace.router = router
@@ -90,7 +90,7 @@ class RequestTraces:
             self._send(rank.address, ReportTrace(room=trace.attempt, reply_to=self._reply_to))
 
     def on_part(self, part: RankTrace) -> None:
-        """Take a rank's part; one that was not asked for is ignored."""
+        """Add a rank's part; ignore an unexpected one."""
         trace = next((trace for trace in self._traces.values() if trace.attempt == part.room), None)
         if trace is None or _rank_name(part.replica, part.global_rank) not in trace.missing:
             return
@@ -99,7 +99,7 @@ class RequestTraces:
             trace.complete.set()
 
     async def gather(self, name: str) -> RequestTrace | None:
-        """Return the trace of a request id when every rank has answered, or after ``GATHER_S``; None for none."""
+        """Return a request's trace once every rank has answered or ``GATHER_S`` has passed; None if there is none."""
         trace = next((trace for request_id, trace in self._traces.items() if str(request_id) == name), None)
         if trace is not None and trace.ranks:
             with suppress(TimeoutError):

@@ -29,7 +29,7 @@ class Replicas:
             taken = CommandResult(
                 number=command.number, replica=peer.replica, incarnation=peer.incarnation, refusal=refusal
             )
-            asyncio.get_running_loop().call_soon(self.commands.on_taken, taken)
+            asyncio.get_running_loop().call_soon(self.commands.on_result, taken)
 
     def count(self, peer: Peer) -> int:
         return sum(name == peer.replica for name, _ in self.told)
@@ -48,7 +48,7 @@ async def test_who_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ApiError, match=r"^decode-0: no answer to Drain, sent 10 times"):
         await replicas.commands.give([PREFILL, DECODE], Drain())
     assert replicas.count(DECODE) == MAX_TIMES
-    replicas.commands.on_taken(CommandResult(number=1, replica=DECODE.replica, incarnation=DECODE.incarnation))
+    replicas.commands.on_result(CommandResult(number=1, replica=DECODE.replica, incarnation=DECODE.incarnation))
 
 
 async def test_another_start_does_not_answer_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ async def test_another_start_does_not_answer_for_it(monkeypatch: pytest.MonkeyPa
     given = asyncio.ensure_future(replicas.commands.give([DECODE], Drain()))
     await asyncio.sleep(0)
     later = Incarnation(DECODE.incarnation + 1)
-    replicas.commands.on_taken(CommandResult(number=1, replica=DECODE.replica, incarnation=later))
+    replicas.commands.on_result(CommandResult(number=1, replica=DECODE.replica, incarnation=later))
     with pytest.raises(ApiError):
         await given
 
