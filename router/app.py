@@ -1,4 +1,4 @@
-"""The HTTP application: its routes, its errors, its request ids."""
+"""The HTTP application: routes, errors and request ids."""
 
 from typing import Any
 
@@ -17,15 +17,15 @@ from router.records import TRACEPARENT
 from router.service import Service
 
 _EXPOSED = (REQUEST_ID, *HEADERS, TRACEPARENT, "retry-after")
-"""Response headers that pages of other origins may read."""
+"""Response headers that pages from other origins can read."""
 
 
 def create_app(service: Service) -> ASGIApp:
-    """Make the application; it runs in the event loop of the service's relay."""
-    # These handlers need nothing of FastAPI, and are too busy to pay for it.
+    """Return the application, which runs in the event loop of the service's relay."""
+    # The busiest handlers bypass FastAPI, whose overhead they need not pay.
     busy = [route for route in generation.routes(service).routes if isinstance(route, APIRoute)]
     app: ASGIApp = Front(create_api(service), {route.path: route.endpoint for route in busy}, service)
-    # Around all of it: a page can read only errors that name its origin, and a preflight brings no key.
+    # CORS wraps everything, since a page can only read errors that name its origin, and a preflight has no key.
     if origins := service.config.router.allowed_origins:
         app = CORSMiddleware(
             app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_EXPOSED
@@ -34,7 +34,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def create_api(service: Service) -> FastAPI:
-    """Make all routes as FastAPI serves and documents them; the requests have ids."""
+    """Return all routes, as FastAPI serves and documents them."""
     app = _Api(title="Baton", description="Long-context LLM serving with OpenAI's API.", redirect_slashes=False)
     limits = service.config.router
     app.state.bodies = ArrivingBodies(limits.max_body_mib << 20)
@@ -48,7 +48,7 @@ def create_api(service: Service) -> FastAPI:
 
 class _Api(FastAPI):
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document, with the bodies that routes read and write for themselves."""
+        """Return the OpenAPI document, including bodies that routes parse and write themselves."""
         if self.openapi_schema is None:
             self.openapi_schema = complete(super().openapi())
         return self.openapi_schema

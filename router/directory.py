@@ -1,7 +1,4 @@
-"""A router's knowledge of each replica: whether it takes requests, how much is open there, and how often it failed.
-
-Sans I/O.
-"""
+"""A router's view of each replica: readiness, open requests, and failures. Sans I/O."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,18 +10,18 @@ from cluster.spec.ids import Incarnation, Peer, ReplicaId, Role
 from cluster.spec.registry import RankRow, ReplicaEntry, TableSnapshot
 
 MAX_FAILURES = 5
-"""Failures in a row that open a breaker: more than the retries of one request, which may itself be at fault."""
+"""Consecutive failures that open a breaker; more than one request's retries, since the request may be at fault."""
 OPEN_S = 10.0
-"""Time for which a breaker stays open, about as long as a rank's process needs to start again on a CPU."""
+"""Time for which a breaker stays open, about as long as a rank takes to restart on a CPU."""
 
 
 @dataclass(slots=True)
 class _Known:
     entry: ReplicaEntry
-    """The newest entry that was ready."""
+    """The latest entry that was ready."""
     missing_since_s: float | None = None
     silent: bool = False
-    """The table has it and its lease ran out, which says more than its absence from the table."""
+    """True if the replica's lease expired, which is stronger evidence than its absence from the table."""
 
     @property
     def peer(self) -> Peer:
@@ -39,18 +36,18 @@ class _Usable:
 
 
 class Directory:
-    """The router's view of the table; given every snapshot, in order."""
+    """The router's view of the rank table."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._known: dict[tuple[ReplicaId, Incarnation], _Known] = {}
         self._known_usable: _Usable | None = None
-        """Cached, since every request reads it; dropped with every change."""
+        """Cache of ``_usable``, which every request reads; cleared by every change."""
         self.snapshot: TableSnapshot | None = None
-        """The newest one; None before the bootstrap service was reached."""
+        """The latest one; None before the bootstrap service responds."""
 
     def update(self, snapshot: TableSnapshot, now_s: float) -> list[Peer]:
-        """Take a new snapshot; return the peers that are now lost for good."""
+        """Apply a new snapshot; return the peers that are now lost."""
         self.snapshot = snapshot
         self._known_usable = None
         entries = {(entry.replica, entry.incarnation): entry for entry in snapshot.replicas}
@@ -65,7 +62,7 @@ class Directory:
         return self.expire(now_s)
 
     def expire(self, now_s: float) -> list[Peer]:
-        """Return the peers that are lost by the passing of time."""
+        """Return the peers that have been missing for too long."""
         lost = {key: known.peer for key, known in self._known.items() if self._is_lost(known, now_s)}
         for key in lost:
             del self._known[key]
@@ -75,12 +72,12 @@ class Directory:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """Return when ``expire`` may next find something."""
+        """Time when ``expire`` may next have something to do."""
         missing = [known.missing_since_s for known in self._known.values() if known.missing_since_s is not None]
         return min(missing) + self._grace_s if missing else None
 
     def ready(self, role: Role) -> list[Peer]:
-        """Return the replicas of a role that take new requests, ordered by id."""
+        """Return the replicas of a role that accept requests, ordered by id."""
         return self._usable.peers[role]
 
     @property
@@ -92,18 +89,18 @@ class Directory:
         return known.entry.rows if known is not None else ()
 
     def peers(self, *roles: Role) -> list[Peer]:
-        """Return every replica of these roles that is not lost, whether or not it takes new requests."""
+        """Return every replica of these roles that is not lost, even if it accepts no requests."""
         return [known.peer for known in self._known.values() if known.entry.role in roles]
 
     def pool_tokens_of(self, peer: Peer) -> int | None:
-        """Return the size of one replica's KV pool in tokens; None while it has not reported."""
+        """Return the size of a replica's KV pool in tokens; None before its first heartbeat."""
         known = self._known.get((peer.replica, peer.incarnation))
         pages = known.entry.load.total_pages if known is not None else 0
         return pages * known.entry.leader.layout.page_size if known is not None and pages else None
 
     @property
     def pool_tokens(self) -> int | None:
-        """Longest request, in tokens, that fits every usable replica; None while none has reported."""
+        """Maximum request length in tokens that fits every usable replica; None before the first heartbeat."""
         return self._usable.pool_tokens
 
     @property
@@ -118,7 +115,7 @@ class Directory:
         return self._known_usable
 
     def _find_usable(self, role: Role) -> list[ReplicaEntry]:
-        """Return the replicas in the table; else those that may only be missing from it."""
+        """Return the replicas in the table, or if there are none, those that may only be missing from it."""
         missing = [
             known.entry for known in self._taking(role) if known.missing_since_s is not None and not known.silent
         ]
@@ -132,7 +129,7 @@ class Directory:
         return self._is_proven_gone(known.peer) or now_s >= known.missing_since_s + self._grace_s
 
     def _present(self, role: Role) -> list[ReplicaEntry]:
-        """Return the replicas in the table that take new requests."""
+        """Return the replicas in the table that accept requests."""
         return [known.entry for known in self._taking(role) if known.missing_since_s is None]
 
     def _taking(self, role: Role) -> list[_Known]:
@@ -152,7 +149,7 @@ def _peer(entry: ReplicaEntry) -> Peer:
 
 
 def _is_new_to_table(entry: ReplicaEntry, known: ReplicaEntry) -> bool:
-    """Return whether the table has had no heartbeat of a replica that sent some: it is newer than the replica."""
+    """Return whether the table is newer than the replica, so that it has not received its heartbeat."""
     return entry.load.total_pages == 0 < known.load.total_pages
 
 
@@ -161,14 +158,14 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     num_requests: int = 0
     num_tokens: int = 0
-    """Tokens of load: on prefill the prompts not yet computed; on decode prompts and the longest possible answers."""
+    """On prefill, uncomputed prompt tokens; on decode, prompt tokens plus the maximum answer length."""
 
 
 _NOTHING = Load()
 
 
 class LoadBook:
-    """Open requests and tokens per start of a replica; a replica with nothing open has no line."""
+    """Open requests and tokens per incarnation of a replica; idle replicas are not listed."""
 
     def __init__(self) -> None:
         self._lines: dict[tuple[ReplicaId, Incarnation], Load] = {}
@@ -201,9 +198,9 @@ class LoadBook:
 class BreakerState(StrEnum):
     CLOSED = "closed"
     OPEN = "open"
-    """The replica failed too often in a row, and gets none for a while."""
+    """The replica failed too often, and gets no requests for a while."""
     HALF_OPEN = "half_open"
-    """The replica was left alone long enough; one request tries it."""
+    """The wait is over; one request tries the replica."""
 
 
 @dataclass(slots=True)
@@ -211,13 +208,14 @@ class _Breaker:
     num_failures: int = 0
     """Consecutive failures."""
     opened_s: float | None = None
-    """Time of the last failure that opened it, or of the last attempt that tried it."""
+    """Time of the last failure, or of the last attempt that tried the replica."""
 
 
 class Breakers:
-    """One circuit breaker for every start of a replica; one that never failed has none.
+    """One circuit breaker per incarnation of a replica that has failed.
 
-    A breaker moves requests to other replicas and never refuses one: where all of a role are open, all are tried.
+    Breakers move requests to other replicas but never refuse any: if all breakers of a role are open, all replicas
+    are tried.
     """
 
     def __init__(self, max_failures: int = MAX_FAILURES, open_s: float = OPEN_S) -> None:
@@ -235,13 +233,13 @@ class Breakers:
         return self.state(peer, now_s) is not BreakerState.OPEN
 
     def allowed(self, peers: list[Peer], now_s: float) -> list[Peer]:
-        """Return the replicas that should get the next attempt; all of them where none should."""
+        """Return the replicas that may get the next attempt, or all of them if every breaker is open."""
         if not self._breakers:
             return peers
         return [peer for peer in peers if self.allows(peer, now_s)] or peers
 
     def begin(self, peer: Peer, now_s: float) -> None:
-        """Take note that a replica gets an attempt; one that is being tried gets no other for a while."""
+        """Record that a replica gets an attempt; in state HALF_OPEN it gets no other one for a while."""
         if self.state(peer, now_s) is BreakerState.HALF_OPEN:
             self._breakers[peer].opened_s = now_s
 

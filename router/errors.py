@@ -36,7 +36,7 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApiError(Exception):
-    """A request that is answered with an error."""
+    """An error response to a request."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ApiError(Exception):
 
 
 class NotReadyError(ApiError):
-    """No request can be taken now; names what is missing."""
+    """The router cannot accept requests now; the message says why."""
 
     def __init__(self, message: str) -> None:
         super().__init__(HTTPStatus.SERVICE_UNAVAILABLE, message, code="not_ready")
@@ -67,20 +67,20 @@ class NotReadyError(ApiError):
 
 class LimitError(ApiError):
     def __init__(self, message: str, code: str, limit: str, retry_after_s: int = 1) -> None:
-        """``limit`` is the name of the setting; empty for the room at the replicas."""
+        """``limit`` is the name of the setting; empty for the capacity of replicas."""
         super().__init__(HTTPStatus.TOO_MANY_REQUESTS, message, code=code, headers={"retry-after": str(retry_after_s)})
         self.limit = limit
 
 
 class QueueFullError(LimitError):
-    """No request can be taken until some of the open ones are computed; the message names the limit reached."""
+    """The router cannot accept a request until others end; the message names the limit reached."""
 
     def __init__(self, message: str, limit: str = "") -> None:
         super().__init__(message, "queue_full", limit)
 
 
 class KeyLimitError(LimitError):
-    """The client's key has reached a limit; says which."""
+    """The client's key has reached a limit."""
 
     def __init__(self, message: str, limit: str, retry_after_s: int = 1) -> None:
         super().__init__(message, "rate_limit_exceeded", limit, retry_after_s)
@@ -94,14 +94,14 @@ class ClientLeftError(ApiError):
 
 
 class RequestFailedError(ApiError):
-    """A request that was taken ended without a complete answer."""
+    """An accepted request ended without a complete answer."""
 
     def __init__(self, cause: Cause, reason: str) -> None:
         super().__init__(_STATUS_OF.get(cause, HTTPStatus.SERVICE_UNAVAILABLE), reason, code=cause.value)
 
 
 EXPECTED_ERRORS = (ApiError, ClientDisconnect)
-"""All others are our bugs."""
+"""Errors that are no bugs of the router."""
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -113,12 +113,12 @@ def no_answer(message: str) -> ApiError:
 
 
 def refused(message: str) -> ApiError:
-    """Return the error of what the router or a replica cannot do for an administrator."""
+    """Return the error for an administrator's command that the router or a replica cannot carry out."""
     return ApiError(HTTPStatus.CONFLICT, message, code="refused")
 
 
 def answer_error(metrics: Metrics, request: Request, error: Exception) -> Response:
-    """Return the response to a request that raised this, and count it."""
+    """Count an error and return the response for it."""
     match error:
         case ApiError():
             shown = error

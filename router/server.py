@@ -1,4 +1,4 @@
-"""One router process: socket, event loop, inbox and table watcher around the HTTP application."""
+"""One router process: the HTTP application's sockets, event loop, inbox and table watcher."""
 
 import asyncio
 import contextlib
@@ -37,19 +37,19 @@ from router.service import Service, read_model_facts
 from router.state_metrics import StateMetrics
 
 Watch = Callable[[str, str], AsyncIterator[TableSnapshot]]
-"""(bootstrap url, token) -> the table, whenever it changes, for ever."""
+"""(bootstrap url, token) -> endless stream of the table's snapshots."""
 
 _NEW_OBJECTS = 10_000
-"""New objects before the garbage collector runs; what some dozens of requests leave."""
+"""New objects, of a few dozen requests, after which the garbage collector runs."""
 _CLOSE_S = 1
-"""Time for responses to end when the router stops."""
+"""Time to finish responses when the router stops."""
 _TABLE_S = 0.02
 """Interval between checks for the rank table."""
 _LOOPBACK = "127.0.0.1"
 
 
 class RouterServer:
-    """Serves HTTP in a thread of its own. Methods may be called from any thread."""
+    """Serves HTTP in its own thread. Thread-safe."""
 
     def __init__(
         self,
@@ -64,12 +64,11 @@ class RouterServer:
         """Read the model's tokenizer and limits.
 
         Args:
-            host: the address that replicas reply to.
-            incarnation: of this start, for the replicas.
-            share: of the processes that share the port.
+            host: address to which replicas reply.
+            share: this process's share of the port and the limits.
 
         Raises:
-            UserError: the model folder, the file of API keys, or OpenTelemetry cannot be used.
+            UserError: the model folder, the API keys or OpenTelemetry cannot be used.
         """
         self._config = config
         self._model_folder = model_folder
@@ -86,10 +85,10 @@ class RouterServer:
         self._running: Future[_Running] = Future()
         self._error: BaseException | None = None
         self.own_url = ""
-        """URL of this process alone, on this machine; the endpoint itself if no other process shares its port."""
+        """URL of this process on this machine, even if other processes share the endpoint's port."""
 
     def start(self) -> str:
-        """Serve in a thread; return the base url."""
+        """Start serving in a thread; return the endpoint's URL."""
         assert self._thread is None, "a router starts once"
         is_shared = self._share.num_processes > 1
         listeners = [_listen(self._config.router.host, self._config.router.port, is_shared)]
@@ -104,7 +103,7 @@ class RouterServer:
         return url
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests with 503 and wait for the open ones; return whether all of them ended."""
+        """Refuse new requests with 503 and wait for open ones; return whether all of them ended."""
         running = self._running.result()
         waiting = asyncio.run_coroutine_threadsafe(running.relay.drain(), running.loop)
         try:
@@ -115,7 +114,7 @@ class RouterServer:
         return True
 
     def stop(self) -> None:
-        """Fail what is open and end the thread; safe to call twice, and before ``start``."""
+        """Fail open requests and end the thread; can be called twice, and before ``start``."""
         if self._thread is None:
             return
         if self._running.exception() is None:
@@ -125,14 +124,14 @@ class RouterServer:
         self._thread.join()
 
     def run(self) -> None:
-        """Block until ``stop``; raise what ended the router otherwise."""
+        """Block until ``stop``; raise the error if the router fails."""
         assert self._thread is not None, "a router is started before it runs"
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     def service(self, inbox: AsyncInbox, outbox: Outbox) -> Service:
-        """Make the parts that the HTTP routes use; they belong to the running event loop, like the inbox."""
+        """Return the parts that the HTTP routes use in the running event loop."""
         me = Peer(replica=self._share.name, incarnation=self._incarnation, address=inbox.address)
         config, clock, metrics = self._config.router, SystemClock(), Metrics()
         directory = Directory(grace_s=LEASE_S)
@@ -172,10 +171,9 @@ class RouterServer:
         key = self._rendezvous.channel_key
         with contextlib.closing(Outbox(key)) as outbox:
             async with AsyncInbox(self._host, key) as inbox:
-                await self._serve_until_stopped(listeners, inbox, outbox)
+                await self._serve_until_stopped(listeners, self.service(inbox, outbox), inbox)
 
-    async def _serve_until_stopped(self, listeners: list[socket.socket], inbox: AsyncInbox, outbox: Outbox) -> None:
-        service = self.service(inbox, outbox)
+    async def _serve_until_stopped(self, listeners: list[socket.socket], service: Service, inbox: AsyncInbox) -> None:
         server = uvicorn.Server(_uvicorn_config(service))
         running = _Running(asyncio.get_running_loop(), service.relay)
         tasks = {
@@ -194,7 +192,7 @@ class RouterServer:
             await asyncio.to_thread(service.tracing.close)
 
     async def _serve_http(self, server: uvicorn.Server, listeners: list[socket.socket], service: Service) -> None:
-        # Other processes on the port take requests already: this one joins them once it can, too.
+        # Other processes already accept requests on the port; this one joins them when it is ready.
         while self._share.num_processes > 1 and service.directory.snapshot is None and not server.should_exit:
             await asyncio.sleep(_TABLE_S)
         await server.serve(sockets=listeners)
@@ -206,9 +204,9 @@ class RouterServer:
 
 
 def freeze_loaded_objects() -> None:
-    """Exclude everything loaded so far from garbage collection, in a process that is a router and nothing else.
+    """Exclude all current objects from garbage collection, in a process that only runs a router.
 
-    Otherwise the collector walks all of it several times a second, while requests wait.
+    Otherwise the collector traverses them several times per second, while requests wait.
     """
     gc.collect()
     gc.freeze()
@@ -225,7 +223,7 @@ class _Running:
 
 
 async def _settle(tasks: set[asyncio.Task[Any]], serving: asyncio.Task[None]) -> None:
-    """End every task; raise the first error that one of them had ended with by itself."""
+    """Cancel every task; raise the first error of a task that had already ended."""
     ended = [task for task in tasks if task.done()]
     for task in tasks:
         task.cancel()
@@ -252,8 +250,8 @@ def _listen(host: str, port: int, is_shared: bool = False) -> socket.socket:
     """Bind a TCP socket; port 0 takes a free one.
 
     Args:
-        is_shared: other processes may have the port too. The kernel gives each connection to one of those that listen,
-            so this one does not listen yet.
+        is_shared: other processes may use the port too. The kernel distributes connections among all listeners, so
+            this socket does not listen yet.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

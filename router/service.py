@@ -1,4 +1,4 @@
-"""The parts of one router that its HTTP routes use, and the facts their answers repeat."""
+"""The parts of a router that its HTTP routes use, and facts about the model."""
 
 import time
 from collections import deque
@@ -32,7 +32,7 @@ RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 
 
 class SamplingDefaults(BaseModel):
-    """Values for the parameters that a request leaves out: the model's, else OpenAI's."""
+    """Defaults of sampling parameters: the model's, or else OpenAI's."""
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
@@ -44,7 +44,7 @@ class SamplingDefaults(BaseModel):
 
 
 def defaults_of(generation_config: Mapping[str, Any]) -> SamplingDefaults:
-    """Read a model's file; like vLLM, ignore illegal values and ``do_sample``."""
+    """Return the defaults in a model's generation_config.json; like vLLM, ignore invalid values and ``do_sample``."""
     allowed: dict[str, Any] = {}
     for name in SamplingDefaults.model_fields.keys() & generation_config.keys():
         with suppress(ValidationError):
@@ -54,13 +54,11 @@ def defaults_of(generation_config: Mapping[str, Any]) -> SamplingDefaults:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Facts about the model that the router needs besides its tokens."""
-
     name: str
     max_context: int
-    """Most tokens of prompt and answer together."""
+    """Maximum number of tokens in prompt and answer together."""
     dialect: Dialect | None
-    """Format of the model's tool calls; None for a model without tools."""
+    """Format of the model's tool calls; None if it has none."""
     sampling_defaults: SamplingDefaults
     has_thoughts: bool
 
@@ -94,7 +92,7 @@ class Service:
     keys: KeyRing
     share: RouterShare
     tracing: Tracing | None = None
-    """None where nobody collects traces."""
+    """None if no collector is configured."""
     recent: deque[FinishedRequest] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
     """The newest first."""
     created_s: int = field(default_factory=lambda: int(time.time()))
