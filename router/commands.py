@@ -14,7 +14,7 @@ MAX_TIMES = 10
 
 
 class Commands:
-    """Not thread-safe: all methods run in one event loop."""
+    """Commands that clients have given to replicas, until each replica responds. Not thread-safe."""
 
     def __init__(self, me: Peer, send: Callable[[Peer, Command], None]) -> None:
         self._me = me

@@ -158,7 +158,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     num_requests: int = 0
     num_tokens: int = 0
-    """On prefill, uncomputed prompt tokens; on decode, prompt tokens plus the maximum answer length."""
+    """Uncomputed prompt tokens on prefill; prompt tokens plus the maximum answer length on decode."""
 
 
 _NOTHING = Load()

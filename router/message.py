@@ -16,13 +16,13 @@ OPENING, CLOSING = "<think>", "</think>"
 
 
 class Thinking(Enum):
-    """Whether an answer begins with thoughts."""
+    """Beginning of an answer: with thoughts or without."""
 
     NONE = "none"
     OPTIONAL = "optional"
-    """It does if it begins with the opening marker."""
+    """Thoughts, if the answer begins with the opening marker."""
     BEGUN = "begun"
-    """It does, since the prompt ends with the opening marker."""
+    """Thoughts: the prompt ends with the opening marker."""
 
 
 def has_thoughts(setting: ReasoningParser, template: str | None) -> bool:
@@ -107,7 +107,7 @@ class MessagePart:
     thoughts: str = ""
     content: str = ""
     calls: list[CallPart] = field(default_factory=list)
-    """At most one part per call."""
+    """One part per call at most."""
 
 
 class MessageReader:

@@ -51,7 +51,7 @@ _FORGET_AFTER_S = 1.0
 
 
 class Relay:
-    """Not thread-safe: all methods run in one event loop."""
+    """Connections to the replicas, and the answers under way. Not thread-safe: all methods run in one event loop."""
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ class VirtualDevice:
             self._memory.put(page, source.page(page))
 
     def compute(self, plan: StepPlan, layers: range) -> None:
-        """In some layers, read the KV of all requests of the step and write the KV of its tokens."""
+        """Read the KV of the step's requests and write the KV of its tokens, in the given layers."""
         for lifetime in range(len(self._lifetimes)):
             pieces = self._memory.pieces(layers, lifetime)
             for row in plan.scheduled:

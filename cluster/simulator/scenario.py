@@ -99,7 +99,7 @@ class Ask:
     enough: int | None = None
     """Number of tokens after which the client's stop string is complete."""
     is_choice: bool = False
-    """This is another choice of the previous request and arrives at the same time."""
+    """True for another choice of the previous request; it arrives at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

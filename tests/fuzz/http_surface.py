@@ -123,7 +123,7 @@ class HttpSurface:
             service = server.service(_SilentInbox(), outbox)
         service = replace(service, keys=read_keys(config_of().router, {"BATON_ADMIN_KEY": ADMIN}))
         service.relay.on_table(table_of(*map(entry_of, PEERS)))
-        outbox.on_taken = service.relay.commands.on_taken
+        outbox.on_taken = service.relay.commands.on_result
         self._service = service
         self._config = uvicorn.Config(create_app(service), lifespan="off", log_config=None, log_level="critical")
         self._config.load()
