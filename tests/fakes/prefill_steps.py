@@ -1,13 +1,13 @@
 """A step scheduler as prefill uses it, without ranks: a sequence ends with its first token and gives its pages back."""
 
 from cluster.spec.ids import Room
-from cluster.spec.sampling import Sampled, Sampling, Stopping
+from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
+from tests.fakes.sequences import sequence_of
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import undivided
 from workers.context_parallel.step_time import ChunkLen
-from workers.scheduler.sequence import RequestParams, TokenSequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 PAGE_SIZE = 4
@@ -40,18 +40,7 @@ class PrefillSteps:
         room = Room(self._num_added)
         self._num_added += 1
         tokens = [-1 - room] * prompt if isinstance(prompt, int) else list(prompt)
-        sequence = TokenSequence(
-            RequestParams(
-                room=room,
-                prompt_len=len(tokens),
-                sampling=Sampling(),
-                stopping=Stopping(max_tokens=1),
-                max_len=len(tokens) + 1,
-                priority=priority,
-            ),
-            tokens=tokens,
-        )
-        self.steps.add(sequence)
+        self.steps.add(sequence_of(room, tokens, priority=priority))
         return room
 
     def run_step(self) -> StepPlan | None:

@@ -13,7 +13,7 @@ from cluster.spec.tiers import CachedTokens
 from cluster.spec.transfer_messages import Ticket
 from transfer.receiver_session import ReceiverSession
 from workers.cache.page_lists import PageLists, live_pages
-from workers.scheduler.sequence import KvState, RequestParams, TokenSequence
+from workers.scheduler.sequence import KvState, TokenSequence
 from workers.scheduler.steps import StepScheduler
 
 QUARANTINE_LIMIT = 0.25
@@ -138,7 +138,7 @@ class DecodeRequest:
             num_planned_tokens=computed_len,
             cached=CachedTokens(total=computed_len),
         )
-        return TokenSequence(RequestParams.of(self.submit, max_len), list(tokens), page_keys=self.page_keys, kv=kv)
+        return TokenSequence(self.submit, list(tokens), max_len, page_keys=self.page_keys, kv=kv)
 
 
 def cacheable_keys(submit: Submit, page_size: int) -> list[bytes]:

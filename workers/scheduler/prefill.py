@@ -31,7 +31,7 @@ from workers.scheduler.prefill_request import (
     refused,
     result_of,
 )
-from workers.scheduler.sequence import RequestParams, TokenSequence
+from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.steps import StepScheduler
 from workers.trace.recorder import Recorder
 
@@ -228,8 +228,9 @@ class PrefillLeader(Leader):
 
     def _sequence(self, submit: Submit, ticket: Ticket, rows: Sequence[RankRow]) -> TokenSequence:
         return TokenSequence(
-            RequestParams.of(submit, max_len=len(submit.prompt_ids) + 1),
+            submit,
             tokens=list(submit.prompt_ids),
+            max_len=len(submit.prompt_ids) + 1,
             owner_base=owner_base(
                 submit.prompt_ids,
                 self._settings.layout.page_size,

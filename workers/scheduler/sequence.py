@@ -1,49 +1,17 @@
-"""One request as the step scheduler sees it: parameters, tokens, and the pages that hold their KV."""
+"""One request in the step scheduler: its tokens, and the pages that hold their KV."""
 
 from dataclasses import dataclass, field
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import extend_page_keys
 from cluster.spec.messages import Submit
-from cluster.spec.sampling import FinishReason, Sampling, Stopping
+from cluster.spec.sampling import FinishReason
 from cluster.spec.step_messages import Admit, Destination, ScheduledRequest
 from cluster.spec.tiers import CachedTokens
 from workers.cache.page_lists import PageLists
 
 _UNKNOWN = 0
 """Placeholder of a token that has yet to be sampled."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestParams:
-    """Parameters of a request; they never change."""
-
-    room: Room
-    prompt_len: int
-    max_len: int
-    """Most tokens, including the prompt."""
-    sampling: Sampling
-    stopping: Stopping
-    priority: int = 0
-    """Priority; lower values go first."""
-    cache_salt: str = ""
-    """Salt of page keys: only requests with the same salt share pages."""
-    traced: bool = False
-    """Whether the ranks keep a trace of it."""
-
-    @classmethod
-    def of(cls, submit: Submit, max_len: int) -> "RequestParams":
-        """Return the parameters of a request that a router has sent."""
-        return cls(
-            room=submit.room,
-            prompt_len=len(submit.prompt_ids) - submit.num_given,
-            max_len=max_len,
-            sampling=submit.sampling,
-            stopping=submit.stopping,
-            priority=submit.priority,
-            cache_salt=submit.cache_salt,
-            traced=submit.traced,
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,9 +58,13 @@ class KvState:
 class TokenSequence:
     """Tokens of a request, and the state of their KV while it runs."""
 
-    params: RequestParams
+    submit: Submit
     tokens: list[int]
     """Prompt followed by output."""
+    max_len: int
+    """Maximum number of tokens, including the prompt."""
+    prompt_len: int = field(init=False)
+    """Number of prompt tokens, without the output of earlier attempts."""
     owner_base: int = 0
     """Owner of page 0 if pages are divided over CP ranks."""
     destination: Destination | None = None
@@ -108,24 +80,27 @@ class TokenSequence:
     uses_host: bool = True
     """Whether it may start behind pages in host memory; not after a load has failed."""
 
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.submit.prompt_ids) - self.submit.num_given
+
     @property
     def room(self) -> Room:
-        return self.params.room
+        return self.submit.room
 
     @property
     def priority(self) -> int:
-        return self.params.priority
+        return self.submit.priority
 
     @property
     def num_outputs(self) -> int:
-        return len(self.tokens) - self.params.prompt_len
+        return len(self.tokens) - self.prompt_len
 
     @property
     def num_pending_tokens(self) -> int:
         """Return the number of tokens not yet planned; unsampled ones count if more may follow them."""
         num_tokens, num_samples = len(self.tokens), self.kv.num_pending_samples
-        if num_samples and self.num_outputs + num_samples < self.params.stopping.max_tokens:
-            num_tokens = min(num_tokens + num_samples, self.params.max_len - 1)
+        if num_samples and self.num_outputs + num_samples < self.submit.stopping.max_tokens:
+            num_tokens = min(num_tokens + num_samples, self.max_len - 1)
         return max(0, num_tokens - self.kv.num_planned_tokens)
 
     @property
@@ -145,35 +120,35 @@ class TokenSequence:
 
     def keys_of(self, num_tokens: int, page_size: int) -> list[bytes]:
         """Return keys of the full pages among the first tokens; empty if the whole prompt must be computed."""
-        if self.params.sampling.num_prompt_logprobs is not None:
+        if self.submit.sampling.num_prompt_logprobs is not None:
             return []
         if len(self.page_keys) < num_tokens // page_size:
-            extend_page_keys(self.page_keys, self.tokens, page_size, self.params.cache_salt)
+            extend_page_keys(self.page_keys, self.tokens, page_size, self.submit.cache_salt)
         return self.page_keys[: num_tokens // page_size]
 
     def finish_reason(self, *, is_last: bool = False) -> FinishReason | None:
         """Return why the sequence ends with its latest token, if it does; ``is_last``: its grammar allows no more."""
-        num_outputs, stopping = self.num_outputs, self.params.stopping
+        num_outputs, stopping = self.num_outputs, self.submit.stopping
         if num_outputs == 0:
             return None
         if is_last or self.tokens[-1] in stopping.stop_token_ids:
             return FinishReason.STOP
-        if num_outputs >= stopping.max_tokens or len(self.tokens) >= self.params.max_len:
+        if num_outputs >= stopping.max_tokens or len(self.tokens) >= self.max_len:
             return FinishReason.LENGTH
         return None
 
 
 def admit(sequence: TokenSequence, step: int) -> Admit:
     """Announce the request to the ranks with this step."""
-    params, sequence.kv.admitted_step = sequence.params, step
+    submit, sequence.kv.admitted_step = sequence.submit, step
     return Admit(
         room=sequence.room,
-        prompt_len=params.prompt_len,
+        prompt_len=sequence.prompt_len,
         owner_base=sequence.owner_base,
-        sampling=params.sampling,
-        history=list(sequence.tokens) if params.sampling.looks_back else [],
+        sampling=submit.sampling,
+        history=list(sequence.tokens) if submit.sampling.looks_back else [],
         destination=sequence.destination,
-        traced=params.traced,
+        traced=submit.traced,
     )
 
 
@@ -187,7 +162,7 @@ def schedule(sequence: TokenSequence, count: int) -> ScheduledRequest:
     new_pages = [pages[kv.num_announced_pages :] for pages in kv.pages] if is_longer else []
     kv.num_announced_pages = kv.num_pages
     # Only once, not when the prompt is computed again.
-    is_scored = sequence.params.sampling.num_prompt_logprobs is not None and not sequence.num_outputs
+    is_scored = sequence.submit.sampling.num_prompt_logprobs is not None and not sequence.num_outputs
     return ScheduledRequest(
         room=sequence.room,
         first_position=start,

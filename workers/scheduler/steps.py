@@ -247,7 +247,7 @@ class StepScheduler:
         that none starves.
         """
         return self._limits.runs_ahead and not any(
-            sequence.params.sampling.looks_back for sequence in self.holders.running.values()
+            sequence.submit.sampling.looks_back for sequence in self.holders.running.values()
         )
 
     def _turn(self, sequence: TokenSequence) -> Turn:

@@ -7,16 +7,17 @@ from cluster.spec.config import TransferBackendName
 from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import Room
 from cluster.spec.registry import Endpoint, KvOwnership
-from cluster.spec.sampling import Sampled, Sampling, Stopping
+from cluster.spec.sampling import Sampled, Stopping
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import CachedTokens, TierJob, TierJobKind, TierJobResult
+from tests.fakes.sequences import sequence_of
 from tests.fakes.tier_world import PAGE_SIZE, rows_of
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_lists import live_pages
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import undivided
 from workers.hicache.tiers import Tiers
-from workers.scheduler.sequence import RequestParams, TokenSequence
+from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 NUM_PAGES = 12
@@ -50,17 +51,8 @@ class Prefill:
 
     def add(self, prompt: list[int], max_tokens: int = 1) -> TokenSequence:
         self._num_added += 1
-        sequence = TokenSequence(
-            RequestParams(
-                room=Room(self._num_added),
-                prompt_len=len(prompt),
-                sampling=Sampling(),
-                stopping=Stopping(max_tokens=max_tokens),
-                max_len=len(prompt) + max_tokens,
-            ),
-            tokens=list(prompt),
-            owner_base=self._last_owner,
-        )
+        stopping = Stopping(max_tokens=max_tokens)
+        sequence = sequence_of(self._num_added, prompt, stopping=stopping, owner_base=self._last_owner)
         self.steps.add(sequence)
         return sequence
 

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.spec.config import ParallelConfig
-from cluster.spec.ids import Room
-from cluster.spec.sampling import Sampled, Sampling, Stopping
+from cluster.spec.sampling import Sampled
 from cluster.spec.strategy import StrategySetting
 from tests.fakes.checkpoints import FAMILIES, make_checkpoint
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.pipeline_replay import bubble, chunk_lens, least_bubble
 from tests.fakes.prefill_steps import PAGE_SIZE as PAGE_SIZE_OF_STEPS
 from tests.fakes.prefill_steps import PrefillSteps
+from tests.fakes.sequences import sequence_of
 from tests.fakes.thread_group import on_thread_ranks
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import ModelShape, Rates, StrategyChooser
@@ -24,7 +24,7 @@ from workers.context_parallel.step_time import even_chunk
 from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator
 from workers.parallel.model_groups import ModelGroups, Pipeline
-from workers.scheduler.sequence import RequestParams, TokenSequence
+from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 TOKENS = torch.arange(3, 40)
@@ -164,13 +164,4 @@ def test_steps_that_prompts_share_are_as_full(prompts: CutPrompts, lengths: list
 
 
 def _sequence(prompt_len: int) -> TokenSequence:
-    return TokenSequence(
-        RequestParams(
-            room=Room(1),
-            prompt_len=prompt_len,
-            sampling=Sampling(),
-            stopping=Stopping(max_tokens=1),
-            max_len=prompt_len + 1,
-        ),
-        tokens=[1] * prompt_len,
-    )
+    return sequence_of(1, [1] * prompt_len)

@@ -5,17 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.spec.ids import Room
-from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.step_messages import StepShape
 from cluster.spec.strategy import Passing, Strategy
 from cluster.spec.tiers import TierJob, TierJobKind
+from tests.fakes.sequences import sequence_of
 from tests.fakes.steps import Request, scheduled_of, step_of
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import ModelShape, Rates, choose, undivided
 from workers.context_parallel.shard_plan import join_shapes, make_shard_plan, make_step_shape
 from workers.engine.batch import build_step_batch
-from workers.scheduler.sequence import RequestParams, TokenSequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 PAGE_SIZE = 4
@@ -119,8 +117,7 @@ def test_a_step_that_waits_for_pages_is_not_decode(monkeypatch: pytest.MonkeyPat
     steps = StepScheduler(PageAllocator(4), StepLimits(PAGE_SIZE, 8, 8), undivided)
     load = TierJob(job_id=1, kind=TierJobKind.LOAD, pages=[]) if is_loading else None
     monkeypatch.setattr(steps.holders, "take_layerwise_load", lambda: load)
-    params = RequestParams(room=Room(1), prompt_len=1, sampling=Sampling(), stopping=Stopping(max_tokens=1), max_len=2)
-    steps.add(TokenSequence(params, tokens=[1]))
+    steps.add(sequence_of(1, [1]))
     plan = steps.next_plan()
     assert plan is not None
     assert plan.layerwise_load is load

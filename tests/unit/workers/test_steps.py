@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.step_messages import StepPlan
+from tests.fakes.sequences import sequence_of
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_lists import live_pages
 from workers.context_parallel.cost_model import undivided
-from workers.scheduler.sequence import RequestParams, TokenSequence
+from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 PAGE_SIZE = 4
@@ -33,16 +34,13 @@ def sequence(
     penalty: float = 0.0,
     priority: int = 0,
 ) -> TokenSequence:
-    return TokenSequence(
-        RequestParams(
-            room=Room(room),
-            prompt_len=len(prompt),
-            sampling=Sampling(frequency_penalty=penalty),
-            stopping=Stopping(max_tokens=max_tokens, stop_token_ids=frozenset(stops)),
-            max_len=MAX_LEN,
-            priority=priority,
-        ),
-        tokens=list(prompt),
+    return sequence_of(
+        room,
+        prompt,
+        sampling=Sampling(frequency_penalty=penalty),
+        stopping=Stopping(max_tokens=max_tokens, stop_token_ids=frozenset(stops)),
+        max_len=MAX_LEN,
+        priority=priority,
         owner_base=owner_base,
     )
 
