@@ -54,30 +54,32 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Return how many consecutive pages nobody holds, cached or not: limited by the owner with the fewest."""
+        """Return how many consecutive pages can be allocated, counting cached pages that nobody holds. The owner with
+        the fewest free pages sets the limit.
+        """
         return self._num_owners * min(self._free_by_owner())
 
     @property
     def num_cached(self) -> int:
-        """Return the number of cached pages."""
         return self._tree.num_pages if self._tree else 0
 
     @property
     def is_caching(self) -> bool:
-        """Return whether pages are cached at all; if not, nobody needs keys."""
+        """Return whether pages are cached. If not, no keys are needed."""
         return self._tree is not None
 
     def is_cached(self, page: int) -> bool:
-        """Return whether this page is cached, and must not be written to."""
+        """Return whether this page is cached and so must not be written to."""
         return self._tree is not None and page in self._tree
 
     def is_held(self, page: int) -> bool:
-        """Return whether one sequence alone has this page, so that it may be written to."""
+        """Return whether exactly one sequence holds this page, which may then write to it."""
         return self._held[page] == 1
 
     def find(self, keys: Sequence[bytes], is_below: Callable[[bytes], bool] = _is_nowhere) -> PageLists:
-        """Return the cached pages of the longest prefix that can be continued, to be passed to ``allocate`` before
-        anything else happens.
+        """Return the cached pages of the longest prefix that can be continued. Pass them to ``allocate`` before any
+        other call. ``is_below`` returns whether a lower tier has a page that is not cached; the result has ``NO_PAGE``
+        for such a page.
 
         ``is_below`` tells of a page that is not cached whether a lower tier has it; ``NO_PAGE`` stands for it then.
         """
@@ -102,7 +104,7 @@ class PageAllocator:
         )
 
     def would_fit(self, demands: Iterable[Demand], beside: Collection[int]) -> bool:
-        """Return whether all of these could be allocated if nothing but the given pages were held."""
+        """Return whether these demands could all be allocated if only the given pages were held."""
         held = Counter(page % self._num_owners for page in beside)
         each = self.num_pages // self._num_owners
         return self._covers([each - held[owner] for owner in range(self._num_owners)], demands)
@@ -116,7 +118,7 @@ class PageAllocator:
         return self._covers([free - num_idle[owner] for owner, free in enumerate(self._free_by_owner())], demands)
 
     def allocate(self, demands: Sequence[Demand], shared: Sequence[int] = ()) -> PageLists:
-        """Hold the shared pages, and allocate new ones for each demand; evict cached ones as needed.
+        """Hold the shared pages and allocate new ones for each demand, evicting cached pages as needed.
 
         The caller has checked ``can_allocate``.
         """
@@ -139,7 +141,9 @@ class PageAllocator:
         return lists
 
     def share(self, pages: Sequence[Sequence[int]], keys: Sequence[bytes], num_shared: int = 0) -> int:
-        """Cache the leading pages of a running sequence for which there are keys; their KV must be complete.
+        """Cache the leading pages of a running sequence that have keys. Their KV must be complete. Stops at the first
+        page that the cache already has another copy of, because a sequence that holds a page also holds all pages
+        before it. Returns the number of cached pages; pass it as ``num_shared`` in the next call to skip them.
 
         Ends before the first page of which the cache has another copy: a holder of a page holds those above it.
         Returns how many are cached now; pass it as ``num_shared`` the next time, so that none is checked twice.
@@ -155,9 +159,7 @@ class PageAllocator:
         return num_insertable
 
     def free(self, pages: Sequence[int]) -> None:
-        """Free pages, those of a lifetime in the order of their sequence; each must be held. Cached ones stay
-        cached.
-        """
+        """Free held pages; each lifetime's pages are in sequence order. Cached pages stay cached."""
         self.num_gains += len(pages)
         own = [page for page in pages if not self.is_cached(page)]
         for page in own:
@@ -170,7 +172,7 @@ class PageAllocator:
             self._tree.release([page for page in pages if page in self._tree])
 
     def keep(self, pages: Sequence[Sequence[int]], keys: Sequence[bytes]) -> None:
-        """Free pages and cache the first of them, for which there are keys; their KV must be complete."""
+        """Free pages, and cache the leading ones that have keys. Their KV must be complete."""
         if self._tree is None or not keys:
             self.free(live_pages(pages))
             return
@@ -190,7 +192,7 @@ class PageAllocator:
         return [key for key in keys if not lifetime_of(key)]
 
     def add_journal(self, journal: PageJournal) -> None:
-        """Record in the journal, from now on, pages that enter and leave the cache."""
+        """Start recording pages that enter or leave the cache in this journal."""
         if self._tree and journal not in self._tree.journals:
             self._tree.journals.append(journal)
 
@@ -207,7 +209,7 @@ class PageAllocator:
                 self._put_back(page)
 
     def check_integrity(self, held: Sequence[int]) -> None:
-        """Prove that the given pages are exactly those handed out, each once for each of its holders."""
+        """Assert that exactly the given pages are held, each listed once per holder."""
         holders = Counter(held)
         if self._tree:
             self._tree.check_integrity({page: holders[page] for page in holders if page in self._tree})
@@ -246,7 +248,7 @@ class PageAllocator:
             self._held.pop(page, None)
 
     def _free_by_owner(self) -> list[int]:
-        """Return the number of pages of each owner that nobody holds, cached or not."""
+        """Return the number of unheld pages by owner, including cached ones."""
         tree = self._tree
         return [len(free) + (tree.num_idle(owner) if tree else 0) for owner, free in enumerate(self._free)]
 
@@ -261,7 +263,7 @@ class PageAllocator:
         return [sum(count[owner] for count in counts) for owner in range(self._num_owners)]
 
     def _covers(self, num_free: Sequence[int], demands: Iterable[Demand]) -> bool:
-        """Return whether each owner has the pages it would have to provide."""
+        """Return whether every owner has enough pages."""
         needed = self._total_by_owner(demands)
         return all(number <= there for number, there in zip(needed, num_free, strict=True))
 

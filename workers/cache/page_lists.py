@@ -20,7 +20,6 @@ class Gap(NamedTuple):
 
 
 def live_pages(lists: Iterable[Iterable[int]]) -> list[int]:
-    """Return the pages of all lifetimes."""
     return [page for pages in lists for page in pages if page != NO_PAGE]
 
 
@@ -55,7 +54,7 @@ class Lifetimes:
         return [[NO_PAGE] * min(first, len(ids)) + list(ids[first:]) for ids, first in zip(pages, firsts, strict=True)]
 
     def gaps(self, pages: Sequence[Sequence[int]], num_pages: int) -> list[Gap]:
-        """Return the pages that a request of ``num_pages`` lacks if it continues behind these full pages."""
+        """Return the pages that a request of ``num_pages`` lacks if it continues after these full pages."""
         firsts = self.first_pages(len(pages[0]) * self.page_size)
         return [
             Gap(lifetime, *run)
@@ -92,7 +91,7 @@ class Lifetimes:
         return num_pages
 
     def can_continue(self, pages: Sequence[Sequence[int]]) -> bool:
-        """Return whether these full pages include all that the token after them can see."""
+        """Return whether these full pages include every page that the next token can see."""
         firsts = self.first_pages(len(pages[0]) * self.page_size)
         return all(NO_PAGE not in ids[first:] for ids, first in zip(pages, firsts, strict=True))
 

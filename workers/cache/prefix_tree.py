@@ -82,7 +82,6 @@ class PrefixTree:
         return page in self._by_page
 
     def is_idle(self, page: int) -> bool:
-        """Return whether nobody holds this cached page."""
         return page in self._idle[page % self.num_owners]
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
@@ -96,7 +95,7 @@ class PrefixTree:
         return pages
 
     def count(self, keys: Sequence[bytes]) -> int:
-        """Return how many pages ``find`` would return, with fewer reads: a page never comes without those above it."""
+        """Return how many pages ``find`` would return, by binary search over the keys."""
         return bisect_left(keys, True, key=lambda key: key not in self._by_key)
 
     def page_of(self, key: bytes) -> int | None:
@@ -105,19 +104,21 @@ class PrefixTree:
         return node.page if node else None
 
     def stay(self, key: bytes) -> object | None:
-        """Return a token of a page's current stay: the same object until it is evicted, another when it comes again."""
+        """Return an object that identifies a page's current stay in the cache. It changes when the page is evicted and
+        cached again.
+        """
         return self._by_key.get(key)
 
     def place_of(self, key: bytes) -> int:
-        """Return the owner index of a page that is here."""
+        """Return the owner index of a cached page."""
         return self._by_key[key].place
 
     def depth_of(self, key: bytes) -> int:
-        """Return how many pages are above one that is here."""
+        """Return the number of pages above a cached page."""
         return self._by_key[key].depth
 
     def path(self, key: bytes) -> list[bytes]:
-        """Return the keys from the first page down to this one; empty if it is not here."""
+        """Return the keys from the first page to this one; empty if it is not cached."""
         path: list[bytes] = []
         node = self._by_key.get(key)
         while node is not None:
@@ -126,7 +127,7 @@ class PrefixTree:
         return path[::-1]
 
     def oldest_idle(self, owner: int, count: int) -> list[bytes]:
-        """Return keys of the pages of one owner that would be evicted first."""
+        """Return the keys of one owner's pages in eviction order."""
         return [self._by_page[page].key for page in islice(self._idle[owner], count)]
 
     def keys(self) -> list[bytes]:
@@ -152,6 +153,8 @@ class PrefixTree:
 
     def insert(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> list[int]:
         """Insert a computed prefix; return the pages that now represent it from ``first`` on, each held by the caller.
+        Where the tree already has a page for the same tokens, that page is claimed and the caller's page stays private.
+        The pages before ``first`` are in the tree already.
 
         If another page represents the same tokens already, that one is claimed, and the caller's stays its own. The
         pages before ``first`` represent their tokens already.
@@ -177,9 +180,7 @@ class PrefixTree:
         return True
 
     def num_own(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> int:
-        """Return how many leading pages represent their tokens here, as those before ``first`` do, or would once
-        inserted.
-        """
+        """Return how many leading pages are in the tree or could be inserted; those before ``first`` are in it."""
         num_pages = min(len(keys), len(pages))
         for number in range(first, num_pages):
             node = self._by_key.get(keys[number])
@@ -188,7 +189,8 @@ class PrefixTree:
         return num_pages
 
     def evict(self, counts: Sequence[int]) -> list[int]:
-        """Evict idle pages, at least this many of each owner; they are the caller's now.
+        """Evict at least this many idle pages per owner and return them. The least recently used page goes first,
+        together with all pages below it.
 
         Each time the owner's least recently used page goes, and with it everything below.
         """
@@ -206,7 +208,7 @@ class PrefixTree:
         return pages
 
     def check_integrity(self, holders: Mapping[int, int]) -> None:
-        """Prove that every page has exactly the given number of holders, and no more than the page above it."""
+        """Assert that every page has the given number of holders, and no more holders than the page above it."""
         turns = {page: turn for idle in self._idle for page, turn in idle.items()}
         assert self._by_page.keys() == {node.page for node in self._by_key.values()}
         for page, node in self._by_page.items():
@@ -232,7 +234,7 @@ class PrefixTree:
         return node
 
     def _forget(self, node: _Node) -> None:
-        """Remove a leaf that nobody holds."""
+        """Remove an unheld leaf."""
         assert not node.children, f"page {node.page} is evicted before the pages below it"
         self.version += 1
         del self._idle[node.page % self.num_owners][node.page]

@@ -1,4 +1,4 @@
-"""Sender of one rank's part of finished KV: a session per transfer, a writer thread, and the final reports."""
+"""Sender of one rank's share of finished KV: one session per transfer, a writer thread, and the final reports."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -92,9 +92,9 @@ class KvSender:
         self._sessions: dict[Transfer, SenderSession] = {}
         self._early_ends = early_ends(row.layout, least_span_bytes) if row.role is Role.PREFILL else []
         self._num_gone: dict[Transfer, int] = {}
-        """Number of layers sent before their step is over, of the pages that it completes."""
+        """Number of layers sent before their step has ended, of the pages that the step completes."""
         self._failed: set[Room] = set()
-        """Rooms of failed transfers, until the plans that may still compute them are over."""
+        """Rooms of failed transfers, kept until no plan under way computes them."""
         self._newest_starts: dict[ReplicaId, Destination] = {}
         """Newest start of each decode replica that received KV."""
         self._outbox = outbox
@@ -106,7 +106,7 @@ class KvSender:
         return len(self._sessions)
 
     def before_step(self, plan: StepPlan) -> None:
-        """Send the cached pages of requests that start with this step, while it computes."""
+        """Send the cached pages of requests that start in this step, while the step computes."""
         if plan.layerwise_load is not None:
             return  # not loaded yet
         admits = {admit.room: admit for admit in plan.admits if self._is_sent(admit)}
@@ -138,7 +138,7 @@ class KvSender:
                         self._writer.send(self._job(session, pairs, layer + 1))
 
     def after_step(self, plan: StepPlan, requests: Mapping[Room, Known]) -> None:
-        """Send the pages that this step completed, or what of them was not sent yet."""
+        """Send whatever is still unsent of the pages that this step completed."""
         with self._lock:
             for scheduled in plan.scheduled:
                 known = requests[scheduled.room]
@@ -151,7 +151,7 @@ class KvSender:
             self._failed.difference_update(plan.releases)
 
     def drop(self, message: DropSend) -> None:
-        """Write nothing more for a transfer, and report when that is certain; an unknown one is already over."""
+        """Stop writing for a transfer, and report once no write is in flight. An unknown transfer has already ended."""
         transfer = (message.room, message.generation)
         with self._lock:
             session = self._sessions.get(transfer)
@@ -168,20 +168,20 @@ class KvSender:
             send_if_heard(self._outbox, self._prefill.address, report)
 
     def forget(self, message: ForgetPeer) -> None:
-        """Unmap the memory of a decode replica that is gone, which otherwise stays as long as we have it open."""
+        """Unmap the memory of a decode replica that is gone; an open mapping would keep it allocated."""
         with self._lock:
             known = self._newest_starts.get(message.replica)
             if known is not None and known.decode.incarnation <= message.incarnation:
                 self._forget(self._newest_starts.pop(message.replica))
 
     def close(self) -> None:
-        """Stop the writer; what is queued is not written."""
+        """Stop the writer and discard its queue."""
         self._writer.close()
         self._outbox.close()
 
     def _is_sent(self, admit: Admit) -> bool:
-        """Return whether a request is sent; a failed one is over for the leader and may not restart with the prompt's
-        next chunk.
+        """Return whether a request's KV is to be sent. A failed transfer has ended for the leader, so the prompt's next
+        chunk must not restart it.
         """
         return admit.destination is not None and admit.room not in self._failed
 
@@ -262,12 +262,12 @@ class KvSender:
         return self._row.layout.layers[begin:end]
 
     def _source(self, lifetime: int, pairs: Sequence[PagePair], layers: range) -> PageRange:
-        """Return these pages here."""
+        """Return the source range of these pages in this rank's pool."""
         pages = [local_page(self._row, pair.source) for pair in pairs]
         return PageRange(self._row.layout, pages, layers, lifetime=lifetime)
 
     def _part(self, rank: RankRow, lifetime: int, pairs: list[PagePair], layers: range) -> _Part | None:
-        """Return the part of these pages of one lifetime that a decode rank is sent; None if there is none."""
+        """Return the part of one lifetime's pages that goes to a decode rank; None if nothing does."""
         share = PageShare.of([rank])
         sent = pairs if share.is_all else [pair for pair in pairs if share.has(pair.target)]
         groups = sent_groups(self._row.coords, self._row.sizes, rank)
@@ -277,11 +277,11 @@ class KvSender:
         return rank, source, PageRange(rank.layout, [pair.target for pair in sent], lifetime=lifetime)
 
     def _event(self) -> Any:
-        """Record the event after which everything computed so far is in the pages."""
+        """Record the event that marks all KV computed so far as written."""
         return self._memory.event() if self._memory is not None else None
 
     def _make_ready(self, sources: Sequence[PageRange], after: Any, whole: Sequence[_Part]) -> list[PageDigests]:
-        """Publish the pages and return digests of complete ones; runs on the sender thread, before it writes."""
+        """Publish the pages, and return digests of the complete ones. The sender thread calls this before it writes."""
         if self._memory is not None:
             for source in sources:
                 self._memory.publish(source, after)
@@ -313,7 +313,7 @@ class KvSender:
         self._recorder.add(written.room, Interval(KV_SENDER, "write", written.start_s, written.end_s, facts))
 
     def _end_if_over(self, session: SenderSession) -> None:
-        """Send the final reports; decode's first, so that its page counts are there when the leader frees ours."""
+        """Send the final reports, first to decode, so that it has the page counts before the leader frees our pages."""
         if not session.is_over:
             return
         transfer = (session.room, session.destination.generation)

@@ -38,7 +38,6 @@ class PageChecker:
         self._thread.start()
 
     def check(self, message: CheckPages) -> None:
-        """Queue one message."""
         self._queue.put(message)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Leader as a rank's work loop sees it: in-process on global rank 0, behind messages on the others."""
+"""Leader as seen from a rank's work loop: in the same process on global rank 0, behind messages on other ranks."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from workers.scheduler.replica_leader import ReplicaLeader, outputs_together
 LOAD_EVERY_S = 0.05
 """Interval between load samples for heartbeats while there is work."""
 IDLE_WAIT_S = 1.0
-"""Longest sleep of an idle loop, and so the largest delay of a deadline."""
+"""Longest sleep of an idle loop, which is also the longest delay of a deadline."""
 
 
 class LocalLeader:
@@ -40,11 +40,11 @@ class LocalLeader:
         clock: Clock,
     ) -> None:
         self.num_ahead = leader.num_ahead
-        """Most steps that may start before the previous ones have ended."""
+        """Maximum number of steps that may start before the previous ones have ended."""
         self.load = ReplicaLoad()
         """Load that heartbeats report; replaced as a whole, since another thread reads it."""
         self.hurry: Callable[[], None] = lambda: None
-        """Callback for when routers must not wait for the next heartbeat."""
+        """Callback that sends the next heartbeat at once."""
         self._leader, self._rank, self._dp_rank = leader, rank, spec.coords.dp
         self._inbox, self._outbox, self._tiers, self._clock = inbox, outbox, tiers, clock
         self._followers = [
@@ -70,7 +70,7 @@ class LocalLeader:
         return ()
 
     def next_plans(self) -> Sequence[StepPlan]:
-        """Return steps to start when all messages are handled."""
+        """Return steps to start once all messages are handled."""
         self._leader.tick(self._clock.now_s())
         plans = self._leader.next_plans()
         # First tokens, tickets and loaded pages do not wait for the step.
@@ -90,7 +90,7 @@ class LocalLeader:
             self._leader.commit(self._dp_rank, step.sampled, self._clock.now_s())
 
     def end_round(self, *, is_busy: bool) -> None:
-        """Send pending messages at the end of each round of the loop; ``is_busy``: a step is under way."""
+        """Send pending messages at the end of each loop round. ``is_busy`` is true while a step is under way."""
         is_idle = not is_busy and not self._leader.has_work()
         if report := self._reports.next(self._clock.now_s(), is_idle=is_idle):
             self._leader.on_message(report, self._clock.now_s())
@@ -102,7 +102,7 @@ class LocalLeader:
         self._send_outgoing()
 
     def _whole_load(self) -> ReplicaLoad:
-        """Return the leader's load, with figures that the leader itself does not have."""
+        """Return the leader's load, completed with this process's own figures."""
         load, runner = self._leader.load(), self._rank.runner
         return msgspec.structs.replace(
             load,
@@ -121,7 +121,7 @@ class LocalLeader:
 
 
 class RemoteLeader:
-    """Leader in another process; its methods do as those of ``LocalLeader``."""
+    """Leader in another process, with the methods of ``LocalLeader``."""
 
     def __init__(
         self, spec: WorkerSpec, rank: Rank, address: str, num_ahead: int, inbox: Inbox, outbox: Outbox, clock: Clock
@@ -158,7 +158,6 @@ class RemoteLeader:
 
 
 def step_reports(spec: WorkerSpec, rank: Rank) -> StepReports:
-    """Return a new counter of a rank's steps."""
     return StepReports(rank.model, rank.groups.model, spec.global_rank)
 
 

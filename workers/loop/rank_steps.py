@@ -1,4 +1,4 @@
-"""Steps under way on one rank, at most one if its device does not run by itself, and counts of computed steps."""
+"""Steps under way on one rank, and counters of computed steps. A CPU rank has at most one step under way."""
 
 import math
 from collections import Counter, deque
@@ -24,16 +24,16 @@ from workers.parallel.model_groups import ModelGroups
 from workers.rank import Rank
 
 PATIENCE_S = 1.0
-"""Longest time for which messages are handled while a step runs."""
+"""Maximum time spent on messages while a step runs."""
 _EVERY_S = 1.0
-"""Interval of work reports."""
+"""Interval between work reports, in seconds."""
 
 
 class EndedStep(NamedTuple):
     plan: StepPlan
     sampled: Mapping[Room, Sampled]
     seconds: float
-    """Duration since it was started and the previous one had ended."""
+    """Duration in seconds, counted from the step's start or the previous step's end, whichever is later."""
 
 
 class RankSteps:
@@ -46,21 +46,18 @@ class RankSteps:
 
     @property
     def num_begun(self) -> int:
-        """Return the number of steps under way."""
         return len(self._begun)
 
     @property
     def is_due(self) -> bool:
-        """Return whether the oldest step is over, or has taken so long that waiting for it must be visible to a
-        watcher.
-        """
+        """Return whether the oldest step has ended, or has run so long that the watchdog must see the wait."""
         if not self._begun:
             return False
         _, step, start_s = self._begun[0]
         return step.is_over or self._clock.now_s() - max(start_s, self._ended_s) > PATIENCE_S
 
     def begin(self, plan: StepPlan) -> None:
-        """Start this rank's part of a step; cached KV is sent now, and each layer once it is stored."""
+        """Start this rank's part of a step. Cached KV is sent at once, new KV layer by layer as it is stored."""
         start_s = self._clock.now_s()
         self._heartbeat.at(f"in step {plan.step}")
         self._sender.before_step(plan)
@@ -72,7 +69,7 @@ class RankSteps:
         self._heartbeat.at(BETWEEN_STEPS)
 
     def end(self) -> EndedStep:
-        """Wait for the tokens of the oldest step, and send the KV that it has computed."""
+        """Wait for the oldest step's tokens, and send the KV that the step computed."""
         plan, step, start_s = self._begun.popleft()
         self._heartbeat.at(f"at the end of step {plan.step}")
         sampled = step.wait()
@@ -83,10 +80,10 @@ class RankSteps:
 
 
 class StepReports:
-    """Reports of one rank. Of the ranks that share the width of an expert, the first one reports it."""
+    """Work reports of one rank. Of the ranks that share an expert's width, only the first reports the expert."""
 
     def __init__(self, model: nn.Module, groups: ModelGroups, global_rank: int) -> None:
-        """Start counting; warm-up is left out."""
+        """Start counting, after warm-up."""
         self._num_steps, self._step_s = 0, 0.0
         self._reported: tuple[int, Mapping[str, int]] = (0, {})
         reports = groups.position.moe_tp == 0
@@ -96,7 +93,6 @@ class StepReports:
         self._due_s = 0.0
 
     def count(self, seconds: float) -> None:
-        """Count one step and its duration."""
         self._num_steps += 1
         self._step_s += seconds
 
@@ -130,15 +126,15 @@ class StepReports:
 
 
 class StepMeter:
-    """Counters of steps that came with an estimate; a decode step has no choice to check."""
+    """Counters of steps whose plan has a time estimate. Decode steps have none."""
 
     def __init__(self) -> None:
         self._by_way: dict[tuple[Strategy, Passing | None], StepTimes] = {}
         self.times: tuple[StepTimes, ...] = ()
-        """Replaced as a whole, since the lease's thread reads it."""
+        """Step times, replaced as a whole because the lease thread reads them."""
 
     def after_step(self, plan: StepPlan, seconds: float) -> None:
-        """Count a computed step; ``seconds`` are those of the leader's own rank."""
+        """Count a computed step, with its duration on the leader's own rank."""
         if plan.estimate_s is None:
             return
         way = plan.shape.strategy, plan.shape.passing

@@ -1,4 +1,4 @@
-"""Watchdog that ends a process whose work loop is stuck: a hung main thread raises nothing, while other threads stay
+"""Watchdog that ends a process whose work loop is stuck. A hung main thread raises no error, and the other threads stay
 alive.
 """
 
@@ -13,12 +13,12 @@ from typing import Self
 _log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Interval between checks of the loop; also the log's limit for writing its line."""
+"""Interval between checks of the loop, and time limit for writing the log line."""
 BETWEEN_STEPS = "between two steps"
 
 
 class Heartbeat:
-    """Heartbeat of a work loop. One thread writes, any may read."""
+    """Heartbeat of a work loop. One thread writes it; any thread may read it."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -26,7 +26,7 @@ class Heartbeat:
         self.place = BETWEEN_STEPS
 
     def at(self, place: str) -> None:
-        """Report that the loop has reached a location, possibly the same again."""
+        """Report that the loop has reached a location, possibly for another time."""
         self.place = place
         self.count += 1
 
@@ -55,7 +55,6 @@ class LoopWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop watching."""
         self._stopping.set()
         self._thread.join()
 
@@ -75,7 +74,9 @@ class LoopWatch:
                 return
 
     def _report(self) -> None:
-        """Log the stuck location from another thread with a time limit: the loop may be stuck in the log itself."""
+        """Log the stuck location. The loop may be stuck in logging itself, so this runs in another thread with a time
+        limit.
+        """
         line = "%s stood still for %g s (resources.step_timeout_s) %s; this process ends"
         args = (line, self._name, self._num_still * self._look_s, self._heartbeat.place)
         reporting = threading.Thread(target=_log.error, args=args, daemon=True)

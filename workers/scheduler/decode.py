@@ -62,7 +62,7 @@ class DecodeLeader(Leader):
         self._arrived: list[int] = []
         """Received pages that no plan has announced yet."""
         self._newest_step, self._unsent = 0, deque[tuple[int, DecodeRequest]]()
-        """Requests with pages that a step under way may still write to, as (newest such step, request)."""
+        """Requests whose pages a step under way may still write to, as (newest such step, request)."""
         self._num_arrivals = 0
         self._is_quarantined = False
         self._checks = PageChecks(settings.rank_addresses)
@@ -88,9 +88,7 @@ class DecodeLeader(Leader):
         self._reserve(now_s)
 
     def tick(self, now_s: float) -> None:
-        """Resend unanswered tickets, revoke those unanswered for too long, inquire about requests, and let bytes
-        settle.
-        """
+        """Handle expired deadlines of tickets, inquiries and settling bytes."""
         self._now_s = now_s
         for request in list(self._requests.values()):
             if request.session is not None and request.state is not DecodeState.RUNNING:
@@ -107,7 +105,7 @@ class DecodeLeader(Leader):
         return super().has_work() or bool(self._arrived)
 
     def next_plan(self) -> StepPlan | None:
-        """Return the next step, or None; it schedules no requests if only received pages are to be announced."""
+        """Return the next step; None if there is nothing to do. It may only announce received pages."""
         plan = self._steps.next_plan() or (idle_plan() if self._arrived else None)
         self.report_cache()
         if plan is None:
@@ -118,12 +116,12 @@ class DecodeLeader(Leader):
         return replace(plan, arrived=arrived)
 
     def report_cache(self) -> None:
-        """Report changes of the cache, but not before ranks know of received pages."""
+        """Report cache changes, once the ranks know of all received pages."""
         if not self._arrived:
             super().report_cache()
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
-        """Stream the new tokens, and end requests that got their last one."""
+        """Stream the new tokens, and end requests that got their last token."""
         self._now_s = now_s
         for sequence in self._steps.commit(plan, sampled):
             request, token = self._requests[sequence.room], sampled[sequence.room]
@@ -175,14 +173,14 @@ class DecodeLeader(Leader):
             self._queue.add(request, self._now_s)
 
     def _must_await(self, first: Room | None) -> TypeGuard[Room]:
-        """Return whether the choice that brings the prompt does not have it yet; it may be unknown here."""
+        """Return whether this choice must wait for the one that brings its prompt, which may not have arrived yet."""
         if first is None or first in self.ended:
             return False
         request = self._requests.get(first)
         return request is None or not request.has_prompt
 
     def _reserve(self, now_s: float) -> None:
-        """Send tickets for requests that got pages, or compute them here."""
+        """Grant pages to waiting requests, then send their tickets or compute them here."""
         for request in self._queue.grant(now_s):
             request.granted_s = now_s
             if request.submit.prefill is not None:
@@ -201,7 +199,7 @@ class DecodeLeader(Leader):
             self.send(prefill.address, session.open(now_s))
 
     def _send_unsent(self, computed_step: int) -> None:
-        """Send tickets for pages that nobody in this replica writes to any more."""
+        """Send the tickets whose pages no step of this replica writes to any more."""
         while self._unsent and self._unsent[0][0] <= computed_step:
             _, request = self._unsent.popleft()
             if request.state is DecodeState.RECEIVING and request.session is not None:
@@ -235,7 +233,7 @@ class DecodeLeader(Leader):
             self._end(request, "nobody writes any more")
 
     def _verify(self, request: DecodeRequest, session: ReceiverSession) -> None:
-        """Start at once, or when every rank has verified the received pages."""
+        """Start the request, after every rank has verified the received pages if that is configured."""
         if not session.digests:
             self._start(request, session)
             return
@@ -292,10 +290,7 @@ class DecodeLeader(Leader):
         )
 
     def _emit_first(self, request: DecodeRequest, output: Output) -> None:
-        """Send a request's first token.
-
-        Further choices of its prompt get its pages before it lets go of them, since it may end here.
-        """
+        """Send a request's first token. Other choices of its prompt first take over its pages, as it may end here."""
         request.has_prompt = True
         for choice in self._queue.end_wait(request.room):
             self._queue.add(choice, self._now_s)
@@ -318,9 +313,7 @@ class DecodeLeader(Leader):
             self._stop(request, "the request was cancelled", now_s)
 
     def _on_inquire(self, inquire: Inquire) -> None:
-        """Report ended rooms to a router that missed their end; messages of theirs that have not come yet are no
-        longer needed.
-        """
+        """Report ended rooms to a router that missed their end. Rooms that have not arrived yet count as ended."""
         if inquire.incarnation != self.me.incarnation:
             self.drop(inquire)
             return
@@ -333,7 +326,7 @@ class DecodeLeader(Leader):
                 self.say_over(inquire.sender, room)
 
     def _stop(self, request: DecodeRequest, reason: str, now_s: float) -> None:
-        """Stop a request whose rest nobody wants."""
+        """Stop a request that nobody waits for."""
         if request.state is DecodeState.QUEUED:
             self._queue.remove(request)
             self._end(request, reason)
@@ -346,7 +339,7 @@ class DecodeLeader(Leader):
             self._act_on(request, request.session, request.session.cancel(reason, now_s))
 
     def _on_table(self, snapshot: TableSnapshot, now_s: float) -> None:
-        """Stop waiting for prefill replicas proven gone, which cannot write; a silent one still might."""
+        """Stop waiting for prefill replicas that are proven gone. Replicas that are only silent may still write."""
         self.reporter.on_table(snapshot)
         for request in list(self._requests.values()):
             if self.has_no_router(request.submit, snapshot):
@@ -360,12 +353,12 @@ class DecodeLeader(Leader):
                 self._act_on(request, session, None)
 
     def _quarantined(self) -> list[DecodeRequest]:
-        """Return requests given up so long ago that neither silence nor settling bytes explain the wait."""
+        """Return the requests in quarantine: given up longer ago than silence or settling bytes explain."""
         settings = self._settings
         return stopping(self._requests.values(), self._now_s - settings.transfer_timeout_s - settings.settle_s)
 
     def _watch_quarantine(self) -> None:
-        """Take no requests while too many pages are in quarantine; end the replica if nothing else can proceed."""
+        """Refuse requests while too many pages are in quarantine; end the replica if nothing else can proceed."""
         requests, num_pages, limit = self._quarantined(), self._allocator.num_pages, self._settings.quarantine_limit
         self._is_quarantined = count_pages(requests) > limit * num_pages
         others = [request for request in self._requests.values() if request not in requests]
@@ -373,7 +366,7 @@ class DecodeLeader(Leader):
             self.must_end = describe(requests, num_pages, limit)
 
     def _refuse(self, request: DecodeRequest, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
-        """Fail a request that holds nothing yet."""
+        """Fail a request that holds no pages."""
         self._queue.remove(request)
         self.send_failure(request.submit, reason, retryable=retryable, blame=blame)
         self._end(request, reason)

@@ -1,4 +1,4 @@
-"""Decode requests without pages: the order in which they get them, and which pages are already here. Sans I/O.
+"""Queue of decode requests without pages: the order in which they get pages, and which pages are cached. Sans I/O.
 
 A request that is computed here from its beginning gets pages from the step scheduler, which finds what it can in the
 tiers. It leaves this queue when there are enough, which stay promised to it until it has them.
@@ -23,12 +23,12 @@ class _Space(NamedTuple):
     num_free: int
     oldest: DecodeRequest
     oldest_pages: int
-    """Pages that the oldest request needs from the free ones."""
+    """Number of free pages that the oldest request needs."""
     most_passing: int
-    """Most pages that another request may take."""
+    """Maximum number of pages that other requests may take."""
 
     def count_passing(self, request: DecodeRequest, needed: int) -> int:
-        """Count the pages that the oldest request may wait for if this one takes what it needs; 0 if both fit."""
+        """Return how many of the oldest request's pages this request would take; 0 if both fit."""
         return 0 if request is self.oldest or needed + self.oldest_pages <= self.num_free else needed
 
 
@@ -48,10 +48,10 @@ class DecodeQueue:
         self._tiers = tiers
         self._fetching: dict[Room, DecodeRequest] = {}
         self._promised: dict[Room, int] = {}
-        """Pages promised to requests that have left for the step scheduler and that it has not allocated yet."""
+        """Number of pages promised to requests that the step scheduler has taken over and not allocated for yet."""
         self._queue = Waiting[DecodeRequest]()
         self._choices: dict[Room, list[DecodeRequest]] = {}
-        """Waiting choices by the room that they wait for."""
+        """Waiting choices, by the room that brings their prompt."""
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._fetching) + sum(map(len, self._choices.values()))
@@ -70,11 +70,11 @@ class DecodeQueue:
         self._choices.setdefault(awaited, []).append(request)
 
     def end_wait(self, awaited: Room) -> list[DecodeRequest]:
-        """Return the requests that waited for a room, and forget them."""
+        """Remove and return the requests that waited for a room."""
         return self._choices.pop(awaited, [])
 
     def remove(self, request: DecodeRequest) -> None:
-        """Remove a request if it waits."""
+        """Remove a request, if it waits."""
         self._queue.remove(request.room)
         self._fetching.pop(request.room, None)
         awaited = request.submit.prompt_of
@@ -130,7 +130,7 @@ class DecodeQueue:
         return _Space(num_free, oldest, oldest_pages, most_passing)
 
     def _find_held(self, request: DecodeRequest, space: _Space) -> PageLists | None:
-        """Return the request's cached pages; None if it may not or cannot have the others."""
+        """Return the request's cached pages; None if it cannot get the rest of its pages now."""
         shared = self._shared_pages(request)
         if _total(self._demands(request, shared)) > space.most_passing and request is not space.oldest:
             return None
@@ -151,20 +151,22 @@ class DecodeQueue:
         ]
 
     def _demands(self, request: DecodeRequest, held: PageLists) -> list[Demand]:
-        """Return the demand of each lifetime after the held pages; a transfer brings what later tokens can see."""
+        """Return each lifetime's demand after the held pages. A transfer brings only what later tokens can see."""
         num_held, lifetimes = len(held[0]) if held else 0, self._allocator.lifetimes
         num_seen = len(request.submit.prompt_ids) if request.submit.prefill is not None else 0
         return [(request.num_pages - max(num_held, first), 0) for first in lifetimes.first_pages(num_seen)]
 
     def _seen(self, request: DecodeRequest, held: PageLists) -> PageLists:
-        """Return held pages as far as the first token that is computed here can see them."""
+        """Return the held pages that the first token computed here can see."""
         num_tokens = (
             len(held[0]) * self._page_size if request.submit.prefill is None else len(request.submit.prompt_ids)
         )
         return self._allocator.lifetimes.visible(held, num_tokens)
 
     def _count_new(self, request: DecodeRequest) -> int:
-        """Return the number of pages that it takes from others, cached or not."""
+        """Return the number of pages that the request takes from the free ones, including cached pages that nobody
+        holds.
+        """
         return _total(self._demands(request, self._shared_pages(request)))
 
     def _shared_pages(self, request: DecodeRequest) -> PageLists:

@@ -1,4 +1,4 @@
-"""State of one request in a decode leader, its legal moves, and the pages of abandoned requests in quarantine."""
+"""State of one request in a decode leader, its legal transitions, and quarantined pages of abandoned requests."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,22 +17,24 @@ from workers.scheduler.sequence import KvState, TokenSequence
 from workers.scheduler.steps import StepScheduler
 
 QUARANTINE_LIMIT = 0.25
-"""Part of the pool in quarantine beyond which a replica drains and starts again: with less, restarting costs more."""
+"""Share of the pool in quarantine above which a replica drains and restarts. Below it, a restart costs more than the
+pages.
+"""
 
 
 class DecodeState(Enum):
     QUEUED = "queued"
-    """Queued without pages: none are free, or another choice of the same prompt has not got its own."""
+    """Queued without pages: too few are free, or the choice that brings the prompt is still without them."""
     RECEIVING = "receiving"
-    """Ticketed: prefill may write to its pages."""
+    """Ticket sent: prefill may write to the pages."""
     VERIFYING = "verifying"
-    """Received: every rank compares its pages with what was sent."""
+    """Received: every rank compares its pages with the senders' digests."""
     STOPPING = "stopping"
-    """Failed or cancelled; pages are held until prefill cannot write any more."""
+    """Failed or cancelled; pages are held until prefill can no longer write to them."""
     RUNNING = "running"
     """Running in the step scheduler."""
     ENDED = "ended"
-    """Ended; holds nothing."""
+    """Ended; holds no pages."""
 
 
 MOVES = {
@@ -56,16 +58,17 @@ class DecodeSettings:
     geometry: KvGeometry
     layout: PoolLayout
     page_bytes: tuple[int, ...]
-    """Bytes of one page by lifetime, over all ranks that hold a part of it; ranks with the same heads count once."""
+    """Bytes per page by lifetime, summed over all ranks that hold a part of it. Ranks with the same heads count once.
+    """
     num_copies: int = 1
-    """Ranks that hold the same heads."""
+    """Number of ranks that hold the same heads."""
     transfer_timeout_s: float
     quarantine_limit: float = QUARANTINE_LIMIT
     rank_addresses: tuple[str, ...] = ()
     """Addresses of all ranks, by global rank."""
     verify: Verify = Verify.COUNTS
     settle_s: float
-    """Longest time that bytes may be in flight after their sender failed or died."""
+    """Maximum time that bytes may be in flight after their sender has failed or died."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,19 +79,18 @@ class DecodeRequest:
     num_pages: int = 0
     """Number of prompt pages."""
     arrival: int = 0
-    """Arrival number."""
     arrived_s: float = 0.0
     granted_s: float = 0.0
-    """Time of its pages' allocation."""
+    """Time at which its pages were allocated."""
     result_s: float = 0.0
     """Arrival time of prefill's first token."""
     state: DecodeState = DecodeState.QUEUED
     pages: PageLists = field(default_factory=list)
     """Pages by lifetime while RECEIVING, VERIFYING or STOPPING; later the step scheduler holds them."""
     num_held: int = 0
-    """Leading pages that others read too, from the cache or another choice; they are never ticketed."""
+    """Number of leading pages shared with the cache or another choice. They are never part of the ticket."""
     page_keys: list[bytes] = field(default_factory=list)
-    """Keys of the prompt's full pages, as far as they may come from the cache."""
+    """Keys of the prompt's full pages that may come from the cache."""
     session: ReceiverSession | None = None
     stopping_since_s: float = 0.0
     """Time of entering STOPPING."""
@@ -101,7 +103,7 @@ class DecodeRequest:
 
     @property
     def new_pages(self) -> PageLists:
-        """Return the pages that nobody else reads."""
+        """Return the pages that only this request reads."""
         return [pages[self.num_held :] for pages in self.pages]
 
     def phases(self, now_s: float) -> PhaseTimes | None:
@@ -126,7 +128,6 @@ class DecodeRequest:
 
     @property
     def priority(self) -> int:
-        """Priority; lower values go first."""
         return self.submit.priority
 
     def begin_sequence(self, tokens: Iterable[int], computed_len: int, max_len: int) -> TokenSequence:
@@ -142,8 +143,8 @@ class DecodeRequest:
 
 
 def cacheable_keys(submit: Submit, page_size: int) -> list[bytes]:
-    """Return keys of full pages that need not be computed; a decode replica that computes still needs the last token's
-    logits.
+    """Return keys of the full pages that the cache may provide. If decode computes the prompt, it needs the last
+    token's logits, so that token is never cached.
     """
     if submit.sampling.num_prompt_logprobs is not None:
         return []
@@ -180,25 +181,24 @@ def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: 
 
 
 def stopping(requests: Iterable[DecodeRequest], since_s: float = math.inf) -> list[DecodeRequest]:
-    """Return requests that were given up at that time or before."""
+    """Return requests that were given up at ``since_s`` or before."""
     return [
         request for request in requests if request.state is DecodeState.STOPPING and request.stopping_since_s <= since_s
     ]
 
 
 def count_pages(requests: Iterable[DecodeRequest]) -> int:
-    """Count the pages of these requests."""
     return sum(len(live_pages(request.new_pages)) for request in requests)
 
 
 def all_wait(requests: Iterable[DecodeRequest], steps: StepScheduler) -> bool:
-    """Return whether none of these has pages, or can have any now."""
+    """Return whether none of these requests has pages or can get any now."""
     waiting = {DecodeState.QUEUED} if steps.holders.running else {DecodeState.QUEUED, DecodeState.RUNNING}
     return all(request.state in waiting for request in requests) and not steps.has_work()
 
 
 def describe(requests: Sequence[DecodeRequest], num_pages: int, limit: float) -> str:
-    """Describe why a replica ends because of these requests: beyond the limit, or blocking all others."""
+    """Return the reason why these requests end the replica: too many pages, or pages that all others wait for."""
     is_beyond = count_pages(requests) > limit * num_pages
     reason = f"more than {limit:g} of them" if is_beyond else "which a request waits for"
     names = ", ".join(sorted({request.session.prefill.replica for request in requests if request.session}))

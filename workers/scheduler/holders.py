@@ -1,4 +1,7 @@
-"""Sequences that hold pages and sequences that wait for them. Sans I/O.
+"""Sequences that hold pages and sequences that wait for them. Sans I/O. A waiting sequence starts after the cached
+pages of its prefix, as soon as pages for the rest are free, and grows one page at a time. When the pool runs out of
+pages, the least urgent and latest sequence is preempted. KV that the cache does not keep is then computed again, which
+does not change the output.
 
 A waiting sequence starts behind the cached pages of its prefix when pages for the rest are free, grows a page at a
 time, and gives its pages back when the pool runs dry, the least urgent and latest first; what the
@@ -18,7 +21,7 @@ from workers.scheduler.waiting import Waiting, urgency
 
 
 class PageHolders:
-    """Sequences of one step scheduler: those with pages run, the others wait."""
+    """Sequences of one step scheduler. Sequences with pages run; the others wait."""
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class PageHolders:
         self._num_left = 0
         """Number of removed sequences whose pages the caller may still hold."""
         self._leaving: list[TokenSequence] = []
-        """Sequences removed while their pages were loaded: these may still be written to."""
+        """Sequences removed during a load, which may still write to their pages."""
         self.num_preemptions = 0
 
     def add(self, sequence: TokenSequence) -> None:
@@ -51,9 +54,7 @@ class PageHolders:
         self.share(sequence)
 
     def remove(self, room: Room) -> PageLists:
-        """Remove a sequence and give its pages to the caller, unless copies to them are in flight: these stay held
-        here.
-        """
+        """Remove a sequence and return its pages. Pages with copies in flight stay held here."""
         sequence = self.running.pop(room, None)
         if sequence is None:
             self.waiting.remove(room)
@@ -68,7 +69,7 @@ class PageHolders:
         return [list(pages) for pages in sequence.kv.pages]
 
     def retire(self, room: Room) -> None:
-        """Remove a sequence and leave what was computed of it to the cache."""
+        """Remove a sequence and cache its computed pages."""
         sequence = self.running.pop(room, None)
         if sequence is None:
             self.waiting.remove(room)
@@ -80,14 +81,14 @@ class PageHolders:
             self._leave_to_cache(sequence)
 
     def whole_pages(self, room: Room) -> PageLists:
-        """Return the pages of a sequence whose KV is complete; none if it waits or is unknown."""
+        """Return a sequence's pages with complete KV; none if it waits or is unknown."""
         known = self.running.get(room)
         if known is None:
             return []
         return [pages[: known.kv.num_computed_tokens // self._page_size] for pages in known.kv.pages]
 
     def can_start(self, sequence: TokenSequence) -> bool:
-        """Return whether a waiting sequence can have its pages, and they are not reserved for the oldest one."""
+        """Return whether a waiting sequence can get its pages without taking those reserved for the oldest one."""
         oldest = self.waiting.oldest
         assert oldest is not None, f"room {sequence.room} does not wait"
         num_gains = self._allocator.num_gains + self._num_left
@@ -135,7 +136,7 @@ class PageHolders:
     def _load_from_host(
         self, tiers: Tiers, sequence: TokenSequence, prefix: list[bytes], gaps: list[Gap], *, is_layerwise: bool
     ) -> None:
-        """Fill the gaps in a prefix, which host memory has."""
+        """Load the missing pages of a prefix from host memory."""
         kv = sequence.kv
         pages = [
             tier_page(prefix, gap.lifetime, at, kv.pages[gap.lifetime][at])
@@ -159,7 +160,7 @@ class PageHolders:
             self._go_behind(kv, cached)
 
     def note_sampled(self, sequence: TokenSequence) -> None:
-        """Note that a token was sampled behind all pages of a sequence: every rank that takes part has read them."""
+        """Note that a token was sampled after all pages of a sequence, so every participating rank has read them."""
         assert not sequence.waits_for_pages, f"room {sequence.room} is computed without its pages"
         if sequence.kv.load is not None:
             sequence.kv.load = None
@@ -194,7 +195,7 @@ class PageHolders:
         kv.num_shared_pages = self._allocator.share(kv.pages, keys, kv.num_shared_pages)
 
     def free_passed(self, sequence: TokenSequence) -> None:
-        """Free the pages that no token after the last full page can see, unless copies to them may be in flight."""
+        """Free the pages that no token after the last full page can see, unless copies to them are in flight."""
         kv = sequence.kv
         if len(kv.pages) == 1 or sequence.is_loading:
             return
@@ -216,7 +217,7 @@ class PageHolders:
         return releases
 
     def prefix_len(self, sequence: TokenSequence) -> int:
-        """Return the leading tokens that would not be computed if the sequence were scheduled now."""
+        """Return the number of leading tokens that would not be computed if the sequence were scheduled now."""
         if sequence.kv.pages:
             return sequence.kv.num_planned_tokens
         return self._allocator.count_cached(self._prefix_keys(sequence)) * self._page_size
@@ -230,7 +231,7 @@ class PageHolders:
         return keys[num_cached] if num_cached < len(keys) else None
 
     def keys(self, sequence: TokenSequence, num_tokens: int) -> list[bytes]:
-        """Return keys of the full pages among the first tokens; hashed only if somebody will look them up."""
+        """Return keys of the full pages among the first tokens; empty if nothing looks them up."""
         return sequence.keys_of(num_tokens, self._page_size) if self._allocator.is_caching else []
 
     @property
@@ -239,14 +240,15 @@ class PageHolders:
         return [page for sequence in holders for page in live_pages(sequence.kv.pages)]
 
     def check_integrity(self) -> None:
-        """Prove that every running sequence has the pages its KV needs, and no waiting one has any."""
+        """Assert that every running sequence has the pages its KV needs, and that no waiting one has pages."""
         for sequence in self.running.values():
             kv = sequence.kv
             assert kv.num_pages >= pages_for(kv.num_computed_tokens, self._page_size), sequence.room
         assert not any(sequence.kv.pages for sequence in self.waiting)
 
     def _count_passing(self, sequence: TokenSequence, oldest: TokenSequence) -> int:
-        """Count pages that the oldest waiting sequence might have to wait for if this one took its own.
+        """Return how many of the oldest waiting sequence's pages this one would take. Zero if both fit now, or will fit
+        once all sequences older than the oldest waiting one have ended.
 
         Zero when both fit now, or will once sequences older than the oldest waiting one have ended.
         """
@@ -308,7 +310,8 @@ class PageHolders:
         return [(pages_for(len(sequence.tokens), self._page_size), sequence.owner_base)] * self._allocator.lifetimes.num
 
     def _gaps(self, sequence: TokenSequence, cached: PageLists) -> list[Gap]:
-        """Return the pages that a sequence needs besides the cached ones.
+        """Return the pages that a sequence needs in addition to the cached ones. It gets pages for all its tokens at
+        once, so that it never waits between steps. Pages that no later token can see are freed meanwhile.
 
         It has pages for all of its tokens at once, so that it need not wait between its steps; those that no later
         token can see are freed on the way.
@@ -320,7 +323,9 @@ class PageHolders:
         return self._allocator.can_allocate(_demands(sequence, self._gaps(sequence, cached)), live_pages(cached))
 
     def _find_cached(self, sequence: TokenSequence) -> PageLists:
-        """Return the cached pages of the prefix behind which a sequence starts; host memory has the gaps in it."""
+        """Return the cached pages of the prefix after which a sequence starts. Host memory has the pages missing from
+        it.
+        """
         keys = self._prefix_keys(sequence)
         if self._tiers and sequence.uses_host:
             return self._allocator.find(keys, self._tiers.host.has)

@@ -32,18 +32,18 @@ from workers.scheduler.steps import StepScheduler
 from workers.trace.recorder import Recorder
 
 REMEMBERED_ROOMS = 100_000
-"""Most rooms that a leader remembers; the oldest are forgotten first."""
+"""Maximum number of ended rooms that a leader remembers; the oldest are forgotten first."""
 
 
 class Request(Protocol):
     """State of a request that leaders of both roles share."""
 
     pages: PageLists
-    """Pages that the step scheduler does not hold."""
+    """Pages held by the request itself, not by the step scheduler."""
 
 
 class Leader(ABC):
-    """Control state of one DP rank of a replica. Only the worker loop calls it, from one thread."""
+    """Control state of one DP rank of a replica. Only the worker loop's thread calls it."""
 
     _requests: Mapping[Room, Request]
     """Requests that have not ended."""
@@ -56,7 +56,7 @@ class Leader(ABC):
         self.must_end = ""
         """Reason why this replica cannot continue; empty while it can."""
         self.dropped: Counter[str] = Counter()
-        """Messages without effect, by type."""
+        """Number of messages without effect, by type."""
         self.me = me
         self._steps = steps
         self._allocator = allocator
@@ -65,9 +65,9 @@ class Leader(ABC):
         """Time of the current event."""
         self._inquire_at_s = 0.0
         self.num_taken = 0
-        """Requests accepted since the start."""
+        """Number of requests accepted since the start."""
         self.draining = False
-        """Whether routers are asked for no new requests; those in flight are still accepted."""
+        """Whether routers are asked to send no new requests. Requests in flight are still accepted."""
         self._newest_command: dict[tuple[ReplicaId, Incarnation], int] = {}
         """Newest command number by router."""
         self.ended = Tombstones()
@@ -95,11 +95,10 @@ class Leader(ABC):
         return self._steps.has_work()
 
     def is_idle(self) -> bool:
-        """Return whether no request is left in any state."""
         return not self._requests
 
     def has(self, room: Room) -> bool:
-        """Return whether a request is left in this room, in any state."""
+        """Return whether this room has an open request."""
         return room in self._requests
 
     def load(self) -> ReplicaLoad:
@@ -116,7 +115,7 @@ class Leader(ABC):
         )
 
     def check_integrity(self) -> None:
-        """Prove that every page is held as often as it is counted; raises AssertionError."""
+        """Assert that every page is held as often as it is counted."""
         self._steps.holders.check_integrity()
         if self.tiers:
             self.tiers.check_integrity()
@@ -128,9 +127,7 @@ class Leader(ABC):
         self.outgoing.append((address, message))
 
     def next_deadline_s(self) -> float | None:
-        """Return the next time at which something is due without a message: a request has waited long enough for
-        storage.
-        """
+        """Return the time of the next deadline: a request has waited long enough for storage."""
         return self.tiers.next_deadline_s() if self.tiers else None
 
     def report_cache(self) -> None:
@@ -140,23 +137,23 @@ class Leader(ABC):
             self.outgoing += self.tiers.advance(self._now_s)
 
     def note_started(self, plan: StepPlan) -> None:
-        """Note requests that start with this step, which no longer wait for storage."""
+        """Note requests that start in this step and so stop waiting for storage."""
         for admit in plan.admits:
             self.forget_in_tiers(admit.room)
 
     def forget_in_tiers(self, room: Room) -> None:
-        """Note that a request starts, or never will."""
+        """Tell the tiers that a request starts, or never will."""
         if self.tiers:
             self.tiers.forget(room, self._now_s)
 
     def drain(self, *, is_draining: bool) -> None:
-        """Refuse new requests and copy out everything that only this replica has; or resume."""
+        """Refuse new requests and copy out all pages that only this replica has, or resume."""
         self.draining = is_draining
         if self.tiers:
             self.tiers.drain(is_draining=is_draining)
 
     def on_other(self, message: Message) -> None:
-        """Take in a message that both roles treat alike; anything else is dropped."""
+        """Handle a message that both roles treat alike; drop any other."""
         match message:
             case Drain() | Resume():
                 self.drain(is_draining=isinstance(message, Drain))
@@ -172,7 +169,7 @@ class Leader(ABC):
                 self.drop(message)
 
     def on_tier_message(self, message: TierJobResult | PinPages | UseStorage) -> None:
-        """Handle a message about the tiers below the device cache; it is dropped if there are none."""
+        """Handle a message about the tiers below the device cache; drop it if there are none."""
         match message:
             case PinPages() if self.tiers:
                 self.tiers.pin(message.keys, is_pinned=message.is_pinned)
@@ -191,11 +188,11 @@ class Leader(ABC):
         self.recorder.enter(submit.room, state, self._now_s)
 
     def send_failure(self, submit: Submit, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
-        """Report to the router that this attempt cannot finish the request."""
+        """Report to the router that this attempt has failed."""
         self.send(submit.router.address, self._failure(submit.room, reason, retryable, blame))
 
     def say_over(self, router: Peer, room: Room) -> None:
-        """Report to a router that a room has ended here, which may have missed its end."""
+        """Report to a router that a room has ended here, in case it missed the end."""
         reason = f"has nothing more to report about the request: {self.ended.why(room)}"
         self.send(router.address, self._failure(room, reason, True, Blame.NEITHER))
 
@@ -221,7 +218,7 @@ class Leader(ABC):
         )
 
     def on_command(self, command: Command) -> None:
-        """Execute a command, unless it is impossible or older than another of this router; answer in any case."""
+        """Execute a command unless it is impossible or older than another from the same router. Respond in any case."""
         sender = command.sender.replica, command.sender.incarnation
         newest = self._newest_command.get(sender, 0)
         self._newest_command[sender] = max(newest, command.number)
@@ -251,7 +248,7 @@ class Leader(ABC):
                 return ""
 
     def flush(self, message: FlushCache) -> None:
-        """Drop everything cached that nobody holds."""
+        """Evict all cached pages that nobody holds."""
         if Tier.DEVICE in message.tiers:
             self._allocator.flush()
         if Tier.HOST in message.tiers and self.tiers:
@@ -266,7 +263,7 @@ class Leader(ABC):
         self.dropped[type(message).__name__] += 1
 
     def too_large(self, prompt_pages: int) -> str | None:
-        """Return why a prompt of this length in pages can never be served here; None if it can."""
+        """Return why a prompt of this many pages can never be served here; None if it can."""
         num_pages, pool_pages = prompt_pages * self._allocator.lifetimes.num, self._allocator.num_pages
         if num_pages <= pool_pages:
             return None
@@ -280,7 +277,7 @@ class Tombstones:
         self._rooms: OrderedDict[Room, str] = OrderedDict()
 
     def add(self, room: Room, reason: str) -> None:
-        """Remember that this room has ended, and the first reason."""
+        """Remember an ended room with its first reason."""
         self._rooms.setdefault(room, reason)
         if len(self._rooms) > REMEMBERED_ROOMS:
             self._rooms.popitem(last=False)
@@ -289,5 +286,5 @@ class Tombstones:
         return room in self._rooms
 
     def why(self, room: Room) -> str:
-        """Return the reason for which a remembered room ended."""
+        """Return why a remembered room ended."""
         return self._rooms[room]

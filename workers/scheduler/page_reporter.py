@@ -1,4 +1,6 @@
-"""Reports of a replica's cached prefixes to routers: everything once, then changes. Sans I/O.
+"""Reports of a replica's cached prefixes to routers: first all of them, then changes. Sans I/O. Each router has its own
+numbered stream. A router that has just started or missed a number subscribes again and gets all prefixes. The reports
+affect only routing.
 
 Each router has a numbered stream of its own. One that misses a number, or has just started, asks again and gets
 everything anew. These reports affect nothing but routing.
@@ -17,7 +19,7 @@ from workers.cache.prefix_tree import PageJournal
 from workers.hicache.tiers import Tiers
 
 MAX_KEYS = 65_536
-"""Most keys per message; a megabyte."""
+"""Maximum number of keys per message, about 1 MB."""
 
 
 @dataclass(slots=True)
@@ -27,7 +29,7 @@ class _Subscriber:
 
 
 class PageReporter:
-    """Routers that subscribe to one leader's cache, and what was reported to them."""
+    """Routers subscribed to one leader's cache, and what was reported to each."""
 
     def __init__(self, me: Peer, allocator: PageAllocator, tiers: Tiers | None = None) -> None:
         self._tiers = tiers
@@ -37,7 +39,7 @@ class PageReporter:
         self._subscribers: dict[ReplicaId, _Subscriber] = {}
 
     def subscribe(self, message: SubscribeKvEvents) -> list[tuple[str, Message]]:
-        """Answer a router with all cached prefixes; an older start of the same router gets no more reports."""
+        """Send all cached prefixes to a router. An older start of the same router gets no more reports."""
         known = self._subscribers.get(message.router.replica)
         is_older = known is not None and known.router.incarnation > message.router.incarnation
         if message.incarnation != self._me.incarnation or is_older:
@@ -94,7 +96,7 @@ class PageReporter:
 
 
 def _chained(keys: list[bytes]) -> list[bytes]:
-    """Return the pages of the first lifetime, by which routers know a prefix."""
+    """Return the pages of the first lifetime, which identify a prefix for routers."""
     return [key for key in keys if not lifetime_of(key)]
 
 

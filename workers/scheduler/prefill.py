@@ -74,7 +74,9 @@ class PrefillLeader(Leader):
                 self.on_other(message)
 
     def tick(self, now_s: float) -> None:
-        """Ask about waiting requests, refuse tickets whose request did not come, let bytes settle."""
+        """Handle expired deadlines: inquire about waiting requests, refuse tickets without a request, free pages whose
+        bytes have settled.
+        """
         self._now_s = now_s
         for request in list(self._requests.values()):
             if request.state is PrefillState.STOPPING:
@@ -93,7 +95,7 @@ class PrefillLeader(Leader):
         self.report_cache()
 
     def next_plan(self) -> StepPlan | None:
-        """Return the next step, or None."""
+        """Return the next step; None if there is nothing to compute."""
         plan = self._steps.next_plan()
         if plan is not None:
             self.note_started(plan)
@@ -101,7 +103,6 @@ class PrefillLeader(Leader):
         return plan
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
-        """Send the Result of every request that has its first token."""
         self._now_s = now_s
         for sequence in self._steps.commit(plan, sampled):
             request = self._requests[sequence.room]
@@ -132,7 +133,6 @@ class PrefillLeader(Leader):
         )
 
     def is_idle(self) -> bool:
-        """Return whether no request is left in any state."""
         return super().is_idle() and not self._early_tickets
 
     def _on_submit(self, submit: Submit) -> None:
@@ -172,7 +172,7 @@ class PrefillLeader(Leader):
             self.drop(ticket)
 
     def _accept(self, request: PrefillRequest, ticket: Ticket) -> None:
-        """Bind a ticket to its request, unless the pair does not fit."""
+        """Bind a ticket to its request, or fail the request if the two do not match."""
         request.ticket = ticket
         mine = self._settings.row
         reason = geometry_refusal(
@@ -220,7 +220,7 @@ class PrefillLeader(Leader):
             self._steps.add(self._sequence(request.submit, request.ticket, rows))
 
     def _decode_rows(self, ticket: Ticket) -> Sequence[RankRow]:
-        """Return the records of all ranks in decode's DP rank that owns the pages."""
+        """Return the rank records of decode's DP rank that owns the pages."""
         entry = self._table.find(ticket.decode.replica) if self._table else None
         if entry is None or entry.incarnation != ticket.decode.incarnation:
             return ()
@@ -297,7 +297,7 @@ class PrefillLeader(Leader):
         self._settle(request)
 
     def _settle(self, request: PrefillRequest) -> None:
-        """End the request once no rank, and nothing in flight, will touch its pages again."""
+        """End the request once no rank and no bytes in flight can touch its pages."""
         all_reported = len(request.reports) == len(self._settings.rank_addresses)
         if not all_reported or not is_quiet(request.reports.values()) or self._now_s < request.quiet_at_s:
             return
@@ -308,7 +308,7 @@ class PrefillLeader(Leader):
                 self._say_drained(request)
 
     def _stop(self, request: PrefillRequest, reason: str) -> None:
-        """Stop computing and sending a request; its pages are freed when every rank has stopped."""
+        """Stop computing and sending a request. Its pages are freed once every rank has stopped."""
         if request.state is PrefillState.QUEUED:
             self._end(request, reason)
             if request.ticket is not None:
@@ -340,7 +340,7 @@ class PrefillLeader(Leader):
         retryable: bool = True,
         blame: Blame = Blame.SENDER,
     ) -> None:
-        """Fail a request; a ticket that came before it is answered too."""
+        """Fail a request, and refuse a ticket that arrived before it."""
         request.ticket = request.ticket or ticket
         self.send_failure(request.submit, reason, retryable=retryable, blame=blame)
         self._stop(request, reason)

@@ -1,4 +1,6 @@
-"""State of one request in a prefill leader, its legal moves, the messages that end its ticket, and totals of sends."""
+"""State of one request in a prefill leader, its legal transitions, the messages that end its ticket, and totals of
+sends.
+"""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,7 +18,9 @@ from transfer.plan import PageShare, receivers
 from workers.cache.page_lists import PageLists, live_pages
 
 TICKET_TIMEOUT_S = 30.0
-"""Seconds that a ticket waits for its request. The router asks both replicas at once: only a lost one takes longer."""
+"""Seconds that a ticket waits for its request. The router submits to both replicas at once, so a later request was
+lost.
+"""
 
 
 class PrefillState(Enum):
@@ -29,7 +33,7 @@ class PrefillState(Enum):
     STOPPING = "stopping"
     """Failed or revoked; pages are held until every rank has stopped."""
     ENDED = "ended"
-    """Ended; holds nothing."""
+    """Ended; holds no pages."""
 
 
 MOVES = {
@@ -52,7 +56,7 @@ class PrefillSettings:
     """Channel addresses of all ranks of our DP rank, by global rank."""
     ticket_timeout_s: float = TICKET_TIMEOUT_S
     settle_s: float
-    """Longest time that the backend may still move bytes of a failed write."""
+    """Maximum time that the backend may still move bytes after a failed write."""
 
     @property
     def layout(self) -> PoolLayout:
@@ -67,17 +71,17 @@ class PrefillRequest:
     submit: Submit
     arrived_s: float
     scheduled_s: float = 0.0
-    """Time at which its ticket and decode's ranks were there."""
+    """Time at which its ticket and decode's rank records were available."""
     state: PrefillState = PrefillState.QUEUED
     ticket: Ticket | None = None
     pages: PageLists = field(default_factory=list)
     """Pages while SENDING or STOPPING; before that the step scheduler holds them."""
     page_keys: list[bytes] = field(default_factory=list)
-    """Keys of the full pages that may be cached when the request ends; none until the prompt is computed."""
+    """Keys of the full pages to cache when the request ends; empty until the prompt is computed."""
     reports: dict[int, SendState] = field(default_factory=dict)
     """Latest report of each rank, by global rank."""
     quiet_at_s: float = 0.0
-    """Time after which no byte of a failed write can be in flight."""
+    """Time after which no bytes of a failed write can be in flight."""
     stop_reason: str = ""
     revoked: bool = False
     """Whether decode waits for Drained."""
@@ -91,7 +95,7 @@ def result_of(
     cached: CachedTokens,
     now_s: float,
 ) -> Result:
-    """Return the first token, and the number of bytes that all senders together will have written."""
+    """Return the Result: the first token, and the total number of bytes that the senders write."""
     assert request.ticket is not None
     row = settings.row
     coords = [coords_of(rank, row.sizes) for rank in range(world_size(row.sizes))]

@@ -1,4 +1,5 @@
-"""Leader of a whole replica for the worker loop: one leader per DP rank, computing their steps together.
+"""Leader of a whole replica: one leader per DP rank, whose steps are computed together. Each DP rank has its own
+requests, pages and cache. The replica leader assigns requests and combines steps. Sans I/O.
 
 Each has its own requests, pages and cache. This one decides which gets a request, and what makes up a step. Sans I/O.
 """
@@ -34,11 +35,11 @@ _COUNTS = (
     "num_taken",
     "num_preempted",
 )
-"""Fields of ReplicaLoad that add up over DP ranks."""
+"""Fields of ReplicaLoad that are summed over DP ranks."""
 
 
 class ReplicaLeader:
-    """Leaders of all DP ranks. Steps end in the order of their plans; a replica with several stages has several under
+    """Leaders of all DP ranks. Steps end in plan order; a replica with several pipeline stages has several steps under
     way.
     """
 
@@ -51,17 +52,17 @@ class ReplicaLeader:
         num_ahead: int = 0,
         policy: DpPolicy = DpPolicy.LEAST_TOKENS,
     ) -> None:
-        """Take ``leaders`` by DP rank; ``depth`` is the most steps under way, of which the newest ``num_ahead`` follow
-        others.
+        """Take ``leaders`` by DP rank. At most ``depth`` steps are under way; the newest ``num_ahead`` start before
+        others have ended.
         """
         assert len(leaders) == sizes.dp, f"{len(leaders)} leaders for dp = {sizes.dp}"
         self._leaders, self._sizes, self._depth, self._policy = leaders, sizes, depth, policy
         self.num_ahead = num_ahead
-        """Most steps that may start on a rank before the previous ones have ended there."""
+        """Maximum number of steps that may start on a rank before the previous ones have ended there."""
         self._under_way: list[deque[StepPlan]] = [deque() for _ in leaders]
         """Plans under way that schedule something, by DP rank."""
         self._homes: OrderedDict[Room, int] = OrderedDict()
-        """DP rank of every room, newest last."""
+        """DP ranks by room, newest last."""
         self._next_news: dict[str, int] = {}
         """Number of the next KvEvents, by router address."""
         self._work: dict[int, StepWork] = {}
@@ -82,7 +83,7 @@ class ReplicaLeader:
         return outgoing + [(address, answer) for (address, _), answer in taken.items()]
 
     def on_message(self, message: Message, now_s: float) -> None:
-        """Route one message: a room's to that room's leader, a rank's to its leader, any other to all."""
+        """Route a message: by its room, by its rank, or to all leaders."""
         if isinstance(message, StepResult):
             self.commit(message.dp_rank, message.sampled, now_s)
             return
@@ -106,13 +107,13 @@ class ReplicaLeader:
         return self._can_plan and any(leader.has_work() for leader in self._leaders)
 
     def next_deadline_s(self) -> float | None:
-        """Return the next time at which something is due without a message."""
+        """Return the time of the next deadline."""
         deadlines_s = [leader.next_deadline_s() for leader in self._leaders]
         return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
 
     @property
     def must_end(self) -> str:
-        """Return why this replica cannot continue, once nothing else is left to do; empty while it can."""
+        """Return why this replica cannot continue, once all other work is done; empty while it can."""
         reasons = [leader.must_end for leader in self._leaders if leader.must_end]
         has_work = any(not leader.must_end and not leader.is_idle() for leader in self._leaders)
         return "" if has_work else "; ".join(reasons)
@@ -165,14 +166,15 @@ class ReplicaLeader:
         return range(len(self._leaders)) if room is None else [self._home(room, message)]
 
     def _by_home(self, inquire: Inquire) -> dict[int, list[Room]]:
-        """Split an inquiry by leader: a leader would report that other leaders' rooms never came."""
+        """Split an inquiry by leader, since a leader reports unknown rooms as never arrived."""
         rooms: dict[int, list[Room]] = defaultdict(list)
         for room in inquire.rooms:
             rooms[self._home(room, inquire)].append(room)
         return rooms
 
     def _home(self, room: Room, message: Message) -> int:
-        """Return a room's DP rank. A new room goes where its request asks, or where the policy says.
+        """Return a room's DP rank. A new room goes to the DP rank that its request asks for, or that the policy picks.
+        A message that arrives before its request has no load to go by, so the room's number decides.
 
         A message that precedes its request knows no load, and goes by the room's number.
         """
@@ -205,7 +207,7 @@ class ReplicaLeader:
         return work.index(min(work))
 
     def _numbered(self, dp_rank: int, address: str, message: Message) -> Message:
-        """Renumber a leader's reports: a router sees one stream, which restarts with that of the first leader."""
+        """Renumber a leader's reports. A router sees a single stream, which restarts when the first leader's does."""
         if not isinstance(message, KvEvents):
             return message
         begins = dp_rank == 0 and message.number == 0
@@ -215,12 +217,12 @@ class ReplicaLeader:
 
 
 def _both(one: CommandResult, other: CommandResult) -> CommandResult:
-    """Combine the answers of two DP ranks to one command, which they accept or refuse for the same reasons."""
+    """Combine two DP ranks' responses to one command. They accept or refuse it for the same reasons."""
     return replace(one, refusal=one.refusal or other.refusal, num_pinned=max(one.num_pinned, other.num_pinned))
 
 
 def outputs_together(outgoing: Iterable[tuple[str, Message]]) -> Iterator[tuple[str, Message]]:
-    """Join outputs for one address into as few messages as keep the order of each address."""
+    """Join outputs for the same address into fewer messages, keeping each address's order."""
     together: dict[str, list[Output]] = {}
     for address, message in outgoing:
         if isinstance(message, Output):

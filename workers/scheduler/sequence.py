@@ -19,38 +19,36 @@ class PageLoad:
     """Pages of a sequence that are being filled from host memory."""
 
     is_layerwise: bool
-    """Whether the first step reads each layer as it arrives; otherwise nothing is computed before all pages are there.
-    """
+    """Whether the first step reads each layer as it arrives. If not, the step waits for all pages."""
     cached: CachedTokens
-    """Leading tokens that have KV once it has ended."""
+    """Number of leading tokens that have KV when the load ends."""
 
 
 @dataclass(slots=True, eq=False)
 class KvState:
-    """State that a running sequence loses when it is preempted: its pages, and how much of its KV is in them."""
+    """State that a preempted sequence loses: its pages, and how much of its KV they hold."""
 
     pages: PageLists = field(default_factory=list)
     """Pages by lifetime; empty while the sequence waits."""
     num_computed_tokens: int = 0
-    """Leading tokens that have KV."""
+    """Number of leading tokens that have KV."""
     num_planned_tokens: int = 0
-    """Leading tokens that have KV or are in steps under way."""
+    """Number of leading tokens that have KV or are in steps under way."""
     cached: CachedTokens = field(default_factory=CachedTokens)
-    """Leading tokens whose KV was there when the sequence started."""
+    """Number of leading tokens whose KV was cached when the sequence started."""
     load: PageLoad | None = None
-    """Load in progress, until every rank is done with it or a token was sampled behind it."""
+    """Load in progress, until every rank has finished it or a later token has been sampled."""
     admitted_step: int = 0
     """Step in which the request was announced to the ranks; 0 before that."""
     num_announced_pages: int = 0
-    """Leading pages announced to the ranks."""
+    """Number of leading pages announced to the ranks."""
     num_shared_pages: int = 0
-    """Leading pages shared through the cache."""
+    """Number of leading pages shared through the cache."""
     num_pending_samples: int = 0
-    """Tokens that steps under way will sample, if the next step is planned before they are known."""
+    """Number of tokens that steps under way will sample, if the next step is planned before they are known."""
 
     @property
     def num_pages(self) -> int:
-        """Return the length of the page lists."""
         return len(self.pages[0]) if self.pages else 0
 
 
@@ -70,15 +68,14 @@ class TokenSequence:
     destination: Destination | None = None
     """Destination of the KV that prefill sends while it computes."""
     page_keys: list[bytes] = field(default_factory=list)
-    """Keys of the leading full pages, as far as they were needed."""
+    """Keys of the leading full pages, computed on demand."""
     kv: KvState = field(default_factory=KvState)
-    """KV state; empty while the sequence waits."""
     arrival: int = 0
     """Arrival number in the scheduler."""
     first_step: int = 0
-    """Newest step at arrival."""
+    """Number of the newest step at arrival."""
     uses_host: bool = True
-    """Whether it may start behind pages in host memory; not after a load has failed."""
+    """Whether it may start from pages in host memory; false after a failed load."""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.submit.prompt_ids) - self.submit.num_given
@@ -97,7 +94,7 @@ class TokenSequence:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Return the number of tokens not yet planned; unsampled ones count if more may follow them."""
+        """Return the number of tokens not yet planned. Unsampled tokens count if more tokens may follow them."""
         num_tokens, num_samples = len(self.tokens), self.kv.num_pending_samples
         if num_samples and self.num_outputs + num_samples < self.submit.stopping.max_tokens:
             num_tokens = min(num_tokens + num_samples, self.max_len - 1)
@@ -105,21 +102,20 @@ class TokenSequence:
 
     @property
     def is_loading(self) -> bool:
-        """Return whether copies to its pages may be in flight."""
         return self.kv.load is not None
 
     @property
     def waits_for_pages(self) -> bool:
-        """Return whether it cannot be computed further before its pages are loaded."""
+        """Return whether the sequence must wait for its pages to be loaded."""
         return self.kv.load is not None and not self.kv.load.is_layerwise
 
     @property
     def is_stream(self) -> bool:
-        """Return whether it is decoding and waits for one token."""
+        """Return whether the sequence is decoding and waits for one token."""
         return self.num_pending_tokens == 1 and self.num_outputs + self.kv.num_pending_samples > 0
 
     def keys_of(self, num_tokens: int, page_size: int) -> list[bytes]:
-        """Return keys of the full pages among the first tokens; empty if the whole prompt must be computed."""
+        """Return the keys of the full pages among the first tokens; empty if the whole prompt must be computed."""
         if self.submit.sampling.num_prompt_logprobs is not None:
             return []
         if len(self.page_keys) < num_tokens // page_size:
@@ -127,7 +123,9 @@ class TokenSequence:
         return self.page_keys[: num_tokens // page_size]
 
     def finish_reason(self, *, is_last: bool = False) -> FinishReason | None:
-        """Return why the sequence ends with its latest token, if it does; ``is_last``: its grammar allows no more."""
+        """Return why the sequence ends with its latest token; None if it continues. ``is_last`` is true if the grammar
+        allows no further token.
+        """
         num_outputs, stopping = self.num_outputs, self.submit.stopping
         if num_outputs == 0:
             return None
@@ -153,7 +151,7 @@ def admit(sequence: TokenSequence, step: int) -> Admit:
 
 
 def schedule(sequence: TokenSequence, count: int) -> ScheduledRequest:
-    """Plan the next ``count`` tokens of a sequence."""
+    """Schedule the next ``count`` tokens of a sequence."""
     kv = sequence.kv
     start = kv.num_planned_tokens
     token_ids = sequence.tokens[start : start + count]

@@ -30,27 +30,29 @@ class StepLimits:
     chunk_tokens: int
     max_requests: int
     oldest_share: float = 0.25
-    """Part of a step's time that belongs to the oldest sequences: a long prompt takes four times as long at most."""
+    """Share of a step's time reserved for the oldest sequences. At 0.25, a long prompt takes at most four times as long
+    as alone.
+    """
     depth: int = 1
-    """Most steps under way at once, if pipeline stages each compute another."""
+    """Maximum number of steps under way; pipeline stages each compute a different one."""
     max_context_tokens: int | None = None
-    """Most tokens of a step including prefixes, where ranks pass all of them on: bounds a step's memory by that of one
-    long prompt.
+    """Maximum number of tokens in a step including prefixes, where ranks exchange all of them. It bounds a step's
+    memory by that of one long prompt.
     """
     runs_ahead: bool = False
-    """Whether a step may use tokens that the previous one, still under way, has yet to sample; ``depth`` is 2 then."""
+    """Whether a step may use tokens that the previous step has yet to sample; ``depth`` is then 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """Sequences that want tokens of the current step and are not streams."""
+    """Sequences, other than streams, that compete for the current step's tokens."""
 
     sequences: list[TokenSequence]
     turns: Mapping[Room, Turn]
     is_alone: bool
     """Whether there is one candidate and nobody else runs."""
     computed_by: dict[bytes, TokenSequence]
-    """Sequence that computes a page in this step or one under way, by page key."""
+    """Sequences by the keys of the pages they compute, in this step or in one under way."""
 
     def by_priority(self) -> list[TokenSequence]:
         return sorted(self.sequences, key=lambda sequence: self.turns[sequence.room].sort_key)
@@ -80,7 +82,7 @@ class StepScheduler:
         self._choose = choose
         self._chunk = chunk or (lambda _prefix_len: limits.chunk_tokens)
         self.num_under_way = 0
-        """Plans not committed yet."""
+        """Number of plans not committed yet."""
         self._step = 0
 
     @property
@@ -89,7 +91,7 @@ class StepScheduler:
         return len(self.holders.waiting)
 
     def has_work(self) -> bool:
-        """Return whether the next plan would hold anything; a release alone can wait."""
+        """Return whether the next plan would compute anything; releases alone can wait."""
         holders = self.holders
         if self.num_under_way == self._limits.depth:
             return False
@@ -103,7 +105,7 @@ class StepScheduler:
         self.holders.add(sequence)
 
     def next_plan(self) -> StepPlan | None:
-        """Return the next step, or None when there is nothing to compute; the caller commits plans in order."""
+        """Return the next step; None if there is nothing to compute. The caller commits plans in order."""
         if self.num_under_way == self._limits.depth:
             return None
         limits = self._limits
@@ -115,7 +117,7 @@ class StepScheduler:
         return self._make_plan(budget.granted) if budget.granted else None
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> list[TokenSequence]:
-        """Apply the outcome of a step; return the sequences that got a token, in the order of the plan.
+        """Apply the outcome of a step; return the sequences that got a token, in plan order.
 
         Sequences that were removed or restarted while the step ran are skipped.
         """
@@ -140,7 +142,8 @@ class StepScheduler:
         return advanced
 
     def _schedule_streams(self, budget: Budget) -> None:
-        """Grant one token to every stream; others may be preempted to make room for it.
+        """Grant one token to every stream, preempting others if pages run out. Only sequences without a token in this
+        step are preempted. With several steps under way, each step computes a part of the streams.
 
         No sequence that has its token already is preempted, since it precedes those that may be. With several steps
         under way at once, each has its part of the sequences.
@@ -156,7 +159,7 @@ class StepScheduler:
                 budget.grant_stream(sequence.room, sequence.kv.num_planned_tokens)
 
     def _find_candidates(self, budget: Budget) -> _Candidates:
-        """Find everyone else that can be computed now, running or waiting."""
+        """Find all other sequences, running or waiting, that can be computed now."""
         running = self.holders.running.values()
         pending = [
             sequence
@@ -191,14 +194,17 @@ class StepScheduler:
 
     @property
     def _oldest_share(self) -> float:
-        """Return the share of this step; if prompts may not fit together, the oldest get theirs every other step."""
+        """Return the oldest sequences' share of this step. If prompts may not fit together, they get it every other
+        step.
+        """
         share = self._limits.oldest_share
         if self._limits.max_context_tokens is None:
             return share
         return max(2 * share - 1, 0.0) if self._step % 2 else min(2 * share, 1.0)
 
     def _schedule_by_priority(self, candidates: _Candidates, budget: Budget) -> None:
-        """Grant the rest of the step by rank.
+        """Grant the rest of the step by rank. A sequence waits if another one computes its next page in this step: it
+        will find the page in the cache, so its share goes to the other one.
 
         A sequence whose next page is computed in this very step waits, to find it in the cache, and passes its share
         to the one that computes it.
@@ -212,7 +218,7 @@ class StepScheduler:
                 self._note_computing(chosen, candidates, budget)
 
     def _who_computes(self, sequence: TokenSequence, candidates: _Candidates) -> TokenSequence | None:
-        """Return who gets a sequence's tokens; None if it lacks pages."""
+        """Return the sequence that computes on behalf of this one; None if this one lacks pages."""
         if sequence.kv.pages:
             return sequence
         key = self.holders.next_key(sequence)
@@ -243,7 +249,7 @@ class StepScheduler:
 
     @property
     def _runs_ahead(self) -> bool:
-        """Return whether steps may run ahead; if any sample depends on the tokens before it, all wait for them, so
+        """Return whether steps may run ahead. If any sample depends on earlier output, all sequences wait for it, so
         that none starves.
         """
         return self._limits.runs_ahead and not any(
@@ -262,7 +268,7 @@ class StepScheduler:
         )
 
     def _note_computing(self, sequence: TokenSequence, candidates: _Candidates, budget: Budget) -> None:
-        """Remember who computes the pages that this step completes."""
+        """Record which sequences compute the pages that this step completes."""
         end = sequence.kv.num_planned_tokens + budget.granted.get(sequence.room, 0)
         candidates.computed_by.update(dict.fromkeys(self._pending_keys(sequence, end), sequence))
 

@@ -11,23 +11,25 @@ from cluster.spec.ids import Room
 from workers.context_parallel.step_time import ChunkLen
 
 WINDOW = 32
-"""Number of consecutive arrivals among which a longer prefix goes first; a sequence overtakes fewer than this of its
-length.
+"""Number of consecutive arrivals among which longer prefixes go first. A sequence overtakes fewer than this many others
+of its length.
 """
 _ROUNDING = 1e-6
-"""Part of a token by which a sum of shares may fall short of a step."""
+"""Rounding error, in tokens, that a sum of shares may have."""
 
 SortKey = tuple[int, int, int, int, int]
 """Sort key of sequences; no two have the same."""
 _AGED = 2
-"""Shortest class that waiting can lower a longer one to: never that of a single step, which delays nobody by much."""
+"""Shortest length class that waiting can lower a sequence to. Sequences of a single step stay ahead, since they delay
+others little.
+"""
 
 
 class Turn(NamedTuple):
-    """Position of a sequence among those that want tokens of a step."""
+    """Rank of a sequence among those that compete for a step's tokens."""
 
     length: int
-    """Length class: the power of two of the steps that it takes."""
+    """Length class: log2 of the number of steps that it takes."""
     sort_key: SortKey
 
 
@@ -52,7 +54,8 @@ class Budget:
     def __init__(
         self, num_tokens: int, max_requests: int, chunk: ChunkLen, max_context_tokens: int | None = None
     ) -> None:
-        """Build a budget; a request uses the part of the step's time that its tokens are of their ``chunk``.
+        """Build a budget. A request uses a share of the step's time: its tokens divided by its ``chunk``.
+        ``max_context_tokens`` limits the tokens of several requests including their prefixes.
 
         ``max_context_tokens``: most tokens of all requests including their prefixes, where there are several.
         """
@@ -62,7 +65,7 @@ class Budget:
         self._max_requests = max_requests
         self._chunk = chunk
         self.granted: dict[Room, int] = {}
-        """Tokens of each scheduled request, in the order of the first grant."""
+        """Tokens by scheduled request, in the order of their first grants."""
 
     def is_open(self, room: Room) -> bool:
         """Return whether the room can still get tokens."""
@@ -70,7 +73,7 @@ class Budget:
         return has_place and self._num_left > 0 and self._time_left > 0
 
     def grant(self, room: Room, prefix_len: int, num_tokens: int) -> None:
-        """Raise a room's tokens to ``num_tokens``, as far as some are left."""
+        """Raise a room's tokens to ``num_tokens``, or as far as the budget allows."""
         chunk = self._chunk(prefix_len)
         count = min(num_tokens - self.granted.get(room, 0), int(self._time_left * chunk + _ROUNDING))
         self._add(room, prefix_len, count, chunk)

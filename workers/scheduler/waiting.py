@@ -1,4 +1,6 @@
-"""Requests that wait for pages, by arrival and priority; younger ones may pass the oldest a limited number of times."""
+"""Requests that wait for pages, by arrival and priority. Younger ones may overtake the oldest a limited number of
+times.
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -7,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 from cluster.spec.ids import Room
 
 LOOKAHEAD = 256
-"""Most waiters examined at once, however many there are."""
+"""Maximum number of waiters examined at once."""
 
 
 class Waiter(Protocol):
@@ -38,9 +40,9 @@ class Waiting(Generic[W]):
         self._by_arrival: list[W] = []
         self._by_priority: list[W] = []
         self._num_passed_pages = 0
-        """Pages that others took and that the oldest one may have to wait for."""
+        """Number of pages that others took while the oldest waiter needed them."""
         self._in_vain: set[W] = set()
-        """Waiters that could not start, and cannot before ``_num_gains`` changes or another is the oldest."""
+        """Waiters that could not start. They are tried again when ``_num_gains`` or the oldest waiter changes."""
         self._num_gains = 0
 
     def __len__(self) -> int:
@@ -54,7 +56,7 @@ class Waiting(Generic[W]):
 
     @property
     def oldest(self) -> W | None:
-        """Return the first to arrive."""
+        """Return the waiter that arrived first."""
         return self._by_arrival[0] if self._by_arrival else None
 
     def add(self, waiter: W) -> None:
@@ -65,7 +67,7 @@ class Waiting(Generic[W]):
         self._spare_anew(oldest)
 
     def remove(self, room: Room) -> None:
-        """Remove a waiter if it is here."""
+        """Remove a waiter, if present."""
         waiter = self._by_room.pop(room, None)
         if waiter is None:
             return
@@ -76,21 +78,19 @@ class Waiting(Generic[W]):
         self._spare_anew(oldest)
 
     def candidates(self) -> list[W]:
-        """Return waiters that may start now: the first by priority, and the oldest."""
+        """Return waiters that may start now: the most urgent ones, and the oldest."""
         first = self._by_priority[:LOOKAHEAD]
         if not first or urgency(self._by_arrival[0]) <= urgency(first[-1]):
             return first
         return [*first, self._by_arrival[0]]
 
     def untried(self, num_gains: int) -> list[W]:
-        """Return candidates that have not failed since ``num_gains``, the count of changes that may help them, last
-        changed.
-        """
+        """Return candidates that have not failed since ``num_gains`` last changed."""
         in_vain = self._since(num_gains)
         return [waiter for waiter in self.candidates() if waiter not in in_vain]
 
     def is_in_vain(self, waiter: W, num_gains: int) -> bool:
-        """Return whether a waiter has failed to start, and nothing has helped it since."""
+        """Return whether a waiter has failed to start and no page has become free since."""
         return waiter in self._since(num_gains)
 
     def note_in_vain(self, waiter: W) -> None:
@@ -105,7 +105,7 @@ class Waiting(Generic[W]):
         return num_pages <= self.most_passing(oldest_pages)
 
     def most_passing(self, oldest_pages: int) -> int:
-        """Return the most pages that may be taken from the oldest waiter, which needs ``oldest_pages``."""
+        """Return the maximum number of pages that may be taken from the oldest waiter, which needs ``oldest_pages``."""
         return max(0, oldest_pages - self._num_passed_pages)
 
     def note_passed(self, num_pages: int) -> None:
