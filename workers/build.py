@@ -1,4 +1,4 @@
-"""Assembly of a worker's parts from its spec."""
+"""Functions that build a worker's parts from its spec."""
 
 from collections.abc import Callable
 from functools import partial
@@ -58,7 +58,7 @@ def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
 
 
 def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> ReplicaLeader:
-    """Return the control state of the replica, on its rank 0."""
+    """Return the leader of the replica; called on rank 0."""
     me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address)
     depth, make = spec.sizes.pp, _make_decode_leader
     if spec.role is Role.PREFILL:
@@ -70,12 +70,12 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> ReplicaLea
 
 
 def num_ahead(spec: WorkerSpec, rank: Rank) -> int:
-    """Return the most steps that a rank may start before the previous ones have ended there."""
+    """Return the maximum number of steps that a rank may start before the previous ones have ended there."""
     return int(spec.role is Role.DECODE and spec.sizes.pp == 1 and rank.runner.is_asynchronous)
 
 
 def _make_allocator(spec: WorkerSpec, rows: list[RankRow]) -> tuple[PageAllocator, Tiers | None]:
-    """Return the allocator, and the tiers below it, if any."""
+    """Return the page allocator, and the tiers below it if there are any."""
     num_owners = rows[0].num_owners
     tree = PrefixTree(num_owners) if spec.config.kv.prefix_cache else None
     # Stages differ in layers, and so in pages.
@@ -151,7 +151,7 @@ def _make_prefill_leader(
 def make_tier_worker(
     spec: WorkerSpec, rank: Rank, rows: list[RankRow], open_outbox: Callable[[], Outbox]
 ) -> TierWorker:
-    """Return the worker for this rank's part of tier jobs."""
+    """Return the tier worker for this rank's part of tier jobs."""
     if rank.host_region is None:
         return NoTierWorker()
     memory = TierMemory(rank.memory, rank.host_region)
@@ -169,7 +169,9 @@ def make_page_store(spec: WorkerSpec, rank: Rank, row: RankRow) -> PageStore | N
 
 
 def make_tiers(config: HicacheConfig, tree: PrefixTree, rows: list[RankRow]) -> Tiers | None:
-    """Return the tiers below the device cache, if every rank has host memory; the smallest counts."""
+    """Return the tiers below the device cache, if every rank has host memory. The rank with the least memory sets their
+    size.
+    """
     host_pages = min(row.host_endpoint.num_bytes // row.layout.page_bytes if row.host_endpoint else 0 for row in rows)
     return Tiers(config, tree, host_pages, rows) if host_pages else None
 
@@ -193,7 +195,7 @@ def make_kv_sender(
 def make_page_checker(
     spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox, on_failure: Callable[[Exception], None]
 ) -> PageChecker:
-    """Return the checker that compares this rank's pages with what was sent."""
+    """Return the checker that compares this rank's received pages with the senders' digests."""
     return PageChecker(rows[spec.global_rank], rank.memory.region.buffer, rows[0].address, outbox, on_failure)
 
 

@@ -33,7 +33,7 @@ def open_device(device: Device) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything started on a GPU; a CPU is never ahead."""
+    """Wait for everything started on a GPU. On a CPU, nothing runs in the background."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -45,12 +45,12 @@ complete.
 
 
 def event_on(device: torch.device) -> Event | None:
-    """Record an event after everything that this thread has started on a GPU so far; None on a CPU."""
+    """Record an event after all GPU work that this thread has started; return None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 class Arriving:
-    """Tensors in transit to the host; work started later does not delay them."""
+    """Tensors on their way to the host. Work started later does not delay them."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._on_host = tensors
@@ -84,7 +84,7 @@ def on_device(on_cpu: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def index_on(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return integers on the device, such as rows for an index: torch would copy a list while the host waits."""
+    """Return integers as a tensor on the device. Indexing with a list instead would make the host wait for the copy."""
     return on_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
 
 

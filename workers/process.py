@@ -1,4 +1,4 @@
-"""Worker processes on this machine, called over a pipe. Imports nothing heavy."""
+"""Worker processes on this machine, called over a pipe. This module imports nothing heavy."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ from cluster.spec.errors import BatonError
 
 ANSWER_TIMEOUT_S = 600.0
 _EXIT_S = 10.0
-"""Longest wait for an idle process to end."""
+"""Maximum wait for an idle process to end."""
 WORKER = "workers.worker:Worker"
 
 _context = multiprocessing.get_context("forkserver")
@@ -27,7 +27,7 @@ class RemoteError(BatonError):
 
 
 class WorkerProcess:
-    """Process for a series of workers, called over a pipe; starting it costs seconds, so it is reused.
+    """Process that runs one worker after another, called over a pipe. It is reused because starting it takes seconds.
 
     ``worker`` names the class as "module:class"; it has a ``close``. The process that calls does not import it.
     """

@@ -51,23 +51,23 @@ class Rank:
     """The page pool, and the memory by which peers reach it."""
     backend: TransferBackend
     host_region: Region | None
-    """Memory for cached pages in addition to the pool."""
+    """Host memory for cached pages, if there is any."""
     weights: str
-    """Digest of the weights, if pages may be stored under it; empty otherwise."""
+    """Digest of the weights, under which pages are stored; empty if they are not stored."""
     model: DecoderModel
     runner: ModelRunner
     step_recorder: StepRecorder
     model_shape: ModelShape
     rates: Rates
-    """Rates of the slowest rank of the replica; defaults on decode, which chooses nothing by them."""
+    """Rates of the slowest rank of the replica. On decode, where nothing depends on them, they are the defaults."""
     grammars: Grammars | None
-    """Grammars on ranks that sample."""
+    """Grammars, on ranks that sample."""
     groups: RankGroups
     pinned: PinnedMemory
     """Pinned host memory of both regions, if there is a GPU."""
 
     def close(self) -> None:
-        """Release transfer memory; peers that write from now on fail."""
+        """Release the transfer memory. Later writes by peers fail."""
         with ExitStack() as closing:  # the last one first
             if self.grammars is not None:
                 closing.callback(self.grammars.close)
@@ -160,7 +160,7 @@ def _make_runner(
     groups: RankGroups,
     grammars: Grammars | None,
 ) -> ModelRunner:
-    """Return a runner that is warmed up."""
+    """Return a runner after its warm-up."""
     runner = ModelRunner(
         model,
         memory.pool,
@@ -176,14 +176,16 @@ def _make_runner(
 
 
 def _make_captures(spec: WorkerSpec, device: torch.device) -> Callable[[], Capture] | None:
-    """Return a factory of captures of decode steps; None if none are captured."""
+    """Return a factory for captures of decode steps; None if decode steps are not captured."""
     if not captures_decode(spec.config, spec.pool):
         return None
     return partial(GraphCapture, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def host_bytes_of(spec: WorkerSpec, layout: PoolLayout) -> int:
-    """Return the bytes of host memory for cached pages on this worker: whole pages, and none if nothing is cached."""
+    """Return the size of this worker's host memory for cached pages, in bytes. It is a multiple of the page size, and 0
+    if nothing is cached.
+    """
     if not spec.config.kv.prefix_cache:
         return 0
     return spec.config.hicache.host_bytes // layout.page_bytes * layout.page_bytes

@@ -1,4 +1,4 @@
-"""Worker process of one rank of one replica: its work loop and lifecycle. Plain Python, independent of what starts it.
+"""Worker of one rank: its work loop and lifecycle. Plain Python, independent of what starts the process.
 
 Every rank computes the steps that the leader plans, and sends its part of the finished KV. A rank that raises ends its
 replica.
@@ -43,14 +43,16 @@ from workers.parallel.groups import ReplicaStore, join_store, open_store
 from workers.rank import Rank, load_rank
 
 PAUSE_S = 1e-4
-"""Interval between checks of the inbox while a step runs by itself: short, so that the next plan finds the GPU busy."""
+"""Interval between checks of the inbox while a step runs on the GPU. It is short, so that the next plan arrives before
+the GPU is idle.
+"""
 
 
 class Worker:
     """One process's part of a replica: ``load`` on every rank, then ``run`` on every rank with all ranks' records."""
 
     def __init__(self, spec: WorkerSpec, model_folder: Path, rendezvous: Rendezvous | None) -> None:
-        """Build a worker; without a rendezvous nothing is registered, and the table reaches the leader as messages."""
+        """Build a worker. Without a rendezvous nothing is registered, and the leader gets the table in messages."""
         use_cpu(spec.config.resources.threads_per_worker)
         self.spec = spec
         self.heartbeat = Heartbeat()
@@ -63,7 +65,7 @@ class Worker:
         self._store: ReplicaStore | None = None
         self._rank: Rank | None = None
         self._failure: Exception | None = None
-        """Error of another thread of this rank, which must end because of it."""
+        """Error in another thread of this rank, which ends the rank."""
 
     def open_store(self) -> str:
         """Open the store at which the ranks meet, on global rank 0; return its ``host:port``."""
@@ -111,7 +113,7 @@ class Worker:
         self._post(Shutdown(reason=reason))
 
     def drain(self) -> None:
-        """Take no new requests and finish the current ones; any thread may call this."""
+        """Refuse new requests and finish the current ones. Any thread may call this."""
         self._post(Drain())
 
     def close(self) -> None:
@@ -143,7 +145,7 @@ class Worker:
             link.end_round(is_busy=steps.num_begun > 0)
 
     def _hand_out(self, messages: Iterable[Message], link: LeaderLink, steps: RankSteps, parts: "_Parts") -> bool:
-        """Dispatch every message to its part; return whether the loop must end.
+        """Dispatch every message to the part that handles it; return whether the loop must end.
 
         Steps start in their order among the other messages: a tier job saves what the step before it computes, and
         a dropped transfer must not begin with a step that came before.
@@ -170,7 +172,7 @@ class Worker:
 
     @contextmanager
     def _showing_life(self, rows: list[RankRow], link: LeaderLink) -> Iterator[None]:
-        """Renew the replica's lease, or report that this rank is alive, inside the context."""
+        """Return a context that renews the replica's lease, or reports that this rank is alive."""
         if self._rendezvous is None:
             yield
         elif isinstance(link, LocalLeader):
@@ -201,7 +203,7 @@ class Worker:
         return lease
 
     def _fail(self, error: Exception) -> None:
-        """End the rank from another thread: one that nobody can find, or that has lost a thread, must not continue."""
+        """End the rank from another thread: its lease is lost, or one of its threads has failed."""
         self._failure = error
         self.stop(str(error) or repr(error))
 
@@ -212,7 +214,7 @@ class Worker:
 
 
 def _begin(plans: Iterable[StepPlan], link: LeaderLink, steps: RankSteps) -> None:
-    """Start steps, and end those that too many are ahead of."""
+    """Start steps, and end the oldest ones while too many are under way."""
     for plan in plans:
         steps.begin(plan)
         if steps.num_begun > link.num_ahead:
@@ -220,7 +222,7 @@ def _begin(plans: Iterable[StepPlan], link: LeaderLink, steps: RankSteps) -> Non
 
 
 class _Parts(NamedTuple):
-    """Parts of a worker besides its steps."""
+    """Parts of a worker other than its steps."""
 
     sender: KvSender
     checker: PageChecker

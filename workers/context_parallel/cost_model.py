@@ -18,20 +18,20 @@ from workers.context_parallel.shard_plan import ShardPlan, make_step_shape, plan
 ALL_REDUCES = 2
 """All-reduces of a layer: after attention and after the MLP."""
 TILE = 256
-"""Queries and keys per tile of a kernel."""
+"""Queries and keys per kernel tile."""
 MIN_GAIN = 0.02
-"""Least relative gain for which a step is divided; below it every rank computes everything."""
+"""Minimum relative gain for which a step is divided. Below it, every rank computes everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Work of a model's layers, or of one rank's part of them."""
+    """Work of a model's layers, or of one rank's share of them."""
 
     num_layers: int
     linear_flops: int
     """FLOPs of one token in one layer, without attention."""
     kv_flops: int
-    """Part of them that makes its K and V, which is all that most tokens need in the last layer."""
+    """Part of ``linear_flops`` that computes K and V. In the last layer, most tokens need no more."""
     attention_flops: int
     """FLOPs of one (query, key) pair in one layer, over all heads."""
     kv_row_bytes: int
@@ -50,25 +50,25 @@ class Rates:
     """Speed of one rank. The defaults replace what could not be measured: one CPU core, ranks on one host."""
 
     step_s: float = 4e-3
-    """Time of a step that computes almost nothing, over all layers."""
+    """Time of a nearly empty step, over all layers."""
     linear_flops_per_s: float = 1e11
     attention_flops_per_s: float = 5e10
     run_s: float = 8e-5
-    """Time of one call of attention, however short the run; over pages a run of step n takes n calls."""
+    """Fixed time of one attention call. Over pages, a run of step n takes n calls."""
     row_s: float = 5e-7
     """Time to store or read the KV of one token in one layer."""
     merge_row_s: float = 5e-7
     """Time to merge one partial of one token in one layer."""
     exchange_s: float = 3e-4
-    """Time of one collective, however little it moves."""
+    """Fixed time of one collective."""
     exchange_bytes_per_s: float = 1e9
     """Bytes that one rank receives per second."""
     all_reduce_s: float = 0.0
-    """Time to sum hidden states over TP ranks, however few tokens; 0 on one rank, like the next."""
+    """Fixed time to sum hidden states over TP ranks; 0 if there is only one."""
     all_reduce_row_s: float = 0.0
-    """Time that each token adds to it."""
+    """Additional time of that sum per token; 0 if there is only one TP rank."""
     hidden_share: float = 0.0
-    """Part of a collective's time that passes while this rank computes; 0 where ranks do the copying."""
+    """Share of a collective's time that overlaps with computation; 0 if the ranks copy the data themselves."""
 
 
 def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: Passing | None = None) -> float:
@@ -108,9 +108,9 @@ class _Work(NamedTuple):
     calls: int
     """Attention calls, run one after another."""
     partials: int
-    """Partials of each token; a single one is not merged."""
+    """Number of partials per token; a single one is not merged."""
     rows: float
-    """Rows of KV stored, or read to be sent."""
+    """Number of KV rows stored, or read to be sent."""
 
 
 def _rank_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
@@ -178,7 +178,7 @@ class StrategyChoice:
 
     shape: StepShape
     estimate_s: float | None
-    """Expected time of the step; None if there was no choice."""
+    """Expected time of the step; None if there was only one strategy."""
     estimates_s: Mapping[Strategy, float]
     """Estimates of every strategy that was considered."""
 
@@ -188,7 +188,7 @@ Choose = Callable[[Sequence[ScheduledRequest]], StrategyChoice]
 
 
 def undivided(scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
-    """Return a step of which every rank computes every token; a ``Choose``."""
+    """Return the shape of a step in which every rank computes every token; a ``Choose``."""
     return StrategyChoice(make_step_shape(scheduled), None, {})
 
 

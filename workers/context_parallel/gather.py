@@ -1,4 +1,4 @@
-"""Exchange of rows between CP ranks: K and V or Q once per layer, partials, hidden states at the end of a step."""
+"""Exchange of rows between CP ranks: K and V or Q in every layer, partials, and hidden states at the end of a step."""
 
 from collections.abc import Iterator, Sequence
 
@@ -91,7 +91,7 @@ def at_least(buffer: Tensor | None, num_rows: int, row_shape: tuple[int, ...], l
 
 
 class HomewardPartials:
-    """Partials of all ranks for each rank's queries, in transit; out and lse travel together, in fp32."""
+    """Partials on their way to the ranks that own the queries. Out and lse travel together, in fp32."""
 
     def __init__(self, group: Communicator, found: Partial, homes: Sequence[Tensor]) -> None:
         """Send ``found``, this rank's partial of the queries of all ranks.

@@ -23,7 +23,7 @@ class Ring:
         self._lens: Sequence[int] = ()
 
     def own(self, num_rows: int, lens: Sequence[int], row_shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return the buffer for this rank's block of the next round, ``[num_rows, *row_shape]``.
+        """Return the buffer for this rank's block in the next round, ``[num_rows, *row_shape]``.
 
         Only the first ``lens[r]`` rows of rank r's block are passed on; ``lens`` is the same on every rank. The result
         is valid until the first of ``others``.
@@ -35,7 +35,7 @@ class Ring:
         return self._held[:num_rows]
 
     def start(self) -> None:
-        """Send the own block; it must not be written to until the first of ``others``."""
+        """Send this rank's block. Do not write to it before the first of ``others`` is returned."""
         self._pass_on(self.group.rank)
 
     def others(self) -> Iterator[tuple[int, Tensor]]:

@@ -1,4 +1,4 @@
-"""Assignment of tokens to ranks: strategies, the plan that each yields, and the shape of a step. No torch, no I/O.
+"""Assignment of tokens to ranks: strategies, the shard plans they produce, and the shape of a step. No torch, no I/O.
 
 A strategy is a pure function from (extend lengths, prefix lengths, cp) to the runs of each rank. It may yield empty
 runs and runs that continue one another; the plan tidies them. Nothing else in the engine knows which strategy ran. The
@@ -96,7 +96,7 @@ Indices = NDArray[np.int64]
 
 
 class Owner(NamedTuple):
-    """Location where one token is computed."""
+    """Rank and row in which one token is computed."""
 
     cp_rank: int
     offset: int
@@ -200,7 +200,7 @@ def make_step_shape(
     passing: Passing | None = None,
     cp: int = 1,
 ) -> StepShape:
-    """Return the shape of one DP rank's part of a step; one of decode that is not divided needs no shard plan."""
+    """Return the shape of one DP rank's part of a step. An undivided decode step needs no shard plan."""
     if (cp == 1 or strategy is Strategy.NONE) and _is_decode(scheduled):
         lens = (len(scheduled),)
         return StepShape(strategy=strategy, passing=passing, shard_lens=lens, last_shard_lens=lens, is_decode=True)
@@ -234,7 +234,7 @@ def shape_of_plan(plan: ShardPlan, scheduled: Sequence[ScheduledRequest], passin
 
 
 def join_shapes(shapes: Sequence[StepShape], cp: int) -> list[StepShape]:
-    """Complete the shapes of one step by DP rank with the token counts of all; unchanged if there is one."""
+    """Add all DP ranks' token counts to each DP rank's shape of a step; a single shape stays unchanged."""
     if len(shapes) == 1:
         return list(shapes)
     lens = tuple(count for shape in shapes for count in _by_cp_rank(shape.shard_lens, cp))

@@ -1,4 +1,5 @@
-"""Chunk sizes behind a prefix that take as long as a step. Pure.
+"""Chunk sizes after a prefix that take as long as a step. Pure. Attention makes a token after a long prefix many times
+as expensive as one of a new prompt.
 
 Attention makes a token behind a long prefix many times as expensive as one of a new prompt. Shares of a step are
 shares of its time, and no new request waits long for the current step.
@@ -12,7 +13,7 @@ from math import sqrt
 from workers.context_parallel.cost_model import ALL_REDUCES, ModelShape, Rates
 
 ChunkLen = Callable[[int], int]
-"""Function from a prefix length to the tokens behind it that take a whole step's time; at least 1."""
+"""Function from a prefix length to the number of tokens after it that take a whole step's time; at least 1."""
 
 _FIXED_COSTS = 20
 """Least duration of a step of a replica of one stage, as a multiple of the fixed cost of a step."""
@@ -22,7 +23,7 @@ _FIXED_COSTS = 20
 class _Costs:
     token_s: float
     pair_s: float
-    """Time of one (query, key) pair."""
+    """Time per (query, key) pair."""
     fixed_s: float
 
     @classmethod
@@ -40,7 +41,7 @@ class _Costs:
 
 
 def slowest(measured: Iterable[tuple[ModelShape, Rates]], cp: int, num_tokens: int) -> tuple[ModelShape, Rates]:
-    """Return the slowest rank in a step of this many tokens of a new prompt."""
+    """Return the rank that is slowest in a step with this many tokens of a new prompt."""
 
     def step_s(rank: tuple[ModelShape, Rates]) -> float:
         costs = _Costs.of(*rank, cp)

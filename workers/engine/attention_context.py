@@ -1,4 +1,4 @@
-"""Engine side of attention during one step; layers pass K and V and receive attention, unaware of CP.
+"""Engine side of attention during one step. Layers pass Q, K and V and get the attention output, unaware of CP.
 
 In gather mode every rank stores the K and V of all ranks. If rows travel in the background, local keys are attended
 meanwhile. Otherwise there is nothing to hide, and one call over all keys is faster than one per rank.
@@ -24,7 +24,7 @@ from workers.parallel.collectives import Communicator
 
 
 class CpExchange:
-    """Row exchanges between the ranks of one CP group, with their buffers; one per worker."""
+    """Row exchanges between the ranks of a CP group, and their buffers. Each worker has one."""
 
     def __init__(self, group: Communicator) -> None:
         self.group = group
@@ -76,7 +76,9 @@ class StepContext(ABC):
         """
 
     def join_last(self, hidden: Tensor) -> Tensor:
-        """Return the last token of every sampled request, ``[R, hidden]``, on every rank; ``hidden`` is local."""
+        """Return the last token's hidden state of every sampled request, ``[R, hidden]``, on every rank. ``hidden`` is
+        local.
+        """
         batch = self.batch
         if batch.plan.replicated and len(batch.sampled) == len(hidden):
             return hidden
@@ -99,7 +101,9 @@ class StepContext(ABC):
         return self.backend.prepare_rows(runs, key_runs) if sees_any(runs, key_runs) else None
 
     def joined(self, q: Tensor, partials: Sequence[Partial], params: AttentionParams) -> Tensor:
-        """Join all partials of this rank's queries; without queries there may be none, and the result is arbitrary."""
+        """Join all partials of this rank's queries. Without queries there may be no partials, and the result is
+        arbitrary.
+        """
         return merge(partials, params.sinks).out if len(q) else q
 
     def owned_rows(self, cp_rank: int) -> "OwnedRows":
@@ -108,19 +112,19 @@ class StepContext(ABC):
 
 
 class OwnedRows:
-    """Rows computed by one rank and stored by this one, in every layer."""
+    """Rows that one rank computes and this rank stores, in every layer."""
 
     def __init__(self, pool: PagePool, rows: Tensor, slots: Tensor) -> None:
         self._rows, self._slots = rows, pool.at_slots(slots)
 
     def store(self, layer: int, kv: Tensor) -> None:
-        """Store ``kv [tokens of that rank, heads, width]``."""
+        """Store ``kv [tokens, heads, width]``, with the tokens of the rank that computed them."""
         if len(self._rows):
             self._slots.write(layer, kv[self._rows])
 
 
 class PagedContext(StepContext):
-    """Context that stores the rows of all ranks, then attends all keys in the pages at once."""
+    """Context that first stores the rows of all ranks, then attends to all keys in one call."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
@@ -145,7 +149,7 @@ class PagedContext(StepContext):
 
 
 class OverlappedContext(StepContext):
-    """Context that attends the cached prefix and this rank's own rows while the others' are in flight."""
+    """Context that attends to the cached prefix and this rank's own rows while the other ranks' rows are in flight."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)

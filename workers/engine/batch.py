@@ -27,7 +27,7 @@ class LastToken(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """Step as every rank of a CP group is given it."""
+    """Input of a step, the same on every rank of a CP group."""
 
     scheduled: Sequence[ScheduledRequest]
     page_tables: Sequence[Sequence[NDArray[np.int64]]]
@@ -54,7 +54,7 @@ class StepPages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Step as one rank sees it."""
+    """One rank's share of a step."""
 
     shape: StepShape
     plan: ShardPlan
@@ -67,11 +67,11 @@ class StepBatch:
     pages: tuple[StepPages, ...]
     """Pages by lifetime."""
     prefix_shares: tuple[tuple[int, ...], ...]
-    """Tokens of each request's prefix that are in an owner's pages, by owner and request."""
+    """Number of prefix tokens in an owner's pages, by owner and request."""
     sampled: tuple[LastToken, ...]
     """Last tokens of sampled requests, in the order of the batch."""
     wanted: Tensor | None = None
-    """Rows of this rank's tokens that have queries, int64; None for all."""
+    """Rows of this rank's tokens that have queries, int64; None if all have."""
     is_scored: bool = False
     """Whether final hidden states of all tokens are needed."""
 
@@ -225,14 +225,14 @@ def _pages(plan: ShardPlan, positions: Indices, tables: Sequence[Indices], page_
 
 
 def _own(table: Indices, part: int, owners: int) -> Indices:
-    """Return a rank's pages by local number."""
+    """Return a rank's pages by their local numbers."""
     return table if owners == 1 else table[table % owners == part] // owners
 
 
 def _prefix_shares(
     prefix_lens: Sequence[int], tables: Sequence[Indices], page_size: int, owners: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return each owner's tokens of each prefix; only a prefix's last page may be partly filled."""
+    """Return the number of prefix tokens per owner and request. Only a prefix's last page may be partly filled."""
     if owners == 1:
         return (tuple(prefix_lens),)
     shares = np.zeros((owners, len(tables)), dtype=np.int64)

@@ -18,7 +18,7 @@ _SENDER = 0
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Position of a rank in its pipeline; by default it is the only stage.
+    """Position of a rank in its pipeline; by default, the rank is the only stage. A link is a group of two ranks.
 
     A link is a group of two. Sending blocks only while two earlier sends have not been received.
     """
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelGroups:
-    """Groups of the model's layers; by default those of a rank that has the whole model."""
+    """Groups in which the model's layers communicate; by default, those of a rank that has the whole model."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     global_rank: int = 0
@@ -110,7 +110,7 @@ class ModelGroups:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Treat this rank as the only one inside the context, so that its own work can be timed. Nothing is sent."""
+        """Treat this rank as the only one inside the context, to time its own work. Nothing is sent."""
         with ExitStack() as stack:
             for group in self.all:
                 stack.enter_context(group.alone())

@@ -26,7 +26,7 @@ _SPINS = 300
 _YIELD_S = 200e-6
 _LONGEST_PAUSE_S = 1e-3
 _SLOTS = 2
-"""Number of pieces of a rank that exist at once: one is filled while peers still read the previous one."""
+"""Number of pieces per rank: one is filled while peers still read the other."""
 WHOLE_SUM_BYTES = 128 << 10
 """Largest sum that every rank adds up as a whole; for larger ones, reading costs more than waiting a second time.
 Measured on two cores, for two ranks as for four.
@@ -34,7 +34,7 @@ Measured on two cores, for two ranks as for four.
 PIECE_BYTES = 64 << 20
 """Largest part of a rank moved at once; larger ones are split. A power of two."""
 _MAX_PIECES = 1 << 20
-"""Most pieces per call; a piece's number is call * _MAX_PIECES + its index in the call."""
+"""Maximum number of pieces per call. A piece's number is call * _MAX_PIECES + its index in the call."""
 
 
 class Flag(IntEnum):
@@ -70,7 +70,9 @@ class PeerFlags:
         self._flags[self._rank * _LINE + flag] = number
 
     def wait_for(self, flag: Flag, peers: Iterable[int], number: int) -> None:
-        """Return once the flags of all ``peers`` are ``number`` or more; RuntimeError if one is gone or too slow."""
+        """Wait until the flags of all ``peers`` have reached ``number``. Raises RuntimeError if a peer is gone or too
+        slow.
+        """
         flags = self._flags
         for peer in peers:
             place = peer * _LINE + flag
@@ -82,14 +84,14 @@ class PeerFlags:
                     self._wait_slowly(place, peer, number)
 
     def failure(self, reason: str) -> RuntimeError:
-        """Return the error to raise. Numbers no longer agree after it, so this rank leaves and peers do not wait for
-        it.
+        """Return the error to raise. Afterwards the ranks' numbers disagree, so this rank leaves and its peers stop
+        waiting for it.
         """
         self.set(Flag.LEFT, 1)
         return RuntimeError(reason)
 
     def _wait_slowly(self, place: int, peer: int, number: int) -> None:
-        """Yield to other threads at first, then sleep a fortieth of the time waited so far."""
+        """Yield to other threads at first, then sleep for 1/40 of the time waited so far."""
         begin_s = time.monotonic()
         for turn in count():
             if self._flags[place] >= number:
@@ -125,13 +127,13 @@ Bytes = NDArray[np.uint8]
 
 
 class SharedMemoryWork:
-    """Collective whose own part is published; ``wait`` collects the others'."""
+    """Collective in progress: this rank's part is published, and ``wait`` collects the others'."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> bool:
-        """Block until it is done; RuntimeError when a peer is gone or does not answer."""
+        """Block until the collective is done. Raises RuntimeError if a peer is gone or does not respond."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -279,7 +281,7 @@ class SharedMemoryBackend:
         return self._call * _MAX_PIECES + place
 
     def _num_pieces(self, part: Bytes) -> int:
-        """Return the number of pieces, at least one, so that empty parts synchronize too."""
+        """Return the number of pieces. It is at least one, so that empty parts synchronize too."""
         return max(-(-part.size // self._piece_bytes), 1)
 
     def _piece(self, part: Bytes, place: int) -> Bytes:
@@ -293,7 +295,7 @@ class SharedMemoryBackend:
         return self._data[begin : begin + self._piece_bytes]
 
     def _reserve(self, slot: int, num_bytes: int) -> None:
-        """Reserve memory; otherwise running out of it would raise a bus error in the middle of a copy."""
+        """Reserve memory now; running out of it during a copy would raise a bus error."""
         if num_bytes <= self._reserved[slot]:
             return
         wanted = min(1 << (num_bytes - 1).bit_length(), self._piece_bytes)

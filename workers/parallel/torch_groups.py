@@ -1,4 +1,4 @@
-"""Torch's process groups, and copies of tensors to the device that a group needs them on."""
+"""Torch's process groups, and a wrapper that copies tensors to the device that a group needs."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,7 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from workers.parallel.collectives import Backend, CompletedWork, CopiedBack, Work
 
 LEAVE_S = 10.0
-"""Longest wait for running collectives; the process ends soon, and they end with it."""
+"""Maximum wait for running collectives when leaving. The process ends soon after, and they end with it."""
 
 
 class TorchGroup:
@@ -43,7 +43,7 @@ class TorchGroup:
 
 
 class GlooBackend(TorchGroup):
-    """Torch's Gloo process group, bound to one local address, since a machine's own name may not resolve."""
+    """Torch's Gloo process group, bound to a local address because the machine's own name may not resolve."""
 
     def __init__(self, store: Store, rank: int, size: int, host: str, timeout: timedelta) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ class GlooBackend(TorchGroup):
 
 
 class _Works:
-    """Several works combined; on its own, each would have the timeout of a first meeting."""
+    """Several works with one shared timeout. On its own, each would use the long timeout of the first meeting."""
 
     def __init__(self, works: Sequence[dist.Work], timeout: timedelta) -> None:
         self._works = works

@@ -1,4 +1,4 @@
-"""Recording of one worker's work for traced requests. Costs almost nothing while none is traced."""
+"""Recording of one worker's work for traced requests. It costs almost nothing while no request is traced."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ from cluster.spec.ids import Room
 from cluster.spec.step_messages import StepPlan
 
 REQUEST, COMPUTE, COLLECTIVES, KV_SENDER = "request", "compute", "collectives", "kv sender"
-"""Names of lanes in the trace."""
+"""Names of the lanes in a trace."""
 
 MAX_ROOMS = 8
-"""Most requests recorded at once; the oldest one that nobody asked for is replaced."""
+"""Maximum number of requests recorded at once. The oldest log that nobody fetched is replaced."""
 MAX_INTERVALS = 20_000
-"""Most intervals recorded per request."""
+"""Maximum number of intervals recorded per request."""
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class Log:
     intervals: list[Interval] = field(default_factory=list)
     num_left_out: int = 0
     state: str = ""
-    """State of the request at the leader since ``since_s``; empty before and after."""
+    """State of the request at the leader since ``since_s``; empty before the first and after the last state."""
     since_s: float = 0.0
 
     def add(self, interval: Interval) -> None:
@@ -35,7 +35,9 @@ class Log:
 
 
 class Recorder:
-    """Logs of one worker, by room. The worker's thread calls everything; ``add`` also its KV sender's."""
+    """Logs of one worker, by room. Only the worker's thread calls it, except ``add``, which the KV sender's thread
+    calls too.
+    """
 
     def __init__(self) -> None:
         self._logs: OrderedDict[Room, Log] = OrderedDict()
@@ -49,7 +51,9 @@ class Recorder:
             self._logs.popitem(last=False)
 
     def begin(self, plan: StepPlan) -> bool:
-        """Start a step and return whether a request in it is traced. Intervals belong to all of those until ``end``."""
+        """Start a step; return whether one of its requests is traced. Until ``end``, intervals belong to all its traced
+        requests.
+        """
         for admit in plan.admits:
             if admit.traced:
                 self.trace(admit.room)
@@ -71,7 +75,7 @@ class Recorder:
             log.add(interval)
 
     def enter(self, room: Room, state: str | None, now_s: float) -> None:
-        """Record that the leader moves a request to a state, or is done with it; the time in the previous state is an
+        """Record that a request enters a state at the leader, or has ended. The time in the previous state becomes an
         interval.
         """
         if (log := self._logs.get(room)) is not None:
@@ -80,6 +84,6 @@ class Recorder:
             log.state, log.since_s = state or "", now_s
 
     def take(self, room: Room, now_s: float) -> Log:
-        """Return the log of a request up to now, and forget it; empty if it was not traced."""
+        """Remove and return the log of a request; empty if it was not traced."""
         self.enter(room, None, now_s)
         return self._logs.pop(room, None) or Log()

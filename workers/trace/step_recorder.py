@@ -1,4 +1,4 @@
-"""Timing inside a step: layers by hooks that exist only then, collectives, and the step itself."""
+"""Timing inside a traced step: layers (through hooks added for that step), collectives, and the step itself."""
 
 import time
 from collections.abc import Generator, Iterable, Iterator
@@ -15,8 +15,8 @@ from workers.trace.recorder import COLLECTIVES, COMPUTE, Recorder
 
 
 class StepRecorder:
-    """Recorder of one rank. On a GPU every layer of a traced step waits for the device, so that times are those of the
-    work.
+    """Recorder of one rank. On a GPU, every layer of a traced step waits for the device, so that the times measure the
+    work itself.
     """
 
     def __init__(self, model: DecoderModel, others: Iterable[Communicator]) -> None:
