@@ -25,11 +25,11 @@ from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, exchange_at_start
 
 _SAMPLE_S = 0.02
-"""Measurements of this length are not repeated, and nothing larger is measured."""
+"""Duration in seconds from which a measurement is not repeated, and no larger one is made."""
 _REPEATS = 5
 _SHORT_RUNS = 8
 _PAUSES = 3
-"""Length of the work behind which a collective may hide, as a multiple of the collective's time."""
+"""Duration of the work that a collective may overlap with, as a multiple of the collective's time."""
 _FALLBACK = Rates()
 
 
@@ -85,7 +85,7 @@ def calibrate(
 
 
 class _NoAttention:
-    """AttentionContext that leaves only the linear part of a layer to be timed."""
+    """AttentionContext without attention, for timing the linear part of a layer."""
 
     kv_first = False
     lens = last_lens = counted = None
@@ -154,7 +154,8 @@ def _measure_attention(
 
 
 def _measure_exchange(model: DecoderModel, group: Communicator, shape: ModelShape) -> tuple[float, float, float]:
-    """Measure the latency of one collective, bytes received per second, and the share hidden behind other work.
+    """Measure the latency of one collective, the bytes received per second, and the share that overlaps with other
+    work. A group of one moves nothing.
 
     A group of one moves nothing.
     """
@@ -187,7 +188,7 @@ def _measure_exchange(model: DecoderModel, group: Communicator, shape: ModelShap
 
 
 def _measure_all_reduce(model: DecoderModel) -> tuple[float, float]:
-    """Measure the seconds to sum hidden states over the TP ranks: fixed, and per token."""
+    """Measure the time, in seconds, to sum hidden states over the TP ranks: fixed, and per token."""
     group = model.groups.tp
     if group.size == 1:
         return 0.0, 0.0
@@ -216,7 +217,7 @@ def _waited_s(device: torch.device, group: Communicator, call: Callable[[], obje
 
 
 def _measure_merge(model: DecoderModel) -> float:
-    """Measure the seconds to merge one partial of one token."""
+    """Measure the time, in seconds, to merge one partial of one token."""
     _, num_tokens = SAMPLES[model.device.type].tokens
     shape = (num_tokens, model.config.num_heads)
     partial = Partial(torch.zeros(*shape, model.config.head_dim, dtype=model.dtype), torch.zeros(shape))
@@ -224,7 +225,7 @@ def _measure_merge(model: DecoderModel) -> float:
 
 
 def _measure_store(model: DecoderModel, pool: PagePool) -> float:
-    """Measure the seconds to store one row."""
+    """Measure the time, in seconds, to store one row."""
     _, num_tokens = SAMPLES[model.device.type].tokens
     slots = pool.at_slots(torch.full((num_tokens,), pool.null_slot))
     kv = torch.zeros(num_tokens, model.config.num_kv_heads, sum(pool.widths(0)), dtype=model.dtype)
@@ -239,8 +240,8 @@ def _hidden(model: DecoderModel, num_tokens: int) -> Tensor:
 
 
 def _least_s(device: torch.device, call: Callable[[], object]) -> float:
-    """Return the least time of several calls. On a CPU, thread time excludes other work on the core; it excludes waits
-    too.
+    """Return the shortest time of several calls. On a CPU, thread time excludes other work on the core; it excludes
+    waits too.
     """
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
     started_s, least_s = clock(), math.inf
@@ -270,8 +271,8 @@ def measured_rates(
     groups: RankGroups,
     dtype: str,
 ) -> tuple[ModelShape, Rates]:
-    """Return the rates of the slowest rank of all stages and DP ranks. Every rank calls this; decode chooses nothing by
-    rates.
+    """Return the rates of the slowest rank over all stages and DP ranks. Every rank calls this; on decode, nothing
+    depends on the rates.
     """
     shape = model.config.cost(dtype)
     if spec.role is Role.DECODE:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 Captured = tuple[Tensor, Callable[[], None]]
-"""Result at a fixed address, and the replay that recomputes it."""
+"""Result tensor at a fixed address, and a function that replays its computation."""
 
 
 class CaptureError(RuntimeError):
-    """Error of a computation that cannot be captured; it still runs uncaptured."""
+    """Computation that cannot be captured. It still runs uncaptured."""
 
 
 class Capture(Protocol):
@@ -22,7 +22,7 @@ class Capture(Protocol):
 
 
 class GraphCapture:
-    """Capture as CUDA graphs, which are never replayed at the same time and so share their memory."""
+    """Capture as CUDA graphs. They share their memory, since no two are replayed at the same time."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         """Use the same ``stream`` for all captures, since libraries keep memory for each stream that they meet."""
@@ -58,7 +58,7 @@ class GraphCapture:
 
 
 def bytes_taken_by(device: torch.device, record: Callable[[], None]) -> int:
-    """Return the GPU memory that a capture takes, whether torch, a library or the driver holds it."""
+    """Return the GPU memory that a capture takes in torch, libraries and the driver together, in bytes."""
     free = _free_bytes(device)
     record()
     return max(free - _free_bytes(device), 0)

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class DecodeGraphs:
-    """Replay of steps in which each request has one token, from which the next is sampled; other steps are computed."""
+    """Replay of decode steps, in which each request has one token. Other steps are computed."""
 
     def __init__(
         self, model: DecoderModel, pool: PagePool, backend: AttentionBackend, most_requests: int, capture: Capture
@@ -67,7 +67,7 @@ class DecodeGraphs:
         return self._steps[size].run(step)
 
     def _why_not(self) -> str:
-        """Return which part of a step runs through the host; empty if none does."""
+        """Return why a step cannot be replayed; empty if it can."""
         groups = self._model.groups
         goes_to_experts = groups.moe_block.size > 1 and groups.moe_dispatch is MoeDispatch.ALL_TO_ALL
         if self._model.config.moe is not None and goes_to_experts:
@@ -90,8 +90,8 @@ class DecodeGraphs:
         return self._backend.prepare_graph(shape)
 
     def _capture(self, capture: Capture, most_requests: int) -> bool:
-        """Capture, and return whether all ranks could: a rank that computes steps which others replay would wait for
-        ever.
+        """Capture the steps; return whether all ranks succeeded. Otherwise a rank that computes a step would wait
+        forever for ranks that replay it.
         """
         model = self._model
         # Capture the largest first; the others share its memory.
@@ -170,7 +170,9 @@ def _forgotten() -> None:
 
 
 def _most_requests(model: DecoderModel) -> int:
-    """Return the most requests of a DP rank whose tokens reach their experts without counts that the host waits for."""
+    """Return the maximum number of requests per DP rank for which experts are reached without counts that the host
+    waits for.
+    """
     moe = model.config.moe
     if moe is None:
         return sys.maxsize
@@ -178,7 +180,7 @@ def _most_requests(model: DecoderModel) -> int:
 
 
 class _DecodeContext:
-    """AttentionContext of captured steps: everything that changes from step to step is in tensors."""
+    """AttentionContext of captured steps. Everything that changes from step to step is in tensors."""
 
     kv_first = False
     counted: Tensor | None = None

@@ -21,7 +21,7 @@ from workers.device import index_on, on_device
 
 
 class TokenCounts:
-    """Counts of each token in the output: 0 for one that only the prompt has."""
+    """Output count by token; 0 for a token that occurs only in the prompt."""
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         counts = Counter(output)
@@ -69,7 +69,7 @@ class GrammarState:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether nothing can follow."""
+        """Return whether no token can follow."""
         return self._matcher is not None and self._matcher.is_over
 
     def allowed(self, position: int) -> NDArray[np.bool_]:
@@ -110,14 +110,14 @@ Shifts = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 class SamplingState:
-    """Sampling settings of one request, and its tokens as far as these look back."""
+    """Sampling settings of one request, and the earlier tokens that they depend on."""
 
     def __init__(self, admit: Admit, vocab_size: int, grammars: Grammars | None = None) -> None:
         """Build the state, waiting for its grammar to be compiled if there is one."""
         self.sampling = sampling = admit.sampling
         output = admit.history[admit.prompt_len :]
         self.asks = sampling.looks_back or bool(sampling.logit_bias or sampling.allowed_ids or sampling.min_tokens)
-        """Whether logits may have to be changed."""
+        """Whether the request may change logits."""
         self._vocab_size = vocab_size
         self._tokens = list(admit.history) if sampling.bad_words else []
         self._bias = _shifts_of(sampling.logit_bias)
@@ -131,7 +131,7 @@ class SamplingState:
         self.grammar = GrammarState(grammars, sampling, output, vocab_size) if sampling.grammar else None
 
     def shifts(self, position: int) -> Shifts:
-        """Return bias and bans at this output position."""
+        """Return the bias and bans at this output position."""
         if banned := self._banned(position):
             return _shifts_of(self.sampling.logit_bias | dict.fromkeys(banned, -math.inf))
         return self._bias
@@ -146,7 +146,7 @@ class SamplingState:
             self.grammar.append(token_id)
 
     def _banned(self, position: int) -> set[int]:
-        """Return banned tokens; bans that would leave nothing are lifted, since some token must be sampled."""
+        """Return the banned tokens. Bans that would leave no token are lifted, since one must be sampled."""
         banned = set(self.sampling.ending_ids) if position < self.sampling.min_tokens else set()
         for word in self.sampling.bad_words:
             before = word[:-1]

@@ -1,4 +1,4 @@
-"""Size of a worker's page pool: as configured, or as its GPU has left, the least over the replica."""
+"""Size of a worker's page pool: as configured, or the free GPU memory of the rank with the least."""
 
 import logging
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def _measure(
 
 
 def least_of_all(spec: WorkerSpec, store: ReplicaStore, gib: float) -> float:
-    """Return the least size of all ranks, since all have equally many pages."""
+    """Return the smallest size over all ranks, since all ranks have the same number of pages."""
     return min(map(float, exchange_at_start(store, "pool_gib", spec.global_rank, spec.world_size, repr(gib))))
 
 

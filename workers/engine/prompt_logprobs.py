@@ -15,7 +15,7 @@ from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 
 _MAX_LOGITS = 2**23
-"""Number of logits that exist at once: 32 MiB."""
+"""Maximum number of logits in memory at once: 32 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Asked:
     """Prompt log-probabilities requested for one scheduled request."""
 
     scored_ids: Sequence[int]
-    """Tokens that follow its first ones; empty if none are requested."""
+    """Prompt tokens to score, each following one of the step's tokens; empty if none are requested."""
     num_top: int
 
 

@@ -25,7 +25,7 @@ _HEAD_COPIES = "head_copies"
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """Groups over which attention splits tokens and weights are divided, and the neighbouring stages."""
+    """Groups over which tokens and weights are divided, and links to the neighbouring stages."""
 
     cp: Communicator
     model: ModelGroups
@@ -79,7 +79,7 @@ def _join_stages(spec: WorkerSpec, store: ReplicaStore) -> Pipeline:
 
 
 def _join_experts(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore) -> RankGroups:
-    """Join the ranks that share experts, too."""
+    """Join the groups of ranks that share experts."""
     model = groups.model
     shards = _join(spec, store, GroupName.MOE_SHARDS)
     block = model.tp if shards.size == 1 else _join(spec, store, GroupName.MOE_BLOCK)
@@ -89,7 +89,7 @@ def _join_experts(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore) -> 
 def _join_head_copies(
     groups: RankGroups, spec: WorkerSpec, store: ReplicaStore, num_heads: Sequence[int]
 ) -> RankGroups:
-    """Join the ranks that hold the same heads, too, if KV is sent to this replica."""
+    """Join the group of ranks that hold the same heads, if this replica receives KV."""
     if spec.role is not Role.DECODE or head_copies(num_heads, spec.sizes.tp) == 1:
         return groups
     members = _with(spec.global_rank, head_copy_groups(positions(spec.pool.parallel), num_heads))

@@ -24,7 +24,7 @@ from workers.memory.page_pool import PagePool
 
 
 class PassKvContext(StepContext):
-    """Context that passes blocks: a rank's part of each request's prefix, then its new rows.
+    """Context that passes blocks from rank to rank: a rank's part of each request's prefix, then its new rows.
 
     If every rank computes every token, new rows are everywhere already and only prefixes circulate.
     """
@@ -67,7 +67,7 @@ class PassKvContext(StepContext):
             begin += share
 
     def _partials(self, layer: int, q: Tensor, params: AttentionParams) -> Iterator[Partial]:
-        """Attend every block with keys for this rank, and store what this rank owns of it."""
+        """Attend to every block with keys for this rank, and store the rows that this rank owns."""
         for source, block in chain([(self.batch.cp_rank, self._block)], self.exchange.ring.others()):
             if source in self._owned:
                 self._owned[source].store(layer, block[self._prefix_lens[source] :])
@@ -76,7 +76,7 @@ class PassKvContext(StepContext):
                 yield rows.attend(q, *self.pool.split(layer, block), params)
 
     def _key_runs(self, source: int) -> RankRuns:
-        """Return the key runs of a rank's block; all of a prefix precedes every new token."""
+        """Return the key runs of a rank's block. The whole prefix precedes every new token."""
         plan = self.batch.plan
         shares = self.batch.prefix_shares[source]
         prefixes = tuple(Run(request, 0, share, 1) for request, share in enumerate(shares) if share)
@@ -85,7 +85,7 @@ class PassKvContext(StepContext):
 
 
 class PassQContext(StepContext):
-    """Context that gathers new K and V, few here, as in gather mode; each rank stores the ones it owns."""
+    """Context that gathers new K and V, as in gather mode. Each rank stores the rows it owns."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
@@ -128,7 +128,7 @@ class PassQContext(StepContext):
         return self.joined(q, partials, params)
 
     def _take_others(self, layer: int, q: Tensor, params: AttentionParams) -> Iterator[Partial]:
-        """Store what this rank owns of all new rows, and attend the others' rows."""
+        """Store the new rows that this rank owns, and attend to the other ranks' rows."""
         self._own_stored.store(layer, self._gathered.of_rank(self.batch.cp_rank))
         for rank, rows, owned in self._others:
             kv = self._gathered.of_rank(rank)
@@ -138,7 +138,9 @@ class PassQContext(StepContext):
 
 
 def make_context(batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> StepContext:
-    """Return the context. The step's passing matters only if the pool is divided over ranks; None passes keys."""
+    """Return the attention context of a step. Its passing matters only if the pool is divided over ranks; None passes
+    keys.
+    """
     kind: type[StepContext]
     if batch.is_sharded:
         kind = PassQContext if batch.shape.passing is Passing.PASS_Q else PassKvContext

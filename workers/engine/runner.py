@@ -1,4 +1,4 @@
-"""Forward pass of one rank: follows step plans and keeps the page table of every request announced to it."""
+"""Forward pass of one rank. It follows step plans and keeps the page tables of announced requests."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class ModelRunner:
         self._peer_memory = peer_memory
         self._graphs: DecodeGraphs | None = None
         self.graph_bytes = 0
-        """GPU memory that captured steps hold."""
+        """GPU memory that captured steps hold, in bytes."""
         self.why_not_captured = ""
         """Reason why a decode worker's GPU captures no steps; empty otherwise."""
         self._not_captured: Counter[str] = Counter()
@@ -81,7 +81,7 @@ class ModelRunner:
         self._exchange = CpExchange(cp_group)
         self._pipeline = pipeline or Pipeline()
         self._sampled = SampledTokens()
-        """Newest step in which this rank or another of its TP ranks has sampled tokens."""
+        """Tokens of the newest step in which this rank or another of its TP group sampled."""
 
     @property
     def is_sampling_rank(self) -> bool:
@@ -160,7 +160,9 @@ class ModelRunner:
         self.graph_bytes = bytes_taken_by(self._model.device, make_graphs)
 
     def drop_graphs(self) -> None:
-        """Compute every step from now on. A group with captured collectives can only be left without captures."""
+        """Release captured steps; all later steps are computed. A group with captured collectives can only be left
+        without captures.
+        """
         if self._graphs is not None:
             self._graphs.drop()
 
@@ -180,7 +182,7 @@ class ModelRunner:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Return whether a started step runs by itself, so that the next one can be planned meanwhile."""
+        """Return whether a started step runs in the background, so that the next one can be planned meanwhile."""
         return self._model.device.type == "cuda"
 
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:

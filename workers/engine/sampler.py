@@ -16,14 +16,14 @@ from workers.device import Arriving, has_kernels, index_on, on_device
 from workers.engine.logits_processors import SamplingState, process
 
 _ROUNDING = 1e-4
-"""Logits in fp32 that differ by less count as equal."""
+"""Difference below which fp32 logits count as equal."""
 _NUM_SETTINGS, _NUM_WHOLE = 7, 3
-"""Number of settings per row; whole numbers come first."""
+"""Number of settings per row, and how many of them are integers; those come first."""
 _NUM_RANKED = 1024
-"""Tokens ranked at first; few rows must look further to find the end of their top-p."""
+"""Number of tokens ranked first. Few rows need more to find the end of their top-p."""
 _FRACTION_BITS = 53
 _GREEDY_BELOW = 1e-5
-"""Temperatures below this leave only the likeliest token, and would eventually divide by zero in fp32."""
+"""Temperature below which only the likeliest token is left; dividing by a much smaller one would overflow fp32."""
 _STEP, _FIRST_FACTOR, _SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _LEAST, _MOST = 2.0**-54, 1 - 2.0**-24
 """Fractions whose exponentials are neither 0 nor infinite in fp32."""
@@ -32,7 +32,7 @@ _CACHED = 1 << 16
 
 
 class DrawSettings:
-    """Columns of ``[num_rows]`` each: views of one table, which reaches a GPU in one copy."""
+    """Sampling settings as columns ``[num_rows]``. They are views of one table, which is copied to a GPU at once."""
 
     def __init__(self, table: Tensor) -> None:
         """Wrap ``table [settings, num_rows]`` int64, part of which holds the bits of fp64 numbers."""
@@ -89,7 +89,7 @@ def keep_likeliest(scores: Tensor, settings: DrawSettings) -> Tensor:
 
 
 def ranked_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
-    """Return each row's least score to keep, and whether ranking ``num_ranked`` tokens was enough to find it; both
+    """Return each row's lowest score to keep, and whether ranking ``num_ranked`` tokens was enough to find it; both
     ``[num_rows]``.
 
     Scores are at most 0, and 0 for the likeliest. Of each row: top_k int64, at least 1; top_p fp64.

@@ -81,7 +81,7 @@ class SampledTokens:
 
     rooms: Sequence[Room] = ()
     pending: PendingSamples | None = None
-    """Samples of these rooms, in order; None if another TP rank samples."""
+    """Samples by room, in the order of ``rooms``; None if another TP rank samples."""
     prompt_logprobs: Mapping[Room, list[TokenLogprobs]] = field(default_factory=dict)
     """Prompt log-probabilities to report with the token."""
 
@@ -96,7 +96,9 @@ class SampledTokens:
     def input_of(
         self, scheduled: Sequence[ScheduledRequest], tp: Communicator, device: torch.device
     ) -> PreviousTokens | None:
-        """Return the tokens of this step that the next one takes as input; None for none. Every TP rank calls this."""
+        """Return the tokens of this step that the next one takes as input; None if there are none. Every TP rank calls
+        this.
+        """
         if not self.rooms or not any(request.input_from_previous_step for request in scheduled):
             return None
         if self.pending is not None:
@@ -119,7 +121,7 @@ class BegunStep(NamedTuple):
     """Step that this rank has started."""
 
     requests: Mapping[Room, KnownRequest]
-    """Requests of the step as they were at its start; the next step may release some before this one ends."""
+    """Requests of the step, as of its start. The next step may release some before this one ends."""
     sampled_tokens: SampledTokens
     end: Event | None = None
 

@@ -1,4 +1,4 @@
-"""Dispatch of tokens to their experts, and of the answers back: two ways behind one interface."""
+"""Dispatch of tokens to their experts and of the outputs back, in two ways behind one interface."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,14 @@ from workers.parallel.collectives import Communicator, all_to_all, exchange_coun
 from workers.parallel.model_groups import ModelGroups
 
 NO_EXPERT = -1
-"""Fills up the choices of a token that asks for fewer experts than others."""
+"""Placeholder for tokens with fewer experts than others."""
 FEW_TOKENS = 4096
-"""Most tokens of all shards that are gathered on GPUs, where all-to-all waits for counts; not measured."""
+"""Maximum number of tokens over all shards that are gathered on GPUs, where all-to-all waits for counts. Not measured.
+"""
 
 
 class RoutedTokens(NamedTuple):
-    """Any number of tokens, none included; k experts each."""
+    """Tokens with k experts each; there may be no tokens."""
 
     hidden: Tensor
     """``[tokens, hidden]``."""
@@ -109,7 +110,7 @@ class BlockShape:
 
 
 def cheaper_dispatch(shape: BlockShape, lens: Sequence[int] | None) -> MoeDispatch:
-    """Return the way in which the busiest rank receives fewer tokens' hidden states.
+    """Return the dispatch with which the busiest rank receives fewer hidden states.
 
     ``lens`` are the tokens of each shard; None if all have the same ones.
     """
@@ -133,7 +134,7 @@ def _sent(shape: BlockShape, lens: Sequence[int] | None) -> float:
 
 
 def _others(size: int) -> float:
-    """Return the part of something evenly divided that is on the other ranks."""
+    """Return the fraction of evenly divided data that is on other ranks."""
     return (size - 1) / size
 
 
@@ -209,7 +210,7 @@ class AllToAllDispatcher:
 
 
 class AutoDispatcher:
-    """Dispatcher that takes the way expected to move less in each step; the same on every rank."""
+    """Dispatcher that picks the way expected to move less data in each step. All ranks pick the same one."""
 
     def __init__(self, ways: Mapping[MoeDispatch, TokenDispatcher], shape: BlockShape, shards: range) -> None:
         self._ways, self._shape, self._shards = ways, shape, shards

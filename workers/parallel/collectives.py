@@ -17,11 +17,11 @@ class CollectiveError(PeerLostError):
 
 class Work(Protocol):
     def wait(self) -> bool:
-        """Block until it is done; RuntimeError if it failed."""
+        """Block until the collective is done. Raises RuntimeError if it failed."""
 
 
 class Backend(Protocol):
-    """Interface that we use of torch.distributed's process group backends, and their properties."""
+    """Part of torch.distributed's process group interface that Communicator uses."""
 
     in_background: bool
 
@@ -46,7 +46,7 @@ class CompletedWork:
 
 
 class CopiedBack:
-    """Collective on a copy of a tensor; ``wait`` copies the result into the tensor itself."""
+    """Collective on a copy of a tensor; ``wait`` copies the result back."""
 
     def __init__(self, work: Work, copy: Tensor, tensor: Tensor) -> None:
         self._work, self._copy, self._tensor = work, copy, tensor
@@ -89,9 +89,7 @@ class Communicator:
         self.rank = rank
         self.size = size
         self.waited_s = 0.0
-        """Time that this member has spent inside calls, starting, copying and waiting: time that nothing else has
-        hidden.
-        """
+        """Time spent inside calls (starting, copying and waiting), in seconds. It does not overlap with computation."""
         self.in_background = backend is not None and backend.in_background
         """Whether started collectives proceed while this member computes; if not, the calls do all the work."""
         self.observe: Observe | None = None
@@ -155,7 +153,7 @@ class Communicator:
             self.rank, self.size, self._backend = whole
 
     def destroy(self) -> None:
-        """Leave, so that a peer's call that still needs this member fails; afterwards only a group of one is usable."""
+        """Leave the group. Peers' calls that still need this member fail."""
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.leave()

@@ -22,7 +22,7 @@ from workers.parallel.torch_groups import GlooBackend, MovedBackend, NcclBackend
 
 _LEFT = "left"
 _FIRST_LOOK_S, _LOOK_EVERY_S = 0.001, 0.01
-"""Poll intervals: ranks mostly arrive together, and a start has many exchanges."""
+"""Poll intervals. They are short, because ranks mostly arrive together and a start has many exchanges."""
 
 
 def exchange_at_start(store: Store, name: str, global_rank: int, world_size: int, word: str) -> list[str]:
