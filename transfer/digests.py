@@ -1,4 +1,4 @@
-"""Digests of the bytes that a handoff moves, page by page: made by the sender, checked by the receiver. No I/O."""
+"""Digests of transferred pages: the sender computes them, the receiver checks them. No I/O."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ from transfer.page_range import PageRange
 
 
 def digest_pages(pool: memoryview, source: PageRange, rank: int, target: PageRange) -> PageDigests:
-    """Return the digests of what one sender writes into pages of one decode rank.
+    """Return digests of the bytes that one sender writes to one decode rank, page by page.
 
     Args:
         pool: memory of the source.
@@ -29,7 +29,7 @@ def digest_pages(pool: memoryview, source: PageRange, rank: int, target: PageRan
 
 
 def wrong_pages(pool: memoryview, layout: PoolLayout, reported: Iterable[PageDigests]) -> list[int]:
-    """Return the pages of the receiver's own pool whose bytes do not have the reported digests, ascending."""
+    """Return the pages of the receiver's pool whose bytes do not match the reported digests, ascending."""
     return sorted(
         {
             page
@@ -43,26 +43,26 @@ def wrong_pages(pool: memoryview, layout: PoolLayout, reported: Iterable[PageDig
 def coverage_problem(
     reported: Sequence[PageDigests], pages: Collection[int], num_bytes: int, num_ranks: int, num_copies: int = 1
 ) -> str | None:
-    """Return why digests do not cover every byte of some pages exactly once; None if they do.
+    """Return why digests do not cover every byte of a ticket's pages exactly once, or None if they do.
 
     Args:
         pages: pages of the ticket; each decode rank has its own part of each.
         num_bytes: bytes of these pages on all ranks; ranks that hold the same heads count once.
         num_ranks: ranks of the decode replica.
-        num_copies: ranks that hold the same heads, each of which is sent its part of the pages.
+        num_copies: ranks that hold the same heads; each is sent its part of the pages.
     """
     ranges = sorted(
         ((part.rank, page), offset, length) for part in reported for page in part.pages for offset, length in part.spans
     )
     if any(len(part.pages) != len(part.digests) for part in reported):
-        return "their number differs from that of their pages"
+        return "there is not one digest per page"
     if unknown := {page for (_, page), _, _ in ranges} - set(pages):
         return f"pages {sorted(unknown)} are not in the ticket"
     if strangers := {part.rank for part in reported if not 0 <= part.rank < num_ranks}:
         return f"there are no ranks {sorted(strangers)}; allowed: 0 to {num_ranks - 1}"
     # Ranks that hold the same heads are neighbours.
     if astray := {(rank, page) for (rank, page), _, _ in ranges if (rank - page) % num_copies}:
-        return f"{sorted(astray)} are ranks and pages of other ranks"
+        return f"these pages were sent to the wrong ranks, as (rank, page): {sorted(astray)}"
     ends: dict[tuple[int, int], int] = {}
     for owner, offset, length in ranges:
         if offset != ends.get(owner, 0) or length <= 0:
@@ -73,8 +73,8 @@ def coverage_problem(
 
 
 def _digest(pool: memoryview, start: int, spans: Iterable[tuple[int, int]]) -> bytes:
-    """Return the XXH3 of some bytes: some twenty times as fast as SHA-256, and no protection against an attacker."""
-    # Imported only where digests are made.
+    """Return the XXH3 digest of byte ranges: twenty times as fast as SHA-256, but no protection against attackers."""
+    # Imported only where digests are computed.
     from xxhash import xxh3_128
 
     digest = xxh3_128()

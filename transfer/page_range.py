@@ -1,4 +1,4 @@
-"""Byte layout of pages: the only module that knows the order of bytes in a page. Pure arithmetic."""
+"""Byte layout of pages: the only module that knows the byte order in a page. Pure arithmetic."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ class Span(NamedTuple):
 
 
 Memory = TypeVar("Memory")
-"""A tensor or array of bytes ``[page, byte]``, of torch or numpy."""
+"""A torch tensor or numpy array of bytes ``[page, byte]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageRange:
-    """Pages of one pool, whole or only some layers and KV groups of them."""
+    """Pages of one pool, whole or restricted to some layers and KV groups."""
 
     layout: PoolLayout
     pages: Sequence[int]
@@ -34,21 +34,19 @@ class PageRange:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether every byte of the pages is included."""
         whole = [group for group, _, layers in self._shards() if len(layers) == len(group.layers)]
         return len(whole) == sum(group.lifetime == self.lifetime for group in self.layout.groups)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pages together."""
         return len(self.pages) * sum(
             group.num_heads * len(layers) * group.layer_bytes for group, _, layers in self._shards()
         )
 
     def spans_to(self, target: "PageRange") -> list[Span]:
-        """Return the spans that copy each page to the target's page of the same index, as far as both hold its heads.
+        """Return the spans that copy each page to the target page at the same index, for the heads that both hold.
 
-        Neighbours on both sides are joined, so equal layouts give at most one span per page.
+        Spans adjacent on both sides are joined, so equal layouts give at most one span per page.
         """
         assert self.layout.page_size == target.layout.page_size, f"page sizes of {self.layout} and {target.layout}"
         assert len(self.pages) == len(target.pages), f"{len(self.pages)} pages to {len(target.pages)}"
@@ -67,9 +65,9 @@ class PageRange:
         )
 
     def views(self, memory: Memory) -> list[Memory]:
-        """Return views ``[page, head, layer, byte]`` of all pages of a memory, one for each KV group.
+        """Return views ``[page, head, layer, byte]`` of all pages in a memory, one for each KV group.
 
-        Whole pages are one view ``[page, 1, 1, byte]``.
+        Whole pages give a single view ``[page, 1, 1, byte]``.
         """
         pages: Any = memory
         if self.is_whole:
@@ -81,7 +79,7 @@ class PageRange:
         return found
 
     def _page_spans(self, target: "PageRange") -> Iterator[Span]:
-        """Spans that copy page 0 to page 0."""
+        """Yield the spans that copy page 0 to page 0."""
         shards = {group.name: (group, start, layers) for group, start, layers in target._shards()}
         for group, start, layers in self._shards():
             if group.name not in shards:
@@ -101,7 +99,7 @@ class PageRange:
                 )
 
     def _shards(self) -> Iterator[tuple[GroupLayout, int, range]]:
-        """Yield each group with its first byte in a page, and the indices of its included layers."""
+        """Yield each included group with its first byte in a page and the indices of its included layers."""
         start = 0
         for group in self.layout.groups:
             if group.lifetime != self.lifetime:
@@ -119,13 +117,12 @@ class PageRange:
 
 
 def intersect(a: range, b: range) -> range:
-    """Return the numbers in both of two ranges of step 1; may be empty."""
+    """Return the numbers in both of two ranges of step 1."""
     start = max(a.start, b.start)
     return range(start, max(start, min(a.stop, b.stop)))
 
 
 def total_bytes(spans: Iterable[Span]) -> int:
-    """Return the bytes that a list of spans copies."""
     return sum(span.num_bytes for span in spans)
 
 
@@ -135,12 +132,12 @@ def batches(spans: Sequence[Span], max_spans: int) -> Iterator[Sequence[Span]]:
 
 
 def _offset(group: GroupLayout, head: int, layer: int) -> int:
-    """Return the first byte of a head of the model and a layer's index, from the start of the group in a page."""
+    """Return the offset of a model's head and a layer index from the start of their group in a page."""
     return (head - group.first_head) * group.head_bytes + layer * group.layer_bytes
 
 
 def _coalesce(spans: Iterable[Span]) -> Iterator[Span]:
-    """Join neighbours that touch on both sides."""
+    """Join spans that are adjacent on both sides."""
     held: Span | None = None
     for span in spans:
         if held is None:

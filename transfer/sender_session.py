@@ -12,7 +12,7 @@ from cluster.spec.ids import Peer, Room
 from cluster.spec.kv import NO_PAGE, pages_for
 from cluster.spec.step_messages import Destination, SendReport
 from cluster.spec.transfer_messages import Done, PageDigests, SendState
-from transfer.plan import PagePair, PageShare
+from transfer.page_assignment import PagePair, PageShare
 
 
 def is_quiet(states: Collection[SendState]) -> bool:

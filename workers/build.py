@@ -11,8 +11,8 @@ from cluster.spec.messages import RankTrace
 from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.version import VERSION
 from cluster.spec.worker_spec import WorkerSpec
-from transfer.plan import copies_of
-from transfer.sender import SenderThread
+from transfer.page_assignment import copies_of
+from transfer.sender_thread import SenderThread
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_lists import Lifetimes
 from workers.cache.prefix_tree import PrefixTree

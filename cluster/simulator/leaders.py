@@ -13,7 +13,7 @@ from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import AxisSizes, Endpoint, KvOwnership, RankRow
 from cluster.spec.step_messages import ScheduledRequest
 from cluster.spec.strategy import Strategy
-from transfer.plan import copies_of
+from transfer.page_assignment import copies_of
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_lists import Lifetimes
 from workers.cache.prefix_tree import PrefixTree

@@ -20,7 +20,7 @@ from cluster.spec.strategy import Strategy
 from cluster.spec.tiers import TierJob
 from cluster.spec.transfer_messages import CheckPages, PagesChecked
 from transfer.digests import wrong_pages
-from transfer.plan import early_ends
+from transfer.page_assignment import early_ends
 from workers.cache.page_allocator import PageAllocator
 from workers.handoff.kv_sender import KvSender
 from workers.memory.layerwise_load import LayerwiseLoad

@@ -15,8 +15,8 @@ from cluster.spec.errors import TransferError
 from cluster.spec.registry import Endpoint, KvOwnership, RankRow
 from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult, TierPage
 from transfer.backends.interface import Region
+from transfer.page_assignment import local_page
 from transfer.page_range import Span
-from transfer.plan import local_page
 from workers.hicache.copier import Copier
 from workers.memory.layerwise_load import LayerwiseLoad
 

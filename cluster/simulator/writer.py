@@ -1,4 +1,4 @@
-"""Sender thread on virtual time, in place of ``transfer.sender.SenderThread``, whose promises it keeps.
+"""Sender thread on virtual time, in place of ``transfer.sender_thread.SenderThread``, whose promises it keeps.
 
 It writes page by page, can fail, and leaves bytes in flight when it dies.
 """
@@ -15,7 +15,7 @@ from cluster.spec.ids import Room
 from cluster.spec.registry import Endpoint
 from cluster.spec.transfer_messages import PageDigests
 from transfer.page_range import Span, total_bytes
-from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Written
+from transfer.sender_thread import Dropped, Outcome, SendJob, Write, WriteFailed, Written
 
 WRITE_TIMEOUT_S = 5.0
 """Time for which a write to an unreachable machine is retried."""

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import torch
 
 from cluster.spec.kv import GroupLayout, KvGeometry, KvGroup, KvPart, PoolLayout, key_value_group
+from transfer.page_assignment import PagePair
 from transfer.page_range import PageRange, Span
-from transfer.plan import PagePair
 from workers.memory.page_pool import PagePool
 
 _DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}

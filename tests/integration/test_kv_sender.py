@@ -30,7 +30,7 @@ from tests.fakes.loopback import Loopback
 from tests.fakes.paged_ranks import PAGE_SIZE, row
 from transfer.backends.interface import Region
 from transfer.digests import coverage_problem
-from transfer.sender import SenderThread
+from transfer.sender_thread import SenderThread
 from workers.handoff.kv_sender import KvSender
 from workers.handoff.page_checker import PageChecker
 

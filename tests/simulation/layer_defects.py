@@ -11,11 +11,11 @@ from cluster.spec.ids import Room
 from cluster.spec.step_messages import DropSend, SendReport, StepPlan
 from cluster.spec.tiers import TierPage
 from cluster.spec.transfer_messages import SendState
+from transfer.page_assignment import PagePair, PageShare
 from transfer.page_range import PageRange, Span
-from transfer.plan import PagePair, PageShare
 from transfer.receiver_session import ReceiverSession
-from transfer.sender import SendJob, Write
 from transfer.sender_session import SenderSession
+from transfer.sender_thread import SendJob, Write
 from workers.handoff.kv_sender import Known, KvSender
 from workers.handoff.post import send_if_heard
 from workers.hicache.copier import Copier

@@ -15,8 +15,7 @@ from cluster.spec.registry import RankRow, Verify
 from cluster.spec.step_messages import Admit, Destination, DropSend, ForgetPeer, ScheduledRequest, SendReport, StepPlan
 from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.digests import digest_pages
-from transfer.page_range import PageRange
-from transfer.plan import (
+from transfer.page_assignment import (
     LEAST_SPAN_BYTES,
     PagePair,
     PageShare,
@@ -26,8 +25,9 @@ from transfer.plan import (
     receivers,
     sent_groups,
 )
-from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Writer, Written
+from transfer.page_range import PageRange
 from transfer.sender_session import SenderSession, SenderState
+from transfer.sender_thread import Dropped, Outcome, SendJob, Write, WriteFailed, Writer, Written
 from workers.handoff.post import Post, send_if_heard
 from workers.trace.recorder import KV_SENDER, Recorder
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.tiers import TierPage
 from transfer.backends.interface import TransferBackend
+from transfer.page_assignment import local_page
 from transfer.page_range import PageRange, Span
-from transfer.plan import local_page
 from workers.memory.layerwise_load import LayerwiseLoad
 
 if TYPE_CHECKING:  # the simulator has no torch

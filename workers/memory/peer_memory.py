@@ -35,7 +35,7 @@ class PeerMemory:
 
         Args:
             head_copies: ranks of a decode replica that hold the same heads, by TP rank; each is sent its part of the
-                pages, as ``transfer.plan.PageShare`` says.
+                pages, as ``transfer.page_assignment.PageShare`` says.
         """
         self.pool = pool
         self.region = region

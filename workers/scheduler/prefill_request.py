@@ -14,7 +14,7 @@ from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import Destination, SendReport
 from cluster.spec.tiers import CachedTokens
 from cluster.spec.transfer_messages import Drained, Refused, Result, Revoke, SendState, Ticket
-from transfer.plan import PageShare, receivers
+from transfer.page_assignment import PageShare, receivers
 from workers.cache.page_lists import PageLists, live_pages
 
 TICKET_TIMEOUT_S = 30.0

@@ -14,8 +14,8 @@ from cluster.spec.transfer_messages import PageDigests
 from tests.fakes.rows import LAYOUT, make_row
 from tests.unit.transfer.test_unequal_layouts import NUM_PAGES, Pair, pairs
 from transfer.digests import coverage_problem, digest_pages, wrong_pages
+from transfer.page_assignment import PageShare, copies_of, receivers, sent_groups
 from transfer.page_range import PageRange
-from transfer.plan import PageShare, copies_of, receivers, sent_groups
 
 POOL = replace(LAYOUT, num_pages=NUM_PAGES)
 ONE_RANK = AxisSizes(dp=1, cp=1, tp=1, pp=1)
@@ -81,9 +81,8 @@ def test_pages_that_another_rank_with_the_same_heads_should_have_got_are_astray(
     assert coverage_problem(told, PAGES, num_bytes, 2, 2) is None
     swapped = [replace(part, rank=1 - part.rank) for part in told]
     problem = coverage_problem(swapped, PAGES, num_bytes, 2, 2)
-    assert problem == f"{[(rank, page) for rank in (0, 1) for page in range(1 - rank, NUM_PAGES, 2)]} " + (
-        "are ranks and pages of other ranks"
-    )
+    wrong_pairs = [(rank, page) for rank in (0, 1) for page in range(1 - rank, NUM_PAGES, 2)]
+    assert problem == f"these pages were sent to the wrong ranks, as (rank, page): {wrong_pairs}"
 
 
 def test_pages_that_changed_places_are_wrong() -> None:
@@ -110,7 +109,7 @@ def test_pages_that_changed_places_are_wrong() -> None:
             lambda told: [replace(told[0], pages=[99, *told[0].pages[1:]]), *told[1:]],
             "pages [99] are not in the ticket",
         ),
-        (lambda told: [replace(told[0], digests=[]), *told[1:]], "their number differs from that of their pages"),
+        (lambda told: [replace(told[0], digests=[]), *told[1:]], "there is not one digest per page"),
     ],
 )
 def test_digests_that_do_not_speak_for_every_byte_once_are_refused(

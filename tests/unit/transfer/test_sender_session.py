@@ -8,7 +8,7 @@ from cluster.spec.errors import IllegalTransitionError
 from cluster.spec.step_messages import Destination
 from cluster.spec.transfer_messages import SendState
 from tests.unit.transfer.samples import DECODE, PREFILL, ROOM
-from transfer.plan import PageShare
+from transfer.page_assignment import PageShare
 from transfer.sender_session import SenderSession, SenderState, is_quiet
 
 PAGE = 4

@@ -9,7 +9,7 @@ from cluster.spec.ids import Room
 from tests.fakes.loopback import Loopback
 from transfer.backends.interface import Region
 from transfer.page_range import Span
-from transfer.sender import Dropped, Outcome, SenderThread, SendJob, Write, WriteFailed, Written
+from transfer.sender_thread import Dropped, Outcome, SenderThread, SendJob, Write, WriteFailed, Written
 
 PAGE = 4
 

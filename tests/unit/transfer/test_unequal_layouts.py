@@ -14,8 +14,8 @@ from cluster.spec.memory import GIB, pool_layout
 from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import AxisSizes, KvOwnership, RankRow, TransferMode
 from tests.fakes.rows import make_row
+from transfer.page_assignment import PageShare, copies_of, local_page, owned_pages, receivers, sent_groups
 from transfer.page_range import PageRange
-from transfer.plan import PageShare, copies_of, local_page, owned_pages, receivers, sent_groups
 
 PAGE_SIZE, HEAD_DIM, NUM_PAGES = 2, 3, 6
 

@@ -6,7 +6,7 @@ import msgspec
 
 from cluster.spec.registry import RankRow
 from cluster.spec.tiers import TierPage
-from transfer.plan import copies_of
+from transfer.page_assignment import copies_of
 
 FORMAT_VERSION = 5
 """Version of names, headers and the order of bytes in a page. Objects of other versions are not found."""

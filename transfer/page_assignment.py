@@ -1,4 +1,4 @@
-"""Distribution of a transfer: the pages of a CP rank, what a prefill rank sends a decode rank, and when. Arithmetic."""
+"""Assignment of a transfer's pages to ranks: who sends which pages to whom, and when. Pure arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from cluster.spec.registry import AxisSizes, RankCoords, RankRow, TransferMode
 from transfer.page_range import intersect
 
 MOST_GROUPS = 4
-"""Maximum number of groups. The last group leaves when the step is over, so the end of a step waits for a quarter of
-the bytes.
+"""Maximum number of layer groups. The last group is sent after the step, so the step's end leaves a quarter of the
+bytes to send.
 """
 LEAST_SPAN_BYTES = 64 << 10
-"""Minimum span size; smaller spans would cost more than they hide."""
+"""Minimum span size; smaller spans would cost more than early sending hides."""
 
 
 def early_ends(layout: PoolLayout, least_span_bytes: int = LEAST_SPAN_BYTES) -> list[int]:
-    """Return after how many of a rank's layers the finished ones are sent; empty if all leave together."""
+    """Return the layer counts after which a rank sends its finished layers; empty if it sends all of them together."""
     least = -(-least_span_bytes // min(group.layer_bytes for group in layout.groups))
     size = max(least, -(-layout.num_layers // MOST_GROUPS))
     return list(range(size, layout.num_layers - least + 1, size))
@@ -35,24 +35,24 @@ class PagePair(NamedTuple):
 
 
 def is_sender(mode: TransferMode, cp_rank: int) -> bool:
-    """Return whether a CP rank sends KV at all, and so ends every transfer with a Done."""
+    """Return whether a CP rank sends KV at all and therefore ends every transfer with a Done."""
     return mode is TransferMode.ALL_RANKS or cp_rank == 0
 
 
 def receivers(
     mode: TransferMode, coords: RankCoords, sizes: AxisSizes, decode_ranks: Sequence[RankRow]
 ) -> list[RankRow]:
-    """Return the decode ranks that a prefill rank sends some of its heads and layers to; none if it sends nothing."""
+    """Return the decode ranks that a prefill rank sends some of its heads and layers to."""
     if not is_sender(mode, coords.cp):
         return []
     return [rank for rank in decode_ranks if sent_groups(coords, sizes, rank)]
 
 
 def sent_groups(coords: RankCoords, sizes: AxisSizes, decode_rank: RankRow) -> list[str]:
-    """Return the KV groups of which a prefill rank sends heads and layers to a decode rank.
+    """Return the KV groups from which a prefill rank sends heads and layers to a decode rank.
 
-    Where several ranks of a side hold the same head, each decode rank gets its pages from one prefill rank, and copies
-    take turns: copy c of a head in decode is sent by copy c modulo their number in prefill.
+    If several prefill ranks hold the same head, they take turns: copy c of the head in decode is sent by prefill copy
+    c modulo their number.
     """
     layers = set(stage_layers(decode_rank.geometry.num_layers, sizes.pp, coords.pp)).intersection(
         decode_rank.layout.layers
@@ -78,8 +78,8 @@ def _sends_heads(group: KvGroup, coords: RankCoords, sizes: AxisSizes, decode_ra
 class PageShare:
     """The part of the pages that one rank sends to some decode ranks.
 
-    Where ``num_copies`` decode ranks hold the same KV heads, each is sent the pages whose id leaves its remainder, and
-    gets the others from its peers.
+    If ``num_copies`` decode ranks hold the same KV heads, each is sent the pages whose id modulo ``num_copies`` is its
+    own remainder, and gets the others from its peers.
     """
 
     num_copies: int
@@ -88,21 +88,19 @@ class PageShare:
 
     @staticmethod
     def of(ranks: Sequence[RankRow]) -> "PageShare":
-        """Return the share of some ranks of one replica."""
+        """Return the share of pages for these ranks of one replica."""
         num_copies = copies_of(ranks[0]) if ranks else 1
         return PageShare(num_copies, frozenset(row.coords.tp % num_copies for row in ranks))
 
     @property
     def is_all(self) -> bool:
-        """Return whether all pages are sent, as when no two ranks hold the same heads."""
         return len(self.remainders) == self.num_copies
 
     def has(self, page: int) -> bool:
-        """Return whether a page, by its id in decode, is sent."""
+        """Return whether the page with this id in decode is sent."""
         return page % self.num_copies in self.remainders
 
     def count(self, pages: Sequence[int]) -> int:
-        """Return how many of some pages are sent."""
         return len(pages) if self.is_all else sum(map(self.has, pages))
 
 
@@ -119,29 +117,25 @@ def owned_pages(
     cp_size: int,
     base: int,
     first: int = 0,
-    last: int | None = None,
 ) -> range:
-    """Return the pages of one request that a CP rank sends, by their position in the request, ascending.
+    """Return the positions in a request of the pages that a CP rank sends.
 
-    Page j belongs to rank (base + j) mod cp, so that a growing prompt never changes an owner. These are also the pages
-    that a rank of sharded KV holds.
+    Page j belongs to rank (base + j) mod cp, so a growing prompt never changes an owner. A rank of sharded KV holds
+    the same pages.
 
     Args:
-        num_pages: pages of the whole request, held ones included.
+        num_pages: pages of the whole request.
         base: owner of page 0.
-        first: leave out the pages before this one (decode holds them already).
-        last: leave out this page and those after it; none by default.
+        first: first page that decode does not hold already.
     """
     assert 0 <= cp_rank < cp_size, f"cp_rank {cp_rank} of {cp_size}"
-    end = num_pages if last is None else min(last, num_pages)
     if mode is TransferMode.RANK0:
-        return range(first, max(first, end)) if cp_rank == 0 else range(0)
-    # The first page of this rank from `first` on, then every cp-th.
-    return range(first + (cp_rank - base - first) % cp_size, end, cp_size)
+        return range(first, max(first, num_pages)) if cp_rank == 0 else range(0)
+    return range(first + (cp_rank - base - first) % cp_size, num_pages, cp_size)
 
 
 def local_page(row: RankRow, page: int) -> int:
-    """Return the index of a replica's page in the pool of one of its ranks, which must hold it."""
+    """Return the index of a replica's page in the pool of one rank, which must hold it."""
     num_owners = row.num_owners
     assert num_owners == 1 or page % num_owners == row.coords.cp, f"page {page} is not one of cp_rank {row.coords.cp}"
     return page // num_owners
