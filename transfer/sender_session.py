@@ -4,8 +4,7 @@ Lives on each prefill rank, identified by (room, generation). It never hands out
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
-from enum import Enum
+from collections.abc import Iterable, Sequence
 
 from cluster.spec.errors import Moves, move
 from cluster.spec.ids import Peer, Room
@@ -14,44 +13,12 @@ from cluster.spec.step_messages import Destination, SendReport
 from cluster.spec.transfer_messages import Done, PageDigests, SendState
 from transfer.page_assignment import PagePair, PageShare
 
-
-def is_quiet(states: Collection[SendState]) -> bool:
-    """Return whether no rank will write again; only then may the leader send Drained or Refused.
-
-    After a FAILED the leader also waits the backend's ``settle_s``, in which bytes of the failed write may arrive.
-    """
-    return SendState.SENDING not in states
-
-
-class SenderState(Enum):
-    """State of one transfer on one rank."""
-
-    SENDING = "sending"
-    """Finished pages are handed to the backend."""
-    DRAINING = "draining"
-    """Dropped; a write that was handed out earlier may still run."""
-    SENT = "sent"
-    """Every page of this rank's part is written and acknowledged; final."""
-    DRAINED = "drained"
-    """Stopped early, nothing runs any more; final."""
-    FAILED = "failed"
-    """A write failed and nothing was handed out since; final."""
-
-
-_SENDER_MOVES: Moves[SenderState] = {
-    SenderState.SENDING: frozenset({SenderState.DRAINING, SenderState.SENT, SenderState.FAILED}),
-    SenderState.DRAINING: frozenset({SenderState.DRAINED, SenderState.FAILED}),
-    SenderState.SENT: frozenset(),
-    SenderState.DRAINED: frozenset(),
-    SenderState.FAILED: frozenset(),
-}
-
-_REPORTED = {
-    SenderState.SENDING: SendState.SENDING,
-    SenderState.DRAINING: SendState.SENDING,
-    SenderState.SENT: SendState.SENT,
-    SenderState.DRAINED: SendState.DRAINED,
-    SenderState.FAILED: SendState.FAILED,
+_MOVES: Moves[SendState] = {
+    SendState.SENDING: frozenset({SendState.DRAINING, SendState.SENT, SendState.FAILED}),
+    SendState.DRAINING: frozenset({SendState.DRAINED, SendState.FAILED}),
+    SendState.SENT: frozenset(),
+    SendState.DRAINED: frozenset(),
+    SendState.FAILED: frozenset(),
 }
 
 
@@ -90,7 +57,7 @@ class SenderSession:
         )
         self.room = room
         self.destination = destination
-        self.state = SenderState.SENDING
+        self.state = SendState.SENDING
         self.reason = ""
         self.num_pages_written = 0
         self.num_bytes_written = 0
@@ -111,7 +78,7 @@ class SenderSession:
     @property
     def is_over(self) -> bool:
         """Return whether this rank will never write for this transfer again."""
-        return not _SENDER_MOVES[self.state]
+        return not _MOVES[self.state]
 
     def advance(self, page_tables: Sequence[Sequence[int]], computed_len: int) -> list[PagePair]:
         """Return the pages that became complete and are this rank's to send now.
@@ -123,7 +90,7 @@ class SenderSession:
         assert computed_len <= self.destination.num_tokens, (
             f"room {self.room}: {computed_len} of {self.destination.num_tokens} tokens"
         )
-        if self.state is not SenderState.SENDING:
+        if self.state is not SendState.SENDING:
             return []
         self.saw_last_chunk = computed_len == self.destination.num_tokens
         complete = self.num_pages if self.saw_last_chunk else computed_len // self._page_size
@@ -135,7 +102,7 @@ class SenderSession:
 
     def rest(self, page_tables: Sequence[Sequence[int]]) -> list[PagePair]:
         """Preview the pages that the final ``advance`` will return; changes nothing."""
-        pages = self._owned[self._next_owned :] if self.state is SenderState.SENDING else ()
+        pages = self._owned[self._next_owned :] if self.state is SendState.SENDING else ()
         return self._pairs(page_tables, pages)
 
     def written(
@@ -147,24 +114,24 @@ class SenderSession:
         self.num_bytes_written += num_bytes
         self._digests += digests
         assert self.num_pages_written <= self._num_handed, f"room {self.room}: more pages written than handed out"
-        if self.state is SenderState.SENDING:
+        if self.state is SendState.SENDING:
             self._end_if_written("written")
 
     def failed(self, reason: str) -> None:
-        """Record a failed write; the sender thread has dropped the rest."""
+        """Record a failed write; the sender thread skips the rest."""
         if not self.is_over:
             self.reason = reason
-            self._move(SenderState.FAILED, "failed")
+            self._move(SendState.FAILED, "failed")
 
-    def drop(self) -> None:
-        """Hand out nothing more. The transfer is over when the sender thread has confirmed it."""
-        if self.state is SenderState.SENDING:
-            self._move(SenderState.DRAINING, "drop")
+    def cancel(self) -> None:
+        """Hand out nothing more. The transfer is over once the sender thread has confirmed it."""
+        if self.state is SendState.SENDING:
+            self._move(SendState.DRAINING, "cancel")
 
     def drained(self) -> None:
         """Record the sender thread's confirmation that nothing of this transfer is queued or running."""
-        if self.state is SenderState.DRAINING:
-            self._move(SenderState.DRAINED, "drained")
+        if self.state is SendState.DRAINING:
+            self._move(SendState.DRAINED, "drained")
 
     def report(self) -> SendReport:
         """Return this rank's state, for its leader."""
@@ -172,7 +139,7 @@ class SenderSession:
             room=self.room,
             generation=self.destination.generation,
             sender_rank=self._sender_rank,
-            state=_REPORTED[self.state],
+            state=self.state,
             reason=self.reason,
             num_bytes=self.num_bytes_written,
             write_s=self.write_s,
@@ -180,7 +147,7 @@ class SenderSession:
 
     def done(self) -> Done | None:
         """Return the last message to decode; None unless everything was sent, and on ranks that never send."""
-        if self.state is not SenderState.SENT or not self._sends:
+        if self.state is not SendState.SENT or not self._sends:
             return None
         return Done(
             room=self.room,
@@ -204,7 +171,7 @@ class SenderSession:
 
     def _end_if_written(self, event: str) -> None:
         if self.saw_last_chunk and self.num_pages_written == self._num_handed:
-            self._move(SenderState.SENT, event)
+            self._move(SendState.SENT, event)
 
-    def _move(self, state: SenderState, event: str) -> None:
-        self.state = move(_SENDER_MOVES, self.state, state, event, f"sender of room {self.room}")
+    def _move(self, state: SendState, event: str) -> None:
+        self.state = move(_MOVES, self.state, state, event, f"sender of room {self.room}")

@@ -1,4 +1,4 @@
-"""Sender thread, which writes pages to peers while the main thread computes. It knows rooms, but no pages or states."""
+"""Sender thread, which writes pages to peers while the main thread computes. It knows rooms, but no pages."""
 
 import queue
 import threading
@@ -17,8 +17,8 @@ from transfer.page_range import Span, batches, total_bytes
 _Key = tuple[Room, int]
 
 BATCH_SPANS = 256
-"""Spans handed to the backend at once: enough to keep a network busy, few enough that a drop, which waits for one
-batch, is quick."""
+"""Spans handed to the backend at once: enough to keep a network busy, few enough that a cancellation, which waits
+for one batch, is quick."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +69,21 @@ class WriteFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
-    """Response to ``drop``: nothing of this transfer is queued or running."""
+class Cancelled:
+    """Response to ``cancel``: nothing of this transfer is queued or running."""
 
     room: Room
     generation: int
 
 
-Outcome = Written | WriteFailed | Dropped
+Outcome = Written | WriteFailed | Cancelled
 
 
 class Writer(Protocol):
     """Interface of ``SenderThread``, which documents its methods."""
 
     def send(self, job: SendJob) -> None: ...
-    def drop(self, room: Room, generation: int) -> None: ...
+    def cancel(self, room: Room, generation: int) -> None: ...
     def forget(self, peer: Endpoint) -> None: ...
     def close(self) -> None: ...
 
@@ -91,7 +91,7 @@ class Writer(Protocol):
 class SenderThread:
     """Writes jobs in order. Outcomes are reported on this thread, so the callback must only pass them on.
 
-    The caller sends no job after a drop, nor after a failure of the transfer.
+    The caller sends no job of a transfer that was cancelled or has failed.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SenderThread:
 
         Args:
             source: base of all spans; its bytes must not change until the outcome.
-            batch_spans: maximum spans given to the backend at once; a drop waits for one such batch.
+            batch_spans: maximum spans given to the backend at once; a cancellation waits for one such batch.
             on_failure: called with the exception if the thread ends without ``close``; nothing is written after it.
         """
         self._backend = backend
@@ -121,16 +121,16 @@ class SenderThread:
         self._thread.start()
 
     def send(self, job: SendJob) -> None:
-        """Queue one job; answered by Written or WriteFailed, or by nothing if the transfer was dropped or failed."""
+        """Queue one job; answered by Written or WriteFailed, or by nothing if the transfer was cancelled or failed."""
         self._queue.put(partial(self._send, job))
 
-    def drop(self, room: Room, generation: int) -> None:
-        """Stop writing for a transfer; answered by Dropped once that is certain."""
+    def cancel(self, room: Room, generation: int) -> None:
+        """Stop writing for a transfer; answered by Cancelled once that is certain."""
         self._barred.add((room, generation))
-        self._queue.put(partial(self._confirm_drop, room, generation))
+        self._queue.put(partial(self._confirm_cancel, room, generation))
 
     def forget(self, peer: Endpoint) -> None:
-        """Let the backend drop a peer that is gone, after the jobs queued so far."""
+        """Let the backend forget a peer that is gone, after the jobs queued so far."""
         self._queue.put(partial(self._backend.forget, peer))
 
     def close(self) -> None:
@@ -143,12 +143,12 @@ class SenderThread:
         try:
             while (call := self._queue.get()) is not None:
                 call()
-        except Exception as error:  # whatever it is, a rank that sends nothing must not live on
+        except Exception as error:  # a rank that cannot send must not live on
             self._on_failure(error)
 
-    def _confirm_drop(self, room: Room, generation: int) -> None:
+    def _confirm_cancel(self, room: Room, generation: int) -> None:
         self._barred.discard((room, generation))
-        self._on_outcome(Dropped(room, generation))
+        self._on_outcome(Cancelled(room, generation))
 
     def _send(self, job: SendJob) -> None:
         start_s = time.monotonic()
@@ -156,11 +156,11 @@ class SenderThread:
             digests = job.make_ready()
             writes = job.make_writes()
             is_whole = self._write(job, writes)
-        # whatever the backend raises, other transfers continue and this one reports the reason
+        # other transfers continue, and this one reports the reason
         except Exception as error:
             self._barred.add((job.room, job.generation))
             self._on_outcome(WriteFailed(job.room, job.generation, str(error) or repr(error)))
-            # Behind every job of the transfer that is queued already.
+            # Queued after every job of the transfer.
             self._queue.put(partial(self._barred.discard, (job.room, job.generation)))
             return
         if is_whole:
@@ -169,7 +169,7 @@ class SenderThread:
             self._on_outcome(Written(job.room, job.generation, job.num_pages, num_bytes, digests, start_s, end_s))
 
     def _write(self, job: SendJob, writes: Sequence[Write]) -> bool:
-        """Return whether the whole job was written; it ends early when the transfer is barred."""
+        """Return whether the whole job was written: it ends early if the transfer is barred."""
         for write in writes:
             for batch in batches(write.spans, self._batch_spans):
                 if self._is_closing or (job.room, job.generation) in self._barred:

@@ -21,9 +21,8 @@ from workers.context_parallel.step_time import even_chunk
 from workers.handoff.kv_sender import KvSender
 from workers.handoff.page_checker import PageChecker
 from workers.hicache.copier import Copier
-from workers.hicache.storage.objects import ObjectFormat
-from workers.hicache.storage.page_store import PageStore
-from workers.hicache.storage.registry import make_storage
+from workers.hicache.storage.opening import make_storage
+from workers.hicache.storage.page_store import ObjectFormat, PageStore
 from workers.hicache.tier_worker import NoTierWorker, PageTierWorker, TierWorker
 from workers.hicache.tiers import Tiers
 from workers.memory.tier_memory import TierMemory

@@ -13,7 +13,7 @@ from cluster.spec.ids import Role
 from cluster.spec.kv import PoolLayout, pages_for
 from cluster.spec.memory import GIB, GpuMemory, HostMemory, pool_layout
 from cluster.spec.ranks import positions, sizes_of
-from workers.hicache.storage.objects import HEADER_BYTES
+from workers.hicache.storage.page_store import HEADER_BYTES
 
 Pool = PrefillConfig | DecodeConfig
 

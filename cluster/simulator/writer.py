@@ -15,7 +15,7 @@ from cluster.spec.ids import Room
 from cluster.spec.registry import Endpoint
 from cluster.spec.transfer_messages import PageDigests
 from transfer.page_range import Span, total_bytes
-from transfer.sender_thread import Dropped, Outcome, SendJob, Write, WriteFailed, Written
+from transfer.sender_thread import Cancelled, Outcome, SendJob, Write, WriteFailed, Written
 
 WRITE_TIMEOUT_S = 5.0
 """Time for which a write to an unreachable machine is retried."""
@@ -63,8 +63,8 @@ class VirtualWriter:
         self._source = source
         self._when_running = when_running
         self._on_outcome = on_outcome
-        self._queue: deque[SendJob | Dropped | _Key] = deque()
-        """Jobs and drops in order. The key of a failed transfer follows its last job."""
+        self._queue: deque[SendJob | Cancelled | _Key] = deque()
+        """Jobs and cancellations in order. The key of a failed transfer follows its last job."""
         self._barred: set[_Key] = set()
         self._is_busy = False
         self._on_way: tuple[SendJob, _Copy] | None = None
@@ -77,9 +77,9 @@ class VirtualWriter:
     def send(self, job: SendJob) -> None:
         self._enqueue(job)
 
-    def drop(self, room: Room, generation: int) -> None:
+    def cancel(self, room: Room, generation: int) -> None:
         self._barred.add((room, generation))
-        self._enqueue(Dropped(room, generation))
+        self._enqueue(Cancelled(room, generation))
 
     def forget(self, target: Endpoint) -> None:
         """Do nothing: no connection is held open."""
@@ -91,7 +91,7 @@ class VirtualWriter:
             self._straggle(*self._on_way)
         self._on_way = None
 
-    def _enqueue(self, item: SendJob | Dropped | _Key) -> None:
+    def _enqueue(self, item: SendJob | Cancelled | _Key) -> None:
         self._queue.append(item)
         if not self._is_busy:
             self._is_busy = True
@@ -104,7 +104,7 @@ class VirtualWriter:
         if not self._queue:
             return
         item = self._queue.popleft()
-        if isinstance(item, Dropped):
+        if isinstance(item, Cancelled):
             self._barred.discard((item.room, item.generation))
             self._end(item)
         elif isinstance(item, tuple):
@@ -167,7 +167,7 @@ class VirtualWriter:
         self._next()
 
     def _straggle(self, job: SendJob, copy: _Copy) -> None:
-        """Deliver all, a part or none of the bytes of a dropped copy within ``settle_s``."""
+        """Deliver all, a part or none of the bytes of an unfinished copy within ``settle_s``."""
         settle_s, random = self._around.shape.settle_s, self._around.random
         if settle_s and random.random() < 0.5:
             part = _Copy(copy.session, copy.page, copy.spans[: random.randint(1, len(copy.spans))], copy.share)

@@ -5,7 +5,7 @@ misdirected one is recognized and dropped. Within a replica, whose ranks start a
 own, the room is enough.
 """
 
-from enum import IntEnum
+from enum import StrEnum
 
 from cluster.spec.ids import Incarnation, Peer, Room
 from cluster.spec.kv import KvGeometry
@@ -14,17 +14,19 @@ from cluster.spec.tiers import CachedTokens
 from cluster.spec.wire import Struct, Tagged
 
 
-class SendState(IntEnum):
-    """State of one room's transfer on one sender rank; the leader takes the minimum over its ranks."""
+class SendState(StrEnum):
+    """State of one transfer on one sender rank."""
 
-    FAILED = 0
-    """A write failed; final."""
-    SENDING = 1
-    """Writes may still happen."""
-    DRAINED = 2
-    """Stopped early; this rank will not write again for this generation."""
-    SENT = 3
-    """Everything was written and acknowledged by the transport."""
+    SENDING = "sending"
+    """Finished pages are handed to the backend."""
+    DRAINING = "draining"
+    """Cancelled; a write that was handed out earlier may still run."""
+    SENT = "sent"
+    """Every page of this rank's part is written and acknowledged; final."""
+    DRAINED = "drained"
+    """Stopped early, and nothing runs any more; final."""
+    FAILED = "failed"
+    """A write failed, and nothing was handed out since; final."""
 
 
 class Ticket(Tagged, frozen=True):

@@ -9,7 +9,7 @@ from cluster.spec.kv import NO_PAGE
 from cluster.spec.tiers import TierPage
 from workers.cache.page_allocator import Demand, PageAllocator
 from workers.cache.page_lists import Lifetimes
-from workers.hicache.policy.loader import HostLoader
+from workers.hicache.tiers import HostLoader
 from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.holders import PageHolders
 from workers.scheduler.sequence import TokenSequence

@@ -70,7 +70,7 @@ class TransferBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Close all regions to peers and drop all peers; safe to call twice."""
+        """Close all regions to peers and forget all peers; safe to call twice."""
         ...
 
 

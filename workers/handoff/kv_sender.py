@@ -26,8 +26,8 @@ from transfer.page_assignment import (
     sent_groups,
 )
 from transfer.page_range import PageRange
-from transfer.sender_session import SenderSession, SenderState
-from transfer.sender_thread import Dropped, Outcome, SendJob, Write, WriteFailed, Writer, Written
+from transfer.sender_session import SenderSession
+from transfer.sender_thread import Cancelled, Outcome, SendJob, Write, WriteFailed, Writer, Written
 from workers.handoff.post import Post, send_if_heard
 from workers.trace.recorder import KV_SENDER, Recorder
 
@@ -156,8 +156,8 @@ class KvSender:
         with self._lock:
             session = self._sessions.get(transfer)
             if session is not None:
-                session.drop()
-                self._writer.drop(*transfer)
+                session.cancel()
+                self._writer.cancel(*transfer)
                 return
             report = SendReport(
                 room=message.room,
@@ -304,7 +304,7 @@ class KvSender:
                     self._record(outcome)
                 case WriteFailed():
                     session.failed(outcome.reason)
-                case Dropped():
+                case Cancelled():
                     session.drained()
             self._end_if_over(session)
 
@@ -319,7 +319,7 @@ class KvSender:
         transfer = (session.room, session.destination.generation)
         del self._sessions[transfer]
         self._num_gone.pop(transfer, None)
-        if session.state is SenderState.FAILED and not session.saw_last_chunk:
+        if session.state is SendState.FAILED and not session.saw_last_chunk:
             self._failed.add(session.room)
         if done := session.done():
             send_if_heard(self._outbox, session.destination.decode.address, done)

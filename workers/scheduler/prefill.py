@@ -17,7 +17,6 @@ from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import Destination, DropSend, ForgetPeer, SendReport, StepPlan
 from cluster.spec.transfer_messages import Revoke, SendState, Ticket
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
-from transfer.sender_session import is_quiet
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
 from workers.scheduler.leader import Leader
@@ -287,7 +286,7 @@ class PrefillLeader(Leader):
         if request is None or request.ticket is None or request.ticket.generation != report.generation:
             self.drop(report)
             return
-        request.reports[report.sender_rank] = report.state
+        request.reported.add(report.sender_rank)
         self._sends.add(report)
         if report.state is SendState.FAILED:
             request.quiet_at_s = self._now_s + self._settings.settle_s
@@ -298,8 +297,8 @@ class PrefillLeader(Leader):
 
     def _settle(self, request: PrefillRequest) -> None:
         """End the request once no rank and no bytes in flight can touch its pages."""
-        all_reported = len(request.reports) == len(self._settings.rank_addresses)
-        if not all_reported or not is_quiet(request.reports.values()) or self._now_s < request.quiet_at_s:
+        all_reported = len(request.reported) == len(self._settings.rank_addresses)
+        if not all_reported or self._now_s < request.quiet_at_s:
             return
         if request.state in (PrefillState.SENDING, PrefillState.STOPPING):
             stopped = request.state is PrefillState.STOPPING

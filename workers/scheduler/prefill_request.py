@@ -13,7 +13,7 @@ from cluster.spec.registry import RankRow, SendTimes
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import Destination, SendReport
 from cluster.spec.tiers import CachedTokens
-from cluster.spec.transfer_messages import Drained, Refused, Result, Revoke, SendState, Ticket
+from cluster.spec.transfer_messages import Drained, Refused, Result, Revoke, Ticket
 from transfer.page_assignment import PageShare, receivers
 from workers.cache.page_lists import PageLists, live_pages
 
@@ -78,8 +78,8 @@ class PrefillRequest:
     """Pages while SENDING or STOPPING; before that the step scheduler holds them."""
     page_keys: list[bytes] = field(default_factory=list)
     """Keys of the full pages to cache when the request ends; empty until the prompt is computed."""
-    reports: dict[int, SendState] = field(default_factory=dict)
-    """Latest report of each rank, by global rank."""
+    reported: set[int] = field(default_factory=set)
+    """Global ranks that will not write for it again."""
     quiet_at_s: float = 0.0
     """Time after which no bytes of a failed write can be in flight."""
     stop_reason: str = ""

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.spec.tiers import TierJobKind
 from tests.fakes.cluster import RunningCluster, running_cluster
 from tests.fakes.recall_prompts import chain_prompt, recall_oracle
-from workers.hicache.storage.objects import HEADER_BYTES
+from workers.hicache.storage.page_store import HEADER_BYTES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -9,7 +9,7 @@ from cluster.spec.step_messages import Destination
 from cluster.spec.transfer_messages import SendState
 from tests.unit.transfer.samples import DECODE, PREFILL, ROOM
 from transfer.page_assignment import PageShare
-from transfer.sender_session import SenderSession, SenderState, is_quiet
+from transfer.sender_session import SenderSession
 
 PAGE = 4
 
@@ -54,7 +54,7 @@ def test_every_owned_page_goes_once_and_only_when_complete(prompt_len: int, data
         session.written(len(pairs), 10 * len(pairs))
         assert session.is_over == (computed == prompt_len)
     done = session.done()
-    assert session.state is SenderState.SENT
+    assert session.state is SendState.SENT
     assert done is not None
     assert (done.num_pages, done.num_bytes, done.sender_rank) == (len(owned), 10 * len(owned), 1)
     assert (done.room, done.generation, done.decode_incarnation) == (ROOM, 2, DECODE.incarnation)
@@ -85,13 +85,13 @@ def test_a_rank_that_owns_nothing_is_sent_at_the_last_chunk() -> None:
     assert (done.num_pages, done.num_bytes) == (0, 0)
 
 
-def test_a_dropped_session_hands_out_nothing_and_is_over_when_drained() -> None:
+def test_a_cancelled_session_hands_out_nothing_and_is_over_when_drained() -> None:
     session = _session(8, range(2))
     session.advance([[1]], 4)
-    session.drop()
-    session.drop()
+    session.cancel()
+    session.cancel()
     assert session.advance([[1, 2]], 8) == []
-    assert session.report().state is SendState.SENDING
+    assert session.report().state is SendState.DRAINING
     session.written(1, 5)
     assert not session.is_over
     session.drained()
@@ -107,26 +107,26 @@ def test_a_failed_session_says_why_and_hands_out_nothing() -> None:
     session.failed("the wire is cut")
     assert session.advance([[1, 2]], 8) == []
     assert (session.report().state, session.report().reason) == (SendState.FAILED, "the wire is cut")
-    session.drop()
+    session.cancel()
     session.drained()
     assert session.report().state is SendState.FAILED
     assert session.done() is None
 
 
-def test_a_drop_that_ends_in_a_failure_is_a_failure() -> None:
+def test_a_cancellation_that_ends_in_a_failure_is_a_failure() -> None:
     session = _session(8, range(2))
     session.advance([[1]], 4)
-    session.drop()
+    session.cancel()
     session.failed("the wire is cut")
     assert session.report().state is SendState.FAILED
 
 
-def test_a_drop_after_the_end_changes_nothing() -> None:
+def test_a_cancellation_after_the_end_changes_nothing() -> None:
     session = _session(4, range(1))
     session.written(*(len(session.advance([[1]], 4)), 5))
-    session.drop()
+    session.cancel()
     session.drained()
-    assert session.state is SenderState.SENT
+    assert session.state is SendState.SENT
 
 
 def test_our_own_bugs_are_caught() -> None:
@@ -137,10 +137,4 @@ def test_our_own_bugs_are_caught() -> None:
     session = _session(4, range(1))
     session.written(*(len(session.advance([[1]], 4)), 5))
     with pytest.raises(IllegalTransitionError, match="sender of room 41"):
-        session._move(SenderState.DRAINING, "test")
-
-
-def test_quiet_means_that_nobody_sends() -> None:
-    sent, sending, failed, drained = SendState.SENT, SendState.SENDING, SendState.FAILED, SendState.DRAINED
-    assert not is_quiet([failed, sending])
-    assert is_quiet([failed, drained, sent])
+        session._move(SendState.DRAINING, "test")

@@ -9,7 +9,7 @@ from cluster.spec.ids import Room
 from tests.fakes.loopback import Loopback
 from transfer.backends.interface import Region
 from transfer.page_range import Span
-from transfer.sender_thread import Dropped, Outcome, SenderThread, SendJob, Write, WriteFailed, Written
+from transfer.sender_thread import Cancelled, Outcome, SenderThread, SendJob, Write, WriteFailed, Written
 
 PAGE = 4
 
@@ -51,18 +51,18 @@ def test_a_job_reaches_every_target_in_bounded_batches(rig: _Rig) -> None:
     assert rig.backend.batch_sizes == [2, 1, 2, 1]
 
 
-def test_a_drop_lets_the_running_batch_end_and_skips_the_rest(rig: _Rig) -> None:
+def test_a_cancellation_lets_the_running_batch_end_and_skips_the_rest(rig: _Rig) -> None:
     target = rig.backend.allocate(64)
     rig.backend.gate.clear()
     rig.thread.send(rig.job(1, [0, 1, 2, 3], target))
     rig.thread.send(rig.job(1, [4], target))
     rig.thread.send(rig.job(2, [5], target))
     assert rig.backend.is_writing.wait(10)
-    rig.thread.drop(Room(1), 1)
+    rig.thread.cancel(Room(1), 1)
     assert rig.outcomes.empty()
     rig.backend.gate.set()
     assert rig.next() == Written(Room(2), 1, 1, PAGE)
-    assert rig.next() == Dropped(Room(1), 1)
+    assert rig.next() == Cancelled(Room(1), 1)
     written = [bool(any(target.buffer[PAGE * page : PAGE * (page + 1)])) for page in range(6)]
     assert written == [True, True, False, False, False, True]
 
@@ -76,8 +76,8 @@ def test_a_failure_bars_its_transfer_and_no_other(rig: _Rig) -> None:
     assert rig.next() == WriteFailed(Room(1), 1, "loopback-1 fails")
     assert rig.next() == Written(Room(2), 1, 1, PAGE)
     assert not any(good.buffer[PAGE : 2 * PAGE])
-    rig.thread.drop(Room(1), 1)
-    assert rig.next() == Dropped(Room(1), 1)
+    rig.thread.cancel(Room(1), 1)
+    assert rig.next() == Cancelled(Room(1), 1)
     assert rig.outcomes.empty()
 
 
@@ -93,8 +93,8 @@ def test_forget_comes_after_the_jobs_before_it(rig: _Rig) -> None:
     target = rig.backend.allocate(64)
     rig.thread.send(rig.job(1, [0], target))
     rig.thread.forget(target.endpoint)
-    rig.thread.drop(Room(9), 1)
-    assert [type(rig.next()) for _ in range(2)] == [Written, Dropped]
+    rig.thread.cancel(Room(9), 1)
+    assert [type(rig.next()) for _ in range(2)] == [Written, Cancelled]
     assert rig.backend.forgotten == ["loopback-1"]
 
 
@@ -114,8 +114,8 @@ def test_nothing_is_remembered_of_transfers_that_failed(rig: _Rig) -> None:
     for room in range(5):
         rig.thread.send(rig.job(room, [7], target))
         assert isinstance(rig.next(), WriteFailed)
-    rig.thread.drop(Room(9), 1)
-    assert rig.next() == Dropped(Room(9), 1)
+    rig.thread.cancel(Room(9), 1)
+    assert rig.next() == Cancelled(Room(9), 1)
     assert not rig.thread._barred
 
 

@@ -11,8 +11,7 @@ from cluster.spec.hicache_config import StorageConfig
 from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import StorageBackend, StorageError
-from workers.hicache.storage.opening import OpeningStorage
-from workers.hicache.storage.registry import make_storage
+from workers.hicache.storage.opening import OpeningStorage, make_storage
 
 PAGES = [page_of(0)]
 

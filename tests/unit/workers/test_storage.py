@@ -17,10 +17,10 @@ from safetensors.numpy import save_file
 from cluster.spec.errors import UserError
 from cluster.spec.registry import AxisSizes, KvOwnership
 from tests.fakes.page_stores import RankStore, page_of, read_one, rows_of, sizes, write_one
-from workers.hicache.policy.breaker import Breaker
+from workers.hicache.policy.jobs import Breaker
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import CorruptObjectError, StorageError, StorageObject
-from workers.hicache.storage.objects import HEADER_BYTES
+from workers.hicache.storage.page_store import HEADER_BYTES
 from workers.hicache.storage.weights import weights_digest
 
 PAGES = [page_of(number) for number in range(7)]

@@ -21,8 +21,7 @@ from tests.fakes.paged_ranks import row
 from tests.fakes.watched_load import WatchedLoad
 from workers.hicache.copier import MOST_LAYER_GROUPS, Copier
 from workers.hicache.storage.files import FileStorage
-from workers.hicache.storage.objects import ObjectFormat
-from workers.hicache.storage.page_store import PageStore
+from workers.hicache.storage.page_store import ObjectFormat, PageStore
 from workers.memory.page_pool import PagePool
 from workers.memory.peer_memory import PeerMemory
 from workers.memory.tier_memory import TierMemory

@@ -13,9 +13,8 @@ from cluster.spec.tiers import StorageFigures, TierJob, TierJobKind, TierJobResu
 from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
 from tests.unit.workers.test_tiers import world_of
-from workers.hicache.policy.breaker import Breaker
 from workers.hicache.policy.host_index import HostIndex
-from workers.hicache.policy.jobs import Outcome, TierJobs
+from workers.hicache.policy.jobs import Breaker, Outcome, TierJobs
 from workers.hicache.policy.storage_writer import RENEW_S, StorageWriter
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import StorageObject, Written

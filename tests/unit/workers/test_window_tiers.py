@@ -22,8 +22,7 @@ from tests.fakes.tier_world import PAGE_SIZE, TierWorld
 from tests.unit.workers.test_tier_copies import Replica
 from workers.hicache.copier import Copier
 from workers.hicache.storage.files import FileStorage
-from workers.hicache.storage.objects import HEADER_BYTES, ObjectFormat
-from workers.hicache.storage.page_store import PageStore
+from workers.hicache.storage.page_store import HEADER_BYTES, ObjectFormat, PageStore
 from workers.memory.layerwise_load import LayerwiseLoad
 
 WINDOW = 2 * PAGE_SIZE + 1

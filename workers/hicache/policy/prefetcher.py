@@ -13,9 +13,8 @@ from cluster.spec.hicache_config import PrefetchPolicy
 from cluster.spec.ids import Room
 from cluster.spec.tiers import TierJobKind, TierPage
 from workers.cache.page_lists import Lifetimes
-from workers.hicache.policy.breaker import Breaker
 from workers.hicache.policy.host_index import HostIndex
-from workers.hicache.policy.jobs import Outcome, TierJobs
+from workers.hicache.policy.jobs import Breaker, Outcome, TierJobs
 
 BATCH_PAGES = 32
 """Most pages of one job."""

@@ -7,9 +7,8 @@ from functools import partial
 from cluster.spec.hicache_config import WritePolicy
 from cluster.spec.tiers import TierJobKind, TierPage
 from workers.cache.prefix_tree import PageJournal
-from workers.hicache.policy.breaker import Breaker
 from workers.hicache.policy.host_index import NEVER_S, STORING_S, HostIndex
-from workers.hicache.policy.jobs import Outcome, TierJobs
+from workers.hicache.policy.jobs import Breaker, Outcome, TierJobs
 
 BATCH_PAGES = 16
 """Most pages of one job."""

@@ -1,11 +1,15 @@
-"""Storage that may be unavailable, also when a worker starts; calls fail until it can be opened."""
+"""Configured storage, which may be unavailable when a worker starts: calls fail until it can be opened."""
 
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
+from pathlib import Path
 
+from cluster.spec.env import CACHE_DIR
 from cluster.spec.errors import UserError
+from cluster.spec.hicache_config import StorageBackendName, StorageConfig
 from cluster.spec.tiers import StorageFigures
 from workers.hicache.storage.interface import Read, StorageBackend, StorageError, StorageObject, Written
 
@@ -13,6 +17,16 @@ _log = logging.getLogger(__name__)
 
 _FIRST_S = 5.0
 """Longest wait for storage when a worker starts; a replica works without it."""
+
+
+def make_storage(config: StorageConfig, host: str) -> StorageBackend | None:
+    """Return the configured backend, if there is one; ``host`` is the address at which peers reach this process.
+
+    Raises:
+        UserError: the configuration is wrong. Storage that is unavailable is not an error here.
+    """
+    maker = MAKERS.get(config.backend)
+    return OpeningStorage(partial(maker, config, host)) if maker else None
 
 
 class OpeningStorage:
@@ -88,3 +102,29 @@ class OpeningStorage:
 def _close(attempt: Future[StorageBackend]) -> None:
     if attempt.exception() is None:
         attempt.result().close()
+
+
+def _files(config: StorageConfig, host: str) -> StorageBackend:  # noqa: ARG001 - a folder is the same for all
+    from workers.hicache.storage.files import FileStorage
+
+    folder = Path(config.folder).expanduser() if config.folder else CACHE_DIR.get() / "hicache"
+    storage = FileStorage(folder, int(config.max_gib * (1 << 30)))
+    storage.start_sweeper()
+    return storage
+
+
+def _mooncake_store(config: StorageConfig, host: str) -> StorageBackend:
+    try:
+        from workers.hicache.storage.mooncake_store import MooncakeStorage
+    except ImportError as error:
+        raise UserError(
+            f"hicache.storage.backend: mooncake_store cannot be loaded ({error}); it needs the Python package "
+            "mooncake-transfer-engine-non-cuda and the Debian packages libibverbs1 librdmacm1 libnuma1"
+        ) from error
+    return MooncakeStorage(host, config.master, int(config.lent_gib * (1 << 30)))
+
+
+MAKERS: dict[StorageBackendName, Callable[[StorageConfig, str], StorageBackend]] = {
+    StorageBackendName.FILES: _files,
+    StorageBackendName.MOONCAKE_STORE: _mooncake_store,
+}
