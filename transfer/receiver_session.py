@@ -1,7 +1,6 @@
 """Receiving end of one transfer as a state machine: events and clock values in, states and revokes out; no I/O.
 
-Lives on the decode leader, identified by (room, generation). Its rule: pages are not free while any process may write
-to them.
+The decode leader has one per (room, generation). Its rule: pages are not free while any process may write to them.
 """
 
 from collections import Counter
@@ -57,33 +56,32 @@ class FailureKind(Enum):
     CANCELLED = "cancelled"
     """Cancelled by this side."""
     TIMED_OUT = "timed out"
-    """A part arrived, and then nothing more."""
+    """Only a part arrived in time."""
     REFUSED = "refused"
     """Prefill will not use the ticket."""
     STOPPED = "stopped"
     """Prefill stopped writing before it was asked to."""
     MISMATCH = "mismatch"
-    """The data sent differs from the promise."""
+    """The data sent differs from what was promised."""
     PREFILL_GONE = "prefill gone"
     """The sending processes are gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferFailure:
-    """First problem of a transfer; later problems do not replace it."""
+    """First problem of a transfer; later ones do not replace it."""
 
     kind: FailureKind
     reason: str
-    """Reason in one sentence that names both sides."""
+    """Sentence that names both sides."""
 
 
 class ReceiverSession:
     """State of one transfer on the decode leader.
 
-    Until its first message (Result or a Done), prefill may take as long as it lives: it has a queue, and a long prompt
-    to compute. From then on no silence may exceed ``silence_s``. Each event returns the message for the prefill leader,
-    if any; the states say the rest. Messages of another generation or incarnation, repeated ones and late ones change
-    nothing and are counted.
+    Prefill may take any time until its first message (Result or a Done): it has a queue, and a long prompt to compute.
+    After that, it may be silent for ``silence_s`` at most. Each event returns the message for the prefill leader, if
+    any. Messages from another generation or incarnation, duplicates and late messages change nothing and are counted.
     """
 
     def __init__(
@@ -102,20 +100,20 @@ class ReceiverSession:
         """Reserve pages; no ticket is sent yet.
 
         Args:
-            num_pages: ticketed pages; all Done together must report a multiple of them, the parts each is sent in.
+            num_pages: ticketed pages; each is sent in the same number of parts, so all Done must report a multiple.
             num_bytes: bytes that all Done together must report.
             num_ranks: ranks of the decode replica.
             silence_s: maximum time between two messages of prefill, after the first one.
             settle_s: seconds in which bytes may still arrive after their sender has died.
-            verify: whether every Done must include digests.
-            num_copies: ranks that hold the same heads, each of which is sent its part of the pages.
+            verify: how pages are checked; with DIGEST every Done must include digests.
+            num_copies: ranks that hold the same heads; each is sent its part of the pages.
         """
         self.ticket, self.prefill = ticket, prefill
         self.state = ReceiverState.RESERVED
         self.failure: TransferFailure | None = None
         self.result: Result | None = None
         self.num_dropped: Counter[str] = Counter()
-        """Messages without effect, by reason: foreign, duplicate, or the state they came too late for."""
+        """Ignored messages by reason: foreign, duplicate, or the state in which they arrived too late."""
         self._expected = (num_pages, num_bytes)
         self._num_ranks, self._num_copies = num_ranks, num_copies
         self._verify = verify
@@ -126,7 +124,7 @@ class ReceiverSession:
 
     @property
     def may_free(self) -> bool:
-        """True if it is over and no sender can write to the pages any more; if ready, they belong to the request."""
+        """Return whether no sender can write to the pages any more. If ready, they belong to the request."""
         return not _RECEIVER_MOVES[self.state]
 
     @property
@@ -135,7 +133,7 @@ class ReceiverSession:
         return [part for done in self._dones.values() for part in done.digests]
 
     def open(self, now_s: float) -> Ticket:
-        """Grant the permission to write: return the ticket to send to the prefill leader."""
+        """Return the ticket to send to the prefill leader, which permits it to write."""
         self._move(ReceiverState.TICKETED, "open")
         self._wake_at_s = now_s + TICKET_AGAIN_S
         return self.ticket
@@ -162,14 +160,14 @@ class ReceiverSession:
         return None
 
     def cancel(self, reason: str, now_s: float) -> Revoke | None:
-        """Cancel the transfer, because this side no longer wants the request."""
+        """Cancel the transfer because this side no longer wants the request."""
         if self.state is ReceiverState.RESERVED:
             self._fail(FailureKind.CANCELLED, reason)
             self._move(ReceiverState.RELEASED, "cancel")
         return self._revoke(FailureKind.CANCELLED, reason, now_s)
 
     def prefill_gone(self, incarnation: Incarnation, now_s: float) -> None:
-        """Handle the proof that every process of the prefill replica, up to this incarnation, is gone."""
+        """Handle proof that every process of the prefill replica, up to this incarnation, is gone."""
         if incarnation < self.prefill.incarnation or self.may_free or self.state is ReceiverState.SETTLING:
             return
         self._fail(FailureKind.PREFILL_GONE, f"{self.prefill.replica} ended before the transfer was complete")
@@ -180,7 +178,7 @@ class ReceiverSession:
             self._move(ReceiverState.SETTLING, "prefill gone")
 
     def tick(self, now_s: float) -> Ticket | Revoke | None:
-        """Handle the passing of time. A time-out revokes; it never frees."""
+        """Handle the passing of time. A timeout revokes the ticket but never frees pages."""
         if self.state not in _LISTENING or now_s < self._wake_at_s:
             return None
         if self.state is ReceiverState.SETTLING:
@@ -195,7 +193,6 @@ class ReceiverSession:
 
     @property
     def _has_begun(self) -> bool:
-        """Return whether prefill has sent any message."""
         return self.result is not None or bool(self._dones)
 
     def _missing(self) -> str:
@@ -231,7 +228,7 @@ class ReceiverSession:
         return self._revoke(FailureKind.MISMATCH, reason, now_s)
 
     def _check_complete(self, now_s: float) -> Revoke | None:
-        """Become ready once the result and every Done have arrived; released if cancelled, revoking on a mismatch."""
+        """Check for a mismatch and end the transfer, once the result and every Done have arrived."""
         if self.state is ReceiverState.TICKETED:
             self._wake_at_s = now_s + self._silence_s
         if self.result is None or not self._dones.keys() >= set(self.result.senders):
@@ -260,7 +257,7 @@ class ReceiverSession:
         )
 
     def _digest_problem(self, num_bytes: int) -> str | None:
-        """Return the problem of the digests before any byte is read: they must cover every byte, once."""
+        """Return why the digests do not cover every byte exactly once, or None if they do."""
         pages = [page for pages in self.ticket.pages for page in pages if page != NO_PAGE]
         if reason := coverage_problem(self.digests, pages, num_bytes, self._num_ranks, self._num_copies):
             return f"digests of {self.prefill.replica}: {reason} (transfer.verify)"

@@ -1,6 +1,6 @@
 """Sending end of one transfer as a state machine: events in, page pairs and messages out; no I/O.
 
-Lives on each prefill rank, identified by (room, generation). It never hands out a page once it is over.
+Each prefill rank has one per (room, generation). It never hands out a page once it is over.
 """
 
 from bisect import bisect_left
@@ -45,9 +45,9 @@ class SenderSession:
         """Begin a transfer.
 
         Args:
-            owned: pages of the request that this rank owns, by position.
-            share: the ones among them that it sends, by their ids in decode.
-            sends: whether this rank sends anything at all.
+            owned: positions of the request's pages that this rank owns.
+            share: which of them it sends, by their ids in decode.
+            sends: True if this rank sends anything at all.
         """
         self.num_pages = pages_for(destination.num_tokens, page_size)
         for pages in destination.pages:
@@ -70,7 +70,7 @@ class SenderSession:
         self._share = share
         self._sends = sends
         self._next_owned = 0
-        """Owned pages that are complete, with or without a part to send."""
+        """Number of owned pages that are complete, sent or not."""
         self._num_handed = 0
         self.saw_last_chunk = False
         """True once nothing of the prompt remains to be computed."""
@@ -81,11 +81,11 @@ class SenderSession:
         return not _MOVES[self.state]
 
     def advance(self, page_tables: Sequence[Sequence[int]], computed_len: int) -> list[PagePair]:
-        """Return the pages that became complete and are this rank's to send now.
+        """Return the newly complete pages that this rank must send now.
 
         Args:
             page_tables: the request's page ids here by lifetime, from its first page on; at least the computed ones.
-            computed_len: leading tokens that have KV. When all of them do, the partial last page is sent too.
+            computed_len: leading tokens that have KV. Once all do, the partial last page is sent too.
         """
         assert computed_len <= self.destination.num_tokens, (
             f"room {self.room}: {computed_len} of {self.destination.num_tokens} tokens"
@@ -101,7 +101,7 @@ class SenderSession:
         return pairs
 
     def rest(self, page_tables: Sequence[Sequence[int]]) -> list[PagePair]:
-        """Preview the pages that the final ``advance`` will return; changes nothing."""
+        """Return the pages that the final ``advance`` will return, without changing anything."""
         pages = self._owned[self._next_owned :] if self.state is SendState.SENDING else ()
         return self._pairs(page_tables, pages)
 
@@ -146,7 +146,7 @@ class SenderSession:
         )
 
     def done(self) -> Done | None:
-        """Return the last message to decode; None unless everything was sent, and on ranks that never send."""
+        """Return the last message to decode; None unless everything was sent, or if this rank sends nothing."""
         if self.state is not SendState.SENT or not self._sends:
             return None
         return Done(

@@ -1,4 +1,4 @@
-"""Interface of transfer backends, and their selection. Backends move bytes; they know no pages, rooms or states."""
+"""Interface and selection of transfer backends, which move bytes and do not know pages, rooms or states."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ class Region:
     """Memory of this process that peers may write to and read."""
 
     buffer: memoryview
-    """Writable bytes, initially zero; valid while referenced, even after the backend is closed. None for device memory,
-    which the CPU cannot read.
+    """Writable bytes, initially zero; valid while referenced, even after the backend is closed. Empty for device
+    memory, which the CPU cannot access.
     """
     endpoint: Endpoint
     """Address that a peer passes to ``write`` and ``read``."""
 
 
 class TransferBackend(Protocol):
-    """Copies spans between regions of different processes.
+    """Backend that copies spans between regions of different processes.
 
     ``write`` and ``forget`` are called by one thread, ``read`` by another, the rest by the main thread.
     """
@@ -42,7 +42,7 @@ class TransferBackend(Protocol):
         ...
 
     def register(self, address: int, num_bytes: int) -> Region:
-        """Open memory of a GPU to peers; its owner keeps it until the backend is closed.
+        """Open GPU memory to peers; its owner keeps it until the backend is closed.
 
         Raises:
             TransferError: peers cannot access it; the message says why.
@@ -50,18 +50,18 @@ class TransferBackend(Protocol):
         ...
 
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
-        """Copy spans of an own region to a peer's; blocks until they have arrived, and releases the GIL meanwhile.
+        """Copy spans of a local region to a peer's; block until they have arrived, without holding the GIL.
 
         Raises:
-            TransferError: not everything was written; it is unknown what was.
+            TransferError: some of the spans may not have been written.
         """
         ...
 
     def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
-        """Copy spans of a peer's region to an own one; blocks until they have arrived, and releases the GIL meanwhile.
+        """Copy spans of a peer's region to a local one; block until they have arrived, without holding the GIL.
 
         Raises:
-            TransferError: not everything was read; it is unknown what was.
+            TransferError: some of the spans may not have been read.
         """
         ...
 
@@ -86,7 +86,7 @@ def make_backend(
 
 
 def out_of_bounds(spans: Sequence[Span], source_bytes: int, target_bytes: int) -> str | None:
-    """Return the problem of the first span outside of either region; None if all fit."""
+    """Return a description of the first span outside either region; None if all fit."""
     for span in spans:
         if span.num_bytes < 0 or not 0 <= span.source_offset <= source_bytes - span.num_bytes:
             return f"{span} does not lie in the {source_bytes} bytes of the source"

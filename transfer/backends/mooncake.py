@@ -1,4 +1,4 @@
-"""Transfers between hosts by Mooncake's transfer engine, over RDMA, or over TCP with acknowledged writes."""
+"""Transfers between hosts through Mooncake's transfer engine, over RDMA or over TCP with acknowledged writes."""
 
 import json
 import mmap
@@ -19,7 +19,7 @@ from transfer.backends.interface import Region, out_of_bounds
 from transfer.page_range import Span, batches
 
 _MAX_SPANS = 512
-"""Maximum spans of a batch; the TCP transport rejects some 4,000."""
+"""Maximum spans per batch; the TCP transport rejects about 4,000."""
 
 # The transport ends a stalled write by its own 30 s limits for progress and acknowledgement; the limit of the whole
 # call must be longer, or it would return while the transport still writes.
@@ -71,7 +71,7 @@ class MooncakeBackend:
         return self._own(Region(memoryview(buffer), endpoint))
 
     def register(self, address: int, num_bytes: int) -> Region:
-        """Register memory of a GPU, which a network card then reads and writes directly."""
+        """Register GPU memory, which a network card then reads and writes directly."""
         if self._protocol is not TransferProtocol.RDMA:
             # The engine would accept it, and copy with the CPU, which cannot access it.
             raise TransferError(f"transfer.protocol: {self._protocol} reaches only host memory")
@@ -88,7 +88,7 @@ class MooncakeBackend:
         return region
 
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
-        """Write spans into the peer's memory; returns when the peer has acknowledged them."""
+        """Write spans to the peer's memory; return when the peer has acknowledged them."""
         if wrong := out_of_bounds(spans, source.endpoint.num_bytes, target.num_bytes):
             raise TransferError(f"{target.session}: {wrong}")
         for batch in batches(spans, _MAX_SPANS):
@@ -102,7 +102,6 @@ class MooncakeBackend:
                 raise TransferError(f"mooncake could not write {len(batch)} spans to {target.session}")
 
     def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
-        """Read spans of the peer's memory."""
         if wrong := out_of_bounds(spans, source.num_bytes, target.endpoint.num_bytes):
             raise TransferError(f"{source.session}: {wrong}")
         for batch in batches(spans, _MAX_SPANS):
@@ -116,10 +115,10 @@ class MooncakeBackend:
                 raise TransferError(f"mooncake could not read {len(batch)} spans of {source.session}")
 
     def forget(self, target: Endpoint) -> None:
-        """Do nothing: the engine itself closes the connections of peers that are gone."""
+        """Do nothing: the engine closes connections to dead peers itself."""
 
     def close(self) -> None:
-        """Unregister own memory; later writes of peers are rejected."""
+        """Unregister local memory; later writes from peers are rejected."""
         while self._owned:
             self._engine.unregister_memory(self._owned.pop().endpoint.base_address)
 

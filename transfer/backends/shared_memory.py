@@ -1,7 +1,7 @@
-"""Transfers inside one host: a region is anonymous shared memory, a write is a memcpy into the peer's.
+"""Transfers within one host: regions are anonymous shared memory, and a write is a memcpy into the peer's region.
 
-The memory is a memfd that peers open through its owner's ``/proc`` entry: it has no name in any file system, so nothing
-is left behind, however its owner ends.
+The memory is a memfd that peers open through its owner's ``/proc`` entry. It has no name in any file system, so nothing
+remains, however its owner ends.
 """
 
 import mmap
@@ -26,7 +26,7 @@ _SESSION = re.compile(r"^(/proc/\d+/fd/\d+) (baton-[0-9a-f]{16})$")
 
 
 class SharedMemoryBackend:
-    """Regions of this process's memory that others can open while it lives, until ``close``."""
+    """Backend whose regions other processes on the host can open until ``close``."""
 
     name = TransferBackendName.SHARED_MEMORY
     settle_s = 0.0
@@ -36,7 +36,7 @@ class SharedMemoryBackend:
         self._peers: dict[str, npt.NDArray[np.uint8]] = {}
 
     def allocate(self, num_bytes: int) -> Region:
-        """Allocate a region with its memory reserved."""
+        """Allocate a region and reserve its memory."""
         free_bytes = machine_memory().available
         if num_bytes > free_bytes:
             raise UserError(f"no room for {num_bytes} bytes of shared memory: {free_bytes} are available")
@@ -44,7 +44,7 @@ class SharedMemoryBackend:
         descriptor = os.memfd_create(name)
         self._owned.append(descriptor)
         try:
-            # Otherwise a lack of memory would appear as a bus error in the middle of a forward pass.
+            # Otherwise a lack of memory would cause a bus error in the middle of a forward pass.
             os.posix_fallocate(descriptor, 0, num_bytes)
         except OSError as error:
             raise UserError(f"no room for {num_bytes} bytes of shared memory: {error.strerror}") from error
@@ -54,7 +54,7 @@ class SharedMemoryBackend:
             base_address=0,
             num_bytes=num_bytes,
         )
-        # Populated, as otherwise the first prompts pay a page fault for every 4 KiB of KV that they write.
+        # Populated, since the first prompts would otherwise pay a page fault for every 4 KiB of KV that they write.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         return Region(memoryview(mmap.mmap(descriptor, num_bytes, flags=flags)), endpoint)
 
@@ -63,7 +63,6 @@ class SharedMemoryBackend:
         raise TransferError("transfer.backend: shared_memory reaches only host memory")
 
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
-        """Copy spans into the peer's memory."""
         if wrong := out_of_bounds(spans, len(source.buffer), target.num_bytes):
             raise TransferError(f"{target.session}: {wrong}")
         peer = self._map(target)
@@ -72,7 +71,6 @@ class SharedMemoryBackend:
             np.copyto(peer[target_offset : target_offset + num_bytes], ours[source_offset : source_offset + num_bytes])
 
     def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
-        """Copy spans out of the peer's memory."""
         if wrong := out_of_bounds(spans, source.num_bytes, len(target.buffer)):
             raise TransferError(f"{source.session}: {wrong}")
         peer = self._map(source)
@@ -85,7 +83,7 @@ class SharedMemoryBackend:
         self._peers.pop(target.session, None)
 
     def close(self) -> None:
-        """Close own memory to peers and unmap theirs; own memory lives on while referenced."""
+        """Close local memory to peers and unmap theirs; local memory stays valid while referenced."""
         self._peers.clear()
         while self._owned:
             os.close(self._owned.pop())

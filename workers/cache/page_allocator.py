@@ -4,8 +4,8 @@ If every CP rank holds all KV there is one owner, and every rank uses the same i
 page g belongs to owner g % n, which numbers it g // n in its own pool. Page j of a request belongs to owner (base + j)
 % n, so each demand names the owner of its first page.
 
-Pages of all lifetimes come from the same memory. A page that later tokens can see for a while only is cached under a
-key of its own: it is used by requests that continue right behind it, and needs no other page.
+Pages of all lifetimes come from the same memory. A page that later tokens can see only for a while is cached under a
+key of its own: requests that continue right after it use it, and it needs no other page.
 """
 
 from collections import Counter, deque
@@ -24,11 +24,10 @@ def _is_nowhere(_key: bytes) -> bool:
 
 
 class PageAllocator:
-    """Allocator of page ids 0 .. num_pages-1. A page is free, held by one sequence, or cached and held by 0..n of
-    them.
+    """Allocator of page ids 0 .. num_pages-1.
 
-    A cached page is only read. One that nobody holds is given away as if it were free. Owners are given modulo their
-    number.
+    A page is free, held by one sequence, or cached and held by any number of them. A cached page is only read, and is
+    evicted when needed if nobody holds it. Owners are given modulo their number.
     """
 
     def __init__(
@@ -54,9 +53,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Return how many consecutive pages can be allocated, counting cached pages that nobody holds. The owner with
-        the fewest free pages sets the limit.
-        """
+        """Return how many consecutive pages can be allocated: the owner with the fewest unheld pages sets the limit."""
         return self._num_owners * min(self._free_by_owner())
 
     @property
@@ -65,7 +62,7 @@ class PageAllocator:
 
     @property
     def is_caching(self) -> bool:
-        """Return whether pages are cached. If not, no keys are needed."""
+        """Return whether pages are cached at all; if not, no keys are needed."""
         return self._tree is not None
 
     def is_cached(self, page: int) -> bool:
@@ -77,11 +74,9 @@ class PageAllocator:
         return self._held[page] == 1
 
     def find(self, keys: Sequence[bytes], is_below: Callable[[bytes], bool] = _is_nowhere) -> PageLists:
-        """Return the cached pages of the longest prefix that can be continued. Pass them to ``allocate`` before any
-        other call. ``is_below`` returns whether a lower tier has a page that is not cached; the result has ``NO_PAGE``
-        for such a page.
+        """Return the cached pages of the longest prefix that can be continued; pass them to ``allocate`` at once.
 
-        ``is_below`` tells of a page that is not cached whether a lower tier has it; ``NO_PAGE`` stands for it then.
+        ``is_below`` returns whether a lower tier has a page that is not cached; the result then has ``NO_PAGE``.
         """
         num_pages = self.count_cached(keys, is_below)
         if self._tree is None or not num_pages:
@@ -104,21 +99,21 @@ class PageAllocator:
         )
 
     def would_fit(self, demands: Iterable[Demand], beside: Collection[int]) -> bool:
-        """Return whether these demands could all be allocated if only the given pages were held."""
+        """Return whether all demands could be met if only the pages in ``beside`` were held."""
         held = Counter(page % self._num_owners for page in beside)
         each = self.num_pages // self._num_owners
         return self._covers([each - held[owner] for owner in range(self._num_owners)], demands)
 
     def can_allocate(self, demands: Iterable[Demand], shared: Iterable[int] = ()) -> bool:
-        """Return whether all of these can be allocated together with the ``shared`` pages.
+        """Return whether all demands can be met while the ``shared`` pages are held.
 
-        Shared pages are those that ``find`` returned, or that another sequence has.
+        Shared pages were returned by ``find`` or belong to another sequence.
         """
         num_idle = Counter(page % self._num_owners for page in shared if self._tree and self._tree.is_idle(page))
         return self._covers([free - num_idle[owner] for owner, free in enumerate(self._free_by_owner())], demands)
 
     def allocate(self, demands: Sequence[Demand], shared: Sequence[int] = ()) -> PageLists:
-        """Hold the shared pages and allocate new ones for each demand, evicting cached pages as needed.
+        """Hold the shared pages and allocate new ones for each demand; evict cached ones as needed.
 
         The caller has checked ``can_allocate``.
         """
@@ -141,12 +136,10 @@ class PageAllocator:
         return lists
 
     def share(self, pages: Sequence[Sequence[int]], keys: Sequence[bytes], num_shared: int = 0) -> int:
-        """Cache the leading pages of a running sequence that have keys. Their KV must be complete. Stops at the first
-        page that the cache already has another copy of, because a sequence that holds a page also holds all pages
-        before it. Returns the number of cached pages; pass it as ``num_shared`` in the next call to skip them.
+        """Cache the leading pages of a running sequence that have keys; their KV must be complete.
 
-        Ends before the first page of which the cache has another copy: a holder of a page holds those above it.
-        Returns how many are cached now; pass it as ``num_shared`` the next time, so that none is checked twice.
+        Stop before the first page that the cache has a copy of: a holder of a page holds all pages above it. Return
+        how many pages are cached now; pass it as ``num_shared`` the next time, so that none is checked twice.
         """
         self.num_gains += 1
         if self._tree is None:
@@ -159,7 +152,7 @@ class PageAllocator:
         return num_insertable
 
     def free(self, pages: Sequence[int]) -> None:
-        """Free held pages; each lifetime's pages are in sequence order. Cached pages stay cached."""
+        """Free held pages, each lifetime's in order of position. Cached pages stay cached."""
         self.num_gains += len(pages)
         own = [page for page in pages if not self.is_cached(page)]
         for page in own:
@@ -172,7 +165,7 @@ class PageAllocator:
             self._tree.release([page for page in pages if page in self._tree])
 
     def keep(self, pages: Sequence[Sequence[int]], keys: Sequence[bytes]) -> None:
-        """Free pages, and cache the leading ones that have keys. Their KV must be complete."""
+        """Free pages, and cache the leading ones that have keys; their KV must be complete."""
         if self._tree is None or not keys:
             self.free(live_pages(pages))
             return
@@ -187,17 +180,16 @@ class PageAllocator:
         self._tree.release(path)
 
     def cached_keys(self) -> list[bytes]:
-        """Return keys of the cached pages of the first lifetime, each after those above it."""
+        """Return the keys of the first lifetime's cached pages, each page after the pages above it."""
         keys = self._tree.keys() if self._tree else []
         return [key for key in keys if not lifetime_of(key)]
 
     def add_journal(self, journal: PageJournal) -> None:
-        """Start recording pages that enter or leave the cache in this journal."""
+        """Record pages that enter or leave the cache in a journal from now on."""
         if self._tree and journal not in self._tree.journals:
             self._tree.journals.append(journal)
 
     def remove_journal(self, journal: PageJournal) -> None:
-        """Stop recording in the journal."""
         if self._tree and journal in self._tree.journals:
             self._tree.journals.remove(journal)
 
@@ -209,7 +201,7 @@ class PageAllocator:
                 self._put_back(page)
 
     def check_integrity(self, held: Sequence[int]) -> None:
-        """Assert that exactly the given pages are held, each listed once per holder."""
+        """Prove that the given pages, each listed once per holder, are exactly the pages handed out."""
         holders = Counter(held)
         if self._tree:
             self._tree.check_integrity({page: holders[page] for page in holders if page in self._tree})
@@ -225,7 +217,7 @@ class PageAllocator:
     def _share_others(
         self, tree: PrefixTree, pages: Sequence[Sequence[int]], keys: Sequence[bytes], first: int = 0
     ) -> None:
-        """Cache the pages of the lifetimes after the first, except those of which the cache has another copy."""
+        """Cache the pages of the lifetimes after the first, except pages that the cache has a copy of."""
         place = first_place(keys[0]) if keys else 0
         for lifetime, ids in list(enumerate(pages))[1:]:
             for at in range(first, len(keys)):
@@ -234,36 +226,33 @@ class PageAllocator:
                     self._forget_held([ids[at]])
 
     def _num_insertable(self, pages: Sequence[int], num_shared: int = 0) -> int:
-        """Return how many leading pages the caller alone has, or are cached, as the first ``num_shared`` are known to
-        be.
+        """Return how many leading pages are cached or held by the caller alone, from ``num_shared`` known ones on.
 
-        Others may have a page without holding what the tree has above it.
+        Other holders may hold such a page without the pages above it in the tree.
         """
         numbers = range(num_shared, len(pages))
         return next((number for number in numbers if self._held[pages[number]] > 1), len(pages))
 
     def _forget_held(self, pages: Sequence[int]) -> None:
-        """Let the tree count the holders of these pages from now on."""
+        """Leave counting the holders of these pages to the tree."""
         for page in pages:
             self._held.pop(page, None)
 
     def _free_by_owner(self) -> list[int]:
-        """Return the number of unheld pages by owner, including cached ones."""
+        """Return each owner's number of pages that nobody holds, cached or not."""
         tree = self._tree
         return [len(free) + (tree.num_idle(owner) if tree else 0) for owner, free in enumerate(self._free)]
 
     def _by_owner(self, count: int, first_owner: int) -> list[int]:
-        """Return how many of consecutive pages each owner provides."""
+        """Return how many pages of a consecutive run each owner provides."""
         each, rest = divmod(count, self._num_owners)
         return [each + ((owner - first_owner) % self._num_owners < rest) for owner in range(self._num_owners)]
 
     def _total_by_owner(self, demands: Iterable[Demand]) -> list[int]:
-        """Return how many pages each owner provides."""
         counts = [self._by_owner(*demand) for demand in demands]
         return [sum(count[owner] for count in counts) for owner in range(self._num_owners)]
 
     def _covers(self, num_free: Sequence[int], demands: Iterable[Demand]) -> bool:
-        """Return whether every owner has enough pages."""
         needed = self._total_by_owner(demands)
         return all(number <= there for number, there in zip(needed, num_free, strict=True))
 

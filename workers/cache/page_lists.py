@@ -1,4 +1,4 @@
-"""Pages of one request by lifetime: which of them later tokens can see. Pure arithmetic."""
+"""Page lists of one request by lifetime, and which pages later tokens can see. Pure arithmetic."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ def live_pages(lists: Iterable[Iterable[int]]) -> list[int]:
 
 
 def tier_page(keys: Sequence[bytes], lifetime: int, at: int, device: int | None = None) -> TierPage:
-    """Return the page of a lifetime at a position in the prefix that has these keys."""
+    """Return a lifetime's page at a position in the prefix with these keys."""
     return TierPage(key=lifetime_key(keys[at], lifetime), index=first_place(keys[0]) + at, depth=at, device=device)
 
 
@@ -37,7 +37,6 @@ class Lifetimes:
 
     @classmethod
     def of(cls, geometry: KvGeometry) -> "Lifetimes":
-        """Return the lifetimes of a model."""
         return cls(geometry.page_size, geometry.lifetimes)
 
     @property
@@ -49,7 +48,7 @@ class Lifetimes:
         return [lifetime.first_page(num_tokens, self.page_size) for lifetime in self.each]
 
     def visible(self, pages: Sequence[Sequence[int]], num_tokens: int) -> PageLists:
-        """Return the pages without those that no token after the first ``num_tokens`` can see."""
+        """Return the pages, with ``NO_PAGE`` where no token after the first ``num_tokens`` can see them."""
         firsts = self.first_pages(num_tokens)
         return [[NO_PAGE] * min(first, len(ids)) + list(ids[first:]) for ids, first in zip(pages, firsts, strict=True)]
 
@@ -63,7 +62,7 @@ class Lifetimes:
         ]
 
     def prefix_pages(self, keys: Sequence[bytes]) -> list[TierPage]:
-        """Return the pages that the token after these full pages can see, those of the first lifetime first."""
+        """Return the pages that the token after these full pages can see, ordered by lifetime."""
         return [
             tier_page(keys, lifetime, at)
             for lifetime, first in enumerate(self.first_pages(len(keys) * self.page_size))
@@ -76,9 +75,9 @@ class Lifetimes:
         return [lifetime_key(key, lifetime) for lifetime, first in enumerate(firsts) for key in keys[first:]]
 
     def longest_prefix(self, keys: Sequence[bytes], num_known: int, has: Callable[[bytes], bool]) -> int:
-        """Return the number of full pages that a sequence can continue after; ``has`` says whether a page is there.
+        """Return the number of full pages that a sequence can continue after.
 
-        The pages of the first ``num_known`` keys are known to be there.
+        ``has`` returns whether a page is there; the pages of the first ``num_known`` keys are known to be.
         """
         num_pages = next((at for at in range(num_known, len(keys)) if not has(keys[at])), len(keys))
         lifetime = 1
@@ -86,7 +85,7 @@ class Lifetimes:
             first = self.first_pages(num_pages * self.page_size)[lifetime]
             lacking = (at for at in reversed(range(first, num_pages)) if not has(lifetime_key(keys[at], lifetime)))
             last = next(lacking, None)
-            # Every prefix that is longer than a missing page, up to this one, needs it.
+            # Every prefix that ends between the missing page and here needs that page.
             num_pages, lifetime = (num_pages, lifetime + 1) if last is None else (last, 1)
         return num_pages
 
@@ -108,4 +107,4 @@ def _missing_runs(ids: Sequence[int], first: int, end: int) -> Iterator[tuple[in
 
 
 ONE_LIFETIME = Lifetimes(1, (Lifetime(None),))
-"""Lifetimes of a model whose tokens see all tokens before them; the page size does not matter."""
+"""Lifetimes of a model whose tokens see all earlier tokens; the page size does not matter."""

@@ -1,9 +1,9 @@
 """Prefix tree of cached pages and their eviction order: ids only, no memory.
 
-A node is one full page under its chained key (``cluster.spec.kv``), so that one look-up per page walks the tree.
-Holding a page means holding every page above it, and pages are released deepest first; so in the idle list of each
-owner, least recently used first, a page comes before those above it. Everything below an idle page is idle too, and
-older. A node that stands alone has no page above or below: it is a page of a lifetime after the first.
+A node is one full page under its chained key (``cluster.spec.kv``), so one look-up per page walks the tree. A holder of
+a page holds every page above it and releases the deepest first. In each owner's idle list, least recently used first, a
+page therefore precedes the pages above it, and everything below an idle page is idle too. Pages of lifetimes after the
+first have no pages above or below them.
 """
 
 from bisect import bisect_left
@@ -16,9 +16,7 @@ from cluster.spec.kv import first_place
 
 
 class PageJournal:
-    """Net changes by page key: a page that came and went is no change, so the journal never holds more keys than were
-    moved.
-    """
+    """Net changes by page key: a page that was stored and removed again is no change."""
 
     def __init__(self) -> None:
         self._changes: dict[bytes, bool] = {}
@@ -28,13 +26,8 @@ class PageJournal:
         if self._changes.pop(key, is_stored) is is_stored:
             self._changes[key] = is_stored
 
-    @property
-    def has_changes(self) -> bool:
-        """Return whether there are changes to take."""
-        return bool(self._changes)
-
     def take(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the keys stored and those removed since the last call."""
+        """Return the keys stored and the keys removed since the last call."""
         changes, self._changes = self._changes, {}
         stored = [key for key, is_stored in changes.items() if is_stored]
         return stored, [key for key, is_stored in changes.items() if not is_stored]
@@ -54,10 +47,10 @@ class _Node:
 
 
 class PrefixTree:
-    """Tree of the pages of computed prefixes. A page has 0..n holders; one without is idle and can be evicted."""
+    """Tree of the pages of computed prefixes. A page without holders is idle and can be evicted."""
 
     def __init__(self, num_owners: int = 1) -> None:
-        """Build a tree whose page ids are divided over owners: page g belongs to owner g modulo their number."""
+        """Build a tree. Page g belongs to owner g modulo ``num_owners``."""
         self.num_owners = num_owners
         self._by_key: dict[bytes, _Node] = {}
         self._by_page: dict[int, _Node] = {}
@@ -67,15 +60,12 @@ class PrefixTree:
         self.version = 0
         """Version that changes whenever the next evictions might."""
         self.journals: list[PageJournal] = []
-        """Journals that record changes."""
 
     @property
     def num_pages(self) -> int:
-        """Return the number of pages in the tree."""
         return len(self._by_page)
 
     def num_idle(self, owner: int) -> int:
-        """Return the number of pages of one owner that nobody holds."""
         return len(self._idle[owner])
 
     def __contains__(self, page: int) -> bool:
@@ -85,7 +75,7 @@ class PrefixTree:
         return page in self._idle[page % self.num_owners]
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the pages of the longest known prefix; they are safe from eviction only once claimed."""
+        """Return the pages of the longest cached prefix; claim them to protect them from eviction."""
         pages = []
         for key in keys:
             node = self._by_key.get(key)
@@ -95,30 +85,27 @@ class PrefixTree:
         return pages
 
     def count(self, keys: Sequence[bytes]) -> int:
-        """Return how many pages ``find`` would return, by binary search over the keys."""
+        """Return how many pages ``find`` would return, by bisection: a cached page has all pages above it."""
         return bisect_left(keys, True, key=lambda key: key not in self._by_key)
 
     def page_of(self, key: bytes) -> int | None:
-        """Return the page under a key."""
         node = self._by_key.get(key)
         return node.page if node else None
 
     def stay(self, key: bytes) -> object | None:
-        """Return an object that identifies a page's current stay in the cache. It changes when the page is evicted and
-        cached again.
-        """
+        """Return an object that identifies a page's current stay: the same one until the page is evicted."""
         return self._by_key.get(key)
 
     def place_of(self, key: bytes) -> int:
-        """Return the owner index of a cached page."""
+        """Return the index that decides who owns a cached page."""
         return self._by_key[key].place
 
     def depth_of(self, key: bytes) -> int:
-        """Return the number of pages above a cached page."""
+        """Return how many pages are above a cached page."""
         return self._by_key[key].depth
 
     def path(self, key: bytes) -> list[bytes]:
-        """Return the keys from the first page to this one; empty if it is not cached."""
+        """Return the keys from the first page down to this one; empty if it is not cached."""
         path: list[bytes] = []
         node = self._by_key.get(key)
         while node is not None:
@@ -127,22 +114,22 @@ class PrefixTree:
         return path[::-1]
 
     def oldest_idle(self, owner: int, count: int) -> list[bytes]:
-        """Return the keys of one owner's pages in eviction order."""
+        """Return the keys of an owner's pages that would be evicted first."""
         return [self._by_page[page].key for page in islice(self._idle[owner], count)]
 
     def keys(self) -> list[bytes]:
-        """Return the keys of all pages, each after those above it."""
+        """Return the keys of all pages, each page after the pages above it."""
         return list(self._by_key)
 
     def claim(self, pages: Sequence[int]) -> None:
-        """Hold pages that ``find`` returned, from the first on."""
+        """Hold the leading pages that ``find`` returned."""
         self.version += 1
         for page in pages:
             self._by_page[page].num_holders += 1
             self._idle[page % self.num_owners].pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Release a claim; ``pages`` are in the order of the prefix."""
+        """Release claimed pages, given in the order of the prefix."""
         self.version += 1
         for page in reversed(pages):
             node = self._by_page[page]
@@ -152,12 +139,10 @@ class PrefixTree:
                 self._idle[page % self.num_owners][page] = next(self._turns)
 
     def insert(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> list[int]:
-        """Insert a computed prefix; return the pages that now represent it from ``first`` on, each held by the caller.
-        Where the tree already has a page for the same tokens, that page is claimed and the caller's page stays private.
-        The pages before ``first`` are in the tree already.
+        """Insert a computed prefix; return the cached pages from ``first`` on, each now held by the caller.
 
-        If another page represents the same tokens already, that one is claimed, and the caller's stays its own. The
-        pages before ``first`` represent their tokens already.
+        Where the tree already has another page of the same tokens, claim that page instead; the caller's page stays
+        its own. The pages before ``first`` are in the tree already.
         """
         path: list[int] = []
         parent = self._by_key[keys[first - 1]] if first else None
@@ -173,14 +158,14 @@ class PrefixTree:
         return path
 
     def insert_alone(self, key: bytes, page: int, place: int, depth: int) -> bool:
-        """Insert a page without a parent, held by the caller; return False if the key is known."""
+        """Insert a page without a parent, held by the caller; return False if the tree has its key."""
         if key in self._by_key:
             return False
         self._add(_Node(key, page, None, place, depth))
         return True
 
     def num_own(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> int:
-        """Return how many leading pages are in the tree or could be inserted; those before ``first`` are in it."""
+        """Return how many leading pages are in the tree, or would be once inserted; those before ``first`` are."""
         num_pages = min(len(keys), len(pages))
         for number in range(first, num_pages):
             node = self._by_key.get(keys[number])
@@ -189,10 +174,9 @@ class PrefixTree:
         return num_pages
 
     def evict(self, counts: Sequence[int]) -> list[int]:
-        """Evict at least this many idle pages per owner and return them. The least recently used page goes first,
-        together with all pages below it.
+        """Evict at least this many idle pages per owner and hand them to the caller.
 
-        Each time the owner's least recently used page goes, and with it everything below.
+        Each eviction removes the owner's least recently used page and everything below it.
         """
         pages: list[int] = []
         num_taken = [0] * self.num_owners
@@ -208,7 +192,7 @@ class PrefixTree:
         return pages
 
     def check_integrity(self, holders: Mapping[int, int]) -> None:
-        """Assert that every page has the given number of holders, and no more holders than the page above it."""
+        """Prove that every page has the given number of holders, at most as many as the page above it."""
         turns = {page: turn for idle in self._idle for page, turn in idle.items()}
         assert self._by_page.keys() == {node.page for node in self._by_key.values()}
         for page, node in self._by_page.items():
@@ -234,7 +218,6 @@ class PrefixTree:
         return node
 
     def _forget(self, node: _Node) -> None:
-        """Remove an unheld leaf."""
         assert not node.children, f"page {node.page} is evicted before the pages below it"
         self.version += 1
         del self._idle[node.page % self.num_owners][node.page]
@@ -247,7 +230,7 @@ class PrefixTree:
 
 
 def _subtree(node: _Node) -> list[_Node]:
-    """Return the node and all below it, each after its parent."""
+    """Return a node and all nodes below it, each after its parent."""
     nodes = [node]
     for found in nodes:
         nodes.extend(found.children)

@@ -1,4 +1,4 @@
-"""Copies between the device pool and the host pools of a replica. Handles owners and peers, but no keys or bytes."""
+"""Copies between the device pool and the host pools of a replica, by owner and peer."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.tiers import TierPage
 from transfer.backends.interface import TransferBackend
 from transfer.page_assignment import local_page
-from transfer.page_range import PageRange, Span
+from transfer.page_range import PageRange, Span, batches
 from workers.memory.layerwise_load import LayerwiseLoad
 
 if TYPE_CHECKING:  # the simulator has no torch
@@ -16,47 +16,45 @@ if TYPE_CHECKING:  # the simulator has no torch
     from workers.memory.tier_memory import TierMemory
 
 READ_SPANS = 64
-"""Most spans read from a peer in one call."""
+"""Maximum spans read from a peer in one call."""
 MOST_LAYER_GROUPS = 8
-"""Layer groups of a layerwise load. More would begin a step sooner and end it later: each needs copies of its own."""
+"""Maximum layer groups of a layerwise load. More groups start a step sooner but cost more copies."""
 
 
 class Copier:
     """Copier of one rank. A host page belongs to one CP rank; if KV is replicated, the others read it from there."""
 
     def __init__(self, rows: Sequence[RankRow], rank: int, memory: "TierMemory", backend: TransferBackend) -> None:
-        """Build the copier of one rank; ``rows`` are the records of all ranks of the replica, ``memory`` is this
-        rank's.
-        """
+        """Build the copier of one rank; ``rows`` are the records of all ranks of the replica."""
         self._row = rows[rank]
         self._backend = backend
         self._memory = memory
         self._peers = {row.coords.cp: row for row in rows if _is_peer(row, self._row)}
 
     def bytes_of(self, page: TierPage) -> int:
-        """Return the bytes of a page on this rank; 0 if it computes no layer whose KV is in the page."""
+        """Return a page's size on this rank; 0 if the rank computes no layer whose KV is in the page."""
         return self._row.layout.bytes_of(page.lifetime)
 
     def owns(self, page: TierPage) -> bool:
-        """Return whether a part of the page's host copy belongs to this rank."""
+        """Return whether this rank keeps a part of the page's host copy."""
         return page.index % self._row.sizes.cp == self._row.coords.cp and self.bytes_of(page) > 0
 
     def host_page(self, page: TierPage) -> memoryview:
-        """Return the bytes of a host page that this rank owns."""
+        """Return the bytes of an owned host page."""
         return self._memory.host_page(self._slot(page))[: self.bytes_of(page)]
 
     def record_event(self) -> "Event | None":
-        """Record the event behind which the copies of a new job begin; on the computing thread."""
+        """Record the event after which the copies of a new job start; call it on the computing thread."""
         return self._memory.record_event()
 
     def save(self, pages: Sequence[TierPage], after: "Event | None") -> int:
-        """Copy this rank's own pages among these to host memory; return the bytes copied."""
+        """Copy the pages that this rank owns to host memory; return the bytes copied."""
         local, slots = self._owned(pages)
         self._memory.save(local, slots, after)
         return len(local) * self._row.layout.page_bytes
 
     def load(self, pages: Sequence[TierPage], after: "Event | None") -> int:
-        """Copy those of these pages that this rank has to the device; return the bytes copied.
+        """Copy the pages that belong on this rank's device there; return the bytes copied.
 
         Raises:
             TransferError: a peer's memory cannot be read.
@@ -67,7 +65,7 @@ class Copier:
         return len(pages) * self._row.layout.page_bytes
 
     def load_layerwise(self, pages: Sequence[TierPage], after: "Event | None", load: LayerwiseLoad) -> int:
-        """Load pages as ``load`` does, one layer group after the other; report each, and return the bytes copied.
+        """Load pages as ``load`` does, but report one layer group after the other; return the bytes copied.
 
         Raises:
             TransferError: a peer's memory cannot be read.
@@ -76,10 +74,10 @@ class Copier:
         return len(self._held(pages)) * self._row.layout.page_bytes
 
     def layer_loads(self, pages: Sequence[TierPage], after: "Event | None", load: LayerwiseLoad) -> Iterator[None]:
-        """Load and report one layer group at each step of the iterator."""
+        """Load and report one layer group per iteration."""
         pages = self._held(pages)
         if after is not None and not all(map(self.owns, pages)):
-            # Earlier data in the region at the same pages must be on the GPU first.
+            # The region may still hold earlier data for these pages that must reach the GPU first.
             after.synchronize()
         for layers in layer_groups(self._row.layout.layers):
             load.add(len(layers), self._load(pages, layers, after))
@@ -101,18 +99,18 @@ class Copier:
         if not elsewhere:
             return loaded
         if layers is None and loaded is not None:
-            # Earlier data in the region at the same pages is on the GPU after this event.
+            # Earlier data that the region held for these pages is on the GPU after this event.
             loaded.synchronize()
         self._read(elsewhere, layers)
         return self._memory.take_in([self._local(page) for page in elsewhere], lifetime, layers, loaded)
 
     def _held(self, pages: Sequence[TierPage]) -> Sequence[TierPage]:
-        """Return the pages that this rank has on its device."""
+        """Return the pages that belong on this rank's device."""
         is_sharded = self._row.ownership is KvOwnership.SHARDED
         return [page for page in pages if (self.owns(page) if is_sharded else self.bytes_of(page))]
 
     def _owned(self, pages: Sequence[TierPage]) -> tuple[list[int], list[int]]:
-        """Return the device pages and the host slots of the owned ones of these pages."""
+        """Return the device pages and host slots of the owned pages."""
         owned = [page for page in pages if self.owns(page)]
         return [self._local(page) for page in owned], [self._slot(page) for page in owned]
 
@@ -133,8 +131,8 @@ class Copier:
             source = self._peers[cp_rank].host_endpoint
             assert source is not None, f"CP rank {cp_rank} has no host memory"
             spans = [span for page in owned for span in self._spans(page, layers)]
-            for start in range(0, len(spans), READ_SPANS):
-                self._backend.read(source, self._memory.region, spans[start : start + READ_SPANS])
+            for batch in batches(spans, READ_SPANS):
+                self._backend.read(source, self._memory.region, batch)
 
     def _spans(self, page: TierPage, layers: range | None) -> list[Span]:
         host, device = (
@@ -145,12 +143,12 @@ class Copier:
 
 
 def layer_groups(layers: range) -> Iterator[range]:
-    """Divide the layers of a stage into groups of like size for a layerwise load."""
+    """Divide a stage's layers into groups of equal size for a layerwise load."""
     size = -(-len(layers) // MOST_LAYER_GROUPS)
     return (layers[first : first + size] for first in range(0, len(layers), size))
 
 
 def _is_peer(row: RankRow, mine: RankRow) -> bool:
-    """Return whether a rank holds the same heads and layers of other pages."""
+    """Return whether a rank holds the same heads and layers, of other pages."""
     here, there = mine.coords, row.coords
     return (here.dp, here.tp, here.pp) == (there.dp, there.tp, there.pp)

@@ -19,7 +19,7 @@ from workers.memory.layerwise_load import LayerwiseLoad
 _log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
-"""Longest wait for running jobs when a worker ends, since storage may hang."""
+"""Maximum wait for running jobs when a worker ends, since storage may hang."""
 
 _COPIES = (TierJobKind.SAVE, TierJobKind.LOAD)
 _QUEUES = {
@@ -32,7 +32,7 @@ _QUEUES = {
 
 
 class TierWorker(Protocol):
-    """Interface of the worker loop to the tiers."""
+    """The worker loop's interface to the tiers."""
 
     def submit(self, job: TierJob) -> None:
         """Queue a job to run after all earlier steps."""
@@ -43,7 +43,7 @@ class TierWorker(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish running jobs, and drop those that wait."""
+        """Finish running jobs, and discard queued ones."""
         ...
 
 
@@ -61,7 +61,7 @@ class NoTierWorker:
 
 
 class PageTierWorker:
-    """Tier worker that moves pages between device, host memory and storage, with a queue for each kind of move."""
+    """Tier worker that moves pages between device, host memory and storage, with one queue per kind of move."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class PageTierWorker:
         self._store = store
         self._global_rank = global_rank
         self._events: dict[int, Event | None] = {}
-        """Event after which a job's copies start, by job id."""
+        """Events by job id, after which the job's copies start."""
         self._loads: dict[int, LayerwiseLoad] = {}
         """Layerwise loads by job id."""
         names = ("saves", "loads", "reads", "writes") if store else ("saves", "loads")
@@ -115,7 +115,7 @@ class PageTierWorker:
                 done, num_bytes = self._copy(job)
             else:
                 done, num_bytes = self._use_storage(job, start_s - waited_s, failures)
-        except Exception as error:  # whatever it is, the leader must learn that these pages are missing
+        except Exception as error:  # the leader must learn that these pages are missing
             _log.warning("tier job %d (%s) failed: %r", job.job_id, job.kind, error)
             failures["transfer" if isinstance(error, TransferError) else "error"] += 1
             done, num_bytes = [False] * len(job.pages), 0
@@ -131,7 +131,7 @@ class PageTierWorker:
         )
 
     def _refuse(self, job: TierJob) -> TierJobResult:
-        """Return the result of a storage job that waited too long behind another."""
+        """Return the result of a storage job that waited too long in its queue."""
         done = [not self._copier.owns(page) for page in job.pages]
         assert job.timeout_s is not None, "a job without a timeout is refused"
         return TierJobResult(
@@ -151,13 +151,13 @@ class PageTierWorker:
         else:
             try:
                 num_bytes = self._copier.load_layerwise(job.pages, event, load)
-            except Exception as error:  # the step cannot go on without the pages, so the rank fails
+            except Exception as error:  # the step cannot continue without the pages, so the rank fails
                 load.fail(error)
                 raise
         return [True] * len(job.pages), num_bytes
 
     def _use_storage(self, job: TierJob, since_s: float, failures: Counter[str]) -> tuple[list[bool], int]:
-        """Run a storage job for the pages that this rank owns; its part of the others is done."""
+        """Run a storage job for the pages that this rank owns; the others need nothing from it."""
         assert self._store is not None, f"{job.kind} without storage"
         assert job.timeout_s is not None, f"{job.kind} without a timeout"
         until_s = since_s + job.timeout_s
@@ -173,16 +173,16 @@ class PageTierWorker:
 
 
 Work = Callable[[TierJob, float], TierJobResult]
-"""Function that runs a job which has waited this many seconds; must not raise."""
+"""Function that runs a job after a wait of this many seconds; must not raise."""
 Refuse = Callable[[TierJob], TierJobResult]
-"""Function that returns the result of a job that is not started any more."""
+"""Function that returns the result of a job that waited too long to be started."""
 
 
 class _JobQueue:
-    """Jobs of one kind of memory; other queues and the forward pass go on meanwhile.
+    """Queue of jobs of one kind, with a thread that runs them in order and a thread that reports the results.
 
-    A hanging job stays open, since its pages may still be written to, and the jobs behind it are refused when their
-    time is over.
+    A hanging job stays open, since its pages may still be written to; the jobs queued after it are refused once their
+    timeout has passed.
     """
 
     def __init__(self, name: str, leader_address: str, outbox: Outbox, work: Work, refuse: Refuse) -> None:
@@ -192,7 +192,7 @@ class _JobQueue:
         self._work = work
         self._refuse = refuse
         self._events = queue.SimpleQueue[tuple[TierJob, float] | TierJobResult | None]()
-        """Queue of jobs with their arrival times, results, and None for the end."""
+        """Jobs with their arrival times, results, and None to stop."""
         self._running = queue.SimpleQueue[tuple[TierJob, float] | None]()
         self._waiting: deque[tuple[TierJob, float]] = deque()
         self._is_busy = False
@@ -207,11 +207,11 @@ class _JobQueue:
         self._events.put((job, time.monotonic()))
 
     def stop(self) -> None:
-        """Finish the running job, and drop the others."""
+        """Finish the running job, and discard the others."""
         self._events.put(None)
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Return whether the running job ends in this time after ``stop``; if not, its thread ends with the process."""
+        """Return whether the running job ends in time after ``stop``; if not, its thread ends with the process."""
         until_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
@@ -247,7 +247,7 @@ class _JobQueue:
             self._outbox.close()
 
     def _time_left_s(self) -> float | None:
-        """Return when the next waiting job is to be refused, in seconds from now."""
+        """Return the seconds until the next waiting job is refused."""
         ends_s = [since_s + job.timeout_s for job, since_s in self._waiting if job.timeout_s is not None]
         return max(0.0, min(ends_s) - time.monotonic()) if ends_s else None
 

@@ -1,7 +1,7 @@
-"""The tiers below the device cache of one replica, as its leader controls them. Sans I/O.
+"""Control of the tiers below a replica's device cache, by its leader. Sans I/O.
 
-A page may be in device memory, in host memory and in storage at once, under one key. The leader alone knows where, and
-decides what is copied; every rank does its part of each tier job.
+A page can be in device memory, host memory and storage at the same time, under one key. Only the leader knows where a
+page is; it decides what is copied, and every rank does its part of each tier job.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class Tiers:
         rows: Sequence[RankRow],
         min_prefetch_tokens: int = MIN_TOKENS,
     ) -> None:
-        """Build the tiers for ``host_pages`` a rank; ``rows`` are the records of all ranks of the replica."""
+        """Build the tiers with ``host_pages`` per rank; ``rows`` are the records of all ranks of the replica."""
         self._lifetimes = Lifetimes.of(rows[0].geometry)
         self.host = HostIndex(host_pages, rows[0].sizes.cp, self._lifetimes)
         self._tree = tree
@@ -60,16 +60,14 @@ class Tiers:
         sizes, ownership = rows[0].sizes, rows[0].ownership
         is_own = sizes.cp == 1 or ownership is KvOwnership.SHARDED
         self.can_load_layerwise = sizes.dp == 1 and (is_own or _share_memory(rows))
-        """Whether each rank has the pages it needs on its own host, so that no copy fails, and no DP rank waits with
-        it.
-        """
+        """True if every rank finds its pages on its own host, so that no copy fails, and no DP rank has to wait."""
 
     def on_result(self, result: TierJobResult, now_s: float) -> bool:
-        """Take in one rank's result; return False for one that belongs to no open job."""
+        """Handle one rank's result; return False if it belongs to no open job."""
         return self._jobs.on_result(result, now_s)
 
     def advance(self, now_s: float) -> list[tuple[str, TierJob]]:
-        """Advance after any event; return the jobs to send, as (address, job)."""
+        """Advance after any event; return the jobs to send as (address, job)."""
         stuck = self._jobs.stuck_pages(now_s)
         self._reads.note_hangs(hangs=stuck[TierJobKind.LOOK_UP] + stuck[TierJobKind.FETCH] > 0)
         self._writes.note_hangs(hangs=stuck[TierJobKind.STORE] > 0)
@@ -84,7 +82,7 @@ class Tiers:
         return [(address, job) for job in self._jobs.take_outgoing(now_s) for address in self._addresses]
 
     def expect(self, room: Room, keys: Sequence[bytes], now_s: float) -> None:
-        """Note a new request that begins with these pages, and prefetch what is worthwhile."""
+        """Note a new request that starts with these pages, and prefetch what is worthwhile."""
         num_here = self._lifetimes.longest_prefix(keys, self._tree.count(keys), self._is_here)
         used = [*keys, *self._lifetimes.prefix_keys(keys[:num_here])[num_here:]]
         # Fetched pages must not evict what the request will find here.
@@ -96,19 +94,18 @@ class Tiers:
             self._prefetcher.expect(room, keys, num_here, now_s)
 
     def is_waiting(self, room: Room, now_s: float) -> bool:
-        """Return whether a request is to wait for pages that are read from storage."""
+        """Return whether a request should wait for pages that are being read from storage."""
         return self._prefetcher.is_waiting(room, now_s)
 
     def next_deadline_s(self) -> float | None:
-        """Return when the next request stops waiting."""
         return self._prefetcher.next_deadline_s()
 
     def forget(self, room: Room, now_s: float) -> None:
-        """Note that a request starts, or never will."""
+        """Note that a request starts or has ended before it could."""
         self._prefetcher.forget(room, now_s)
 
     def note_hits(self, keys: Sequence[bytes]) -> None:
-        """Note that a request continues behind these pages."""
+        """Note that a request continues after these pages."""
         self._host_writer.note_hits(self._lifetimes.prefix_keys(keys))
 
     def note_received(self, keys: Sequence[bytes]) -> None:
@@ -120,46 +117,46 @@ class Tiers:
         return self._jobs.take_layerwise()
 
     def keys_below(self) -> dict[Tier, list[bytes]]:
-        """Return the pages of these tiers as far as this replica knows; of storage, those that it has stored."""
+        """Return the keys of the pages in host memory, and of the pages that this replica has stored."""
         return {Tier.HOST: self.host.filled_keys(), Tier.STORAGE: self._storage_writer.stored_keys}
 
     @property
     def journals(self) -> dict[Tier, PageJournal]:
-        """Return the journals of pages that entered and left these tiers."""
+        """Return the journals of pages that enter and leave these tiers."""
         return {Tier.HOST: self.host.journal, Tier.STORAGE: self._storage_writer.journal}
 
     def attach(self, *, is_attached: bool) -> None:
-        """Attach storage, if there is any, or detach it; open jobs go on."""
+        """Attach storage, if any is configured, or detach it; open jobs continue."""
         if is_attached and not self._is_attached:
             self._storage_writer.doubt()
         self._is_attached = is_attached and self._has_storage
         self.drain(is_draining=self._is_draining)
 
     def drain(self, *, is_draining: bool) -> None:
-        """Start or stop storing everything that only this replica's memory has, since it may end soon."""
+        """Start or stop storing everything that is only in this replica's memory, since the replica may end soon."""
         self._is_draining = is_draining
         self._storage_writer.drain(is_draining=is_draining)
         self._host_writer.drain(is_draining=is_draining and self._is_attached)
 
     def refusal_to_pin(self, keys: Sequence[bytes]) -> str:
-        """Return why a prompt may not be pinned; empty if it may."""
+        """Return why a prompt cannot be pinned; empty if it can."""
         return self.host.pins.refusal(keys)
 
     def refusal_of_storage(self) -> str:
-        """Return why storage can be neither attached nor detached; empty if it can."""
+        """Return why storage cannot be attached or detached; empty if it can."""
         return "" if self._has_storage else "no storage is configured (hicache.storage.backend)"
 
     def pin(self, keys: Sequence[bytes], *, is_pinned: bool) -> None:
-        """Keep a prompt's pages in host memory under every policy: those here, on the device, and to come; or unpin."""
+        """Keep a prompt's present and later pages in host memory under every write policy, or unpin them."""
         self.host.pin(keys, is_pinned=is_pinned)
         self._host_writer.note_pinned(self._lifetimes.prefix_keys(keys))
 
     def num_pinned_of(self, keys: Sequence[bytes]) -> int:
-        """Count the pinned pages among these that are in host memory."""
+        """Count the pages that are pinned and in host memory."""
         return sum(key in self.host.pins and self.host.page_of(key) is not None for key in keys)
 
     def state(self) -> TierState:
-        """Return what heartbeats report."""
+        """Return the state that heartbeats report."""
         return TierState(
             host_pages=self.host.num_pages,
             used_host_pages=self.host.num_used,
@@ -194,16 +191,14 @@ class Tiers:
         return num_open + self._host_writer.num_waiting + self._storage_writer.num_waiting > 0
 
     def flush(self) -> None:
-        """Free host memory, except pages that are held or pinned."""
         self.host.flush()
 
     def check_integrity(self) -> None:
-        """Prove that no host page is lost."""
         self.host.check_integrity()
 
 
 class HostLoader:
-    """Loader of device pages for sequences, which must not free them before a load has ended."""
+    """Loads from host memory into the device pages of sequences, which keep these pages until the load has ended."""
 
     def __init__(self, host: HostIndex, jobs: TierJobs) -> None:
         self._host = host
@@ -211,7 +206,6 @@ class HostLoader:
         self._loading: set[bytes] = set()
 
     def is_loading(self, key: bytes) -> bool:
-        """Return whether the page is on its way to the device."""
         return key in self._loading
 
     def load(
@@ -222,10 +216,10 @@ class HostLoader:
         *,
         layerwise: bool = False,
     ) -> int:
-        """Fill the device pages of a prefix that host memory has; return how many positions in it storage delivered.
+        """Load pages of a prefix from host memory; return how many of its positions were filled from storage.
 
-        ``on_end`` is called with whether all pages were loaded. A layerwise load runs along with the next step, which
-        waits for each layer, so its pages can be counted on.
+        ``on_end`` receives whether all pages were loaded. A layerwise load runs during the next step, which waits for
+        each layer.
         """
         pages = [replace(page, host=self._host.page_of(page.key)) for page in pages]
         wanted = [page.key for page in pages]
@@ -247,6 +241,6 @@ class HostLoader:
 
 
 def _share_memory(rows: Sequence[RankRow]) -> bool:
-    """Return whether ranks reach each other's host memory without a network in between."""
+    """Return whether ranks reach each other's host memory without a network."""
     endpoints = [row.host_endpoint for row in rows]
     return all(each is not None and each.backend == TransferBackendName.SHARED_MEMORY for each in endpoints)

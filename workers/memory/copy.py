@@ -13,16 +13,20 @@ from transfer.page_range import PageRange
 from workers.device import Event, has_kernels, index_on
 
 LEAST_PIECE_BYTES = 448 << 10
-"""Smallest piece for the copy engine; a kernel copies smaller ones. An estimate: 50 GB/s move this much in the 9 µs
-that the host takes to issue one copy.
+"""Smallest piece for the copy engine; a kernel copies smaller ones. An estimate: at 50 GB/s this takes 9 µs, the time
+in which the host issues one copy.
 """
 
 
 class PinnedMemory:
-    """Buffers pinned until ``close``, which must be called before they are freed: the GPU remembers their addresses."""
+    """Pinned buffers. Call ``close`` before they are freed: the GPU remembers their addresses."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
-        """Pin buffers, each once in a process; RuntimeError if the system does not allow as much."""
+        """Pin buffers, each only once per process.
+
+        Raises:
+            RuntimeError: the system does not allow that much pinned memory.
+        """
         self._addresses: list[int] = []
         for buffer in buffers:
             address = int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
@@ -52,7 +56,7 @@ class PageMemory:
     """Memory laid out in pages: a pool on a device, a host tier, or a region that peers write to."""
 
     def __init__(self, memory: Tensor, layout: PoolLayout) -> None:
-        """Wrap ``memory``, which is flat uint8; bytes after its last whole page are not used."""
+        """Wrap flat uint8 memory; bytes after its last whole page are not used."""
         assert memory.dtype == torch.uint8, f"not bytes: {memory.dtype}"
         assert memory.ndim == 1, f"not flat: {memory.shape}"
         num_pages = len(memory) // layout.page_bytes
@@ -61,7 +65,7 @@ class PageMemory:
         """``[page, byte]``."""
 
     def at(self, pages: Sequence[int], layers: range | None = None, lifetime: int = 0) -> Pages:
-        """Return pages by index: whole ones of any lifetime, or some layers of the model of one."""
+        """Return pages by index, whole or restricted to some layers of one lifetime's groups."""
         return Pages(self.bytes, PageRange(self.layout, pages, layers, lifetime=lifetime))
 
 
@@ -88,7 +92,7 @@ def copy(
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a GPU's stream for copies: their few programs run before the remaining ones of a large kernel."""
+    """Return a high-priority stream for copies on a GPU: they start before the rest of a large kernel."""
     return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
@@ -100,7 +104,6 @@ def warm_up_copies(memory: PageMemory) -> None:
 
 
 def _copy_view(source: Tensor, of: Sequence[int], target: Tensor, to: Sequence[int]) -> None:
-    """Copy pages of ``[page, head, layer, byte]``."""
     if _is_for_a_kernel(source, target):
         from workers.kernels.copy_pages import copy_pages
 
@@ -118,7 +121,7 @@ def _is_for_a_kernel(source: Tensor, target: Tensor) -> bool:
 
 
 def _pieces(source: Tensor, of: Sequence[int], target: Tensor, to: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs (target, source) that are adjacent on both sides, since torch would wait for others."""
+    """Yield (target, source) pairs that are contiguous on both sides: torch waits for copies of others."""
     heads: Sequence[slice | int] = [slice(None)] if _is_adjacent(source) else range(source.shape[1])
     return (
         (target[target_page, head], source[source_page, head])

@@ -8,9 +8,7 @@ if TYPE_CHECKING:  # the simulator has no torch
 
 
 class LayerwiseLoad:
-    """Progress of one load. The copying thread reports each layer, and the computing thread waits for the layers it
-    reads.
-    """
+    """Progress of one load: the copying thread reports each layer, and the computing thread waits for what it reads."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -37,7 +35,7 @@ class LayerwiseLoad:
             self._changed.notify_all()
 
     def wait_for(self, layer: int) -> None:
-        """Wait until a layer is loaded for everything that this thread runs, or starts on its GPU, from now on.
+        """Wait for a layer before anything that this thread runs, or starts on its GPU, from now on.
 
         Raises:
             Exception: the error that the copying thread failed with.

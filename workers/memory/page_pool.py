@@ -62,7 +62,7 @@ class PagePool(PageMemory):
         return self._layers[layer].lifetime
 
     def layer_pages(self, layer: int) -> Tensor | None:
-        """Return K and V of one layer as one view ``[page, head, part, slot, dim]``; None if their widths differ."""
+        """Return a joint view ``[page, head, part, slot, dim]`` of a layer's K and V; None if their widths differ."""
         return self._layers[layer].joint
 
     def widths(self, layer: int) -> tuple[int, int]:
@@ -79,12 +79,12 @@ class PagePool(PageMemory):
         self.at_slots(slots).write(layer, kv)
 
     def kv_slots(self, layer: int, slots: Tensor) -> KvSlots | None:
-        """Return the slots where a kernel that computes K and V stores them; None where there is no such kernel."""
+        """Return the slots for a kernel that stores the K and V it computes; None if there is no such kernel."""
         pages = self.layer_pages(layer)
         return KvSlots(pages, slots) if has_kernels(self.bytes) and pages is not None else None
 
     def at_slots(self, slots: Tensor) -> "PoolSlots":
-        """Return a writer of all layers of a step, which go to the same slots."""
+        """Return a writer for all layers of a step, which share their slots."""
         return PoolSlots(self, slots)
 
     @contextmanager
@@ -98,7 +98,7 @@ class PagePool(PageMemory):
             self._load = self._on_stored = None
 
     def note_stored(self, layer: int) -> None:
-        """Report that the step at hand writes no more of this layer."""
+        """Report that the current step writes nothing more to this layer."""
         if self._on_stored is not None:
             self._on_stored(layer)
 
@@ -137,7 +137,7 @@ class PoolSlots:
             self._assign(layer, kv)
             return
         dim = pages.shape[-1]
-        # Treat a token's heads as rows of all memory after the layer's first: twice as fast as the assignment above.
+        # Treat a token's heads as rows of all memory from the layer's first on: twice as fast as the assignment.
         num_rows = (pages.untyped_storage().nbytes() // pages.itemsize - pages.storage_offset()) // dim
         heads = torch.as_strided(pages, (num_rows, dim), (dim, 1))
         rows = self._rows_of(pages)
@@ -173,12 +173,12 @@ class _LayerPages(NamedTuple):
 def _group_bytes(memory: Tensor, layout: PoolLayout, group: GroupLayout) -> Tensor:
     """Return ``[page, head, layer, byte]`` of a group."""
     (view,) = PageRange(layout, (), groups=[group.name], lifetime=group.lifetime).views(memory)
-    # Whole pages are one piece, which may end in bytes that other lifetimes need.
+    # A whole page may end in bytes that only other lifetimes use.
     return view[..., : group.num_bytes].view(len(memory), group.num_heads, len(group.layers), group.layer_bytes)
 
 
 def _group_view(memory: Tensor, layout: PoolLayout, group: GroupLayout) -> Tensor:
-    """Return ``[page, head, layer, part, slot, dim]`` of a group, or ``[page, head, layer, byte]`` of unlike parts."""
+    """Return a group's ``[page, head, layer, part, slot, dim]``, or ``[page, head, layer, byte]`` if parts differ."""
     view = _group_bytes(memory, layout, group)
     if len({(part.dim, part.dtype) for part in group.parts}) > 1:
         return view
@@ -212,7 +212,7 @@ def _attention_layers(memory: Tensor, layout: PoolLayout) -> dict[int, _LayerPag
 
 
 def _words_of(rows: Tensor) -> Tensor:
-    """Return the same bytes in the largest words that make up a row, since a copy goes word by word."""
+    """Return the same bytes as the largest words that divide a row, since a copy moves one word at a time."""
     num_bytes = rows.shape[1] * rows.itemsize
     word = next(word for word in (torch.int64, torch.int32, torch.int16, torch.int8) if num_bytes % word.itemsize == 0)
     return rows.view(word)

@@ -1,4 +1,4 @@
-"""Pages of one rank as peers access them: the pool itself if they can reach it, else a copy on the host."""
+"""Pages of one rank as peers access them: the pool itself if they can reach it, or a copy on the host."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ class PeerMemory:
     """
 
     def __init__(self, pool: PagePool, region: Region, head_copies: Communicator | None = None) -> None:
-        """Use the pool itself as ``region`` unless it has a buffer on the host besides a GPU's pool.
+        """Use a separate host copy if ``region`` has a host buffer that is not the pool itself.
 
         Args:
             head_copies: ranks of a decode replica that hold the same heads, by TP rank; each is sent its part of the
@@ -49,9 +49,7 @@ class PeerMemory:
         return event_on(self.pool.bytes.device)
 
     def publish(self, pages: PageRange, after: Event | None) -> None:
-        """Publish a range of pages to peers once ``after`` completes; whichever thread calls this may send them on
-        return.
-        """
+        """Publish pages to peers once ``after`` completes; the calling thread may send them on return."""
         if self.host is None:
             if after is not None:
                 after.synchronize()
@@ -61,7 +59,7 @@ class PeerMemory:
             copied.synchronize()
 
     def receive(self, pages: Sequence[int]) -> None:
-        """Copy in pages that peers wrote, before anything that the computing thread starts from now on.
+        """Copy in pages that peers wrote, ahead of anything that the computing thread starts from now on.
 
         Every rank with the same heads calls this with the same pages.
         """
@@ -94,7 +92,7 @@ def open_peer_memory(
     verify: Verify,
     head_copies: Communicator | None = None,
 ) -> PeerMemory:
-    """Allocate a pool: in the region itself on a CPU; on a GPU in its own memory, which peers reach if they can."""
+    """Allocate a pool: on a CPU in the region itself, on a GPU as in ``open_apart``."""
     if device.type == "cuda":
         return open_apart(layout, device, backend, verify, head_copies)
     region = backend.allocate(layout.pool_bytes)
@@ -108,7 +106,7 @@ def open_apart(
     verify: Verify,
     head_copies: Communicator | None = None,
 ) -> PeerMemory:
-    """Allocate a pool in device memory; peers access it there if the backend can, else through the host."""
+    """Allocate a pool in device memory; peers access it there if the backend can, or else through the host."""
     memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=device)
     pool = PagePool(layout, memory)
     try:
@@ -130,7 +128,7 @@ def _host_copy(pool: PagePool, region: Region) -> PageMemory | None:
 
 
 def _check_reachable(device: torch.device, verify: Verify) -> None:
-    """Raise TransferError if peers could write to this GPU's memory, but not usably."""
+    """Raise TransferError if what peers write to this GPU's memory could not be used safely."""
     if verify is Verify.DIGEST:
         raise TransferError("transfer.verify: digest reads pages on the host")
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _ORDERS_WRITES:

@@ -80,7 +80,7 @@ def test_a_replica_is_drained_though_there_is_no_room_for_what_its_device_has(mo
     world.tiers.attach(is_attached=True)
     world.advance()
     assert (world.tiers.state().is_storing, world.tiers.state().num_waiting) == (False, 12)
-    world.tiers.host.drop(b"one")
+    world.tiers.host.free(b"one")
     world.advance()
     assert world.tiers.state().is_storing
     world.drain()

@@ -71,7 +71,7 @@ def test_without_a_page_of_the_window_a_shorter_prefix_comes(*, is_fresh: bool) 
         del world.ranks[0].stored[TAIL[0]]
         world.restart()
     else:
-        world.tiers.host.drop(TAIL[0])
+        world.tiers.host.free(TAIL[0])
         world.tiers.attach(is_attached=False)
     assert serve(world, TOKENS) == len(KEYS) - 2
 
@@ -96,7 +96,7 @@ def test_a_window_comes_from_storage_to_a_prefix_that_host_memory_has() -> None:
     serve(world, TOKENS)
     world.allocator.flush()
     for key in TAIL:
-        world.tiers.host.drop(key)
+        world.tiers.host.free(key)
     assert serve(world, TOKENS) == len(KEYS)
 
 

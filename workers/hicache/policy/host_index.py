@@ -30,7 +30,7 @@ class HostPage:
     is_filled: bool = False
     num_holders: int = 0
     stored_s: float = NEVER_S
-    """Latest time at which storage had it, as far as is known."""
+    """Latest time at which storage is known to have had it."""
     is_fetched: bool = False
     """Whether it came from storage and no request has used it yet."""
 
@@ -49,7 +49,7 @@ class HostIndex:
         self._free = [deque(range(owner, self.num_pages, num_owners)) for owner in range(num_owners)]
         self._pages: dict[bytes, HostPage] = {}
         self._by_use: list[OrderedDict[bytes, HostPage]] = [OrderedDict() for _ in range(num_owners)]
-        """Unpinned pages by owner, least recently used first. Pinned ones are left out, so that none are skipped."""
+        """Unpinned pages by owner, least recently used first."""
         self._busy: list[set[bytes]] = [set() for _ in range(num_owners)]
         """Pages by owner that cannot be evicted now."""
         self.pins = Pins(pages_per_owner, num_owners, lifetimes)
@@ -78,12 +78,10 @@ class HostIndex:
         return self._pages[key]
 
     def page_of(self, key: bytes) -> int | None:
-        """Return the filled page of a key."""
         found = self._pages.get(key)
         return found.page if found is not None and found.is_filled else None
 
     def has(self, key: bytes) -> bool:
-        """Return whether a key has a filled page."""
         return self.page_of(key) is not None
 
     def filled_keys(self) -> list[bytes]:
@@ -94,18 +92,18 @@ class HostIndex:
         return [key for key, page in islice(self._by_use[owner].items(), count) if page.is_filled]
 
     def num_movable(self, owner: int) -> int:
-        """Count an owner's pages that are free or may be evicted now."""
+        """Count an owner's pages that are free or can be evicted now."""
         return self.num_pages // self.num_owners - len(self._busy[owner])
 
     def is_busy(self, key: bytes) -> bool:
-        """Return whether a page is here, or reserved, and cannot be evicted now."""
+        """Return whether a page is reserved or filled and cannot be evicted now."""
         page = self._pages.get(key)
         return page is not None and key in self._busy[page.page % self.num_owners]
 
     def reserve(self, key: bytes, index: int, depth: int = 0) -> int | None:
-        """Return a page to be filled for a new key; None if all of its owner's are in use.
+        """Return a page to be filled for a new key; None if all pages of its owner are in use.
 
-        ``index`` and ``depth`` are those of ``TierPage``.
+        ``index`` and ``depth`` are as in ``TierPage``.
         """
         assert key not in self._pages, "a key has two host pages"
         owner = index % self.num_owners
@@ -121,7 +119,7 @@ class HostIndex:
         return page
 
     def make_room(self, owner: int, wanted: int) -> int:
-        """Evict an owner's pages that storage was offered until ``wanted`` are free; return how many of them are."""
+        """Evict an owner's pages that storage was offered until ``wanted`` are free; return how many of those are."""
         lacking = wanted - len(self._free[owner])
         offered = (key for key, page in self._by_use[owner].items() if page.stored_s != NEVER_S and page.is_idle)
         for key in list(islice(offered, max(0, lacking))):
@@ -129,14 +127,13 @@ class HostIndex:
         return min(wanted, len(self._free[owner]))
 
     def fill(self, key: bytes) -> None:
-        """Note that a reserved page has its bytes."""
         self._pages[key].is_filled = True
         self._settle(key)
         self.version += 1
         self.journal.note(key, True)
 
     def note_fetched(self, key: bytes, now_s: float) -> None:
-        """Note that a filled page is a copy from storage."""
+        """Note that a filled page was read from storage."""
         page = self._pages[key]
         page.stored_s, page.is_fetched = now_s, True
 
@@ -146,24 +143,24 @@ class HostIndex:
         self.version += stored_s == NEVER_S
 
     def doubt_storage(self) -> list[bytes]:
-        """Forget what storage has, since it may have lost it; return the pages that it had."""
+        """Forget which pages storage has, since it may have lost them; return these pages."""
         doubted = [key for key, page in self._pages.items() if isfinite(page.stored_s)]
         for key in doubted:
             self.note_stored(key, NEVER_S)
         return doubted
 
     def note_used(self, keys: Sequence[bytes]) -> list[bool]:
-        """Note that a request uses these pages; return which of them storage delivered since their last use."""
+        """Note that a request uses these pages; return one flag per page: it was fetched since its last use."""
         pages = [self._pages[key] for key in keys]
         fetched = [page.is_fetched for page in pages]
         for page in pages:
             page.is_fetched = False
         return fetched
 
-    def drop(self, key: bytes) -> None:
+    def free(self, key: bytes) -> None:
         """Free a page that nothing holds."""
         page = self._pages.pop(key)
-        assert page.num_holders == 0, f"host page {page.page} is dropped but held"
+        assert page.num_holders == 0, f"host page {page.page} is freed but held"
         owner = page.page % self.num_owners
         self._by_use[owner].pop(key, None)
         self._busy[owner].discard(key)
@@ -197,7 +194,7 @@ class HostIndex:
         self.version += 1
 
     def pin(self, keys: Sequence[bytes], *, is_pinned: bool) -> None:
-        """Never evict the pages of a prompt, also those that come later; or unpin them."""
+        """Never evict a prompt's pages, present and later ones, or unpin them."""
         for key in self.pins.add(keys) if is_pinned else self.pins.remove(keys):
             if key in self._pages:
                 self._settle(key)
@@ -207,7 +204,7 @@ class HostIndex:
         """Free everything that is neither held nor pinned."""
         for pages in self._by_use:
             for key in [key for key, page in pages.items() if page.is_idle]:
-                self.drop(key)
+                self.free(key)
 
     def check_integrity(self) -> None:
         """Prove that every page is free or has one key, and is listed with its owner."""
@@ -225,10 +222,10 @@ class HostIndex:
 
     def _evict(self, key: bytes, owner: int) -> None:
         self.num_evicted[owner] += 1
-        self.drop(key)
+        self.free(key)
 
     def _settle(self, key: bytes) -> None:
-        """List a page anew after a change to its pins, holders or bytes."""
+        """Update the lists of a page after a change to its pins, holders or bytes."""
         page = self._pages[key]
         owner = page.page % self.num_owners
         if key in self.pins:

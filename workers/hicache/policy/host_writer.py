@@ -1,7 +1,7 @@
 """Copies of device pages to host memory, and when they are made. Sans I/O.
 
 A copy holds nothing on the device and delays no eviction. If its page is evicted before every rank has reported, the
-copy is dropped.
+copy is discarded.
 """
 
 from collections import Counter, deque
@@ -15,14 +15,13 @@ from workers.hicache.policy.host_index import HostIndex
 from workers.hicache.policy.jobs import Outcome, TierJobs
 
 BATCH_PAGES = 64
-"""Most pages of one job."""
+"""Maximum pages per job."""
 MAX_OPEN = 4
-"""Most open jobs; further pages wait as keys, which hold nothing."""
+"""Maximum open jobs; further pages wait as keys, which hold nothing."""
 SELECTIVE_HITS = 2
-"""Requests that must have found a page before ``write_through_selective`` copies it, as in SGLang: one may be
-chance."""
+"""Requests that must find a page before ``write_through_selective`` copies it, as in SGLang."""
 MARGIN = 1024
-"""Pages of each owner that ``write_back`` saves ahead of their eviction."""
+"""Pages per owner that ``write_back`` saves ahead of their eviction."""
 
 
 class HostWriter:
@@ -40,7 +39,7 @@ class HostWriter:
         """Versions of both caches at the last look at the next pages to be evicted."""
         self._hits: Counter[bytes] = Counter()
         self.num_lost = 0
-        """Pages that were due and were evicted before they were saved."""
+        """Pages that were evicted before they could be saved."""
         self._saved: list[bytes] = []
         self._received: set[bytes] = set()
         self._is_draining = False
@@ -57,7 +56,7 @@ class HostWriter:
                     self._waiting.append(key)
 
     def note_pinned(self, keys: Sequence[bytes]) -> None:
-        """Save the pinned pages among these that only the device has."""
+        """Save these pages if they are pinned and only on the device."""
         if self._host.pins:
             self._waiting += [key for key in self._only_on_device(keys) if key in self._host.pins]
 
@@ -90,7 +89,7 @@ class HostWriter:
         return sum(map(len, self._left))
 
     def advance(self) -> None:
-        """Submit the saves that are due, as far as there is room."""
+        """Submit the saves that are due, within the limit of open jobs."""
         stored, removed = self._journal.take()
         received, self._received = self._received, set()
         for key in removed:
@@ -120,9 +119,7 @@ class HostWriter:
             self._seen = self._tree.version, self._host.version
 
     def _next_to_go(self) -> list[bytes]:
-        """Return no more pages than host memory can take, and renew those it has, so that copies do not evict each
-        other.
-        """
+        """Return the next pages to be evicted, as many as host memory can take, and renew the copies that it has."""
         room = [self._host.num_movable(owner) for owner in range(self._host.num_owners)]
         wanted = []
         for owner in range(self._tree.num_owners):
@@ -145,7 +142,7 @@ class HostWriter:
         return [key for key in keys if key not in self._host and self._tree.page_of(key) is not None]
 
     def _next_left(self) -> list[bytes]:
-        """Return as many pages as fit into the open jobs, and into host memory besides what is not stored yet."""
+        """Return as many pages as fit into the open jobs and into host memory without evicting unstored pages."""
         limit = max(1, MAX_OPEN * BATCH_PAGES // self._host.num_owners)
         return [
             left.popleft()
@@ -175,7 +172,7 @@ class HostWriter:
                 self._host.fill(page.key)
                 self._saved.append(page.key)
             else:
-                self._host.drop(page.key)
+                self._host.free(page.key)
                 self.num_lost += 1
         self._renew_prefixes(pages)
 

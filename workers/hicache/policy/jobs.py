@@ -20,15 +20,15 @@ _MOST_FAILURES = 3
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 LATE_S = 5.0
-"""Time that a storage job may take beyond its timeout; after that its storage call is considered hanging."""
+"""Time beyond its timeout after which a storage job is considered hanging."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a finished job: no rank touches its pages any more."""
+    """Outcome of a finished job, whose pages no rank accesses any more."""
 
     done: list[bool]
-    """Success flag of each page: whether every rank has done its part."""
+    """One flag per page: every rank has done its part."""
     failures: Counter[str]
     """Failed pages by reason, over all ranks."""
     now_s: float
@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def num_leading(self) -> int:
-        """Pages before the first that is not done."""
+        """Number of pages before the first that is not done."""
         return next((number for number, is_done in enumerate(self.done) if not is_done), len(self.done))
 
 
@@ -55,7 +55,7 @@ class _Open:
 
 
 class TierJobs:
-    """Open jobs. Every rank reports every job exactly once, so that nothing waits for what only one rank knows."""
+    """Open jobs. Every rank reports every job exactly once."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -91,7 +91,7 @@ class TierJobs:
         return jobs
 
     def on_result(self, result: TierJobResult, now_s: float) -> bool:
-        """Take in one rank's result; return False for one that belongs to no open job."""
+        """Handle one rank's result; return False if it belongs to no open job."""
         job = self._open.get(result.job_id)
         if job is None or result.global_rank in job.reported:
             return False
@@ -160,9 +160,9 @@ class JobCounters:
 
 
 class Breaker:
-    """Breaker that opens after several failures in a row, for longer each time, and while a call hangs.
+    """Circuit breaker that opens after several failures in a row, for longer each time, and while a call hangs.
 
-    Once its time is over one failure opens it again, and one success closes it.
+    After the pause, one failure opens it again, and one success closes it.
     """
 
     def __init__(self) -> None:
@@ -175,18 +175,16 @@ class Breaker:
         return self._hangs or now_s < self._open_until_s
 
     def note_hangs(self, *, hangs: bool) -> None:
-        """Note whether there is a call that does not return."""
         self.num_opened += hangs and not self._hangs
         self._hangs = hangs
 
     def note(self, now_s: float, *, is_success: bool) -> None:
-        """Note the outcome of an attempt."""
         if is_success:
             self._num_failures = 0
             self._open_until_s = 0.0
             return
         if now_s < self._open_until_s:
-            return  # it was under way when another attempt opened the breaker
+            return  # it was running when another attempt opened the breaker
         self._num_failures += 1
         if self._num_failures >= _MOST_FAILURES and not self._hangs:
             wait_s = _FIRST_PAUSE_S * 2.0 ** min(self._num_failures - _MOST_FAILURES, 10)

@@ -1,4 +1,4 @@
-"""Pinned prompts, and thus the pages that stay in host memory: ids only."""
+"""Pinned prompts, whose pages stay in host memory: keys only."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,20 +7,19 @@ from workers.cache.page_lists import ONE_LIFETIME, Lifetimes
 
 
 class Pins:
-    """Set of pinned prompts; a page is pinned while any of them begins with it, whether or not it is in host memory
-    yet.
+    """Set of pinned prompts, each identified by the key of its last page.
 
-    A prompt is identified by the key of its last page.
+    A page is pinned while it belongs to any of them, whether or not it is in host memory yet.
     """
 
     def __init__(self, pages_per_owner: int, num_owners: int, lifetimes: Lifetimes = ONE_LIFETIME) -> None:
         self._lifetimes = lifetimes
         self._pages_per_owner = pages_per_owner
         self.limit = pages_per_owner // 2
-        """Most pinned pages of each owner; the rest is for other prompts."""
+        """Maximum pinned pages per owner; the rest is for other prompts."""
         self._prompts: set[bytes] = set()
         self._num_prompts: Counter[bytes] = Counter()
-        """Pinned prompts of each page that has any."""
+        """Number of pinned prompts per pinned page."""
         self._num_pages = [0] * num_owners
 
     def __contains__(self, key: bytes) -> bool:
@@ -30,20 +29,20 @@ class Pins:
         return bool(self._prompts)
 
     def refusal(self, keys: Sequence[bytes]) -> str:
-        """Return why a prompt may not be pinned; empty if it may."""
+        """Return why a prompt cannot be pinned; empty if it can."""
         num_pages = self._num_pages.copy()
         for owner, key in self._owned(keys):
             num_pages[owner] += key not in self
         if max(num_pages) <= self.limit:
             return ""
-        of_whom = " of one CP rank" if len(num_pages) > 1 else ""
+        whose = " of one CP rank" if len(num_pages) > 1 else ""
         return (
-            f"{max(num_pages)} of {self._pages_per_owner} host pages{of_whom} would be pinned, "
+            f"{max(num_pages)} of {self._pages_per_owner} host pages{whose} would be pinned, "
             f"{max(self._num_pages)} are; allowed: {self.limit}"
         )
 
     def add(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Pin a prompt; return the pages that were not pinned before."""
+        """Pin a prompt; return the newly pinned pages."""
         assert not self.refusal(keys), f"prompt pinned that may not be: {self.refusal(keys)}"
         if not keys or keys[-1] in self._prompts:
             return []
@@ -57,7 +56,7 @@ class Pins:
         return added
 
     def remove(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Unpin a prompt if it is pinned; return the pages that are not pinned any more."""
+        """Unpin a prompt if it is pinned; return the pages that are no longer pinned."""
         if not keys or keys[-1] not in self._prompts:
             return []
         self._prompts.remove(keys[-1])

@@ -1,6 +1,6 @@
-"""Reads of stored pages into host memory, for requests that will need them. Sans I/O.
+"""Prefetches of stored pages into host memory for waiting requests. Sans I/O.
 
-A look-up in storage comes first, so that host memory evicts nothing for absent pages.
+Storage is asked first which pages it has, so that host memory evicts nothing for absent pages.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +17,17 @@ from workers.hicache.policy.host_index import HostIndex
 from workers.hicache.policy.jobs import Breaker, Outcome, TierJobs
 
 BATCH_PAGES = 32
-"""Most pages of one job."""
+"""Maximum pages per job."""
 MAX_OPEN = 2
-"""Most open jobs of one request."""
+"""Maximum open jobs per request."""
 MIN_TOKENS = 256
-"""Tokens below which a request computes rather than reads, as in SGLang: they take less time than a look-up."""
+"""Minimum tokens to prefetch, as in SGLang: fewer are computed faster than looked up."""
 BASE_S = 1.0
-"""Longest wait under ``timeout`` for any number of tokens: some look-ups and reads of a slow disk."""
+"""Constant part of the wait under ``timeout``: a few look-ups and reads from a slow disk."""
 S_PER_1K_TOKENS = 0.25
-"""Additional wait under ``timeout`` for every 1000 tokens, as in SGLang: about as long as computing them takes."""
+"""Additional wait under ``timeout`` per 1000 tokens, as in SGLang: about as long as computing them takes."""
 LONGEST_S = 30.0
-"""Longest time that storage is read for one request under the policies without a timeout of their own."""
+"""Maximum time that storage is read for one request under the other policies."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,27 +37,27 @@ class _Prefetch:
     keys: Sequence[bytes]
     """Keys of all leading pages of the request, of the first lifetime."""
     num_here: int
-    """Leading pages behind which it could continue without storage."""
+    """Leading pages after which it could continue without storage."""
     pages: list[TierPage]
-    """Pages that the tiers above lack, in order: those looked up, then those to be read."""
+    """Pages that the tiers above lack, in order."""
     deadline_s: float
     """Time when the request stops waiting."""
     late_s: float
-    """Time when storage is too slow; nothing more is read then."""
+    """Time after which nothing more is read."""
     num_wanted: int = 0
-    """Leading ones of ``pages`` that are stored, as far as is known."""
+    """Leading pages that are known to be stored."""
     num_submitted: int = 0
     num_open: int = 1
     """Open jobs; the first one looks up what is stored."""
     shared: list[bytes] = field(default_factory=list)
-    """Pages in flight for another request."""
+    """Pages being read for another request."""
     held: list[bytes] = field(default_factory=list)
     """Host pages held for this request."""
     is_forgotten: bool = False
 
 
 class Prefetcher:
-    """Prefetcher that reads pages by policy, and decides how long each request waits for them."""
+    """Prefetcher that reads pages from storage and decides how long each request waits for them."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Prefetcher:
         breaker: Breaker,
         min_tokens: int = MIN_TOKENS,
     ) -> None:
-        """Build a prefetcher; ``is_here`` tells of a page whether the device or host memory has it."""
+        """Build a prefetcher; ``is_here`` returns whether the device or host memory has a page."""
         self._policy = policy
         self._min_tokens = min_tokens
         self._lifetimes = lifetimes
@@ -82,7 +82,7 @@ class Prefetcher:
         """Requests that started without pages that storage did not deliver in time."""
 
     def expect(self, room: Room, keys: Sequence[bytes], num_here: int, now_s: float) -> None:
-        """Read what the tiers above lack of a request, which could continue behind ``num_here`` pages without."""
+        """Read a request's missing pages; without them it could continue after ``num_here`` pages."""
         tokens = (len(keys) - num_here) * self._lifetimes.page_size
         if tokens < self._min_tokens or self._breaker.is_open(now_s):
             return
@@ -95,16 +95,15 @@ class Prefetcher:
         self._jobs.submit(TierJobKind.LOOK_UP, pages, on_end, prefetch.late_s - now_s)
 
     def is_waiting(self, room: Room, now_s: float) -> bool:
-        """Return whether the request is to wait for more of its pages."""
+        """Return whether the request should wait for more of its pages."""
         prefetch = self._prefetches.get(room)
         return prefetch is not None and now_s < prefetch.deadline_s and self._is_open(prefetch)
 
     def next_deadline_s(self) -> float | None:
-        """Return when the next request stops waiting."""
         return min((each.deadline_s for each in self._prefetches.values() if self._is_open(each)), default=None)
 
     def forget(self, room: Room, now_s: float) -> None:
-        """Note that the request starts, or never will; pages in flight still come."""
+        """Note that the request starts or has ended before it could; reads that are running continue."""
         prefetch = self._prefetches.pop(room, None)
         if prefetch is None:
             return
@@ -132,7 +131,7 @@ class Prefetcher:
         prefetch.num_open -= 1
         self._note(prefetch, outcome)
         if outcome.num_leading < len(prefetch.pages):
-            # Every prefix that is longer, up to the one that was looked up, needs the missing page.
+            # Every longer prefix up to the one that was looked up needs the missing page.
             prefetch.keys = prefetch.keys[: prefetch.pages[outcome.num_leading].depth]
             prefetch.pages = self._lacking(prefetch.keys)
         if (len(prefetch.keys) - prefetch.num_here) * self._lifetimes.page_size >= self._min_tokens:
@@ -153,7 +152,7 @@ class Prefetcher:
                 self._jobs.submit(TierJobKind.FETCH, pages, on_end, prefetch.late_s - now_s)
 
     def _next_batch(self, prefetch: _Prefetch) -> list[TierPage]:
-        """Reserve host pages for the next pages, except those that are here or in flight for another request."""
+        """Reserve host pages for the next pages, except pages that are here or being read for another request."""
         batch: list[TierPage] = []
         while prefetch.num_submitted < prefetch.num_wanted and len(batch) < BATCH_PAGES:
             page = prefetch.pages[prefetch.num_submitted]
@@ -175,14 +174,14 @@ class Prefetcher:
             if is_done:
                 self._keep(prefetch, page.key, outcome.now_s)
             else:
-                self._host.drop(page.key)
+                self._host.free(page.key)
         self._touch(prefetch)
         if not all(outcome.done):
             prefetch.num_wanted = prefetch.num_submitted
         self._fetch_more(prefetch, outcome.now_s)
 
     def _lacking(self, keys: Sequence[bytes]) -> list[TierPage]:
-        """Return the pages that the tiers above lack to continue behind these."""
+        """Return the pages that the tiers above lack for a request to continue after these."""
         return [page for page in self._lifetimes.prefix_pages(keys) if not self._is_here(page.key)]
 
     def _touch(self, prefetch: _Prefetch) -> None:
@@ -196,6 +195,6 @@ class Prefetcher:
             prefetch.held.append(key)
 
     def _note(self, prefetch: _Prefetch, outcome: Outcome) -> None:
-        """Note an outcome; one that comes too late was already noted as a failure."""
+        """Note an outcome for the breaker, unless it is late, which already counts as a failure."""
         if outcome.now_s < prefetch.late_s:
             self._breaker.note(outcome.now_s, is_success=not outcome.failures["error"])

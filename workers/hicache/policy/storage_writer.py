@@ -11,24 +11,24 @@ from workers.hicache.policy.host_index import NEVER_S, STORING_S, HostIndex
 from workers.hicache.policy.jobs import Breaker, Outcome, TierJobs
 
 BATCH_PAGES = 16
-"""Most pages of one job."""
+"""Maximum pages per job."""
 MAX_OPEN = 2
-"""Most open jobs; their pages stay in host memory meanwhile."""
+"""Maximum open jobs; their pages stay in host memory meanwhile."""
 MARGIN = 1024
-"""Pages of each owner that ``write_back`` stores ahead of their eviction."""
+"""Pages per owner that ``write_back`` stores ahead of their eviction."""
 TIMEOUT_S = 60.0
-"""Longest wait of a queued job, after which it is dropped: pages come faster than storage takes them."""
+"""Timeout of a job: it fails if pages arrive faster than storage takes them."""
 RENEW_S = 60.0
 """Age of the last known copy at which a used page is offered again, since storage does not report evictions."""
 MAX_REPORTED = 1 << 18
-"""Most keys of stored pages that new routers are sent."""
+"""Maximum keys of stored pages that are sent to a new router."""
 
 
 class StorageWriter:
-    """Writer of pages by policy. A page that cannot be written is counted, and retried when it is used.
+    """Writer of pages by policy. A page that cannot be written is counted, and retried when it is next used.
 
-    ``write_back`` retries it among the next to be evicted. While the breaker is open the latest pages wait, as many
-    as host memory has. Offering a page that storage has costs one look: ranks write only what is missing.
+    ``write_back`` retries it when it is next due for eviction. While the breaker is open, up to as many pages as host
+    memory has wait. Offering a page that storage has costs only a look-up: ranks write what is missing.
     """
 
     def __init__(self, policy: WritePolicy, host: HostIndex, jobs: TierJobs, breaker: Breaker) -> None:
@@ -41,20 +41,20 @@ class StorageWriter:
         """Version of host memory at the last look at the next pages to be evicted."""
         self._is_draining = False
         self._doubted: set[bytes] = set()
-        """Pages that storage has had, which are offered after those that it never had."""
+        """Pages that storage once had; they are offered after pages that it never had."""
         self._stored: OrderedDict[bytes, None] = OrderedDict()
         self.journal = PageJournal()
         """Pages stored; storage does not report what it evicts."""
         self.num_lost = 0
-        """Pages that were due and are not stored."""
+        """Pages that were due and could not be stored."""
 
     def note_saved(self, key: bytes) -> None:
-        """Note that a page has come to host memory from the device."""
+        """Note that a page was saved to host memory."""
         if self._policy is not WritePolicy.WRITE_BACK:
             self._wait([key])
 
     def note_used(self, keys: Sequence[bytes], now_s: float) -> None:
-        """Note that a request begins with these pages; those here that storage may lack are due again."""
+        """Note that a request starts with these pages; those in host memory that storage may lack are due again."""
         here = [key for key in keys if self._host.page_of(key) is not None]
         for key in here:
             if NEVER_S < self._host[key].stored_s <= now_s - RENEW_S:
@@ -63,11 +63,11 @@ class StorageWriter:
             self._wait(key for key in here if self._is_missing(key))
 
     def doubt(self) -> None:
-        """Offer all pages again that the policy or a drain asks for, since storage may have lost anything."""
+        """Offer all pages again, as far as the policy or a drain asks for them: storage may have lost any."""
         self._doubted = set(self._host.doubt_storage())
 
     def drain(self, *, is_draining: bool) -> None:
-        """Start or stop storing all that storage lacks, under every policy, since host memory may be gone soon."""
+        """Start or stop storing all pages that storage lacks, under every policy."""
         if is_draining and not self._is_draining:
             self.doubt()
         self._is_draining = is_draining
@@ -80,7 +80,6 @@ class StorageWriter:
 
     @property
     def stored_keys(self) -> list[bytes]:
-        """Return the latest stored pages."""
         return list(self._stored)
 
     def advance(self, now_s: float) -> None:
@@ -100,7 +99,7 @@ class StorageWriter:
         return self._host[key].stored_s == NEVER_S
 
     def _wait(self, keys: Iterable[bytes]) -> None:
-        """Queue pages, as many as host memory has; those that have waited longest are dropped."""
+        """Queue pages, up to as many as host memory has; the oldest entries are removed first."""
         for key in keys:
             self._waiting[key] = None
             if len(self._waiting) > self._host.num_pages:

@@ -1,8 +1,8 @@
-"""Objects as files of one private folder, which any number of processes may share.
+"""Objects as files in a private folder that any number of processes may share.
 
-A file is written under a temporary name and then renamed, so that it is either complete or absent. Its modification
-time is the time of last use. Reading renews it, and so does looking for the file to see whether it must be written;
-the deeper an object, the earlier its time, so that the end of a prompt is evicted before its beginning.
+A file is written under a temporary name and then renamed, so it is either complete or absent. Its modification time is
+the time of last use, which reads and look-ups renew. Deeper objects get earlier times, so that the end of a prompt is
+evicted before its beginning.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ _log = logging.getLogger(__name__)
 
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _DEPTH_S = 0.1
-"""Age difference between a page and its predecessor in the prompt: the longest time that one page takes."""
+"""Age difference between a page and its predecessor in the prompt: the maximum time for one page."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FOREIGN = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
-"""Errors of what is not ours, in the place of an object: a link, a socket, a folder."""
+"""Errors from foreign entries at an object's path: a link, a socket, a folder."""
 
 
 class FileStorage:
     """Folder as a ``StorageBackend``."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Make the folder; one that exists and cannot be written to is only read.
+        """Create the folder; an existing read-only folder is only read.
 
         Raises:
-            UserError: a file is in its place.
+            UserError: a file exists at its path.
             StorageError: the folder cannot be used at present.
         """
         self._folder = folder
@@ -73,7 +73,6 @@ class FileStorage:
             ]
 
     def write(self, objects: Sequence[StorageObject]) -> list[Written]:
-        """Write files one after another."""
         return [self._write(item) for item in objects]
 
     def delete(self, name: str) -> None:
@@ -95,7 +94,7 @@ class FileStorage:
         self.sweeper.close()
 
     def _path(self, name: str) -> Path:
-        """Return an object's path: each namespace is spread over folders, since very large ones are slow."""
+        """Return an object's path: each namespace is spread over folders, since very large folders are slow."""
         namespace, _, file = name.rpartition("/")
         return self._folder / namespace / file[:2] / file
 
@@ -177,7 +176,7 @@ def _read(file: io.FileIO, item: StorageObject) -> Read:
 
 
 def _renew(file: int | Path, depth: int) -> None:
-    """Note that a file is used. Its predecessors in the prompt count as used later, though they are read before."""
+    """Note that a file is used. Its predecessors in the prompt count as used later, although they are read earlier."""
     used_s = time.time() - depth * _DEPTH_S
     with contextlib.suppress(OSError):  # a reader need not be allowed to
         os.utime(file, times=(used_s, used_s))

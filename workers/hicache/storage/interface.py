@@ -1,4 +1,4 @@
-"""Interface of storage backends, which keep named objects and know nothing of pages, keys or ranks."""
+"""Interface of storage backends, which keep named objects and do not know pages, keys or ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from cluster.spec.tiers import StorageFigures
 
 
 class StorageError(BatonError):
-    """Error of storage that cannot do something now; it may later."""
+    """Error of a storage operation that may succeed later."""
 
 
 class CorruptObjectError(BatonError):
-    """Error of an object that is not what was written under its name, and never will be."""
+    """Error of an object whose content is not what was written under its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageObject:
-    """Name of an object, and the memory that its bytes are read into or written from, one part after another."""
+    """Name of an object, and the memory its bytes are read into or written from, one part after another."""
 
     name: str
     parts: Sequence[memoryview]
     depth: int = 0
-    """Number of objects without which this one is useless: a page needs the pages before it in its prompt."""
+    """Number of objects that this one needs: a page needs the pages before it in its prompt."""
 
     @property
     def num_bytes(self) -> int:
@@ -31,9 +31,9 @@ class StorageObject:
 
 
 Read = bool | CorruptObjectError | StorageError
-"""Outcome of reading an object: true if its bytes are there, false if there is no such object, or an error."""
+"""Outcome of reading an object: true if it was read, false if there is no such object, or an error."""
 Written = StorageError | None
-"""Outcome of writing an object: an error, or none."""
+"""Outcome of writing an object: an error, or None on success."""
 
 
 class StorageBackend(Protocol):
@@ -64,7 +64,7 @@ class StorageBackend(Protocol):
         ...
 
     def figures(self) -> StorageFigures | None:
-        """Return what this process knows of storage as a whole, without a request to it; None for nothing."""
+        """Return what this process knows about storage as a whole, without a request to it; None if nothing."""
         ...
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""Objects in a Mooncake Store cluster: memory of many hosts under one master, which evicts the least used objects."""
+"""Objects in a Mooncake Store cluster: memory on many hosts, whose master evicts the least used objects."""
 
 import os
 import socket
 from collections.abc import Mapping, Sequence
 
-# The client reads these when it is loaded. Its defaults log every step to stderr, wait half a minute for each answer of
-# a silent master, and retry many times.
+# The client reads these when it is loaded. Its defaults log every step to stderr, wait half a minute for each response
+# from a silent master, and retry many times.
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 os.environ.setdefault("MC_RPC_TIMEOUT_MS", "2000")
 os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", "2000")
@@ -17,20 +17,20 @@ from cluster.spec.hicache_config import STORE_CLIENT_BYTES
 from workers.hicache.storage.interface import CorruptObjectError, Read, StorageError, StorageObject, Written
 
 _MISSING = -704
-"""Status of removing an object that is not there."""
+"""Status for removing an object that is not there."""
 _REACH_S = 3.0
 _NONSENSE = bytes(64)
-"""Request that no master knows, so that it hangs up at once."""
+"""Invalid request, after which a master closes the connection at once."""
 
 
 class MooncakeStorage:
     """Mooncake Store cluster as a ``StorageBackend``."""
 
     def __init__(self, host: str, master: str, lent_bytes: int) -> None:
-        """Join the cluster, and lend it memory of this process for anyone's objects.
+        """Join the cluster, and lend it memory of this process.
 
         Raises:
-            StorageError: no master is there at present.
+            StorageError: no master is available at present.
         """
         _reach(master)
         self._client = MooncakeDistributedStore()
@@ -79,7 +79,6 @@ class MooncakeStorage:
 
 
 def _take(data: memoryview, item: StorageObject) -> Read:
-    """Fill the parts with the bytes of an object."""
     if len(data) != item.num_bytes:
         return CorruptObjectError(f"{item.name} has {len(data)} bytes, not {item.num_bytes}")
     for part in item.parts:
@@ -89,10 +88,10 @@ def _take(data: memoryview, item: StorageObject) -> Read:
 
 
 def _reach(master: str) -> None:
-    """Check that a master answers, since the client stops the whole interpreter until it has joined or given up.
+    """Check that a master responds, since the client blocks the interpreter until it has joined or given up.
 
     Raises:
-        StorageError: nothing listens there, or nothing answers.
+        StorageError: nothing listens there, or nothing responds.
     """
     host, _, port = master.rpartition(":")
     try:
@@ -100,7 +99,7 @@ def _reach(master: str) -> None:
             connection.sendall(_NONSENSE)
             connection.recv(1)
     except ConnectionResetError:
-        return  # hung up as well
+        return  # the master closed the connection
     except TimeoutError as error:
         raise StorageError(f"the Mooncake master at {master} did not answer within {_REACH_S:g} s") from error
     except OSError as error:

@@ -16,23 +16,23 @@ from workers.hicache.storage.interface import Read, StorageBackend, StorageError
 _log = logging.getLogger(__name__)
 
 _FIRST_S = 5.0
-"""Longest wait for storage when a worker starts; a replica works without it."""
+"""Maximum wait for storage when a worker starts; a replica works without it."""
 
 
 def make_storage(config: StorageConfig, host: str) -> StorageBackend | None:
     """Return the configured backend, if there is one; ``host`` is the address at which peers reach this process.
 
     Raises:
-        UserError: the configuration is wrong. Storage that is unavailable is not an error here.
+        UserError: the configuration is wrong. Unavailable storage is not an error here.
     """
     maker = MAKERS.get(config.backend)
     return OpeningStorage(partial(maker, config, host)) if maker else None
 
 
 class OpeningStorage:
-    """Wrapper that opens another ``StorageBackend`` on its own thread, since that may take minutes.
+    """Wrapper that opens another ``StorageBackend`` on a thread, since that may take minutes.
 
-    A call that finds storage closed starts the next attempt, so the leader's breakers set the pace.
+    A call after a failed attempt starts the next one, so the leader's breakers set the pace.
     """
 
     def __init__(self, open_storage: Callable[[], StorageBackend], first_s: float = _FIRST_S) -> None:
@@ -70,7 +70,7 @@ class OpeningStorage:
         return self._attempt.result().figures() if is_open else None
 
     def close(self) -> None:
-        """Close the backend; one that is still being opened is closed as soon as it is open."""
+        """Close the backend, or close it as soon as it is open."""
         with self._lock:
             self._is_closed = True
         self._attempt.add_done_callback(_close)
@@ -95,7 +95,7 @@ class OpeningStorage:
     def _try(self, attempt: Future[StorageBackend]) -> None:
         try:
             attempt.set_result(self._open_storage())
-        except Exception as error:  # whatever it is, callers must learn of it
+        except Exception as error:  # callers must learn of it
             attempt.set_exception(error)
 
 

@@ -16,16 +16,16 @@ from workers.hicache.storage.interface import Read, StorageBackend, StorageError
 _log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 5
-"""Version of names, headers and the order of bytes in a page. Objects of other versions are not found."""
+"""Version of the names, headers and byte order of pages. Objects of other versions are not found."""
 HEADER_BYTES = 256
 _LOOK_UP_PAGES = 128
-"""Most pages looked up in one call; time and shutdown are checked between calls."""
+"""Maximum pages looked up in one call; time and shutdown are checked between calls."""
 _BATCH_PAGES = 16
 _BATCH_BYTES = 16 << 20
-"""Most bytes read or written in one call, unless a single page has more."""
+"""Maximum bytes read or written in one call, unless a single page has more."""
 
 Buffer = Callable[[TierPage], memoryview]
-"""Function that returns the memory that a page's bytes are read into or written from."""
+"""Function that returns the memory a page's bytes are read into or written from."""
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -39,15 +39,15 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class ObjectFormat:
     """Format of one rank's objects: its heads and layers of pages.
 
-    A page's bytes do not depend on CP, so that replicas share objects if they divide heads and layers alike. Tenants
-    have different page keys, which begin with their salts.
+    A page's bytes do not depend on CP, so replicas share objects if they divide heads and layers alike. Page keys
+    depend on the salt, so tenants share nothing.
     """
 
     def __init__(self, row: RankRow, weights: str) -> None:
         """Build the format; ``weights`` is a digest of the model's weights."""
         geometry, layout = row.geometry, row.layout
         self.is_writer = row.coords.tp % copies_of(row) == 0
-        """Whether this rank writes; the first of the TP ranks with the same heads does, and all of them read."""
+        """True if this rank writes: the first of the TP ranks with the same heads. All of them read."""
         # Fields that must be equal for KV to be interchangeable; the model's served name need not be.
         facts = (FORMAT_VERSION, weights, geometry.page_size, geometry.num_layers, geometry.groups)
         self._namespace = hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=16).hexdigest()
@@ -58,7 +58,7 @@ class ObjectFormat:
         return f"{self._namespace}/{page.key.hex()}.{self._shard}"
 
     def header(self, page: TierPage, data: memoryview) -> bytes:
-        """Return the first bytes of the object of a page: MessagePack, then zeros."""
+        """Return the header of a page's object: MessagePack, padded with zeros."""
         # Only workers with storage need the library, whose digest detects accidents, not attacks.
         from xxhash import xxh3_128_digest
 
@@ -67,9 +67,9 @@ class ObjectFormat:
 
 
 class PageStore:
-    """Reader and writer of one rank's pages. Calls return, for each page, whether it is there, and count failures.
+    """Reader and writer of one rank's pages. Each call returns one flag per page, and counts failures.
 
-    No call to storage is started after ``until_s``, a time of the monotonic clock.
+    No call to storage starts after ``until_s``, a time of the monotonic clock.
     """
 
     def __init__(self, backend: StorageBackend, format_: ObjectFormat, page_bytes: int) -> None:
@@ -79,7 +79,7 @@ class PageStore:
         self._is_stopping = False
 
     def look_up(self, pages: Sequence[TierPage], until_s: float, failures: Counter[str]) -> list[bool]:
-        """Return which leading pages are stored."""
+        """Look up pages; only leading ones count as stored."""
         done = list[bool]()
         while all(done) and len(done) < len(pages):
             batch = pages[len(done) : len(done) + _LOOK_UP_PAGES]
@@ -88,7 +88,6 @@ class PageStore:
         return [number < num_found for number in range(len(pages))]
 
     def fetch(self, pages: Sequence[TierPage], buffer: Buffer, until_s: float, failures: Counter[str]) -> list[bool]:
-        """Read pages."""
 
         def fetch_batch(batch: Sequence[TierPage]) -> list[bool]:
             objects = [self._object(page, bytearray(HEADER_BYTES), buffer(page)) for page in batch]
@@ -115,7 +114,7 @@ class PageStore:
         return self._backend.figures()
 
     def stop(self) -> None:
-        """Start no further call to storage. Any thread may call this."""
+        """Start no further calls to storage; safe to call from any thread."""
         self._is_stopping = True
 
     def close(self) -> None:
@@ -139,7 +138,7 @@ class PageStore:
         until_s: float,
         failures: Counter[str],
     ) -> list[bool]:
-        """Use storage for some pages unless it is too late; an error of the whole call fails all of them."""
+        """Use storage for a batch unless it is too late; an error of the whole call fails every page."""
         if self._is_stopping or time.monotonic() >= until_s:
             failures["late"] += len(batch)
             return [False] * len(batch)
@@ -157,7 +156,7 @@ class PageStore:
         return StorageObject(self._format.name(page), [memoryview(header), data], page.depth)
 
     def _accept(self, page: TierPage, item: StorageObject, outcome: Read, failures: Counter[str]) -> bool:
-        """Return whether a page was read and is the one that was asked for; delete a corrupt object."""
+        """Return whether the requested page was read; delete a corrupt object."""
         if outcome is False or isinstance(outcome, StorageError):
             return outcome is not False and _noted(outcome, failures)
         header, data = item.parts

@@ -14,11 +14,11 @@ UNFINISHED = ".unfinished-"
 """Prefix of files that are being written."""
 LOCK = ".lock"
 _KEEP = 0.9
-"""Share of the limit that a sweep leaves."""
+"""Part of the limit that a sweep leaves in use."""
 _BETWEEN_SWEEPS = 64
-"""Part of the limit that a process writes before it sweeps, so that a few writers stay below it."""
+"""A process sweeps after writing the limit divided by this, so that a few writers do not exceed it by much."""
 _EVERY_S = 600.0
-"""Longest time between two sweeps."""
+"""Maximum time between two sweeps."""
 _ABANDONED_S = 600.0
 """Age at which an unfinished file belongs to a killed writer."""
 
@@ -30,15 +30,14 @@ class Sweeper:
     """Sweeper that removes the least recently used objects until the folder is below its limit.
 
     Each writing process has a sweeper; a lock file admits one of them at a time. Writers never wait for it, so the
-    folder may exceed its limit for a short while, by what is written between two sweeps. Files that do not lie where
-    objects do are neither counted nor removed.
+    folder may exceed its limit for a short while. Other files in the folder are neither counted nor removed.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        """Lock of the three fields below."""
+        """Lock for the three fields below."""
         self._found_bytes = self._written_bytes = 0
         self._is_disk_full = False
         self._due, self._closed = threading.Event(), threading.Event()
@@ -58,7 +57,7 @@ class Sweeper:
                 self._due.set()
 
     def note_disk_full(self) -> None:
-        """Make a sweep due at once that removes objects although the limit is not reached."""
+        """Request a sweep that removes objects even below the limit."""
         with self._lock:
             self._is_disk_full = True
             self._due.set()
@@ -77,7 +76,7 @@ class Sweeper:
         self._due.set()
 
     def sweep(self) -> None:
-        """Bring the folder below its limit, as soon as no other process is doing so."""
+        """Bring the folder below its limit, one process at a time."""
         try:
             lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
             try:
@@ -101,9 +100,9 @@ class Sweeper:
             self._written_bytes -= written_bytes
 
     def _list(self) -> tuple[list[_Object], int]:
-        """List all objects, and count the bytes of unfinished ones with theirs; remove those of killed writers.
+        """List all objects and add up their bytes, unfinished ones included; remove files of killed writers.
 
-        Objects lie in ``namespace/aa/``, under names that begin with ``aa``.
+        Objects are in ``namespace/aa/`` under names that start with ``aa``.
         """
         objects, total_bytes = list[_Object](), 0
         abandoned_s = time.time() - _ABANDONED_S
@@ -122,7 +121,7 @@ class Sweeper:
         return objects, total_bytes
 
     def _evict(self, objects: list[_Object], num_bytes: int) -> int:
-        """Remove the least recently used objects until ``num_bytes`` are gone; return how many are."""
+        """Remove the least recently used objects until ``num_bytes`` are freed; return the bytes freed."""
         evicted_bytes = 0
         for _, size, path in sorted(objects):
             if evicted_bytes >= num_bytes:

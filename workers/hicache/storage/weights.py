@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 _NOT_WEIGHTS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-"""Keys of config.json that do not affect KV, or that the namespace has anyway."""
+"""Keys of config.json that do not affect KV or are part of the namespace anyway."""
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def weights_digest(folder: Path, known: Path) -> str:
     """Return a digest of the configuration and the safetensors files in a folder, equal on every machine.
 
-    The folder ``known`` caches the digests of files, so that each is read once until it changes.
+    The folder ``known`` caches file digests, so that each file is read once until it changes.
     """
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     facts = {name: value for name, value in config.items() if name not in _NOT_WEIGHTS}
@@ -51,7 +51,7 @@ def _sha256(path: Path, known: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; where the folder cannot be written to, every rank reads for itself."""
+    """Hold the folder's lock; if the folder is read-only, every rank reads for itself."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
