@@ -168,4 +168,4 @@ def test_layers_that_cannot_be_written_end_the_transfer(case: Case) -> None:
     assert report.state is SendState.FAILED
     assert not case.decode.receive(0.2)
     assert not case.target.any()
-    assert not case.sender._num_gone
+    assert not case.sender.num_open

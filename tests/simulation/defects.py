@@ -19,10 +19,10 @@ from cluster.supervisor.events import End, Ended, Failed, Prove, Started
 from cluster.supervisor.operate import Step
 from cluster.supervisor.state import Cluster, Now
 from transfer.digests import digest_pages
+from transfer.page_assignment import owned_pages
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from transfer.sender_session import SenderSession
 from workers.cache.prefix_tree import PrefixTree
-from workers.handoff.kv_sender import KvSender
 from workers.hicache.policy.jobs import TierJobs
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeRequest, receiver_session
@@ -191,8 +191,7 @@ def decode_any_submit(patch: Patch) -> None:
 
 def leave_out_a_page(patch: Patch) -> None:
     """A sender forgets the last page of its part, and tells how many it has sent."""
-    owned_pages = KvSender._owned_pages
-    patch.setattr(KvSender, "_owned_pages", lambda self, *given: owned_pages(self, *given)[:-1])
+    patch.setattr("workers.handoff.kv_sender.owned_pages", lambda *given, **named: owned_pages(*given, **named)[:-1])
 
 
 def leave_out_a_page_and_count_none(patch: Patch) -> None:

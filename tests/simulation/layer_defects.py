@@ -14,9 +14,8 @@ from cluster.spec.transfer_messages import SendState
 from transfer.page_assignment import PagePair, PageShare
 from transfer.page_range import PageRange, Span
 from transfer.receiver_session import ReceiverSession
-from transfer.sender_session import SenderSession
 from transfer.sender_thread import SendJob, Write
-from workers.handoff.kv_sender import Known, KvSender
+from workers.handoff.kv_sender import KvSender, SentRequest, _Transfer
 from workers.handoff.post import send_if_heard
 from workers.hicache.copier import Copier
 from workers.memory.layerwise_load import LayerwiseLoad
@@ -34,7 +33,7 @@ def send_layers_before_they_are_computed(patch: Patch) -> None:
     """A layer counts as stored when the one before it is."""
     on_stored = KvSender._on_stored
 
-    def one_early(self: KvSender, plan: StepPlan, requests: Mapping[Room, Known], layer: int) -> None:
+    def one_early(self: KvSender, plan: StepPlan, requests: Mapping[Room, SentRequest], layer: int) -> None:
         if layer + 1 < self._row.layout.num_layers:
             on_stored(self, plan, requests, layer + 1)
 
@@ -67,9 +66,9 @@ def send_the_first_layers_again(patch: Patch) -> None:
     """Nobody remembers which layers have left, and decode takes any number of bytes."""
     make = KvSender._job
 
-    def forgetful(self: KvSender, session: SenderSession, *given: Any) -> SendJob:
-        job = make(self, session, *given)
-        self._num_gone.clear()
+    def forgetful(self: KvSender, transfer: _Transfer, *given: Any) -> SendJob:
+        job = make(self, transfer, *given)
+        transfer.num_layers_sent = 0
         return job
 
     patch.setattr(KvSender, "_job", forgetful)
@@ -79,11 +78,12 @@ def count_pages_with_their_first_layers(patch: Patch) -> None:
     """A page counts as sent when its first layers are, and decode takes any number of bytes."""
     make = KvSender._job
 
-    def count(self: KvSender, session: SenderSession, pairs: list[PagePair], end: int | None = None) -> SendJob:
+    def count(self: KvSender, transfer: _Transfer, pairs: list[PagePair], end: int | None) -> SendJob:
+        session = transfer.session
         if end is None:
-            return make(self, session, pairs)
+            return make(self, transfer, pairs, end)
         session.advance([range(1 << 20)] * len(session.destination.pages), session.destination.num_tokens)
-        return dataclasses.replace(make(self, session, pairs, end), num_pages=len(pairs))
+        return dataclasses.replace(make(self, transfer, pairs, end), num_pages=len(pairs))
 
     patch.setattr(KvSender, "_job", count)
     expect_any_number(patch)
