@@ -1,4 +1,4 @@
-# One command a job. The first run of any of them makes $(VENV); a second one starts at once.
+# The first run of any target creates $(VENV).
 VENV   ?= .venv
 TORCH  ?= 2.13.0+cpu
 JOBS   ?= 2
@@ -7,7 +7,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(name))))
 
 SHELL := /bin/bash
-# Files side by side, in order: the clusters, which take longest, come first and after one another.
+# Test files run in parallel, in order: the clusters, which take longest, first, and one after another.
 PYTEST = $(VENV)/bin/pytest -n $(JOBS) --no-loadscope-reorder
 PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 TORCH_INDEX = https://download.pytorch.org/whl/cpu
@@ -20,21 +20,21 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make serve      start a local cluster on http://127.0.0.1:8000; Ctrl-C stops it"
-	@echo "make unit       the unit tests, but not those of GPU kernels, in two minutes on two cores"
-	@echo "make test       all tests but the full matrix, in 15 to 20 minutes on two cores"
-	@echo "make test-full  all tests, with every combination of the matrices"
-	@echo "make chaos      every fault in a real cluster, and the table of what became of its clients"
-	@echo "make lint       formatting, lint, types and import rules"
-	@echo "make bench      measure the cluster that make serve started"
-	@echo "make venv       only install, with the development tools"
-	@echo "make clean      remove what these commands made in this folder"
+	@echo "make unit       run the unit tests, except those of GPU kernels (two minutes on two cores)"
+	@echo "make test       run all tests except the full matrix (15 to 20 minutes on two cores)"
+	@echo "make test-full  run all tests, with every combination of the matrices"
+	@echo "make chaos      run every fault in a real cluster and print a table of the results"
+	@echo "make lint       check formatting, lint, types and import rules"
+	@echo "make bench      benchmark the cluster that make serve started"
+	@echo "make venv       install Baton and the development tools"
+	@echo "make clean      remove everything that these commands created in this folder"
 
 serve: $(VENV)/.serve
 	@exec $(VENV)/bin/python -m cluster.cli.foreground $(VENV)/bin/baton up $(DEPLOY)
 
 venv: $(VENV)/.dev
 
-# Kernels are interpreted, and compiled for GPUs that are not there: as long as all other unit tests together.
+# Tests of GPU kernels interpret and compile them, which takes as long as all other unit tests together.
 unit: $(VENV)/.dev
 	@$(PYTEST) -m "not full" --ignore=tests/unit/workers/kernels tests/unit tests/simulation/test_network.py
 
@@ -61,8 +61,8 @@ clean:
 	rm -rf $(VENV) build dist baton.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# PyPI's torch brings CUDA along, so the CPU build is asked for by its full version: first from the configured
-# indexes, then from PyTorch's own. The constraints then keep it in place.
+# PyPI's torch includes CUDA, so the CPU build is requested by its full version: first from the configured indexes, then
+# from PyTorch's own. The constraints then keep it in place.
 $(VENV)/.serve $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Baton needs Python 3.11 or newer:  apt-get install -y python3 python3-venv" >&2; exit 1; }
 	@test -x $(VENV)/bin/pip || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv module is \
