@@ -40,7 +40,6 @@ def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
     """Return the record that this rank registers with the bootstrap service."""
     return RankRow(
         replica=spec.replica,
-        role=spec.role,
         incarnation=spec.incarnation,
         coords=spec.coords,
         sizes=spec.sizes,

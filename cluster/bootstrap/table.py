@@ -202,7 +202,6 @@ class _Replica:
     def entry(self) -> ReplicaEntry:
         return ReplicaEntry(
             replica=self.first.replica,
-            role=self.first.role,
             incarnation=self.first.incarnation,
             ready=self.ready,
             silent=tuple(sorted(self.silent)),
@@ -218,8 +217,6 @@ def _check_alone(row: RankRow) -> None:
         raise _mismatch(row, str(exc)) from exc
     if row.global_rank != expected:
         raise _mismatch(row, f"global rank {row.global_rank} given, its position is that of rank {expected}")
-    if not row.replica.startswith(f"{row.role}-"):
-        raise _mismatch(row, f"role {row.role} given; the replica's name says otherwise")
     if row.incarnation < 1:
         raise _mismatch(row, f"incarnation {row.incarnation} given; allowed: 1 and more")
 
@@ -235,7 +232,6 @@ def _check_against(row: RankRow, known: RankRow | None, first: RankRow) -> None:
 def _shared(row: RankRow, first: RankRow) -> list[tuple[str, object, object]]:
     """Return the fields that every rank of one replica must agree on."""
     return [
-        ("role", row.role, first.role),
         ("sizes", row.sizes, first.sizes),
         ("model", row.geometry.model, first.geometry.model),
         ("page size", row.geometry.page_size, first.geometry.page_size),

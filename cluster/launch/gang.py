@@ -15,9 +15,8 @@ from cluster.placement import ReplicaPlacement
 from cluster.spec.clock import HEARTBEAT_S
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError
-from cluster.spec.ids import Incarnation, Role
+from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain, Resume
-from cluster.spec.ranks import coords_of, sizes_of
 from cluster.spec.registry import RankRow, TableSnapshot
 from cluster.spec.step_messages import Shutdown
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
@@ -138,18 +137,12 @@ class Gang:
             )
 
     def _specs(self) -> list[WorkerSpec]:
-        pool = self._config.prefill if self._placement.role is Role.PREFILL else self._config.decode
-        sizes = sizes_of(pool.parallel)
         return [
             WorkerSpec(
                 config=self._config,
-                role=self._placement.role,
                 replica=self._placement.replica,
                 incarnation=self._incarnation,
-                coords=coords_of(rank, sizes),
-                sizes=sizes,
                 global_rank=rank,
-                world_size=len(self._hosts),
                 host=host,
             )
             for rank, host in enumerate(self._hosts)

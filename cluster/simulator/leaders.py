@@ -65,7 +65,6 @@ def _row(
         host = Endpoint(backend=backend, session=start, base_address=0, num_bytes=num_bytes)
     return RankRow(
         replica=replica,
-        role=role,
         incarnation=incarnation,
         coords=coords,
         sizes=sizes,

@@ -1,7 +1,7 @@
-"""Rules between the keys of a deploy YAML, and between its parallel sizes and a model."""
+"""Rules that relate keys of a deploy YAML to each other, and its parallel sizes to a model."""
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from cluster.spec.clock import LEASE_S
@@ -16,16 +16,23 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 _LAST_PORT = 65535
 
 
+Find = Callable[[DeployConfig], Iterable[Problem]]
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One rule between keys."""
+    """One rule that relates keys to each other."""
 
     rule: str
     """The rule as a sentence without a full stop."""
     keys: tuple[str, ...]
     """Dotted paths that the rule reads; a path stands for everything under it."""
-    find: Callable[[DeployConfig], list[Problem]]
-    """Function that returns the ways in which a configuration breaks the rule."""
+    find: Find
+    """Function that yields the problems of a configuration that breaks the rule."""
+
+
+CHECKS: list[Check] = []
+"""All rules, in the order in which their problems are shown."""
 
 
 def config_problems(config: DeployConfig, unreadable: Collection[str] = ()) -> list[Problem]:
@@ -41,180 +48,145 @@ def _overlap(key: str, path: str) -> bool:
     return f"{key}.".startswith(f"{path}.") or f"{path}.".startswith(f"{key}.")
 
 
-def _prefill_axes(config: DeployConfig) -> list[Problem]:
+def _check(rule: str, *keys: str) -> Callable[[Find], Find]:
+    """Register the decorated function as the check of a rule."""
+
+    def register(find: Find) -> Find:
+        CHECKS.append(Check(rule, keys, find))
+        return find
+
+    return register
+
+
+@_check("the axes of a prefill replica fit together", "prefill.parallel")
+def _prefill_axes(config: DeployConfig) -> Iterable[Problem]:
     return axis_problems(config.prefill.parallel, "prefill.parallel")
 
 
-def _decode_axes(config: DeployConfig) -> list[Problem]:
+@_check("the axes of a decode replica fit together", "decode.parallel")
+def _decode_axes(config: DeployConfig) -> Iterable[Problem]:
     return axis_problems(config.decode.parallel, "decode.parallel")
 
 
-def _decode_cp(config: DeployConfig) -> list[Problem]:
-    cp = config.decode.parallel.cp
-    if cp == 1:
-        return []
-    message = f"got {cp}; allowed: 1, since a decode step has one query token a request and nothing to share over cp"
-    return [Problem("decode.parallel.cp", message)]
+@_check("decode runs without context parallelism", "decode.parallel.cp")
+def _decode_cp(config: DeployConfig) -> Iterator[Problem]:
+    if (cp := config.decode.parallel.cp) > 1:
+        why = "a decode step has one query token per request, which cp cannot divide"
+        yield Problem("decode.parallel.cp", f"got {cp}; allowed: 1, since {why}")
 
 
-def _passing(config: DeployConfig) -> list[Problem]:
+@_check("only ring mode has a choice of tensors to pass on", "prefill.mode", "prefill.passing", "prefill.parallel.cp")
+def _passing(config: DeployConfig) -> Iterator[Problem]:
     prefill = config.prefill
-    if prefill.ownership is KvOwnership.SHARDED or prefill.passing is PassingSetting.AUTO:
-        return []
-    why = f"prefill.mode = {prefill.mode}; allowed: auto, since only ring mode passes Q or KV"
-    if prefill.mode is CpMode.RING:
-        why = "prefill.parallel.cp = 1; allowed: auto, since a ring needs two ranks"
-    message = f"got {prefill.passing} with {why}"
-    return [Problem("prefill.passing", message)]
+    if prefill.ownership is KvOwnership.REPLICATED and prefill.passing is not PassingSetting.AUTO:
+        why = f"prefill.mode = {prefill.mode}; allowed: auto, since only ring mode passes Q or KV"
+        if prefill.mode is CpMode.RING:
+            why = "prefill.parallel.cp = 1; allowed: auto, since a ring needs two ranks"
+        yield Problem("prefill.passing", f"got {prefill.passing} with {why}")
 
 
-def _protocol(config: DeployConfig) -> list[Problem]:
-    transfer = config.transfer
-    if transfer.backend is TransferBackendName.MOONCAKE or transfer.protocol is TransferProtocol.TCP:
-        return []
-    message = f"got {transfer.protocol} with transfer.backend = {transfer.backend}; allowed: tcp, or backend mooncake"
-    return [Problem("transfer.protocol", message)]
+@_check("in ring mode every rank sends its own pages", "prefill.mode", "prefill.parallel.cp", "transfer.mode")
+def _ring_transfer(config: DeployConfig) -> Iterator[Problem]:
+    prefill, mode = config.prefill, config.transfer.mode
+    if prefill.ownership is KvOwnership.SHARDED and mode is not TransferMode.ALL_RANKS:
+        why = f"with prefill.mode = ring and cp = {prefill.parallel.cp}"
+        yield Problem("transfer.mode", f"got {mode} {why}; allowed: all_ranks, since rank 0 holds only its own pages")
 
 
-def _ring_transfer(config: DeployConfig) -> list[Problem]:
-    prefill, transfer = config.prefill, config.transfer
-    if prefill.ownership is KvOwnership.REPLICATED:
-        return []
-    if transfer.mode is TransferMode.ALL_RANKS:
-        return []
-    why = f"with prefill.mode = ring and cp = {prefill.parallel.cp}"
-    message = f"got {transfer.mode} {why}; allowed: all_ranks, since rank 0 holds only its own pages"
-    return [Problem("transfer.mode", message)]
+@_check("only mooncake supports RDMA", "transfer.backend", "transfer.protocol")
+def _protocol(config: DeployConfig) -> Iterator[Problem]:
+    backend, protocol = config.transfer.backend, config.transfer.protocol
+    if backend is not TransferBackendName.MOONCAKE and protocol is not TransferProtocol.TCP:
+        allowed = "tcp, or backend mooncake"
+        yield Problem("transfer.protocol", f"got {protocol} with transfer.backend = {backend}; allowed: {allowed}")
 
 
-def _silence(config: DeployConfig) -> list[Problem]:
-    silence_s = config.resources.silence_s
-    if silence_s > LEASE_S:
-        return []
-    message = f"got {silence_s}; allowed: more than {LEASE_S}, after which a silent replica gets no more requests"
-    return [Problem("resources.silence_s", message)]
+@_check("ranks may be silent for longer than a lease", "resources.silence_s")
+def _silence(config: DeployConfig) -> Iterator[Problem]:
+    if (silence_s := config.resources.silence_s) <= LEASE_S:
+        allowed = f"more than {LEASE_S}, after which a silent replica gets no more requests"
+        yield Problem("resources.silence_s", f"got {silence_s}; allowed: {allowed}")
 
 
-def _storage(config: DeployConfig) -> list[Problem]:
-    hicache, backend = config.hicache, config.hicache.storage.backend
-    if backend is StorageBackendName.NONE or (hicache.has_host and config.kv.prefix_cache):
-        return []
-    given = f"hicache.host_gib = {hicache.host_gib} and kv.prefix_cache = {str(config.kv.prefix_cache).lower()}"
-    message = (
-        f"got {backend} with {given}; allowed: none, or host memory and the prefix cache, which pages pass through"
-    )
-    return [Problem("hicache.storage.backend", message)]
-
-
-def _write(config: DeployConfig) -> list[Problem]:
-    hicache = config.hicache
-    if hicache.has_host or hicache.write is WritePolicy.WRITE_THROUGH:
-        return []
-    message = (
-        f"got {hicache.write} with hicache.host_gib = {hicache.host_gib:g}; allowed: write_through, or host memory"
-    )
-    return [Problem("hicache.write", message)]
-
-
-def _storage_folder(config: DeployConfig) -> list[Problem]:
-    folder = config.hicache.storage.folder
-    if folder is None or folder == "~" or folder.startswith(("/", "~/")):
-        return []
-    return [Problem("hicache.storage.folder", f"got {folder}; allowed: a path that begins with / or ~/, on every host")]
-
-
-def _lent(config: DeployConfig) -> list[Problem]:
-    storage = config.hicache.storage
-    is_lender = storage.backend is StorageBackendName.MOONCAKE_STORE and storage.lent_gib > 0
-    if not is_lender or storage.lent_gib >= LEAST_LENT_GIB:
-        return []
-    message = f"got {storage.lent_gib}; allowed: 0, or {LEAST_LENT_GIB} (16 MiB) and more, which Mooncake Store can use"
-    return [Problem("hicache.storage.lent_gib", message)]
-
-
-def _master(config: DeployConfig) -> list[Problem]:
-    storage = config.hicache.storage
-    if storage.backend is not StorageBackendName.MOONCAKE_STORE:
-        return []
-    match = _ADDRESS.fullmatch(storage.master)
-    if match is not None and 1 <= int(match["port"]) <= _LAST_PORT:
-        return []
-    message = f"got {storage.master}; allowed: host:port with a port from 1 to {_LAST_PORT}, such as 127.0.0.1:50051"
-    return [Problem("hicache.storage.master", message)]
-
-
-def _router_wait(config: DeployConfig) -> list[Problem]:
+@_check("the router's wait is shorter than the request timeout", "router.max_wait_s", "router.request_timeout_s")
+def _router_wait(config: DeployConfig) -> Iterator[Problem]:
     wait_s, timeout_s = config.router.max_wait_s, config.router.request_timeout_s
-    if wait_s < timeout_s:
-        return []
-    message = f"got {wait_s}; allowed: less than router.request_timeout_s = {timeout_s}"
-    return [Problem("router.max_wait_s", message)]
+    if wait_s >= timeout_s:
+        yield Problem("router.max_wait_s", f"got {wait_s}; allowed: less than router.request_timeout_s = {timeout_s}")
 
 
-def _prompt_limit(config: DeployConfig) -> list[Problem]:
+@_check("the longest prompt leaves room for an answer", "router.max_prompt_tokens", "model.max_context")
+def _prompt_limit(config: DeployConfig) -> Iterator[Problem]:
     longest, context = config.router.max_prompt_tokens, config.model.max_context
-    if longest is None or context is None or longest < context:
-        return []
-    message = f"got {longest}; allowed: less than model.max_context = {context}, which includes the answer"
-    return [Problem("router.max_prompt_tokens", message)]
+    if longest is not None and context is not None and longest >= context:
+        allowed = f"less than model.max_context = {context}, which includes the answer"
+        yield Problem("router.max_prompt_tokens", f"got {longest}; allowed: {allowed}")
 
 
-CHECKS = (
-    Check("the axes of a prefill replica fit together", ("prefill.parallel",), _prefill_axes),
-    Check("the axes of a decode replica fit together", ("decode.parallel",), _decode_axes),
-    Check("decode runs without context parallelism", ("decode.parallel.cp",), _decode_cp),
-    Check(
-        "only ring mode has a choice of what ranks pass on",
-        ("prefill.mode", "prefill.passing", "prefill.parallel.cp"),
-        _passing,
-    ),
-    Check(
-        "in ring mode every rank sends its own pages",
-        ("prefill.mode", "prefill.parallel.cp", "transfer.mode"),
-        _ring_transfer,
-    ),
-    Check("only mooncake supports RDMA", ("transfer.backend", "transfer.protocol"), _protocol),
-    Check("ranks may be silent for longer than a lease", ("resources.silence_s",), _silence),
-    Check(
-        "the wait in the router is shorter than the request timeout",
-        ("router.max_wait_s", "router.request_timeout_s"),
-        _router_wait,
-    ),
-    Check(
-        "the longest prompt leaves room for an answer", ("router.max_prompt_tokens", "model.max_context"), _prompt_limit
-    ),
-    Check(
-        "storage needs host memory and the prefix cache",
-        ("hicache.host_gib", "hicache.storage.backend", "kv.prefix_cache"),
-        _storage,
-    ),
-    Check("a write policy needs host memory", ("hicache.host_gib", "hicache.write"), _write),
-    Check("the storage folder is an absolute path", ("hicache.storage.folder",), _storage_folder),
-    Check(
-        "the Mooncake Store master has a valid address", ("hicache.storage.master", "hicache.storage.backend"), _master
-    ),
-    Check(
-        "Mooncake Store can use the memory it is given", ("hicache.storage.lent_gib", "hicache.storage.backend"), _lent
-    ),
+@_check(
+    "storage needs host memory and the prefix cache",
+    "hicache.host_gib",
+    "hicache.storage.backend",
+    "kv.prefix_cache",
 )
+def _storage(config: DeployConfig) -> Iterator[Problem]:
+    hicache, backend = config.hicache, config.hicache.storage.backend
+    if backend is not StorageBackendName.NONE and not (hicache.has_host and config.kv.prefix_cache):
+        given = f"hicache.host_gib = {hicache.host_gib} and kv.prefix_cache = {str(config.kv.prefix_cache).lower()}"
+        allowed = "none, or host memory and the prefix cache, which pages pass through"
+        yield Problem("hicache.storage.backend", f"got {backend} with {given}; allowed: {allowed}")
+
+
+@_check("a write policy needs host memory", "hicache.host_gib", "hicache.write")
+def _write(config: DeployConfig) -> Iterator[Problem]:
+    hicache = config.hicache
+    if not hicache.has_host and hicache.write is not WritePolicy.WRITE_THROUGH:
+        given = f"{hicache.write} with hicache.host_gib = {hicache.host_gib:g}"
+        yield Problem("hicache.write", f"got {given}; allowed: write_through, or host memory")
+
+
+@_check("the storage folder is an absolute path", "hicache.storage.folder")
+def _storage_folder(config: DeployConfig) -> Iterator[Problem]:
+    folder = config.hicache.storage.folder
+    if folder is not None and folder != "~" and not folder.startswith(("/", "~/")):
+        allowed = "a path that begins with / or ~/, on every host"
+        yield Problem("hicache.storage.folder", f"got {folder}; allowed: {allowed}")
+
+
+@_check("the Mooncake Store master has a valid address", "hicache.storage.master", "hicache.storage.backend")
+def _master(config: DeployConfig) -> Iterator[Problem]:
+    storage = config.hicache.storage
+    match = _ADDRESS.fullmatch(storage.master)
+    is_valid = match is not None and 1 <= int(match["port"]) <= _LAST_PORT
+    if storage.backend is StorageBackendName.MOONCAKE_STORE and not is_valid:
+        allowed = f"host:port with a port from 1 to {_LAST_PORT}, such as 127.0.0.1:50051"
+        yield Problem("hicache.storage.master", f"got {storage.master}; allowed: {allowed}")
+
+
+@_check("Mooncake Store can use the memory it is given", "hicache.storage.lent_gib", "hicache.storage.backend")
+def _lent(config: DeployConfig) -> Iterator[Problem]:
+    storage = config.hicache.storage
+    if storage.backend is StorageBackendName.MOONCAKE_STORE and 0 < storage.lent_gib < LEAST_LENT_GIB:
+        allowed = f"0, or at least {LEAST_LENT_GIB} (16 MiB), the least that Mooncake Store can use"
+        yield Problem("hicache.storage.lent_gib", f"got {storage.lent_gib}; allowed: {allowed}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """Sizes of a model that ranks must be able to share."""
+    """Model sizes that ranks must be able to divide."""
 
     num_heads: int
     """Query heads."""
     num_kv_heads: int
     num_layers: int
     num_experts: int | None
-    """Experts of a layer; None in dense models."""
+    """Experts per layer; None for dense models."""
     has_windows: bool = False
-    """True if tokens of some layer see only the latest ones."""
+    """True if a layer uses sliding-window attention."""
 
 
 def layout_problems(parallel: ParallelConfig, path: str, model: ModelLimits) -> list[Problem]:
-    """Return axes that are legal in themselves but not for this model; ``path`` is their place in the file."""
+    """Return the axes that are legal but do not fit this model; ``path`` is their section of the file."""
     tp, pp = parallel.tp, parallel.pp
     problems = []
     if model.num_heads % tp:
@@ -230,13 +202,11 @@ def layout_problems(parallel: ParallelConfig, path: str, model: ModelLimits) -> 
 
 
 def ring_problems(prefill: PrefillConfig, model: ModelLimits) -> list[Problem]:
-    """Return the problem of a ring with sliding windows, each of which needs adjacent pages on one rank."""
+    """Return the problem of ring mode with sliding windows, which need adjacent pages on one rank."""
     if prefill.ownership is KvOwnership.REPLICATED or not model.has_windows:
         return []
-    message = (
-        f"got {prefill.mode} with cp = {prefill.parallel.cp}; allowed: gather, since the model has sliding windows"
-    )
-    return [Problem("prefill.mode", message)]
+    given = f"{prefill.mode} with cp = {prefill.parallel.cp}"
+    return [Problem("prefill.mode", f"got {given}; allowed: gather, since the model has sliding windows")]
 
 
 def _expert_problems(parallel: ParallelConfig, path: str, num_experts: int | None) -> list[Problem]:

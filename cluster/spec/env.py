@@ -1,12 +1,10 @@
-"""Every environment variable Baton reads, declared once: name, type, default, sentence. An invalid value stops the
-start.
-"""
+"""Declarations of all environment variables that Baton reads. An invalid value prevents the start."""
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from cluster.spec.errors import UserError
 
@@ -23,14 +21,14 @@ class EnvVar(Generic[Value]):
     allowed: str
     """Allowed values, in words."""
     parse: Callable[[str], Value]
-    """Parser of the text; raises ValueError for a text that is not allowed."""
+    """Parser of the text; raises ValueError if the text is not allowed."""
     default: Callable[[Mapping[str, str]], Value]
-    """Function from the rest of the environment to the value when the variable is unset."""
+    """Value of an unset variable, computed from the environment."""
     show: Callable[[str], str] = repr
-    """Formatter of an invalid text in an error; hides secrets."""
+    """Formatter of an invalid text for its error message; hides secrets."""
 
     def get(self, environ: Mapping[str, str] | None = None) -> Value:
-        """Return the value in an environment, by default that of this process.
+        """Return the variable's value in an environment, by default this process's own.
 
         Raises:
             UserError: the value is not allowed.
@@ -41,7 +39,7 @@ class EnvVar(Generic[Value]):
             return self.default(source)
         try:
             return self.parse(text)
-        except (ValueError, KeyError) as exc:
+        except ValueError as exc:
             raise UserError(f"{self.name}: got {self.show(text)}; allowed: {self.allowed}") from exc
 
 
@@ -57,10 +55,17 @@ def _default_cache(environ: Mapping[str, str]) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "baton"
 
 
+_ALLOWED_TOKEN = "8 or more printable ASCII characters without a space"
+
+
 def _token(text: str) -> str:
     if len(text) < 8 or not text.isascii() or not text.isprintable() or " " in text:
         raise ValueError(text)
     return text
+
+
+def _length(text: str) -> str:
+    return f"{len(text)} characters"
 
 
 CACHE_DIR = EnvVar(
@@ -70,42 +75,28 @@ CACHE_DIR = EnvVar(
     parse=_absolute_folder,
     default=_default_cache,
 )
-TOKEN: EnvVar[str | None] = EnvVar(
-    name="BATON_TOKEN",
-    sentence="Bearer token of the bootstrap service; generated for each cluster by default.",
-    allowed="8 or more printable ASCII characters without a space",
-    parse=_token,
-    default=lambda _environ: None,
-    show=lambda text: f"{len(text)} characters",
-)
-ADMIN_KEY: EnvVar[str | None] = EnvVar(
-    name="BATON_ADMIN_KEY",
-    sentence="Key of the router's `/admin` routes; without it they are disabled.",
-    allowed="8 or more printable ASCII characters without a space",
-    parse=_token,
-    default=lambda _environ: None,
-    show=lambda text: f"{len(text)} characters",
-)
-API_KEY: EnvVar[str | None] = EnvVar(
-    name="BATON_API_KEY",
-    sentence="API key that `baton chat` and `baton bench` send to the endpoint.",
-    allowed="8 or more printable ASCII characters without a space",
-    parse=_token,
-    default=lambda _environ: None,
-    show=lambda text: f"{len(text)} characters",
-)
+
+
+def _secret(name: str, sentence: str) -> EnvVar[str | None]:
+    return EnvVar(
+        name=name,
+        sentence=sentence,
+        allowed=_ALLOWED_TOKEN,
+        parse=_token,
+        default=lambda _environ: None,
+        show=_length,
+    )
+
+
+TOKEN = _secret("BATON_TOKEN", "Bearer token of the bootstrap service; generated for each cluster by default.")
+ADMIN_KEY = _secret("BATON_ADMIN_KEY", "Key of the router's `/admin` routes; without it they are disabled.")
+API_KEY = _secret("BATON_API_KEY", "API key that `baton chat` and `baton bench` send to the endpoint.")
 API_KEYS: EnvVar[tuple[str, ...]] = EnvVar(
     name="BATON_API_KEYS",
     sentence="API keys that the router accepts, besides those in `router.api_keys_file`.",
-    allowed="keys of 8 or more printable ASCII characters without a space, joined by commas",
+    allowed=f"keys of {_ALLOWED_TOKEN}, joined by commas",
     parse=lambda text: tuple(_token(key.strip()) for key in text.split(",")),
     default=lambda _environ: (),
-    show=lambda text: f"{len(text)} characters",
+    show=_length,
 )
-ALL: tuple[EnvVar[Path] | EnvVar[str | None] | EnvVar[tuple[str, ...]], ...] = (
-    CACHE_DIR,
-    TOKEN,
-    ADMIN_KEY,
-    API_KEY,
-    API_KEYS,
-)
+ALL: tuple[EnvVar[Any], ...] = (CACHE_DIR, TOKEN, ADMIN_KEY, API_KEY, API_KEYS)

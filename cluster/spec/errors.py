@@ -1,14 +1,4 @@
-"""Every error Baton raises on purpose, and the check of every state machine's transitions.
-
-BatonError
-├── UserError              the user can mend it: one line, exit code 2 or HTTP 4xx
-│   └── ConfigError        every problem of a deploy YAML at once
-├── TransferError          bytes could not be moved
-├── PeerUnreachableError   a process that should listen does not
-├── QuarantineError        a replica has too few pages left that nobody may still write to
-├── PeerLostError          a worker of the same replica has ended; its own error says why
-└── IllegalTransitionError a state machine was asked for a move its table does not hold (our own bug)
-"""
+"""Errors that Baton raises on purpose, and the transition check of its state machines."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +11,11 @@ Moves = Mapping[State, frozenset[State]]
 
 
 class BatonError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of all errors that Baton raises on purpose."""
 
 
 class UserError(BatonError, ValueError):
-    """Invalid user input; the message says what is wrong, what was given and what is allowed."""
+    """Error that the user can fix: exit code 2, or HTTP 4xx. The message says what is wrong, given and allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +25,14 @@ class Problem:
     path: str
     """Dotted path of the key, for example ``prefill.parallel.cp``."""
     message: str
-    """Message with what is wrong, what was given and what is allowed; without the path."""
+    """What is wrong, what was given and what is allowed; without the path."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}"
 
 
 class ConfigError(UserError):
-    """Invalid deploy YAML; carries every problem found."""
+    """Every problem of a deploy YAML."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         assert problems, "a ConfigError needs at least one problem"
@@ -50,35 +40,35 @@ class ConfigError(UserError):
         super().__init__("\n".join(str(problem) for problem in problems))
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[Problem, ...]]]:
-        """Pickle by problems: the error may be raised in another process than the one that shows it."""
+        """Pickle the problems: the process that shows the error may not be the one that raised it."""
         return ConfigError, (self.problems,)
 
 
 class TransferError(BatonError):
-    """Failure of a transfer backend to move bytes."""
+    """Failure of a transfer backend."""
 
 
 class PeerUnreachableError(BatonError):
-    """Failure to hand a message to its receiver."""
+    """Failure to reach a process that should be listening."""
 
 
 class QuarantineError(BatonError):
-    """Replica in which peers may still write to so many pages that it must restart with new memory."""
+    """Too many quarantined pages, which peers may still write to: the replica must restart with new memory."""
 
 
 class PeerLostError(BatonError):
-    """Consequence of the end of another worker of the same replica; not a cause."""
+    """End of another worker of the same replica, whose own error is the cause."""
 
 
 class IllegalTransitionError(BatonError, AssertionError):
-    """Transition that the state machine's table does not contain."""
+    """Transition that is not in the state machine's table: a bug in Baton."""
 
 
 def move(moves: Moves[State], current: State, target: State, event: str, subject: object) -> State:
-    """Return the target state, if the table allows the transition.
+    """Return the target state if the table allows the transition.
 
     Raises:
-        IllegalTransitionError: naming the state, the event and the subject's id.
+        IllegalTransitionError: the table does not; the message names state, event and subject.
     """
     if target not in moves[current]:
         allowed = ", ".join(sorted(state.name for state in moves[current])) or "nothing"

@@ -1,9 +1,11 @@
-"""Division of memory: the page pool of a rank, a GPU, and the host memory of a worker. Pure arithmetic."""
+"""Memory budgets of a rank's page pool, a GPU, and a worker on its host. Pure arithmetic."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cluster.spec.kv import GroupLayout, KvGeometry, KvGroup, PoolLayout
+import msgspec
+
+from cluster.spec.kv import GroupLayout, KvGeometry, PoolLayout
 from cluster.spec.ranks import kv_heads_of, stage_layers
 from cluster.spec.registry import AxisSizes, RankCoords
 
@@ -11,7 +13,7 @@ GIB = 1 << 30
 
 
 def pool_layout(geometry: KvGeometry, sizes: AxisSizes, coords: RankCoords, memory_gib: float) -> PoolLayout:
-    """Return the pool of one rank: its layers and heads, and the pages that fit into its memory besides the null page.
+    """Return the layout of one rank's pool: its layers and heads, and as many pages as fit next to the null page.
 
     Raises:
         ValueError: the heads cannot be divided over tp, a stage gets no layer, or the memory holds no page.
@@ -24,18 +26,11 @@ def pool_layout(geometry: KvGeometry, sizes: AxisSizes, coords: RankCoords, memo
             f"{memory_gib} GiB hold no page besides the null page; one page takes {page_bytes} bytes, "
             f"so give at least {2 * page_bytes / GIB:.3g} GiB"
         )
-    return PoolLayout(
-        num_pages=num_pages,
-        page_size=layout.page_size,
-        first_layer=layout.first_layer,
-        num_layers=layout.num_layers,
-        groups=layout.groups,
-        num_lifetimes=layout.num_lifetimes,
-    )
+    return msgspec.structs.replace(layout, num_pages=num_pages)
 
 
 def page_layout(geometry: KvGeometry, sizes: AxisSizes, coords: RankCoords, num_pages: int = 1) -> PoolLayout:
-    """Return the pool of one rank with a given number of pages.
+    """Return the layout of one rank's pool with a given number of pages.
 
     Raises:
         ValueError: the heads cannot be divided over tp, or a stage gets no layer with KV.
@@ -58,24 +53,20 @@ def _group_layouts(geometry: KvGeometry, sizes: AxisSizes, coords: RankCoords, s
     for group in geometry.groups:
         heads = kv_heads_of(group.num_heads, sizes.tp, coords.tp)
         if layers := tuple(layer for layer in group.layers if layer in stage):
-            yield _group_layout(geometry, group, heads, layers)
-
-
-def _group_layout(geometry: KvGeometry, group: KvGroup, heads: range, layers: tuple[int, ...]) -> GroupLayout:
-    return GroupLayout(
-        name=group.name,
-        first_head=heads.start,
-        num_heads=len(heads),
-        layers=layers,
-        parts=group.parts,
-        page_size=geometry.page_size,
-        lifetime=geometry.lifetime_of(group),
-    )
+            yield GroupLayout(
+                name=group.name,
+                first_head=heads.start,
+                num_heads=len(heads),
+                layers=layers,
+                parts=group.parts,
+                page_size=geometry.page_size,
+                lifetime=geometry.lifetime_of(group),
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
-    """Memory of one worker's GPU in GiB."""
+    """Use of one worker's GPU memory, in GiB."""
 
     total: float
     fraction: float
@@ -84,13 +75,13 @@ class GpuMemory:
     activations: float
     """Maximum activations of a step."""
     graphs: float = 0.0
-    """Memory of captured decode steps, besides their inputs and outputs."""
+    """Memory of captured decode steps, without their inputs and outputs."""
     others: float = 0.0
     """Memory of libraries and other processes."""
 
     @property
     def left(self) -> float:
-        """Memory left for the page pool; negative if not even the rest fits."""
+        """Memory left for the page pool; negative if the rest does not fit."""
         return self.fraction * self.total - self.weights - self.activations - self.graphs - self.others
 
     def __str__(self) -> str:
@@ -103,7 +94,7 @@ class GpuMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """Host memory of one worker in GiB; a process's own few hundred MiB come on top."""
+    """Host memory of one worker in GiB, without the few hundred MiB of the process itself."""
 
     weights: float
     """Weights on a CPU; 0 on a GPU."""

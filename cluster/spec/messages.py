@@ -1,7 +1,6 @@
 """Messages between the router and leaders, and the union of all messages. MessagePack on the wire.
 
-Room and incarnation are part of every message that concerns a request, so that a late or misdirected one is recognized
-and dropped.
+Every message about a request carries room and incarnation, so that a late or misdirected one can be dropped.
 """
 
 from enum import StrEnum
@@ -25,53 +24,49 @@ from cluster.spec.transfer_messages import CheckPages, Done, Drained, PagesCheck
 from cluster.spec.wire import Struct, Tagged, TokenIds
 
 INQUIRE_EVERY_S = 5.0
-"""Interval between checks of state that may wait for a lost message."""
+"""Interval between checks for state that waits for a message that may be lost."""
 
 
 class PhaseTimes(Struct, frozen=True):
-    """Time of one request in each phase up to its first token, by the clocks of its replicas."""
+    """Time that one request spends in each phase up to its first token, by its replicas' clocks."""
 
     prefill: ReplicaId | None
     """Prefill replica; None if decode computed the prompt itself."""
     decode: ReplicaId
     decode_queue_s: float
-    """Time until decode had pages for the request."""
+    """Wait for pages on decode."""
     prefill_s: float
     """Time from the ticket to the first token, including other requests' steps."""
     bootstrap_s: float = 0.0
-    """Time in prefill until the ticket had come and decode's ranks were known; most of it overlaps
-    ``decode_queue_s``.
-    """
+    """Time in prefill until it has the ticket and knows decode's ranks; mostly overlaps ``decode_queue_s``."""
     transfer_s: float = 0.0
-    """Time from the first token until all KV was in decode: the part of the transfer that no computation hid."""
+    """Time from the first token until all KV is in decode: the transfer time that computation does not hide."""
 
 
 class Submit(Tagged, frozen=True):
-    """One attempt of one request; both targets get the same message, if there are two."""
+    """One attempt of one request; the prefill and the decode leader get the same message."""
 
     room: Room
     prompt_ids: TokenIds
     sampling: Sampling
     stopping: Stopping
     prefill: Peer | None
-    """Replica that computes the prompt and hands it over; None if decode computes what it does not have."""
+    """Replica that computes the prompt and hands it off; None if decode computes its uncached part."""
     decode: Peer
     router: Peer
-    """Receiver of the outputs; once it is gone, nobody waits for them."""
+    """Receiver of the outputs; the request ends with it."""
     num_given: int = 0
-    """Number of tokens at the end of ``prompt_ids`` that are output of earlier attempts, and count as output."""
+    """Number of tokens at the end of ``prompt_ids`` that earlier attempts generated; they count as output."""
     prompt_of: Room | None = None
-    """Room of another choice of the same prompt on the same decode replica; this one reads its pages once they are
-    there.
-    """
+    """Room of another choice of this prompt on the same decode replica, whose pages this one shares."""
     cache_salt: str = ""
     """Salt of the page keys: only requests with the same salt share cached pages."""
     priority: int = 0
-    """Priority; lower values are computed earlier. The oldest request gets its share whatever its priority."""
+    """Priority; lower values run first. The oldest request makes progress whatever its priority."""
     traced: bool = False
-    """True if every rank keeps a trace of this request until it is asked for it."""
+    """True if every rank keeps a trace of this request until asked for it."""
     dp_rank: int | None = None
-    """Requested DP rank, on each side that has one of this number."""
+    """Requested DP rank; ignored by a replica without such a rank."""
 
 
 class Cancel(Tagged, frozen=True):
@@ -82,9 +77,9 @@ class Cancel(Tagged, frozen=True):
 
 
 class Inquire(Tagged, frozen=True):
-    """Query for rooms that the receiver does not have: the message that would have said so may have been lost.
+    """Query for rooms that the receiver does not know: its message about their end may have been lost.
 
-    A decode leader responds to a router with a Failure, a router responds to a leader with a Cancel.
+    A decode leader answers a router with a Failure, and a router answers a leader with a Cancel.
     """
 
     rooms: list[Room]
@@ -95,7 +90,7 @@ class Inquire(Tagged, frozen=True):
 
 
 class SubscribeKvEvents(Tagged, frozen=True):
-    """Subscription of a router to the replica's cached pages and every later change."""
+    """Subscription of a router to a replica's cached pages and their changes."""
 
     router: Peer
     incarnation: Incarnation
@@ -109,62 +104,60 @@ class Output(Tagged, frozen=True):
     replica: ReplicaId
     incarnation: Incarnation
     first_index: int
-    """Output position of the first token here; 0 is the first generated token."""
+    """Output position of this message's first token; 0 is the first generated token."""
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = []
-    """Log-probabilities of every token here; empty unless Sampling asks for them."""
+    """Log-probabilities of every token in ``token_ids``; empty unless Sampling requests them."""
     prompt_logprobs: list[TokenLogprobs] = []
-    """Log-probabilities of every token of the prompt but the first, if Sampling asks for them; sent with the first
-    output.
-    """
+    """Log-probabilities of all prompt tokens but the first, if requested; sent with the first output."""
     finish: FinishReason | None = None
     cached: CachedTokens = CachedTokens()
     """Cached tokens of the prompt; sent with the first output."""
     phases: PhaseTimes | None = None
-    """Times by phase; sent with the first output, but not for choices that share another one's prompt."""
+    """Times by phase; sent with the first output, except for choices that share another one's prompt."""
 
 
 class Outputs(Tagged, frozen=True):
-    """Outputs of one step for one router."""
+    """One step's outputs for one router."""
 
     outputs: list[Output]
 
 
 class Blame(StrEnum):
-    """Targets of a request that may fail another one for the same reason."""
+    """Replicas that may fail other requests for the same reason."""
 
     SENDER = "sender"
     BOTH = "both"
-    """Both, as when pages did not get from one to the other."""
+    """Both, for example if a transfer between them failed."""
     NEITHER = "neither"
-    """Neither, as when a choice of the same prompt was cancelled."""
+    """Neither, for example if a choice of the same prompt was cancelled."""
 
 
 class Failure(Tagged, frozen=True):
-    """Report that the target cannot finish the request."""
+    """Report that a replica cannot finish a request."""
 
     room: Room
     replica: ReplicaId
     incarnation: Incarnation
     reason: str
-    """Reason in one sentence that names what failed."""
+    """One sentence that names what failed."""
     retryable: bool
     """True if another attempt may succeed."""
     blame: Blame = Blame.SENDER
 
 
 class KvEvents(Tagged, frozen=True):
-    """Pages that a replica's cache has gained and lost since the previous message."""
+    """Pages that a replica's cache has stored and removed since the previous message."""
 
     replica: ReplicaId
     incarnation: Incarnation
     number: int
-    """Sequence number; number 0 starts anew, with nothing cached before it."""
+    """Sequence number; 0 replaces everything known of the cache."""
     stored: list[bytes]
-    """Keys of stored pages. Every page on the device has those above it, here or in an earlier message."""
+    """Keys of stored pages. A device page follows its prefix pages, in this message or an earlier one."""
     removed: list[bytes]
     tier: Tier = Tier.DEVICE
-    """Tier of the pages; for storage, only what this replica has stored is reported."""
+    """Tier of the pages; of storage, a replica reports only pages it stored itself."""
 
 
 class RankTrace(Tagged, frozen=True):
@@ -176,34 +169,34 @@ class RankTrace(Tagged, frozen=True):
     global_rank: int
     clock: ClockReading
     intervals: list[Interval]
-    """Intervals in order of their ends."""
+    """Intervals, ordered by their ends."""
     num_left_out: int
-    """Number of intervals beyond the limit of a rank."""
+    """Number of intervals beyond the limit per rank."""
 
 
 class TableUpdate(Tagged, frozen=True):
-    """Change of the bootstrap table, from the process's own watcher."""
+    """New bootstrap table, from the process's own watcher."""
 
     snapshot: TableSnapshot
 
 
 class Drain(Tagged, frozen=True):
-    """Drain request: a replica finishes the requests it gets; a router takes none."""
+    """Start draining: a replica still finishes requests that reach it, a router refuses them."""
 
 
 class Resume(Tagged, frozen=True):
-    """Ask for new requests again."""
+    """Stop draining."""
 
 
 Wanted = Drain | Resume | FlushCache | PinPages | UseStorage
-"""Idempotent commands of an administrator to a replica."""
+"""Idempotent administrator's commands to a replica."""
 
 
 class Command(Tagged, frozen=True):
     """Administrator's command, repeated until the response arrives."""
 
     number: int
-    """Sequence number within one start of a router; commands older than the newest have no effect."""
+    """Sequence number within a router's incarnation; a replica ignores commands older than the newest."""
     sender: Peer
     incarnation: Incarnation
     """Incarnation of the receiver."""
@@ -219,7 +212,7 @@ class CommandResult(Tagged, frozen=True):
     refusal: str = ""
     """Reason for a refusal; empty if the command was carried out."""
     num_pinned: int = 0
-    """Number of the command's pages that are in host memory and stay there."""
+    """Number of the command's pages that are pinned in host memory."""
 
 
 Message = (
@@ -250,11 +243,7 @@ Message = (
     | PagesChecked
     | TierJobResult
     | Shutdown
-    | Drain
-    | Resume
-    | FlushCache
-    | PinPages
-    | UseStorage
+    | Wanted
     | Command
     | CommandResult
     | TableUpdate

@@ -1,10 +1,10 @@
-"""Ranks of one replica: axes, coordinates <-> global ranks, groups, legality. Pure arithmetic.
+"""Arithmetic of one replica's ranks: axes, coordinates, groups, legality.
 
-Attention sees the ranks of a pipeline stage as (dp, cp, tp), MoE layers see the same ranks as (moe_dp, ep, moe_tp);
-the last axis is the fastest in both. Stages follow each other.
+Attention orders the ranks of a pipeline stage by (dp, cp, tp), MoE layers by (moe_dp, ep, moe_tp); the last axis varies
+fastest in both.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -16,7 +16,7 @@ from cluster.spec.errors import Problem
 from cluster.spec.registry import AxisSizes, RankCoords
 
 MOST_RANKS = 4096
-"""Maximum number of workers per replica; a larger number is a typing error, and planning it would exhaust memory."""
+"""Maximum number of workers per replica; planning a larger number, surely a typing error, would exhaust memory."""
 _ATTENTION_AXES = ("pp", "dp", "cp", "tp")
 
 
@@ -32,13 +32,13 @@ class GroupName(StrEnum):
     MOE_BLOCK = "moe_block"
     """All ranks that share one copy of the experts."""
     MOE_SHARDS = "moe_shards"
-    """Ranks of a block with one tp_rank: the attention shards whose tokens are gathered."""
+    """Ranks of a block with the same tp_rank: the attention shards whose tokens are gathered."""
     PP = "pp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Position of one rank on every axis."""
+    """One rank's position on every axis."""
 
     global_rank: int
     dp: int
@@ -65,7 +65,7 @@ _ALIKE = {
     GroupName.MOE_SHARDS: ("pp", "moe_dp", "tp"),
     GroupName.PP: ("dp", "cp", "tp"),
 }
-"""Axes on which all members of a group have the same rank."""
+"""Axes on which all members of a group have the same position."""
 
 
 def sizes_of(parallel: ParallelConfig) -> AxisSizes:
@@ -73,12 +73,12 @@ def sizes_of(parallel: ParallelConfig) -> AxisSizes:
 
 
 def stage_size(sizes: AxisSizes) -> int:
-    """Number of ranks of one pipeline stage: dp*cp*tp."""
+    """Return the number of ranks of one pipeline stage: dp*cp*tp."""
     return sizes.dp * sizes.cp * sizes.tp
 
 
 def world_size(sizes: AxisSizes) -> int:
-    """Number of ranks of one replica: dp*cp*tp*pp."""
+    """Return the number of ranks of one replica: dp*cp*tp*pp."""
     return stage_size(sizes) * sizes.pp
 
 
@@ -109,33 +109,39 @@ def coords_of(rank: int, sizes: AxisSizes) -> RankCoords:
 
 
 def moe_tp_size(parallel: ParallelConfig) -> int:
-    """Return the tensor parallel ranks of one expert: dp*cp*tp / (moe_dp*ep); requires legal axes."""
+    """Return the number of ranks that share one expert: dp*cp*tp / (moe_dp*ep); requires legal axes."""
     size, rest = divmod(stage_size(sizes_of(parallel)), parallel.moe_dp * parallel.ep)
-    assert rest == 0, f"axes that axis_problems refuses: {parallel}"
+    assert rest == 0, f"axes that axis_problems rejects: {parallel}"
     return size
 
 
 def positions(parallel: ParallelConfig) -> list[Position]:
-    """Return every rank of a replica, by global rank; requires legal axes."""
-    return list(_positions(parallel))
+    """Return the positions of all ranks, by global rank; requires legal axes."""
+    sizes = sizes_of(parallel)
+    attention_sizes = (sizes.pp, sizes.dp, sizes.cp, sizes.tp)
+    moe_sizes = (parallel.pp, parallel.moe_dp, parallel.ep, moe_tp_size(parallel))
+    ranks = []
+    for rank in range(world_size(sizes)):
+        pp, dp, cp, tp = _split(rank, attention_sizes)
+        _, moe_dp, ep, moe_tp = _split(rank, moe_sizes)
+        ranks.append(Position(global_rank=rank, dp=dp, cp=cp, tp=tp, pp=pp, moe_dp=moe_dp, ep=ep, moe_tp=moe_tp))
+    return ranks
 
 
 def groups(parallel: ParallelConfig) -> dict[GroupName, list[list[int]]]:
-    """Return every group as lists of global ranks: members ascending, groups by their first member; requires legal
-    axes.
-    """
+    """Return all groups as ascending global ranks, ordered by first member; requires legal axes."""
     ranks = positions(parallel)
     return {name: _group(ranks, attrgetter(*alike)) for name, alike in _ALIKE.items()}
 
 
 def stage_links(parallel: ParallelConfig, rank: int) -> list[tuple[int, int]]:
-    """Return the links of a rank to neighbouring stages, over which hidden states pass, as (from, to)."""
+    """Return a rank's links (from, to) with neighbouring stages, which carry hidden states."""
     line = next(members for members in groups(parallel)[GroupName.PP] if rank in members)
     return [link for link in pairwise(line) if rank in link]
 
 
 def axis_problems(parallel: ParallelConfig, path: str) -> list[Problem]:
-    """Return the reasons why the axes of one replica are illegal; ``path`` is their place in the file."""
+    """Return the reasons why the axes of one replica are illegal; ``path`` is their section of the file."""
     problems = []
     sizes = sizes_of(parallel)
     stage = stage_size(sizes)
@@ -165,9 +171,9 @@ def axis_problems(parallel: ParallelConfig, path: str) -> list[Problem]:
 
 
 def stage_layers(num_layers: int, pp_size: int, pp_rank: int) -> range:
-    """Return the layers of one pipeline stage: consecutive, the last ``num_layers % pp_size`` stages hold one more.
+    """Return the consecutive layers of one pipeline stage; the last ``num_layers % pp_size`` stages hold one more.
 
-    The model's last layer computes little more than K and V for a prompt.
+    Late stages get the remainder because the model's last layer computes little more than K and V for a prompt.
     """
     base, rest = divmod(num_layers, pp_size)
     num_smaller = pp_size - rest
@@ -176,10 +182,10 @@ def stage_layers(num_layers: int, pp_size: int, pp_rank: int) -> range:
 
 
 def kv_heads_of(num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
-    """Return the KV heads of one TP rank: its part, or one head shared with its neighbours when there are more ranks.
+    """Return the KV heads of one TP rank: an equal part, or one head that several ranks share.
 
     Raises:
-        ValueError: neither of heads and ranks divides the other.
+        ValueError: neither number divides the other.
     """
     if num_kv_heads % tp_size == 0:
         part = num_kv_heads // tp_size
@@ -191,10 +197,10 @@ def kv_heads_of(num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
 
 
 def head_copies(num_heads: Iterable[int], tp_size: int) -> int:
-    """Return how many TP ranks hold the same heads of every KV group; they are neighbours.
+    """Return how many adjacent TP ranks hold the same heads of every KV group.
 
     Args:
-        num_heads: heads of each group.
+        num_heads: number of heads of each group.
     """
     return gcd(*(max(1, tp_size // count) for count in num_heads))
 
@@ -203,24 +209,6 @@ def head_copy_groups(ranks: Sequence[Position], num_heads: Iterable[int]) -> lis
     """Return the ranks of a replica that hold the same heads, tokens and layers, in the order of `groups`."""
     copies = head_copies(num_heads, len({position.tp for position in ranks}))
     return _group(ranks, lambda rank: (rank.pp, rank.dp, rank.cp, rank.tp // copies))
-
-
-def _positions(parallel: ParallelConfig) -> Iterator[Position]:
-    sizes = sizes_of(parallel)
-    moe_sizes = (parallel.pp, parallel.moe_dp, parallel.ep, moe_tp_size(parallel))
-    for rank in range(world_size(sizes)):
-        coords = coords_of(rank, sizes)
-        _, moe_dp_rank, ep_rank, moe_tp_rank = _split(rank, moe_sizes)
-        yield Position(
-            global_rank=rank,
-            dp=coords.dp,
-            cp=coords.cp,
-            tp=coords.tp,
-            pp=coords.pp,
-            moe_dp=moe_dp_rank,
-            ep=ep_rank,
-            moe_tp=moe_tp_rank,
-        )
 
 
 def _split(rank: int, sizes: tuple[int, ...]) -> list[int]:

@@ -1,10 +1,10 @@
-"""Data of the rank table: what a rank registers with the bootstrap service, and what the table shows to everyone."""
+"""Records that ranks register with the bootstrap service, and the table that it serves."""
 
 from enum import StrEnum
 
 import msgspec
 
-from cluster.spec.ids import Incarnation, ReplicaId, Role
+from cluster.spec.ids import Incarnation, ReplicaId, Role, role_of
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.strategy import Passing, Strategy
 from cluster.spec.tiers import TierState
@@ -16,14 +16,14 @@ class TransferMode(StrEnum):
     RANK0 = "rank0"
     """CP rank 0 sends everything; the others only report."""
     ALL_RANKS = "all_ranks"
-    """Every CP rank sends its part of the pages: CP ranks take turns."""
+    """Every CP rank sends an equal share of the pages."""
 
 
 class Verify(StrEnum):
-    """Checks of a prompt's KV in decode before it is used."""
+    """Checks of received KV before decode uses it."""
 
     COUNTS = "counts"
-    """All senders together wrote the expected number of pages and bytes."""
+    """All senders together have written the expected number of pages and bytes."""
     DIGEST = "digest"
     """Additionally, every page holds the bytes that were sent."""
 
@@ -34,10 +34,10 @@ class KvOwnership(StrEnum):
     REPLICATED = "replicated"
     """Every CP rank holds all of it."""
     SHARDED = "sharded"
-    """Every CP rank holds the pages it owns: page id g belongs to rank g modulo cp, as page g // cp of its pool."""
+    """Every CP rank holds the pages it owns: page g is page g // cp in the pool of rank g % cp."""
 
     def num_owners(self, cp: int) -> int:
-        """Return the number of CP ranks over which the pages of a request are divided."""
+        """Return the number of CP ranks that the pages of a request are divided over."""
         return cp if self is KvOwnership.SHARDED else 1
 
 
@@ -56,31 +56,30 @@ class AxisSizes(_Axes, frozen=True):
 
 
 class RankCoords(_Axes, frozen=True):
-    """Position of a rank on the four axes of the rank table."""
+    """A rank's position on the four axes of the rank table."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Target of a transfer backend's writes: one rank's pool."""
+    """One rank's pool as the target of a transfer backend's writes."""
 
     backend: str
     session: str
-    """Address that the backend needs to reach the memory: a file path, or host:port."""
+    """Address of the memory for the backend: a file path, or host:port."""
     base_address: int
     """Address of offset 0 of the pool in the backend's address space."""
     num_bytes: int
 
 
 class RankRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of one start of one replica."""
+    """One rank of one incarnation of a replica."""
 
     replica: ReplicaId
-    role: Role
     incarnation: Incarnation
     coords: RankCoords
     sizes: AxisSizes
     global_rank: int
     address: str
-    """Channel address; that of global rank 0 is the leader's."""
+    """Channel address; global rank 0 is the leader."""
     endpoint: Endpoint
     geometry: KvGeometry
     layout: PoolLayout
@@ -92,40 +91,44 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     """Host pool of this rank, if it has one."""
 
     @property
+    def role(self) -> Role:
+        return role_of(self.replica)
+
+    @property
     def num_owners(self) -> int:
-        """Return the number of CP ranks of this replica over which the pages of a request are divided."""
+        """Number of CP ranks that the pages of a request are divided over."""
         return self.ownership.num_owners(self.sizes.cp)
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefill steps of one replica with one strategy and passing since it started."""
+    """A replica's prefill steps with one strategy and passing since the start."""
 
     strategy: Strategy
     passing: Passing | None = None
-    """Passing in ring mode."""
+    """Tensors passed on in ring mode; None otherwise."""
     num_steps: int = 0
     num_tokens: int = 0
-    """Tokens computed in all of them; divided by the steps, the chunk size."""
+    """Tokens of all steps; divided by ``num_steps``, the mean chunk size."""
     total_s: float = 0.0
-    """Time on the leader's own rank, including waits for other ranks."""
+    """Time on the leader's own rank, waits for other ranks included."""
     total_estimate_s: float = 0.0
-    """Time expected when each strategy was chosen."""
+    """Estimated time, by which the strategies were chosen."""
     last_s: float = 0.0
-    """Time of the newest step."""
+    """Time of the latest step."""
     last_estimate_s: float = 0.0
 
 
 class ComputeTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps that one rank has computed since its replica started."""
+    """Steps that one rank has computed since the start."""
 
     global_rank: int
     num_steps: int = 0
     total_s: float = 0.0
-    """Time including waits for other ranks."""
+    """Time, waits for other ranks included."""
 
 
 class SendTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Transfers of one rank since its replica started."""
+    """Transfers of one rank since the start."""
 
     global_rank: int
     num_transfers: int = 0
@@ -142,81 +145,82 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
     """Tokens of all unfinished requests."""
     free_pages: int = 0
-    """Pages available to a new request, including cached ones that nothing holds."""
+    """Pages available to a new request, including cached pages that are not in use."""
     cached_pages: int = 0
-    """Cached pages, held or not."""
+    """Cached pages, in use or not."""
     evicted_pages: int = 0
     """Cached pages evicted since the start."""
     total_pages: int = 0
     stopping_pages: int = 0
     """Pages of aborted transfers that peers may still write to."""
     quarantined_pages: int = 0
-    """Part of ``stopping_pages`` that is old enough to count against the quarantine limit."""
+    """Pages among ``stopping_pages`` that count against the quarantine limit, because they are old."""
     wrong_pages: int = 0
-    """Pages received since the start that differ from what was sent; see `transfer.verify`."""
+    """Received pages since the start whose digest is wrong; see `transfer.verify`."""
     num_taken: int = 0
-    """Requests since the start."""
+    """Accepted requests since the start."""
     draining: bool = False
     dropped: dict[str, int] = {}
-    """Messages without effect: by type (late, repeated, misdirected or unknown ones), and those that the inbox
-    rejected.
-    """
+    """Dropped messages: late, repeated, misdirected or unknown ones by type, and frames that the inbox rejected."""
     num_preempted: int = 0
     """Preemptions since the start."""
     steps: tuple[StepTimes, ...] = ()
     """Prefill steps by strategy and passing."""
     tiers: TierState | None = None
-    """Tiers below the device cache, if there are any."""
+    """Tiers below the device cache; None if there are none."""
     graph_steps: dict[str, int] = {}
-    """Decode steps on a GPU: `replayed`, or the reason why not."""
+    """Decode steps on a GPU, by `replayed` or the reason why they were not."""
     graph_bytes: int = 0
-    """Bytes of captured decode steps on the leader's GPU."""
+    """Memory of captured decode steps on the leader's GPU."""
     expert_tokens: dict[int, int] = {}
-    """Tokens that each of the model's experts has computed since the start, over all layers."""
+    """Tokens that each expert has computed since the start, over all layers."""
     computed: tuple[ComputeTimes, ...] = ()
-    """Steps by global rank, of ranks that have computed anything."""
+    """Steps of ranks that have computed any, by global rank."""
     sends: tuple[SendTimes, ...] = ()
-    """Transfers by global rank, of ranks that have sent anything."""
+    """Transfers of ranks that have sent any, by global rank."""
 
 
 class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One replica in the table."""
 
     replica: ReplicaId
-    role: Role
     incarnation: Incarnation
     ready: bool
-    """True if every rank of this incarnation is registered and has a current lease."""
+    """True if every rank of this incarnation is registered and holds a lease."""
     silent: tuple[int, ...] = ()
-    """Global ranks whose lease expired."""
+    """Global ranks whose lease has expired."""
     rows: tuple[RankRow, ...]
     """Rows by global rank."""
     load: ReplicaLoad
 
     @property
+    def role(self) -> Role:
+        return role_of(self.replica)
+
+    @property
     def leader(self) -> RankRow:
-        """Return the row of global rank 0; requires a ready replica."""
+        """Row of global rank 0; requires a ready replica."""
         return self.rows[0]
 
 
 class TableSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Whole table at one point in time."""
+    """The rank table at one point in time."""
 
     version: int
-    """Version; grows with every change, and watchers ask for newer ones."""
+    """Version, which grows with every change."""
     replicas: tuple[ReplicaEntry, ...]
     reaped: dict[ReplicaId, Incarnation]
-    """Highest incarnation of each replica whose processes are proven gone."""
+    """Highest incarnation of each replica of which no process is left."""
 
     def find(self, replica: ReplicaId) -> ReplicaEntry | None:
         return next((entry for entry in self.replicas if entry.replica == replica), None)
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """Renewal of the lease of a whole replica by its leader."""
+    """Leader's renewal of its replica's lease."""
 
     replica: ReplicaId
     incarnation: Incarnation
     rows_digest: str
-    """Digest of the replica's rows; if the service does not know it, they are registered again."""
+    """Digest of the replica's rows; if the service does not have these, they are registered again."""
     load: ReplicaLoad

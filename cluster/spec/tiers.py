@@ -1,4 +1,4 @@
-"""Tiers of cached pages, and the messages by which a leader has its ranks move pages between them."""
+"""Tiers of cached pages, and the messages with which a leader moves pages between them."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -12,7 +12,7 @@ JOB_BOUNDS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
 
 
 class Tier(StrEnum):
-    """A kind of memory that holds cached pages."""
+    """Kinds of memory that hold cached pages."""
 
     DEVICE = "device"
     HOST = "host"
@@ -20,13 +20,13 @@ class Tier(StrEnum):
 
 
 class CachedTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of a prompt that were not computed, because their KV was cached."""
+    """Number of prompt tokens whose KV was cached."""
 
     total: int = 0
     host: int = 0
-    """Tokens among them that came from host memory."""
+    """Tokens loaded from host memory."""
     storage: int = 0
-    """Tokens among them that came from storage."""
+    """Tokens loaded from storage."""
 
     def __add__(self, other: "CachedTokens") -> "CachedTokens":
         return CachedTokens(
@@ -35,14 +35,14 @@ class CachedTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierJobKind(StrEnum):
-    """Operation of a tier job on its pages."""
+    """Operations on the pages of a tier job."""
 
     SAVE = "save"
     """Copy them from device to host memory."""
     LOAD = "load"
     """Copy them from host to device memory."""
     LOOK_UP = "look_up"
-    """Query which of them are in storage."""
+    """Look up which of them are in storage."""
     FETCH = "fetch"
     """Read them from storage into host memory."""
     STORE = "store"
@@ -56,35 +56,35 @@ class TierPage(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     """Index under the owner rule of ``cluster.spec.kv``: of n parts, part ``index % n`` owns the page."""
     depth: int = 0
-    """Number of pages before it in its prompt, without which it is useless."""
+    """Number of pages that precede it in its prompt, without which it is useless."""
     device: int | None = None
     """Page in the device pools; set if device memory is read or written."""
     host: int | None = None
-    """Host page h is page h // cp in the host pool of CP rank h % cp; set unless pages are only looked up."""
+    """Page h is page h // cp in the host pool of CP rank h % cp; None if pages are only looked up."""
 
     @property
     def lifetime(self) -> int:
-        """Return the lifetime whose KV groups are in the page."""
+        """Index of the lifetime whose KV groups are in the page."""
         return lifetime_of(self.key)
 
 
 class TierJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Work for every rank: each does its part, and reports a result whatever the outcome."""
+    """Work for every rank: each does its part, and always reports a result."""
 
     job_id: int
     kind: TierJobKind
     pages: list[TierPage]
     timeout_s: float | None = None
-    """Seconds after which storage is no longer called, counted from the job's arrival at the rank."""
+    """Seconds after the job's arrival at a rank when the rank stops calling storage."""
 
 
 class StorageFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's knowledge of storage as a whole, which may be shared with other ranks."""
+    """One rank's view of storage, which other ranks may share."""
 
     used_bytes: int
-    """Bytes that it last saw, plus bytes that it has written since."""
+    """Bytes at the last count, plus the bytes this rank has written since."""
     num_evicted: int
-    """Objects that this rank has evicted since its start."""
+    """Objects that this rank has evicted since the start."""
     evicted_bytes: int
 
 
@@ -94,20 +94,20 @@ class TierJobResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: int
     global_rank: int
     done: list[bool]
-    """One flag per page: this rank has done its part; true if it has none."""
+    """One flag per page: whether this rank has done its part, which may be nothing."""
     num_bytes: int = 0
-    """Bytes that this rank has moved."""
+    """Bytes moved."""
     busy_s: float = 0.0
     waited_s: float = 0.0
     """Time in the queue."""
     storage: StorageFigures | None = None
-    """Present if the storage backend knows them."""
+    """None if the storage backend has no figures."""
     failures: dict[str, int] = {}
-    """Failed pages by reason. A page that storage never had is no failure."""
+    """Failed pages by reason; a page that storage does not have is no failure."""
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):
-    """Completed jobs of one kind on one rank since its start."""
+    """Completed jobs of one kind on one rank since the start."""
 
     kind: TierJobKind
     global_rank: int
@@ -117,7 +117,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     waited_s: float = 0.0
     """Time in the queue."""
     num_within: tuple[int, ...] = (0,) * (len(JOB_BOUNDS_S) + 1)
-    """Jobs by their time, queue and work together."""
+    """Histogram of job times, including the time in the queue."""
     failures: dict[str, int] = {}
     """Failed pages by reason."""
 
@@ -129,15 +129,15 @@ class RankTiers(msgspec.Struct, frozen=True, kw_only=True):
     host_pages: int
     used_host_pages: int
     num_evicted: int
-    """Number of evicted host pages."""
+    """Evicted host pages."""
     num_open: dict[TierJobKind, int]
-    """Number of jobs without a result from this rank, by kind."""
+    """Open jobs of this rank, by kind."""
     storage: StorageFigures | None
-    """Last report on storage; None if the backend has none."""
+    """Latest figures; None if the storage backend has none."""
 
 
 class TierState(msgspec.Struct, frozen=True, kw_only=True):
-    """The tiers below the device of one replica."""
+    """The tiers below the device memory of one replica."""
 
     host_pages: int
     """Host pages of all CP ranks."""
@@ -147,56 +147,46 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     num_evicted: int
     """Evicted host pages."""
     num_lost: int
-    """Number of pages that were due to be copied to a lower tier and were not."""
+    """Pages that should have been copied to a lower tier and were not."""
     num_late: int
-    """Number of requests that started without pages that storage did not deliver in time."""
+    """Requests that started without pages that storage did not deliver in time."""
     num_stuck: int
-    """Number of host pages of storage calls that hang; they are not reused until the calls return."""
+    """Host pages of hanging storage calls, which are not reused until the calls return."""
     num_waiting: int
-    """Number of pages that wait to be copied to a lower tier."""
+    """Pages that wait to be copied to a lower tier."""
     is_attached: bool
     """True if storage is used."""
     is_storing: bool
-    """True while pages are being stored, or wait for it; false while the breaker is open."""
+    """True while pages are being stored or wait to be; false while the breaker is open."""
     num_opened: int
-    """Number of times that a breaker opened, because storage failed or was late."""
+    """Number of times that a breaker has opened because storage failed or was late."""
     work: tuple[RankWork, ...]
     ranks: tuple[RankTiers, ...]
 
 
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Drop the cached pages that nothing holds."""
+    """Drop all cached pages that are not in use."""
 
     tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST)
-    """Storage is not flushed, since replicas share it."""
+    """Tiers to flush; replicas share storage, so it is never flushed."""
 
 
 class PinPages(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Pin the host copies of these pages, so that they are never evicted, or unpin them."""
+    """Pin the host copies of these pages against eviction, or unpin them."""
 
     keys: list[bytes]
     is_pinned: bool
 
 
 class UseStorage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Attach storage, or detach it."""
+    """Attach or detach storage."""
 
     is_attached: bool
 
 
 def joined(states: Sequence[TierState]) -> TierState:
-    """Add up the tiers of the DP ranks of one replica."""
-    counts = (
-        "host_pages",
-        "used_host_pages",
-        "num_pinned",
-        "num_evicted",
-        "num_lost",
-        "num_late",
-        "num_stuck",
-        "num_waiting",
-        "num_opened",
-    )
+    """Return one state for all DP ranks of a replica."""
+    counts = [field.name for field in msgspec.structs.fields(TierState) if field.type is int]
     sums = {count: sum(getattr(state, count) for state in states) for count in counts}
     return msgspec.structs.replace(
         states[0],

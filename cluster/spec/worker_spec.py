@@ -3,13 +3,14 @@
 from dataclasses import dataclass, field
 
 from cluster.spec.config import DeployConfig, PoolConfig
-from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Role, router_names
+from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Role, role_of, router_names
+from cluster.spec.ranks import coords_of, sizes_of, world_size
 from cluster.spec.registry import AxisSizes, KvOwnership, RankCoords
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelKey:
-    """Key pair that the processes of one cluster share: every holder may send to all of them."""
+    """Key pair that the processes of one cluster share; every holder may send to all of them."""
 
     public: bytes = field(repr=False)
     secret: bytes = field(repr=False)
@@ -23,19 +24,19 @@ class Rendezvous:
     token: str = field(repr=False)
     """Bearer token of every bootstrap route."""
     channel_key: ChannelKey | None = None
-    """Channel key; without one, anyone who reaches a process may send to it."""
+    """Without a key, anyone who reaches a process may send to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterShare:
-    """One router process among those that share a port and the router's limits."""
+    """One of the router processes that share a port and the router's limits."""
 
     name: ReplicaId = ROUTER
     index: int = 0
     num_processes: int = 1
 
     def of(self, limit: int) -> int:
-        """Return this process's part of a limit: equal parts, the remainder to the first; at least 1, but 0 of 0."""
+        """Return this process's equal part of a limit: at least 1, unless the limit is 0."""
         share, remainder = divmod(limit, self.num_processes)
         return min(limit, max(1, share + (self.index < remainder)))
 
@@ -52,22 +53,34 @@ def router_shares(num_processes: int) -> list[RouterShare]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """One rank of one start of one replica."""
+    """One rank of one incarnation of a replica."""
 
     config: DeployConfig
-    role: Role
     replica: ReplicaId
     incarnation: Incarnation
-    coords: RankCoords
-    sizes: AxisSizes
     global_rank: int
-    world_size: int
     host: str
     """Address at which other processes reach this worker."""
 
     @property
+    def role(self) -> Role:
+        return role_of(self.replica)
+
+    @property
     def pool(self) -> PoolConfig:
         return self.config.prefill if self.role is Role.PREFILL else self.config.decode
+
+    @property
+    def sizes(self) -> AxisSizes:
+        return sizes_of(self.pool.parallel)
+
+    @property
+    def coords(self) -> RankCoords:
+        return coords_of(self.global_rank, self.sizes)
+
+    @property
+    def world_size(self) -> int:
+        return world_size(self.sizes)
 
     @property
     def ownership(self) -> KvOwnership:

@@ -4,26 +4,9 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 
-from cluster.spec.ids import Incarnation, Peer, ReplicaId, Role
-from cluster.spec.registry import (
-    AxisSizes,
-    Endpoint,
-    KvOwnership,
-    RankCoords,
-    RankRow,
-    ReplicaEntry,
-    ReplicaLoad,
-    TableSnapshot,
-    TransferMode,
-)
-from tests.fakes.kv import kv_geometry, kv_layout
-
-_ONE = AxisSizes(dp=1, cp=1, tp=1, pp=1)
-_FIRST = RankCoords(dp=0, cp=0, tp=0, pp=0)
-_GEOMETRY = kv_geometry(model="fake", num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", page_size=4)
-_LAYOUT = kv_layout(
-    num_pages=4, first_head=0, num_heads=1, first_layer=0, num_layers=1, page_size=4, head_dim=2, itemsize=4
-)
+from cluster.spec.ids import Incarnation, Peer, ReplicaId
+from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
+from tests.fakes.rows import make_row, sizes
 
 
 def peer_of(replica: str, incarnation: int = 1, address: str = "") -> Peer:
@@ -37,28 +20,13 @@ def peer_of(replica: str, incarnation: int = 1, address: str = "") -> Peer:
 
 def row_of(peer: Peer) -> RankRow:
     """The one row of a replica of one rank."""
-    return RankRow(
-        replica=peer.replica,
-        role=Role(peer.replica.split("-")[0]),
-        incarnation=peer.incarnation,
-        coords=_FIRST,
-        sizes=_ONE,
-        global_rank=0,
-        address=peer.address,
-        endpoint=Endpoint(backend="fake", session="", base_address=0, num_bytes=0),
-        geometry=_GEOMETRY,
-        layout=_LAYOUT,
-        transfer_mode=TransferMode.ALL_RANKS,
-        ownership=KvOwnership.REPLICATED,
-        build="test",
-    )
+    return make_row(peer.replica, 0, sizes(), peer.incarnation, address=peer.address)
 
 
 def entry_of(peer: Peer, *, ready: bool = True, draining: bool = False, total_pages: int = 0) -> ReplicaEntry:
     """A replica's entry; the fake rows have pages of 4 tokens."""
     return ReplicaEntry(
         replica=peer.replica,
-        role=row_of(peer).role,
         incarnation=peer.incarnation,
         ready=ready,
         rows=(row_of(peer),),

@@ -47,7 +47,6 @@ class LeaderPair:
         entries = [
             ReplicaEntry(
                 replica=rows[0].replica,
-                role=rows[0].role,
                 incarnation=Incarnation(1),
                 ready=True,
                 rows=tuple(rows),

@@ -30,7 +30,7 @@ from cluster.spec.messages import (
     TableUpdate,
     Wanted,
 )
-from cluster.spec.ranks import coords_of, sizes_of, world_size
+from cluster.spec.ranks import sizes_of, world_size
 from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
 from cluster.spec.step_messages import Shutdown
@@ -87,13 +87,9 @@ class LocalReplica:
         self.specs = [
             WorkerSpec(
                 config=config,
-                role=role,
                 replica=self.replica,
                 incarnation=Incarnation(1),
-                coords=coords_of(rank, sizes),
-                sizes=sizes,
                 global_rank=rank,
-                world_size=world_size(sizes),
                 host=HOST,
             )
             for rank in range(world_size(sizes))
@@ -148,7 +144,6 @@ class LocalReplica:
         """This replica as the bootstrap table would show it."""
         return ReplicaEntry(
             replica=self.replica,
-            role=self.role,
             incarnation=Incarnation(1),
             ready=True,
             rows=tuple(self.rows),

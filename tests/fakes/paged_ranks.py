@@ -26,7 +26,6 @@ def row(
     """A rank's row; its address is readable. ``num_pages`` are those of the rank's own pool."""
     return RankRow(
         replica=replica_id(role, 0),
-        role=role,
         incarnation=Incarnation(1),
         coords=RankCoords(dp=0, cp=cp_rank, tp=0, pp=0),
         sizes=AxisSizes(dp=1, cp=cp, tp=1, pp=1),

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.spec.ids import Incarnation, Role, parse_replica_id
+from cluster.spec.ids import Incarnation, parse_replica_id
 from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import AxisSizes, Endpoint, KvOwnership, RankRow, TransferMode
 from cluster.spec.tiers import TierState
@@ -25,7 +25,6 @@ def make_row(replica: str, rank: int, of: AxisSizes, incarnation: int = 1, **cha
     """The row of one rank; ``changes`` replace fields."""
     row = RankRow(
         replica=parse_replica_id(replica),
-        role=Role(replica.split("-")[0]),
         incarnation=Incarnation(incarnation),
         coords=coords_of(rank, of),
         sizes=of,

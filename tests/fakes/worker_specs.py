@@ -2,7 +2,6 @@
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Incarnation, Role, replica_id
-from cluster.spec.ranks import coords_of, sizes_of, world_size
 from cluster.spec.worker_spec import WorkerSpec
 
 HOST = "127.0.0.1"
@@ -15,15 +14,10 @@ def lone_worker(config: DeployConfig, role: Role) -> WorkerSpec:
 
 def worker_of(config: DeployConfig, role: Role, global_rank: int) -> WorkerSpec:
     """One of several."""
-    sizes = sizes_of((config.prefill if role is Role.PREFILL else config.decode).parallel)
     return WorkerSpec(
         config=config,
-        role=role,
         replica=replica_id(role, 0),
         incarnation=Incarnation(1),
-        coords=coords_of(global_rank, sizes),
-        sizes=sizes,
         global_rank=global_rank,
-        world_size=world_size(sizes),
         host=HOST,
     )

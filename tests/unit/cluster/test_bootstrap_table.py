@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
-from cluster.spec.ids import Incarnation, ReplicaId, Role
+from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import (
     Heartbeat,
     KvOwnership,
@@ -202,7 +202,6 @@ def test_reaping_an_old_incarnation_leaves_the_new_one_alone() -> None:
         ({"geometry": msgspec.structs.replace(GEOMETRY, page_size=8)}, "page size 8 given, 4 registered by rank 0"),
         ({"geometry": msgspec.structs.replace(GEOMETRY, num_layers=2)}, "KV geometry"),
         ({"geometry": msgspec.structs.replace(GEOMETRY, model="m")}, "model m given, fake registered by rank 0"),
-        ({"role": Role.DECODE}, "role decode given; the replica's name says otherwise"),
         ({"global_rank": 0}, "global rank 0 given, its position is that of rank 1"),
         ({"coords": RankCoords(dp=0, cp=5, tp=0, pp=0)}, "cp_rank 5 is outside its axis; allowed: 0 to 1"),
         ({"incarnation": Incarnation(0)}, "incarnation 0 given; allowed: 1 and more"),

@@ -121,7 +121,7 @@ BAD_FILES = {
         "hicache: {host_gib: 1, storage: {backend: mooncake_store, lent_gib: 0.0156}}",
         [
             "hicache.storage.lent_gib: got 0.0156; "
-            "allowed: 0, or 0.015625 (16 MiB) and more, which Mooncake Store can use"
+            "allowed: 0, or at least 0.015625 (16 MiB), the least that Mooncake Store can use"
         ],
     ),
     "silence": (

@@ -26,8 +26,8 @@ __all__ = ["baton"]
 Axes = dict[str, int]
 
 DECODE_CP = (
-    "decode.parallel.cp: got {cp}; allowed: 1, since a decode step has one query token a request "
-    "and nothing to share over cp"
+    "decode.parallel.cp: got {cp}; allowed: 1, since a decode step has one query token per request, "
+    "which cp cannot divide"
 )
 ILLEGAL: dict[str, tuple[Axes, list[str]]] = {
     "no rank": ({"tp": 0}, ["{path}.tp: got 0; allowed: a whole number, 1 or more"]),

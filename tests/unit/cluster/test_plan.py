@@ -292,7 +292,7 @@ def test_tables_show_every_part(baton: RunBaton, tmp_path: Path, monkeypatch: py
         "KV memory: 2 KiB a token, pages of 64 tokens\n  full_attention (2 layers, 1 head, k 128 + v 128 float32)\n",
         "HTTP for clients",
         "decode runs without context parallelism",
-        "only ring mode has a choice of what ranks pass on",
+        "only ring mode has a choice of tensors to pass on",
     ):
         assert part in out
 

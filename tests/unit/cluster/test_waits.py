@@ -7,7 +7,7 @@ from cluster.actors import Machine
 from cluster.launch.waits import QUIET_HEARTBEATS, Deadline, DrainWatch, await_room, tell_until
 from cluster.spec.config import DeployConfig, ResourcesConfig, TransferBackendName, TransferConfig
 from cluster.spec.errors import ConfigError
-from cluster.spec.ids import Incarnation, ReplicaId, Role
+from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import ReplicaEntry, ReplicaLoad, TableSnapshot
 from tests.fakes.ray import FakeSystem, FakeTable, World
 from tests.fakes.rows import tier_state
@@ -63,9 +63,7 @@ EMPTY = ReplicaLoad(draining=True, num_taken=7)
 
 
 def table_of(load: ReplicaLoad, incarnation: int = 3) -> TableSnapshot:
-    entry = ReplicaEntry(
-        replica=D0, role=Role.DECODE, incarnation=Incarnation(incarnation), ready=True, rows=(), load=load
-    )
+    entry = ReplicaEntry(replica=D0, incarnation=Incarnation(incarnation), ready=True, rows=(), load=load)
     return TableSnapshot(version=1, replicas=(entry,), reaped={})
 
 

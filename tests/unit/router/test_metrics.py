@@ -40,9 +40,7 @@ STEPS = StepTimes(strategy=Strategy.ZIGZAG, passing=Passing.PASS_KV, num_steps=3
 def samples(load: ReplicaLoad, family: str, rows: tuple[RankRow, ...] = ROWS) -> Samples:
     """Return labels, besides the replica, and values of one family, where a prefill replica reports this load."""
     load = msgspec.json.decode(msgspec.json.encode(load), type=ReplicaLoad)
-    entry = ReplicaEntry(
-        replica=rows[0].replica, role=Role.PREFILL, incarnation=Incarnation(1), ready=True, rows=rows, load=load
-    )
+    entry = ReplicaEntry(replica=rows[0].replica, incarnation=Incarnation(1), ready=True, rows=rows, load=load)
     families = {made.name: made for made in replica_metrics(TableSnapshot(version=1, replicas=(entry,), reaped={}))}
     found = [(dict(sample.labels), sample.value) for sample in families[f"baton_{family}"].samples]
     assert all(labels.pop("replica") == entry.replica for labels, _ in found)

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from cluster.spec.ids import Incarnation, ReplicaId, Role
+from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.kv import key_value_group
 from cluster.spec.registry import AxisSizes, Endpoint, KvOwnership, RankCoords, RankRow, TransferMode
 from tests.unit.transfer.samples import geometry, pool, ticket
@@ -11,10 +11,8 @@ from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 
 
 def _row(name: str, *, cp: int = 1, tp: int = 1, heads: range | None = None, **changes: object) -> RankRow:
-    role = Role.PREFILL if name.startswith("prefill") else Role.DECODE
     row = RankRow(
         replica=ReplicaId(name),
-        role=role,
         incarnation=Incarnation(1),
         coords=RankCoords(dp=0, cp=0, tp=0, pp=0),
         sizes=AxisSizes(dp=1, cp=cp, tp=tp, pp=1),

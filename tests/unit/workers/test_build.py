@@ -1,6 +1,5 @@
 """Assembly of a rank and of a worker's parts."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +37,7 @@ DECODE = make_row("decode-0", 0, sizes())
 def plan_of(*prompt_lens: int, **prefill: Any) -> StepPlan:
     """The first step of a replica of two CP ranks that has got some prompts."""
     config = DeployConfig.model_validate({"prefill": {"parallel": {"cp": CP}, **prefill}})
-    spec = replace(lone_worker(config, Role.PREFILL), world_size=CP)
+    spec = lone_worker(config, Role.PREFILL)
     layout = msgspec.structs.replace(LAYOUT, num_pages=64)
     rows = [make_row(spec.replica, rank, spec.sizes, layout=layout, ownership=spec.ownership) for rank in range(CP)]
     rank: Any = SimpleNamespace(
@@ -66,7 +65,6 @@ def table(prefill: list[RankRow]) -> TableUpdate:
     entries = [
         ReplicaEntry(
             replica=rows[0].replica,
-            role=rows[0].role,
             incarnation=rows[0].incarnation,
             ready=True,
             rows=tuple(rows),
