@@ -8,8 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.planner.memory import KvPlan
-from cluster.planner.plan import CheckResult, Plan, ReplicaPlan, StepsPlan
-from cluster.planner.ports import PortPlan
+from cluster.planner.plan import CheckResult, Plan, PortPlan, ReplicaPlan, StepsPlan
 from cluster.spec.ids import Role
 
 _AXES = ("dp", "cp", "tp", "pp")

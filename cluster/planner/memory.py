@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 
 from cluster.planner.model import ModelFacts
-from cluster.planner.worker_memory import expected_host_memory, expected_memory, host_memory_lack, host_memory_problems
+from cluster.planner.worker_memory import Pool, expected_host_memory, expected_memory, host_memory_lack
 from cluster.spec.checks import layout_problems, ring_problems
-from cluster.spec.config import DecodeConfig, DeployConfig, Device, PrefillConfig
+from cluster.spec.config import DeployConfig, Device
 from cluster.spec.errors import Problem
 from cluster.spec.hicache_config import StorageBackendName
 from cluster.spec.ids import Role
@@ -15,25 +15,23 @@ from cluster.spec.memory import GIB, GpuMemory, HostMemory, pool_layout
 from cluster.spec.ranks import positions, sizes_of
 from workers.hicache.storage.page_store import HEADER_BYTES
 
-Pool = PrefillConfig | DecodeConfig
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleKv:
-    """Pool of one role's fullest worker: the one with the most layers."""
+    """Page pool of the role's worker with the fewest pages: the one with the most layers."""
 
     page_bytes: int
     pages_per_worker: int
     """Pages available to requests."""
     tokens_per_worker: int
     tokens_per_request: int
-    """Maximum tokens of one request: what one worker holds, times the workers that its pages are divided over."""
+    """Maximum tokens of one request, over all workers that its pages are divided over."""
     tokens_per_replica: int
-    """Distinct tokens over all DP ranks, which have requests of their own."""
+    """Tokens over all DP ranks, which serve different requests."""
     pool_bytes: int
     host: HostMemory
     gpu: GpuMemory | None = None
-    """Expected use of the rest of a GPU's memory."""
+    """Expected use of a GPU's memory; None on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +64,12 @@ def kv_plan(config: DeployConfig, model: ModelFacts) -> KvPlan:
 
 
 def model_problems(config: DeployConfig, model: ModelFacts, *, with_gpu: bool = True) -> list[Problem]:
-    """Return this model's problems: a layout that its heads or layers do not allow, too little memory, too long a
-    context.
+    """Return the problems of a configuration with this model: layout, memory, context length.
 
-    Without ``with_gpu``, a GPU's memory is left to the worker, which measures it.
+    Without ``with_gpu``, GPU memory is not checked, because the worker measures it.
     """
     problems = []
-    is_reckoned = with_gpu or config.resources.device is Device.CPU
+    checks_memory = with_gpu or config.resources.device is Device.CPU
     wanted, most = config.model.max_context, model.config.max_position_embeddings
     if wanted is not None and wanted > most:
         message = f"got {wanted}; allowed: at most {most}, the model's own limit"
@@ -80,12 +77,15 @@ def model_problems(config: DeployConfig, model: ModelFacts, *, with_gpu: bool = 
     problems += ring_problems(config.prefill, model.config.limits)
     for role, pool in _pools(config).items():
         refused = layout_problems(pool.parallel, f"{role}.parallel", model.config.limits)
-        problems += refused or (_memory_problems(config, role, pool, model) if is_reckoned else [])
-    return problems or (host_memory_problems(config, _expected(config, model)) if is_reckoned else [])
+        problems += refused or (_memory_problems(config, role, pool, model) if checks_memory else [])
+    machine_gib = config.resources.machine_memory_gib
+    if checks_memory and not problems and machine_gib is not None and (lack := memory_lack(config, model, machine_gib)):
+        problems.append(Problem("resources.machine_memory_gib", f"got {machine_gib:g}; allowed: {lack}"))
+    return problems
 
 
 def memory_wanted(config: DeployConfig, model: ModelFacts, num_tokens: int) -> float:
-    """Return the ``kv.memory_gib`` with which every replica holds a request of this length."""
+    """Return the ``kv.memory_gib`` that lets every replica hold a request of this length."""
     num_pages = pages_for(num_tokens, config.kv.page_size) * len(model.geometry.lifetimes)
     return max(
         (-(-num_pages // pool.num_owners) + 1) * _role_kv(config, pool, model).page_bytes / GIB
@@ -99,7 +99,7 @@ def _pools(config: DeployConfig) -> dict[Role, Pool]:
 
 def _role_kv(config: DeployConfig, pool: Pool, model: ModelFacts) -> RoleKv:
     layout = min(_layouts(config, pool, model), key=lambda layout: layout.num_pages)
-    # A prompt has a list of pages for each lifetime while it is computed.
+    # While a prompt is computed, it has a list of pages per lifetime.
     tokens_per_worker = layout.num_pages // layout.num_lifetimes * layout.page_size
     tokens_per_request = tokens_per_worker * pool.num_owners
     return RoleKv(
@@ -116,11 +116,8 @@ def _role_kv(config: DeployConfig, pool: Pool, model: ModelFacts) -> RoleKv:
 
 def memory_lack(config: DeployConfig, model: ModelFacts, machine_gib: float) -> str:
     """Return how much memory a machine must have for the workers; empty if ``machine_gib`` is enough."""
-    return host_memory_lack(config, _expected(config, model), machine_gib)
-
-
-def _expected(config: DeployConfig, model: ModelFacts) -> dict[str, tuple[Pool, HostMemory]]:
-    return {str(role): (pool, _role_kv(config, pool, model).host) for role, pool in _pools(config).items()}
+    expected = {role: (pool, _role_kv(config, pool, model).host) for role, pool in _pools(config).items()}
+    return host_memory_lack(config, expected, machine_gib)
 
 
 def _layouts(config: DeployConfig, pool: Pool, model: ModelFacts) -> list[PoolLayout]:
@@ -130,7 +127,7 @@ def _layouts(config: DeployConfig, pool: Pool, model: ModelFacts) -> list[PoolLa
 
 
 def pool_gib(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
-    """Return the memory of one worker's pool; on a GPU without a configured size, the expected remainder."""
+    """Return the memory of one worker's pool: the configured size, or what its GPU is expected to have left."""
     given = config.kv_memory_gib
     return expected_memory(config, pool, model).left if given is None else given
 
@@ -155,7 +152,7 @@ def _memory_problems(config: DeployConfig, role: Role, pool: Pool, model: ModelF
 
 
 def _cached_problems(config: DeployConfig, role: Role, layout: PoolLayout) -> list[Problem]:
-    """Reject host memory or files for cached pages that are too small for a page; they would silently be useless."""
+    """Reject host memory or files that cannot hold a single page, which would silently be useless."""
     hicache, storage = config.hicache, config.hicache.storage
     if not hicache.has_host or not config.kv.prefix_cache:
         return []

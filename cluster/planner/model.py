@@ -1,4 +1,4 @@
-"""The served model as the planner knows it, read without torch and without the network."""
+"""Facts about the served model that planning needs, read without torch and without the network."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from workers.models.registry import parse_model_config, read_model_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Model with the KV format of this deployment."""
+    """Model configuration, with the KV format of this deployment."""
 
     config: DecoderConfig
     geometry: KvGeometry
@@ -23,7 +23,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class UnknownModel:
-    """Model whose shape cannot be read here."""
+    """Model whose configuration cannot be read on this machine."""
 
     reason: str
 
@@ -32,7 +32,7 @@ def read_model(config: DeployConfig) -> ModelFacts | UnknownModel:
     """Read the served model: a built-in one, a local folder, or one in the Hugging Face cache of this machine.
 
     Raises:
-        ConfigError: ``model.path`` means a local folder, and there is none.
+        ConfigError: ``model.path`` names a local folder that does not exist.
     """
     if config.model.path in recall_weights.BUILT_IN:
         shape = recall_weights.config(has_experts=recall_weights.BUILT_IN[config.model.path])
@@ -49,11 +49,7 @@ def read_model(config: DeployConfig) -> ModelFacts | UnknownModel:
 
 
 def facts_of(config: DeployConfig, folder: Path) -> ModelFacts:
-    """Read the model of a folder.
-
-    Raises:
-        UserError: the engine cannot run it.
-    """
+    """Read a model folder. Raises UserError if the engine cannot run the model."""
     return _facts(config, read_model_config(folder))
 
 
@@ -64,7 +60,7 @@ def _facts(config: DeployConfig, model: DecoderConfig) -> ModelFacts:
 
 
 def _find_folder(path: str) -> Path | None:
-    """Return the local folder of a model path; None for a repository that was not fetched yet."""
+    """Return the local folder of a model path; None for a repository that is not in the cache."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder

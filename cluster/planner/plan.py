@@ -1,17 +1,36 @@
-"""Plan of a deployment: replicas with their ranks and groups, KV memory, ports, and every check. Pure."""
+"""Plan of a deployment: ranks and groups of each replica, KV memory, ports, and checks. Pure."""
 
 from dataclasses import dataclass
 
 from cluster.planner.memory import KvPlan, kv_plan, memory_wanted, model_problems
 from cluster.planner.model import ModelFacts, UnknownModel
-from cluster.planner.ports import PortPlan, ports_of
 from cluster.spec.checks import CHECKS
-from cluster.spec.config import DeployConfig, PoolConfig, PrefillConfig
-from cluster.spec.errors import ConfigError, Problem
+from cluster.spec.config import (
+    DeployConfig,
+    Device,
+    PoolConfig,
+    PrefillConfig,
+    TransferBackendName,
+    TransferProtocol,
+)
+from cluster.spec.errors import ConfigError
 from cluster.spec.ids import ReplicaId, Role, replica_id
-from cluster.spec.ranks import GroupName, Position, groups, head_copy_groups, positions
+from cluster.spec.ranks import (
+    GroupName,
+    Position,
+    groups,
+    head_copy_groups,
+    positions,
+    sizes_of,
+    stage_links,
+    world_size,
+)
 from cluster.spec.registry import KvOwnership
-from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
+from cluster.spec.strategy import Collectives, CpMode, PassingSetting, StrategySetting
+
+EVERY_INTERFACE = "0.0.0.0"
+_ATTENTION = (GroupName.ATTN_CP, GroupName.ATTN_TP, GroupName.ATTN_DP)
+_EXPERTS = (GroupName.MOE_SHARDS, GroupName.MOE_BLOCK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +43,7 @@ class ReplicaPlan:
     """Ranks by global rank."""
     groups: dict[GroupName, list[list[int]]]
     head_copies: list[list[int]]
-    """Decode ranks that hold the same KV heads; empty if none do, or the model's shape is unknown."""
+    """Decode ranks that hold the same KV heads; empty if there are none or the model's shape is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +52,24 @@ class StepsPlan:
 
     strategy: StrategySetting
     mode: CpMode
-    """Context-parallel mode; `gather` also if a ring was configured for a single rank."""
+    """Context-parallel mode; a ring of a single rank counts as `gather`."""
     passing: PassingSetting | None
     """None in gather mode."""
     chunk_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortPlan:
+    """TCP ports that Baton's processes listen on, without those of Ray and NCCL."""
+
+    process: str
+    purpose: str
+    host: str | None
+    """Address to listen on; None for the address of the process's machine."""
+    port: int | None
+    """Port; None for any free port."""
+    count: int
+    """Maximum number of ports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +79,12 @@ class CheckResult:
     rule: str
     passed: bool
     detail: str
-    """Reason for a failure; empty when the rule holds."""
+    """Reason for a failure; empty if the rule holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that would be started."""
+    """Everything that `baton up` would start."""
 
     name: str
     model: str
@@ -112,27 +145,70 @@ def _head_copies(ranks: list[Position], model: ModelFacts | UnknownModel) -> lis
 
 
 def _checks(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[CheckResult]:
-    results = [_result(check.rule, check.find(config)) for check in CHECKS]
+    failures = {check.rule: "; ".join(map(str, check.find(config))) for check in CHECKS}
     if isinstance(model, UnknownModel):
-        results.append(CheckResult(rule="the model's shape is known", passed=False, detail=model.reason))
+        failures["the model's shape is known"] = model.reason
     else:
-        results.append(CheckResult(rule="the model supports this parallel layout", passed=True, detail=""))
-        results.append(_longest_request(config, model))
-    return results
+        failures["the model supports this parallel layout"] = ""
+        failures["every replica holds the longest request"] = _too_long(config, model)
+    return [CheckResult(rule=rule, passed=not failure, detail=failure) for rule, failure in failures.items()]
 
 
-def _result(rule: str, problems: list[Problem]) -> CheckResult:
-    return CheckResult(rule=rule, passed=not problems, detail="; ".join(str(problem) for problem in problems))
-
-
-def _longest_request(config: DeployConfig, model: ModelFacts) -> CheckResult:
-    rule = "every replica holds the longest request"
+def _too_long(config: DeployConfig, model: ModelFacts) -> str:
+    """Return why the longest request does not fit; empty if it does."""
     longest = config.model.longest_context(model.config.max_position_embeddings)
     held = kv_plan(config, model).tokens_per_request
     if held >= longest:
-        return CheckResult(rule=rule, passed=True, detail="")
+        return ""
     gib = f"{memory_wanted(config, model, longest):.3g}"
-    detail = (
-        f"{held} tokens fit, a request may have {longest}: set kv.memory_gib to {gib}, or model.max_context to {held}"
+    fix = f"set kv.memory_gib to {gib}, or model.max_context to {held}"
+    return f"{held} tokens fit, a request may have {longest}: {fix}"
+
+
+def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[PortPlan]:
+    """Return all ports; the ports between ranks are incomplete if the model's shape is unknown."""
+    router = config.router
+    pools: list[tuple[Role, PoolConfig]] = [(Role.PREFILL, config.prefill), (Role.DECODE, config.decode)]
+    sizes = [(pool.replicas, world_size(sizes_of(pool.parallel))) for _, pool in pools]
+    num_workers = sum(replicas * size for replicas, size in sizes)
+    is_mooncake = config.transfer.backend is TransferBackendName.MOONCAKE
+    is_tcp = config.transfer.protocol is TransferProtocol.TCP
+    gloo = sum(pool.replicas * _num_endpoints(role, pool, model) for role, pool in pools) if _uses_gloo(config) else 0
+    taken_at_start = [
+        ("bootstrap", "HTTP rank table", None, 1),
+        ("router", "channel", None, router.processes),
+        ("router", "commands from the driver", None, router.processes),
+        ("worker", "channel", None, num_workers),
+        ("replica", "rendezvous store of the ranks", None, sum(replicas for replicas, _ in sizes)),
+        ("worker", "process groups over TCP (gloo)", None, gloo),
+        ("worker", "handshake of Mooncake's engines", EVERY_INTERFACE, num_workers * is_mooncake),
+        ("worker", "KV by Mooncake over TCP", EVERY_INTERFACE, num_workers * (is_mooncake and is_tcp)),
+    ]
+    clients = PortPlan(
+        process="router", purpose="HTTP for clients", host=router.host, port=router.port or None, count=1
     )
-    return CheckResult(rule=rule, passed=False, detail=detail)
+    return [clients] + [
+        PortPlan(process=process, purpose=purpose, host=host, port=None, count=count)
+        for process, purpose, host, count in taken_at_start
+        if count
+    ]
+
+
+def _uses_gloo(config: DeployConfig) -> bool:
+    """Return whether ranks may use TCP: if configured, or on CPUs that may be on several machines."""
+    if config.resources.collectives is Collectives.TCP:
+        return True
+    return config.resources.device is Device.CPU and config.transfer.backend is not TransferBackendName.SHARED_MEMORY
+
+
+def _num_endpoints(role: Role, pool: PoolConfig, model: ModelFacts | UnknownModel) -> int:
+    """Return how many gloo endpoints one replica has: one per rank in each group of several ranks."""
+    by_name, ranks = groups(pool.parallel), positions(pool.parallel)
+    joined = [members for name in _ATTENTION for members in by_name[name]]
+    if isinstance(model, ModelFacts):
+        if model.config.moe is not None and len(by_name[GroupName.MOE_SHARDS][0]) > 1:
+            joined += [members for name in _EXPERTS for members in by_name[name]]
+        if role is Role.DECODE:
+            joined += head_copy_groups(ranks, [group.num_heads for group in model.geometry.groups])
+    links = sum(len(stage_links(pool.parallel, rank)) for rank in range(len(ranks)))
+    return links + sum(len(members) for members in joined if len(members) > 1)

@@ -1,4 +1,4 @@
-"""Memory that `baton plan` expects a worker to take: its weights, a GPU, and the host."""
+"""Estimates of a worker's GPU and host memory."""
 
 from cluster.planner.model import ModelFacts
 from cluster.spec.config import (
@@ -11,8 +11,8 @@ from cluster.spec.config import (
     TransferBackendName,
 )
 from cluster.spec.decode_graphs import batch_sizes, captures_decode
-from cluster.spec.errors import Problem
 from cluster.spec.hicache_config import STORE_CLIENT_BYTES, StorageBackendName
+from cluster.spec.ids import Role
 from cluster.spec.kv import DTYPE_BYTES, pages_for
 from cluster.spec.memory import GIB, GpuMemory, HostMemory
 from cluster.spec.ranks import head_copies, moe_tp_size, sizes_of, stage_layers, world_size
@@ -21,12 +21,14 @@ from cluster.spec.strategy import Passing
 from workers.context_parallel.shard_plan import dummy_request, make_step_shape
 from workers.models.interface import DecoderConfig, LayerWeights
 
+Pool = PrefillConfig | DecodeConfig
+
 _PAGE_ID_BYTES = 8
 _PASSED_QUERY_BYTES = 16
-"""Bytes for an element of a query: as it arrives, in order, its output, and that in fp32, twice."""
+"""Bytes per query element: as received, reordered, the output, and the output in fp32 twice."""
 _DRAW_BYTES = 24
-"""Bytes for a logit sampled with top-p: 21 as tensors that exist at once, counted on a CPU."""
-# Allowances, not measurements: what CUDA keeps per layer of a graph, and cuBLAS for the capture stream.
+"""Bytes per logit when sampling with top-p; on a CPU, the tensors alive at a time take 21."""
+# Allowances, not measurements: CUDA's memory per layer of a graph, and cuBLAS's for the capture stream.
 _GRAPH_LAYER_BYTES = 256 << 10
 _WORKSPACE_BYTES = 32 << 20
 
@@ -37,7 +39,7 @@ def weights_gib(config: DeployConfig, pool: PoolConfig, model: ModelFacts) -> fl
 
 
 def _num_weights(config: DeployConfig, pool: PoolConfig, model: ModelFacts, stage: int) -> float:
-    """Divide tables and attention over tp, an MLP over dp and tp, experts over all ranks that share a copy."""
+    """Count one rank's weights: tp divides tables and attention, dp and tp MLPs, all ranks of a copy its experts."""
     dp, cp, tp, moe_dp = pool.parallel.dp, pool.parallel.cp, pool.parallel.tp, pool.parallel.moe_dp
     num_tables = _num_tables(config, model, is_first=stage == 0, is_last=stage == pool.parallel.pp - 1)
     numbers = num_tables * model.config.vocab_size * model.config.hidden_size / tp
@@ -50,13 +52,13 @@ def _num_weights(config: DeployConfig, pool: PoolConfig, model: ModelFacts, stag
 
 
 def _num_tables(config: DeployConfig, model: ModelFacts, *, is_first: bool, is_last: bool) -> int:
-    """Count token tables: one where input and output share it, unless a CPU rearranges bf16 for the output."""
+    """Count token tables: one if input and output share it, unless a CPU rearranges the output's bf16 copy."""
     is_one = is_first and is_last and model.config.tie_word_embeddings
     is_rearranged = config.resources.device is Device.CPU and model.dtype == "bfloat16"
     return 1 if is_one and not is_rearranged else is_first + is_last
 
 
-def expected_memory(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> GpuMemory:
+def expected_memory(config: DeployConfig, pool: Pool, model: ModelFacts) -> GpuMemory:
     return GpuMemory(
         total=config.resources.gpu_memory_gib,
         fraction=config.kv.memory_fraction,
@@ -66,20 +68,19 @@ def expected_memory(config: DeployConfig, pool: PrefillConfig | DecodeConfig, mo
     )
 
 
-def _activation_bytes(pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> float:
-    """Widest layer, for the most tokens of a step on one rank, and sampling of a token for every request."""
+def _activation_bytes(pool: Pool, model: ModelFacts) -> float:
+    """Return the activations of the widest layer in the largest step, and of sampling one token per request."""
     num_tokens, config, hidden = _most_tokens(pool), model.config, model.config.hidden_size
     # Every matrix that multiplies a hidden state is as wide as its number of weights per hidden element.
     width = max(weights.used for weights in _layers(config)) / hidden
     widths = width / pool.parallel.tp + _answers_width(config) / pool.parallel.ep
-    # The more shards' tokens a rank gathers, the less of the width it computes; but it holds all of them, and their
-    # sums.
+    # A rank that gathers other shards' tokens computes less of the width, but holds all tokens and their sums.
     gathered = 2 * hidden * (_num_shards(pool.parallel, config) - 1)
     layer = num_tokens * (4 * hidden + widths + gathered) * DTYPE_BYTES[model.dtype]
     return layer + _DRAW_BYTES * pool.max_requests * config.vocab_size
 
 
-def _most_tokens(pool: PrefillConfig | DecodeConfig) -> int:
+def _most_tokens(pool: Pool) -> int:
     """Return the tokens of the largest step on one CP rank."""
     if isinstance(pool, DecodeConfig):
         return pool.chunk_tokens
@@ -88,8 +89,8 @@ def _most_tokens(pool: PrefillConfig | DecodeConfig) -> int:
     )
 
 
-def _exchange_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> float:
-    """Ring mode, longest prompt: two ranks' blocks of keys and values, or the queries of all ranks."""
+def _exchange_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
+    """Return ring mode's buffers for the longest prompt: two ranks' keys and values, or the queries of all ranks."""
     if not isinstance(pool, PrefillConfig) or pool.ownership is KvOwnership.REPLICATED:
         return 0.0
     geometry, tp = model.geometry, pool.parallel.tp
@@ -100,10 +101,8 @@ def _exchange_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, mo
     return max(costs[passing] for passing in pool.passing.candidates)
 
 
-def _graph_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> float:
-    """Return the memory of the largest step, which all graphs share; each has its own page tables, and the driver's
-    copy of it.
-    """
+def _graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
+    """Return the memory of CUDA graphs: the largest step, which all share, and each graph's page tables and nodes."""
     if not captures_decode(config, pool):
         return 0.0
     sizes = batch_sizes(pool.max_requests)
@@ -111,7 +110,7 @@ def _graph_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model
     parallel, hidden, shards = pool.parallel, model.config.hidden_size, _num_shards(pool.parallel, model.config)
     attention = max(weights.queries + weights.kv for weights in _layers(model.config)) / hidden
     own = 4 * hidden + attention / parallel.tp + 2 * hidden * (shards - 1)
-    # All choices of any shard's tokens get rows, whichever rank has their experts.
+    # Every choice of every shard's tokens takes a row, even if another rank holds its expert.
     inner = max(
         weights.dense / (parallel.dp * parallel.tp) + weights.routed / moe_tp_size(parallel)
         for weights in _layers(model.config)
@@ -126,7 +125,7 @@ def _layers(config: DecoderConfig) -> list[LayerWeights]:
 
 
 def _answers_width(config: DecoderConfig) -> int:
-    """Return the summed output width of a token's experts."""
+    """Return the output width of all experts that a token chooses."""
     return config.moe.top_k * config.hidden_size if config.moe else 0
 
 
@@ -135,11 +134,8 @@ def _num_shards(parallel: ParallelConfig, config: DecoderConfig) -> int:
     return parallel.dp * parallel.cp // parallel.moe_dp if config.moe else parallel.dp
 
 
-Pool = PrefillConfig | DecodeConfig
-
-
 def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, pool_gib: float) -> HostMemory:
-    """Return the host memory of the worker with the most weights, given its pool."""
+    """Return the host memory of the worker with the most weights, given its pool size."""
     storage = config.hicache.storage
     is_store = storage.backend is StorageBackendName.MOONCAKE_STORE
     return HostMemory(
@@ -151,17 +147,10 @@ def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, po
     )
 
 
-def host_memory_problems(config: DeployConfig, expected: dict[str, tuple[Pool, HostMemory]]) -> list[Problem]:
-    given = config.resources.machine_memory_gib
-    lack = host_memory_lack(config, expected, given) if given is not None else ""
-    return [Problem("resources.machine_memory_gib", f"got {given:g}; allowed: {lack}")] if lack else []
+def host_memory_lack(config: DeployConfig, expected: dict[Role, tuple[Pool, HostMemory]], given_gib: float) -> str:
+    """Return how much memory a machine needs; empty if it has enough.
 
-
-def host_memory_lack(config: DeployConfig, expected: dict[str, tuple[Pool, HostMemory]], given_gib: float) -> str:
-    """Return how much memory a machine needs for all workers, or for the largest if they may be on several; empty if it
-    has it.
-
-    ``expected`` is by name of role.
+    With shared memory, one machine must hold all workers; otherwise the larger of a prefill and a decode worker.
     """
     one_machine = config.transfer.backend is TransferBackendName.SHARED_MEMORY
     counts = {
