@@ -1,4 +1,4 @@
-"""One start of one replica: seats, worker actors, and the steps from an empty process to a registered replica."""
+"""One incarnation of a replica: its seats, its worker actors, and the steps until it is registered."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 
 _WATCH_S = 1.0
 _RESUME_S = 20.0
-"""Maximum wait for a replica to report that it takes requests again."""
+"""Maximum wait for a replica to report that it accepts requests again."""
 
 
 class Gang:
-    """Workers of one replica: they live and die together. ``start`` runs in one thread, the rest in any."""
+    """Workers of one replica, which live and die together. ``start`` runs in one thread, other methods in any."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Gang:
         incarnation: Incarnation,
         hosts: Sequence[str],
     ) -> None:
-        """Prepare the workers; ``hosts`` are the addresses of their machines, by global rank."""
+        """Prepare the workers; ``hosts`` are their machines' addresses by global rank."""
         self._tools = tools
         self._system = tools.system
         self._config = config
@@ -50,14 +50,13 @@ class Gang:
         self._reservation: Reservation | None = None
         self._rows: list[RankRow] = []
         self.runs: dict[str, Future[Any]] = {}
-        """Running call of each rank, by the name of its actor."""
+        """Running call of each rank, by rank name."""
 
     def start(self, model: str, rendezvous: Callable[[], Rendezvous]) -> None:
-        """Start the replica; returns when the rank table shows it ready. Downloading the model has a timeout of its
-        own.
+        """Start the replica; return once the rank table shows it as ready.
 
         Raises:
-            BatonError: the first rank's error, naming the rank; the caller kills the gang.
+            BatonError: the first failure of a rank, with the rank's name; the caller kills the gang.
         """
         name, resources = self._placement.replica, self._config.resources
         self._tools.progress(name, "starting processes")
@@ -77,24 +76,24 @@ class Gang:
         self._wait_ready(meeting, deadline)
 
     def drain(self, meeting: Rendezvous, timeout_s: float) -> bool:
-        """Take no new requests; return whether all open ones ended in time."""
+        """Stop accepting requests; return whether all open requests ended in time."""
         deadline = Deadline(timeout_s)
         watch = DrainWatch(self._placement.replica, self._incarnation, HEARTBEAT_S)
         with closing(self._tools.connect(meeting)) as table:
             return self._make_heard(table, Drain(), deadline) and wait_drained(table, watch, HEARTBEAT_S, deadline)
 
     def resume(self, meeting: Rendezvous) -> bool:
-        """Take new requests again; True once the replica does."""
+        """Accept requests again; return whether the replica confirmed it."""
         with closing(self._tools.connect(meeting)) as table:
             return self._make_heard(table, Resume(), Deadline(_RESUME_S))
 
     def stop(self, timeout_s: float) -> None:
-        """Let the workers end by themselves; those that have not in time are left to ``kill``."""
+        """Ask the workers to end, and wait; ``kill`` ends the remaining ones."""
         self._tools.tell([row.address for row in self._rows], Shutdown(reason="the cluster stops"))
         wait(self.runs.values(), timeout_s)
 
     def kill(self, timeout_s: float) -> bool:
-        """Kill every process and release the seats; True when all processes are proven gone."""
+        """Kill every process and release the seats; return whether all processes are proven gone."""
         with self._lock:
             self._killed = True
             actors = list(self._actors)
@@ -105,7 +104,7 @@ class Gang:
         return gone
 
     def _make_heard(self, table: Table, message: Drain | Resume, deadline: Deadline) -> bool:
-        """Send the leader a message repeatedly until the table shows its effect; False at the deadline."""
+        """Repeat a message to the leader until the table shows its effect; return False at the deadline."""
 
         def is_shown(snapshot: TableSnapshot) -> bool:
             entry = snapshot.find(self._placement.replica)
@@ -124,17 +123,12 @@ class Gang:
         with self._lock:
             self._reservation = reservation
         for rank in range(len(seats)):
-            self._start_actor(reservation, rank)
-
-    def _start_actor(self, reservation: Reservation, rank: int) -> None:
-        with self._lock:
-            if self._killed:
-                raise BatonError(f"{self._placement.replica}: stopped while it was starting")
-            environ = worker_environ(self._config)
-            name = self._actor_name(f"rank{rank}")
-            self._actors.append(
-                self._system.start(self._tools.kinds.worker, [environ], name=name, seat=(reservation, rank))
-            )
+            arguments, name = [worker_environ(self._config)], self._actor_name(f"rank{rank}")
+            with self._lock:
+                if self._killed:
+                    raise BatonError(f"{self._placement.replica}: stopped while it was starting")
+                actor = self._system.start(self._tools.worker, arguments, name=name, seat=(reservation, rank))
+                self._actors.append(actor)
 
     def _specs(self) -> list[WorkerSpec]:
         return [
@@ -153,7 +147,7 @@ class Gang:
         return {self._who(rank): call for rank, call in enumerate(calls)}
 
     def _wait_ready(self, meeting: Rendezvous, deadline: Deadline) -> None:
-        """Return once the table shows this start as ready."""
+        """Return once the table shows this incarnation as ready."""
         with closing(self._tools.connect(meeting)) as table:
             for snapshot in follow_table(table.watch, lambda: _WATCH_S):
                 entry = None if snapshot is None else snapshot.find(self._placement.replica)

@@ -1,13 +1,12 @@
 """Classes that run inside the actors: plain wrappers of Worker, RouterServer and BootstrapServer.
 
-Constructors only import: that takes seconds for a worker, and happens while the bootstrap service starts. Heavy imports
-stay inside the methods, so that the process that starts actors never loads torch.
+Constructors only import, which takes seconds for a worker and overlaps the start of the bootstrap service. Heavy
+imports stay inside the methods, so that the process that starts actors never loads torch.
 """
 
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ _INBOX_WAIT_S = 3600.0
 
 
 class WorkerActor:
-    """One worker. ``run`` keeps the process busy: Shutdown on the worker's own channel ends it."""
+    """One worker. ``run`` blocks until the worker receives Shutdown on its own channel."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         os.environ.update(environ)
@@ -38,15 +37,13 @@ class WorkerActor:
         self._worker: Worker | None = None
 
     def fetch(self, model: str) -> None:
-        """Download the model's files to this machine. Where several processes do so, the hub's locks let one of them do
-        it.
-        """
+        """Download the model to this machine; the hub's locks let only one of several processes do so."""
         from workers.models.resolve import resolve_model
 
         self._folder = resolve_model(model)
 
     def build(self, spec: WorkerSpec, rendezvous: Rendezvous) -> None:
-        """Create the worker, after its model is downloaded."""
+        """Create the worker; ``fetch`` comes first."""
         from cluster.logs import set_up_logs
         from workers.worker import Worker
 
@@ -61,7 +58,7 @@ class WorkerActor:
         return self._built.load(store)
 
     def run(self, rows: list[RankRow]) -> None:
-        """Run the worker, see Worker.run; releases what it holds when it ends. A loop that hangs ends the process."""
+        """Run the worker, then release its resources; a hanging loop ends the process."""
         from workers.loop.watch import LoopWatch, end_process
 
         worker, spec = self._built, self._built.spec
@@ -79,7 +76,7 @@ class WorkerActor:
 
 
 class RouterActor:
-    """The router, and an inbox on which Drain makes it refuse new requests, finish the open ones and end."""
+    """The router, with an inbox for Drain: it then refuses new requests, finishes the open ones and ends."""
 
     def __init__(self, environ: Mapping[str, str], incarnation: Incarnation, share: RouterShare) -> None:
         os.environ.update(environ)
@@ -91,7 +88,7 @@ class RouterActor:
         self._drained = False
 
     def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str, str]:
-        """Serve; return the base URL, the URL of this process alone, and the channel address for Drain."""
+        """Start serving; return the base URL, this process's own URL, and the channel address for Drain."""
         from cluster.channel import Inbox
         from cluster.logs import set_up_logs
         from router.server import RouterServer, freeze_loaded_objects
@@ -108,7 +105,7 @@ class RouterActor:
         return url, server.own_url, inbox.address
 
     def run(self) -> bool:
-        """Block until the router has ended; True when it was drained and every open request had ended by then."""
+        """Block until the router has ended; return whether a drain finished all open requests."""
         assert self._server is not None, "a router is started before it runs"
         self._server.run()
         return self._drained
@@ -122,7 +119,7 @@ class RouterActor:
 
 
 class BootstrapActor:
-    """Service of the rank table."""
+    """Service that holds the rank table."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         os.environ.update(environ)
@@ -138,29 +135,18 @@ class BootstrapActor:
         self._server.run()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActorKinds:
-    """Classes to run as actors; tests substitute others with the same methods."""
-
-    worker: type = WorkerActor
-    router: type = RouterActor
-    bootstrap: type = BootstrapActor
-
-
 def worker_environ(config: DeployConfig) -> dict[str, str]:
-    """Environment of a worker: its threads, and no GPU if it computes on the CPU."""
+    """Return a worker's environment: its threads, and no GPU if it computes on the CPU."""
     environ = {"OMP_NUM_THREADS": str(config.resources.threads_per_worker), "TOKENIZERS_PARALLELISM": "false"}
     return environ | ({"CUDA_VISIBLE_DEVICES": ""} if config.resources.device is Device.CPU else {})
 
 
 def service_environ() -> dict[str, str]:
-    """Environment of router and bootstrap: Ray does not hide GPUs from processes that ask for none."""
+    """Return the environment of a service; Ray does not hide GPUs from processes that request none."""
     return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def router_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a router: that of a service, plus the driver's API keys, which Ray need not pass on, and the
-    traces folder.
-    """
+    """Return a router's environment: a service's, plus the driver's API keys and OpenTelemetry settings."""
     keys = (ADMIN_KEY.name, API_KEYS.name)
     return service_environ() | {name: environ[name] for name in environ if name in keys or name.startswith("OTEL_")}

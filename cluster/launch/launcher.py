@@ -1,7 +1,7 @@
-"""Starts and ends the members of one cluster: bootstrap service, router, replicas. Makes no decisions.
+"""Start and end of a cluster's members: bootstrap service, router, replicas. Decides nothing.
 
-Start order: all processes at once; the bootstrap service serves; then, at the same time, the router serves and each
-replica joins its group, loads, and registers.
+All processes start together. Once the bootstrap service serves, the router starts to serve while each replica joins its
+groups, loads and registers.
 """
 
 import threading
@@ -29,33 +29,32 @@ STOP_S = 5.0
 KILL_S = 5.0
 """Time for the kernel to end killed processes."""
 AT_ONCE_S = 0.5
-"""Kill timeout after a second stop signal; stopping the Ray cluster ends what is left."""
+"""Kill timeout after a second stop signal; stopping the Ray cluster ends the rest."""
 GRACE_S = 2.0
-"""Additional time for Ray's calls: a Ray cluster that has died may never respond."""
+"""Additional time for Ray's calls, since a dead Ray cluster never responds."""
 
 OnEnded = Callable[[str, Incarnation, BaseException], None]
-"""Callback for every process that ends: member, incarnation, reason."""
+"""Callback (member, incarnation, reason) for every process that ends."""
 
 
 class Member(Protocol):
-    """Common part of every member's start."""
+    """Common interface of one start of any member."""
 
     runs: dict[str, "Future[Any]"]
-    """Calls that the member's processes run in; while there are none, no other process knows of the member."""
+    """Running call of each process; while there are none, no other process knows of the member."""
 
     def kill(self, timeout_s: float) -> bool:
-        """Kill every process; True when all are proven gone."""
-        ...
+        """Kill every process; return whether all are proven gone."""
 
 
 class Launcher:
-    """All members of one cluster. Methods may run in several threads, one thread per member."""
+    """All members of one cluster. Methods may run in one thread per member."""
 
     def __init__(self, tools: Tools, config: DeployConfig, model: str, token: str, on_ended: OnEnded) -> None:
         """Place the replicas.
 
         Args:
-            model: path or repository that every process resolves on its own machine.
+            model: path or repository, which every process resolves on its own machine.
 
         Raises:
             ConfigError: the replicas do not fit on the machines.
@@ -67,7 +66,7 @@ class Launcher:
         self._on_ended = on_ended
         machines = tools.system.machines()
         self._is_alone = len(machines) == 1
-        """A single machine uses loopback, which a machine that joins later cannot reach."""
+        """True if the cluster uses loopback, which a machine that joins later cannot reach."""
         self._placements = {placement.replica: placement for placement in place(config, machines)}
         self._hosts = {m.node_id: LOOPBACK if self._is_alone else m.address for m in machines}
         self._home_host = self._hosts[tools.system.home.node_id]
@@ -76,9 +75,9 @@ class Launcher:
         self._unproven: dict[tuple[str, Incarnation], Member] = {}
         """Ended members whose processes may still be alive."""
         self._lost: dict[tuple[str, Incarnation], set[str]] = {}
-        """Machines on which a member's end was not proven; Ray takes longer to notice that a machine is gone."""
+        """Machines on which a member's end is not proven; Ray notices the loss of a machine later."""
         self.rendezvous: Future[Rendezvous] = Future()
-        """Address of the bootstrap service, once it has started; it never moves."""
+        """Address of the bootstrap service, once it has started; restarts keep it."""
         self._bootstrap_port = 0
         self._port_lock = threading.Lock()
         self.routers: dict[str, RouterShare] = {share.name: share for share in router_shares(config.router.processes)}
@@ -92,17 +91,17 @@ class Launcher:
         return [BOOTSTRAP, *self.routers, *self._placements]
 
     def own_router_url(self, name: str) -> str:
-        """Return the own URL of one router process, or its last one."""
+        """Return a router process's own URL; between two starts, the previous one."""
         process = self._running.get(name)
         if isinstance(process, RouterProcess) and process.own_url:
             self._own_urls[name] = process.own_url
         return self._own_urls[name]
 
     def start(self, name: str, incarnation: Incarnation) -> None:
-        """Start a member; returns when it is ready, and reports from then on when it ends.
+        """Start a member; return once it is ready. From then on, its end is reported to ``on_ended``.
 
         Raises:
-            BatonError: the reason why it did not start; the caller ends the member.
+            BatonError: it did not start; the caller ends the member.
         """
         deadline = Deadline(self._config.resources.start_timeout_s)
         if name == BOOTSTRAP:
@@ -116,7 +115,7 @@ class Launcher:
             run.add_done_callback(partial(self._report_end, name, incarnation, who))
 
     def end(self, name: str, incarnation: Incarnation) -> bool:
-        """Kill a member and release its resources; True when its processes are proven gone."""
+        """Kill a member and release its resources; return whether its processes are proven gone."""
         with self._lock:
             member = self._running.pop(name, None)
         if member is None:
@@ -129,9 +128,9 @@ class Launcher:
         return False
 
     def prove(self, name: str, incarnation: Incarnation) -> bool:
-        """Retry the kill of ``end``; True, once, when the member can no longer write anywhere.
+        """Retry the kill of ``end``; return whether the member can no longer write anywhere.
 
-        Either it is proven gone, or no other process ever knew of it: a failed start may have left nothing to ask.
+        It cannot once it is proven gone, or if no other process ever knew of it.
         """
         member = self._unproven[name, incarnation]
         if not member.kill(KILL_S) and member.runs:
@@ -141,8 +140,10 @@ class Launcher:
         return True
 
     def mark_ended(self, replica: ReplicaId, incarnation: Incarnation, *, proven: bool) -> None:
-        """Report to the rank table that a start is over; ``proven`` means no process of it is left. Raises
-        PeerUnreachableError.
+        """Report an incarnation's end to the rank table; ``proven`` means that no process is left.
+
+        Raises:
+            PeerUnreachableError: the bootstrap service does not respond.
         """
         with closing(self._tools.connect(self.rendezvous.result())) as table:
             table.unregister(replica, incarnation, reaped=proven)
@@ -159,26 +160,26 @@ class Launcher:
         self._placements |= {placement.replica: placement for placement in placements}
 
     def drain_replica(self, name: str, grace_s: float | None) -> bool:
-        """Drain a replica; True when its requests ended in time."""
+        """Drain a replica; return whether its requests ended in time."""
         timeout_s = self._config.router.drain_s if grace_s is None else grace_s
         gang = self._running.get(name)
         return isinstance(gang, Gang) and gang.drain(self.rendezvous.result(), timeout_s)
 
     def resume_replica(self, name: str) -> bool:
-        """Let a replica take new requests again; True once the rank table shows it."""
+        """Let a replica accept requests again; return whether the rank table shows it."""
         gang = self._running.get(name)
         return isinstance(gang, Gang) and gang.resume(self.rendezvous.result())
 
     def drain(self) -> bool:
-        """Let the router finish its open requests, and replicas store their pages; True when all requests have ended.
+        """Let the router finish its open requests, and replicas store their pages; return whether all requests ended.
 
-        Pages that are not stored in time are lost; no request suffers from that.
+        Pages that are not stored in time are lost, which affects no request.
         """
         deadline = Deadline(self._config.router.drain_s)
         routers = [member for member in self._snapshot() if isinstance(member, RouterProcess)]
         for router in routers:
             router.begin_drain()
-        # Wait for every router, whatever the result of the one before.
+        # A list, not a generator: all() must not stop at the first router that fails.
         drained = [router.wait_drained(deadline.left_s()) for router in routers]
         if self._config.hicache.is_stored:
             meeting = self.rendezvous.result()
@@ -187,7 +188,7 @@ class Launcher:
         return all(drained)
 
     def stop(self) -> None:
-        """Let the workers end by themselves, then kill what is left."""
+        """Ask the workers to end, then kill the remaining processes."""
         gangs = [member for member in self._snapshot() if isinstance(member, Gang)]
         _each(gangs, lambda gang: gang.stop(STOP_S), STOP_S + GRACE_S)
         self._kill(KILL_S + GRACE_S)
@@ -196,7 +197,7 @@ class Launcher:
         self._kill(AT_ONCE_S)
 
     def _kill(self, timeout_s: float) -> None:
-        """Kill everything; returns in time even if Ray does not respond."""
+        """Kill everything; return in time even if Ray does not respond."""
         _each(self._snapshot(), lambda member: member.kill(min(KILL_S, timeout_s)), timeout_s)
 
     def _start_bootstrap(self, incarnation: Incarnation, deadline: Deadline) -> None:
@@ -210,23 +211,18 @@ class Launcher:
             raise
         self._bootstrap_port = urlsplit(url).port or 0
         if not self.rendezvous.done():
-            self.rendezvous.set_result(self._meeting(url))
-
-    def _meeting(self, url: str) -> Rendezvous:
-        return Rendezvous(bootstrap_url=url, token=self._token, channel_key=self._tools.channel_key)
+            key = self._tools.channel_key
+            self.rendezvous.set_result(Rendezvous(bootstrap_url=url, token=self._token, channel_key=key))
 
     def _start_router(self, share: RouterShare, incarnation: Incarnation, deadline: Deadline) -> None:
         process = RouterProcess(self._tools, incarnation, share)
         self._keep(share.name, process)
         meeting = self.rendezvous.result()
-        with self._port_lock:  # one after another: the first may have to pick a port
+        with self._port_lock:  # one at a time, because the first one may pick the port
             self.router_url = process.start(self._config, self._model, meeting, self._home_host, deadline)
-            self._keep_port()
-
-    def _keep_port(self) -> None:
-        # A restarted router keeps its port, where its clients expect it.
-        router = self._config.router.model_copy(update={"port": urlsplit(self.router_url).port})
-        self._config = self._config.model_copy(update={"router": router})
+            # A restarted router keeps its port, where its clients expect it.
+            router = self._config.router.model_copy(update={"port": urlsplit(self.router_url).port})
+            self._config = self._config.model_copy(update={"router": router})
 
     def _start_gang(self, placement: ReplicaPlacement, incarnation: Incarnation) -> None:
         hosts = [self._hosts[seat.node_id] for seat in placement.seats]
@@ -235,24 +231,20 @@ class Launcher:
         gang.start(self._model, self.rendezvous.result)
 
     def _living_placement(self, replica: ReplicaId) -> ReplicaPlacement:
-        """Return a replica's placement, or a new one if one of its machines is lost. Raises ConfigError: there is no
-        room.
-        """
+        """Return a replica's placement, or a new one if a machine of it is lost. Raises ConfigError without room."""
         usable = {machine.node_id for machine in self._usable_machines()}
         if any(seat.node_id not in usable for seat in self._placements[replica].seats):
             self.place([replica])
         return self._placements[replica]
 
     def _away_from_home(self, name: str) -> set[str]:
-        """Return the machines of a replica, none for a service, whose silence may be that of the machine."""
+        """Return a replica's machines other than home, which may be lost; none for a service."""
         placement = self._placements.get(ReplicaId(name))
         seats = placement.seats if placement is not None else ()
         return {seat.node_id for seat in seats} - {self._tools.system.home.node_id}
 
     def _usable_machines(self) -> list[Machine]:
-        """Return the machines for replicas: none that is lost, and with shared memory only the one of the other
-        replicas.
-        """
+        """Return the machines for replicas that are not lost; with shared memory, only the other replicas' machine."""
         lost = {node_id for node_ids in self._lost.values() for node_id in node_ids}
         machines = [machine for machine in self._tools.system.machines() if machine.node_id not in lost]
         if self._config.transfer.backend is TransferBackendName.SHARED_MEMORY:
@@ -261,11 +253,13 @@ class Launcher:
         return [machine for machine in machines if machine.node_id in self._hosts or not self._is_alone]
 
     def _report_end(self, name: str, incarnation: Incarnation, who: str, run: "Future[Any]") -> None:
-        report = partial(self._on_ended, name, incarnation, _why(who, run))
-        if not isinstance(run.exception(), PeerLostError):
+        error = run.exception()
+        reason = BatonError(f"{who}: ended unexpectedly") if error is None else labelled(who, error)
+        report = partial(self._on_ended, name, incarnation, reason)
+        if not isinstance(error, PeerLostError):
             report()
             return
-        # Another process ended first and reports the cause; this one reports only if no other does.
+        # Another process ended first and reports the cause. This one reports later, in case that one never does.
         timer = threading.Timer(LAST_WORDS_S, report)
         timer.daemon = True
         timer.start()
@@ -279,13 +273,8 @@ class Launcher:
             return list(self._running.values())
 
 
-def _why(who: str, run: "Future[Any]") -> BaseException:
-    error = run.exception()
-    return BatonError(f"{who}: ended unexpectedly") if error is None else labelled(who, error)
-
-
 def _each(items: "list[Any]", act: Callable[[Any], object], timeout_s: float) -> None:
-    """Act on all items at once; what is not done in time continues in its thread."""
+    """Act on all items in parallel; after the timeout, unfinished threads continue in the background."""
     deadline = Deadline(timeout_s)
     threads = [threading.Thread(target=act, args=(item,), daemon=True) for item in items]
     for thread in threads:

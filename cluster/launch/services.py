@@ -1,10 +1,8 @@
-"""One start of the bootstrap service or of a router process: single actors on the home machine that need no
-resources.
-"""
+"""Processes of the bootstrap service and of the router."""
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
@@ -26,48 +24,54 @@ _DRAIN_GRACE_S = 5.0
 """Time for the router to close after its own limit for open requests."""
 
 
-class BootstrapProcess:
+class _Service:
+    """Process of a single actor on the home machine, which reserves no resources."""
+
+    def __init__(
+        self, tools: Tools, name: str, incarnation: Incarnation, actor_class: type, arguments: Sequence[object]
+    ) -> None:
+        self._tools = tools
+        self._name = name
+        self._actor = tools.system.start(actor_class, arguments, name=f"{name}-{incarnation}", seat=None)
+        self.runs: dict[str, Future[Any]] = {}
+
+    def kill(self, timeout_s: float) -> bool:
+        """End the process; return whether it is proven gone."""
+        return self._tools.system.kill([self._actor], timeout_s)
+
+    def _serve(self, deadline: Deadline, *arguments: object) -> Any:
+        """Call the actor's ``start``, then ``run``; return the result of ``start``. Raises BatonError."""
+        self._tools.progress(self._name, "starting")
+        call = self._tools.system.call(self._actor, "start", *arguments)
+        result = gather({self._name: call}, deadline)[0]
+        self.runs = {self._name: self._tools.system.call(self._actor, "run")}
+        return result
+
+
+class BootstrapProcess(_Service):
     """Process of the rank table."""
 
     def __init__(self, tools: Tools, incarnation: Incarnation) -> None:
-        self._tools = tools
-        self._actor = tools.system.start(
-            tools.kinds.bootstrap, [service_environ()], name=f"{BOOTSTRAP}-{incarnation}", seat=None
-        )
-        self.runs: dict[str, Future[Any]] = {}
+        super().__init__(tools, BOOTSTRAP, incarnation, tools.bootstrap, [service_environ()])
 
     def start(self, host: str, port: int, token: str, deadline: Deadline) -> str:
-        """Serve; returns the base URL. Raises BatonError."""
-        self._tools.progress(BOOTSTRAP, "starting")
-        call = self._tools.system.call(self._actor, "start", host, port, token)
-        url = str(gather({BOOTSTRAP: call}, deadline)[0])
-        self.runs = {BOOTSTRAP: self._tools.system.call(self._actor, "run")}
-        return url
-
-    def kill(self, timeout_s: float) -> bool:
-        """End the process; True when it is proven gone."""
-        return self._tools.system.kill([self._actor], timeout_s)
+        """Start serving; return the base URL. Raises BatonError."""
+        return str(self._serve(deadline, host, port, token))
 
 
-class RouterProcess:
+class RouterProcess(_Service):
     """One process of the router."""
 
     def __init__(self, tools: Tools, incarnation: Incarnation, share: RouterShare) -> None:
-        self._tools = tools
-        self._name = share.name
+        arguments = [router_environ(os.environ), incarnation, share]
+        super().__init__(tools, share.name, incarnation, tools.router, arguments)
         self.own_url = ""
         """URL of this process alone; empty before it serves."""
-        arguments = [router_environ(os.environ), incarnation, share]
-        self._actor = tools.system.start(tools.kinds.router, arguments, name=f"{share.name}-{incarnation}", seat=None)
         self._control: str | None = None
-        self.runs: dict[str, Future[Any]] = {}
 
     def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str, deadline: Deadline) -> str:
-        """Serve; returns the base URL. Raises BatonError."""
-        self._tools.progress(self._name, "starting")
-        call = self._tools.system.call(self._actor, "start", config, model, rendezvous, host)
-        url, self.own_url, self._control = gather({self._name: call}, deadline)[0]
-        self.runs = {self._name: self._tools.system.call(self._actor, "run")}
+        """Start serving; return the base URL. Raises BatonError."""
+        url, self.own_url, self._control = self._serve(deadline, config, model, rendezvous, host)
         return str(url)
 
     def begin_drain(self) -> None:
@@ -75,7 +79,7 @@ class RouterProcess:
             self._tools.tell([self._control], Drain())
 
     def wait_drained(self, timeout_s: float) -> bool:
-        """Wait for the open requests; True when all of them ended in time."""
+        """Wait for the open requests; return whether all of them ended in time."""
         if self._control is None:
             return True
         try:
@@ -83,15 +87,11 @@ class RouterProcess:
         except (BatonError, FutureTimeoutError):
             return False
 
-    def kill(self, timeout_s: float) -> bool:
-        """End the process; True when it is proven gone."""
-        return self._tools.system.kill([self._actor], timeout_s)
-
 
 def follow_router(url: Callable[[], str], on_seen: Callable[[bool], None], timeout_s: float, interval_s: float) -> None:
-    """Report whether a router process responds, at every change and repeatedly while it does not; never returns.
+    """Report whether a router process responds, at every change and while it does not. Never returns.
 
-    Any response in time counts. The connection stays open, so that the driver does not queue behind a crowd of clients.
+    Any response in time counts. The connection stays open, so that the driver does not queue behind many clients.
     """
     answered: bool | None = None
     with httpx.Client(timeout=timeout_s, trust_env=False) as http:

@@ -1,11 +1,11 @@
-"""Dependencies of launching: processes, messages, the rank table, and progress reports. Tests substitute fakes."""
+"""Dependencies of launching: processes, messages, the rank table, and progress reports."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.actors import ActorSystem
-from cluster.launch.kinds import ActorKinds
+from cluster.launch.kinds import BootstrapActor, RouterActor, WorkerActor
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import Message
 from cluster.spec.registry import TableSnapshot
@@ -23,13 +23,12 @@ class Table(Protocol):
 
 
 Progress = Callable[[str, str], None]
-"""Callback for the stage that a member has reached; thread-safe."""
+"""Callback (member, stage) for progress; thread-safe."""
 Tell = Callable[[Sequence[str], Message], None]
-"""Function that sends one message to several channel addresses."""
 
 
 def tell(addresses: Sequence[str], message: Message, key: ChannelKey | None = None) -> None:
-    """Send one message to several channel addresses; returns when it has left, or after a second."""
+    """Send one message to several channel addresses; return once it has left, or after a second."""
     from cluster.channel import Outbox
 
     outbox = Outbox(key)
@@ -46,12 +45,15 @@ def connect(rendezvous: Rendezvous) -> Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """Dependencies in one object."""
+    """Dependencies of launching; tests substitute fakes."""
 
     system: ActorSystem
     progress: Progress
-    kinds: ActorKinds = field(default_factory=ActorKinds)
+    worker: type = WorkerActor
+    """Class of a worker's actor, like ``router`` and ``bootstrap``."""
+    router: type = RouterActor
+    bootstrap: type = BootstrapActor
     tell: Tell = tell
     channel_key: ChannelKey | None = None
-    """Channel key for all processes; ``tell`` already holds it."""
+    """Key of all channels; ``tell`` already uses it."""
     connect: Callable[[Rendezvous], Table] = connect

@@ -1,4 +1,4 @@
-"""Waits of launching: for calls in several processes, for machines that join, and for replicas that drain."""
+"""Waits for calls in several processes, for machines to join, and for replicas to drain."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -15,21 +15,21 @@ from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import TableSnapshot
 
 LAST_WORDS_S = 3.0
-"""Delay between the end of a worker, which its peers notice at once, and its error."""
+"""Delay between a worker's end, which its peers notice at once, and the arrival of its error."""
 
 Answer = TypeVar("Answer")
 POLL_S = 1.0
 QUIET_HEARTBEATS = 2.5
-"""Heartbeats without an open or new request before a replica counts as drained; two of them must have reported it."""
+"""Heartbeat intervals without an open or new request after which a replica is drained; includes two heartbeats."""
 TELL_AGAIN_S = 2.0
-"""Time after which an unacknowledged message to a replica is repeated."""
+"""Interval at which an unacknowledged message to a replica is repeated."""
 
 
 class Deadline:
     """Point in time that several waits share."""
 
     def __init__(self, timeout_s: float, key: str = "resources.start_timeout_s") -> None:
-        """Start a deadline; ``key`` is the configuration key that sets it."""
+        """Start the timeout; ``key`` is the configuration key that sets it."""
         self._timeout_s = timeout_s
         self._key = key
         self._end_s = time.monotonic() + timeout_s
@@ -38,19 +38,19 @@ class Deadline:
         return max(0.0, self._end_s - time.monotonic())
 
     def missed(self, what: str) -> BatonError:
-        """Return the error of a wait that ran into this deadline."""
+        """Return the error of a wait that missed this deadline."""
         return BatonError(f"{what} after {self._timeout_s:g} s ({self._key})")
 
 
 def gather(calls: "Mapping[str, Future[Answer]]", deadline: Deadline) -> list[Answer]:
-    """Return the results of all calls, in order; raises the first error at once.
+    """Return the results of all calls in order, or raise at the first error.
 
     Args:
-        calls: futures by the name of the called process, which the error shows.
+        calls: futures by process name, which the error shows.
 
     Raises:
-        UserError: one of the calls raised one.
-        BatonError: any other error, or the deadline has passed.
+        UserError: a call raised a UserError.
+        BatonError: a call raised another error, or the deadline has passed.
     """
     wait(calls.values(), deadline.left_s(), FIRST_EXCEPTION)
     raise_failure(calls, deadline)
@@ -60,7 +60,7 @@ def gather(calls: "Mapping[str, Future[Answer]]", deadline: Deadline) -> list[An
 
 
 def raise_failure(calls: "Mapping[str, Future[Any]]", deadline: Deadline) -> None:
-    """Raise ``blame`` of the failed calls; returns if none has failed."""
+    """Raise the combined error of the failed calls, if there are any."""
     failed = _failed(calls)
     if not failed:
         return
@@ -71,9 +71,7 @@ def raise_failure(calls: "Mapping[str, Future[Any]]", deadline: Deadline) -> Non
 
 
 def blame(failed: Mapping[str, BaseException]) -> BatonError:
-    """Combine several errors into one: an error the user can fix first, else the first that is not a mere
-    consequence.
-    """
+    """Return the error to show: preferably one that the user can fix, else one that is not a consequence."""
     who, error = min(
         failed.items(), key=lambda item: (not isinstance(item[1], UserError), isinstance(item[1], PeerLostError))
     )
@@ -85,7 +83,7 @@ def _failed(calls: "Mapping[str, Future[Any]]") -> dict[str, BaseException]:
 
 
 def labelled(who: str, error: BaseException) -> BatonError:
-    """Return the error labelled with its process; a UserError stays one."""
+    """Return the error with its process's name; a UserError stays a UserError."""
     if isinstance(error, UserError):
         named: BatonError = UserError(f"{who}: {error}")
     else:
@@ -98,16 +96,16 @@ def labelled(who: str, error: BaseException) -> BatonError:
 def await_room(
     system: ActorSystem, config: DeployConfig, say: Callable[[str], None], check: Callable[[], None]
 ) -> None:
-    """Return when the replicas fit on the machines that are there, within ``resources.start_timeout_s``.
+    """Wait until the replicas fit on the machines of the cluster, for ``resources.start_timeout_s`` at most.
 
     Args:
         system: the cluster to place them on.
         config: the replicas to place.
-        say: called once with what is missing.
-        check: called every second; what it raises ends the wait.
+        say: called once, with the missing resources.
+        check: called every second; an exception ends the wait.
 
     Raises:
-        ConfigError: there still is no room when the time is over.
+        ConfigError: there still is no room after the timeout.
     """
     deadline = Deadline(config.resources.start_timeout_s)
     try:
@@ -118,7 +116,7 @@ def await_room(
     with system.wanting(f"{config.name}-room", demand_of(config)) as is_there:
         while deadline.left_s() and not is_there(min(POLL_S, deadline.left_s())):
             check()
-    while True:  # resources held for the demand become free a little later
+    while True:  # the resources held for the demand take a moment to become free
         check()
         try:
             place(config, system.machines())
@@ -130,10 +128,10 @@ def await_room(
 
 
 class DrainWatch:
-    """Drain state of one start of a replica. Sans I/O.
+    """Drain state of one incarnation of a replica. Sans I/O.
 
-    The first report of no open requests is not enough: a router may have sent a request before it knew of the drain,
-    and the last tokens of a short request, which came and went between two heartbeats, may still be in flight.
+    One report without open requests is not enough: a router may have sent a request before it knew of the drain, and a
+    short request may have come and gone between two heartbeats while its last tokens are still in flight.
     """
 
     def __init__(self, replica: ReplicaId, incarnation: Incarnation, heartbeat_s: float) -> None:
@@ -142,10 +140,10 @@ class DrainWatch:
         self._quiet_s = QUIET_HEARTBEATS * heartbeat_s
         self._since_s = 0.0
         self._num_taken: int | None = None
-        """Requests taken, by the newest heartbeat if it showed nothing open; None otherwise."""
+        """Total of accepted requests in the latest heartbeat; None if that showed open requests."""
 
     def saw(self, snapshot: TableSnapshot | None, now_s: float) -> None:
-        """Update from a new table; None if there is none."""
+        """Update from a new table; None means that the service gives none."""
         num_taken = None if snapshot is None else self._taken_if_empty(snapshot)
         if num_taken != self._num_taken:
             self._num_taken, self._since_s = num_taken, now_s
@@ -167,7 +165,7 @@ class DrainWatch:
 def tell_until(
     table: Table, is_shown: Callable[[TableSnapshot], bool], tell: Callable[[], None], deadline: Deadline
 ) -> bool:
-    """Send a message, at least once, until the table shows that it arrived; False at the deadline."""
+    """Repeat a message until the table shows its effect; return False at the deadline."""
     tell()
     again = Deadline(TELL_AGAIN_S)
     for snapshot in follow_table(table.watch, lambda: min(deadline.left_s(), TELL_AGAIN_S)):
@@ -182,7 +180,7 @@ def tell_until(
 
 
 def wait_drained(table: Table, watch: DrainWatch, poll_s: float, deadline: Deadline) -> bool:
-    """Wait until the watch is over; False at the deadline. Checks the clock at least every ``poll_s``."""
+    """Wait until the replica is drained, checking every ``poll_s``; return False at the deadline."""
 
     def on_lost() -> None:
         watch.saw(None, time.monotonic())

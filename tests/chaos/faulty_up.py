@@ -5,10 +5,9 @@ from unittest.mock import patch
 
 import cluster.launch.tools
 from cluster.cli.main import main
-from cluster.launch.kinds import ActorKinds
 from tests.chaos.faulty_worker import FaultyWorker
 
 if __name__ == "__main__":
-    faulty = partial(cluster.launch.tools.Tools, kinds=ActorKinds(worker=FaultyWorker))
+    faulty = partial(cluster.launch.tools.Tools, worker=FaultyWorker)
     patch.object(cluster.launch.tools, "Tools", faulty).start()
     main()

@@ -18,7 +18,6 @@ from msgspec.structs import replace
 
 from cluster.actors import Actor, Demand, Machine, Reservation, Seat
 from cluster.bootstrap.table import BootstrapTable, rows_digest
-from cluster.launch.kinds import ActorKinds
 from cluster.launch.tools import Tools
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerLostError, PeerUnreachableError
@@ -164,9 +163,9 @@ class World:
         return Tools(
             system=self.system,
             progress=lambda member, stage: self.stages.append((member, stage)),
-            kinds=ActorKinds(
-                worker=_bound(FakeWorker, self), router=_bound(FakeRouter, self), bootstrap=_bound(FakeBootstrap, self)
-            ),
+            worker=_bound(FakeWorker, self),
+            router=_bound(FakeRouter, self),
+            bootstrap=_bound(FakeBootstrap, self),
             tell=self.tell,
             connect=lambda _: FakeTable(self),
         )

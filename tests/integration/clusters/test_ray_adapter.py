@@ -14,7 +14,6 @@ import pytest
 
 from cluster.actors import Seat
 from cluster.bootstrap.client import BootstrapClient
-from cluster.launch.kinds import ActorKinds
 from cluster.launch.tools import Tools
 from cluster.processes import ProcessId, is_alive, this_process, wait_gone
 from cluster.ray_environ import set_for_own_cluster
@@ -36,7 +35,6 @@ CONFIG = DeployConfig(
     prefill=PrefillConfig(parallel=ParallelConfig(cp=2)),
     resources=ResourcesConfig(cpus_per_worker=0.5, start_timeout_s=60.0),
 )
-KINDS = ActorKinds(worker=QuietWorker, router=QuietRouter)
 P0 = ReplicaId("prefill-0")
 WAIT_S = 60.0
 
@@ -199,7 +197,8 @@ def test_reservation_that_does_not_fit_says_what_is_wanted_and_there(ray_system:
 
 
 def drive(system: "RaySystem", model: str) -> Driver:
-    return Driver(Tools(system=system, progress=lambda *_: None, kinds=KINDS), CONFIG, model)
+    tools = Tools(system=system, progress=lambda *_: None, worker=QuietWorker, router=QuietRouter)
+    return Driver(tools, CONFIG, model)
 
 
 def _prefill(table: BootstrapClient) -> ReplicaEntry:
