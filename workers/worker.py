@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster.bootstrap.keepers import LeaseKeeper, RankKeeper
+from cluster.bootstrap.client import LeaseKeeper, RankKeeper
 from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import HEARTBEAT_S, SystemClock
 from cluster.spec.config import DeployConfig

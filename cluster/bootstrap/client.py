@@ -1,30 +1,31 @@
-"""Client of the bootstrap service: calls, and watches on the table."""
+"""Client of the bootstrap service: calls, watches on the table, and the threads that report a replica's ranks."""
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 import httpx
 import msgspec
 
-from cluster.bootstrap.table import ErrorReply, RefusalCode, TableRefusedError
+from cluster.bootstrap.table import ErrorReply, RefusalCode, TableRefusedError, rows_digest
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.registry import Heartbeat, RankRow, TableSnapshot
+from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
 
 _log = logging.getLogger(__name__)
 
 _WATCH_S = 30.0
 _RECONNECT_S = 0.5
-"""Wait before reconnecting, shorter than a lease, so that a restart of the service costs no leases."""
+"""Delay before reconnecting, shorter than a lease, so that no lease expires when the service restarts."""
 
 
 class BootstrapClient:
     """Connection of one thread to the service.
 
-    Every call raises PeerUnreachableError when the service does not respond in time or responds with an error, and
-    TableRefusedError when the table refuses.
+    Every call raises PeerUnreachableError if the service does not respond in time or fails, and TableRefusedError if
+    the table refuses.
     """
 
     def __init__(self, url: str, token: str, timeout_s: float = 5.0) -> None:
@@ -33,21 +34,20 @@ class BootstrapClient:
         self._http = httpx.Client(base_url=url, headers=_headers(token), timeout=timeout_s, trust_env=False)
 
     def register(self, row: RankRow) -> None:
-        """Add one rank. Idempotent."""
-        at = row.coords
-        self._call("PUT", f"/replicas/{row.replica}/ranks/{at.dp}/{at.cp}/{at.tp}/{at.pp}", msgspec.json.encode(row))
+        """Register one rank. Idempotent."""
+        self._call("PUT", "/rows", msgspec.json.encode(row))
 
     def heartbeat(self, beat: Heartbeat) -> bool:
-        """Renew a replica's lease; False when the service does not know these rows and needs all of them again."""
-        return self._unless_unknown("POST", f"/replicas/{beat.replica}/heartbeat", msgspec.json.encode(beat))
+        """Send a leader's heartbeat; return False if the replica's rows must be registered again."""
+        return self._unless_unknown("POST", "/heartbeats", msgspec.json.encode(beat))
 
     def alive(self, row: RankRow) -> bool:
-        """Renew the lease of one rank other than the leader; False when its replica is not registered."""
+        """Renew the lease of a rank other than the leader; return False if its replica is not registered."""
         query = f"incarnation={row.incarnation}&rank={row.global_rank}"
         return self._unless_unknown("POST", f"/replicas/{row.replica}/alive?{query}")
 
     def unregister(self, replica: ReplicaId, incarnation: Incarnation, reaped: bool) -> None:
-        """Forget this start of a replica and all before it; with ``reaped``, their processes are proven gone."""
+        """Forget this and all earlier incarnations; ``reaped`` means that their processes are proven gone."""
         query = f"incarnation={incarnation}&reaped={str(reaped).lower()}"
         self._call("DELETE", f"/replicas/{replica}?{query}")
 
@@ -55,7 +55,7 @@ class BootstrapClient:
         return msgspec.json.decode(self._call("GET", "/table").content, type=TableSnapshot)
 
     def watch(self, version: int, timeout_s: float) -> TableSnapshot | None:
-        """Return the table once its version differs; None if nothing changes in time."""
+        """Return the table once its version differs; None after the timeout."""
         reply = self._call("GET", _watch_path(version, timeout_s), timeout_s=timeout_s + self._timeout_s)
         return _snapshot(reply)
 
@@ -77,12 +77,13 @@ class BootstrapClient:
         try:
             reply = self._http.request(method, path, content=body, timeout=timeout_s or self._timeout_s)
         except httpx.TransportError as exc:
-            raise _unreachable(self._url, exc) from exc
+            why = f"the bootstrap service at {self._url} does not respond: {exc or type(exc).__name__}"
+            raise PeerUnreachableError(why) from exc
         return _checked(reply)
 
 
 async def watch_table(url: str, token: str) -> AsyncGenerator[TableSnapshot, None]:
-    """Yield the table now and after every change; waits while the service is unavailable."""
+    """Yield the table now and after every change; wait while the service is unavailable."""
     version = -1
     async with httpx.AsyncClient(base_url=url, headers=_headers(token), timeout=_WATCH_S + 5, trust_env=False) as http:
         while True:
@@ -102,19 +103,19 @@ def follow_table(
     poll_s: Callable[[], float],
     on_lost: Callable[[], None] = lambda: None,
 ) -> Iterator[TableSnapshot | None]:
-    """Yield the table now and after every change, and None when nothing changes in time or the service is unavailable.
+    """Yield the table now and after every change, and None after a timeout or while the service is unavailable.
 
     Args:
-        watch: see BootstrapClient.watch.
-        poll_s: longest wait for the next change.
-        on_lost: called each time that the service gives no table; when it does again, there is a new one.
+        watch: BootstrapClient.watch.
+        poll_s: timeout of the next wait for a change.
+        on_lost: called each time that the service is unavailable.
     """
     version = -1
     while True:
         snapshot = None
         try:
             snapshot = watch(version, poll_s())
-        except BatonError:  # the service is unavailable, or responds with something else
+        except BatonError:  # the service, or something else at its address, gives no table
             on_lost()
             version = -1
             time.sleep(min(_RECONNECT_S, poll_s()))
@@ -137,11 +138,7 @@ def _snapshot(reply: httpx.Response) -> TableSnapshot | None:
     try:
         return msgspec.json.decode(reply.content, type=TableSnapshot)
     except msgspec.DecodeError as exc:
-        raise PeerUnreachableError(f"bootstrap service: its answer is not a table: {exc}") from exc
-
-
-def _unreachable(url: str, exc: httpx.TransportError) -> PeerUnreachableError:
-    return PeerUnreachableError(f"the bootstrap service at {url} does not answer: {exc or type(exc).__name__}")
+        raise PeerUnreachableError(f"bootstrap service: the response is not a table: {exc}") from exc
 
 
 def _checked(reply: httpx.Response) -> httpx.Response:
@@ -149,8 +146,8 @@ def _checked(reply: httpx.Response) -> httpx.Response:
 
     Raises:
         TableRefusedError: the table refused.
-        PeerUnreachableError: the responder is not the service, or the service failed.
-        BatonError: the request was invalid before it reached the table.
+        PeerUnreachableError: the service failed, or something else has responded.
+        BatonError: the request was invalid.
     """
     if reply.is_success:
         return reply
@@ -161,3 +158,111 @@ def _checked(reply: httpx.Response) -> httpx.Response:
     if error.code in set(RefusalCode):
         raise TableRefusedError(RefusalCode(error.code), error.message)
     raise BatonError(f"bootstrap service: {error.message}")
+
+
+class RankKeeper:
+    """Thread that renews one rank's lease; it stands still when the process does."""
+
+    def __init__(
+        self, url: str, token: str, row: RankRow, interval_s: float, on_refused: Callable[[TableRefusedError], None]
+    ) -> None:
+        """Prepare the thread, which calls ``on_refused`` and ends if the table refuses this incarnation."""
+        self._client = BootstrapClient(url, token)
+        self._row = row
+        self._interval_s = interval_s
+        self._on_refused = on_refused
+        self._stopping = threading.Event()
+        self._due = threading.Event()
+        """Set to send the next report at once."""
+        self._thread = threading.Thread(target=self._run, name="alive", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def hurry(self) -> None:
+        """Send the next report at once. Thread-safe."""
+        self._due.set()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._due.set()
+        self._thread.join()
+        self._leave()
+        self._client.close()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._report()
+            except PeerUnreachableError as error:
+                _log.info("%s", error)
+            except TableRefusedError as error:
+                self._on_refused(error)
+                return
+            self._due.wait(self._interval_s)
+            self._due.clear()
+
+    def _report(self) -> None:
+        self._client.alive(self._row)
+
+    def _leave(self) -> None:
+        """Do nothing, because the leader unregisters the replica."""
+
+
+class LeaseKeeper(RankKeeper):
+    """Threads of a leader: one registers all rows and sends heartbeats, one calls ``on_table`` with every new table.
+
+    ``load``, ``on_table`` and ``on_refused`` are called from these threads. Heartbeats end if the table refuses the
+    replica, because a later incarnation is known or its rows are inconsistent.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        rows: Sequence[RankRow],
+        load: Callable[[], ReplicaLoad],
+        on_table: Callable[[TableSnapshot], None],
+        interval_s: float,
+        on_refused: Callable[[TableRefusedError], None],
+    ) -> None:
+        super().__init__(url, token, rows[0], interval_s, on_refused)
+        self._rows = tuple(rows)
+        self._digest = rows_digest(rows)
+        self._load = load
+        self._on_table = on_table
+        # The watcher has its own connection, and ``stop`` does not wait for its last long poll.
+        self._watcher = threading.Thread(
+            target=self._watch, args=(BootstrapClient(url, token),), name="table-watch", daemon=True
+        )
+
+    def start(self) -> None:
+        super().start()
+        self._watcher.start()
+
+    def _report(self) -> None:
+        """Send a heartbeat; register all rows first if the service does not know them."""
+        if self._client.heartbeat(self._heartbeat()):
+            return
+        for row in self._rows:
+            self._client.register(row)
+        self._client.heartbeat(self._heartbeat())
+
+    def _heartbeat(self) -> Heartbeat:
+        replica, incarnation = self._row.replica, self._row.incarnation
+        return Heartbeat(replica=replica, incarnation=incarnation, rows_digest=self._digest, load=self._load())
+
+    def _leave(self) -> None:
+        """Unregister the replica, unless the service is unavailable."""
+        try:
+            self._client.unregister(self._row.replica, self._row.incarnation, reaped=False)
+        except PeerUnreachableError:
+            _log.info("the bootstrap service is unavailable; the lease of %s will expire", self._row.replica)
+
+    def _watch(self, client: BootstrapClient) -> None:
+        for snapshot in follow_table(client.watch, lambda: _WATCH_S):
+            if self._stopping.is_set():
+                client.close()
+                return
+            if snapshot is not None:
+                self._on_table(snapshot)

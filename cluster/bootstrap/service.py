@@ -1,6 +1,6 @@
-"""Rank table over HTTP: JSON in and out, one bearer token on every route but /health.
+"""HTTP service of the rank table: JSON bodies, and a bearer token on every route but /health.
 
-Routes and refusals are here, the rules are in table.py.
+Rules of the table are in table.py.
 """
 
 import os
@@ -21,21 +21,20 @@ from cluster.bootstrap.table import BootstrapTable, ErrorDetail, ErrorReply, Tab
 from cluster.spec.clock import LEASE_S, Clock, SystemClock
 from cluster.spec.errors import UserError
 from cluster.spec.ids import Incarnation, ReplicaId, is_router, parse_replica_id
-from cluster.spec.registry import Heartbeat, RankCoords, RankRow
+from cluster.spec.registry import Heartbeat, RankRow
 
 MAX_WATCH_S = 60.0
 MAX_BODY_BYTES = 1 << 20
-"""Maximum size of a body; a row or a heartbeat has some thousand bytes."""
+"""Maximum size of a body; a row or a heartbeat has a few thousand bytes."""
 
 _KEEP_ALIVE_S = 120
-"""Keep-alive timeout, longer than any pause between a client's requests, so that connections are not closed under them.
-"""
+"""Keep-alive timeout of connections, longer than any pause between a client's requests."""
 _START_TIMEOUT_S = 20.0
 _CODES = {400: "bad_request", 401: "unauthorized", 404: "not_found"}
 
 Body = TypeVar("Body")
 Number = Annotated[int, Query(ge=0, lt=1 << 63)]
-"""Integer within the range that messages can encode."""
+"""Integer in the range that messages can encode."""
 
 
 def create_app(table: BootstrapTable, token: str, clock: Clock) -> FastAPI:
@@ -45,8 +44,7 @@ def create_app(table: BootstrapTable, token: str, clock: Clock) -> FastAPI:
     app.add_exception_handler(TableRefusedError, _refused)
     app.add_exception_handler(StarletteHTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _bad_parameter)
-    for routes in (_row_routes(watched), _table_routes(watched)):
-        app.include_router(routes, dependencies=[Depends(_bearer(token))])
+    app.include_router(_routes(watched), dependencies=[Depends(_bearer(token))])
 
     @app.get("/health")
     async def health() -> Response:
@@ -61,7 +59,7 @@ class BootstrapServer:
     def __init__(self, host: str, port: int, token: str, lease_s: float = LEASE_S) -> None:
         self._host = host
         self._port = port
-        # A restarted service starts from the clock, so that versions keep growing.
+        # Versions start at the clock's time, so that they keep growing across restarts.
         table = BootstrapTable(lease_s, first_version=int(time.time() * 1000))
         self._app = create_app(table, token, SystemClock())
         self._stopped = threading.Event()
@@ -69,10 +67,10 @@ class BootstrapServer:
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
-        """Listen; returns the base URL. Port 0 picks a free one.
+        """Start serving; return the base URL. Port 0 picks a free port.
 
         Raises:
-            UserError: the address cannot be listened on.
+            UserError: it cannot listen on the address.
         """
         listener = _listen(self._host, self._port)
         self._port = listener.getsockname()[1]
@@ -89,7 +87,7 @@ class BootstrapServer:
         self._stopped.wait()
 
     def stop(self) -> None:
-        """End all watches, close the connections, and stop; safe to call twice."""
+        """End all watches and stop; safe to call twice."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join()
@@ -116,47 +114,37 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _row_routes(watched: WatchedTable) -> APIRouter:
-    routes = APIRouter(prefix="/replicas/{replica}")
+def _routes(watched: WatchedTable) -> APIRouter:
+    routes = APIRouter()
     table = watched.table
 
-    @routes.put("/ranks/{dp}/{cp}/{tp}/{pp}")
-    async def register(replica: str, dp: int, cp: int, tp: int, pp: int, request: Request) -> Response:
-        row = decode_body(await _read(request), RankRow)
-        _check_path(f"{_replica(replica)} {RankCoords(dp=dp, cp=cp, tp=tp, pp=pp)}", f"{row.replica} {row.coords}")
-        table.register(row)
-        watched.wake_if_changed()
-        return _json(row)
-
-    @routes.post("/heartbeat")
-    async def heartbeat(replica: str, request: Request) -> Response:
-        beat = decode_body(await _read(request), Heartbeat)
-        _check_path(_replica(replica), beat.replica)
-        table.heartbeat(beat, watched.now_s())
+    def changed() -> Response:
         watched.wake_if_changed()
         return Response(status_code=204)
 
-    @routes.post("/alive")
+    @routes.put("/rows")
+    async def register(request: Request) -> Response:
+        table.register(await _decode(request, RankRow))
+        return changed()
+
+    @routes.post("/heartbeats")
+    async def heartbeat(request: Request) -> Response:
+        table.heartbeat(await _decode(request, Heartbeat), watched.now_s())
+        return changed()
+
+    @routes.post("/replicas/{replica}/alive")
     async def alive(replica: str, incarnation: Number, rank: Number) -> Response:
-        table.alive(_replica(replica), Incarnation(incarnation), rank, watched.now_s())
-        watched.wake_if_changed()
-        return Response(status_code=204)
+        table.alive(ReplicaId(replica), Incarnation(incarnation), rank, watched.now_s())
+        return changed()
 
-    @routes.delete("")
+    @routes.delete("/replicas/{replica}")
     async def unregister(replica: str, incarnation: Number, reaped: bool = False) -> Response:
         table.unregister(_member(replica), Incarnation(incarnation), reaped=reaped)
-        watched.wake_if_changed()
-        return Response(status_code=204)
-
-    return routes
-
-
-def _table_routes(watched: WatchedTable) -> APIRouter:
-    routes = APIRouter()
+        return changed()
 
     @routes.get("/table")
     async def whole_table() -> Response:
-        return _json(watched.table.snapshot(watched.now_s()))
+        return _json(table.snapshot(watched.now_s()))
 
     @routes.get("/watch")
     async def watch(version: int, timeout_s: Annotated[float, Query(ge=0, le=MAX_WATCH_S)] = 30.0) -> Response:
@@ -176,30 +164,21 @@ def _bearer(token: str) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-def _replica(text: str) -> ReplicaId:
+def _member(text: str) -> ReplicaId:
+    """Parse the name of a replica or of a router process, which has no rows but can be reported as ended."""
     try:
-        return parse_replica_id(text)
+        return ReplicaId(text) if is_router(text) else parse_replica_id(text)
     except ValueError as exc:
         raise HTTPException(400, str(exc)) from exc
 
 
-def _member(text: str) -> ReplicaId:
-    """Parse the name of a replica or of a router process; a router has no rows, but its end can be reported."""
-    return ReplicaId(text) if is_router(text) else _replica(text)
-
-
-def _check_path(path: str, body: str) -> None:
-    if path != body:
-        raise HTTPException(400, f"the path names {path}, the body {body}")
-
-
-async def _read(request: Request) -> bytes:
+async def _decode(request: Request, kind: type[Body]) -> Body:
     received = bytearray()
     async for part in request.stream():
         received += part
         if len(received) > MAX_BODY_BYTES:
             raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-    return bytes(received)
+    return decode_body(bytes(received), kind)
 
 
 def decode_body(body: bytes, kind: type[Body]) -> Body:

@@ -1,6 +1,7 @@
-"""Rank table as a state machine: registered ranks, current leases, processes proven gone. No clock, no I/O.
+"""Rank table as a state machine: registered ranks, leases, and replicas whose processes are proven gone.
 
-Soft state: the leaders' next heartbeats restore it after a restart; the supervisor repeats the reaped incarnations.
+It is soft state: after a restart, leaders register again at their next heartbeat, and the supervisor repeats which
+incarnations are gone.
 """
 
 import asyncio
@@ -12,20 +13,20 @@ import msgspec
 
 from cluster.spec.clock import Clock
 from cluster.spec.errors import BatonError
-from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.ids import Incarnation, ReplicaId, parse_replica_id
 from cluster.spec.ranks import global_rank, world_size
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
 
 
 class RefusalCode(StrEnum):
-    """Reason why the table refuses a request."""
+    """Reasons why the table refuses a request."""
 
     UNKNOWN_ROWS = "unknown_rows"
-    """The heartbeat names rows that the table does not have: register all of them again."""
+    """The table does not have the heartbeat's rows; all of them must be registered again."""
     SUPERSEDED = "superseded"
-    """A later start of the replica is known, or this one has ended."""
+    """A later incarnation of the replica is known, or this one has ended."""
     MISMATCH = "mismatch"
-    """The row is inconsistent with the other rows of its replica, or with itself."""
+    """The row is inconsistent in itself or with other rows of its replica."""
 
 
 class TableRefusedError(BatonError):
@@ -36,7 +37,7 @@ class TableRefusedError(BatonError):
         self.code = code
 
     def __reduce__(self) -> tuple[type["TableRefusedError"], tuple[RefusalCode, str]]:
-        """Pickle by code and message: the error ends a rank in one process and is reported in another."""
+        """Pickle code and message: the process that reports the error is not the one that raised it."""
         return TableRefusedError, (self.code, str(self))
 
 
@@ -44,7 +45,7 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why a request was refused."""
 
     code: str
-    """A RefusalCode, or ``bad_request``, ``unauthorized``, ``not_found`` for a request that never reached the table."""
+    """A RefusalCode, or ``bad_request``, ``unauthorized``, ``not_found`` if the table was not asked."""
     message: str
 
 
@@ -55,7 +56,7 @@ class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rows_digest(rows: Iterable[RankRow]) -> str:
-    """Return a short hash of a replica's set of rows, independent of their order."""
+    """Return a short hash of a replica's rows, independent of their order."""
     ordered = sorted(rows, key=lambda row: row.global_rank)
     return hashlib.blake2b(msgspec.msgpack.encode(ordered), digest_size=16).hexdigest()
 
@@ -63,8 +64,8 @@ def rows_digest(rows: Iterable[RankRow]) -> str:
 class BootstrapTable:
     """All ranks of all replicas. Times are seconds of one monotonic clock, passed in by the caller.
 
-    A replica is ready when each position of its sizes is registered by its highest incarnation, the leader has sent a
-    heartbeat within the lease, and so has every other rank; a new rank has one lease to send its first.
+    A replica is ready when all ranks of its highest incarnation are registered and hold a lease. Each rank renews its
+    own, and a new rank has one lease period to do so for the first time.
     """
 
     def __init__(self, lease_s: float, first_version: int = 0) -> None:
@@ -75,10 +76,10 @@ class BootstrapTable:
         self.version = first_version
 
     def register(self, row: RankRow) -> None:
-        """Add one row; the same row again changes nothing, a higher incarnation replaces all rows of the lower one.
+        """Add one row. Idempotent; a higher incarnation replaces all rows of a lower one.
 
         Raises:
-            TableRefusedError: superseded, or the row does not fit its replica.
+            TableRefusedError: superseded, or the row is inconsistent.
         """
         _check_alone(row)
         replica = self._current(row.replica, row.incarnation)
@@ -94,10 +95,10 @@ class BootstrapTable:
             self.version += 1
 
     def heartbeat(self, beat: Heartbeat, now_s: float) -> None:
-        """Renew the lease of a replica.
+        """Renew the lease of rank 0, and take over the replica's load.
 
         Raises:
-            TableRefusedError: superseded, or the row set is not the one that is registered.
+            TableRefusedError: superseded, or other rows are registered.
         """
         self.expire(now_s)
         replica = self._current(beat.replica, beat.incarnation)
@@ -114,10 +115,10 @@ class BootstrapTable:
         self._renew(replica, 0, now_s)
 
     def alive(self, replica: ReplicaId, incarnation: Incarnation, rank: int, now_s: float) -> None:
-        """Renew the lease of one rank; the leader's heartbeat does so for rank 0.
+        """Renew the lease of one rank other than rank 0.
 
         Raises:
-            TableRefusedError: superseded, or the replica is not registered; its leader registers it.
+            TableRefusedError: superseded, or not registered.
         """
         self.expire(now_s)
         current = self._current(replica, incarnation)
@@ -126,9 +127,7 @@ class BootstrapTable:
         self._renew(current, rank, now_s)
 
     def unregister(self, replica: ReplicaId, incarnation: Incarnation, *, reaped: bool) -> None:
-        """Forget an incarnation and all before it; ``reaped`` means that their processes are proven gone.
-        Idempotent.
-        """
+        """Forget an incarnation and all earlier ones; ``reaped`` means that their processes are proven gone."""
         if incarnation > self._ended.get(replica, Incarnation(0)):
             self._ended[replica] = incarnation
             self.version += 1
@@ -147,7 +146,7 @@ class BootstrapTable:
                 self.version += 1
 
     def next_expiry_s(self) -> float | None:
-        """Time at which the next lease expires unless it is renewed; None without leases."""
+        """Return the time at which the next lease expires unless renewed; None without leases."""
         ends_s = (end_s for replica in self._replicas.values() for end_s in replica.lease_ends_s.values())
         return min(ends_s, default=None)
 
@@ -166,7 +165,7 @@ class BootstrapTable:
         self.version += (replica.ready, False) != was
 
     def _current(self, replica: ReplicaId, incarnation: Incarnation) -> "_Replica | None":
-        """Return the replica if exactly this incarnation is registered, None if it would be new."""
+        """Return the replica if this incarnation is registered; None if it would be new."""
         current = self._replicas.get(replica)
         ended = self._ended.get(replica, Incarnation(0))
         if incarnation <= ended or (current and incarnation < current.first.incarnation):
@@ -179,7 +178,7 @@ class BootstrapTable:
 
 
 class _Replica:
-    """Rows of one incarnation."""
+    """Rows, load and leases of one incarnation."""
 
     def __init__(self, first: RankRow) -> None:
         self.first = first
@@ -187,9 +186,9 @@ class _Replica:
         self.digest = rows_digest([first])
         self.load = ReplicaLoad()
         self.lease_ends_s: dict[int, float] = {}
-        """End of each current lease, by global rank."""
+        """End of each lease by global rank."""
         self.silent: set[int] = set()
-        """Ranks whose lease expired."""
+        """Ranks whose lease has expired."""
 
     @property
     def complete(self) -> bool:
@@ -212,6 +211,7 @@ class _Replica:
 
 def _check_alone(row: RankRow) -> None:
     try:
+        parse_replica_id(row.replica)
         expected = global_rank(row.coords, row.sizes)
     except ValueError as exc:
         raise _mismatch(row, str(exc)) from exc
@@ -230,7 +230,7 @@ def _check_against(row: RankRow, known: RankRow | None, first: RankRow) -> None:
 
 
 def _shared(row: RankRow, first: RankRow) -> list[tuple[str, object, object]]:
-    """Return the fields that every rank of one replica must agree on."""
+    """Return the fields on which all ranks of a replica must agree."""
     return [
         ("sizes", row.sizes, first.sizes),
         ("model", row.geometry.model, first.geometry.model),
@@ -247,7 +247,7 @@ def _mismatch(row: RankRow, message: str) -> TableRefusedError:
 
 
 class WatchedTable:
-    """Table with its clock and its watchers."""
+    """Table with a clock and watchers."""
 
     def __init__(self, table: BootstrapTable, clock: Clock) -> None:
         self.table = table
@@ -260,7 +260,7 @@ class WatchedTable:
         return self._clock.now_s()
 
     def wake_if_changed(self) -> None:
-        """Wake watchers if the table changed; call after every request that may change it."""
+        """Wake watchers if the table changed; to be called after every request that may change it."""
         if self.table.version != self._seen_version:
             self._seen_version = self.table.version
             self._wake()
@@ -271,9 +271,9 @@ class WatchedTable:
         self._wake()
 
     async def watch(self, version: int, timeout_s: float) -> TableSnapshot | None:
-        """Return the table once its version differs; None if nothing changes in time.
+        """Return the table once its version differs; None after the timeout.
 
-        Any other version counts, not only a higher one: a restarted service may start from any number.
+        A lower version counts too, because a restarted service may start from any number.
         """
         deadline_s = self.now_s() + timeout_s
         while True:

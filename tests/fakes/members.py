@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from cluster.bootstrap.keepers import LeaseKeeper, RankKeeper
+from cluster.bootstrap.client import LeaseKeeper, RankKeeper
 from cluster.channel import Inbox
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Incarnation

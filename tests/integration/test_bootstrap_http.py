@@ -13,8 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from cluster.bootstrap.client import BootstrapClient, follow_table, watch_table
-from cluster.bootstrap.keepers import LeaseKeeper, RankKeeper
+from cluster.bootstrap.client import BootstrapClient, LeaseKeeper, RankKeeper, follow_table, watch_table
 from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer, create_app
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
 from cluster.launch.services import follow_router
@@ -31,6 +30,7 @@ LEASE_S = 1.0
 P0 = ReplicaId("prefill-0")
 CP2 = sizes(cp=2)
 ROWS = make_rows(P0, CP2)
+STRANGER = msgspec.structs.replace(ROWS[0], replica=ReplicaId("leader-0"))
 BEAT = Heartbeat(replica=P0, incarnation=ROWS[0].incarnation, rows_digest=rows_digest(ROWS), load=ReplicaLoad())
 WAIT_S = 60.0
 ROUTES = [
@@ -103,9 +103,7 @@ def test_every_route_wants_the_token(empty_url: str, method: str, path: str, hea
 
 def test_a_body_without_end_is_refused(url: str) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    reply = httpx.post(
-        f"{url}/replicas/prefill-0/heartbeat", headers=headers, content=b" " * (MAX_BODY_BYTES + 1), trust_env=False
-    )
+    reply = httpx.post(f"{url}/heartbeats", headers=headers, content=b" " * (MAX_BODY_BYTES + 1), trust_env=False)
     assert (reply.status_code, reply.json()["error"]["message"]) == (
         413,
         f"the body is larger than {MAX_BODY_BYTES} bytes",
@@ -119,18 +117,11 @@ def test_health_needs_no_token(empty_url: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "words"),
     [
-        ("PUT", "/replicas/prefill-0/ranks/0/0/0/0", b"{", 400, "the body is not a RankRow: Input data was truncated"),
-        ("PUT", "/replicas/prefill-0/ranks/0/0/0/0", b"{}", 400, "missing required field `replica`"),
-        ("PUT", "/replicas/router-0/ranks/0/0/0/0", msgspec.json.encode(ROWS[0]), 400, "'router-0' is not of the form"),
-        (
-            "PUT",
-            "/replicas/prefill-0/ranks/0/1/0/0",
-            msgspec.json.encode(ROWS[0]),
-            400,
-            "the path names prefill-0 dp0/cp1/tp0/pp0, the body prefill-0 dp0/cp0/tp0/pp0",
-        ),
-        ("POST", "/replicas/decode-0/heartbeat", msgspec.json.encode(BEAT), 400, "the path names decode-0"),
-        ("PUT", "/replicas/prefill-0/ranks/0/x/0/0", b"", 400, "cp: Input should be a valid integer"),
+        ("PUT", "/rows", b"{", 400, "the body is not a RankRow: Input data was truncated"),
+        ("PUT", "/rows", b"{}", 400, "missing required field `replica`"),
+        ("PUT", "/rows", msgspec.json.encode(STRANGER), 409, "'leader-0' is not of the form"),
+        ("POST", "/replicas/prefill-0/alive?incarnation=1&rank=x", b"", 400, "rank: Input should be a valid integer"),
+        ("DELETE", "/replicas/leader-0?incarnation=1", b"", 400, "'leader-0' is not of the form"),
         ("DELETE", "/replicas/prefill-0", b"", 400, "incarnation: Field required"),
         ("DELETE", f"/replicas/prefill-0?incarnation={10**30}", b"", 400, "incarnation: Input should be less than"),
         ("GET", "/watch?version=0&timeout_s=1e9", b"", 400, "timeout_s: Input should be less than or equal to 60"),
@@ -163,7 +154,7 @@ def test_wrong_token_and_absent_service_have_their_own_errors(url: str) -> None:
         stranger.table()
     stranger.close()
     lost = BootstrapClient("http://127.0.0.1:9", TOKEN)
-    with pytest.raises(PeerUnreachableError, match=r"the bootstrap service at http://127.0.0.1:9 does not answer"):
+    with pytest.raises(PeerUnreachableError, match=r"the bootstrap service at http://127.0.0.1:9 does not respond"):
         lost.table()
     lost.close()
 
