@@ -1,6 +1,4 @@
-"""Interface between launch and the system that runs processes: machines, reservations, actors. Ray in production, a
-fake in tests.
-"""
+"""Interface of the system that runs Baton's processes: machines, reservations, actors. Tests fake it."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -11,7 +9,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One machine and what is free on it."""
+    """One machine and its free resources."""
 
     node_id: str
     address: str
@@ -30,7 +28,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Number of identical seats, on any machines."""
+    """Identical seats on any machines."""
 
     num_seats: int
     cpus: float
@@ -39,68 +37,57 @@ class Demand:
 
 
 class Reservation(Protocol):
-    """Seats reserved together; they stay taken until the reservation is released."""
+    """Seats that are reserved together, until the reservation is released."""
 
     @property
     def seats(self) -> Sequence[Seat]:
-        """Reserved seats in the order of the request."""
-        ...
+        """Reserved seats, in the order of the request."""
 
 
 class Actor(Protocol):
-    """One plain object in a process of its own."""
+    """Plain object in its own process."""
 
     @property
     def name(self) -> str:
-        """Unique among the actors of this cluster."""
-        ...
+        """Name that is unique in the cluster."""
 
 
 class ActorSystem(Protocol):
-    """Starts processes and calls methods in them. Owns everything it starts; nothing outlives it. Thread-safe."""
+    """Starts processes and calls methods in them. It owns the processes, and none outlives it. Thread-safe."""
 
     @property
     def home(self) -> Machine:
-        """The machine that the caller runs on."""
-        ...
+        """Machine that the caller runs on."""
 
     def machines(self) -> list[Machine]:
-        """Every machine that is alive, with what is free now."""
-        ...
+        """Return every live machine with its free resources."""
 
     def wanting(self, name: str, demand: Demand) -> AbstractContextManager[Callable[[float], bool]]:
-        """Announce a demand for seats, so that an autoscaler may add machines; yields a function that waits some
-        seconds for them.
+        """Announce a demand, so that an autoscaler may add machines; yield a function that waits some seconds for it.
 
-        The announcement reserves nothing: the seats are free once the context ends.
+        The announcement reserves nothing beyond the context.
         """
-        ...
 
     def reserve(self, name: str, seats: Sequence[Seat], timeout_s: float) -> Reservation:
         """Reserve seats, all or none.
 
         Raises:
-            UserError: the seats are not available in time; the message names what is wanted and what is free.
+            UserError: the seats are not free in time; the message names what is wanted and what is free.
         """
-        ...
 
     def release(self, reservation: Reservation) -> None:
-        """Release the seats; kills any actor that still occupies one."""
-        ...
+        """Release the seats; kill any actor that still occupies one."""
 
     def start(self, kind: type, args: Sequence[object], *, name: str, seat: tuple[Reservation, int] | None) -> Actor:
-        """Create ``kind(*args)`` in a new process, on a reserved seat or, if it needs no resources, on the home
-        machine.
+        """Create ``kind(*args)`` in a new process, on a reserved seat or, without one, on the home machine.
 
-        Returns before the object exists. It is never started twice; its calls run one after another.
+        Return before the object exists. It is never restarted, and its calls run one after another.
         """
-        ...
 
     def call(self, actor: Actor, method: str, *args: object) -> "Future[Any]":
-        """Call a method. The future raises what the method or the constructor raised, or PeerUnreachableError
-        when the process died."""
-        ...
+        """Call a method. The future raises the method's or the constructor's exception, or PeerUnreachableError if
+        the process died.
+        """
 
     def kill(self, actors: Sequence[Actor], timeout_s: float) -> bool:
-        """Kill processes; True when all are proven gone, False when that could not be established in time."""
-        ...
+        """Kill processes; return whether all are proven gone within the timeout."""

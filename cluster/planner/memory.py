@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 
 from cluster.planner.model import ModelFacts
-from cluster.planner.worker_memory import Pool, expected_host_memory, expected_memory, host_memory_lack
+from cluster.planner.worker_memory import expected_host_memory, expected_memory, host_memory_lack
 from cluster.spec.checks import layout_problems, ring_problems
-from cluster.spec.config import DeployConfig, Device
+from cluster.spec.config import DeployConfig, Device, Pool
 from cluster.spec.errors import Problem
 from cluster.spec.hicache_config import StorageBackendName
 from cluster.spec.ids import Role
@@ -52,7 +52,7 @@ class KvPlan:
 def kv_plan(config: DeployConfig, model: ModelFacts) -> KvPlan:
     """Return the KV memory of a configuration that model_problems accepts."""
     geometry = model.geometry
-    roles = {role: _role_kv(config, pool, model) for role, pool in _pools(config).items()}
+    roles = {role: _role_kv(config, pool, model) for role, pool in config.pools.items()}
     return KvPlan(
         num_layers=geometry.num_layers,
         groups=tuple(map(str, geometry.groups)),
@@ -75,7 +75,7 @@ def model_problems(config: DeployConfig, model: ModelFacts, *, with_gpu: bool = 
         message = f"got {wanted}; allowed: at most {most}, the model's own limit"
         problems.append(Problem("model.max_context", message))
     problems += ring_problems(config.prefill, model.config.limits)
-    for role, pool in _pools(config).items():
+    for role, pool in config.pools.items():
         refused = layout_problems(pool.parallel, f"{role}.parallel", model.config.limits)
         problems += refused or (_memory_problems(config, role, pool, model) if checks_memory else [])
     machine_gib = config.resources.machine_memory_gib
@@ -89,12 +89,8 @@ def memory_wanted(config: DeployConfig, model: ModelFacts, num_tokens: int) -> f
     num_pages = pages_for(num_tokens, config.kv.page_size) * len(model.geometry.lifetimes)
     return max(
         (-(-num_pages // pool.num_owners) + 1) * _role_kv(config, pool, model).page_bytes / GIB
-        for pool in _pools(config).values()
+        for pool in config.pools.values()
     )
-
-
-def _pools(config: DeployConfig) -> dict[Role, Pool]:
-    return {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
 
 
 def _role_kv(config: DeployConfig, pool: Pool, model: ModelFacts) -> RoleKv:
@@ -116,7 +112,7 @@ def _role_kv(config: DeployConfig, pool: Pool, model: ModelFacts) -> RoleKv:
 
 def memory_lack(config: DeployConfig, model: ModelFacts, machine_gib: float) -> str:
     """Return how much memory a machine must have for the workers; empty if ``machine_gib`` is enough."""
-    expected = {role: (pool, _role_kv(config, pool, model).host) for role, pool in _pools(config).items()}
+    expected = {role: (pool, _role_kv(config, pool, model).host) for role, pool in config.pools.items()}
     return host_memory_lack(config, expected, machine_gib)
 
 

@@ -105,12 +105,10 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
     """
     if isinstance(model, ModelFacts) and (problems := model_problems(config, model)):
         raise ConfigError(problems)
-    prefill = _replicas(Role.PREFILL, config.prefill, model)
-    decode = _replicas(Role.DECODE, config.decode, model)
     return Plan(
         name=config.name,
         model=config.model.name,
-        replicas=prefill + decode,
+        replicas=[plan for role, pool in config.pools.items() for plan in _replicas(role, pool, model)],
         steps=_steps(config.prefill),
         kv=kv_plan(config, model) if isinstance(model, ModelFacts) else None,
         ports=ports_of(config, model),
@@ -168,19 +166,22 @@ def _too_long(config: DeployConfig, model: ModelFacts) -> str:
 def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[PortPlan]:
     """Return all ports; the ports between ranks are incomplete if the model's shape is unknown."""
     router = config.router
-    pools: list[tuple[Role, PoolConfig]] = [(Role.PREFILL, config.prefill), (Role.DECODE, config.decode)]
-    sizes = [(pool.replicas, world_size(sizes_of(pool.parallel))) for _, pool in pools]
-    num_workers = sum(replicas * size for replicas, size in sizes)
+    pools = config.pools.values()
+    num_workers = sum(pool.replicas * world_size(sizes_of(pool.parallel)) for pool in pools)
     is_mooncake = config.transfer.backend is TransferBackendName.MOONCAKE
     is_tcp = config.transfer.protocol is TransferProtocol.TCP
-    gloo = sum(pool.replicas * _num_endpoints(role, pool, model) for role, pool in pools) if _uses_gloo(config) else 0
+    gloo = (
+        sum(pool.replicas * _num_endpoints(role, pool, model) for role, pool in config.pools.items())
+        if _uses_gloo(config)
+        else 0
+    )
     taken_at_start = [
         ("bootstrap", "HTTP rank table", None, 1),
         ("router", "channel", None, router.processes),
         ("router", "commands from the driver", None, router.processes),
         ("worker", "channel", None, num_workers),
-        ("replica", "rendezvous store of the ranks", None, sum(replicas for replicas, _ in sizes)),
-        ("worker", "process groups over TCP (gloo)", None, gloo),
+        ("replica", "rendezvous store of the ranks", None, sum(pool.replicas for pool in pools)),
+        ("worker", "process groups over TCP (gloo)", None, gloo * _uses_gloo(config)),
         ("worker", "handshake of Mooncake's engines", EVERY_INTERFACE, num_workers * is_mooncake),
         ("worker", "KV by Mooncake over TCP", EVERY_INTERFACE, num_workers * (is_mooncake and is_tcp)),
     ]

@@ -6,7 +6,7 @@ from cluster.spec.config import (
     DeployConfig,
     Device,
     ParallelConfig,
-    PoolConfig,
+    Pool,
     PrefillConfig,
     TransferBackendName,
 )
@@ -21,8 +21,6 @@ from cluster.spec.strategy import Passing
 from workers.context_parallel.shard_plan import dummy_request, make_step_shape
 from workers.models.interface import DecoderConfig, LayerWeights
 
-Pool = PrefillConfig | DecodeConfig
-
 _PAGE_ID_BYTES = 8
 _PASSED_QUERY_BYTES = 16
 """Bytes per query element: as received, reordered, the output, and the output in fp32 twice."""
@@ -33,12 +31,12 @@ _GRAPH_LAYER_BYTES = 256 << 10
 _WORKSPACE_BYTES = 32 << 20
 
 
-def weights_gib(config: DeployConfig, pool: PoolConfig, model: ModelFacts) -> float:
+def weights_gib(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
     numbers = max(_num_weights(config, pool, model, stage) for stage in range(pool.parallel.pp))
     return numbers * DTYPE_BYTES[model.dtype] / GIB
 
 
-def _num_weights(config: DeployConfig, pool: PoolConfig, model: ModelFacts, stage: int) -> float:
+def _num_weights(config: DeployConfig, pool: Pool, model: ModelFacts, stage: int) -> float:
     """Count one rank's weights: tp divides tables and attention, dp and tp MLPs, all ranks of a copy its experts."""
     dp, cp, tp, moe_dp = pool.parallel.dp, pool.parallel.cp, pool.parallel.tp, pool.parallel.moe_dp
     num_tables = _num_tables(config, model, is_first=stage == 0, is_last=stage == pool.parallel.pp - 1)

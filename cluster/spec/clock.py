@@ -1,4 +1,4 @@
-"""Time: clocks, the pulse of a cluster, and intervals of a trace with the clock that measured them."""
+"""Clocks, heartbeat and lease times, and the intervals of a trace."""
 
 import time
 from functools import cache
@@ -8,19 +8,18 @@ from typing import Protocol
 import msgspec
 
 HEARTBEAT_S = 1.0
-"""Interval between the heartbeats of a rank: a lost replica is noticed within seconds, at next to no load."""
+"""Interval between a rank's heartbeats: short enough to notice a lost replica within seconds."""
 LEASE_S = 3.0
-"""Silence of a leader after which its replica gets no requests: two lost heartbeats in a row are still forgiven."""
+"""Silence of a rank after which its replica gets no requests; two heartbeats in a row may be lost."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Clock(Protocol):
-    """Monotonic seconds."""
+    """Monotonic clock."""
 
     def now_s(self) -> float:
-        """Seconds since an arbitrary start; never goes back."""
-        ...
+        """Return the seconds since an arbitrary start."""
 
 
 class SystemClock:
@@ -31,25 +30,25 @@ class SystemClock:
 
 
 class Interval(msgspec.Struct, frozen=True, array_like=True):
-    """Something that took time. Intervals of one lane are disjoint or nested."""
+    """Timed activity. Intervals of one lane are disjoint or nested."""
 
     lane: str
     """Kind of activity: ``request``, ``compute``, ``kv sender``."""
     name: str
     start_s: float
-    """Start on the monotonic clock of the process's machine, like ``end_s``."""
+    """Start on the machine's monotonic clock, like ``end_s``."""
     end_s: float
     facts: dict[str, int | float | str] = {}
     """Further attributes."""
 
 
 class ClockReading(msgspec.Struct, frozen=True, kw_only=True):
-    """Relation of a process's monotonic clock to those of others."""
+    """Offset of a process's monotonic clock from Unix time."""
 
     machine: str
-    """Machine id; processes with the same one read the same monotonic clock."""
+    """Machine id; processes with the same id share a monotonic clock."""
     unix_offset_s: float
-    """Unix time minus monotonic time; between machines it is as accurate as their clocks."""
+    """Unix time minus monotonic time; between machines, as accurate as their clocks."""
 
 
 def read_clock() -> ClockReading:
@@ -58,5 +57,5 @@ def read_clock() -> ClockReading:
 
 @cache
 def _machine() -> str:
-    """Return the running kernel's id, which all its containers share."""
+    """Return the kernel's boot id, which its containers share."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "this machine"

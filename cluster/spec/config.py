@@ -1,4 +1,4 @@
-"""The deploy YAML as a frozen tree: every key, its default and its meaning. Checks across keys are in checks.py."""
+"""Keys of the deploy YAML with their defaults and meanings, as a frozen tree. Checks across keys are in checks.py."""
 
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -7,6 +7,7 @@ from pydantic import Field
 
 from cluster.spec.config_node import MemoryGib, Node, Origin, PositiveInt, PositiveSeconds, Text
 from cluster.spec.hicache_config import HicacheConfig
+from cluster.spec.ids import Role
 from cluster.spec.registry import KvOwnership, TransferMode, Verify
 from cluster.spec.strategy import Collectives, CpMode, DpPolicy, MoeDispatch, PassingSetting, StrategySetting
 
@@ -21,9 +22,8 @@ PolicyName = Literal[
     "follow_room",
 ]
 
-
 CPU_POOL_GIB = 1.0
-"""Memory of a CPU worker's page pool by default: enough for the demo model on a laptop."""
+"""Default memory of a CPU worker's page pool, enough for the demo model on a laptop."""
 
 
 class Device(StrEnum):
@@ -39,22 +39,20 @@ class AttentionSetting(StrEnum):
     AUTO = "auto"
     """The fastest one that the machine supports."""
     TRITON = "triton"
-    """Triton kernels on a GPU, for pages of any size."""
+    """Triton kernels on a GPU."""
     FLASH_ATTN = "flash_attn"
-    """The package of this name on a GPU, in bf16; Triton where the package cannot run."""
+    """FlashAttention on a GPU, in bf16; Triton where it cannot run."""
     NATIVE = "native"
-    """Native kernels on a CPU, in bf16, also for norms, rotations and gates."""
+    """Baton's own kernels on a CPU, in bf16; includes norms, rotations and gates."""
     TORCH = "torch"
-    """The reference, for any device. It is slow on a GPU and captures no decode steps."""
+    """Reference for any device; slow on a GPU, and decode steps are not captured."""
 
 
 class LogFormat(StrEnum):
     """Formats of log records."""
 
     TEXT = "text"
-    """Lines for people to read."""
     JSON = "json"
-    """One JSON object per line."""
 
 
 class ModelConfig(Node):
@@ -77,7 +75,7 @@ class ModelConfig(Node):
         return self.served_name or self.path.rstrip("/").rsplit("/", 1)[-1]
 
     def longest_context(self, of_model: int) -> int:
-        """Return the maximum tokens of one request, prompt and answer together, given the model's own limit."""
+        """Return the maximum number of tokens of a prompt and its answer, given the model's own limit."""
         return self.max_context or of_model
 
 
@@ -128,7 +126,7 @@ class PoolConfig(Node):
 
     @property
     def ownership(self) -> KvOwnership:
-        """Division of a request's KV over the CP ranks of a replica."""
+        """Location of a request's KV in a CP group."""
         return KvOwnership.REPLICATED
 
     @property
@@ -157,7 +155,7 @@ class PrefillConfig(PoolConfig):
 
     @property
     def ownership(self) -> KvOwnership:
-        """Division of a request's KV over the CP ranks of a replica; one rank alone shards nothing."""
+        """Location of a request's KV in a CP group; a single rank is not sharded."""
         is_ring = self.mode is CpMode.RING and self.parallel.cp > 1
         return KvOwnership.SHARDED if is_ring else KvOwnership.REPLICATED
 
@@ -170,6 +168,9 @@ class DecodeConfig(PoolConfig):
     max_fill: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = 16.0
     """Maximum total of prompt tokens and longest possible answers at one replica, as a multiple of its KV pool; further
     requests wait in the router."""
+
+
+Pool = PrefillConfig | DecodeConfig
 
 
 class TransferBackendName(StrEnum):
@@ -316,12 +317,15 @@ class DeployConfig(Node):
     log: LogConfig = LogConfig()
     """The log that processes write to standard error."""
 
+    @property
+    def pools(self) -> dict[Role, Pool]:
+        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+
     def verify_by(self) -> Verify:
-        """Return what decode checks of received KV; see ``TransferConfig.verify``."""
-        on_cpu = self.resources.device == "cpu"
-        return self.transfer.verify or (Verify.DIGEST if on_cpu else Verify.COUNTS)
+        """Return the configured check of received KV, or the device's default."""
+        return self.transfer.verify or (Verify.DIGEST if self.resources.device is Device.CPU else Verify.COUNTS)
 
     @property
     def kv_memory_gib(self) -> float | None:
-        """Memory of the page pool of one worker, in GiB; None for what its GPU has left."""
+        """Memory of one worker's page pool, in GiB; None if it takes what is left of its GPU."""
         return self.kv.memory_gib or (CPU_POOL_GIB if self.resources.device is Device.CPU else None)

@@ -1,4 +1,4 @@
-"""Base of every node of the deploy YAML, and types that several nodes share."""
+"""Base class and common value types of the deploy YAML's nodes."""
 
 from typing import Annotated
 
@@ -10,10 +10,10 @@ PositiveSeconds = Annotated[float, Field(gt=0, le=1_000_000, strict=True)]
 MemoryGib = Annotated[float, Field(gt=0, le=65536, strict=True)]
 Text = Annotated[str, Field(min_length=1)]
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+)$")]
-"""Origin as browsers send it: no path and no capitals."""
+"""Web origin as browsers send it: no path and no capitals."""
 
 
 class Node(BaseModel):
-    """Frozen node; an unknown key is rejected with its path."""
+    """Frozen node of the deploy YAML that rejects unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

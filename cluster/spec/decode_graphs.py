@@ -1,4 +1,4 @@
-"""Selection of the decode steps that are captured as CUDA graphs. Pure."""
+"""Selection of decode steps to capture as CUDA graphs. Pure."""
 
 from cluster.spec.config import AttentionSetting, DecodeConfig, DeployConfig, Device, PoolConfig
 from cluster.spec.strategy import Collectives
@@ -10,7 +10,7 @@ def captures_decode(config: DeployConfig, pool: PoolConfig) -> bool:
 
 
 def why_not_captured(config: DeployConfig, pool: PoolConfig) -> str:
-    """Return why decode workers on GPUs capture no graphs; empty if they do, and for other workers."""
+    """Return why decode workers on GPUs capture no graphs; empty if they do, or for other workers."""
     resources, parallel = config.resources, pool.parallel
     if not _could_capture(config, pool):
         return ""
@@ -20,7 +20,7 @@ def why_not_captured(config: DeployConfig, pool: PoolConfig) -> str:
         return "pipeline stages"
     if parallel.tp == parallel.dp == 1:
         return ""
-    # A collective through the host in the middle of a step cannot be replayed.
+    # A collective through the host cannot be replayed as part of a graph.
     return "sums over TCP" if resources.collectives is Collectives.TCP else ""
 
 
@@ -29,9 +29,7 @@ def _could_capture(config: DeployConfig, pool: PoolConfig) -> bool:
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Return 1, 2, 4, 8, then four sizes between each power of two and the next, or multiples of four, up to
-    ``most``.
-    """
+    """Return the captured batch sizes up to ``most``: 1, 2, 4, 8, then four sizes per power of two."""
     sizes = {most} | {size for size in (1, 2, 4, 8) if size < most}
     for power in (1 << bits for bits in range(3, most.bit_length())):
         sizes |= {size for size in range(power, 2 * power, max(power // 4, 4)) if size < most}

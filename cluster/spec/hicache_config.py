@@ -1,4 +1,4 @@
-"""The keys of the deploy YAML about the KV tiers below the device cache."""
+"""Keys of the deploy YAML for the KV tiers below the device cache."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -17,22 +17,16 @@ class WritePolicy(StrEnum):
     """Times at which a page is copied from the device cache to host memory, and from there to storage."""
 
     WRITE_THROUGH = "write_through"
-    """The page is copied as soon as it is complete."""
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """The page is copied once two requests have found it."""
     WRITE_BACK = "write_back"
-    """The page is copied when it is among the next to be evicted."""
 
 
 class PrefetchPolicy(StrEnum):
     """Longest waits of a request for pages from storage; pages that arrive later serve other requests."""
 
     BEST_EFFORT = "best_effort"
-    """The request does not wait."""
     WAIT_COMPLETE = "wait_complete"
-    """The request waits for all pages, up to 30 seconds."""
     TIMEOUT = "timeout"
-    """The request waits up to one second, and a quarter of a second more for every 1000 tokens."""
 
 
 class StorageBackendName(StrEnum):
@@ -83,5 +77,5 @@ class HicacheConfig(Node):
 
     @property
     def is_stored(self) -> bool:
-        """Flag that pages outlive their replicas."""
+        """True if pages outlive their replica."""
         return self.has_host and self.storage.backend is not StorageBackendName.NONE

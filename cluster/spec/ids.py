@@ -1,4 +1,4 @@
-"""Identifiers that travel between processes: types, not bare strings and integers."""
+"""Types of the identifiers that processes exchange."""
 
 import re
 import secrets
@@ -14,16 +14,16 @@ ReplicaId = NewType("ReplicaId", str)
 """Replica name ``<role>-<index>``, for example ``prefill-0``; stable across restarts."""
 
 Incarnation = NewType("Incarnation", int)
-"""Start number of a replica; a later start has a higher one."""
+"""Start number of a replica, which grows with every start."""
 
 ROUTER = ReplicaId("router")
-"""Name of a router among replicas: it has incarnations, too."""
+"""Name of the first router process, which has incarnations like a replica."""
 
 _REPLICA_ID = re.compile(r"^(prefill|decode)-(\d{1,9})$")
 
 
 class Role(StrEnum):
-    """Purpose of a pool of replicas."""
+    """Roles of replicas."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -56,7 +56,7 @@ def replica_id(role: str, index: int) -> ReplicaId:
 
 
 def parse_replica_id(text: str) -> ReplicaId:
-    """Check a replica id that came from outside.
+    """Validate a replica id.
 
     Raises:
         ValueError: the text is not ``<role>-<index>``.
@@ -67,9 +67,9 @@ def parse_replica_id(text: str) -> ReplicaId:
 
 
 class Peer(Struct, frozen=True):
-    """Replica or router as seen from outside: its name, incarnation and address."""
+    """Name, incarnation and address of a replica or router."""
 
     replica: ReplicaId
     incarnation: Incarnation
     address: str
-    """Channel address; for a replica, its leader's."""
+    """Channel address; a replica's is its leader's."""

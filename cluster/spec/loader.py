@@ -1,4 +1,4 @@
-"""Deploy YAML -> DeployConfig; everything wrong with a file is one ConfigError."""
+"""Loader of deploy YAML, which reports all problems of a file in one ConfigError."""
 
 import copy
 import difflib
@@ -26,20 +26,16 @@ _PATTERNS = {
 
 
 def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> DeployConfig:
-    """Read a deploy YAML; overrides are values for dotted keys, as they would stand in the file.
+    """Read a deploy YAML; overrides are texts by dotted key, read like values in the file.
 
     Raises:
-        ConfigError: the file cannot be read, or with every problem in it.
+        ConfigError: the file cannot be read, or has problems.
     """
     return parse_config(_read(path), str(path), overrides)
 
 
 def parse_config(text: str, source: str, overrides: Mapping[str, str] | None = None) -> DeployConfig:
-    """The configuration in a text; ``source`` names it in messages about its syntax.
-
-    Raises:
-        ConfigError: with every problem.
-    """
+    """Parse a deploy YAML; ``source`` is its name in syntax errors. Raises ConfigError with every problem."""
     tree, problems = _parse(text, source)
     for key, value in (overrides or {}).items():
         _override(tree, key, value)
@@ -83,7 +79,7 @@ def _parse(text: str, source: str) -> tuple[Tree, list[Problem]]:
 
 
 def _take_keys(node: yaml.Node | None, path: str, seen: set[int]) -> list[Problem]:
-    """Make every key a text, as written (YAML reads ``on`` as true); find keys given twice, which YAML lets pass."""
+    """Turn all keys into text (YAML reads ``on`` as true), and report duplicates, which YAML accepts."""
     if not isinstance(node, yaml.MappingNode) or id(node) in seen:
         return []
     seen.add(id(node))
@@ -103,7 +99,7 @@ def _take_keys(node: yaml.Node | None, path: str, seen: set[int]) -> list[Proble
 
 
 def _override(tree: Tree, key: str, value: str) -> None:
-    """Set one key; a section that is not a mapping stays as it is, to be refused with the rest."""
+    """Set one key; a section that is not a mapping stays, for validation to reject."""
     *parents, leaf = key.split(".")
     for parent in parents:
         if tree.get(parent) is None:
@@ -115,7 +111,7 @@ def _override(tree: Tree, key: str, value: str) -> None:
 
 
 def _scalar(text: str) -> Any:
-    """The value that a plain word has in YAML; never a list or a mapping."""
+    """Parse a text like a plain YAML scalar; never as a list or a mapping."""
     try:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError):
@@ -124,7 +120,7 @@ def _scalar(text: str) -> Any:
 
 
 def _validate(tree: Tree) -> tuple[DeployConfig, list[Problem]]:
-    """The configuration and every problem in it; keys with a problem take their defaults."""
+    """Return the configuration and its problems; keys with a problem take their defaults."""
     try:
         config = DeployConfig.model_validate(tree)
         return config, config_problems(config)
@@ -141,7 +137,7 @@ def _without(tree: Tree, paths: list[list[str]]) -> Tree:
         node = tree
         for parent in parents:
             inner = node.get(parent)
-            if not isinstance(inner, dict):  # a list, of which one item is wrong, goes as a whole
+            if not isinstance(inner, dict):  # one wrong item invalidates its whole list
                 leaf = parent
                 break
             node = inner
@@ -153,7 +149,7 @@ Keys = tuple[str, ...]
 
 
 def explain(error: ValidationError) -> list[Problem]:
-    """Return one problem for each key that pydantic refused."""
+    """Return one problem per key that pydantic rejected."""
     problems = {}
     for item in error.errors(include_url=False):
         keys = tuple(str(part) for part in item["loc"])
@@ -164,7 +160,7 @@ def explain(error: ValidationError) -> list[Problem]:
 
 
 def show(value: object) -> str:
-    """Return a given value as a short text, as YAML writes it."""
+    """Return a value as short text in YAML's notation."""
     match value:
         case None:
             return "nothing"

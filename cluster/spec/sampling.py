@@ -1,4 +1,4 @@
-"""Sampling parameters, stop conditions, and data about sampled tokens."""
+"""Sampling parameters, stop conditions, and sampled tokens."""
 
 from enum import StrEnum
 
@@ -12,40 +12,40 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Temperature; 0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """Number of likeliest tokens to keep; 0 keeps all."""
+    """Number of most likely tokens to keep; 0 keeps all."""
     min_p: float = 0.0
     seed: int = 0
     repetition_penalty: float = 1.0
-    """Penalty that divides the positive and multiplies the negative logits of tokens in prompt or output."""
+    """Divisor of positive logits and factor of negative logits, for tokens in prompt or output."""
     frequency_penalty: float = 0.0
-    """Penalty subtracted from a token's logit for every time it is in the output."""
+    """Amount subtracted from a token's logit per occurrence in the output."""
     presence_penalty: float = 0.0
-    """Penalty subtracted from the logits of tokens that are in the output."""
+    """Amount subtracted from a token's logit if it occurs in the output."""
     logit_bias: dict[int, float] = {}
-    """Values added to the logits of these tokens."""
+    """Amounts added to logits, by token."""
     allowed_ids: frozenset[int] = frozenset()
-    """Tokens that can be sampled; empty means all."""
+    """Tokens that may be sampled; empty means all."""
     bad_words: list[list[int]] = []
-    """Token sequences whose last token is not sampled after the others."""
+    """Token sequences that must not be generated."""
     min_tokens: int = 0
-    """Output position before which none of ``ending_ids`` is sampled."""
+    """Number of output tokens before any of ``ending_ids`` may be sampled."""
     ending_ids: frozenset[int] = frozenset()
-    """Tokens that end the answer; set where ``min_tokens`` or a grammar keeps them back."""
+    """Tokens that end the answer; set only if ``min_tokens`` or a grammar may forbid them."""
     grammar: str = ""
-    """Grammar of the output's text, as ``cluster.grammar`` reads it; empty for none."""
+    """Grammar of the output, in the form that ``cluster.grammar`` reads; empty for none."""
     num_logprobs: int | None = None
-    """Number of likeliest tokens reported with each sampled one; None reports no log-probabilities."""
+    """Number of most likely tokens to report with each sampled token; None reports no log-probabilities."""
     num_prompt_logprobs: int | None = None
-    """Number of likeliest tokens reported for each prompt token but the first. Caches are not used then."""
+    """Number of most likely tokens to report with each prompt token but the first; bypasses the cache."""
 
     @property
     def has_penalties(self) -> bool:
-        """Return whether logits depend on the number of earlier occurrences."""
+        """True if logits depend on how often tokens have occurred."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     @property
     def looks_back(self) -> bool:
-        """Return whether sampling depends on earlier tokens."""
+        """True if sampling depends on earlier tokens."""
         return self.has_penalties or bool(self.bad_words or self.grammar)
 
 
@@ -54,24 +54,24 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end with reason ``stop``; includes the model's end-of-sequence tokens unless they are ignored."""
+    """Tokens that end the answer with reason ``stop``, usually including end-of-sequence tokens."""
 
 
 class FinishReason(StrEnum):
-    """Reason why a request ended normally, in the words of the OpenAI API."""
+    """Reasons why a request ended normally, as the OpenAI API names them."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Natural log-probabilities of one position, before anything in Sampling is applied."""
+    """Natural log-probabilities at one position, before sampling parameters apply."""
 
     logprob: float
     rank: int = 0
-    """Rank of the token, 1 for the likeliest; set for tokens of the prompt."""
+    """Rank of the token, 1 for the most likely; set for prompt tokens only."""
     top_ids: list[int]
-    """Likeliest tokens, best first."""
+    """Most likely tokens, best first."""
     top_logprobs: list[float]
 
 
@@ -80,10 +80,10 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
 
     token_id: int
     logprobs: TokenLogprobs | None = None
-    """Log-probabilities, if Sampling asks for them."""
+    """None unless requested."""
     prompt_logprobs: list[TokenLogprobs] = []
-    """Log-probabilities of every token of the prompt but the first, with the first token, if requested."""
+    """Log-probabilities of all prompt tokens but the first; sent with the first token, if requested."""
     is_last: bool = False
-    """True if the grammar allows nothing after it."""
+    """True if the grammar allows nothing after this token."""
     problem: str = ""
-    """Reason why there is no answer: the grammar allowed no token, or grew too complex."""
+    """Reason for an abort: the grammar allows no token, or has become too complex."""

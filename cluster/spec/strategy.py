@@ -1,15 +1,15 @@
-"""Names of context parallelism: how a step's tokens are sharded over CP ranks, and how they meet their keys."""
+"""Names of the choices in parallel execution: sharding of tokens, placement of KV, exchange between ranks."""
 
 from enum import StrEnum
 
 
 class Strategy(StrEnum):
-    """Division of a step's extend tokens over the CP ranks of a replica."""
+    """Ways to shard a step's extend tokens over the CP ranks of a replica."""
 
     NONE = "none"
     """Every rank computes every token; no collective runs."""
     WHOLE_REQUEST = "whole_request"
-    """Each request is computed by one rank; ranks are filled by the least attention work."""
+    """Each request is computed by one rank, the one with the least attention work so far."""
     CONTIGUOUS = "contiguous"
     """Each request is split into cp consecutive parts."""
     ZIGZAG = "zigzag"
@@ -19,14 +19,14 @@ class Strategy(StrEnum):
 
 
 ON_ONE_RANK = (Strategy.NONE, Strategy.WHOLE_REQUEST)
-"""Strategies with which one rank may compute all tokens of a step."""
+"""Strategies by which one rank may compute all tokens of a step."""
 
 
 class StrategySetting(StrEnum):
-    """Configurable value: one strategy for every step, or the best one for each."""
+    """Values of `prefill.strategy`."""
 
     AUTO = "auto"
-    """The strategy with the least estimated time, step by step."""
+    """The strategy with the lowest estimated time for each step."""
     NONE = Strategy.NONE.value
     WHOLE_REQUEST = Strategy.WHOLE_REQUEST.value
     CONTIGUOUS = Strategy.CONTIGUOUS.value
@@ -39,7 +39,7 @@ class StrategySetting(StrEnum):
 
     @property
     def fullest(self) -> Strategy:
-        """Return the candidate with which one rank may compute the most tokens of a step: all, if possible."""
+        """Candidate by which one rank may compute the most tokens of a step."""
         return next((each for each in ON_ONE_RANK if each in self.candidates), self.candidates[0])
 
 
@@ -47,21 +47,21 @@ class CpMode(StrEnum):
     """KV that each CP rank of a prefill replica holds."""
 
     GATHER = "gather"
-    """All of it: every rank stores the K and V of all ranks."""
+    """All KV: every rank stores the K and V of all ranks."""
     RING = "ring"
-    """The pages it owns, so that the KV capacity of a replica grows with cp."""
+    """The pages that the rank owns, so that a replica's KV capacity grows with cp."""
 
 
 class Collectives(StrEnum):
     """Exchange of tensors between the ranks of a replica."""
 
     AUTO = "auto"
-    """Through shared memory if all of a group are on one host, over TCP otherwise."""
+    """Shared memory if all ranks of a group are on one host, TCP otherwise."""
     TCP = "tcp"
 
 
 class DpPolicy(StrEnum):
-    """Choice of the DP rank of a replica for a request without a preference."""
+    """Policies that pick the DP rank of a request without a preference."""
 
     LEAST_TOKENS = "least_tokens"
     """DP rank with the fewest prompt tokens."""
@@ -75,7 +75,7 @@ class MoeDispatch(StrEnum):
     """Exchange of tokens between ranks that share experts."""
 
     AUTO = "auto"
-    """Method that moves fewer bytes, step by step."""
+    """The method that moves fewer bytes in each step."""
     GATHER = "gather"
     """Every rank gets all tokens, and partial sums are reduced: all-gather and reduce-scatter."""
     ALL_TO_ALL = "all_to_all"
@@ -83,19 +83,19 @@ class MoeDispatch(StrEnum):
 
 
 class Passing(StrEnum):
-    """Tensors that circulate in ring mode, so that all queries of a step meet all keys."""
+    """Tensors that circulate in ring mode, so that every query meets every key."""
 
     PASS_KV = "pass_kv"
-    """The keys and values, cached ones included, go from rank to rank."""
+    """Keys and values, including cached ones, circulate between ranks."""
     PASS_Q = "pass_q"
-    """The queries go to every rank, and their attention over its cached keys comes back."""
+    """Queries circulate, and every rank returns their attention over its own keys."""
 
 
 class PassingSetting(StrEnum):
-    """Configurable value: one passing for every step, or the better one for each."""
+    """Values of `prefill.passing`."""
 
     AUTO = "auto"
-    """The passing with the least estimated time, step by step."""
+    """The tensors with the lower estimated time for each step."""
     PASS_KV = Passing.PASS_KV.value
     PASS_Q = Passing.PASS_Q.value
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from cluster.spec.config import DeployConfig, PoolConfig
+from cluster.spec.config import DeployConfig, Pool
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Role, role_of, router_names
 from cluster.spec.ranks import coords_of, sizes_of, world_size
 from cluster.spec.registry import AxisSizes, KvOwnership, RankCoords
@@ -67,8 +67,8 @@ class WorkerSpec:
         return role_of(self.replica)
 
     @property
-    def pool(self) -> PoolConfig:
-        return self.config.prefill if self.role is Role.PREFILL else self.config.decode
+    def pool(self) -> Pool:
+        return self.config.pools[self.role]
 
     @property
     def sizes(self) -> AxisSizes:

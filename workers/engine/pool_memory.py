@@ -8,7 +8,6 @@ import torch
 
 from cluster.spec.config import Device
 from cluster.spec.errors import UserError
-from cluster.spec.ids import Role
 from cluster.spec.kv import KvGeometry
 from cluster.spec.memory import GIB, GpuMemory, page_layout
 from cluster.spec.registry import KvOwnership
@@ -55,7 +54,7 @@ def _measure(
     spec: WorkerSpec, model: DecoderModel, runner: ModelRunner, make_capture: Callable[[], Capture] | None
 ) -> GpuMemory:
     """Measure memory; graphs are captured once over the only page, since later ones need the pool's addresses."""
-    pool_config = spec.config.prefill if spec.role is Role.PREFILL else spec.config.decode
+    pool_config = spec.pool
     chunk_len = pool_config.chunk_tokens
     longest = spec.config.model.longest_context(model.config.max_position_embeddings)
     is_sharded = spec.ownership is KvOwnership.SHARDED
