@@ -1,6 +1,6 @@
 """Typed messages between processes: MessagePack over ZeroMQ PUSH and PULL. The only file that imports zmq.
 
-With a key, connections are encrypted and both ends proven by CURVE (RFC 26); see docs/security.md.
+With a key, CURVE (RFC 26) encrypts connections and authenticates both ends; see docs/security.md.
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -24,17 +23,17 @@ from cluster.spec.wire import from_wire, to_wire
 from cluster.spec.worker_spec import ChannelKey
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""Maximum frame size; larger frames are neither sent nor accepted. 64 MiB holds a prompt of some ten million tokens."""
+"""Maximum size of a sent or accepted frame; 64 MiB holds a prompt of some ten million tokens."""
 
 _HARD_LIMIT_BYTES = 2 * MAX_FRAME_BYTES
-"""Frame size at which ZeroMQ closes the connection before it allocates memory for the frame."""
+"""Frame size beyond which ZeroMQ closes the connection without allocating memory for the frame."""
 _LINGER_MS = 1000
 _IDLE_S = 60.0
-"""Idle time after which a connection is dropped when another one is made: most such peers are gone."""
+"""Idle time after which a connection is dropped when a new one is made, since its peer is probably gone."""
 _REFUSALS_AT = "inproc://refusals"
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _MOST_AT_ONCE = 512
-"""Maximum number of messages taken per event-loop call, so that other tasks get to run."""
+"""Maximum number of messages per call on an event loop, so that other tasks get to run."""
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, dec_hook=from_wire)
@@ -45,25 +44,21 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes) -> Message:
-    """Decode one frame.
-
-    Raises:
-        msgspec.DecodeError: the frame is not one of our messages.
-    """
+    """Decode one frame. Raises msgspec.DecodeError if it is not a message."""
     return wire.decode(_decoder, frame)
 
 
 def draw_key() -> ChannelKey:
-    """Generate a fresh key pair for one cluster."""
+    """Generate a key pair for one cluster."""
     public, secret = zmq.curve_keypair()
     return ChannelKey(public=public, secret=secret)
 
 
 class _Pull:
-    """Listening socket with counters of what it has dropped."""
+    """Listening socket that counts what it drops."""
 
     def __init__(self, host: str, key: ChannelKey | None = None) -> None:
-        """Listen on a host; with a key, accept only peers that have it."""
+        """Listen on a host; with a key, accept only peers that hold it."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._doorkeeper = None if key is None else _Doorkeeper(self._context, self._socket, key.public)
@@ -77,7 +72,7 @@ class _Pull:
 
     @property
     def dropped(self) -> Counter[str]:
-        """Dropped since the start: ``malformed`` or too ``large`` frames, and connections of a ``stranger``."""
+        """Number of ``malformed`` and too ``large`` frames, and of connections from a ``stranger``."""
         strangers = 0 if self._doorkeeper is None else self._doorkeeper.num_refused
         return self._dropped + Counter(stranger=strangers)
 
@@ -87,7 +82,7 @@ class _Pull:
         self._context.term()
 
     def _take(self, most: int) -> list[Message]:
-        """Return the messages that have arrived, without waiting."""
+        """Return up to ``most`` messages that have arrived."""
         messages: list[Message] = []
         while len(messages) < most:
             try:
@@ -99,7 +94,7 @@ class _Pull:
         return messages
 
     def _accept(self, frame: bytes) -> Message | None:
-        """Return the message of a frame, or count the frame and return None if it is invalid."""
+        """Return the message in a frame; count an invalid frame and return None."""
         if len(frame) > MAX_FRAME_BYTES:
             self._dropped["large"] += 1
             return None
@@ -111,10 +106,10 @@ class _Pull:
 
 
 class Inbox(_Pull):
-    """Receiving end of one process. The messages of one sender arrive in order; those of several senders interleave."""
+    """Receiving end of one process. Messages from one sender arrive in order."""
 
     def receive(self, timeout_s: float) -> list[Message]:
-        """Return everything that has arrived; waits up to the timeout for the first message."""
+        """Return all messages that have arrived; wait up to the timeout for the first."""
         if timeout_s > 0:
             self._socket.poll(int(timeout_s * 1000))
         return self._take(sys.maxsize)
@@ -125,21 +120,19 @@ class AsyncInbox(_Pull):
 
     def __init__(self, host: str, key: ChannelKey | None = None) -> None:
         super().__init__(host, key)
-        self._come = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._is_empty = False
         self._loop = asyncio.get_running_loop()
-        # Readable when the state may have changed, until the socket is read.
+        # The descriptor is readable from a change of the socket's state until the socket is read.
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._descriptor, self._come.set)
+        self._loop.add_reader(self._descriptor, self._arrived.set)
 
     async def receive(self) -> list[Message]:
-        """Return messages that have arrived, at most `_MOST_AT_ONCE`; waits for the first and yields to other tasks
-        before each call.
-        """
+        """Return up to `_MOST_AT_ONCE` messages; wait for the first, and always let other tasks run."""
         while True:
-            # The descriptor signals only messages that arrive after the socket was found empty.
-            await (self._come.wait() if self._is_empty else asyncio.sleep(0))
-            self._come.clear()
+            # The descriptor signals only messages that arrive once the socket is empty.
+            await (self._arrived.wait() if self._is_empty else asyncio.sleep(0))
+            self._arrived.clear()
             messages = self._take(_MOST_AT_ONCE)
             self._is_empty = len(messages) < _MOST_AT_ONCE
             if messages:
@@ -148,18 +141,16 @@ class AsyncInbox(_Pull):
     async def __aenter__(self) -> "AsyncInbox":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._loop.remove_reader(self._descriptor)
         self.close()
 
 
 class Outbox:
-    """Sends to any inbox without blocking. One thread, or one event loop, uses one outbox."""
+    """Sender to any inbox that never blocks, for use by one thread."""
 
     def __init__(self, key: ChannelKey | None = None) -> None:
-        """Create an outbox; inboxes with a key accept messages only from an outbox with the same key."""
+        """Create an outbox, which reaches only inboxes with the same key."""
         self._context = zmq.Context()
         self._key = key
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
@@ -172,16 +163,15 @@ class Outbox:
         """Queue one message.
 
         Raises:
-            PeerUnreachableError: the queue to this address is full because its peer has stopped reading; or the message
-                exceeds the frame limit.
+            PeerUnreachableError: the queue is full because the peer does not read, or the message is too large.
         """
         self.broadcast([address], message)
 
     def broadcast(self, addresses: Iterable[str], message: Message) -> None:
-        """Queue one message for several peers; it is encoded once, even if it is sent again later.
+        """Queue one message for several peers, encoding it once.
 
         Raises:
-            PeerUnreachableError: as for ``send``; the remaining addresses get nothing.
+            PeerUnreachableError: see ``send``; the remaining addresses get nothing.
         """
         if message is not self._packed:
             self._packed, self._frame = message, encode(message)
@@ -198,14 +188,14 @@ class Outbox:
                 ) from None
 
     def forget(self, address: str) -> None:
-        """Drop the connection to a peer that is gone, with everything still queued for it."""
+        """Drop the connection to a lost peer, and all messages queued for it."""
         socket = self._sockets.pop(address, None)
         if socket is not None:
             del self._used_s[address]
             socket.close(linger=0)
 
     def close(self) -> None:
-        """Give queued messages a short time to leave, then close; safe to call twice."""
+        """Close, after a short wait for queued messages to leave; safe to call twice."""
         for socket in self._sockets.values():
             socket.close(linger=_LINGER_MS)
         self._sockets.clear()
@@ -230,9 +220,9 @@ class Outbox:
 
 
 class _Doorkeeper:
-    """Decides for ZeroMQ who may connect to a socket, by ZAP (RFC 27), and counts refusals, on a thread of its own.
+    """Thread that authenticates a socket's peers for ZeroMQ, by ZAP (RFC 27), and counts refusals.
 
-    A peer without the public key fails before ZAP is asked, so refusals are counted from the socket's own events.
+    Refusals are counted from socket events, because a peer without the public key fails before ZAP is asked.
     """
 
     def __init__(self, context: zmq.Context[Any], guarded: "zmq.Socket[bytes]", public: bytes) -> None:

@@ -1,6 +1,6 @@
-"""Grammars that a text must follow, as masks over one model's tokens; the only file that imports llguidance.
+"""Grammars of structured output, as masks over one model's tokens. The only file that imports llguidance.
 
-A grammar travels as one text: JSON in llguidance's form, made by ``router.constraints``.
+A grammar is a JSON text in llguidance's format, made by ``router.constraints``.
 """
 
 import functools
@@ -19,65 +19,63 @@ from numpy.typing import NDArray
 from cluster.spec.errors import UserError
 
 _END = "<|baton: end of text|>"
-"""Text that stands for the end of a text in llguidance; never sampled."""
+"""Token text that marks the end of a text for llguidance; never sampled."""
 
 _MAX_COMPILED = 64
-"""Maximum number of cached grammars; the least recently used one is evicted first."""
+"""Maximum number of cached grammars; the least recently used one is evicted."""
 
 _MAX_FORMAT_CHARS = 64
-"""Maximum length of a format name. No known format has a longer one, and longer input from clients is not cached."""
+"""Maximum length of a format name: longer than any known name, so that long client input is never cached."""
 
 _WORDS = {
     ("NoExtensionBias",): "no text can follow it to its end",
     ("Too many items", "Current row has"): "it has too many ways to go on from one place; write fewer, or longer, "
     "alternatives, and repeat from the left",
 }
-"""Explanations of problems, by the names that llguidance gives its own parts."""
+"""Explanations of problems, by fragments of llguidance's messages."""
 
 
 class Matcher:
-    """Position of one text in its grammar."""
+    """State of one text in its grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, end_id: int) -> None:
-        """Wrap a matcher; ``end_id`` stands for the end of the text and is not a token of the model."""
+        """Wrap a matcher; ``end_id`` marks the end of the text and is not a token of the model."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._end_id = end_id
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the text may end here."""
+        """True if the text may end here."""
         return self._matcher.is_accepting()
 
     @property
     def is_over(self) -> bool:
-        """Return whether nothing can follow: the text is complete, or there is a problem."""
+        """True if nothing can follow, because the text is complete or there is a problem."""
         return self._matcher.is_stopped()
 
     @property
     def problem(self) -> str:
-        """Reason why the text cannot continue, in one line; empty if it can."""
+        """Reason why the text cannot continue; empty if it can."""
         return _in_words(self._matcher.get_error())
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return a mask of the tokens that can come next, ``[vocab_size]``; tokens that only end a text are left
-        out.
-        """
+        """Return a mask ``[vocab_size]`` of the tokens that may follow, without tokens that only end a text."""
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(packed, count=self._vocab_size, bitorder="little").view(np.bool_)
         allowed[self._end_id :] = False
         return allowed
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Advance by generated tokens; one that the grammar does not allow sets the problem."""
+        """Advance by generated tokens; a token that the grammar does not allow sets ``problem``."""
         self._matcher.consume_tokens(list(token_ids))
 
 
 class Grammars:
-    """Compiles grammars for one model, each once, on a thread of its own. Called from one thread."""
+    """Compiler of grammars for one model, which caches them and compiles on a thread. Called from one thread."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        """Start reading ``tokenizer.json``; ids below ``vocab_size`` are the model's."""
+        """Start reading ``tokenizer.json``; the model's ids are below ``vocab_size``."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="baton-grammars")
         self._tokens = self._thread.submit(_read_tokens, folder, vocab_size)
         self._vocab_size = vocab_size
@@ -86,7 +84,7 @@ class Grammars:
         """Number of grammars compiled since the start."""
 
     def prepare(self, grammar: str) -> Future[llguidance.LLMatcher]:
-        """Compile a grammar unless it is cached; the future raises UserError when it cannot be used."""
+        """Compile a grammar unless it is cached; the future raises UserError if it cannot be used."""
         future = self._compiled.pop(grammar, None)
         if future is None:
             self.num_compiled += 1
@@ -97,7 +95,7 @@ class Grammars:
         return future
 
     def matcher(self, grammar: str) -> Matcher:
-        """Return a matcher at the start of a text; waits until the grammar is compiled.
+        """Return a matcher at the start of a text, after waiting for the grammar to compile.
 
         Raises:
             UserError: the grammar, or the model's tokenizer, cannot be used.
@@ -110,7 +108,7 @@ class Grammars:
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokens.result(), grammar, log_level=0)
-        # Some errors only show with the first token.
+        # Some errors appear only with the first token.
         first = matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error():
@@ -119,16 +117,12 @@ class Grammars:
 
 
 def knows_format(name: str) -> bool:
-    """Return whether this format of JSON Schema is enforced."""
+    """Return whether llguidance enforces this JSON Schema format."""
     return len(name) <= _MAX_FORMAT_CHARS and _takes_format(name)
 
 
 def lark_of(text: str) -> str:
-    """Convert a grammar in Lark's or GBNF's syntax to Lark's.
-
-    Raises:
-        UserError: the text is in neither syntax.
-    """
+    """Convert a grammar from Lark or GBNF syntax to Lark. Raises UserError if it is in neither."""
     try:
         return any_to_lark(text)
     except Exception as error:
@@ -136,7 +130,7 @@ def lark_of(text: str) -> str:
 
 
 def lark_of_regex(regex: str) -> str:
-    """Return a grammar in Lark's syntax for the texts that fully match a regular expression in Rust's syntax."""
+    """Return a Lark grammar for the full matches of a regular expression in Rust syntax."""
     written = llguidance.regex_to_lark(regex, use_ascii="").replace("\n", "\\n").replace("\r", "\\r")
     return f"start: /{written}/"
 
@@ -148,9 +142,9 @@ def _takes_format(name: str) -> bool:
 
 
 def _read_tokens(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
-    """Return the tokenizer's tokens, one for the end of a text, and padding up to the model's vocabulary.
+    """Read the tokenizer, add ``_END``, and pad to the model's vocabulary.
 
-    The tokens that end a text differ between requests, so llguidance does not know them.
+    Tokens that end a text differ between requests, so llguidance does not know them.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -168,12 +162,12 @@ def _read_tokens(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
 
 
 def _in_words(error: str) -> str:
-    """Return llguidance's error for the author of the grammar, in one line."""
+    """Explain llguidance's error to the grammar's author in one line."""
     known = (words for marks, words in _WORDS.items() if any(mark in error for mark in marks))
     return next(known, _in_one_line(error))
 
 
 def _in_one_line(text: str) -> str:
-    """Return llguidance's message without its diagrams and the state of its parser."""
+    """Return llguidance's message without diagrams and parser state."""
     first, *others = text.splitlines() or [""]
     return " ".join([first.strip(), *(line for line in others if line.startswith("error: "))])

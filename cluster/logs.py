@@ -1,6 +1,4 @@
-"""Log format of all processes: lines for people, or one JSON object per line. Never contains a prompt, an answer or a
-key.
-"""
+"""Log format of all processes: text or JSON lines, which never contain a prompt, an answer or a key."""
 
 import datetime
 import logging
@@ -17,12 +15,12 @@ _encoder = msgspec.json.Encoder(enc_hook=str)
 
 
 def with_facts(**facts: Any) -> dict[str, Mapping[str, Any]]:
-    """Return ``extra`` for a log call: searchable fields; unknown ones are None."""
+    """Return the ``extra`` of a log call: searchable fields, without those that are None."""
     return {_FACTS: {name: value for name, value in facts.items() if value is not None}}
 
 
 def set_up_logs(config: LogConfig, process: str) -> None:
-    """Send this process's log records to standard error, under the given process name."""
+    """Send this process's log records to standard error, with the process's name."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(process) if config.format is LogFormat.JSON else TextLines(process))
     root = logging.getLogger()
@@ -40,7 +38,7 @@ class JsonLines(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return time, level, process, logger and message, then the fields, then the traceback of an error."""
+        """Return one line with time, level, process, logger, message, fields, and the traceback of an error."""
         time = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
         line = {"time": time, "level": record.levelname.lower(), "process": self._process, "logger": record.name}
         line |= {"message": record.getMessage(), **_facts(record)}
@@ -50,7 +48,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Formats each record for people, with its fields as name=value behind the message."""
+    """Formats each record as text, with its fields as name=value after the message."""
 
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)s {process.replace('%', '%%')}: %(message)s")

@@ -1,4 +1,4 @@
-"""Total and available memory of the machine, or of the container's control group if that has less."""
+"""Memory of the machine, or of the container's control group if that is smaller."""
 
 import re
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ _GROUP_FILES = ("memory.max", "memory.current", "memory.stat", "memory.swap.max"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
-    """Memory in bytes; 0 where the kernel does not report it."""
+    """Memory in bytes; 0 if the kernel does not report it."""
 
     total: int
-    """Total memory, including what may be swapped out."""
+    """Total memory, including swap."""
     available: int
     """Memory available without swapping or evicting other processes."""
     is_limited: bool = False
-    """True if a control group may have less than the machine."""
+    """True if a control group has less memory than the machine."""
 
     @property
     def owner(self) -> str:
@@ -29,7 +29,7 @@ class MachineMemory:
 
     @classmethod
     def of(cls, meminfo: str, group: Mapping[str, str]) -> Self:
-        """Parse the text of /proc/meminfo and the control group's files by name, if there are any."""
+        """Parse the text of /proc/meminfo, and the texts of the control group's files by name."""
         kib = {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+) kB", meminfo, re.MULTILINE)}
         total, swap, available = (kib.get(key, 0) * 1024 for key in ("MemTotal", "SwapTotal", "MemAvailable"))
         limit = _number(group.get("memory.max"))
@@ -37,7 +37,7 @@ class MachineMemory:
             return cls(total=total + swap, available=available)
         swap_limit = _number(group.get("memory.swap.max"))
         swap = swap if swap_limit is None else min(swap, swap_limit)
-        # The kernel reclaims file pages that nobody has used for a while.
+        # The kernel reclaims inactive file pages.
         cached = re.search(r"^inactive_file (\d+)", group.get("memory.stat", ""), re.MULTILINE)
         left = limit - (_number(group.get("memory.current")) or 0) + (int(cached[1]) if cached else 0)
         return cls(total=min(total, limit) + swap, available=max(0, min(available, left)), is_limited=limit < total)

@@ -1,4 +1,4 @@
-"""Operating-system processes as Linux shows them, and a guard that ends those of a killed driver."""
+"""Linux processes, and a guard process that ends the processes of a killed driver."""
 
 import contextlib
 import os
@@ -16,14 +16,14 @@ _SESSION_FIELD = 3
 _START_TICKS_FIELD = 19
 """Index of the start time among the fields of ``/proc/PID/stat`` after the command name."""
 GRACE_S = 3.0
-"""Time for processes to notice by themselves that the driver has gone."""
+"""Time for processes to notice by themselves that the driver is gone."""
 _KILL_S = 10.0
 _DISMISS = "dismiss"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessId:
-    """One process on one machine; the start time distinguishes it from a later process with the same number."""
+    """One process on one machine; the start time distinguishes it from a later process with the same pid."""
 
     pid: int
     start_ticks: int
@@ -35,7 +35,7 @@ def this_process() -> ProcessId:
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Return whether the process can still touch memory; a zombie cannot."""
+    """Return whether the process can still write to memory, which a zombie cannot."""
     try:
         fields = _stat(str(process.pid))
     except OSError:
@@ -44,7 +44,7 @@ def is_alive(process: ProcessId) -> bool:
 
 
 def wait_gone(processes: list[ProcessId], timeout_s: float) -> bool:
-    """Wait until all processes are gone; False when one is still alive after the timeout."""
+    """Wait until all processes are gone; return False after the timeout."""
     deadline_s = time.monotonic() + timeout_s
     while any(is_alive(process) for process in processes):
         if time.monotonic() >= deadline_s:
@@ -54,7 +54,7 @@ def wait_gone(processes: list[ProcessId], timeout_s: float) -> bool:
 
 
 def kill_all(processes: list[ProcessId], timeout_s: float) -> bool:
-    """Kill these processes, including stopped ones; False when one is alive after the timeout."""
+    """Kill processes, including stopped ones; return False if one is alive after the timeout."""
     for process in processes:
         if is_alive(process):
             with contextlib.suppress(ProcessLookupError):
@@ -63,10 +63,10 @@ def kill_all(processes: list[ProcessId], timeout_s: float) -> bool:
 
 
 def living_in(sessions: Collection[int]) -> list[ProcessId]:
-    """Return the living processes of these sessions; a session outlives its leader, and a process its parent."""
+    """Return the live processes in these sessions, including those whose parent or session leader has died."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             fields = _stat(folder.name)
             if int(fields[_SESSION_FIELD]) in sessions and fields[0] not in "ZX":
                 found.append(ProcessId(pid=int(folder.name), start_ticks=int(fields[_START_TICKS_FIELD])))
@@ -74,14 +74,10 @@ def living_in(sessions: Collection[int]) -> list[ProcessId]:
 
 
 def kill_sessions(sessions: Collection[int], timeout_s: float) -> bool:
-    """Kill every process of these sessions, including those forked meanwhile; False when one is alive after the
-    timeout.
-    """
+    """Kill all processes in these sessions, including new ones; return False if one is alive after the timeout."""
     deadline_s = time.monotonic() + timeout_s
     while alive := living_in(sessions):
-        for process in alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+        kill_all(alive, 0.0)
         if time.monotonic() >= deadline_s:
             return False
         time.sleep(_POLL_S)
@@ -89,7 +85,7 @@ def kill_sessions(sessions: Collection[int], timeout_s: float) -> bool:
 
 
 def _stat(name: str) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` after the command name, from the state's letter on."""
+    """Return the fields of ``/proc/PID/stat`` from the process state on."""
     text = (Path("/proc") / name / "stat").read_text(encoding="utf-8", errors="replace")
     return text.rsplit(")", 1)[1].split()
 
@@ -98,7 +94,7 @@ class Guard:
     """Driver's handle of its guard."""
 
     def __init__(self, folder: Path) -> None:
-        """Start guarding; ``folder`` is removed together with the processes."""
+        """Start the guard, which also removes ``folder``."""
         self._folder = folder
         self._sessions: list[int] = []
         self._process = subprocess.Popen(
@@ -109,12 +105,12 @@ class Guard:
         )
 
     def watch(self, session: int) -> None:
-        """Add a session whose processes must not outlive the driver."""
+        """Register a session whose processes must not outlive the driver."""
         self._sessions.append(session)
         self._say(str(session))
 
     def finish(self, timeout_s: float) -> None:
-        """Kill what is left and remove the folder: on an orderly exit the driver does the guard's work itself."""
+        """Do the guard's work at an orderly exit: kill the remaining processes and remove the folder."""
         kill_sessions(self._sessions, timeout_s)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._say(_DISMISS)
@@ -125,11 +121,11 @@ class Guard:
         try:
             print(word, file=self._process.stdin, flush=True)
         except BrokenPipeError:
-            return  # the guard was killed; the driver goes on without it
+            return  # the guard was killed, which the driver can do without
 
 
 def main() -> None:
-    """Wait for the driver's end, then kill the sessions that it registered."""
+    """Wait for the driver's end, then kill its registered sessions."""
     sessions = []
     for line in sys.stdin:
         if line.strip() == _DISMISS:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -34,25 +34,25 @@ from cluster.processes import Guard, ProcessId, kill_all, this_process
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 
 OBJECT_STORE_BYTES = 100_000_000
-"""Requests, tokens and KV do not go through Ray; its store holds a few call arguments."""
+"""Size of Ray's object store, which holds a few call arguments but no requests, tokens or KV."""
 
 START_TRIES = 2
 
 SHUTDOWN_S = 8.0
-"""Time for an orderly shutdown of Ray; it takes about two seconds, or a minute when one of its daemons has died."""
+"""Time for Ray's orderly shutdown, which takes about two seconds, or a minute if one of its daemons has died."""
 AT_ONCE_S = 0.5
 _KILL_S = 5.0
 PROBE_S = 5.0
-"""Timeout for the check that something listens at the address of an existing Ray cluster."""
+"""Timeout of the check that something listens at the address of an existing Ray cluster."""
 
 _TEMP_ROOT = Path("/tmp")
-"""Root of the temporary folder; Ray's socket paths must stay short, so TMPDIR is not used."""
+"""Parent of the temporary folder; not TMPDIR, because Ray's socket paths must be short."""
 _TEMP_NAME = re.compile(r"baton-ray-(\d+)-\w+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayActor:
-    """Actor handle, and a future of the process it lives in."""
+    """Actor handle, and the future id of its process."""
 
     name: str
     handle: Any
@@ -62,36 +62,36 @@ class RayActor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayReservation:
-    """A placement group; bundle i is seat i."""
+    """Placement group whose bundle i is seat i."""
 
     group: PlacementGroup = field(repr=False)
     seats: tuple[Seat, ...]
 
 
 class RaySystem:
-    """One connection to one Ray cluster; a context manager that leaves nothing of it behind."""
+    """Connection to one Ray cluster, as a context manager that cleans up after itself."""
 
     def __init__(self, namespace: str, address: str | None, num_cpus: int, worker_logs: bool) -> None:
-        """Join the cluster at an address, or start one on this machine with a number of logical CPUs.
+        """Join the cluster at an address, or start one on this machine.
 
-        What Ray reads from the environment must be there before this module is imported; see ray_environ.
+        Ray's environment variables must be set before this module is imported; see ray_environ.
 
         Args:
-            namespace: Where the actors are named; a second cluster of the same name finds them there.
-            address: For example ``127.0.0.1:6379`` or ``auto``; None starts a cluster.
-            num_cpus: Of the started cluster; may be more than the machine has.
-            worker_logs: Whether the actors' output is shown here.
+            namespace: namespace of the actors' names, where a second cluster of the same name would find them.
+            address: for example ``127.0.0.1:6379`` or ``auto``; None starts a cluster.
+            num_cpus: logical CPUs of a started cluster, which may be more than the machine has.
+            worker_logs: True to show the actors' output.
 
         Raises:
-            UserError: no cluster answers at the address.
-            BatonError: Ray took too long to start, as often as it was tried.
+            UserError: no cluster responds at the address.
+            BatonError: Ray took too long to start in every attempt.
         """
         self.temp_dir: Path | None = None
-        """Folder of the sockets and logs of a cluster that was started here, accessible only to this account."""
+        """Folder for sockets and logs of a cluster started here, accessible only to this account."""
         self.is_urgent = False
         """True if ``shutdown`` should skip Ray's orderly shutdown."""
         self._guard: Guard | None = None
-        """Guard of the processes of a cluster that was started here."""
+        """Guard of the processes of a cluster started here."""
         # A thread that still calls Ray after shutdown must get an error rather than start a new cluster.
         ray_auto_init.enable_auto_connect = False
         ray_worker.print_to_stdstream = _print_to_stdstream if worker_logs else _print_nothing
@@ -131,14 +131,12 @@ class RaySystem:
         ]
 
     def taken_names(self) -> list[str]:
-        """Names of the living actors in this namespace."""
+        """Return the names of the live actors in this namespace."""
         return [str(name) for name in ray.util.list_named_actors()]
 
     @contextmanager
     def wanting(self, name: str, demand: Demand) -> Iterator[Callable[[float], bool]]:
-        """See ActorSystem. Ray's autoscaler sees a pending placement group; only a placement group is released when the
-        driver dies.
-        """
+        """See ActorSystem. Ray's autoscaler sees a pending placement group, which is released if the driver dies."""
         strategy = "STRICT_PACK" if demand.on_one_machine else "PACK"
         group = placement_group([_bundle(demand.cpus, demand.gpus)] * demand.num_seats, strategy=strategy, name=name)
         try:
@@ -174,7 +172,6 @@ class RaySystem:
         return _translated(actor.name, getattr(actor.handle, method).remote(*args).future())
 
     def kill(self, actors: Sequence[Actor], timeout_s: float) -> bool:
-        """Kill processes; True when all are proven gone."""
         by_node: dict[str, list[ProcessId]] = {}
         known = True
         for actor in actors:
@@ -188,7 +185,7 @@ class RaySystem:
         return known and all(gone)
 
     def shutdown(self) -> None:
-        """Leave the cluster; if it was started here, stop it and remove its files. Always returns in time."""
+        """Leave the cluster; if it was started here, stop it and remove its files. Never blocks for long."""
         timeout_s = AT_ONCE_S if self.is_urgent else SHUTDOWN_S
         leaving = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
         leaving.start()
@@ -196,12 +193,10 @@ class RaySystem:
         if self._guard is not None:
             self._guard.finish(_KILL_S)
         if leaving.is_alive():
-            atexit.unregister(ray_worker.shutdown)  # it would wait as long, for daemons that are gone
+            atexit.unregister(ray_worker.shutdown)  # at exit, it would wait again for daemons that are gone
 
     def _start_ray(self, num_cpus: int, common: dict[str, Any]) -> None:
-        """Start Ray, with one retry: Ray gives its daemons 30 s, which a busy machine may exceed while it first reads
-        their files.
-        """
+        """Start Ray, with one retry: on a busy machine, Ray's daemons may take longer than the 30 s that Ray waits."""
         begun_s = time.monotonic()
         for tries_left in reversed(range(START_TRIES)):
             self.temp_dir = _make_temp_dir()
@@ -220,7 +215,7 @@ class RaySystem:
         return node_id, {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
     def _kill_all(self, node_id: str, processes: list[ProcessId], timeout_s: float) -> bool:
-        """Kill on the machine itself: Ray reports an actor dead as soon as it has been told to die."""
+        """Kill processes on their own machine; Ray reports an actor as dead before its process is."""
         home_id, options = self._home_options()
         if node_id == home_id:
             return kill_all(processes, timeout_s)
@@ -229,7 +224,7 @@ class RaySystem:
         try:
             return bool(ray.get(remote_kill.remote(processes, timeout_s), timeout=timeout_s + 5))
         except (RayError, GetTimeoutError):
-            return False  # the machine does not respond: nothing is proven
+            return False  # the machine does not respond, so nothing is proven
 
 
 def _join(address: str, common: dict[str, Any]) -> None:
@@ -239,17 +234,15 @@ def _join(address: str, common: dict[str, Any]) -> None:
             ray.init(address, **common)
     except UserError:
         raise
-    except Exception as exc:  # Ray raises errors of many classes, depending on the kind of address
+    except Exception as exc:  # Ray's exception class depends on the kind of address
         raise UserError(f"Ray at {address} cannot be used: {_first_line(exc)}") from exc
 
 
 def _probe(address: str) -> None:
-    """Check that something listens: Ray would try for ten minutes. Raises UserError, or Ray's error about the
-    address.
-    """
+    """Check that something listens, because Ray would try for ten minutes. Raises UserError or Ray's own error."""
     target = ray_services.canonicalize_bootstrap_address(address.removeprefix("ray://"))
     if target is None:
-        return  # Ray starts a cluster of its own
+        return  # Ray would start a cluster
     host, _, port = target.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), port), PROBE_S).close()
@@ -264,7 +257,7 @@ def _init_here(num_cpus: int, temp_dir: Path, common: dict[str, Any]) -> None:
         num_cpus=num_cpus,
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
-        _temp_dir=f"{temp_dir}/ray",  # Ray makes the folder it is given writable for every account
+        _temp_dir=f"{temp_dir}/ray",  # Ray makes its folder writable for every account
         **common,
     )
 
@@ -274,23 +267,16 @@ def _not_started(error: Exception, waited_s: float) -> str:
     return f"{waited}; try again when this machine has less to do; `baton doctor` says what may be wrong with it"
 
 
-@contextmanager
-def _signals_kept() -> Iterator[None]:
+def _signals_kept() -> AbstractContextManager[None]:
     """Keep the driver's own signal handlers: Ray's would raise SystemExit anywhere, with locks held."""
-    theirs = ray_utils.set_sigterm_handler
-    ray_utils.set_sigterm_handler = lambda _: None
-    try:
-        yield
-    finally:
-        ray_utils.set_sigterm_handler = theirs
+    return _replaced(ray_utils, "set_sigterm_handler", lambda _: None)
 
 
-@contextmanager
-def _daemons_apart(guard: Guard) -> Iterator[None]:
-    """Start Ray's daemons in sessions of their own, and register these with the guard.
+def _daemons_apart(guard: Guard) -> AbstractContextManager[None]:
+    """Start Ray's daemons in their own sessions, and register the sessions with the guard.
 
-    Signals from the terminal or to the driver's group are for the driver alone, which still needs the daemons for an
-    orderly shutdown; and a session finds a process even after its parent has died.
+    Signals to the terminal or the driver's group then reach only the driver, which needs the daemons for an orderly
+    shutdown. A session also identifies processes whose parent has died.
     """
     services: Any = ray_services
     theirs = services.ConsolePopen
@@ -300,22 +286,28 @@ def _daemons_apart(guard: Guard) -> Iterator[None]:
         guard.watch(daemon.pid)
         return daemon
 
-    services.ConsolePopen = start
+    return _replaced(services, "ConsolePopen", start)
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    theirs = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        services.ConsolePopen = theirs
+        setattr(module, name, theirs)
 
 
 _print_to_stdstream = ray_worker.print_to_stdstream
 
 
 def _print_nothing(*_: object, **__: object) -> None:
-    """Suppress the output of Ray's daemons about a dead worker: the supervisor reports it in one line."""
+    """Suppress the output of Ray's daemons about a dead worker, which the supervisor reports in one line."""
 
 
 def _make_temp_dir() -> Path:
-    """Create a folder for the cluster's sockets and logs; removes those of drivers that were killed."""
+    """Create a folder for the cluster's sockets and logs; remove those that killed drivers have left."""
     for folder in _TEMP_ROOT.glob("baton-ray-*"):
         match = _TEMP_NAME.fullmatch(folder.name)
         if match and not Path("/proc", match[1]).exists() and folder.lstat().st_uid == os.getuid():
@@ -339,7 +331,7 @@ def _process_of(_: object) -> ProcessId:
 
 
 def _translated(name: str, theirs: "Future[Any]") -> "Future[Any]":
-    """Return the future with Ray's errors translated: the exception raised in the actor, or that its process died."""
+    """Return a future that raises the actor's own exception, or PeerUnreachableError if its process died."""
     ours: Future[Any] = Future()
 
     def pass_on(done: "Future[Any]") -> None:
@@ -368,15 +360,15 @@ def _error(name: str, error: BaseException) -> BaseException:
 
 
 def _room(seats: Sequence[Seat], machines: Sequence[Machine]) -> str:
-    """Describe what is wanted of each machine, and what it has, in one line."""
-    told = []
+    """Describe in one line what is wanted and free on each machine."""
+    parts = []
     for machine in machines:
         here = [seat for seat in seats if seat.node_id == machine.node_id]
         cpus, gpus = sum(seat.cpus for seat in here), sum(seat.gpus for seat in here)
         if here:
             free = f"{machine.cpus:g} and {machine.gpus:g} are free"
-            told.append(f"{machine.address}: wanted {cpus:g} CPUs and {gpus:g} GPUs, {free}")
-    return "; ".join(told) or "the machines it was meant for are gone"
+            parts.append(f"{machine.address}: wanted {cpus:g} CPUs and {gpus:g} GPUs, {free}")
+    return "; ".join(parts) or "the machines it was meant for are gone"
 
 
 def _first_line(error: BaseException) -> str:

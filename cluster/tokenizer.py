@@ -1,7 +1,4 @@
-"""Text to token ids and back, and a model's chat template, without importing torch or transformers.
-
-Reads the tokenizer's files of a model folder in Hugging Face format; weights are loaded elsewhere.
-"""
+"""Tokenizer and chat template of a model folder in Hugging Face format, without importing torch or transformers."""
 
 import datetime
 import json
@@ -21,10 +18,10 @@ _UNFINISHED = "\ufffd"
 """Character that decoders return for invalid or incomplete bytes."""
 
 _MAX_HELD_TOKENS = 32
-"""Number of tokens without a complete character beyond which the bytes count as invalid, not incomplete."""
+"""Number of tokens without a complete character after which their bytes count as invalid, not incomplete."""
 
 _MAX_CONTEXT_TOKENS = 16
-"""Maximum number of context tokens; shorter contexts decode faster, longer ones are rebuilt less often."""
+"""Maximum number of context tokens: short contexts decode faster, long ones are rebuilt less often."""
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -52,9 +49,9 @@ class Tokenizer:
         tokenizer_config = _read_json(folder / "tokenizer_config.json")
         self.special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | tokenizer_config)
         self.vocab_size: int = text_config.get("vocab_size") or self._tokenizer.get_vocab_size()
-        """Number of rows in the model's embedding; a tokenizer may have fewer or more tokens."""
+        """Size of the model's embedding; the tokenizer may have fewer or more tokens."""
         self.max_context: int | None = text_config.get("max_position_embeddings")
-        """Maximum number of prompt and output tokens together, if the model declares it."""
+        """Maximum number of prompt and output tokens, if the model declares it."""
         self.generation_config = _read_json(folder / "generation_config.json")
         """Contents of the model's generation_config.json, empty if it has none."""
         self.eos_ids = self._eos_ids(text_config)
@@ -62,24 +59,22 @@ class Tokenizer:
         self.special_texts = frozenset(
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
         )
-        """Texts of the special tokens, which are not part of any text."""
+        """Texts of all special tokens."""
         self.chat_template = _read_template(folder, tokenizer_config)
-        """Source of the chat template, if there is one."""
+        """Source of the chat template; None without one."""
         self._template = _compile(self.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text; special tokens written out become their ids. tokenizer.json determines which
-        are added.
-        """
+        """Return the token ids of a text, in which special tokens may be spelled out."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; ids without a token are skipped."""
+        """Return the text of token ids, skipping ids without a token."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_of(self, token_id: int) -> str:
-        """Return a token as the vocabulary writes it, whatever its bytes; empty for an id without one."""
+        """Return a token as the vocabulary spells it; empty for an id without a token."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     def apply_chat_template(
@@ -88,7 +83,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt text of a conversation; encode it without adding special tokens again.
+        """Return the prompt text of a conversation, to be encoded without adding special tokens.
 
         Raises:
             UserError: the model has no template, or the template rejects the conversation.
@@ -105,8 +100,9 @@ class Tokenizer:
             raise UserError(f"the model's chat template rejects these messages: {error}") from error
 
     def _eos_ids(self, config: Mapping[str, Any]) -> frozenset[int]:
-        """Return the end tokens as transformers' ``generate`` finds them: from the generation configuration, else the
-        model's, else the tokenizer's.
+        """Return the end tokens of the generation configuration, else of the model, else of the tokenizer.
+
+        This is the order of transformers' ``generate``.
         """
         for given in (self.generation_config.get("eos_token_id"), config.get("eos_token_id")):
             if given is not None:
@@ -117,20 +113,20 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Incremental text of one answer. A character whose bytes are split over tokens comes out whole."""
+    """Incremental decoder of one answer, which returns only complete characters."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
-        """Last tokens: some that were already returned, for context, and those held back since."""
+        """Last tokens: some that have been returned, for context, and those held back."""
         self._num_given = 0
-        """Number of tokens at the head of the window whose text was returned."""
+        """Number of tokens at the head of the window whose text has been returned."""
         self._given = ""
         """Text of these tokens."""
 
     def push(self, token_id: int) -> str:
-        """Return the text that this token completes; empty while a character is incomplete."""
+        """Add a token; return the text that it completes, empty while a character is incomplete."""
         self._window.append(token_id)
         text = self._held_text()
         may_wait = len(self._window) - self._num_given < _MAX_HELD_TOKENS
@@ -138,11 +134,11 @@ class Detokenizer:
 
     @property
     def held_text(self) -> str:
-        """Text held back so far, possibly with an incomplete character."""
+        """Text held back, possibly with an incomplete character."""
         return self._held_text() if len(self._window) > self._num_given else ""
 
     def flush(self) -> str:
-        """Return the text still held back, possibly with an incomplete character."""
+        """Return and clear ``held_text``."""
         return self._give(self._held_text()) if len(self._window) > self._num_given else ""
 
     def _held_text(self) -> str:
@@ -159,7 +155,7 @@ class Detokenizer:
 
 
 class _Generation(Extension):
-    """Jinja tag ``{% generation %}``, which marks what a model said; rendering only outputs its content."""
+    """Jinja tag ``{% generation %}``, which marks a model's own text and renders its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -183,7 +179,7 @@ def _compile(source: str | None) -> Template | None:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Replace Jinja's own filter, which escapes HTML: models were not trained on that."""
+    """Replacement of Jinja's filter, which escapes HTML, unlike the models' training data."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -213,7 +209,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; empty if there is no file."""
+    """Return the object in a JSON file; empty without a file."""
     if not path.is_file():
         return {}
     try:

@@ -170,11 +170,7 @@ def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Por
     num_workers = sum(pool.replicas * world_size(sizes_of(pool.parallel)) for pool in pools)
     is_mooncake = config.transfer.backend is TransferBackendName.MOONCAKE
     is_tcp = config.transfer.protocol is TransferProtocol.TCP
-    gloo = (
-        sum(pool.replicas * _num_endpoints(role, pool, model) for role, pool in config.pools.items())
-        if _uses_gloo(config)
-        else 0
-    )
+    gloo = sum(pool.replicas * _num_endpoints(role, pool, model) for role, pool in config.pools.items())
     taken_at_start = [
         ("bootstrap", "HTTP rank table", None, 1),
         ("router", "channel", None, router.processes),

@@ -1,4 +1,4 @@
-"""KV of a model and of one rank, as data that can travel: groups, geometry, the layout of a pool, keys of pages."""
+"""KV groups and geometry of a model, the layout of a rank's pool, and the keys of pages."""
 
 import hashlib
 import math
@@ -10,13 +10,13 @@ import msgspec
 from cluster.spec.wire import ID_BYTES, TokenIds
 
 FULL_ATTENTION = "full_attention"
-"""Name of the group of ordinary attention, as in transformers' `layer_types`."""
+"""Name of the KV group of full attention, as in transformers' `layer_types`."""
 
 SLIDING_ATTENTION = "sliding_attention"
-"""Name of the group of attention within a window."""
+"""Name of the KV group of sliding-window attention."""
 
 NO_PAGE = -1
-"""Stands in a list of pages where every later token has lost sight of a page."""
+"""Placeholder in a list of pages for a page that no later token can see."""
 
 _KEY_BYTES = 16
 
@@ -24,7 +24,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 class KvPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor that a layer stores for each token and head: K or V, a latent, an indexer's keys."""
+    """One tensor that a layer stores per token and head: K, V, a latent, or an indexer's keys."""
 
     name: str
     dim: int
@@ -47,7 +47,7 @@ class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layer numbers of the model, ascending."""
     parts: tuple[KvPart, ...]
     window: int | None = None
-    """Tokens that a later token can still see, itself included; None if all."""
+    """Number of latest tokens that a token can see, itself included; None for all."""
 
     @property
     def slot_bytes(self) -> int:
@@ -68,30 +68,30 @@ class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lifetime(msgspec.Struct, frozen=True):
-    """KV groups that are kept equally long. They share one list of pages for each request."""
+    """KV groups that are kept equally long, and share one list of pages per request."""
 
     window: int | None
-    """Tokens that a later token can still see, itself included; None if all."""
+    """Number of latest tokens that a token can see, itself included; None for all."""
 
     def first_page(self, num_tokens: int, page_size: int) -> int:
-        """Return the first page that a token after the first ``num_tokens`` can see."""
+        """Return the first page that tokens after the first ``num_tokens`` can see."""
         return 0 if self.window is None else max(0, num_tokens - self.window + 1) // page_size
 
 
 class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV shape of the whole model, not of one rank's shard: replicas of unequal TP or PP agree on it."""
+    """KV shape of the whole model, which replicas of different TP or PP size share."""
 
     model: str
     """Name under which the model is served."""
     num_layers: int
-    """Layers of the model, with or without KV; pipeline stages divide these."""
+    """Layers of the model, with or without KV."""
     groups: tuple[KvGroup, ...]
     page_size: int
     """Tokens per page."""
 
     @property
     def lifetimes(self) -> tuple[Lifetime, ...]:
-        """Lifetimes, longest first. The first one is kept whole: it carries the prefix cache."""
+        """Lifetimes, longest first. The first one keeps all pages: it serves the prefix cache."""
         return (Lifetime(None), *map(Lifetime, self._windows[1:]))
 
     def lifetime_of(self, group: KvGroup) -> int:
@@ -104,7 +104,7 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Short hash; two geometries have the same one exactly when they are equal."""
+        """Short hash, by which equal geometries are recognized."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).hexdigest()
 
     @property
@@ -117,21 +117,21 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """The heads and layers of one KV group that a rank holds, in each page ``[head, layer, part, slot, dim]``."""
+    """Heads and layers of one KV group on a rank. In a page, they are ``[head, layer, part, slot, dim]``."""
 
     name: str
     first_head: int
     num_heads: int
     layers: tuple[int, ...]
-    """Layer numbers of the model, ascending; the ``layer`` axis follows their order."""
+    """Layer numbers of the model, ascending, in the order of the ``layer`` axis."""
     parts: tuple[KvPart, ...]
     page_size: int
     lifetime: int = 0
-    """Index of its lifetime in the geometry."""
+    """Index of the group's lifetime in the geometry."""
 
     @property
     def heads(self) -> range:
-        """Heads of the model that are here."""
+        """Heads of the model that this rank holds."""
         return range(self.first_head, self.first_head + self.num_heads)
 
     @property
@@ -140,7 +140,7 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of all layers of one head of one page."""
+        """Bytes of one head in one page, over all layers."""
         return len(self.layers) * self.layer_bytes
 
     @property
@@ -149,21 +149,21 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's page pool ``[page, byte]`` and the part of the model in it.
+    """One rank's page pool ``[page, byte]``, and the part of the model that it holds.
 
-    A page holds the groups of one lifetime, one after the other. Pages of all lifetimes are equally large, so that
-    they can share the memory.
+    A page holds the groups of one lifetime, one after another. All pages have the same size, so that they can share
+    the memory.
     """
 
     num_pages: int
-    """Pages available to requests; one more, the null page, follows in memory and takes padding."""
+    """Pages available to requests; the null page, which takes padding, follows them in memory."""
     page_size: int
     first_layer: int
     num_layers: int
     """Layers of the rank's pipeline stage, with or without KV."""
     groups: tuple[GroupLayout, ...]
     num_lifetimes: int = 1
-    """Lifetimes of the whole model; each request has as many lists of pages."""
+    """Lifetimes of the whole model, each with a list of pages per request."""
 
     @property
     def layers(self) -> range:
@@ -175,26 +175,26 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.bytes_of(lifetime) for lifetime in {group.lifetime for group in self.groups})
 
     def bytes_of(self, lifetime: int) -> int:
-        """Return the bytes that the groups of a lifetime take in each of its pages."""
+        """Return the bytes that a lifetime's groups take in each of its pages."""
         return sum(group.num_bytes for group in self.groups if group.lifetime == lifetime)
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the whole pool, null page included."""
+        """Bytes of the pool, including the null page."""
         return (self.num_pages + 1) * self.page_bytes
 
 
 def key_value_group(
     layers: Iterable[int], num_heads: int, head_dim: int, dtype: str, window: int | None = None
 ) -> KvGroup:
-    """Return the group of ordinary attention: K and V of one width in each of these layers."""
+    """Return the KV group of full or sliding-window attention, with K and V of equal width."""
     parts = tuple(KvPart(name=name, dim=head_dim, dtype=dtype) for name in ("k", "v"))
     name = FULL_ATTENTION if window is None else SLIDING_ATTENTION
     return KvGroup(name=name, num_heads=num_heads, layers=tuple(layers), parts=parts, window=window)
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """Return how many pages hold a number of tokens."""
+    """Return the number of pages that hold these tokens."""
     return -(-num_tokens // page_size)
 
 
@@ -203,7 +203,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def page_keys(token_ids: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
-    """Return the 16-byte key of every full page, in order; a partial last page has none. Salts keep tenants apart."""
+    """Return the 16-byte key of every full page, in order. Salts keep tenants apart."""
     keys: list[bytes] = []
     extend_page_keys(keys, token_ids, page_size, salt)
     return keys
@@ -222,24 +222,22 @@ def extend_page_keys(keys: list[bytes], token_ids: Sequence[int], page_size: int
 
 
 def first_place(key: bytes) -> int:
-    """Return the owner number of page 0 under its key. Page j has that number plus j; of n parts, this modulo n owns
-    it.
-    """
+    """Return the owner number of page 0, given its key. Page j has j more; of n parts, its number modulo n owns it."""
     return int.from_bytes(key[:8], "little")
 
 
 def lifetime_key(key: bytes, lifetime: int) -> bytes:
-    """Return the key of a lifetime's page of the same tokens; the first lifetime has the chained key itself."""
+    """Return the key of another lifetime's page of the same tokens; the first lifetime uses the chained key itself."""
     return key + bytes([lifetime]) if lifetime else key
 
 
 def lifetime_of(key: bytes) -> int:
-    """Return the lifetime whose page has this key."""
+    """Return the lifetime of the page with this key."""
     return key[_KEY_BYTES] if len(key) > _KEY_BYTES else 0
 
 
 def owner_base(token_ids: Sequence[int], page_size: int, parts: int, salt: str = "") -> int:
-    """Return the part that owns page 0 when pages are divided over parts; 0 without a full page."""
+    """Return the part that owns page 0; 0 without a full page."""
     first = page_keys(token_ids[:page_size], page_size, salt)
     return first_place(first[0]) % parts if first else 0
 
