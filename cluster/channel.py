@@ -49,7 +49,6 @@ def decode(frame: bytes) -> Message:
 
 
 def draw_key() -> ChannelKey:
-    """Generate a key pair for one cluster."""
     public, secret = zmq.curve_keypair()
     return ChannelKey(public=public, secret=secret)
 
@@ -82,7 +81,6 @@ class _Pull:
         self._context.term()
 
     def _take(self, most: int) -> list[Message]:
-        """Return up to ``most`` messages that have arrived."""
         messages: list[Message] = []
         while len(messages) < most:
             try:

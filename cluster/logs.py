@@ -31,8 +31,6 @@ def set_up_logs(config: LogConfig, process: str) -> None:
 
 
 class JsonLines(logging.Formatter):
-    """Formats each record as one JSON object per line."""
-
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
@@ -54,7 +52,6 @@ class TextLines(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname)s {process.replace('%', '%%')}: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Return the line without a traceback."""
         facts = (f"{name}={value}" for name, value in _facts(record).items())
         return " ".join([super().formatMessage(record), *facts])
 

@@ -44,7 +44,6 @@ class MachineMemory:
 
 
 def machine_memory(meminfo: Path = _MEMINFO, group: Path = _GROUP) -> MachineMemory:
-    """Read the current values."""
     files = {name: text for name in _GROUP_FILES if (text := _read(group / name)) is not None}
     return MachineMemory.of(_read(meminfo) or "", files)
 

@@ -16,8 +16,6 @@ from cluster.spec.ranks import sizes_of, world_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlacement:
-    """Seats of one replica's workers."""
-
     replica: ReplicaId
     seats: tuple[Seat, ...]
     """Seats by global rank."""

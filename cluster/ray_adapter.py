@@ -52,8 +52,6 @@ _TEMP_NAME = re.compile(r"baton-ray-(\d+)-\w+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayActor:
-    """Actor handle, and the future id of its process."""
-
     name: str
     handle: Any
     node_id: str
@@ -91,7 +89,6 @@ class RaySystem:
         self.is_urgent = False
         """True if ``shutdown`` should skip Ray's orderly shutdown."""
         self._guard: Guard | None = None
-        """Guard of the processes of a cluster started here."""
         # A thread that still calls Ray after shutdown must get an error rather than start a new cluster.
         ray_auto_init.enable_auto_connect = False
         ray_worker.print_to_stdstream = _print_to_stdstream if worker_logs else _print_nothing
@@ -131,7 +128,6 @@ class RaySystem:
         ]
 
     def taken_names(self) -> list[str]:
-        """Return the names of the live actors in this namespace."""
         return [str(name) for name in ray.util.list_named_actors()]
 
     @contextmanager

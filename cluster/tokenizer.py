@@ -55,13 +55,10 @@ class Tokenizer:
         self.generation_config = _read_json(folder / "generation_config.json")
         """Contents of the model's generation_config.json, empty if it has none."""
         self.eos_ids = self._eos_ids(text_config)
-        """Tokens that end an answer."""
         self.special_texts = frozenset(
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
         )
-        """Texts of all special tokens."""
         self.chat_template = _read_template(folder, tokenizer_config)
-        """Source of the chat template; None without one."""
         self._template = _compile(self.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -173,7 +173,6 @@ class RankKeeper:
         self._on_refused = on_refused
         self._stopping = threading.Event()
         self._due = threading.Event()
-        """Set to send the next report at once."""
         self._thread = threading.Thread(target=self._run, name="alive", daemon=True)
 
     def start(self) -> None:

@@ -19,8 +19,6 @@ from cluster.spec.registry import Heartbeat, RankRow, ReplicaEntry, ReplicaLoad,
 
 
 class RefusalCode(StrEnum):
-    """Reasons why the table refuses a request."""
-
     UNKNOWN_ROWS = "unknown_rows"
     """The table does not have the heartbeat's rows; all of them must be registered again."""
     SUPERSEDED = "superseded"
@@ -30,8 +28,6 @@ class RefusalCode(StrEnum):
 
 
 class TableRefusedError(BatonError):
-    """Refusal by the rank table; the message gives the reason."""
-
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(message)
         self.code = code
@@ -42,8 +38,6 @@ class TableRefusedError(BatonError):
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """Reason why a request was refused."""
-
     code: str
     """A RefusalCode, or ``bad_request``, ``unauthorized``, ``not_found`` if the table was not asked."""
     message: str
@@ -188,7 +182,6 @@ class _Replica:
         self.lease_ends_s: dict[int, float] = {}
         """End of each lease by global rank."""
         self.silent: set[int] = set()
-        """Ranks whose lease has expired."""
 
     @property
     def complete(self) -> bool:
@@ -230,7 +223,6 @@ def _check_against(row: RankRow, known: RankRow | None, first: RankRow) -> None:
 
 
 def _shared(row: RankRow, first: RankRow) -> list[tuple[str, object, object]]:
-    """Return the fields on which all ranks of a replica must agree."""
     return [
         ("sizes", row.sizes, first.sizes),
         ("model", row.geometry.model, first.geometry.model),

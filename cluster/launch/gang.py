@@ -147,7 +147,6 @@ class Gang:
         return {self._who(rank): call for rank, call in enumerate(calls)}
 
     def _wait_ready(self, meeting: Rendezvous, deadline: Deadline) -> None:
-        """Return once the table shows this incarnation as ready."""
         with closing(self._tools.connect(meeting)) as table:
             for snapshot in follow_table(table.watch, lambda: _WATCH_S):
                 entry = None if snapshot is None else snapshot.find(self._placement.replica)

@@ -33,7 +33,6 @@ class WorkerActor:
         import workers.worker  # noqa: F401
 
         self._folder: Path | None = None
-        """Folder of the model."""
         self._worker: Worker | None = None
 
     def fetch(self, model: str) -> None:
@@ -119,8 +118,6 @@ class RouterActor:
 
 
 class BootstrapActor:
-    """Service that holds the rank table."""
-
     def __init__(self, environ: Mapping[str, str]) -> None:
         os.environ.update(environ)
         import cluster.bootstrap.service  # noqa: F401

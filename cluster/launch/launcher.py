@@ -81,7 +81,6 @@ class Launcher:
         self._bootstrap_port = 0
         self._port_lock = threading.Lock()
         self.routers: dict[str, RouterShare] = {share.name: share for share in router_shares(config.router.processes)}
-        """Router processes by name."""
         self._own_urls: dict[str, str] = {}
         self.router_url = ""
         """Base URL of the endpoint; empty before the router has started."""
@@ -160,13 +159,11 @@ class Launcher:
         self._placements |= {placement.replica: placement for placement in placements}
 
     def drain_replica(self, name: str, grace_s: float | None) -> bool:
-        """Drain a replica; return whether its requests ended in time."""
         timeout_s = self._config.router.drain_s if grace_s is None else grace_s
         gang = self._running.get(name)
         return isinstance(gang, Gang) and gang.drain(self.rendezvous.result(), timeout_s)
 
     def resume_replica(self, name: str) -> bool:
-        """Let a replica accept requests again; return whether the rank table shows it."""
         gang = self._running.get(name)
         return isinstance(gang, Gang) and gang.resume(self.rendezvous.result())
 

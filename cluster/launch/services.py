@@ -49,8 +49,6 @@ class _Service:
 
 
 class BootstrapProcess(_Service):
-    """Process of the rank table."""
-
     def __init__(self, tools: Tools, incarnation: Incarnation) -> None:
         super().__init__(tools, BOOTSTRAP, incarnation, tools.bootstrap, [service_environ()])
 
@@ -60,8 +58,6 @@ class BootstrapProcess(_Service):
 
 
 class RouterProcess(_Service):
-    """One process of the router."""
-
     def __init__(self, tools: Tools, incarnation: Incarnation, share: RouterShare) -> None:
         arguments = [router_environ(os.environ), incarnation, share]
         super().__init__(tools, share.name, incarnation, tools.router, arguments)

@@ -1,4 +1,4 @@
-"""Dependencies of launching: processes, messages, the rank table, and progress reports."""
+"""Dependencies of launching, for which tests substitute fakes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,8 +45,6 @@ def connect(rendezvous: Rendezvous) -> Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """Dependencies of launching; tests substitute fakes."""
-
     system: ActorSystem
     progress: Progress
     worker: type = WorkerActor

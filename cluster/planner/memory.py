@@ -36,11 +36,8 @@ class RoleKv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvPlan:
-    """KV memory of the whole cluster."""
-
     num_layers: int
     groups: tuple[str, ...]
-    """KV groups of the model."""
     page_size: int
     bytes_per_token: int
     """Bytes over all layers and heads of the model."""

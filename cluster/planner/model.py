@@ -18,7 +18,6 @@ class ModelFacts:
     config: DecoderConfig
     geometry: KvGeometry
     dtype: str
-    """Dtype of weights and activations."""
 
 
 @dataclass(frozen=True, slots=True)

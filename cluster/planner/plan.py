@@ -35,12 +35,9 @@ _EXPERTS = (GroupName.MOE_SHARDS, GroupName.MOE_BLOCK)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlan:
-    """One replica to start."""
-
     role: Role
     name: ReplicaId
     ranks: list[Position]
-    """Ranks by global rank."""
     groups: dict[GroupName, list[list[int]]]
     head_copies: list[list[int]]
     """Decode ranks that hold the same KV heads; empty if there are none or the model's shape is unknown."""
@@ -48,8 +45,6 @@ class ReplicaPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepsPlan:
-    """Settings of prefill steps."""
-
     strategy: StrategySetting
     mode: CpMode
     """Context-parallel mode; a ring of a single rank counts as `gather`."""
@@ -74,8 +69,6 @@ class PortPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """One rule, and whether it holds."""
-
     rule: str
     passed: bool
     detail: str
@@ -88,7 +81,6 @@ class Plan:
 
     name: str
     model: str
-    """Model name for clients."""
     replicas: list[ReplicaPlan]
     steps: StepsPlan
     kv: KvPlan | None

@@ -21,8 +21,6 @@ Find = Callable[[DeployConfig], Iterable[Problem]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One rule that relates keys to each other."""
-
     rule: str
     """The rule as a sentence without a full stop."""
     keys: tuple[str, ...]
@@ -176,7 +174,6 @@ class ModelLimits:
     """Model sizes that ranks must be able to divide."""
 
     num_heads: int
-    """Query heads."""
     num_kv_heads: int
     num_layers: int
     num_experts: int | None

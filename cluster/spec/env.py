@@ -17,9 +17,7 @@ class EnvVar(Generic[Value]):
 
     name: str
     sentence: str
-    """Description of the effect."""
     allowed: str
-    """Allowed values, in words."""
     parse: Callable[[str], Value]
     """Parser of the text; raises ValueError if the text is not allowed."""
     default: Callable[[Mapping[str, str]], Value]

@@ -20,8 +20,6 @@ class UserError(BatonError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem of a configuration."""
-
     path: str
     """Dotted path of the key, for example ``prefill.parallel.cp``."""
     message: str

@@ -23,8 +23,6 @@ _REPLICA_ID = re.compile(r"^(prefill|decode)-(\d{1,9})$")
 
 
 class Role(StrEnum):
-    """Roles of replicas."""
-
     PREFILL = "prefill"
     DECODE = "decode"
 

@@ -87,7 +87,6 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
     """Layers of the model, with or without KV."""
     groups: tuple[KvGroup, ...]
     page_size: int
-    """Tokens per page."""
 
     @property
     def lifetimes(self) -> tuple[Lifetime, ...]:
@@ -95,7 +94,6 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return (Lifetime(None), *map(Lifetime, self._windows[1:]))
 
     def lifetime_of(self, group: KvGroup) -> int:
-        """Return the index of a group's lifetime."""
         return self._windows.index(group.window)
 
     @property
@@ -131,7 +129,6 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def heads(self) -> range:
-        """Heads of the model that this rank holds."""
         return range(self.first_head, self.first_head + self.num_heads)
 
     @property
@@ -167,7 +164,6 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layers(self) -> range:
-        """Layers of the model in the rank's pipeline stage."""
         return range(self.first_layer, self.first_layer + self.num_layers)
 
     @property
@@ -194,7 +190,6 @@ def key_value_group(
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """Return the number of pages that hold these tokens."""
     return -(-num_tokens // page_size)
 
 
@@ -232,7 +227,6 @@ def lifetime_key(key: bytes, lifetime: int) -> bytes:
 
 
 def lifetime_of(key: bytes) -> int:
-    """Return the lifetime of the page with this key."""
     return key[_KEY_BYTES] if len(key) > _KEY_BYTES else 0
 
 

@@ -73,7 +73,6 @@ class GpuMemory:
     """Value of ``kv.memory_fraction``."""
     weights: float
     activations: float
-    """Maximum activations of a step."""
     graphs: float = 0.0
     """Memory of captured decode steps, without their inputs and outputs."""
     others: float = 0.0

@@ -83,7 +83,6 @@ class Inquire(Tagged, frozen=True):
     """
 
     rooms: list[Room]
-    """Rooms that the sender has."""
     sender: Peer
     incarnation: Incarnation
     """Incarnation of the receiver."""
@@ -142,7 +141,6 @@ class Failure(Tagged, frozen=True):
     reason: str
     """One sentence that names what failed."""
     retryable: bool
-    """True if another attempt may succeed."""
     blame: Blame = Blame.SENDER
 
 
@@ -169,7 +167,6 @@ class RankTrace(Tagged, frozen=True):
     global_rank: int
     clock: ClockReading
     intervals: list[Interval]
-    """Intervals, ordered by their ends."""
     num_left_out: int
     """Number of intervals beyond the limit per rank."""
 
@@ -204,8 +201,6 @@ class Command(Tagged, frozen=True):
 
 
 class CommandResult(Tagged, frozen=True):
-    """Response to a Command."""
-
     number: int
     replica: ReplicaId
     incarnation: Incarnation

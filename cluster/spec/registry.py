@@ -86,9 +86,7 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     transfer_mode: TransferMode
     ownership: KvOwnership
     build: str
-    """Version of the running code."""
     host_endpoint: Endpoint | None = None
-    """Host pool of this rank, if it has one."""
 
     @property
     def role(self) -> Role:
@@ -114,13 +112,10 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     total_estimate_s: float = 0.0
     """Estimated time, by which the strategies were chosen."""
     last_s: float = 0.0
-    """Time of the latest step."""
     last_estimate_s: float = 0.0
 
 
 class ComputeTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps that one rank has computed since the start."""
-
     global_rank: int
     num_steps: int = 0
     total_s: float = 0.0
@@ -128,13 +123,10 @@ class ComputeTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SendTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Transfers of one rank since the start."""
-
     global_rank: int
     num_transfers: int = 0
     num_bytes: int = 0
     write_s: float = 0.0
-    """Time spent writing."""
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,13 +135,11 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int = 0
     num_running: int = 0
     num_tokens: int = 0
-    """Tokens of all unfinished requests."""
     free_pages: int = 0
     """Pages available to a new request, including cached pages that are not in use."""
     cached_pages: int = 0
     """Cached pages, in use or not."""
     evicted_pages: int = 0
-    """Cached pages evicted since the start."""
     total_pages: int = 0
     stopping_pages: int = 0
     """Pages of aborted transfers that peers may still write to."""
@@ -163,11 +153,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, int] = {}
     """Dropped messages: late, repeated, misdirected or unknown ones by type, and frames that the inbox rejected."""
     num_preempted: int = 0
-    """Preemptions since the start."""
     steps: tuple[StepTimes, ...] = ()
-    """Prefill steps by strategy and passing."""
     tiers: TierState | None = None
-    """Tiers below the device cache; None if there are none."""
     graph_steps: dict[str, int] = {}
     """Decode steps on a GPU, by `replayed` or the reason why they were not."""
     graph_bytes: int = 0
@@ -175,22 +162,16 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     expert_tokens: dict[int, int] = {}
     """Tokens that each expert has computed since the start, over all layers."""
     computed: tuple[ComputeTimes, ...] = ()
-    """Steps of ranks that have computed any, by global rank."""
     sends: tuple[SendTimes, ...] = ()
-    """Transfers of ranks that have sent any, by global rank."""
 
 
 class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica in the table."""
-
     replica: ReplicaId
     incarnation: Incarnation
     ready: bool
     """True if every rank of this incarnation is registered and holds a lease."""
     silent: tuple[int, ...] = ()
-    """Global ranks whose lease has expired."""
     rows: tuple[RankRow, ...]
-    """Rows by global rank."""
     load: ReplicaLoad
 
     @property
@@ -204,8 +185,6 @@ class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TableSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank table at one point in time."""
-
     version: int
     """Version, which grows with every change."""
     replicas: tuple[ReplicaEntry, ...]

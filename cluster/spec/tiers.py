@@ -12,8 +12,6 @@ JOB_BOUNDS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
 
 
 class Tier(StrEnum):
-    """Kinds of memory that hold cached pages."""
-
     DEVICE = "device"
     HOST = "host"
     STORAGE = "storage"
@@ -35,8 +33,6 @@ class CachedTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierJobKind(StrEnum):
-    """Operations on the pages of a tier job."""
-
     SAVE = "save"
     """Copy them from device to host memory."""
     LOAD = "load"
@@ -84,7 +80,6 @@ class StorageFigures(msgspec.Struct, frozen=True, kw_only=True):
     used_bytes: int
     """Bytes at the last count, plus the bytes this rank has written since."""
     num_evicted: int
-    """Objects that this rank has evicted since the start."""
     evicted_bytes: int
 
 
@@ -96,10 +91,8 @@ class TierJobResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     done: list[bool]
     """One flag per page: whether this rank has done its part, which may be nothing."""
     num_bytes: int = 0
-    """Bytes moved."""
     busy_s: float = 0.0
     waited_s: float = 0.0
-    """Time in the queue."""
     storage: StorageFigures | None = None
     """None if the storage backend has no figures."""
     failures: dict[str, int] = {}
@@ -107,31 +100,23 @@ class TierJobResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):
-    """Completed jobs of one kind on one rank since the start."""
-
     kind: TierJobKind
     global_rank: int
     num_jobs: int = 0
     num_bytes: int = 0
     busy_s: float = 0.0
     waited_s: float = 0.0
-    """Time in the queue."""
     num_within: tuple[int, ...] = (0,) * (len(JOB_BOUNDS_S) + 1)
     """Histogram of job times, including the time in the queue."""
     failures: dict[str, int] = {}
-    """Failed pages by reason."""
 
 
 class RankTiers(msgspec.Struct, frozen=True, kw_only=True):
-    """The tiers of one rank."""
-
     global_rank: int
     host_pages: int
     used_host_pages: int
     num_evicted: int
-    """Evicted host pages."""
     num_open: dict[TierJobKind, int]
-    """Open jobs of this rank, by kind."""
     storage: StorageFigures | None
     """Latest figures; None if the storage backend has none."""
 
@@ -140,12 +125,10 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     """The tiers below the device memory of one replica."""
 
     host_pages: int
-    """Host pages of all CP ranks."""
     used_host_pages: int
     num_pinned: int
     """Host pages that are never evicted."""
     num_evicted: int
-    """Evicted host pages."""
     num_lost: int
     """Pages that should have been copied to a lower tier and were not."""
     num_late: int
@@ -155,7 +138,6 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     """Pages that wait to be copied to a lower tier."""
     is_attached: bool
-    """True if storage is used."""
     is_storing: bool
     """True while pages are being stored or wait to be; false while the breaker is open."""
     num_opened: int
