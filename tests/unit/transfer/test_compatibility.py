@@ -3,28 +3,17 @@
 import msgspec
 import pytest
 
-from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.kv import key_value_group
-from cluster.spec.registry import AxisSizes, Endpoint, KvOwnership, RankCoords, RankRow, TransferMode
+from cluster.spec.registry import Endpoint, KvOwnership, RankRow, TransferMode
+from tests.fakes.rows import make_row, sizes
 from tests.unit.transfer.samples import geometry, pool, ticket
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 
 
 def _row(name: str, *, cp: int = 1, tp: int = 1, heads: range | None = None, **changes: object) -> RankRow:
-    row = RankRow(
-        replica=ReplicaId(name),
-        incarnation=Incarnation(1),
-        coords=RankCoords(dp=0, cp=0, tp=0, pp=0),
-        sizes=AxisSizes(dp=1, cp=cp, tp=tp, pp=1),
-        global_rank=0,
-        address="tcp://a:1",
-        endpoint=Endpoint(backend="shared_memory", session="s", base_address=0, num_bytes=1),
-        geometry=geometry(),
-        layout=pool(2, heads or range(max(1, 4 // tp)), range(2)),
-        transfer_mode=TransferMode.ALL_RANKS,
-        ownership=KvOwnership.REPLICATED,
-        build="1",
-    )
+    layout = pool(2, heads or range(max(1, 4 // tp)), range(2))
+    endpoint = Endpoint(backend="shared_memory", session="s", base_address=0, num_bytes=1)
+    row = make_row(name, 0, sizes(cp=cp, tp=tp), geometry=geometry(), layout=layout, endpoint=endpoint, build="1")
     return msgspec.structs.replace(row, **changes)
 
 
