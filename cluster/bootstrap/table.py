@@ -217,13 +217,7 @@ def _check_alone(row: RankRow) -> None:
 def _check_against(row: RankRow, known: RankRow | None, first: RankRow) -> None:
     if known is not None and known != row:
         raise _mismatch(row, "already registered with other content; a rank that starts again needs a new incarnation")
-    for name, given, registered in _shared(row, first):
-        if given != registered:
-            raise _mismatch(row, f"{name} {given} given, {registered} registered by rank {first.global_rank}")
-
-
-def _shared(row: RankRow, first: RankRow) -> list[tuple[str, object, object]]:
-    return [
+    shared: list[tuple[str, object, object]] = [
         ("sizes", row.sizes, first.sizes),
         ("model", row.geometry.model, first.geometry.model),
         ("page size", row.geometry.page_size, first.geometry.page_size),
@@ -232,6 +226,9 @@ def _shared(row: RankRow, first: RankRow) -> list[tuple[str, object, object]]:
         ("KV ownership", row.ownership, first.ownership),
         ("build", row.build, first.build),
     ]
+    for name, given, registered in shared:
+        if given != registered:
+            raise _mismatch(row, f"{name} {given} given, {registered} registered by rank {first.global_rank}")
 
 
 def _mismatch(row: RankRow, message: str) -> TableRefusedError:

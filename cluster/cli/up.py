@@ -127,12 +127,12 @@ def _supervise(
     from cluster.cli.running import control_path
     from cluster.launch.launcher import Launcher
     from cluster.launch.services import follow_router
-    from cluster.launch.tools import Tools, tell
+    from cluster.launch.tools import Tools, send
     from cluster.supervisor.loop import Supervisor
     from cluster.supervisor.reconcile import RESTART_BACKOFF_S
 
     key = draw_key()
-    tools = Tools(system=system, progress=progress.stage, tell=partial(tell, key=key), channel_key=key)
+    tools = Tools(system=system, progress=progress.stage, send=partial(send, key=key), channel_key=key)
 
     def on_up() -> None:
         _announce(launcher, config, note, progress)

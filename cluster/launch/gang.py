@@ -10,7 +10,7 @@ from cluster.actors import Actor, Reservation
 from cluster.bootstrap.client import follow_table
 from cluster.launch.kinds import worker_environ
 from cluster.launch.tools import Table, Tools
-from cluster.launch.waits import Deadline, DrainWatch, gather, raise_failure, tell_until, wait_drained
+from cluster.launch.waits import Deadline, DrainWatch, gather, raise_failure, send_until, wait_drained
 from cluster.placement import ReplicaPlacement
 from cluster.spec.clock import HEARTBEAT_S
 from cluster.spec.config import DeployConfig
@@ -80,16 +80,18 @@ class Gang:
         deadline = Deadline(timeout_s)
         watch = DrainWatch(self._placement.replica, self._incarnation, HEARTBEAT_S)
         with closing(self._tools.connect(meeting)) as table:
-            return self._make_heard(table, Drain(), deadline) and wait_drained(table, watch, HEARTBEAT_S, deadline)
+            return self._send_until_shown(table, Drain(), deadline) and wait_drained(
+                table, watch, HEARTBEAT_S, deadline
+            )
 
     def resume(self, meeting: Rendezvous) -> bool:
         """Accept requests again; return whether the replica confirmed it."""
         with closing(self._tools.connect(meeting)) as table:
-            return self._make_heard(table, Resume(), Deadline(_RESUME_S))
+            return self._send_until_shown(table, Resume(), Deadline(_RESUME_S))
 
     def stop(self, timeout_s: float) -> None:
         """Ask the workers to end, and wait; ``kill`` ends the remaining ones."""
-        self._tools.tell([row.address for row in self._rows], Shutdown(reason="the cluster stops"))
+        self._tools.send([row.address for row in self._rows], Shutdown(reason="the cluster stops"))
         wait(self.runs.values(), timeout_s)
 
     def kill(self, timeout_s: float) -> bool:
@@ -103,7 +105,7 @@ class Gang:
             self._system.release(reservation)
         return gone
 
-    def _make_heard(self, table: Table, message: Drain | Resume, deadline: Deadline) -> bool:
+    def _send_until_shown(self, table: Table, message: Drain | Resume, deadline: Deadline) -> bool:
         """Repeat a message to the leader until the table shows its effect; return False at the deadline."""
 
         def is_shown(snapshot: TableSnapshot) -> bool:
@@ -112,10 +114,10 @@ class Gang:
                 return False
             return entry.load.draining == isinstance(message, Drain)
 
-        def tell() -> None:
-            self._tools.tell([self._rows[0].address], message)
+        def send() -> None:
+            self._tools.send([self._rows[0].address], message)
 
-        return tell_until(table, is_shown, tell, deadline)
+        return send_until(table, is_shown, send, deadline)
 
     def _seat(self, deadline: Deadline) -> None:
         seats = self._placement.seats

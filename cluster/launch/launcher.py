@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from cluster.actors import Machine
@@ -35,16 +35,8 @@ GRACE_S = 2.0
 
 OnEnded = Callable[[str, Incarnation, BaseException], None]
 """Callback (member, incarnation, reason) for every process that ends."""
-
-
-class Member(Protocol):
-    """Common interface of one start of any member."""
-
-    runs: dict[str, "Future[Any]"]
-    """Running call of each process; while there are none, no other process knows of the member."""
-
-    def kill(self, timeout_s: float) -> bool:
-        """Kill every process; return whether all are proven gone."""
+Member = BootstrapProcess | RouterProcess | Gang
+"""One start of a member. While its ``runs`` are empty, no other process knows of it."""
 
 
 class Launcher:

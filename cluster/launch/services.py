@@ -72,7 +72,7 @@ class RouterProcess(_Service):
 
     def begin_drain(self) -> None:
         if self._control is not None:
-            self._tools.tell([self._control], Drain())
+            self._tools.send([self._control], Drain())
 
     def wait_drained(self, timeout_s: float) -> bool:
         """Wait for the open requests; return whether all of them ended in time."""

@@ -24,10 +24,10 @@ class Table(Protocol):
 
 Progress = Callable[[str, str], None]
 """Callback (member, stage) for progress; thread-safe."""
-Tell = Callable[[Sequence[str], Message], None]
+Send = Callable[[Sequence[str], Message], None]
 
 
-def tell(addresses: Sequence[str], message: Message, key: ChannelKey | None = None) -> None:
+def send(addresses: Sequence[str], message: Message, key: ChannelKey | None = None) -> None:
     """Send one message to several channel addresses; return once it has left, or after a second."""
     from cluster.channel import Outbox
 
@@ -51,7 +51,7 @@ class Tools:
     """Class of a worker's actor, like ``router`` and ``bootstrap``."""
     router: type = RouterActor
     bootstrap: type = BootstrapActor
-    tell: Tell = tell
+    send: Send = send
     channel_key: ChannelKey | None = None
-    """Key of all channels; ``tell`` already uses it."""
+    """Key of all channels; ``send`` already uses it."""
     connect: Callable[[Rendezvous], Table] = connect

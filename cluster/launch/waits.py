@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 POLL_S = 1.0
 QUIET_HEARTBEATS = 2.5
 """Heartbeat intervals without an open or new request after which a replica is drained; includes two heartbeats."""
-TELL_AGAIN_S = 2.0
+RESEND_S = 2.0
 """Interval at which an unacknowledged message to a replica is repeated."""
 
 
@@ -162,20 +162,20 @@ class DrainWatch:
         return load.num_taken if is_empty else None
 
 
-def tell_until(
-    table: Table, is_shown: Callable[[TableSnapshot], bool], tell: Callable[[], None], deadline: Deadline
+def send_until(
+    table: Table, is_shown: Callable[[TableSnapshot], bool], send: Callable[[], None], deadline: Deadline
 ) -> bool:
     """Repeat a message until the table shows its effect; return False at the deadline."""
-    tell()
-    again = Deadline(TELL_AGAIN_S)
-    for snapshot in follow_table(table.watch, lambda: min(deadline.left_s(), TELL_AGAIN_S)):
+    send()
+    again = Deadline(RESEND_S)
+    for snapshot in follow_table(table.watch, lambda: min(deadline.left_s(), RESEND_S)):
         if snapshot is not None and is_shown(snapshot):
             return True
         if not deadline.left_s():
             break
         if not again.left_s():
-            tell()
-            again = Deadline(TELL_AGAIN_S)
+            send()
+            again = Deadline(RESEND_S)
     return False
 
 

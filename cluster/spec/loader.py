@@ -181,7 +181,7 @@ def allowed(keys: Keys) -> str:
     schema = _schema_of(keys)
     options = [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
     assert len(options) == 1, f"a key of several types has no words yet: {keys}"
-    return _words(_resolve(options[0], _root()))
+    return _words(_resolve(options[0]))
 
 
 def _unknown(keys: Keys) -> str:
@@ -198,19 +198,15 @@ def _root() -> dict[str, Any]:
 
 
 def _schema_of(keys: Keys) -> dict[str, Any]:
-    root = _root()
-    node = root
+    node = _root()
     for key in keys:
-        node = _resolve(node["items"] if node.get("type") == "array" else node["properties"][key], root)
+        node = _resolve(node["items"] if node.get("type") == "array" else node["properties"][key])
     return node
 
 
-def _resolve(node: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
-    reference = node.get("$ref")
-    if reference is None:
-        return node
-    resolved: dict[str, Any] = root["$defs"][reference.rsplit("/", 1)[-1]]
-    return resolved
+def _resolve(node: dict[str, Any]) -> dict[str, Any]:
+    definitions: dict[str, dict[str, Any]] = _root()["$defs"]
+    return definitions[node["$ref"].rsplit("/", 1)[-1]] if "$ref" in node else node
 
 
 def _words(schema: dict[str, Any]) -> str:

@@ -186,7 +186,7 @@ class Resume(Tagged, frozen=True):
 
 
 Wanted = Drain | Resume | FlushCache | PinPages | UseStorage
-"""Idempotent administrator's commands to a replica."""
+"""Idempotent administrator commands to a replica."""
 
 
 class Command(Tagged, frozen=True):

@@ -166,7 +166,7 @@ class World:
             worker=_bound(FakeWorker, self),
             router=_bound(FakeRouter, self),
             bootstrap=_bound(FakeBootstrap, self),
-            tell=self.tell,
+            send=self.tell,
             connect=lambda _: FakeTable(self),
         )
 

@@ -73,7 +73,7 @@ def test_lost_bootstrap_is_replaced_and_nothing_else() -> None:
 
 
 def test_orders_reach_the_replicas_and_the_table_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.launch.waits.TELL_AGAIN_S", 0.05)
+    monkeypatch.setattr("cluster.launch.waits.RESEND_S", 0.05)
     driver = FakeDriver(World())
     assert driver.announced.wait(WAIT_S)
     table, system = driver.world.table, driver.world.system

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from cluster.actors import Machine
-from cluster.launch.waits import QUIET_HEARTBEATS, Deadline, DrainWatch, await_room, tell_until
+from cluster.launch.waits import QUIET_HEARTBEATS, Deadline, DrainWatch, await_room, send_until
 from cluster.spec.config import DeployConfig, ResourcesConfig, TransferBackendName, TransferConfig
 from cluster.spec.errors import ConfigError
 from cluster.spec.ids import Incarnation, ReplicaId
@@ -108,5 +108,5 @@ def test_another_start_or_no_table_says_nothing() -> None:
 def test_a_drain_without_grace_is_told_all_the_same() -> None:
     told: list[str] = []
     world = World()
-    assert not tell_until(FakeTable(world), lambda _: False, lambda: told.append("drain"), Deadline(0.0))
+    assert not send_until(FakeTable(world), lambda _: False, lambda: told.append("drain"), Deadline(0.0))
     assert told == ["drain"]
