@@ -100,7 +100,7 @@ class Launcher:
         elif name in self.routers:
             self._start_router(self.routers[name], incarnation, deadline)
         else:
-            self._start_gang(self._living_placement(ReplicaId(name)), incarnation)
+            self._start_gang(ReplicaId(name), incarnation)
         self._tools.progress(name, "ready")
         for who, run in self._running[name].runs.items():
             run.add_done_callback(partial(self._report_end, name, incarnation, who))
@@ -213,10 +213,11 @@ class Launcher:
             router = self._config.router.model_copy(update={"port": urlsplit(self.router_url).port})
             self._config = self._config.model_copy(update={"router": router})
 
-    def _start_gang(self, placement: ReplicaPlacement, incarnation: Incarnation) -> None:
+    def _start_gang(self, replica: ReplicaId, incarnation: Incarnation) -> None:
+        placement = self._living_placement(replica)
         hosts = [self._hosts[seat.node_id] for seat in placement.seats]
         gang = Gang(self._tools, self._config, placement, incarnation, hosts)
-        self._keep(placement.replica, gang)
+        self._keep(replica, gang)
         gang.start(self._model, self.rendezvous.result)
 
     def _living_placement(self, replica: ReplicaId) -> ReplicaPlacement:

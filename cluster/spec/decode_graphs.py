@@ -6,26 +6,22 @@ from cluster.spec.strategy import Collectives
 
 def captures_decode(config: DeployConfig, pool: PoolConfig) -> bool:
     """Return whether workers of a pool capture decode steps."""
-    return _could_capture(config, pool) and not why_not_captured(config, pool)
+    is_decode = config.resources.device is Device.CUDA and isinstance(pool, DecodeConfig)
+    return is_decode and not why_not_captured(config, pool)
 
 
 def why_not_captured(config: DeployConfig, pool: PoolConfig) -> str:
     """Return why decode workers on GPUs capture no graphs; empty if they do, or for other workers."""
     resources, parallel = config.resources, pool.parallel
-    if not _could_capture(config, pool):
+    if resources.device is not Device.CUDA or not isinstance(pool, DecodeConfig):
         return ""
     if resources.attention in (AttentionSetting.FLASH_ATTN, AttentionSetting.TORCH):
         return f"attention by {resources.attention}"
     if parallel.pp > 1:
         return "pipeline stages"
-    if parallel.tp == parallel.dp == 1:
-        return ""
     # A collective through the host cannot be replayed as part of a graph.
-    return "sums over TCP" if resources.collectives is Collectives.TCP else ""
-
-
-def _could_capture(config: DeployConfig, pool: PoolConfig) -> bool:
-    return config.resources.device is Device.CUDA and isinstance(pool, DecodeConfig)
+    uses_tcp = resources.collectives is Collectives.TCP and max(parallel.tp, parallel.dp) > 1
+    return "sums over TCP" if uses_tcp else ""
 
 
 def batch_sizes(most: int) -> list[int]:

@@ -64,12 +64,12 @@ class TokenIds(Sequence[int]):
     def __getitem__(self, index: slice) -> "TokenIds": ...
 
     def __getitem__(self, index: int | slice) -> "int | TokenIds":
-        place = range(len(self))[index]
-        if isinstance(place, int):
-            return int.from_bytes(self.packed[place * ID_BYTES : (place + 1) * ID_BYTES], "little", signed=True)
-        if place.step != 1:
-            return TokenIds.of(self[each] for each in place)
-        return TokenIds(self.packed[place.start * ID_BYTES : place.stop * ID_BYTES])
+        selected = range(len(self))[index]
+        if isinstance(selected, int):
+            return int.from_bytes(self.packed[selected * ID_BYTES : (selected + 1) * ID_BYTES], "little", signed=True)
+        if selected.step != 1:
+            return TokenIds.of(self[each] for each in selected)
+        return TokenIds(self.packed[selected.start * ID_BYTES : selected.stop * ID_BYTES])
 
     def __add__(self, others: Iterable[int]) -> "TokenIds":
         return TokenIds(self.packed + TokenIds.of(others).packed)
