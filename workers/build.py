@@ -16,8 +16,8 @@ from transfer.sender_thread import SenderThread
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_lists import Lifetimes
 from workers.cache.prefix_tree import PrefixTree
-from workers.context_parallel.cost_model import StrategyChooser, undivided
-from workers.context_parallel.step_time import even_chunk
+from workers.context_parallel.cost_model import even_chunk
+from workers.context_parallel.strategy_choice import StrategyChooser, undivided
 from workers.handoff.kv_sender import KvSender
 from workers.handoff.page_checker import PageChecker
 from workers.hicache.copier import Copier

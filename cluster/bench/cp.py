@@ -16,7 +16,7 @@ from cluster.spec.memory import GIB
 from cluster.spec.strategy import CpMode, StrategySetting
 from workers.bench.results import StepTime, Way
 from workers.bench.shapes import SHAPES
-from workers.context_parallel.cost_model import StrategyChoice
+from workers.context_parallel.strategy_choice import StrategyChoice
 from workers.models.registry import parse_model_config
 from workers.process import WorkerProcess
 

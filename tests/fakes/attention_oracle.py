@@ -19,7 +19,7 @@ from tests.fakes.kv import kv_pool
 from tests.fakes.steps import Request, step_of
 from workers.attention.interface import AttentionBackend
 from workers.attention.registry import choose_backend
-from workers.context_parallel.gather import join_rows
+from workers.context_parallel.exchange import join_rows
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepBatch, build_step_batch
 from workers.engine.ring_context import make_context

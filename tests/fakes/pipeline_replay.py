@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from workers.context_parallel.step_time import ChunkLen
+from workers.context_parallel.cost_model import ChunkLen
 
 
 def bubble(times_s: Sequence[Sequence[float]], depth: int) -> float:

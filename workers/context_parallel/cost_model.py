@@ -1,26 +1,26 @@
-"""Estimated duration of a step under a plan, and choice of the strategy that takes the least. No torch, no I/O.
+"""Estimated duration of a step under a plan, and chunk sizes of equal duration. No torch, no I/O.
 
 An estimate is a fixed part plus, for each layer, the slowest rank's linear and attention work, the rows it stores and
-merges, the sums over its TP group, and the part of the CP exchange that is not hidden behind work. Ranks synchronize in
-every layer, so the slowest one sets the pace. In the last layer nearly all tokens have only K and V, behind which
-nothing hides.
+merges, the sums over its TP group, and the part of the CP exchange that no work hides. Ranks synchronize in every
+layer, so the slowest one sets the pace. In the last layer nearly all tokens need only K and V, and nothing hides.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from math import sqrt
 from typing import NamedTuple
 
-from cluster.spec.step_messages import ScheduledRequest, StepShape
-from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
+from cluster.spec.strategy import Passing
 from workers.attention.runs import RankRuns, Run
-from workers.context_parallel.shard_plan import ShardPlan, make_step_shape, plan_shards, shape_of_plan
+from workers.context_parallel.shard_plan import ShardPlan
 
 ALL_REDUCES = 2
 """All-reduces of a layer: after attention and after the MLP."""
 TILE = 256
 """Queries and keys per kernel tile."""
-MIN_GAIN = 0.02
-"""Minimum relative gain for which a step is divided. Below it, every rank computes everything."""
+_FIXED_COSTS = 20
+"""Minimum duration of a step without pipeline stages, as a multiple of its fixed cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class ModelShape:
 
     @property
     def partial_row_bytes(self) -> int:
-        """Return bytes of the partial of one token in one layer, in fp32: 4 bytes where a pair takes 4 FLOPs."""
+        """Bytes of one token's fp32 partial in one layer: 4 per head dimension, as many as a pair has FLOPs."""
         return self.attention_flops
 
 
@@ -72,9 +72,9 @@ class Rates:
 
 
 def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: Passing | None = None) -> float:
-    """Return the expected time of one step of one replica, from its plan to the last rank's result.
+    """Return the expected time of a replica's step, from its plan to the last rank's result.
 
-    ``passing`` says how queries meet keys if KV is divided over the ranks; None if each rank has all.
+    ``passing`` says whether keys or queries travel if KV is divided over the ranks; None if each rank has all KV.
     """
     exchanged = list(_exchanges(plan, shape, passing))
     works = [_work(plan, runs, rates, passing) for runs in plan.runs[: 1 if plan.replicated else plan.cp]]
@@ -95,7 +95,7 @@ def attended_pairs(run: Run) -> int:
 
 
 def computed_pairs(run: Run) -> int:
-    """Count ``attended_pairs`` and those that kernels compute needlessly in partly visible tiles of queries and keys.
+    """Count ``attended_pairs`` plus the pairs that kernels compute needlessly in partly visible tiles.
 
     A run of step n meets n triangles, one for each class of keys by position modulo n.
     """
@@ -126,7 +126,7 @@ def _rank_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
 
 
 def _kv_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
-    """Return the seconds of the last layer, where almost no token has a query."""
+    """Return the time of the last layer, where almost no token has a query."""
     kv_s = work.tokens * shape.kv_flops / rates.linear_flops_per_s
     return kv_s + work.rows * rates.row_s + ALL_REDUCES * rates.all_reduce_s
 
@@ -167,90 +167,61 @@ def _exchanges(plan: ShardPlan, shape: ModelShape, passing: Passing | None) -> I
 
 
 def _exposed_s(num_bytes: float, hideable_s: float, rates: Rates) -> float:
-    """Return the seconds of one collective not hidden behind ``hideable_s`` of other work."""
+    """Return the part of a collective's time that ``hideable_s`` of other work does not hide."""
     exchange_s = rates.exchange_s + num_bytes / rates.exchange_bytes_per_s
     return exchange_s - min(exchange_s * rates.hidden_share, hideable_s)
 
 
+ChunkLen = Callable[[int], int]
+"""Function from a prefix length to the number of tokens after it that take a whole step's time; at least 1."""
+
+
 @dataclass(frozen=True, slots=True)
-class StrategyChoice:
-    """Shape of a step, and the reasons for its strategy."""
+class _Costs:
+    token_s: float
+    pair_s: float
+    """Time per (query, key) pair."""
+    fixed_s: float
 
-    shape: StepShape
-    estimate_s: float | None
-    """Expected time of the step; None if there was only one strategy."""
-    estimates_s: Mapping[Strategy, float]
-    """Estimates of every strategy that was considered."""
+    @classmethod
+    def of(cls, shape: ModelShape, rates: Rates, cp: int) -> "_Costs":
+        local_s = shape.linear_flops / rates.linear_flops_per_s + ALL_REDUCES * rates.all_reduce_row_s
+        return cls(
+            token_s=shape.num_layers * (local_s / cp + rates.row_s),
+            pair_s=shape.num_layers * shape.attention_flops / rates.attention_flops_per_s / cp,
+            fixed_s=rates.step_s
+            + shape.num_layers * (rates.run_s + rates.exchange_s + ALL_REDUCES * rates.all_reduce_s),
+        )
 
-
-Choose = Callable[[Sequence[ScheduledRequest]], StrategyChoice]
-"""Function from the scheduled requests of a step to its shape."""
-
-
-def undivided(scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
-    """Return the shape of a step in which every rank computes every token; a ``Choose``."""
-    return StrategyChoice(make_step_shape(scheduled), None, {})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyChooser:
-    """Chooser for the steps of one replica; a ``Choose``."""
-
-    setting: StrategySetting
-    cp: int
-    shape: ModelShape
-    rates: Rates
-    mode: CpMode = CpMode.GATHER
-    passing: PassingSetting = PassingSetting.AUTO
-
-    def __call__(self, scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
-        num_new = sum(len(request.token_ids) for request in scheduled)
-        num_cached = sum(request.first_position for request in scheduled)
-        choices = [
-            choose(scheduled, self.cp, self.shape, self.rates, self.setting.candidates, passing)
-            for passing in self._passings(num_new, num_cached)
-        ]
-        return min(choices, key=lambda choice: choice.estimate_s or 0.0)
-
-    def _passings(self, num_new: int, num_cached: int) -> Sequence[Passing | None]:
-        if self.mode is CpMode.GATHER or self.cp == 1:
-            return [None]
-        # The rule is about hiding behind attention; where nothing hides, the estimates decide.
-        if self.passing is PassingSetting.AUTO and self.rates.hidden_share:
-            return [choose_passing(num_new, num_cached, self.cp, self.shape, self.rates)]
-        return self.passing.candidates
+    def new_prompt_s(self, num_tokens: int) -> float:
+        return num_tokens * (self.token_s + num_tokens / 2 * self.pair_s)
 
 
-def choose(
-    scheduled: Sequence[ScheduledRequest],
-    cp: int,
-    shape: ModelShape,
-    rates: Rates,
-    candidates: Sequence[Strategy] = tuple(Strategy),
-    passing: Passing | None = None,
-) -> StrategyChoice:
-    """Return the candidate with the least estimate; a gain under MIN_GAIN does not justify an exchange."""
-    strategies = candidates if cp > 1 else (Strategy.NONE,)
-    plans = {strategy: plan_shards(scheduled, strategy, cp) for strategy in strategies}
-    estimates_s = {strategy: estimate_step_s(plan, shape, rates, passing) for strategy, plan in plans.items()}
-    best = min(estimates_s, key=lambda strategy: estimates_s[strategy])
-    undivided_s = estimates_s.get(Strategy.NONE)
-    if undivided_s is not None and estimates_s[best] > undivided_s * (1 - MIN_GAIN):
-        best = Strategy.NONE
-    return StrategyChoice(shape_of_plan(plans[best], scheduled, passing), estimates_s[best], estimates_s)
+def slowest(measured: Iterable[tuple[ModelShape, Rates]], cp: int, num_tokens: int) -> tuple[ModelShape, Rates]:
+    """Return the rank that is slowest in a step with this many tokens of a new prompt."""
+
+    def step_s(rank: tuple[ModelShape, Rates]) -> float:
+        costs = _Costs.of(*rank, cp)
+        return costs.fixed_s + costs.new_prompt_s(num_tokens)
+
+    return max(measured, key=step_s)
 
 
-def choose_passing(num_new: int, num_cached: int, cp: int, shape: ModelShape, rates: Rates) -> Passing:
-    """Return what to pass for T new tokens on P cached ones, by the rule of Context Parallelism for Scalable
-    Million-Token Inference (arXiv 2411.01783, algorithm 5).
+def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int, pp: int = 1) -> ChunkLen:
+    """Return chunk sizes that take as long as ``chunk_tokens`` of a new prompt, with work evenly divided over ranks.
 
-    With C the attention FLOP/s of a rank, B its bytes/s, N ranks, Hq and Hk heads of e-byte elements, keys and values
-    hide behind attention if T >= N C Hk e / (2 Hq B), and are fewer bytes than queries and the partials that return if
-    T / (T + P) >= 2 Hk / Hq - 4 T B / (N C e).
+    Attention makes a token after a long prefix many times as expensive as one of a new prompt. Even chunks make shares
+    of a step shares of its time, and no new request waits long for the current step. n tokens after p take
+    n * token_s + (n * p + n * n / 2) * pair_s, which is solved for n. Pipeline stages wait for each other's steps, so
+    there ``chunk_tokens`` is a maximum, however short such steps are.
     """
-    group_flops_per_byte = cp * rates.attention_flops_per_s / rates.exchange_bytes_per_s
-    if num_new * shape.attention_flops >= group_flops_per_byte * shape.kv_row_bytes:
-        return Passing.PASS_KV
-    missed = num_new / max(num_new + num_cached, 1)
-    homeward = num_new * shape.attention_flops / (group_flops_per_byte * shape.q_row_bytes)
-    return Passing.PASS_KV if missed >= shape.kv_row_bytes / shape.q_row_bytes - homeward else Passing.PASS_Q
+    costs = _Costs.of(shape, rates, cp)
+    least_s = _FIXED_COSTS * costs.fixed_s if pp == 1 else 0.0
+    full_s = max(costs.new_prompt_s(chunk_tokens), least_s)
+
+    @lru_cache(maxsize=4096)
+    def chunk(prefix_len: int) -> int:
+        one_s = costs.token_s + prefix_len * costs.pair_s
+        return max(1, round(2 * full_s / (one_s + sqrt(one_s * one_s + 2 * costs.pair_s * full_s))))
+
+    return chunk

@@ -1,8 +1,7 @@
 """Assignment of tokens to ranks: strategies, the shard plans they produce, and the shape of a step. No torch, no I/O.
 
-A strategy is a pure function from (extend lengths, prefix lengths, cp) to the runs of each rank. It may yield empty
-runs and runs that continue one another; the plan tidies them. Nothing else in the engine knows which strategy ran. The
-leader builds a step's shape once from its scheduled requests.
+A strategy is a pure function from (extend lengths, prefix lengths, cp) to the runs of each rank. It may return empty
+runs and runs that continue one another; the plan tidies them. Nothing else in the engine knows which strategy ran.
 """
 
 import heapq
@@ -33,9 +32,7 @@ def none(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) -> lis
 
 
 def whole_request(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) -> list[list[Run]]:
-    """Assign whole requests, heaviest first, each to the rank with the least work; work is the number of (query, key)
-    pairs.
-    """
+    """Assign whole requests, heaviest first, each to the rank with the fewest (query, key) pairs so far."""
     work = [
         length * prefix + length * (length + 1) // 2 for length, prefix in zip(extend_lens, prefix_lens, strict=True)
     ]
@@ -72,7 +69,9 @@ def interleave(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) 
 def _by_segment(
     extend_lens: Sequence[int], prefix_lens: Sequence[int], parts: int, segments_of: Sequence[Sequence[int]]
 ) -> list[list[Run]]:
-    """Divide every request into equal parts, the first ``length % parts`` one longer; a rank takes the named ones."""
+    """Divide every request into equal parts, the first ``length % parts`` one token longer, and assign each rank its
+    segments.
+    """
     ranks: list[list[Run]] = [[] for _ in segments_of]
     for request, (length, prefix) in enumerate(zip(extend_lens, prefix_lens, strict=True)):
         base, rest = divmod(length, parts)
@@ -95,12 +94,11 @@ STRATEGIES: dict[Strategy, Split] = {
 Indices = NDArray[np.int64]
 
 
-class Owner(NamedTuple):
-    """Rank and row in which one token is computed."""
+class TokenLocation(NamedTuple):
+    """Rank that computes a token, and the token's row in that rank's local order."""
 
     cp_rank: int
-    offset: int
-    """Row in that rank's local order."""
+    row: int
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ class ShardPlan:
     extend_lens: tuple[int, ...]
     prefix_lens: tuple[int, ...]
     runs: tuple[RankRuns, ...]
-    """Runs by rank, in local order; a rank has no run for a request of which it computes no token."""
+    """Runs by rank, in local order; none is empty."""
 
     @property
     def replicated(self) -> bool:
@@ -158,17 +156,17 @@ class ShardPlan:
         return rows[:-1]
 
     def local(self, cp_rank: int) -> Indices:
-        """Return flattened indices of the tokens that a rank computes, in its local order."""
+        """Return the flattened indices of a rank's tokens, in its local order."""
         if self.replicated:
             return np.arange(self.num_tokens, dtype=np.int64)
         parts = [self._flattened(run) for run in self.runs[cp_rank]]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
-    def owner(self, token: int) -> Owner:
+    def locate(self, token: int) -> TokenLocation:
         """Return where a token of the flattened batch is computed; rank 0 stands for all ranks of a replicated plan."""
         if self.replicated:
-            return Owner(0, token)
-        return Owner(*divmod(int(self.inverse[token]), self.padded_len))
+            return TokenLocation(0, token)
+        return TokenLocation(*divmod(int(self.inverse[token]), self.padded_len))
 
     def last_token(self, request: int) -> int:
         """Return the flattened index of a request's last extend token."""
@@ -208,13 +206,11 @@ def make_step_shape(
 
 
 def plan_shards(scheduled: Sequence[ScheduledRequest], strategy: Strategy, cp: int) -> ShardPlan:
-    """Divide the tokens of scheduled requests over the CP ranks."""
     lens = [len(request.token_ids) for request in scheduled]
     return make_shard_plan(strategy, lens, [request.first_position for request in scheduled], cp)
 
 
 def shape_of_plan(plan: ShardPlan, scheduled: Sequence[ScheduledRequest], passing: Passing | None) -> StepShape:
-    """Return the shape of a step whose shard plan is known."""
     shards = plan.runs[:1] if plan.replicated else plan.runs
     lens = last = plan.lens[: len(shards)]
     if passing is not Passing.PASS_Q and not any(request.scored_ids for request in scheduled):
@@ -234,7 +230,7 @@ def shape_of_plan(plan: ShardPlan, scheduled: Sequence[ScheduledRequest], passin
 
 
 def join_shapes(shapes: Sequence[StepShape], cp: int) -> list[StepShape]:
-    """Add all DP ranks' token counts to each DP rank's shape of a step; a single shape stays unchanged."""
+    """Give each DP rank's shape the token counts of all DP ranks; a single shape stays unchanged."""
     if len(shapes) == 1:
         return list(shapes)
     lens = tuple(count for shape in shapes for count in _by_cp_rank(shape.shard_lens, cp))
@@ -244,12 +240,12 @@ def join_shapes(shapes: Sequence[StepShape], cp: int) -> list[StepShape]:
 
 
 def idle_plan() -> StepPlan:
-    """Return the plan of a DP rank that only takes part in others' collectives."""
+    """Return the plan of a DP rank that has no request and only joins the others' collectives."""
     return StepPlan(step=0, shape=StepShape(), admits=[], scheduled=[], releases=[])
 
 
 def dummy_request(num_tokens: int, prefix_len: int = 0) -> ScheduledRequest:
-    """Return a prompt's last chunk, for steps that warm up or are measured."""
+    """Return a prompt's last chunk, for warm-up and measured steps."""
     return ScheduledRequest(
         room=Room(0),
         first_position=prefix_len,
@@ -265,5 +261,5 @@ def _is_decode(scheduled: Sequence[ScheduledRequest]) -> bool:
 
 
 def _by_cp_rank(lens: tuple[int, ...], cp: int) -> tuple[int, ...]:
-    """Return the counts of the CP ranks of one DP rank; tokens computed on several ranks count on each."""
+    """Return the token counts of one DP rank's CP ranks; tokens computed on every rank count on each."""
     return lens * cp if len(lens) == 1 else lens

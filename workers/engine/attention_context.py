@@ -14,8 +14,7 @@ from torch import Tensor
 from workers.attention.interface import AttentionBackend, AttentionParams, RowAttention
 from workers.attention.merge import Partial, merge
 from workers.attention.runs import Run, sees_any
-from workers.context_parallel.gather import Gathered, RowGather, gather_rows
-from workers.context_parallel.ring import Ring
+from workers.context_parallel.exchange import Gathered, Ring, RowGather, gather_rows
 from workers.device import index_on
 from workers.engine.batch import StepBatch
 from workers.kernels.elementwise import KvSlots
@@ -88,7 +87,7 @@ class StepContext(ABC):
         counts: Counter[int] = Counter()
         indices = []
         for sample in batch.sampled:
-            cp_rank = sample.owner.cp_rank
+            cp_rank = sample.location.cp_rank
             indices.append((cp_rank, counts[cp_rank]))
             counts[cp_rank] += 1
         most = max(counts.values(), default=0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cluster.spec.step_messages import ScheduledRequest, StepShape
 from workers.attention.runs import Run
-from workers.context_parallel.shard_plan import Indices, Owner, ShardPlan, plan_shards
+from workers.context_parallel.shard_plan import Indices, ShardPlan, TokenLocation, plan_shards
 from workers.device import on_device
 from workers.engine.step_state import PreviousTokens
 
@@ -22,7 +22,7 @@ _NO_PAGES = np.empty(0, dtype=np.int64)
 class LastToken(NamedTuple):
     """Last token of a sampled request."""
 
-    owner: Owner
+    location: TokenLocation
     run: Run
 
 
@@ -91,14 +91,14 @@ class StepBatch:
     @property
     def sampled_rows(self) -> Tensor:
         """Rows of the sampled tokens that this rank computes, int64."""
-        offsets = [sample.owner.offset for sample in self._samples]
-        return on_device(torch.tensor(offsets, dtype=torch.int64, device="cpu"), self.token_ids.device)
+        rows = [sample.location.row for sample in self._samples]
+        return on_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.token_ids.device)
 
     @property
     def _samples(self) -> list[LastToken]:
         """Return the samples that this rank computes."""
         rank = 0 if self.plan.replicated else self.cp_rank
-        return [sample for sample in self.sampled if sample.owner.cp_rank == rank]
+        return [sample for sample in self.sampled if sample.location.cp_rank == rank]
 
     @property
     def is_sharded(self) -> bool:
@@ -198,10 +198,10 @@ def _split(tensor: Callable[[Indices], Tensor], tables: Sequence[Indices]) -> tu
 def _samples(plan: ShardPlan, scheduled: Sequence[ScheduledRequest]) -> tuple[LastToken, ...]:
     sampled = [number for number, request in enumerate(scheduled) if request.samples]
     if plan.replicated and plan.num_tokens == len(plan.runs[0]) == len(scheduled):
-        return tuple(LastToken(Owner(0, request), plan.runs[0][request]) for request in sampled)
+        return tuple(LastToken(TokenLocation(0, request), plan.runs[0][request]) for request in sampled)
     last = [plan.prefix_lens[request] + plan.extend_lens[request] - 1 for request in sampled]
     return tuple(
-        LastToken(plan.owner(plan.last_token(request)), Run(request, position, 1, 1))
+        LastToken(plan.locate(plan.last_token(request)), Run(request, position, 1, 1))
         for request, position in zip(sampled, last, strict=True)
     )
 

@@ -15,8 +15,7 @@ from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial, merge
 from workers.attention.runs import Run
-from workers.context_parallel.cost_model import ModelShape, Rates, computed_pairs
-from workers.context_parallel.step_time import slowest
+from workers.context_parallel.cost_model import ModelShape, Rates, computed_pairs, slowest
 from workers.device import synchronize
 from workers.engine.rank_groups import RankGroups
 from workers.memory.page_pool import PagePool

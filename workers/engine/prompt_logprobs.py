@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cluster.spec.sampling import TokenLogprobs
-from workers.context_parallel.gather import join_rows
+from workers.context_parallel.exchange import join_rows
 from workers.device import on_device
 from workers.engine.batch import StepBatch
 from workers.models.decoder import DecoderModel

@@ -16,7 +16,7 @@ from cluster.spec.strategy import Passing
 from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial
 from workers.attention.runs import RankRuns, Run
-from workers.context_parallel.gather import HomewardPartials
+from workers.context_parallel.exchange import HomewardPartials
 from workers.device import on_device
 from workers.engine.attention_context import CpExchange, OverlappedContext, PagedContext, StepContext
 from workers.engine.batch import StepBatch

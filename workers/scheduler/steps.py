@@ -13,8 +13,8 @@ from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from workers.cache.page_allocator import PageAllocator
-from workers.context_parallel.cost_model import Choose
-from workers.context_parallel.step_time import ChunkLen
+from workers.context_parallel.cost_model import ChunkLen
+from workers.context_parallel.strategy_choice import Choose
 from workers.hicache.tiers import Tiers
 from workers.scheduler.holders import PageHolders
 from workers.scheduler.sequence import TokenSequence, admit, schedule

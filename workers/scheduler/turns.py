@@ -8,7 +8,7 @@ does. The rest is granted by rank, and nothing is left over while a sequence wan
 from typing import NamedTuple
 
 from cluster.spec.ids import Room
-from workers.context_parallel.step_time import ChunkLen
+from workers.context_parallel.cost_model import ChunkLen
 
 WINDOW = 32
 """Number of consecutive arrivals among which longer prefixes go first. A sequence overtakes fewer than this many others

@@ -17,9 +17,9 @@ from tests.fakes.thread_group import on_thread_ranks
 from workers import device
 from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
-from workers.context_parallel import gather
-from workers.context_parallel.gather import RowGather, join_rows
-from workers.context_parallel.shard_plan import Owner, make_shard_plan
+from workers.context_parallel import exchange as exchange_module
+from workers.context_parallel.exchange import RowGather, join_rows
+from workers.context_parallel.shard_plan import TokenLocation, make_shard_plan
 from workers.engine import batch as batch_module
 from workers.engine import ring_context
 from workers.engine.attention_context import CpExchange
@@ -47,7 +47,7 @@ def test_a_batch_by_hand() -> None:
     assert batch.token_ids.tolist() == [11, 12, 15, 21, 31]
     assert batch.positions.tolist() == [6, 7, 10, 0, 3]
     assert batch.pages[0].slots.tolist() == [14, 15, 38, 20, 7, 36, 37, 40, 40, 40]
-    assert [sample.owner for sample in batch.sampled] == [Owner(0, 2), Owner(0, 4)]
+    assert [sample.location for sample in batch.sampled] == [TokenLocation(0, 2), TokenLocation(0, 4)]
     assert [table.tolist() for table in batch.pages[0].tables] == [[7, 3, 9], [5], [1]]
 
 
@@ -106,7 +106,7 @@ def test_a_gpu_is_not_waited_for_in_a_step(
     strategy: Strategy, passing: Passing | None, in_background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors without content raise where something must be known of it; kernels take the place of plain torch."""
-    for module in (device, batch_module, gather, ring_context):
+    for module in (device, batch_module, exchange_module, ring_context):
         monkeypatch.setattr(module, "on_device", lambda tensor, _: tensor.to("meta"))
     kernels = SimpleNamespace(store_kv=lambda _pages, slots, kv: stored.append((len(slots), len(kv))))
     monkeypatch.setattr(page_pool, "elementwise_kernels", lambda _: kernels)

@@ -15,7 +15,7 @@ from tests.fakes.tier_world import PAGE_SIZE, rows_of
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_lists import live_pages
 from workers.cache.prefix_tree import PrefixTree
-from workers.context_parallel.cost_model import undivided
+from workers.context_parallel.strategy_choice import undivided
 from workers.hicache.tiers import Tiers
 from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.steps import StepLimits, StepScheduler

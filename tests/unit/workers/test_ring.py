@@ -11,8 +11,7 @@ from torch import Tensor
 from tests.fakes.thread_group import on_thread_ranks
 from tests.fakes.uncalled_backend import UncalledBackend
 from workers.attention.merge import Partial
-from workers.context_parallel.gather import HomewardPartials
-from workers.context_parallel.ring import Ring
+from workers.context_parallel.exchange import HomewardPartials, Ring
 from workers.parallel.collectives import CollectiveError, Communicator
 
 LIKE = torch.empty(0)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cluster.spec.strategy import Strategy
 from workers.attention.runs import Run
-from workers.context_parallel.shard_plan import STRATEGIES, Owner, ShardPlan, make_shard_plan
+from workers.context_parallel.shard_plan import STRATEGIES, ShardPlan, make_shard_plan
 
 requests = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30)), max_size=6)
 plans = st.builds(
@@ -92,16 +92,16 @@ def test_all_causal_pairs_are_covered_once(plan: ShardPlan) -> None:
 
 @settings(deadline=None)
 @given(split_plans)
-def test_the_owner_of_a_token_holds_it(plan: ShardPlan) -> None:
+def test_a_token_is_where_it_is_located(plan: ShardPlan) -> None:
     for token in range(plan.num_tokens):
-        owner = plan.owner(token)
-        assert plan.local(owner.cp_rank)[owner.offset] == token
+        location = plan.locate(token)
+        assert plan.local(location.cp_rank)[location.row] == token
 
 
 def test_last_tokens_by_hand() -> None:
     plan = make_shard_plan(Strategy.CONTIGUOUS, [4, 1, 3], [0, 9, 2], 2)
     assert [plan.last_token(request) for request in range(3)] == [3, 4, 7]
-    assert [plan.owner(plan.last_token(request)) for request in range(3)] == [Owner(1, 1), Owner(0, 2), Owner(1, 2)]
+    assert [plan.locate(plan.last_token(request)) for request in range(3)] == [(1, 1), (0, 2), (1, 2)]
 
 
 def test_zigzag_by_hand() -> None:

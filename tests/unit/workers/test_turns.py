@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.ids import Room
-from workers.context_parallel.cost_model import ModelShape, Rates
-from workers.context_parallel.step_time import even_chunk, slowest
+from workers.context_parallel.cost_model import ModelShape, Rates, even_chunk, slowest
 from workers.scheduler.turns import WINDOW, Budget, turn
 
 CHUNK = 64

@@ -1,0 +1,172 @@
+"""Exchange of rows between CP ranks: gathers, the ring, partials on the way home, and hidden states at a step's end."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from workers.attention.merge import Partial
+from workers.context_parallel.shard_plan import ShardPlan
+from workers.device import on_device
+from workers.parallel.collectives import Communicator, Pending
+
+
+class Gathered:
+    """Rows of all ranks in transit, in gathered order."""
+
+    def __init__(self, rows: Tensor, plan: ShardPlan, pending: Pending | None) -> None:
+        self._rows, self._plan, self._pending = rows, plan, pending
+
+    def wait(self) -> Tensor:
+        """Wait and return all rows, ``[gathered rows, ...]``. Padding is arbitrary, even NaN, and must not be read."""
+        if self._pending is not None:
+            self._pending.wait()
+        return self._rows
+
+    def of_rank(self, cp_rank: int) -> Tensor:
+        """Return the rows of one rank in its local order; call ``wait`` first."""
+        if self._plan.replicated:
+            return self._rows
+        begin = cp_rank * self._plan.padded_len
+        return self._rows[begin : begin + self._plan.lens[cp_rank]]
+
+
+class RowGather:
+    """Gather of one kind of rows over a CP group, one collective at a time; owned by a worker, reused for every layer.
+
+    The buffer grows to the largest step seen and stays allocated.
+    """
+
+    def __init__(self, group: Communicator) -> None:
+        self.group = group
+        self._rows: Tensor | None = None
+
+    def start(self, plan: ShardPlan, *parts: Tensor) -> Gathered:
+        """Send this rank's rows, ``parts [tokens, heads, dim]`` side by side: ``[tokens, heads, sum of dims]``.
+
+        The result is valid until the next call.
+        """
+        if plan.replicated:
+            return Gathered(torch.cat(parts, dim=-1), plan, None)
+        assert plan.cp == self.group.size, f"a plan for {plan.cp} ranks in a group of {self.group.size}"
+        row_shape = (parts[0].shape[1], sum(part.shape[-1] for part in parts))
+        self._rows = _at_least(self._rows, plan.cp * plan.padded_len, row_shape, parts[0])
+        rows = self._rows[: plan.cp * plan.padded_len]
+        mine = rows[self.group.rank * plan.padded_len :][: plan.padded_len]
+        torch.cat(parts, dim=-1, out=mine[: len(parts[0])])
+        return Gathered(rows, plan, self.group.start_all_gather(rows, mine))
+
+
+class Ring:
+    """Ring with one round per layer: fill ``own``, ``start``, work on the own block, then on each of ``others``.
+
+    Owned by a worker. While a block is being worked on, it is sent to the next rank, and the following block arrives.
+    Two buffers grow to the largest block seen and stay allocated.
+    """
+
+    def __init__(self, group: Communicator) -> None:
+        self.group = group
+        self._held: Tensor | None = None
+        self._arriving: Tensor | None = None
+        self._pending: Pending | None = None
+        self._lens: Sequence[int] = ()
+
+    def own(self, num_rows: int, lens: Sequence[int], row_shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return the buffer for this rank's block in the next round, ``[num_rows, *row_shape]``.
+
+        Only the first ``lens[r]`` rows of rank r's block are passed on; ``lens`` is the same on every rank. The result
+        is valid until the first of ``others``.
+        """
+        self._lens = lens
+        capacity = max(num_rows, *lens)
+        self._held = _at_least(self._held, capacity, row_shape, like)
+        self._arriving = _at_least(self._arriving, capacity, row_shape, like)
+        return self._held[:num_rows]
+
+    def start(self) -> None:
+        """Send this rank's block. Do not write to it before the first of ``others`` is returned."""
+        self._pass_on(self.group.rank)
+
+    def others(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (rank, block) of every other rank with any rows, the preceding rank first.
+
+        A block is valid until the next is requested.
+        """
+        for distance in range(1, self.group.size):
+            source = (self.group.rank - distance) % self.group.size
+            if self._pending is not None:
+                self._pending.wait()
+            self._held, self._arriving = self._arriving, self._held
+            if distance + 1 < self.group.size:
+                self._pass_on(source)
+            if self._lens[source]:
+                assert self._held is not None
+                yield source, self._held[: self._lens[source]]
+
+    def _pass_on(self, source: int) -> None:
+        """Send the current block, which is ``source``'s, and receive the preceding rank's; a no-op without any rows."""
+        self._pending = None
+        if any(self._lens):
+            assert self._held is not None
+            assert self._arriving is not None
+            previous = (source - 1) % self.group.size
+            self._pending = self.group.start_shift(
+                self._arriving[: self._lens[previous]], self._held[: self._lens[source]]
+            )
+
+
+class HomewardPartials:
+    """Partials on their way to the ranks that own the queries. Out and lse travel together, in fp32."""
+
+    def __init__(self, group: Communicator, found: Partial, homes: Sequence[Tensor]) -> None:
+        """Send ``found``, this rank's partial of the queries of all ranks.
+
+        ``homes[rank]`` are int64 indices into it: the rank's queries in its own order.
+        """
+        packed = torch.cat((found.out.float(), found.lse[..., None]), dim=-1)
+        self._own = packed[homes[group.rank]]
+        self._arriving: list[tuple[Tensor, Pending]] = []
+        for distance in range(1, group.size):
+            out = torch.empty_like(self._own)
+            theirs = packed[homes[(group.rank + distance) % group.size]]
+            self._arriving.append((out, group.start_shift(out, theirs, distance)))
+
+    def wait(self) -> Iterator[Partial]:
+        """Yield the partials of this rank's own queries over the keys of each rank, including its own."""
+        yield _unpacked(self._own)
+        for packed, pending in self._arriving:
+            pending.wait()
+            yield _unpacked(packed)
+
+
+def gather_rows(group: Communicator, rows: Tensor, padded_len: int) -> Tensor:
+    """Gather every rank's ``rows [n, ...]``, zero-padded to ``padded_len``, as ``[size * padded_len, ...]``."""
+    send = rows.new_zeros((padded_len, *rows.shape[1:]))
+    send[: len(rows)] = rows
+    out = rows.new_empty((group.size * padded_len, *rows.shape[1:]))
+    group.all_gather(out, send)
+    return out
+
+
+def join_rows(group: Communicator, plan: ShardPlan, rows: Tensor) -> Tensor:
+    """Return every rank's local ``rows [tokens, ...]`` as ``[num_tokens, ...]`` in the order of the flattened batch."""
+    if plan.replicated:
+        return rows
+    gathered = gather_rows(group, rows, plan.padded_len)
+    return gathered[on_device(torch.from_numpy(plan.inverse), rows.device)]
+
+
+def _at_least(buffer: Tensor | None, num_rows: int, row_shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return the buffer, or a new one ``[num_rows or more, *row_shape]`` if it does not fit.
+
+    It grows by at least a quarter, since each chunk of a prompt needs a little more than the previous one.
+    """
+    if buffer is None or buffer.shape[1:] != row_shape or buffer.dtype != like.dtype:
+        return like.new_zeros((num_rows, *row_shape))
+    if len(buffer) < num_rows:
+        return like.new_zeros((max(num_rows, len(buffer) * 5 // 4), *row_shape))
+    return buffer
+
+
+def _unpacked(packed: Tensor) -> Partial:
+    return Partial(packed[..., :-1], packed[..., -1])
