@@ -1,4 +1,4 @@
-"""Interface of attention backends: queries of some runs over paged keys and values, as a mergeable partial."""
+"""Interface of attention backends. A call returns a partial, which can be merged with others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from workers.attention.runs import Run
 
 
 class Feature(StrEnum):
-    """Abilities that only some backends have; all of them scale scores as asked and return the log-sum-exp."""
+    """Features that only some backends support."""
 
     WINDOW = "sliding windows"
     VALUE_WIDTH = "values of another width than keys"
@@ -26,16 +26,15 @@ ALL_FEATURES = frozenset(Feature)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionParams:
-    """Attention parameters of one layer, passed with every call. The width of values is read from the values."""
+    """Attention parameters of one layer, passed with every call."""
 
     scale: float
-    """Scale of the products of queries and keys."""
+    """Factor of the products of queries and keys."""
     window: int | None = None
     """Number of latest keys that a query sees, including its own token's; None for all."""
     sinks: Tensor | None = None
-    """``[heads]`` fp32: scores, already scaled, that join each head's softmax without a value.
-
-    They count once for each query, so ``merge`` adds them when all partials are there; backends leave them alone.
+    """``[heads]`` fp32: scaled scores that join each head's softmax without a value. Only ``merge`` applies them, since
+    each counts once per query.
     """
 
 
@@ -45,9 +44,9 @@ class StepAttention(Protocol):
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         """Return attention of ``query [tokens, heads, D]``, rows in the order of the runs.
 
-        ``key_pages [page, kv_head, slot, D]`` and ``value_pages [page, kv_head, slot, V]`` are one layer's, strided;
-        heads are a multiple of kv_heads. ``prepare`` determines the keys that a query sees; a window in ``params``
-        keeps only the latest of them. Returns new tensors: out ``[tokens, heads, V]`` in the query's dtype.
+        ``key_pages [page, kv_head, slot, D]`` and ``value_pages [page, kv_head, slot, V]`` are strided views of one
+        layer. ``prepare`` determines the keys that a query sees; a window in ``params`` keeps only the latest of them.
+        Returns new tensors: out ``[tokens, heads, V]`` in the query's dtype.
         """
 
 
@@ -57,7 +56,7 @@ class RowAttention(Protocol):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
         """Return attention of ``query [tokens, heads, D]`` over ``key [rows, kv_heads, D]`` and ``value``, strided.
 
-        Rows lie in the order of the runs given to ``prepare_rows``. A query that sees no row gets the empty partial.
+        Rows are in the order of the runs given to ``prepare_rows``. A query that sees no row gets the empty partial.
         Returns new tensors: out ``[tokens, heads, V]`` in the query's dtype.
         """
 
@@ -68,7 +67,7 @@ class GraphShape:
 
     num_requests: int
     most_pages: int
-    """Most pages of one request."""
+    """Maximum number of pages of one request."""
     page_size: int
     num_heads: int
     num_kv_heads: int
@@ -81,11 +80,9 @@ class GraphAttention(Protocol):
     """Attention of one token per request with inputs at fixed addresses, so that a graph may capture ``attend``."""
 
     def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
-        """Set the inputs of the next steps before each replay; asynchronous on a GPU.
+        """Set the inputs of the next replay; asynchronous on a GPU.
 
-        Args:
-            num_keys: keys that each request's token sees, at least one.
-            tables: page numbers of each request.
+        ``num_keys`` are the keys that each request's token sees, at least one, and ``tables`` each request's pages.
         """
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
@@ -104,17 +101,16 @@ class AttentionBackend(Protocol):
     ) -> StepAttention:
         """Lay out one step's work. ``page_tables[request]`` holds page numbers, int64, in order of position.
 
-        Without ``key_lens`` a query at position p sees the request's keys at positions 0..p, causality being taken
-        from the runs' positions alone; the pages up to a run's last position must be there. With it, every query of
-        a request sees the first ``key_lens[request]`` keys in its pages, possibly none, whatever their positions;
-        a layer with a window takes them for those at positions 0, 1, ..., none of them later than a query.
+        Without ``key_lens`` a query at position p sees the request's keys at positions 0..p, and the page table must
+        cover them. With it, every query of a request sees the first ``key_lens[request]`` keys in its pages, possibly
+        none, whatever their positions. A window then assumes positions 0, 1, ..., none of them later than a query.
         """
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
-        """Lay out one step's work over rows: a query sees the keys of its request at no later position.
+        """Lay out one step's work over rows: a query sees its request's keys at no later position.
 
-        Where query and key runs overlap in position, or a layer has a window, the two runs have equal steps, or
-        one is a single token.
+        Query and key runs that overlap in position have equal steps unless one is a single token. With a window, this
+        holds for all runs.
         """
 
     def prepare_graph(self, shape: GraphShape) -> GraphAttention | None:

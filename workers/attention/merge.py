@@ -22,7 +22,7 @@ class Partial(NamedTuple):
 
 
 def empty_partial(query: Tensor, value_dim: int | None = None) -> Partial:
-    """Return the partial of queries ``[..., heads, dim]`` that saw no key; ``value_dim`` None means as wide as keys."""
+    """Return the partial of queries ``[..., heads, dim]`` that saw no key. Values are as wide as keys by default."""
     shape = query.shape[:-1]
     out = query.new_zeros(*shape, query.shape[-1] if value_dim is None else value_dim)
     return Partial(out, query.new_full(shape, -torch.inf, dtype=torch.float32))
@@ -31,7 +31,7 @@ def empty_partial(query: Tensor, value_dim: int | None = None) -> Partial:
 def merge(partials: Sequence[Partial], sinks: Tensor | None = None) -> Partial:
     """Join partials of the same queries over disjoint sets of keys, in any order; out keeps its dtype.
 
-    lse = ln(sum(exp(lse_i))), out = sum(exp(lse_i - lse) * out_i). A sink ``[heads]`` is one more lse, without an out.
+    lse = ln(sum(exp(lse_i))), out = sum(exp(lse_i - lse) * out_i). Sinks ``[heads]`` are one more lse with out 0.
     """
     joined = _join(partials)
     if sinks is None:

@@ -1,4 +1,4 @@
-"""Attention backends by name, each imported at first use, so that a machine needs only its own libraries."""
+"""Attention backends by name, each imported at first use, so a machine needs only its own libraries."""
 
 import logging
 from collections.abc import Iterable, Set
@@ -41,9 +41,7 @@ class BackendChoice(NamedTuple):
 
 
 def load_backend(name: str) -> AttentionBackend:
-    """Return the backend of a name; UserError lists the known ones, or names the missing package."""
-    if name not in BACKENDS:
-        raise UserError(f"unknown attention backend {name!r}; allowed: {', '.join(sorted(BACKENDS))}")
+    """Return a backend by name. Raises UserError if its package is missing."""
     module, _, attribute = BACKENDS[name].target.partition(":")
     try:
         backend: AttentionBackend = getattr(import_module(module), attribute)()
@@ -53,7 +51,6 @@ def load_backend(name: str) -> AttentionBackend:
 
 
 def needs_of(groups: Iterable[KvGroup]) -> frozenset[Feature]:
-    """Return the features that attention over a model's KV groups requires."""
     needs = set()
     for group in groups:
         if group.window is not None:
@@ -66,12 +63,12 @@ def needs_of(groups: Iterable[KvGroup]) -> frozenset[Feature]:
 def choose_backend(
     setting: AttentionSetting, device: torch.device, dtype: torch.dtype, needs: Set[Feature] = frozenset()
 ) -> BackendChoice:
-    """Return the backend of ``resources.attention``, or for ``auto`` the fastest on this machine.
+    """Return the backend that ``resources.attention`` names, or for ``auto`` the fastest one on this machine.
 
     The native one is compiled if necessary. ``needs`` are the features that the model's layers require.
 
     Raises:
-        UserError: the backend is not for this device, dtype or model, or is not installed.
+        UserError: the backend does not support this device, dtype or model, or is not installed.
     """
     name = setting.value
     if setting is AttentionSetting.AUTO:
@@ -100,7 +97,7 @@ def _words(features: Set[Feature]) -> str:
 
 def _fastest(device: torch.device, dtype: torch.dtype, needs: Set[Feature]) -> BackendChoice:
     if device.type == "cuda":
-        return BackendChoice("triton", load_backend("triton"), "it reads pages of any size where they lie")
+        return BackendChoice("triton", load_backend("triton"), "it reads pages of any size in place")
     if dtype != torch.bfloat16:
         return BackendChoice("torch", load_backend("torch"), "the CPU, in fp32")
     if missing := needs - BACKENDS["native"].features:

@@ -11,9 +11,7 @@ from cluster.spec.kv import pages_for
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens of one request, ``count`` in number, at positions first, first + step, ...; positions include the cached
-    prefix.
-    """
+    """Tokens of one request at positions first, first + step, ...; positions include the cached prefix."""
 
     request: int
     first_position: int
@@ -53,7 +51,7 @@ def _continues(run: Run, last: Run) -> bool:
 
 
 class Piece(NamedTuple):
-    """Adjacent query rows and the range of keys that they see part of; neither is empty.
+    """Adjacent query rows, and a range of keys that they see in part; neither is empty.
 
     Query i of the piece sees its keys ``behind + i * step`` to ``ahead + i * step``, as far as they exist.
     """
@@ -64,7 +62,7 @@ class Piece(NamedTuple):
     ahead: int
     step: int
     behind: int | None = None
-    """First visible key of query 0; None if only the range of keys is the bound."""
+    """First visible key of query 0; None if queries see all earlier keys of the range."""
 
     @property
     def num_queries(self) -> int:
@@ -93,17 +91,16 @@ def paged_pieces(runs: Sequence[Run], key_lens: Sequence[int] | None, window: in
         if window is None and key_lens is not None:
             pieces.append(Piece(run.request, query, slice(0, num_keys), num_keys - 1, 0))
             continue
-        assert run.first_position >= num_keys - 1 or key_lens is None, f"{run} is not behind its {num_keys} keys"
+        assert run.first_position >= num_keys - 1 or key_lens is None, f"{run} does not follow its {num_keys} keys"
         piece = Piece(run.request, query, slice(0, num_keys), run.first_position, run.step)
         pieces += [piece] if window is None else _from(piece, run.first_position - window + 1)
     return pieces
 
 
 def row_pieces(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int | None = None) -> list[Piece]:
-    """Put every pair of a query and a key of one request, the key not at a later position, in exactly one piece.
+    """Return pieces that cover every visible (query, key) pair exactly once, for ``AttentionBackend.prepare_rows``.
 
-    Rows lie in the order of the runs. Runs that overlap have one step, unless one of them is a single token; with a
-    window, this holds for all. Without a window, the adjacent rows that a run of queries sees are one piece.
+    Without a window, the adjacent rows that a run of queries sees form one piece.
     """
     key_rows: defaultdict[int, list[tuple[Run, slice]]] = defaultdict(list)
     for key, rows in zip(key_runs, _rows_of(key_runs), strict=True):
@@ -113,13 +110,16 @@ def row_pieces(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int |
     for query, query_rows in zip(query_runs, _rows_of(query_runs), strict=True):
         for key, rows in key_rows[query.request] if query.count else ():
             for piece in _of_pair(query, query_rows, key, rows, window):
-                is_rest = window is None and pieces and _continues_keys(piece, pieces[-1])
-                pieces.append(_joined(pieces.pop(), piece) if is_rest else piece)
+                last = pieces[-1] if pieces and window is None else None
+                if last and last.is_full and (last.query, last.key.stop) == (piece.query, piece.key.start):
+                    key = slice(last.key.start, piece.key.stop)
+                    piece = pieces.pop()._replace(key=key, ahead=last.num_keys + piece.ahead, step=piece.step)
+                pieces.append(piece)
     return pieces
 
 
 def cut(piece: Piece, most_keys: int) -> list[Piece]:
-    """Cut a piece into pieces of at most ``most_keys`` keys, without the queries that see none of them."""
+    """Divide a piece into pieces of at most ``most_keys`` keys, each without the queries that see none of them."""
     blocks = []
     for begin in range(0, piece.num_keys, most_keys):
         first = max(-((piece.ahead - begin) // max(piece.step, 1)), 0)
@@ -134,7 +134,7 @@ def cut(piece: Piece, most_keys: int) -> list[Piece]:
 
 
 def pages_of(piece: Piece, page_size: int) -> tuple[slice, int]:
-    """Return the pages that hold a piece's keys, and the slot of its first key, counted from the first of them."""
+    """Return the slice of pages that hold a piece's keys, and the first key's slot within that slice."""
     first_page = piece.key.start // page_size
     return slice(first_page, pages_for(piece.key.stop, page_size)), piece.key.start - first_page * page_size
 
@@ -148,9 +148,9 @@ def _of_pair(query: Run, queries: slice, key: Run, keys: slice, window: int | No
     if window is None and key.last_position <= query.first_position:
         return [Piece(query.request, queries, keys, key.count - 1, 0)]
     step = key.step if query.count == 1 else query.step
-    assert key.count == 1 or key.step == step, f"{query} overlaps {key}, whose step is another"
+    assert key.count == 1 or key.step == step, f"{query} overlaps {key}, whose step differs"
     distance = query.first_position - key.first_position
-    # Query i of the run sees the keys up to ahead + i, and none before the first local one.
+    # Query i of the run sees keys 0..ahead + i, which may be none.
     ahead = distance // step
     first = max(-ahead, 0)
     if first >= query.count:
@@ -162,7 +162,7 @@ def _of_pair(query: Run, queries: slice, key: Run, keys: slice, window: int | No
 
 
 def _from(piece: Piece, behind: int) -> list[Piece]:
-    """Bound a piece to the keys from ``behind + i * step`` on; drop queries without keys and keys without queries."""
+    """Limit query i to keys from ``behind + i * step`` on; drop queries without keys and keys without queries."""
     num_queries = min(piece.num_queries, -(-(piece.num_keys - behind) // max(piece.step, 1)))
     if num_queries <= 0 or behind > piece.ahead:
         return []
@@ -175,12 +175,3 @@ def _from(piece: Piece, behind: int) -> list[Piece]:
         behind=behind if behind + (num_queries - 1) * piece.step > 0 else None,
     )
     return [bounded]
-
-
-def _continues_keys(piece: Piece, last: Piece) -> bool:
-    return last.is_full and last.query == piece.query and last.key.stop == piece.key.start
-
-
-def _joined(last: Piece, piece: Piece) -> Piece:
-    key = slice(last.key.start, piece.key.stop)
-    return piece._replace(key=key, ahead=last.num_keys + piece.ahead)

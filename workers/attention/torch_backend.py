@@ -1,13 +1,12 @@
 """Attention in plain torch: the reference on any device, and the CPU's path without the native library.
 
-T: queries, S: keys, H: kv heads, G: query heads a kv head, D and V: dims of a key and of a value.
+T: queries, S: keys, H: kv heads, G: query heads per kv head, D and V: dims of a key and of a value.
 """
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from math import gcd
 from operator import add
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,101 +17,89 @@ from workers.attention.merge import Partial, empty_partial, merge
 from workers.attention.runs import Piece, Run, cut, paged_pieces, pages_of, row_pieces
 
 MOST_KEYS = 1 << 12
-"""Keys copied out of a request's pages at once: malloc keeps their memory, and what they leave in caches is used."""
+"""Keys copied out of a request's pages at once, few enough to stay in caches and in memory that malloc keeps."""
 MOST_SCORES = 1 << 24
 """Scores that exist at once, 64 MiB, unless one query has more."""
 
 
-def has_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether the kernel supports these tensors."""
+def _has_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.device.type == "cpu" and key.shape[-1] == value.shape[-1]
 
 
-def flash(
+def _flash(
     query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool = False, bias: Tensor | None = None
 ) -> Partial:
-    """Compute attention of ``query [batch, heads, T, D]`` over ``[batch, heads, S, D]``, all of any strides.
+    """Compute attention of ``query [batch, heads, T, D]`` over ``[batch, heads, S, D]`` by torch's kernel.
 
-    Query i sees keys 0..i when causal, otherwise all. ``bias``, which broadcasts to ``[batch, heads, T, S]``, is added
-    to scores.
+    If causal, query i sees keys 0..i. ``bias``, which broadcasts to ``[batch, heads, T, S]``, is added to scores.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return Partial(*kernel(query, key, value, 0.0, causal, attn_mask=bias, scale=scale))
 
 
-class PageRows:
+class _PageRows:
     """Pages ``tables [..., n]``, to be copied out of any layer."""
 
     def __init__(self, tables: Tensor) -> None:
         self._tables = tables
         self._rows: dict[tuple[int, int], Tensor] = {}
-        """Numbers of the pages' heads by the strides of a layer."""
+        """Indices of the pages' heads by the page and head strides of a layer."""
 
     def gather(self, pages: Tensor) -> Tensor:
         """Copy them from ``pages [page, H, slot, dim]`` to ``[..., H, n * slots, dim]``."""
         num_pages, num_heads, page_size, dim = pages.shape
-        of_page, of_head, of_slot, _ = pages.stride()
-        # Page and head merge into one dimension of steps that both strides are multiples of.
-        step = gcd(of_page, of_head)
-        rows = self._rows.get((of_page, of_head))
+        page_stride, head_stride, slot_stride, _ = pages.stride()
+        # One dimension replaces page and head, so that one call copies; its stride divides both.
+        stride = gcd(page_stride, head_stride)
+        rows = self._rows.get((page_stride, head_stride))
         if rows is None:
-            heads = torch.arange(num_heads, device=self._tables.device)[:, None] * (of_head // step)
-            rows = self._tables[..., None, :] * (of_page // step) + heads
-            self._rows[of_page, of_head] = rows
-        num_steps = ((num_pages - 1) * of_page + (num_heads - 1) * of_head) // step + 1
-        pieces = pages.as_strided((num_steps, page_size, dim), (step, of_slot, 1))
-        return pieces.index_select(0, rows.flatten()).view(*rows.shape[:-1], -1, dim)
+            heads = torch.arange(num_heads, device=self._tables.device)[:, None] * (head_stride // stride)
+            rows = self._tables[..., None, :] * (page_stride // stride) + heads
+            self._rows[page_stride, head_stride] = rows
+        num_rows = ((num_pages - 1) * page_stride + (num_heads - 1) * head_stride) // stride + 1
+        strided = pages.as_strided((num_rows, page_size, dim), (stride, slot_stride, 1))
+        return strided.index_select(0, rows.flatten()).view(*rows.shape[:-1], -1, dim)
 
 
-class SingleTokens(NamedTuple):
+class _SingleTokens:
     """R queries of different requests, as in decode: one call over keys padded to one length."""
 
-    queries: Tensor | None
-    """``[R]``: rows of the queries; None for all."""
-    pages: PageRows
-    """Pages of each request, filled up with page 0."""
-    slots: slice
-    """Slots that hold a key of any request, counted from the first page of each."""
-    bias: Tensor | None
-    """``[R, 1, 1, slots]`` fp32: -inf for slots that a query does not see, otherwise 0; None if all are seen."""
-    unseen: tuple[Tensor, ...]
-    """(request, slot) of all unseen slots."""
-
-    @classmethod
-    def build(
-        cls, pieces: Sequence[Piece], page_tables: Sequence[Tensor], page_size: int, num_queries: int
-    ) -> "SingleTokens":
-        """Lay out a batch of pieces of one query each, of ``num_queries`` in the step."""
+    def __init__(
+        self, pieces: Sequence[Piece], page_tables: Sequence[Tensor], page_size: int, num_queries: int
+    ) -> None:
+        """Lay out a batch of pieces with one query each; the step has ``num_queries``."""
         pieces = sorted(pieces, key=lambda piece: piece.query.start)
         held = [pages_of(piece, page_size) for piece in pieces]
         tables = [page_tables[piece.request][pages] for piece, (pages, _) in zip(pieces, held, strict=True)]
+        self._pages = _PageRows(pad_sequence(tables, batch_first=True))
         rows = [piece.query.start for piece in pieces]
-        queries = None if rows == list(range(num_queries)) else torch.tensor(rows)
+        self.queries = None if rows == list(range(num_queries)) else torch.tensor(rows)
+        """``[R]``: rows of the queries; None for all."""
         begins, lens = [begin for _, begin in held], [piece.num_keys for piece in pieces]
-        first, end = min(begins), max(map(add, begins, lens))
-        padded = PageRows(pad_sequence(tables, batch_first=True))
-        if len(set(begins)) == len(set(lens)) == 1:
-            return cls(queries, padded, slice(first, end), None, ())
-        slots, starts = torch.arange(first, end), torch.tensor(begins)[:, None]
-        is_unseen = (slots < starts) | (slots >= starts + torch.tensor(lens)[:, None])
-        bias = torch.zeros(is_unseen.shape).masked_fill_(is_unseen, -torch.inf)[:, None, None]
-        return cls(queries, padded, slice(first, end), bias, is_unseen.nonzero(as_tuple=True))
+        self._slots = slice(min(begins), max(map(add, begins, lens)))
+        self._bias: Tensor | None = None
+        """``[R, 1, 1, slots]`` fp32: -inf for slots that a query does not see, otherwise 0; None if all are seen."""
+        if len(set(begins)) > 1 or len(set(lens)) > 1:
+            slots, starts = torch.arange(self._slots.start, self._slots.stop), torch.tensor(begins)[:, None]
+            is_unseen = (slots < starts) | (slots >= starts + torch.tensor(lens)[:, None])
+            self._unseen = is_unseen.nonzero(as_tuple=True)
+            self._bias = torch.zeros(is_unseen.shape).masked_fill_(is_unseen, -torch.inf)[:, None, None]
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, scale: float) -> Partial:
-        """Return the partial of this batch's rows of ``query [tokens, heads, dim]``, in fp32."""
-        key, value = (self.pages.gather(pages)[:, :, self.slots].float() for pages in (key_pages, value_pages))
-        if self.bias is not None:
+        """Return the fp32 partial of this batch's rows of ``query [tokens, heads, dim]``."""
+        key, value = (self._pages.gather(pages)[:, :, self._slots].float() for pages in (key_pages, value_pages))
+        if self._bias is not None:
             # Other requests' memory may hold NaN, which no bias hides.
-            request, slot = self.unseen
+            request, slot = self._unseen
             key[request, :, slot] = value[request, :, slot] = 0.0
         rows = query if self.queries is None else query[self.queries]
         folded = rows.float().view(len(rows), key.shape[1], -1, query.shape[2])
-        found = flash(folded, key, value, scale, bias=self.bias)
+        found = _flash(folded, key, value, scale, bias=self._bias)
         return Partial(*(x.flatten(1, 2) for x in found))
 
 
-def batches(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Put pieces with about equally many keys together, at most ``MOST_KEYS`` with padding."""
+def _batches(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Group pieces of similar length, with at most ``MOST_KEYS`` keys per group including padding."""
     result: list[list[Piece]] = []
     longest = 0
     for piece in sorted(pieces, key=lambda piece: -piece.num_keys):
@@ -156,10 +143,10 @@ class _PagedStep:
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         def keys_of(piece: Piece) -> tuple[Tensor, Tensor]:
             pages, begin = pages_of(piece, self._page_size)
-            rows, keys = PageRows(self._tables[piece.request][pages]), slice(begin, begin + piece.num_keys)
+            rows, keys = _PageRows(self._tables[piece.request][pages]), slice(begin, begin + piece.num_keys)
             return rows.gather(key_pages)[:, keys], rows.gather(value_pages)[:, keys]
 
-        singles, pieces = self._work(params.window, has_flash(query, key_pages, value_pages))
+        singles, pieces = self._work(params.window, _has_flash(query, key_pages, value_pages))
         if singles and singles[0].queries is None:
             out, lse = singles[0].attend(query, key_pages, value_pages, params.scale)
             return Partial(out.to(query.dtype), lse)
@@ -192,15 +179,15 @@ def _divide(
     key_lens: Sequence[int] | None,
     window: int | None,
     is_batched: bool,
-) -> tuple[list[SingleTokens], list[Piece]]:
-    """Return the single tokens to attend in batches, and the blocks of all other pieces."""
+) -> tuple[list[_SingleTokens], list[Piece]]:
+    """Return batches of single tokens, and the blocks of all other pieces."""
     singles: list[Piece] = []
     others: list[Piece] = []
     for piece in paged_pieces(runs, key_lens, window):
         is_single = is_batched and piece.num_queries == 1 and piece.num_keys <= MOST_KEYS
         (singles if is_single else others).append(piece)
     num_queries = sum(run.count for run in runs)
-    built = [SingleTokens.build(batch, tables, page_size, num_queries) for batch in batches(singles)]
+    built = [_SingleTokens(batch, tables, page_size, num_queries) for batch in _batches(singles)]
     return built, [block for piece in others for block in cut(piece, MOST_KEYS)]
 
 
@@ -211,11 +198,11 @@ def _attend_pieces(
     value_dim: int,
     scale: float,
 ) -> Partial:
-    """Join the pieces' partials in fp32; pieces of the same queries follow each other."""
+    """Join the pieces' partials in fp32; pieces with the same queries are adjacent."""
     result = empty_partial(query.float(), value_dim)
     num_done = 0
     for piece in pieces:
-        found = attend_piece(query[piece.query], *keys_of(piece), piece, scale)
+        found = _attend_piece(query[piece.query], *keys_of(piece), piece, scale)
         if piece.query.start < num_done:
             found = merge([Partial(*(x[piece.query] for x in result)), found])
         for whole, part in zip(result, found, strict=True):
@@ -224,9 +211,9 @@ def _attend_pieces(
     return result
 
 
-def attend_piece(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: float) -> Partial:
+def _attend_piece(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: float) -> Partial:
     """Compute attention of a piece's queries ``[T, heads, D]`` over its keys ``[H, S, D]`` and values ``[H, S, V]``."""
-    if piece.behind is None and has_flash(query, key, value):
+    if piece.behind is None and _has_flash(query, key, value):
         if len(query) == 1:
             query, key, value = (x.float() for x in (query, key, value))
         return _by_flash(query, key, value, piece, scale)
@@ -240,7 +227,7 @@ def attend_piece(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale:
 
 
 def _attend_queries(query: Tensor, key: Tensor, value: Tensor, piece: Piece, first: int) -> Partial:
-    """Compute attention of the queries from the piece's ``first`` on, scaled and in fp32, by definition."""
+    """Compute attention of fp32 queries, already scaled, that begin with the piece's query number ``first``."""
     last = first + len(query) - 1
     begin = 0 if piece.behind is None else max(piece.behind + first * piece.step, 0)
     keys = slice(begin, min(piece.ahead + last * piece.step + 1, piece.num_keys))
@@ -255,7 +242,7 @@ def _attend_queries(query: Tensor, key: Tensor, value: Tensor, piece: Piece, fir
 
 
 def _by_definition(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Partial:
-    """Compute attention in fp32; ``seen [T, S]`` is not empty for any query, None for all keys."""
+    """Compute attention in fp32. ``seen [T, S]`` has a key for every query; None means all keys."""
     num_queries, num_heads, head_dim = query.shape
     rows = query.view(num_queries, len(key), -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
     scores = (rows @ key.transpose(1, 2)).view(num_heads, num_queries, -1)
@@ -267,10 +254,10 @@ def _by_definition(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | Non
 
 
 def _by_flash(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: float) -> Partial:
-    """Compute attention by torch's kernel, which supports triangles and rectangles only.
+    """Compute attention by torch's kernel, which supports only triangles and rectangles of visible pairs.
 
-    From ``ahead`` on, keys fall into ``step`` classes by their index modulo step. Query i sees the first i + 1 keys of
-    the first class, and the first i of any other.
+    From ``ahead`` on, keys fall into ``step`` classes by index modulo step. Query i sees the first i + 1 keys of the
+    first class and the first i of any other.
     """
     if piece.is_full:
         return _rectangle(query, key, value, scale)
@@ -289,14 +276,14 @@ def _by_flash(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: fl
 def _triangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
     rows = query.view(len(query), len(key), -1, query.shape[2]).permute(1, 2, 0, 3)
     keys, values = (x[:, None].expand(-1, rows.shape[1], -1, -1) for x in (key, value))
-    out, lse = flash(rows, keys, values, scale, causal=True)
+    out, lse = _flash(rows, keys, values, scale, causal=True)
     return Partial(out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2))
 
 
 def _rectangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
-    """Compute attention of every query over every key; the G heads of a kv head are rows, which read each key once."""
+    """Compute attention of every query over every key. The G heads of a kv head are rows, so each key is read once."""
     rows = query.view(len(query), len(key), -1, query.shape[2]).transpose(0, 1).flatten(1, 2)
-    out, lse = flash(rows[None], key[None], value[None], scale)
+    out, lse = _flash(rows[None], key[None], value[None], scale)
     shape = len(key), len(query), -1
     out, lse = out[0].view(*shape, out.shape[-1]), lse[0].view(shape)
     return Partial(out.transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1, 2))

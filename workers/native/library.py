@@ -13,6 +13,8 @@ from workers.native.compile import compiled_library, find_compiler
 
 MOST_DIMS = 1024
 """Largest size of a head."""
+NUM_ITEM_FIELDS = 7
+"""Fields of Item in attention.cpp."""
 
 _FIELDS = (
     *("query", "key", "value", "out", "lse", "tables", "items", "next_tile"),

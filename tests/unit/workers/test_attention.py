@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cluster.spec.errors import UserError
 from tests.fakes.attention_params import params_for
 from tests.fakes.kernel_cases import PagedCase, any_params, check_paged, check_rows, paged_cases, prompt_cases
 from tests.unit.workers.test_row_attention import check, masked_attention, new_rows, rank_pairs
@@ -18,7 +17,6 @@ from workers import device
 from workers.attention import torch_backend
 from workers.attention.interface import AttentionParams
 from workers.attention.merge import Partial, merge
-from workers.attention.registry import BACKENDS, load_backend
 from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
 
@@ -165,8 +163,3 @@ def test_a_step_can_be_used_for_every_layer_and_changes_no_page() -> None:
     assert torch.equal(first, again)
     assert not torch.allclose(first, other)
     assert torch.equal(pages, before)
-
-
-def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match="'abacus'; allowed: " + ", ".join(sorted(BACKENDS))):
-        load_backend("abacus")

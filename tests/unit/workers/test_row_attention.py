@@ -90,7 +90,7 @@ def test_whether_any_key_is_seen_is_known_from_the_runs(case: tuple[list[Run], l
 
 
 def test_runs_of_different_steps_that_overlap_are_our_own_bug() -> None:
-    with pytest.raises(AssertionError, match="whose step is another"):
+    with pytest.raises(AssertionError, match="whose step differs"):
         row_pieces([Run(0, 0, 4, 2)], [Run(0, 1, 4, 3)])
 
 

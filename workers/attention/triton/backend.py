@@ -1,27 +1,27 @@
 """Attention on a GPU, by the kernels of workers.kernels, reading keys and values in place."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from workers.attention.interface import AttentionParams, GraphShape, RowAttention
+from workers.attention.interface import AttentionParams, GraphShape, RowAttention, StepAttention
 from workers.attention.merge import Partial, empty_partial
 from workers.attention.runs import Run, paged_pieces, row_pieces
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.decode import DecodeAttention, unwritten, unwritten_parts
-from workers.attention.triton.tiling import Item, Segment, Tiling, cut, split
+from workers.attention.triton.tiling import Item, Segment, cut, split
 from workers.device import on_device
-from workers.kernels.attention import MOST_BLOCK_KEYS, Blocks, attend, blocks_for
+from workers.kernels.attention import MOST_BLOCK_KEYS, attend, blocks_for
 
 _FEW_ROWS = 16
-"""Most rows of tiles that are launched separately, as in decode: they are memory-bound, others compute-bound."""
+"""Most rows of memory-bound tiles, as in decode, which are launched apart from compute-bound ones."""
 
 
 class TritonAttention:
-    """Attention without key copies; stateless. Queries have any strides, but the elements of a head are adjacent."""
+    """Attention without key copies; stateless. Strides are arbitrary, but the elements of a head are adjacent."""
 
     def prepare(
         self,
@@ -29,8 +29,8 @@ class TritonAttention:
         page_tables: Sequence[Tensor],
         page_size: int,
         key_lens: Sequence[int] | None = None,
-    ) -> "PagedStep":
-        return PagedStep(runs, page_tables, page_size, key_lens)
+    ) -> StepAttention:
+        return _PagedStep(runs, page_tables, page_size, key_lens)
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
         return _Rows(query_runs, key_runs)
@@ -46,7 +46,7 @@ def paged_items(
     key_lens: Sequence[int] | None,
     window: int | None = None,
 ) -> list[Item]:
-    """Return the work items of ``prepare``, over concatenated page tables."""
+    """Return the work items of ``prepare``. Their tables are offsets into the concatenated page tables."""
     tables = list(accumulate(table_lens, initial=0))
     segments: dict[int, Segment] = {}
     for piece in paged_pieces(runs, key_lens, window):
@@ -69,7 +69,7 @@ def row_items(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int | 
     run_of_row = [index for index, run in enumerate(query_runs) for _ in range(run.count)]
     for piece in row_pieces(query_runs, key_runs, window):
         run = run_of_row[piece.query.start]
-        # Relative to the first query of the run, which may see nothing of it.
+        # Relative to the first query of the run, which may see none of these keys.
         ahead = piece.ahead - (piece.query.start - first_rows[run]) * piece.step
         segment = Segment(0, piece.key.start, 0, piece.num_keys, ahead, piece.step)
         segments.setdefault(run, []).append(segment)
@@ -80,17 +80,16 @@ def row_items(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int | 
 
 
 class _Work:
-    """Items, and their division into launches, made when the first layer shows how many heads there are."""
+    """Items over keys ``[page, H, slot, ...]``, divided into launches when the first layer shows the number of heads."""
 
-    def __init__(self, items: Sequence[Item], tables: Tensor | None, page_size: int, window: int | None = None) -> None:
+    def __init__(self, items: Sequence[Item], tables: Tensor, page_size: int, window: int | None) -> None:
         self._items = [item for item in items if item.num_queries]
         self._num_rows = max((item.first_row + item.num_queries for item in items), default=0)
-        self._tables = tables
-        self._page_size, self._window = page_size, window
-        self.launches: list[_Launch] | None = None
+        self._tables, self._page_size, self._window = tables, page_size, window
+        self._launches: list[tuple[partial[None], Tensor | None]] = []
+        """Launches, and counters for those whose tiles have only a part of the keys."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
-        """Compute attention of queries ``[T, heads, D]`` over ``[page, H, slot, ...]``."""
         assert self._num_rows <= len(query), f"{len(query)} queries, {self._num_rows} in the runs"
         assert key.shape[:-1] == value.shape[:-1], f"keys {key.shape}, values {value.shape}"
         if not self._items:
@@ -98,66 +97,36 @@ class _Work:
         assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1, "elements of a head are not adjacent"
         make = empty_partial if self._num_rows < len(query) else unwritten
         result = make(query, value.shape[-1])
-        if self.launches is None:
-            self.launches = self._cut(query, key)
-        for launch in self.launches:
-            launch.run(query, key, value, result, scale)
+        if not self._launches:
+            groups = query.shape[1] // key.shape[1]
+            few = [item for item in self._items if item.num_queries * groups <= _FEW_ROWS]
+            many = [item for item in self._items if item.num_queries * groups > _FEW_ROWS]
+            self._launches = [self._prepare_launch(items, query, key) for items in (few, many) if items]
+        for launch, arrived in self._launches:
+            parts = None if arrived is None else unwritten_parts(query, value.shape[-1], arrived)
+            launch(query, key, value, *result, scale=scale, parts=parts)
         return result
 
-    def _cut(self, query: Tensor, key: Tensor) -> "list[_Launch]":
-        groups = query.shape[1] // key.shape[1]
-        few = [item for item in self._items if item.num_queries * groups <= _FEW_ROWS]
-        many = [item for item in self._items if item.num_queries * groups > _FEW_ROWS]
-        launches = []
-        for items in (few, many):
-            if items:
-                most_rows = max(item.num_queries for item in items) * groups
-                blocks = blocks_for(most_rows, query.shape[2], query.itemsize, self._page_size)
-                queries = blocks.rows // groups
-                parts = split(items, queries, key.shape[1], blocks.keys)
-                tiling = cut(items, queries) if parts is None else cut(parts, queries, in_parts=True)
-                launches.append(_Launch(tiling, blocks, self._tables, self._page_size, self._window, key))
-        return launches
-
-
-class _Launch:
-    def __init__(
-        self,
-        tiling: Tiling,
-        blocks: Blocks,
-        tables: Tensor | None,
-        page_size: int,
-        window: int | None,
-        key: Tensor,
-    ) -> None:
-        """Prepare a launch for keys of the strides of ``key [page, H, slot, D]``."""
-        device = key.device
-        self._tiles, self._segments = (
-            on_device(torch.from_numpy(array), device) for array in (tiling.tiles, tiling.segments)
-        )
-        self._tables = torch.zeros(1, dtype=torch.int64, device=device) if tables is None else tables.to(device)
-        self._blocks, self._page_size, self._window = blocks, page_size, window
-        self.arrived = key.new_zeros(tiling.num_slots, key.shape[1], dtype=torch.int32) if tiling.num_slots else None
-
-    def run(self, query: Tensor, key: Tensor, value: Tensor, result: Partial, scale: float) -> None:
-        """Fill the rows of ``result`` whose queries are in this launch."""
-        attend(
-            query,
-            key,
-            value,
-            *result,
-            tiles=self._tiles,
-            segments=self._segments,
-            tables=self._tables,
+    def _prepare_launch(self, items: Sequence[Item], query: Tensor, key: Tensor) -> tuple[partial[None], Tensor | None]:
+        num_kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+        most_rows = max(item.num_queries for item in items) * groups
+        blocks = blocks_for(most_rows, query.shape[2], query.itemsize, self._page_size)
+        num_queries = blocks.rows // groups
+        parts = split(items, num_queries, num_kv_heads, blocks.keys)
+        tiling = cut(items, num_queries) if parts is None else cut(parts, num_queries, in_parts=True)
+        launch = partial(
+            attend,
+            tiles=on_device(torch.from_numpy(tiling.tiles), key.device),
+            segments=on_device(torch.from_numpy(tiling.segments), key.device),
+            tables=self._tables.to(key.device),
             page_size=self._page_size,
-            blocks=self._blocks,
-            scale=scale,
+            blocks=blocks,
             window=self._window,
-            parts=None if self.arrived is None else unwritten_parts(query, value.shape[-1], self.arrived),
         )
+        return launch, key.new_zeros(tiling.num_slots, num_kv_heads, dtype=torch.int32) if tiling.num_slots else None
 
 
-class PagedStep:
+class _PagedStep:
     def __init__(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None
     ) -> None:
@@ -174,11 +143,6 @@ class PagedStep:
         assert self._page_size == key_pages.shape[2], f"pages of {key_pages.shape[2]} tokens"
         return self._work(params.window).attend(query, key_pages, value_pages, params.scale)
 
-    @property
-    def arrived(self) -> list[Tensor]:
-        """Counters of the parts of each launch that has any, as after the first ``attend`` without a window."""
-        return [launch.arrived for launch in self._work(None).launches or () if launch.arrived is not None]
-
 
 class _Rows:
     """Queries over rows, treated as one page."""
@@ -189,7 +153,7 @@ class _Rows:
 
         @cache
         def work(window: int | None) -> _Work:
-            return _Work(row_items(query_runs, key_runs, window), None, 0, window)
+            return _Work(row_items(query_runs, key_runs, window), torch.zeros(1, dtype=torch.int64), 0, window)
 
         self._work = work
 

@@ -21,7 +21,7 @@ def unwritten(query: Tensor, value_dim: int) -> Partial:
 
 
 def unwritten_parts(query: Tensor, value_dim: int, arrived: Tensor) -> Parts:
-    """Allocate parts of a result for ``query [T, heads, D]``; ``arrived`` are their counters."""
+    """Allocate parts of a result for ``query [T, heads, D]``, with one slot for each row of counters ``arrived``."""
     shape = (len(arrived), query.shape[1])
     found, lse = (query.new_empty(size, dtype=torch.float32) for size in ((*shape, value_dim), shape))
     return Parts(found, lse, arrived)
@@ -30,8 +30,8 @@ def unwritten_parts(query: Tensor, value_dim: int, arrived: Tensor) -> Parts:
 class DecodeAttention:
     """Attention of a fixed number of requests; see GraphAttention.
 
-    The number of tiles is fixed: one per request, plus enough to keep a GPU busy. A long request gets many, so that
-    all programs read about the same amount.
+    The number of tiles is fixed: one per request, plus enough to keep a GPU busy. Long requests get several, so that
+    all programs read about equally much.
     """
 
     def __init__(self, shape: GraphShape) -> None:
@@ -40,7 +40,7 @@ class DecodeAttention:
         self._blocks = blocks_for(groups, shape.head_dim, shape.dtype.itemsize, shape.page_size)
         self._num_tiles = num_requests + PROGRAMS // num_kv_heads
         sizes = [self._num_tiles * len(fields) for fields in (TILE_FIELDS, SEGMENT_FIELDS)]
-        # Two int32 make a word, and tables begin at a multiple of 16 bytes.
+        # A word holds two int32, and tables begin at a multiple of 16 bytes.
         self._num_words = -(-sum(sizes) // 4) * 2
         num_words = self._num_words + num_requests * shape.most_pages
         self._words = torch.zeros(num_words, dtype=torch.int64, device=shape.device)
@@ -57,7 +57,7 @@ class DecodeAttention:
         assert lens.min() > 0, "a token sees itself"
         assert max(map(len, tables)) <= most_pages, f"more than {most_pages} pages"
         first_pages = np.cumsum([0, *map(len, tables)])
-        # Copy everything to the GPU at once; torch keeps the memory until the copy is done.
+        # One copy moves everything to the GPU; torch keeps the memory until it is done.
         num_words = self._num_words + int(first_pages[-1])
         on_host = torch.empty(num_words, dtype=torch.int64, pin_memory=self._words.is_cuda)
         words = on_host.numpy()
@@ -69,7 +69,7 @@ class DecodeAttention:
     def _cut(
         self, lens: NDArray[np.int64], first_pages: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return tiles and segments as tiling makes them of any items; surplus tiles have no queries."""
+        """Return tiles and segments like ``tiling.cut``, in request order, with empty tiles at the end."""
         steps = piece_lens(lens, fair_share(int(lens.sum()), self._shape.num_kv_heads), self._blocks.keys)
         counts = -(-lens // steps)
         rows = np.repeat(np.arange(len(lens)), counts)

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int32]
 
 PROGRAMS = 2 * 132
-"""Number of programs that keeps every multiprocessor of an H100 or H200 busy; smaller work is split by keys."""
+"""Number of programs that keeps every multiprocessor of an H100 or H200 busy. With fewer tiles, keys are split."""
 LEAST_KEYS = 256
-"""Fewest keys worth a partial of their own."""
+"""Fewest keys for which a separate partial pays off."""
 
 
 class Segment(NamedTuple):
@@ -28,7 +28,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Run of queries and the segments of keys of which it sees a part."""
+    """Run of queries, and segments with the keys that they see."""
 
     first_row: int
     num_queries: int
@@ -41,18 +41,17 @@ class Tiling:
     """``[n, 9]``, most work first; see TILE_FIELDS of workers.kernels.attention."""
     segments: Indices
     num_slots: int
-    """Slots for the queries of all parts; 0 if every tile has all keys of its queries."""
+    """Number of slots for partial results; 0 if every tile has all keys of its queries."""
 
 
 def fair_share(num_keys: int, num_kv_heads: int) -> int:
-    """Return the keys per program if tiles see ``num_keys`` in total."""
     return max(-(-num_keys * num_kv_heads // PROGRAMS), LEAST_KEYS)
 
 
 def split(items: Sequence[Item], queries_a_tile: int, num_kv_heads: int, block_keys: int) -> list[Item] | None:
-    """Split items into segments of nearly equal work, each its own part; None if there is enough work without.
+    """Split items into segments of nearly equal work, each a part of its own; None if there are enough tiles already.
 
-    A segment shorter than two fair shares stays whole, since splitting it would only leave a remainder.
+    A segment shorter than two fair shares is not split, since that would only leave a remainder.
     """
     lens = [[segment.stop - segment.begin for segment in item.segments] for item in items]
     tiles = [-(-item.num_queries // queries_a_tile) for item in items]
@@ -64,9 +63,7 @@ def split(items: Sequence[Item], queries_a_tile: int, num_kv_heads: int, block_k
 
 
 def cut(items: Sequence[Item], queries_a_tile: int, *, in_parts: bool = False) -> Tiling:
-    """Divide items into tiles of ``queries_a_tile`` queries, with all their keys or, ``in_parts``, with one segment
-    each.
-    """
+    """Divide items into tiles of ``queries_a_tile`` queries. With ``in_parts``, each tile has only one segment."""
     num_segments = np.array([len(item.segments) for item in items], dtype=np.int64)
     num_queries = np.array([item.num_queries for item in items], dtype=np.int64)
     first_rows = np.array([item.first_row for item in items], dtype=np.int64)
@@ -107,13 +104,13 @@ def _split(segment: Segment, share: int, block_keys: int) -> list[Segment]:
 
 
 def piece_lens(num_keys: NDArray[np.int64], share: int, block_keys: int) -> NDArray[np.int64]:
-    """Return the length of a piece for each number of keys: whole blocks, in as many pieces as whole shares."""
+    """Return the piece length for each key count: a multiple of the block size, with about one fair share per piece."""
     num_pieces: NDArray[np.int64] = np.maximum(num_keys // share, 1)
     return -(-num_keys // (num_pieces * block_keys)) * block_keys
 
 
 def _work(tiles: Indices, segments: Indices) -> NDArray[np.int64]:
-    """Return the keys that the last query of each tile sees."""
+    """Return the number of keys that each tile's last query sees."""
     counts = tiles[:, 4].astype(np.int64)
     tile = np.repeat(np.arange(len(tiles)), counts)
     _, _, begin, stop, ahead, step = segments[np.repeat(tiles[:, 3], counts) + _count_up(counts)].astype(np.int64).T
@@ -125,5 +122,5 @@ def _work(tiles: Indices, segments: Indices) -> NDArray[np.int64]:
 
 
 def _count_up(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return 0, 1, ... for each of some counts, concatenated."""
+    """Return the concatenated ranges ``0 .. count - 1`` of all counts."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import Tensor
 
 from tests.fakes.attention_params import params_for
-from tests.fakes.kernel_cases import PagedCase, check_paged, check_rows
-from tests.unit.workers.test_row_attention import masked_attention, rank_pairs
+from tests.fakes.kernel_cases import PagedCase, check_paged
+from tests.unit.workers.test_row_attention import masked_attention
 from workers.attention.interface import AttentionBackend
 from workers.attention.runs import Run
 
@@ -107,16 +106,3 @@ def test_a_default_device_is_left_alone(backend: AttentionBackend, monkeypatch: 
             query = torch.empty(37, 4, 64)
             assert step.attend(query, pages, pages, params_for(query)).lse.shape == (37, 4)
     assert len(sent) == 2
-
-
-def test_own_rows_are_one_call(backend: AttentionBackend, package: Package) -> None:
-    before = package.calls
-    runs = [Run(0, 5, 7, 1), Run(0, 30, 4, 1), Run(1, 2, 1, 1)]
-    check_rows(backend, (runs[:1] + runs[2:], runs[:1] + runs[2:]), 2, torch.float32, "cpu")
-    assert package.calls == before + 1
-
-
-@settings(max_examples=8)
-@given(rank_pairs())
-def test_rows(backend: AttentionBackend, case: tuple[list[Run], list[Run]]) -> None:
-    check_rows(backend, case, 2, torch.float32, "cpu")
