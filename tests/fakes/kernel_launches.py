@@ -14,7 +14,7 @@ from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.kernels.copy_pages import copy_pages
 from workers.kernels.experts import choose_experts, expert_rows, grouped_matmul, sum_choices, tiles_of
-from workers.kernels.merge import merge_partials
+from workers.kernels.partials import merge_partials
 from workers.kernels.sampling import find_cutoffs, win_race
 from workers.kernels.triton_elementwise import add_rms_norm, rms_norm, rotate, rotate_storing, store_kv, swiglu
 

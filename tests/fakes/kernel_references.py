@@ -15,8 +15,7 @@ from workers.expert_parallel.token_dispatcher import NO_EXPERT, order_by_expert
 from workers.kernels.attention import attend, blocks_for
 from workers.kernels.copy_pages import copy_pages
 from workers.kernels.experts import choose_experts, expert_rows, grouped_matmul, sum_choices, tiles_of
-from workers.kernels.merge import merge_partials
-from workers.kernels.parts import Parts
+from workers.kernels.partials import Parts, merge_partials
 from workers.kernels.triton_elementwise import add_rms_norm, rms_norm, rotate, rotate_storing, store_kv, swiglu
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import Rotation

@@ -45,7 +45,7 @@ def _join(partials: Sequence[Partial]) -> Partial:
     if len(partials) == 1:
         return partials[0]
     if has_kernels(partials[0].lse):
-        from workers.kernels.merge import merge_partials
+        from workers.kernels.partials import merge_partials
 
         return Partial(*merge_partials(*zip(*partials, strict=True)))
     lse = torch.logsumexp(torch.stack([partial.lse for partial in partials]), 0)

@@ -1,4 +1,4 @@
-"""Dispatch of tokens to their experts and of the outputs back, in two ways behind one interface."""
+"""Dispatch of tokens to their experts and combination of the outputs: by gather or all-to-all."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,28 +13,27 @@ from workers.parallel.collectives import Communicator, all_to_all, exchange_coun
 from workers.parallel.model_groups import ModelGroups
 
 NO_EXPERT = -1
-"""Placeholder for tokens with fewer experts than others."""
+"""Padding for tokens with fewer experts than others."""
 FEW_TOKENS = 4096
-"""Maximum number of tokens over all shards that are gathered on GPUs, where all-to-all waits for counts. Not measured.
-"""
+"""Up to this many tokens over all shards, GPUs gather, since all-to-all waits for counts. Not measured."""
 
 
 class RoutedTokens(NamedTuple):
-    """Tokens with k experts each; there may be no tokens."""
+    """Tokens, possibly none, with k experts each."""
 
     hidden: Tensor
     """``[tokens, hidden]``."""
     experts: Tensor
-    """``[tokens, k]`` int32, numbers of experts, or NO_EXPERT."""
+    """``[tokens, k]`` int32: expert numbers, or NO_EXPERT."""
     weights: Tensor
     """``[tokens, k]`` fp32."""
 
     def packed(self) -> Tensor:
         """Return one row of bytes per token, so that one collective moves everything."""
-        return torch.cat([_bytes_of(part) for part in self], dim=1)
+        return torch.cat([part.contiguous().view(torch.uint8) for part in self], dim=1)
 
     def unpack(self, rows: Tensor) -> "RoutedTokens":
-        """Return tokens of this shape that others packed."""
+        """Return tokens that other ranks packed, which have this shape and these dtypes."""
         widths = [part.shape[1] * part.element_size() for part in self]
         hidden, experts, weights = (
             columns.contiguous().view(part.dtype)
@@ -43,15 +42,11 @@ class RoutedTokens(NamedTuple):
         return RoutedTokens(hidden, experts, weights)
 
 
-def _bytes_of(part: Tensor) -> Tensor:
-    return part.contiguous().view(torch.uint8)
-
-
 def order_by_expert(experts: Tensor, first: int, num_local: int) -> tuple[Tensor, list[int]]:
-    """Sort the choices of local experts, ``first`` and the next ``num_local - 1``, by expert and then by token.
+    """Sort the choices of ``num_local`` local experts, which begin at number ``first``, by expert and then by token.
 
-    Returns their indices in ``experts [tokens, k]``, flattened, and how many each expert has. On a GPU the host waits
-    for the counts.
+    Returns their indices in the flattened ``experts [tokens, k]``, and each expert's count. On a GPU the host waits for
+    the counts.
     """
     local = experts.flatten().long() - first
     local[(local < 0) | (local >= num_local)] = num_local
@@ -60,21 +55,19 @@ def order_by_expert(experts: Tensor, first: int, num_local: int) -> tuple[Tensor
 
 
 Lens = tuple[int, ...] | None
-"""Tokens of every attention shard of the stage in one step, by dp * cp_size + cp; None if all have the same ones."""
+"""Token count of each attention shard of the stage, by dp * cp_size + cp; None if all shards have the same tokens."""
 
 
 class TokenExchange:
-    """Gather of tokens over attention shards; a shard is the TP ranks of one (dp, cp), which have the same tokens."""
+    """Exchange of tokens between attention shards. A shard is the TP ranks of one (dp, cp), all with the same tokens."""
 
     def __init__(self, group: Communicator, shards: Sequence[int], tp: Communicator) -> None:
-        """Join the shards; ``group`` is the ranks of this tp_rank, one for each of ``shards`` (numbers in Lens);
-        ``tp`` is its shard.
-        """
+        """Set the groups: one rank of each of ``shards`` (indices into Lens), and this rank's shard."""
         assert group.size == len(shards), f"{group.size} ranks for the shards {shards}"
         self.group, self.tp, self._shards = group, tp, tuple(shards)
 
     def gather(self, rows: Tensor, lens: Lens) -> Tensor:
-        """Gather the rows of all shards, one after another: one collective for equal lengths, no padding for others."""
+        """Gather the rows of all shards in order: with one collective if lengths are equal, without padding if not."""
         if lens is None or self.group.size == 1:
             return rows
         own = [lens[shard] for shard in self._shards]
@@ -85,7 +78,7 @@ class TokenExchange:
         return out
 
     def scatter_sums(self, terms: Tensor, lens: Lens) -> Tensor:
-        """Add up ``terms [all tokens, hidden]`` of every rank; return the rows of this rank's shard."""
+        """Sum ``terms [all tokens, hidden]`` over all ranks; return the rows of this rank's shard."""
         if lens is None:
             terms = self.group.all_reduce(terms)
         elif self.group.size > 1:
@@ -95,14 +88,14 @@ class TokenExchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockShape:
-    """The ranks that share one copy of the experts, as shards * tp and as ep * moe_tp."""
+    """Ranks that share one copy of the experts: shards * tp, or equivalently ep * moe_tp."""
 
     shards: int
     tp: int
     ep: int
     moe_tp: int
     top_k: int
-    """Experts of one token."""
+    """Experts per token."""
 
     @property
     def size(self) -> int:
@@ -112,14 +105,14 @@ class BlockShape:
 def cheaper_dispatch(shape: BlockShape, lens: Sequence[int] | None) -> MoeDispatch:
     """Return the dispatch with which the busiest rank receives fewer hidden states.
 
-    ``lens`` are the tokens of each shard; None if all have the same ones.
+    ``lens`` are the token counts of the shards; None if all have the same tokens.
     """
-    moved = {MoeDispatch.GATHER: _gathered(shape, lens), MoeDispatch.ALL_TO_ALL: _sent(shape, lens)}
-    return min(moved, key=lambda way: moved[way])
+    is_gather = _gathered(shape, lens) <= _sent(shape, lens)
+    return MoeDispatch.GATHER if is_gather else MoeDispatch.ALL_TO_ALL
 
 
 def _gathered(shape: BlockShape, lens: Sequence[int] | None) -> float:
-    """Return the cost of gathering all tokens, scattering the sums to their shards and adding up those of TP ranks."""
+    """Return the hidden states received: all tokens, the sums scattered to the shards, and the sums over TP ranks."""
     if lens is None:
         return 2 * _others(shape.shards) + 2 * _others(shape.tp)
     longest = max(lens)
@@ -127,26 +120,25 @@ def _gathered(shape: BlockShape, lens: Sequence[int] | None) -> float:
 
 
 def _sent(shape: BlockShape, lens: Sequence[int] | None) -> float:
-    """Return the cost of sending tokens to their experts and back, then gathering among ranks with the same ones."""
+    """Return the hidden states received: tokens at their experts and back, then a gather among ranks with the same tokens."""
     longest, alike = (1, shape.size) if lens is None else (max(lens), shape.tp)
     copies = shape.moe_tp * shape.ep * (1 - (1 - 1 / shape.ep) ** shape.top_k)
     return longest * (2 * copies * _others(shape.size) / alike + _others(alike))
 
 
 def _others(size: int) -> float:
-    """Return the fraction of evenly divided data that is on other ranks."""
     return (size - 1) / size
 
 
 Compute = Callable[[RoutedTokens], Tensor]
-"""Function from tokens to the terms ``[tokens, hidden]`` that the experts of this rank add to them."""
+"""Function from tokens to the terms ``[tokens, hidden]`` that this rank's experts contribute."""
 
 
 class TokenDispatcher(Protocol):
-    """Runner of a layer's experts. Called by every rank that holds a part of them, even by one without a token."""
+    """Runner of a layer's experts. Every rank that holds some of them calls it, even one without tokens."""
 
     def run(self, tokens: RoutedTokens, lens: Lens, compute: Compute) -> Tensor:
-        """Return the sum over all chosen experts, ``[tokens, hidden]``, of this rank's tokens, on all its TP ranks."""
+        """Return the sum over the chosen experts, ``[tokens, hidden]``, for this rank's tokens, on all its TP ranks."""
 
 
 class GatherDispatcher:
@@ -162,14 +154,13 @@ class GatherDispatcher:
 
 
 class AllToAllDispatcher:
-    """Dispatcher that sends each token once to every rank with experts of it. Ranks with the same tokens send a part
-    each.
+    """Dispatcher that sends each token once to every rank that holds any of its experts.
+
+    Ranks with the same tokens send a part each.
     """
 
     def __init__(self, block: Communicator, tp: Communicator, num_local: int, moe_tp: int) -> None:
-        """Build the dispatcher; ``block`` is all ranks that share the experts, moe_tp of them from e * moe_tp on for
-        EP rank e.
-        """
+        """Set the groups. ``block`` has all ranks that share the experts, with each EP rank's ``moe_tp`` side by side."""
         self._block, self._tp, self._num_local, self._moe_tp = block, tp, num_local, moe_tp
 
     def run(self, tokens: RoutedTokens, lens: Lens, compute: Compute) -> Tensor:
@@ -178,15 +169,15 @@ class AllToAllDispatcher:
         alike = self._block if lens is None else self._tp
         padded_len = -(-len(tokens.hidden) // alike.size)
         mine = slice(alike.rank * padded_len, (alike.rank + 1) * padded_len)
-        own = self._answers(RoutedTokens(*(part[mine] for part in tokens)), compute)
+        own = self._compute_remotely(RoutedTokens(*(part[mine] for part in tokens)), compute)
         send = own.new_zeros(padded_len, own.shape[1])
         send[: len(own)] = own
         out = own.new_empty(alike.size * padded_len, own.shape[1])
         alike.all_gather(out, send)
         return out[: len(tokens.hidden)]
 
-    def _answers(self, tokens: RoutedTokens, compute: Compute) -> Tensor:
-        """Compute tokens that no other rank sends."""
+    def _compute_remotely(self, tokens: RoutedTokens, compute: Compute) -> Tensor:
+        """Send this rank's tokens to their experts, and return the sums of what comes back."""
         by_rank = self._tokens_by_rank(tokens.experts)
         rows = tokens.packed()
         counts = exchange_counts(self._block, [len(wanted) for wanted in by_rank])
@@ -199,18 +190,14 @@ class AllToAllDispatcher:
         return total.to(terms.dtype)
 
     def _tokens_by_rank(self, experts: Tensor) -> list[Tensor]:
-        """Return the tokens that each rank of the block must see."""
-        ep_ranks = experts // self._num_local
-        wanted = [(ep_ranks == ep_rank).any(dim=1).nonzero()[:, 0] for ep_rank in range(self._num_ep)]
+        """Return the indices of the tokens that each rank of the block must receive."""
+        ep_ranks, num_ep = experts // self._num_local, self._block.size // self._moe_tp
+        wanted = [(ep_ranks == ep_rank).any(dim=1).nonzero()[:, 0] for ep_rank in range(num_ep)]
         return [wanted[rank // self._moe_tp] for rank in range(self._block.size)]
-
-    @property
-    def _num_ep(self) -> int:
-        return self._block.size // self._moe_tp
 
 
 class AutoDispatcher:
-    """Dispatcher that picks the way expected to move less data in each step. All ranks pick the same one."""
+    """Dispatcher that picks, in each step, the way that should move less data. All ranks pick the same one."""
 
     def __init__(self, ways: Mapping[MoeDispatch, TokenDispatcher], shape: BlockShape, shards: range) -> None:
         self._ways, self._shape, self._shards = ways, shape, shards
@@ -224,7 +211,6 @@ class AutoDispatcher:
 
 
 def make_dispatcher(groups: ModelGroups, top_k: int, num_local: int) -> TokenDispatcher:
-    """Return the dispatcher that the configuration asks for."""
     moe_tp = groups.expert_width.size
     exchange = TokenExchange(groups.moe_shards, groups.expert_shards, groups.tp)
     ways: dict[MoeDispatch, TokenDispatcher] = {

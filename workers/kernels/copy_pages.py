@@ -1,4 +1,4 @@
-"""Page copies in one launch: within a GPU, or between it and pinned host memory, which it accesses directly."""
+"""Page copies in one launch, within a GPU or between it and pinned host memory, which it accesses directly."""
 
 import math
 
@@ -8,33 +8,32 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK_WORDS, _WARPS = 8192, 16
-"""Size of one program: 64 bytes per thread are in flight at a time."""
+"""Size of one program: each thread has 64 bytes in flight."""
 _PROGRAMS_TO_HOST = 8
-"""Number of programs for host copies, which mostly wait: 256 KiB in flight are more than a link of 50 GB/s moves in 2
-µs, and many programs would only keep others off the GPU.
+"""Number of programs for host copies, which mostly wait. Their 256 KiB in flight saturate a link of 50 GB/s with 2 µs
+of latency, and more programs would only block other kernels.
 """
 
 
-def copy_pages(source: Tensor, target: Tensor, places: Tensor) -> None:
-    """Copy pages ``places[0]`` of ``source [page, head, ...]`` to ``places[1]``, each once, of ``target``.
+def copy_pages(source: Tensor, target: Tensor, indices: Tensor) -> None:
+    """Copy pages ``indices[0]`` of ``source [page, head, ...]`` to the distinct pages ``indices[1]`` of ``target``.
 
-    ``places [2, n]`` int64 is on the GPU. The data of a head is adjacent in memory, and whole 4-byte words: all
-    of a page, or a range of its heads or layers.
+    ``indices [2, n]`` int64 is on the GPU. The data of a head is adjacent in memory and consists of 4-byte words.
     """
     assert source.shape[1:] == target.shape[1:], f"pages of {source.shape[1:]} and of {target.shape[1:]}"
     source, target = _words(source), _words(target)
     _, num_heads, num_words = source.shape
     num_parts = triton.cdiv(num_words, _BLOCK_WORDS)
-    num_blocks = places.shape[1] * num_heads * num_parts
+    num_blocks = indices.shape[1] * num_heads * num_parts
     if num_blocks:
         is_within = source.is_cuda and target.is_cuda
         _copy_kernel[(num_blocks if is_within else min(num_blocks, _PROGRAMS_TO_HOST),)](
             source,
             target,
-            places,
+            indices,
             *source.stride()[:2],
             *target.stride()[:2],
-            places.shape[1],
+            indices.shape[1],
             num_heads,
             num_parts,
             num_words,
@@ -44,20 +43,19 @@ def copy_pages(source: Tensor, target: Tensor, places: Tensor) -> None:
 
 
 def _words(x: Tensor) -> Tensor:
-    """Return a view ``[page, head, word]``."""
     return x.view(*x.shape[:2], math.prod(x.shape[2:])).view(torch.int32)
 
 
-@triton.jit(do_not_specialize=["num_places", "num_heads", "num_parts"])
+@triton.jit(do_not_specialize=["num_pages", "num_heads", "num_parts"])
 def _copy_kernel(
-    source, target, places, source_page, source_head, target_page, target_head,
-    num_places, num_heads, num_parts, num_words, BLOCK_WORDS: tl.constexpr,
+    source, target, indices, source_page, source_head, target_page, target_head,
+    num_pages, num_heads, num_parts, num_words, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    for block in range(tl.program_id(0), num_places * num_heads * num_parts, tl.num_programs(0)):
+    for block in range(tl.program_id(0), num_pages * num_heads * num_parts, tl.num_programs(0)):
         piece = block // num_parts
         words = block % num_parts * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
-        place, head = piece // num_heads, (piece % num_heads).to(tl.int64)
-        read = tl.load(places + place) * source_page + head * source_head
-        written = tl.load(places + num_places + place) * target_page + head * target_head
+        index, head = piece // num_heads, (piece % num_heads).to(tl.int64)
+        read = tl.load(indices + index) * source_page + head * source_head
+        written = tl.load(indices + num_pages + index) * target_page + head * target_head
         content = tl.load(source + read + words, mask=words < num_words)
         tl.store(target + written + words, content, mask=words < num_words)

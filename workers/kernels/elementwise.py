@@ -1,4 +1,4 @@
-"""Elementwise kernels between a layer's products: Triton's on GPUs, native ones for bf16 on CPUs."""
+"""Elementwise kernels between a layer's matrix products: Triton's on GPUs, native ones for bf16 on CPUs."""
 
 from typing import NamedTuple, Protocol
 
@@ -9,7 +9,7 @@ from workers.device import has_kernels
 
 
 class KvSlots(NamedTuple):
-    """Slots for K and V of a step's tokens, which a Triton kernel fills once it has computed them."""
+    """Slots that a Triton kernel fills with the K and V of a step's tokens."""
 
     layer_pages: Tensor
     """``[page, H, 2, slot, D]``."""
@@ -18,29 +18,29 @@ class KvSlots(NamedTuple):
 
 
 class ElementwiseKernels(Protocol):
-    """Interface of elementwise kernels, which round where plain torch does."""
+    """Interface of elementwise kernels. They round where plain torch does."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor:
-        """Normalise the last dimension of ``x [..., size]``."""
+        """Normalize the last dimension of ``x [..., size]``."""
         ...
 
     def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, /) -> tuple[Tensor, Tensor]:
-        """Return ``x + y``, both ``[rows, size]``, and the sum normalised."""
+        """Return ``x + y``, both ``[rows, size]``, and the normalized sum."""
         ...
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, eps: float = 0.0, /) -> Tensor:
-        """Rotate ``x [T, heads, D]`` by ``cos`` and ``sin [T, 1, D]``; with a ``weight [D]``, normalise heads first."""
+        """Rotate ``x [T, heads, D]`` by ``cos`` and ``sin [T, 1, D]``; with a ``weight [D]``, normalize heads first."""
         ...
 
     def store_kv(self, layer_pages: Tensor, slots: Tensor, kv: Tensor, /) -> None:
         """Write rows ``kv [N, 2, H, D]`` to ``slots [N]`` int64 of ``layer_pages [page, H, 2, slot, D]``.
 
-        Only the null slot may repeat; it then holds any of its rows.
+        Only the null slot may repeat, and then any of its rows wins.
         """
         ...
 
     def swiglu(self, gate_up: Tensor, /) -> Tensor:
-        """Return silu(gate) * up of the halves of ``[T, 2 * size]``."""
+        """Return silu(gate) * up, where ``[T, 2 * size]`` holds gate and up side by side."""
         ...
 
 
@@ -49,7 +49,7 @@ _REGISTERED: dict[tuple[str, torch.dtype], ElementwiseKernels] = {}
 
 
 def elementwise_kernels(x: Tensor) -> ElementwiseKernels | None:
-    """Return the kernels for ``x``; None if plain torch computes."""
+    """Return the kernels for ``x``, or None if plain torch computes."""
     if has_kernels(x):
         from workers.kernels import triton_elementwise
 
@@ -58,5 +58,4 @@ def elementwise_kernels(x: Tensor) -> ElementwiseKernels | None:
 
 
 def register(device_type: str, dtype: torch.dtype, kernels: ElementwiseKernels) -> None:
-    """Use these kernels in this process from now on."""
     _REGISTERED[device_type, dtype] = kernels

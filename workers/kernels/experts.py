@@ -1,4 +1,4 @@
-"""Experts on the GPU: their choice, rows sorted by expert, grouped products and weighted sums.
+"""Experts on the GPU: expert choice, rows sorted by expert, grouped products and weighted sums.
 
 The references are in workers.layers.feed_forward and workers.expert_parallel.
 """
@@ -22,10 +22,10 @@ _BLOCK_COLS = 1024
 def choose_experts(
     logits: Tensor, num_chosen: int, counted: Tensor | None, *, sum_to_one: bool
 ) -> tuple[Tensor, Tensor]:
-    """Choose the ``num_chosen`` likeliest of ``logits [tokens, experts]``.
+    """Choose the ``num_chosen`` most likely experts by ``logits [tokens, experts]``.
 
-    Returns their numbers int32 and weights fp32, ``[tokens, k]`` each. The first of equals comes first. Tokens that are
-    not ``counted``, bool ``[tokens, 1]``, get -1.
+    Returns their numbers int32 and weights fp32, ``[tokens, k]`` each. Among equals the lowest number wins. Tokens that
+    are not ``counted``, bool ``[tokens, 1]``, get -1.
     """
     assert logits.is_contiguous(), f"strides {logits.stride()}"
     num_tokens, num_experts = logits.shape
@@ -83,18 +83,18 @@ class RowTiles(NamedTuple):
     """Assignment of rows to matrices."""
 
     tiles: Tensor
-    """``[n, 3]`` int32: (group, first row, row after the group's last); -1 for rows of no group, which become zero."""
+    """``[n, 3]`` int32: (group, first row, end of the group's rows). Rows of group -1 become zero."""
     block_rows: int
-    """Most rows of a tile."""
+    """Maximum number of rows per tile."""
 
 
 def block_rows_for(num_rows: int, num_groups: int, itemsize: int) -> int:
-    """Return a tile size: at most the average rows per group, and no more than is fast."""
+    """Return the number of rows per tile: at most a fast size, and 16 for groups of few rows."""
     return 16 if num_rows <= 16 * num_groups else 32 if itemsize > 2 else 64
 
 
 def tiles_of(counts: Sequence[int], itemsize: int, device: torch.device) -> RowTiles:
-    """Return tiles in which the first ``counts[0]`` rows meet the first matrix, and so on."""
+    """Return tiles in which the first ``counts[0]`` rows belong to the first matrix, and so on."""
     block_rows = block_rows_for(sum(counts), len(counts), itemsize)
     tiles, begin = [], 0
     for group, count in enumerate(counts):
@@ -105,9 +105,9 @@ def tiles_of(counts: Sequence[int], itemsize: int, device: torch.device) -> RowT
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, tiles: RowTiles, sources: Tensor | None = None) -> Tensor:
-    """Multiply rows of ``x [N, K]``, each with the one of ``weights [E, M, K]`` that its tile names: ``[N, M]``.
+    """Multiply each row of ``x [N, K]`` by the matrix in ``weights [E, M, K]`` that its tile names; return ``[N, M]``.
 
-    With ``sources [rows]`` int32, row i is ``x[sources[i]]``. Every row is in one tile. All are contiguous.
+    With ``sources [rows]`` int32, row i is ``x[sources[i]]``. Every row is in one tile. Tensors are contiguous.
     """
     assert x.is_contiguous(), f"strides {x.stride()}"
     assert weights.is_contiguous(), f"strides {weights.stride()}"
@@ -165,18 +165,18 @@ class ExpertRows(NamedTuple):
     """One row for each choice of a local expert."""
 
     tokens: Tensor
-    """Token of each row, ``[rows]`` int32; the first token for rows beyond the last choice."""
+    """Token of each row, ``[rows]`` int32; token 0 for unused rows at the end."""
     rows: Tensor
     """Row of each choice, ``[tokens, k]`` int32; -1 where its expert is elsewhere."""
     tiles: RowTiles
-    """Rows of each expert, and behind them the unused ones."""
+    """Rows of each expert, followed by the unused ones."""
 
 
 def expert_rows(experts: Tensor, first: int, loads: Tensor, block_rows: int) -> ExpertRows:
-    """Sort the choices ``experts [tokens, k]`` int32, contiguous, of local experts: those from ``first`` on.
+    """Sort the choices ``experts [tokens, k]`` int32, contiguous, of local experts, which begin at number ``first``.
 
-    ``loads [local experts]`` int64 counts are increased by the rows of each. A token chooses no
-    expert twice. Meant for few choices: every expert looks at all of them.
+    Adds each expert's rows to ``loads [local experts]`` int64. A token chooses no expert twice. Every expert's program
+    reads all choices, so there should be few.
     """
     (num_tokens, num_chosen), num_local = experts.shape, len(loads)
     num_choices = num_tokens * num_chosen
@@ -208,7 +208,7 @@ def _expert_rows_kernel(
     experts, tokens, rows, tiles, loads, first, num_choices, num_chosen, num_local, num_tiles,
     BLOCK_ROWS: tl.constexpr, NUM_BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.program_id(0)  # behind the last one: elsewhere
+    expert = tl.program_id(0)  # num_local stands for all other ranks' experts
     counts = tl.zeros((NUM_BINS,), tl.int32)
     for begin in range(0, num_choices, BLOCK):
         counts += tl.histogram(_local(experts, begin, first, num_choices, num_local, BLOCK), NUM_BINS)
@@ -247,10 +247,9 @@ def _local(experts, begin, first, num_choices, num_local, BLOCK: tl.constexpr):
 
 
 def sum_choices(answers: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-    """Compute ``out[t] = sum_i weights[t, i] * answers[rows[t, i]]`` over the ``rows [tokens, k]`` that are not
-    negative.
+    """Compute ``out[t] = sum_i weights[t, i] * answers[rows[t, i]]``, without negative ``rows [tokens, k]``.
 
-    answers: ``[rows, cols]``; weights: ``[tokens, k]`` fp32. All are contiguous. Added up in fp32, rounded once.
+    ``answers [rows, cols]`` and ``weights [tokens, k]`` fp32 are contiguous. Sums are fp32 and rounded once.
     """
     assert rows.shape == weights.shape, f"{rows.shape} rows, {weights.shape} weights"
     assert all(tensor.is_contiguous() for tensor in (answers, rows, weights)), "strides"

@@ -1,20 +1,20 @@
-"""Shared parts of kernel launches: block sizes, and the differences between a GPU and Triton's interpreter."""
+"""Helpers of kernel launches: block sizes, and differences between a GPU and Triton's interpreter."""
 
 import torch
 import triton
 import triton.language as tl
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether kernels run in Python, on CPU tensors, as in tests without a GPU."""
+"""Whether Triton interprets kernels in Python on CPU tensors, as in tests without a GPU."""
 
 
 def operand_type(dtype: torch.dtype) -> tl.dtype:
-    """Return the type of a product's operands; the interpreter cannot multiply bf16."""
+    """Return the operand type of matrix products; the interpreter cannot multiply bf16."""
     if dtype == torch.float32 or INTERPRETED:
         return tl.float32
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
 
 
 def block_of(size: int, least: int = 1) -> int:
-    """Return the power of two that holds ``size`` elements."""
+    """Return the smallest power of two that is at least ``size`` and ``least``."""
     return max(1 << (size - 1).bit_length(), least)

@@ -7,15 +7,15 @@ from torch import Tensor
 
 _CUTOFF_BLOCK = 2048
 _STAGES = tl.constexpr(4)
-"""Blocks in flight at once: nothing else hides the waits of a row's only program."""
+"""Blocks in flight at once. Nothing else hides memory latency, since a row has only one program."""
 _RACE_BLOCK = 4096
 
 
 def find_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, is_sure: Tensor, cutoffs: Tensor) -> None:
-    """Set each row's least score to keep, unless it ``is_sure`` already.
+    """Set the lowest score to keep in each row, unless it ``is_sure`` already.
 
-    scores: ``[num_rows, vocab_size]`` fp32, at most 0, and 0 for the likeliest. Of each row ``[num_rows]``: top_k
-    int64, at least 1; top_p fp64; is_sure bool; cutoffs fp32.
+    scores: ``[num_rows, vocab_size]`` fp32, 0 for the most likely token and negative for others. ``[num_rows]`` each:
+    top_k int64, at least 1; top_p fp64; is_sure bool; cutoffs fp32.
     """
     num_rows, vocab_size = scores.shape
     _cutoff_kernel[(num_rows,)](
@@ -44,8 +44,9 @@ def _cutoff_kernel(scores, top_k, top_p, is_sure, cutoffs, stride, vocab_size, B
 
 @triton.jit
 def _last_with(scores, vocab_size, limit, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the lowest depth above which there are fewer, or less mass, than the limit; two bits per pass, then the
-    last.
+    """Return the greatest depth with less mass, or fewer scores, above it than the limit.
+
+    Each pass finds two bits, and the last one finds the lowest bit.
     """
     depth, bit = tl.full((), 0, tl.int32), tl.full((), 1 << 29, tl.int32)
     while bit > 0:
@@ -59,7 +60,7 @@ def _last_with(scores, vocab_size, limit, WEIGHED: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def _masses_above(scores, vocab_size, depth, step, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return ``_mass_above`` of three depths, each a step below the previous one."""
+    """Return ``_mass_above`` for the depths one, two and three steps below ``depth``."""
     first = tl.zeros([BLOCK], dtype=tl.float64)
     second, third = first, first
     for start in tl.range(0, vocab_size, BLOCK, num_stages=_STAGES):
@@ -73,7 +74,7 @@ def _masses_above(scores, vocab_size, depth, step, WEIGHED: tl.constexpr, BLOCK:
 
 @triton.jit
 def _mass_above(scores, vocab_size, depth, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the unnormalized mass of all scores above a depth, or their number; fp64."""
+    """Return the unnormalized mass of all scores above a depth, or their number, in fp64."""
     mass = tl.zeros([BLOCK], dtype=tl.float64)
     for start in tl.range(0, vocab_size, BLOCK, num_stages=_STAGES):
         depths = _depths(scores, start, vocab_size, BLOCK)
@@ -88,7 +89,7 @@ def _each(depths, WEIGHED: tl.constexpr):
 
 @triton.jit
 def _largest(scores, vocab_size, depth, BLOCK: tl.constexpr):
-    """Return the lowest score present at a depth or above, as its depth."""
+    """Return the depth of the lowest score at or above a depth."""
     lowest = tl.zeros([BLOCK], dtype=tl.int32)
     for start in tl.range(0, vocab_size, BLOCK, num_stages=_STAGES):
         depths = _depths(scores, start, vocab_size, BLOCK)
@@ -98,9 +99,7 @@ def _largest(scores, vocab_size, depth, BLOCK: tl.constexpr):
 
 @triton.jit
 def _depths(scores, start, vocab_size, BLOCK: tl.constexpr):
-    """Return how far scores are below 0, as their bits, which sort like integers; the maximum beyond the vocabulary's
-    end.
-    """
+    """Return how far scores are below 0, as bits, which sort like integers. Padding gets the maximum."""
     token_ids = start + tl.arange(0, BLOCK)
     bits = tl.load(scores + token_ids, mask=token_ids < vocab_size, other=-float("inf")).to(tl.int32, bitcast=True)
     return tl.where(token_ids < vocab_size, bits & 0x7FFFFFFF, 0x7FFFFFFF)
@@ -114,9 +113,9 @@ _MOST = tl.constexpr(1 - 2.0**-24)
 
 
 def win_race(weights: Tensor, keys: Tensor) -> Tensor:
-    """Return the earliest token of each row, ``[num_rows]`` int64, for ``weights [num_rows, vocab_size]`` fp32.
+    """Return each row's earliest token, ``[num_rows]`` int64, in the exponential race.
 
-    keys: ``[num_rows]`` int64.
+    ``weights [num_rows, vocab_size]`` fp32; ``keys [num_rows]`` int64.
     """
     num_rows, vocab_size = weights.shape
     num_blocks = triton.cdiv(vocab_size, _RACE_BLOCK)
@@ -148,8 +147,10 @@ def _race_kernel(weights, keys, earliest, winners, stride, vocab_size, BLOCK: tl
 
 @triton.jit
 def _exponential(fraction):
-    """Return ``-log(1 - fraction)``. A GPU's fast logarithm is too coarse near 1, where a series is used (of the
-    inverse hyperbolic tangent; its error is 1e-10 at a quarter).
+    """Return ``-log(1 - fraction)``.
+
+    A GPU's fast logarithm is too coarse near 1. There, the series of the inverse hyperbolic tangent replaces it, whose
+    error is 1e-10 at a fraction of 1/4.
     """
     s = fraction / (2.0 - fraction)
     square = s * s

@@ -1,4 +1,4 @@
-"""Elementwise kernels of GPUs; the references are workers.layers and PagePool.write on a CPU."""
+"""Elementwise kernels of GPUs, see ElementwiseKernels. References are workers.layers and PagePool.write on a CPU."""
 
 import torch
 import triton
@@ -12,13 +12,11 @@ _SWIGLU_BLOCK = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension of ``x [..., size]``."""
     rows = x.reshape(-1, x.shape[-1])
     return _launch_rms_norm(rows, None, weight, eps)[0].view(x.shape)
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return ``x + y``, both ``[rows, size]``, and the sum normalised."""
     normed, total = _launch_rms_norm(x, y, weight, eps)
     return total, normed
 
@@ -56,7 +54,7 @@ def _rms_norm_kernel(
     given = tl.load(x + row * x_stride + dims, mask=is_held, other=0.0)
     wide = given.to(tl.float32)
     if ADDS:
-        # Rounded, so that the normalised value is the one that the next layer adds to.
+        # Rounded, so that the norm applies to the value that the next layer adds to.
         summed = (wide + tl.load(y + row * y_stride + dims, mask=is_held, other=0.0).to(tl.float32)).to(given.dtype)
         tl.store(total + row * SIZE + dims, summed, mask=is_held)
         wide = summed.to(tl.float32)
@@ -67,7 +65,6 @@ def _rms_norm_kernel(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """Rotate ``x [T, heads, D]`` by ``cos`` and ``sin [T, 1, D]``; with a ``weight [D]``, normalise each head first."""
     return _launch_rotate(x, cos, sin, weight, weight, eps, None, None)
 
 
@@ -80,9 +77,9 @@ def rotate_storing(
     layer_pages: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """Rotate Q and K of ``heads [T, those of Q, K and V, D]``, and store K and V as ``store_kv`` does; returns Q.
+    """Rotate the Q and K heads of ``heads [T, Q + K + V heads, D]``, store K and V like ``store_kv``, and return Q.
 
-    The H of ``layer_pages [page, H, 2, slot, D]`` is the number of K heads; ``weights`` are those of Q and of K.
+    The H of ``layer_pages [page, H, 2, slot, D]`` is the number of K heads. ``weights`` are for Q and for K.
     """
     q_weight, k_weight = weights or (None, None)
     return _launch_rotate(heads, cos, sin, q_weight, k_weight, eps, layer_pages, slots)
@@ -136,7 +133,7 @@ def _rotate_kernel(
 ):  # fmt: skip
     """Rotate dimension pairs i and i + D/2; a program has both halves of some heads of a token.
 
-    Heads of K and of V, NUM_STORED each, follow those of Q; V is neither normalised nor rotated.
+    NUM_STORED heads of K and as many of V follow the heads of Q. V is neither normalized nor rotated.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -181,11 +178,6 @@ def _rotate_kernel(
 
 
 def store_kv(layer_pages: Tensor, slots: Tensor, kv: Tensor) -> None:
-    """Write rows ``kv [N, 2, H, D]`` to ``slots [N]`` int64 of ``layer_pages [page, H, 2, slot, D]``.
-
-    Strides are any, but the elements of a head are adjacent. If rows have the same slot, which can only be the null
-    slot, any wins.
-    """
     num_rows, _, num_heads, head_dim = kv.shape
     if num_rows:
         _store_kv_kernel[(num_rows, 2)](
@@ -219,7 +211,6 @@ def _store_kv_kernel(
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Map ``gate_up [T, 2 * size]``, contiguous, to ``[T, size]``."""
     assert gate_up.is_contiguous(), f"strides {gate_up.stride()}"
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_tokens, size))

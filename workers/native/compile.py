@@ -7,8 +7,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,14 +23,13 @@ _OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared")
 
 
 class Kind(NamedTuple):
-    """Processor kind, and how to compile for it."""
+    """Kind of processor, named for its instruction set."""
 
     name: str
-    """Name of its instructions."""
     flags: tuple[str, ...]
-    """Features of the kind, as /proc/cpuinfo names them."""
+    """Required features, as /proc/cpuinfo names them."""
     options: tuple[str, ...]
-    """Options of the compiler."""
+    """Compiler options."""
 
 
 KINDS = (
@@ -60,7 +57,7 @@ class Compiler(NamedTuple):
 
 
 def find_compiler(cpu_info: Path = Path("/proc/cpuinfo")) -> Compiler:
-    """Return the compiler for the fastest kind that this machine runs; raises CannotCompileError."""
+    """Return the compiler for the fastest kind that this machine can run. Raises CannotCompileError."""
     kinds = runnable_kinds(cpu_info)
     if not kinds:
         raise CannotCompileError(f"the CPU has none of {', '.join(kind.name for kind in KINDS)}")
@@ -71,15 +68,20 @@ def find_compiler(cpu_info: Path = Path("/proc/cpuinfo")) -> Compiler:
 
 
 def runnable_kinds(cpu_info: Path = Path("/proc/cpuinfo")) -> list[Kind]:
-    """Return the kinds that this machine's processor can run, the fastest first."""
-    flags = _cpu_flags(cpu_info)
+    """Return the kinds that this machine's processor can run, fastest first."""
+    flags: set[str] = set()
+    if platform.machine() in ("aarch64", "arm64"):
+        flags = {"asimd"}  # All of them have it, and macOS has no such file.
+    elif cpu_info.is_file():
+        lines = cpu_info.read_text(errors="replace").splitlines()
+        flags = set(next((line for line in lines if line.startswith("flags")), "").split())
     return [kind for kind in KINDS if flags.issuperset(kind.flags)]
 
 
 def compiled_library(compiler: Compiler) -> Path:
-    """Return the library, compiling it first if this machine has no intact one; raises CannotCompileError.
+    """Return the library, compiled first if this machine has no intact one. Raises CannotCompileError.
 
-    If several processes ask at once, one compiles.
+    Of several processes that call this at the same time, one compiles.
     """
     try:
         folder = CACHE_DIR.get() / "native"
@@ -87,21 +89,13 @@ def compiled_library(compiler: Compiler) -> Path:
         if folder.stat().st_uid != os.geteuid():
             raise CannotCompileError(f"{folder} belongs to another user")
         path = folder / f"baton-{_digest(compiler)}.so"
-        with _locked(folder / "lock"):
-            if not _is_whole(path):
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released by the system if this process dies
+            if not _is_intact(path):
                 _compile(compiler, path)
         return path
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotCompileError(str(error)) from error
-
-
-def _cpu_flags(cpu_info: Path) -> set[str]:
-    if platform.machine() in ("aarch64", "arm64"):
-        return {"asimd"}  # All of them have it, and macOS has no such file.
-    if not cpu_info.is_file():
-        return set()
-    lines = cpu_info.read_text(errors="replace").splitlines()
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 def _digest(compiler: Compiler) -> str:
@@ -126,15 +120,7 @@ def _compile(compiler: Compiler, path: Path) -> None:
         made.replace(path)
 
 
-def _is_whole(path: Path) -> bool:
+def _is_intact(path: Path) -> bool:
     content = path.read_bytes() if path.is_file() else b""
     size = hashlib.sha256().digest_size
     return len(content) > size and hashlib.sha256(content[:-size]).digest() == content[-size:]
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of this machine's processes; the system releases it for one that dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -22,7 +22,7 @@ _FIELDS = (
     *(f"{what}_{axis}_stride" for what in ("key", "value") for axis in ("page", "head", "slot")),
 )
 _LEAST_SHARED = 1 << 17
-"""Fewest elements whose rows are divided over threads."""
+"""Fewest elements for which rows are divided over threads."""
 
 
 class _Arguments(ctypes.Structure):
@@ -52,12 +52,11 @@ class Library:
         *,
         scale: float,
     ) -> None:
-        """Merge attention of queries ``[tokens, heads, D]`` over ``key``, ``value [page, H, slot, D]`` into a
-        partial.
+        """Merge attention of queries ``[tokens, heads, D]`` over ``key``, ``value [page, H, slot, D]`` into a partial.
 
-        ``items [n, 7]`` are rows of Item in attention.cpp, of which no two share a query, and ``tables`` their page
-        numbers, both int64. Nothing is checked against the tensors' sizes. Strides are any, but adjacent elements of
-        a head are adjacent in memory, and ``out`` and ``lse`` are contiguous.
+        ``items [n, 7]`` are rows of Item in attention.cpp, no two of which share a query, and ``tables`` their page
+        numbers, both int64. Nothing is checked against the tensors' sizes. Elements of a head are adjacent in memory,
+        and ``out`` and ``lse`` are contiguous.
         """
         if not len(items):
             return
@@ -84,7 +83,10 @@ _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class NativeElementwise:
-    """Kernels on ``num_threads`` threads, including the caller's; the elements of a row are adjacent in memory."""
+    """Elementwise kernels on ``num_threads`` threads, including the caller's; see ElementwiseKernels.
+
+    The elements of a row are adjacent in memory.
+    """
 
     def __init__(self, path: Path, num_threads: int) -> None:
         library = ctypes.CDLL(str(path))
@@ -101,28 +103,21 @@ class NativeElementwise:
 
     @classmethod
     def load(cls) -> "NativeElementwise":
-        """Compile the library if necessary, for as many threads as torch has.
-
-        Raises:
-            CannotCompileError: there is no library, and can be none.
-        """
+        """Load the library for as many threads as torch has. Raises CannotCompileError."""
         return cls(compiled_library(find_compiler()), torch.get_num_threads())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise the last dimension of ``x [..., size]``."""
         rows = x.reshape(-1, x.shape[-1])
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         self._norm(rows, None, weight, eps, out, out)
         return out.view(x.shape)
 
     def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return ``x + y``, both ``[rows, size]``, and the sum normalised."""
         total, out = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
         self._norm(x, y, weight, eps, total, out)
         return total, out
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        """Rotate ``x [tokens, heads, head_dim]``, normalised before; ``cos``, ``sin [tokens, 1, head_dim]``."""
         num_tokens, num_heads, head_dim = x.shape
         assert head_dim <= MOST_DIMS, f"a head of {head_dim} dims"
         assert x.stride(2) == 1, f"strides {x.stride()}"
@@ -136,7 +131,6 @@ class NativeElementwise:
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up of the halves of ``[rows, 2 * size]``."""
         num_rows, size = len(gate_up), gate_up.shape[1] // 2
         assert gate_up.stride(1) == 1, f"strides {gate_up.stride()}"
         out = gate_up.new_empty(num_rows, size)
@@ -145,10 +139,6 @@ class NativeElementwise:
         return out
 
     def store_kv(self, layer_pages: Tensor, slots: Tensor, kv: Tensor) -> None:
-        """Write rows ``kv [N, 2, H, D]`` to ``slots [N]`` int64 of ``layer_pages [page, H, 2, slot, D]``.
-
-        Only the null slot may repeat.
-        """
         num_rows, _, num_heads, head_dim = kv.shape
         assert kv.stride(3) == layer_pages.stride(4) == 1, f"strides {kv.stride()}, {layer_pages.stride()}"
         assert slots.dtype == torch.int64, f"slots in {slots.dtype}"
@@ -168,7 +158,7 @@ class NativeElementwise:
         self._share(self._rms_norm, (*pointers, size, x.stride(0), y_stride, eps), num_rows, size)
 
     def _share(self, function: Callable[..., None], given: tuple[object, ...], num_rows: int, size: int) -> None:
-        """Call it for all rows, or divide many rows over the threads."""
+        """Call ``function`` for all rows, divided over the threads if there are many."""
         if self._num_threads == 1 or num_rows * size < _LEAST_SHARED:
             function(*given, 0, num_rows)
             return

@@ -80,7 +80,7 @@ def row_items(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int | 
 
 
 class _Work:
-    """Items over keys ``[page, H, slot, ...]``, divided into launches when the first layer shows the number of heads."""
+    """Items over keys ``[page, H, slot, ...]``, divided into launches in the first layer."""
 
     def __init__(self, items: Sequence[Item], tables: Tensor, page_size: int, window: int | None) -> None:
         self._items = [item for item in items if item.num_queries]

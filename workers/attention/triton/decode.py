@@ -11,7 +11,7 @@ from workers.attention.interface import AttentionParams, GraphShape
 from workers.attention.merge import Partial
 from workers.attention.triton.tiling import PROGRAMS, fair_share, piece_lens
 from workers.kernels.attention import SEGMENT_FIELDS, TILE_FIELDS, attend, blocks_for
-from workers.kernels.parts import Parts
+from workers.kernels.partials import Parts
 
 
 def unwritten(query: Tensor, value_dim: int) -> Partial:

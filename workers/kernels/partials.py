@@ -1,48 +1,51 @@
-"""Join of the partial results of one attention launch, by the programs that found them.
+"""Join of partial results of attention: of whole tensors in a launch of its own, or of the parts of one launch.
 
-Each program stores its part and counts itself. The last program of a block of parts joins these, and the last of the
-blocks joins the blocks. The last one may differ from launch to launch, but neither the parts joined nor their order
-do.
+In the latter case each program stores its part and counts itself. The last program of a block of parts joins the block,
+and the last program of the last block joins the blocks. Which program is last may differ between launches, but the
+parts joined and their order do not.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.kernels.launch import block_of
+
 _BLOCK = tl.constexpr(64)
-"""Parts joined at a time, and then all of these blocks: with a GPU's programs, both are few."""
+"""Parts joined at a time, before all blocks are joined. A GPU runs so few programs that both loops are short."""
 _ROWS_AT_ONCE = 64
 """Rows of the parts joined at once; with many more, registers spill."""
 
 PART_FIELDS = ("part", "num_parts", "first_slot", "slot_step")
-"""A part has the slots from ``first_slot + part * slot_step`` on, one for each query."""
+"""Fields of a part: its slots begin at ``first_slot + part * slot_step``, one for each query."""
 
 
 class Parts(NamedTuple):
-    """Memory for parts and their counters. Launches on one stream may use the same, one after another."""
+    """Memory for parts and their counters. Successive launches on one stream may share it."""
 
     found: Tensor
     """``[slots, heads, D]`` fp32, contiguous: a slot for each query of each part."""
     lse: Tensor
     """``[slots, heads]`` fp32, contiguous."""
     arrived: Tensor
-    """``[slots, kv heads]`` int32, zeros, which a launch leaves as they were."""
+    """``[slots, kv heads]`` int32: zeros, before and after each launch."""
 
 
 def parts_at_once(block_rows: int) -> int:
-    """Return how many parts of ``block_rows`` rows a program joins at once."""
     return max(_ROWS_AT_ONCE // block_rows, 1)
 
 
 @triton.jit
-def leave(
+def store_result(
     out, lse, parts, parts_lse, arrived, part_fields, first_row, num_queries, kv_head, found, found_lse,
     GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, JOINED_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Store a program's result: to rows of ``out`` from ``first_row`` on, or, of several parts, to slots.
+    """Store a program's result: in rows of ``out`` from ``first_row`` on or, if it is one of several parts, in slots.
 
     The last program of all parts then joins them and writes the rows.
     """
@@ -108,7 +111,7 @@ def _join_if_last(
 
 @triton.jit
 def _is_last(counter, count):
-    """Return whether ``count`` programs have arrived; this one then sees what each wrote before."""
+    """Return whether ``count`` programs have arrived. If so, this program sees everything that they wrote."""
     # One thread counts, and publishes the writes of all.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
@@ -123,7 +126,7 @@ def _join(
     GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Join ``count`` parts: ``[BLOCK_ROWS, BLOCK_DIM]`` and lse of all their queries."""
+    """Join ``count`` parts; return ``[BLOCK_ROWS, BLOCK_DIM]`` and the lse of each row."""
     parts, rows, dims = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
     places = rows // GROUPS * NUM_HEADS + kv_head * GROUPS + rows % GROUPS
     joined = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
@@ -167,3 +170,50 @@ def _store(
         found.to(out.dtype.element_ty),
         mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
     )
+
+
+def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Join partials ``[T, heads, D]`` with log-sum-exps ``[T, heads]`` fp32; see workers.attention.merge."""
+    outs, lses = tuple(out.contiguous() for out in outs), tuple(lse.contiguous() for lse in lses)
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    block_rows = 8
+    if lse.numel():
+        _merge_partials_kernel[(triton.cdiv(lse.numel(), block_rows),)](
+            outs,
+            lses,
+            out,
+            lse,
+            lse.numel(),
+            HEAD_DIM=out.shape[-1],
+            BLOCK_ROWS=block_rows,
+            BLOCK_DIM=block_of(out.shape[-1]),
+        )
+    return out, lse
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _merge_partials_kernel(
+    outs, lses, out, lse, num_rows,
+    HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    dims = tl.arange(0, BLOCK_DIM)
+    is_row = rows < num_rows
+    is_held = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    places = rows[:, None] * HEAD_DIM + dims[None, :]
+    joined = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    peak = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+    for at in tl.static_range(len(outs)):
+        part_lse = tl.load(lses[at] + rows, mask=is_row, other=float("-inf"))
+        part = tl.load(outs[at] + places, mask=is_held, other=0.0).to(tl.float32)
+        new_peak = tl.maximum(peak, part_lse)
+        reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        decay, weight = tl.exp(peak - reference), tl.exp(part_lse - reference)
+        joined = joined * decay[:, None] + part * weight[:, None]
+        total = total * decay + weight
+        peak = new_peak
+    is_empty = total == 0
+    total = tl.where(is_empty, 1.0, total)
+    tl.store(lse + rows, tl.where(is_empty, float("-inf"), tl.log(total) + peak), mask=is_row)
+    tl.store(out + places, (joined / total[:, None]).to(out.dtype.element_ty), mask=is_held)
