@@ -1,4 +1,4 @@
-"""Rank process of `baton bench cp`: a model with random weights that computes single prefill steps."""
+"""Rank process of `baton bench cp`, which computes single prefill steps of a model with random weights."""
 
 import random
 import time
@@ -59,7 +59,7 @@ class CpBenchRank:
         return f"{_HOST}:{port}"
 
     def join(self, store: str, rank: int, cp: int) -> None:
-        """Form the group of the first ``cp`` ranks with the others, warm up and measure rates."""
+        """Form a group of the first ``cp`` ranks, warm up and measure rates."""
         if self._store is None:
             self._store = join_store(store, _TIMEOUT_S)
         group = join_group(self._store, f"cp{cp}", range(cp), rank, host=_HOST, timeout_s=_TIMEOUT_S)
@@ -70,7 +70,7 @@ class CpBenchRank:
         self._groups[cp] = group, runner, calibrate(self._model, self._pool, self._backend, group, self._shape)
 
     def choose(self, way: Way, prompt_len: int, prefix_len: int) -> StrategyChoice:
-        """Return how to run a step according to this rank's measured rates; rank 0 decides for all."""
+        """Return how to run a step, by this rank's measured rates; rank 0 decides for all."""
         _, _, rates = self._groups[way.cp]
         chooser = StrategyChooser(setting=way.strategy, cp=way.cp, shape=self._shape, rates=rates, mode=self._mode)
         return chooser([dummy_request(prompt_len, prefix_len)])

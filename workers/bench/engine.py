@@ -42,10 +42,10 @@ class Timed(NamedTuple):
 
 
 class TransformersPeer:
-    """Transformers model that shares the engine's tensors, so that weights need no memory for a second copy."""
+    """Transformers model that shares the engine's weights."""
 
     def __init__(self, raw: Mapping[str, Any], model: DecoderModel) -> None:
-        """Build the model from the content of config.json."""
+        """Build the model from ``raw``, the content of config.json."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.for_model(**raw)
@@ -80,7 +80,7 @@ class TransformersPeer:
 
 
 class EngineBench:
-    """Model with random weights: bf16 on a GPU, or fp32 on a CPU, where both engines produce the same tokens."""
+    """Model with random weights, in bf16 on a GPU and in fp32 on a CPU, where both engines produce the same tokens."""
 
     def __init__(self, name: str, device: Device, most_tokens: int) -> None:
         """Load the model for requests of up to ``most_tokens``. Raises UserError if the device is missing."""
@@ -132,7 +132,7 @@ class EngineBench:
         )
 
     def _generate(self, prompt: Sequence[int], num_tokens: int) -> Timed:
-        """Compute the prompt in chunks and then one token per step; a GPU gets the next step before one ends."""
+        """Compute the prompt in chunks, then one token per step. A GPU gets each step before the previous one ends."""
         start_s = time.perf_counter()
         admit = Admit(room=_ROOM, prompt_len=len(prompt), owner_base=0, sampling=Sampling(), destination=None)
         pages = list(range(pages_for(len(prompt) + num_tokens, _PAGE_SIZE)))
@@ -162,7 +162,7 @@ class EngineBench:
 
 
 def timed(start_s: float, times_s: Sequence[float], token_ids: Sequence[int]) -> Timed:
-    """Return the answer with its times; ``times_s`` has the time at which each token reached the host."""
+    """Return the answer with its times. ``times_s`` are when each token reached the host."""
     return Timed(times_s[0] - start_s, (times_s[-1] - times_s[0]) / (len(times_s) - 1), token_ids)
 
 

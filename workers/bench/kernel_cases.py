@@ -21,10 +21,10 @@ from workers.memory.page_pool import PagePool
 
 PAGE_SIZE = 64
 NUM_EXPERTS = 8
-"""Number of experts; each is as wide as the shape's MLP, and tokens are divided evenly among them."""
+"""Number of experts, each as wide as the shape's MLP and with as many tokens as the others."""
 _DTYPE = torch.bfloat16
 _Batch = Sequence[tuple[int, int]]
-"""Pairs of a number of requests and their length."""
+"""Pairs of (number of requests, their length)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class Sizes:
     decode_kv_bytes: int = 2 << 30
     """Size of the KV in a batch of requests of ``decode_len``."""
     long_len: int = 131_072
-    """Length of a request that is decoded alone, and then in a batch with short ones."""
+    """Length of a request that is decoded alone and in a batch with short ones."""
     short_len: int = 2000
     num_short: int = 63
 
 
 def kernel_cases(shape: BenchShape, sizes: Sizes, device: torch.device) -> Iterator[KernelCase]:
-    """Yield one kernel at a time, so that its memory can be released before the next."""
+    """Yield one kernel at a time, so that its memory is released before the next one's is allocated."""
     yield _prefill(shape, device, num_tokens=sizes.prompt_len, prefix_len=0)
     yield _prefill(shape, device, num_tokens=sizes.chunk_len, prefix_len=sizes.prefix_len)
     for batch in _decode_batches(shape, sizes):
@@ -121,7 +121,7 @@ def _decode(shape: BenchShape, device: torch.device, *, batch: _Batch) -> Kernel
 
 
 def _attention_peers(batches: Sequence[tuple[Tensor, Tensor, Tensor]], *, is_causal: bool) -> dict[str, Launch]:
-    """Return attention on ``[request, token, head, D]`` with one call per batch; a causal mask aligns the ends."""
+    """Return attention over ``[request, token, head, D]``, one call per batch. A causal mask aligns the last tokens."""
     peers: dict[str, Launch] = {"torch": lambda: [_sdpa(*batch, is_causal=is_causal) for batch in batches]}
     try:
         from flash_attn import flash_attn_func

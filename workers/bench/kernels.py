@@ -22,7 +22,7 @@ _WARM_UPS = 3
 _CACHE_BYTES = 256 << 20
 """Size of a buffer larger than any GPU cache: reading it before each run evicts data and flushes pending writes."""
 _SLEEP_CYCLES = 4_000_000
-"""Delay of about 2 ms that lets the host get ahead, so that launch overhead is not measured."""
+"""Delay of about 2 ms in which the host gets ahead, so that launch overhead is not measured."""
 _MATRIX = 8192
 _COPY_BYTES = 1 << 30
 _CPU_MATRIX = 1024

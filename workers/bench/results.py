@@ -1,4 +1,4 @@
-"""Requests and results that measuring processes exchange with the command line. No torch."""
+"""Requests and results that benchmark processes exchange with the command line. No torch."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -38,26 +38,26 @@ class KernelResult:
     """Minimum number of FLOPs or bytes."""
     us: float
     share_of_limit: float
-    """Fraction of the device limit that the kernel reaches."""
+    """Fraction of the device limit that this kernel reaches."""
     torch_us: float | None
-    """Time of torch; for attention, SDPA over contiguous keys with one call per length."""
+    """Torch's time; for attention, SDPA over contiguous keys with one call per length."""
     flash_attn_us: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineResult:
-    """Result line of `baton bench engine`; times are medians over greedy answers to one prompt."""
+    """Result line of `baton bench engine`; times are medians over rounds of greedy decoding."""
 
     model: str
     prompt_len: int
     output_len: int
     ttft_ms: float
     ttft_ratio: float
-    """TTFT relative to the time that the prompt's FLOPs take at the measured rate of matrix products."""
+    """TTFT relative to the prompt's FLOPs at the measured rate of matrix products."""
     tpot_ms: float
     """Time per output token after the first."""
     tpot_ratio: float
-    """TPOT relative to the time that reading weights and KV takes at the measured bandwidth."""
+    """TPOT relative to reading weights and KV at the measured bandwidth."""
     transformers_ttft_ms: float | None
     transformers_tpot_ms: float | None
     num_same_tokens: int | None
@@ -76,7 +76,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Time that one rank's part of a step took."""
+    """Time of one rank's part of a step."""
 
     seconds: float
     """Time from the common start to the end."""

@@ -1,4 +1,4 @@
-"""Model shapes that benchmarks run with random weights, and the minimum work of each. No torch."""
+"""Model shapes that benchmarks run with random weights, and their minimum work. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class BenchShape:
     vocab: int
     head_dim: int = 128
     tied: bool = False
-    """Embedding and output layer share one matrix."""
+    """Whether embedding and output layer share one matrix."""
 
     def config_json(self, max_len: int = 1 << 18) -> dict[str, Any]:
         return {
@@ -49,7 +49,7 @@ class BenchShape:
         return 2 * self.kv_heads * self.head_dim
 
     def prefill_flops(self, prompt_len: int) -> float:
-        """Return the FLOPs: two per weight and token, and four per head dimension and visible pair of tokens."""
+        """Return two FLOPs per weight and token, plus four per head dimension and visible pair of tokens."""
         pairs = prompt_len * (prompt_len + 1) / 2
         return 2.0 * self.num_weights * prompt_len + 4.0 * self.layers * self.heads * self.head_dim * pairs
 

@@ -59,7 +59,7 @@ Lens = tuple[int, ...] | None
 
 
 class TokenExchange:
-    """Exchange of tokens between attention shards. A shard is the TP ranks of one (dp, cp), all with the same tokens."""
+    """Exchange of tokens between attention shards. A shard is one (dp, cp), whose TP ranks have the same tokens."""
 
     def __init__(self, group: Communicator, shards: Sequence[int], tp: Communicator) -> None:
         """Set the groups: one rank of each of ``shards`` (indices into Lens), and this rank's shard."""
@@ -120,7 +120,7 @@ def _gathered(shape: BlockShape, lens: Sequence[int] | None) -> float:
 
 
 def _sent(shape: BlockShape, lens: Sequence[int] | None) -> float:
-    """Return the hidden states received: tokens at their experts and back, then a gather among ranks with the same tokens."""
+    """Return the hidden states received: tokens at experts and back, then a gather by ranks with the same tokens."""
     longest, alike = (1, shape.size) if lens is None else (max(lens), shape.tp)
     copies = shape.moe_tp * shape.ep * (1 - (1 - 1 / shape.ep) ** shape.top_k)
     return longest * (2 * copies * _others(shape.size) / alike + _others(alike))
@@ -160,7 +160,7 @@ class AllToAllDispatcher:
     """
 
     def __init__(self, block: Communicator, tp: Communicator, num_local: int, moe_tp: int) -> None:
-        """Set the groups. ``block`` has all ranks that share the experts, with each EP rank's ``moe_tp`` side by side."""
+        """Set the groups. ``block`` has all ranks that share the experts, in groups of ``moe_tp`` per EP rank."""
         self._block, self._tp, self._num_local, self._moe_tp = block, tp, num_local, moe_tp
 
     def run(self, tokens: RoutedTokens, lens: Lens, compute: Compute) -> Tensor:

@@ -1,7 +1,7 @@
 // Attention of bf16 queries over bf16 keys and values in pages, on a CPU.
 //
-// A tile is some query rows (query by query, the G heads that share a kv head) and one kv head. It goes through its keys
-// block by block; a large tile rearranges each block for all its rows, a small one reads it in place.
+// A tile is some query rows (query by query, the G heads that share a kv head) and one kv head. It processes its keys
+// block by block. A large tile rearranges each block for all its rows; a small one reads it in place.
 //
 // Strides and offsets are in elements.
 
@@ -19,7 +19,7 @@ struct Strides {
 
 struct Item {
   int64_t first_query, num_queries, table, first_key, num_keys;
-  int64_t ahead, step;  // Query i sees keys 0..ahead + i * step, as far as they exist.
+  int64_t ahead, step;  // Query i sees the keys up to ahead + i * step.
 };
 
 struct Attention {
@@ -64,7 +64,7 @@ class Cursor {
   const bf16 *key_, *value_;
 };
 
-// Merge a finished row with what the output holds, at first (0, -inf).
+// Merge a finished row into the output, which is (0, -inf) at first.
 void write_row(const Found& row, int64_t head_dim, bf16* out, float* lse) {
   const float found = (row.reference + std::log2(row.sum)) * float(M_LN2);
   const float top = std::max(found, *lse);
@@ -127,8 +127,8 @@ class Tile {
 
 }  // namespace
 
-// Process tiles until none is left; several threads may do so at once for one Attention, if no two items share a
-// query. Returns 0, or 1 without memory.
+// Process tiles until none is left. Several threads may share one Attention if no two items share a query. Returns 0, or
+// 1 if there is no memory.
 extern "C" int baton_attend(const Attention* a) {
   Scratch scratch(a->head_dim, a->scale);
   if (!scratch.memory) return 1;

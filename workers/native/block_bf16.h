@@ -1,10 +1,10 @@
 // Operations on one block of keys and values on a CPU with AVX512-BF16: rearranging, scores, weights, weighted sums.
 //
 // A block is rearranged so that each instruction multiplies pairs of 16 keys (scores) or of 16 dims (values) with one
-// pair of a row. Exponentials are taken against a reference of each row that follows its largest score with slack, so
-// that sums are rarely rescaled; they are fp32.
+// pair of a row. Exponentials are taken relative to a reference per row that follows its largest score with slack, so
+// that the fp32 sums are rarely rescaled.
 //
-// R: rows at once. Strides and offsets are in elements.
+// R: rows processed together. Strides and offsets are in elements.
 
 #pragma once
 
@@ -193,7 +193,7 @@ inline void score(const Scratch& s, int64_t row, Scores<R>& x) {
 // Scores with keys in place, for few rows, where packing would cost more than it saves.
 template <int R>
 inline void score_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys, Scores<R>& x) {
-  constexpr int kSums = R == 1 ? 4 : R == 2 ? 2 : 1;  // Several per row hide the latency of adding.
+  constexpr int kSums = R == 1 ? 4 : R == 2 ? 2 : 1;  // Several sums per row hide the latency of additions.
   for (int c = 0; c * kLanes < num_keys; ++c) {
     __m512 sums[R][kSums] = {};
     for (int64_t d = 0; d < s.head_dim; d += 32) {

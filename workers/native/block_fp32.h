@@ -1,10 +1,10 @@
 // Operations on one block of keys and values with fp32 products, for any CPU.
 //
-// A large tile comes in panels of rows side by side, a row in each lane: queries are [dim][row], scores [key][row], sums
-// [dim][row]. So both products combine broadcast numbers and contiguous vectors, nothing is added up
-// across lanes, and a block only has to become fp32. In a small tile the lanes are dims, and keys and values are read
-// in place. Exponentials are taken against a reference of each row that follows its largest score with slack, so
-// that sums are rarely rescaled.
+// A large tile is divided into panels with a row in each lane: queries are [dim][row], scores [key][row], sums
+// [dim][row]. Both products combine broadcast numbers with contiguous vectors, nothing is summed across lanes, and a
+// block only needs conversion to fp32. In a small tile the lanes are dims, and keys and values are read in place.
+// Exponentials are taken relative to a reference per row that follows its largest score with slack, so that sums are
+// rarely rescaled.
 //
 // Dims are in the order of Pairs. Scores are in powers of two, since queries are scaled when they are read. Strides and
 // offsets are in elements.
@@ -17,9 +17,9 @@ namespace {
 
 constexpr int kColumns = 3;                          // Vectors of a panel.
 constexpr int kPanel = kColumns * kLanes;            // Rows of a panel.
-constexpr int kRepeated = kRegisters == 32 ? 8 : 4;  // Keys or dims of one product: with kColumns they fill the registers.
-constexpr int kAtOnce = kRegisters == 32 ? 8 : 4;    // Rows of a small tile that a block is read for.
-constexpr int kFewRows = 24;                         // More are a panel, even if it is not full.
+constexpr int kRepeated = kRegisters == 32 ? 8 : 4;  // Keys or dims per product, which fill the registers with kColumns.
+constexpr int kAtOnce = kRegisters == 32 ? 8 : 4;    // Rows of a small tile for which a block is read once.
+constexpr int kFewRows = 24;                         // More rows are a panel, even if it is not full.
 static_assert(kTileRows % kPanel == 0 && kFewRows % kAtOnce == 0 && kPairs % kRepeated == 0 && kBlock % kPairs == 0);
 
 // State of a tile.
@@ -95,7 +95,7 @@ void product(const float* a, int64_t row_stride, int64_t step, const float* b, i
     for (int c = 0; c < kColumns; ++c) at(out + r * kPanel + c * kLanes) = x[r][c];
 }
 
-// Move the references of kLanes rows of a panel to their largest scores in this block, where these are far above.
+// Move the references of kLanes rows of a panel to their largest scores in this block if these are far above.
 void rebase_lanes(float* reference, float* sums, float* out, int64_t width, vec top) {
   const vec before = at(reference), after = top > before + kSlack ? top : before;
   if (!any(top > before + kSlack)) return;

@@ -1,4 +1,4 @@
-// Common parts of both kinds of block products.
+// Definitions shared by both kinds of block products.
 
 #pragma once
 
@@ -15,9 +15,9 @@ namespace {
 using bf16 = uint16_t;
 
 constexpr int kBlock = 64;         // Keys of a block.
-constexpr int kTileRows = 384;     // Their queries and sums stay in the second cache.
+constexpr int kTileRows = 384;     // Their queries and sums stay in the L2 cache.
 constexpr int kMostDims = 1024;    // Largest head size.
-constexpr float kSlack = 40.0f;    // Scores may pass their reference by this, in powers of two.
+constexpr float kSlack = 40.0f;    // Scores may exceed their reference by this, in powers of two.
 constexpr float kHidden = -1e30f;  // A score that is not seen.
 constexpr float kUnset = -1e38f;   // The reference of a row before its first block.
 
@@ -44,8 +44,7 @@ struct Block {
 
 alignas(64) const bf16 kZeros[kMostDims] = {};
 
-// Fetch 32 dims from d of a row to the second cache: the next block, while this one is worked on. Pages are so short
-// that the processor's own prefetching has hardly begun when they end.
+// Prefetch 32 dims of the next block's row into the L2 cache. Pages are too short for the processor's own prefetching.
 inline void prefetch(const bf16* row, int64_t d) { __builtin_prefetch(row + d, 0, 2); }
 
 inline void prefetch_keys(const Block& next, int64_t first, int64_t end, int64_t head_dim) {
@@ -53,13 +52,13 @@ inline void prefetch_keys(const Block& next, int64_t first, int64_t end, int64_t
     for (int64_t d = 0; d < head_dim; d += 32) prefetch(next.key[i], d), prefetch(next.value[i], d);
 }
 
-// Result of a row so far: the weighted sum of values and the sum of weights, powers of two of scores less the reference.
+// Result of a row so far: the weighted sum of values and the sum of weights, which are 2^(score - reference).
 struct Found {
   const float* out;
   float sum, reference;
 };
 
-// Freed at the end; parts of it are taken one after the other.
+// Memory for arrays, handed out one after another and freed as a whole.
 class Memory {
  public:
   explicit Memory(int64_t size)

@@ -1,4 +1,4 @@
-// Elementwise work of a layer between its products, by row: norms, rotations, gates. Rounds wherever torch rounds.
+// Elementwise operations between a layer's matrix products: norms, rotations, gates. Rounds wherever torch rounds.
 
 #include "vectors.h"
 
@@ -45,7 +45,7 @@ inline vec silu(vec x) {
   return power > most ? x * 0.0f : x / (1.0f + exp(power > most ? most : power));
 }
 
-void normalise(const bf16* x, const bf16* weight, bf16* out, int64_t size, float eps) {
+void normalize(const bf16* x, const bf16* weight, bf16* out, int64_t size, float eps) {
   vec squares = {};
   for (int64_t d = 0; d < size; d += kPairs) {
     const Pairs given = load(x + d, size - d);
@@ -73,7 +73,7 @@ void rotate(const bf16* x, const bf16* cos, const bf16* sin, bf16* out, int64_t 
 
 }  // namespace
 
-// Normalise rows begin to end of x, or of x + y, which is then stored in total.
+// Normalize rows begin to end of x, or of x + y, which is stored in total.
 extern "C" void baton_rms_norm(const bf16* x, const bf16* y, const bf16* weight, bf16* total, bf16* out, int64_t size,
                                int64_t x_stride, int64_t y_stride, float eps, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
@@ -84,11 +84,11 @@ extern "C" void baton_rms_norm(const bf16* x, const bf16* y, const bf16* weight,
         store(sum + d, each(plus, load(given + d, size - d), load(y + row * y_stride + d, size - d)), size - d);
       given = sum;
     }
-    normalise(given, weight, out + row * size, size, eps);
+    normalize(given, weight, out + row * size, size, eps);
   }
 }
 
-// Rotate the heads of tokens begin to end, normalised before if there is a weight.
+// Rotate the heads of tokens begin to end. With a weight, normalize them first.
 extern "C" void baton_rotate(const bf16* x, const bf16* cos, const bf16* sin, const bf16* weight, bf16* out,
                              int64_t num_heads, int64_t head_dim, int64_t token_stride, int64_t head_stride, float eps,
                              int64_t begin, int64_t end) {
@@ -96,7 +96,7 @@ extern "C" void baton_rotate(const bf16* x, const bf16* cos, const bf16* sin, co
   for (int64_t token = begin; token < end; ++token)
     for (int64_t head = 0; head < num_heads; ++head) {
       const bf16* given = x + token * token_stride + head * head_stride;
-      if (weight) normalise(given, weight, normal, head_dim, eps);
+      if (weight) normalize(given, weight, normal, head_dim, eps);
       bf16* to = out + (token * num_heads + head) * head_dim;
       rotate(weight ? normal : given, cos + token * head_dim, sin + token * head_dim, to, head_dim);
     }
