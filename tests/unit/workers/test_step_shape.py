@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.step_messages import StepShape
-from cluster.spec.strategy import Passing, Strategy
+from cluster.spec.strategy import CpMode, Passing, Strategy, StrategySetting
 from cluster.spec.tiers import TierJob, TierJobKind
 from tests.fakes.sequences import sequence_of
 from tests.fakes.steps import Request, scheduled_of, step_of
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.context_parallel.shard_plan import join_shapes, make_shard_plan, make_step_shape
-from workers.context_parallel.strategy_choice import choose, undivided
+from workers.context_parallel.strategy_choice import StrategyChooser, undivided
 from workers.engine.batch import build_step_batch
 from workers.scheduler.steps import StepLimits, StepScheduler
 
@@ -94,16 +94,17 @@ def test_every_rank_computes_as_many_tokens_as_the_shape_says(
         assert num_queries == batch.shape.last_shard_lens[shard]
 
 
-@given(REQUESTS, PASSINGS, SIZES)
-def test_the_cost_model_returns_the_shape_of_the_strategy_that_it_chose(
-    requests: list[Request], passing: Passing | None, cp: int
+@given(REQUESTS, st.sampled_from(CpMode), SIZES)
+def test_a_chooser_returns_the_shape_of_its_strategy_and_passing(
+    requests: list[Request], mode: CpMode, cp: int
 ) -> None:
     size = ModelShape(
         num_layers=2, linear_flops=10**6, kv_flops=10**5, attention_flops=10**4, kv_row_bytes=64, q_row_bytes=64
     )
     scheduled = scheduled_of(requests)
-    shape = choose(scheduled, cp, size, Rates(exchange_s=0.0, step_s=0.0), passing=passing).shape
-    assert shape == make_step_shape(scheduled, shape.strategy, passing, cp)
+    rates = Rates(exchange_s=0.0, step_s=0.0)
+    shape = StrategyChooser(setting=StrategySetting.AUTO, cp=cp, shape=size, rates=rates, mode=mode)(scheduled).shape
+    assert shape == make_step_shape(scheduled, shape.strategy, shape.passing, cp)
 
 
 def test_a_decode_step_needs_no_shard_plan(monkeypatch: pytest.MonkeyPatch) -> None:
