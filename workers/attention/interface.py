@@ -21,9 +21,6 @@ class Feature(StrEnum):
     VALUE_WIDTH = "values of another width than keys"
 
 
-ALL_FEATURES = frozenset(Feature)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionParams:
     """Attention parameters of one layer, passed with every call."""

@@ -10,23 +10,22 @@ import torch
 from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
 from cluster.spec.kv import KvGroup
-from workers.attention.interface import ALL_FEATURES, AttentionBackend, Feature
+from workers.attention.interface import AttentionBackend, Feature
 from workers.native.compile import CannotCompileError, find_compiler
 
 
 class Entry(NamedTuple):
     target: str
     devices: tuple[str, ...]
-    features: Set[Feature] = ALL_FEATURES
+    lacks: Set[Feature] = frozenset()
     is_bf16_only: bool = False
-
-    def suits(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return device.type in self.devices and (dtype == torch.bfloat16 or not self.is_bf16_only)
 
 
 BACKENDS = {
     "flash_attn": Entry("workers.attention.flash_attn_backend:FlashAttention", ("cuda",), is_bf16_only=True),
-    "native": Entry("workers.attention.native_backend:NativeAttention", ("cpu",), frozenset(), is_bf16_only=True),
+    "native": Entry(
+        "workers.attention.native_backend:NativeAttention", ("cpu",), frozenset(Feature), is_bf16_only=True
+    ),
     "torch": Entry("workers.attention.torch_backend:TorchAttention", ("cpu", "cuda")),
     "triton": Entry("workers.attention.triton.backend:TritonAttention", ("cuda",)),
 }
@@ -73,14 +72,18 @@ def choose_backend(
     name = setting.value
     if setting is AttentionSetting.AUTO:
         return _fastest(device, dtype, needs)
-    suitable = {name: entry.features for name, entry in BACKENDS.items() if entry.suits(device, dtype)}
+    suitable = {
+        name: entry.lacks
+        for name, entry in BACKENDS.items()
+        if device.type in entry.devices and (dtype == torch.bfloat16 or not entry.is_bf16_only)
+    }
     on = f"on {device.type} in {dtype}".replace("torch.", "")
     if name not in suitable:
         raise UserError(f"resources.attention: got {name}; allowed {on}: {_listed(suitable)}")
-    if missing := needs - suitable[name]:
-        able = _listed(other for other, features in suitable.items() if needs <= features)
-        lacks = f"got {name}, which lacks {_words(missing)}"
-        raise UserError(f"resources.attention: {lacks}; allowed {on} for this model: {able}")
+    if missing := needs & suitable[name]:
+        able = _listed(other for other, lacks in suitable.items() if not needs & lacks)
+        got = f"got {name}, which lacks {_words(missing)}"
+        raise UserError(f"resources.attention: {got}; allowed {on} for this model: {able}")
     try:
         return BackendChoice(name, load_backend(name), "asked for")
     except CannotCompileError as error:
@@ -100,7 +103,7 @@ def _fastest(device: torch.device, dtype: torch.dtype, needs: Set[Feature]) -> B
         return BackendChoice("triton", load_backend("triton"), "it reads pages of any size in place")
     if dtype != torch.bfloat16:
         return BackendChoice("torch", load_backend("torch"), "the CPU, in fp32")
-    if missing := needs - BACKENDS["native"].features:
+    if missing := needs & BACKENDS["native"].lacks:
         return BackendChoice("torch", load_backend("torch"), f"the CPU, in bf16; native lacks {_words(missing)}")
     try:
         return BackendChoice("native", load_backend("native"), f"the CPU, in bf16, with {find_compiler().kind.name}")

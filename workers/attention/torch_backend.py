@@ -231,22 +231,16 @@ def _attend_queries(query: Tensor, key: Tensor, value: Tensor, piece: Piece, fir
     last = first + len(query) - 1
     begin = 0 if piece.behind is None else max(piece.behind + first * piece.step, 0)
     keys = slice(begin, min(piece.ahead + last * piece.step + 1, piece.num_keys))
-    seen = None
+    key, value = key[:, keys].float(), value[:, keys].float()
+    num_queries, num_heads, head_dim = query.shape
+    rows = query.view(num_queries, len(key), -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    scores = (rows @ key.transpose(1, 2)).view(num_heads, num_queries, -1)
     if not piece.is_full:
         steps = torch.arange(first, last + 1, device=query.device)[:, None] * piece.step
         indices = torch.arange(keys.start, keys.stop, device=query.device)
         seen = indices <= piece.ahead + steps
         if piece.behind is not None:
             seen &= indices >= piece.behind + steps
-    return _by_definition(query, key[:, keys].float(), value[:, keys].float(), seen)
-
-
-def _by_definition(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Partial:
-    """Compute attention in fp32. ``seen [T, S]`` has a key for every query; None means all keys."""
-    num_queries, num_heads, head_dim = query.shape
-    rows = query.view(num_queries, len(key), -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
-    scores = (rows @ key.transpose(1, 2)).view(num_heads, num_queries, -1)
-    if seen is not None:
         scores.masked_fill_(~seen, -torch.inf)
     lse = scores.logsumexp(-1)
     out = scores.softmax(-1).view(*rows.shape[:2], -1) @ value

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,13 +116,13 @@ def test_a_sink_alone_takes_all_and_gives_nothing(dtype: torch.dtype) -> None:
 def test_transients_do_not_grow_with_queries_times_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, "MOST_SCORES", 1 << 12)
     sizes: list[int] = []
-    by_definition = torch_backend._by_definition
+    attend_queries = torch_backend._attend_queries
 
-    def note(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Partial:
+    def note(query: Tensor, key: Tensor, *rest: Any) -> Partial:
         sizes.append(query.shape[0] * query.shape[1] * key.shape[1])
-        return by_definition(query, key, value, mask)
+        return attend_queries(query, key, *rest)
 
-    monkeypatch.setattr(torch_backend, "_by_definition", note)
+    monkeypatch.setattr(torch_backend, "_attend_queries", note)
     query, key, value = tensors(100, 500)
     attention = TORCH.prepare_rows([Run(0, 400, 100, 1)], [Run(0, 0, 500, 1)])
     attention.attend(query, key, value, params_for(query, 450))
