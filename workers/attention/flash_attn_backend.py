@@ -29,11 +29,7 @@ class FlashAttention:
         self._triton = TritonAttention()
 
     def prepare(
-        self,
-        runs: Sequence[Run],
-        page_tables: Sequence[Tensor],
-        page_size: int,
-        key_lens: Sequence[int] | None = None,
+        self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
     ) -> StepAttention:
         prepare_triton = partial(self._triton.prepare, runs, page_tables, page_size, key_lens)
         num_keys = [run.last_position + 1 if key_lens is None else key_lens[run.request] for run in runs]

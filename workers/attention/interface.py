@@ -90,11 +90,7 @@ class AttentionBackend(Protocol):
     """One implementation of attention; stateless, one per worker."""
 
     def prepare(
-        self,
-        runs: Sequence[Run],
-        page_tables: Sequence[Tensor],
-        page_size: int,
-        key_lens: Sequence[int] | None = None,
+        self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
     ) -> StepAttention:
         """Lay out one step's work. ``page_tables[request]`` holds page numbers, int64, in order of position.
 

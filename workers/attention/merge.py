@@ -16,7 +16,7 @@ class Partial(NamedTuple):
     """
 
     out: Tensor
-    """``[..., heads, dim]``, normalised over the keys seen."""
+    """``[..., heads, dim]``, normalized over the keys seen."""
     lse: Tensor
     """``[..., heads]``, fp32: natural log of the sum of exp(scaled score) over the keys seen."""
 

@@ -30,11 +30,7 @@ class NativeAttention:
             raise CannotCompileError(f"cannot load {error}") from error
 
     def prepare(
-        self,
-        runs: Sequence[Run],
-        page_tables: Sequence[Tensor],
-        page_size: int,
-        key_lens: Sequence[int] | None = None,
+        self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
     ) -> StepAttention:
         lens = [len(table) for table in page_tables]
         pieces, first_entries = paged_pieces(runs, key_lens), list(accumulate(lens, initial=0))

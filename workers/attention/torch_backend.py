@@ -67,7 +67,6 @@ class _SingleTokens:
     def __init__(
         self, pieces: Sequence[Piece], page_tables: Sequence[Tensor], page_size: int, num_queries: int
     ) -> None:
-        """Lay out a batch of pieces with one query each; the step has ``num_queries``."""
         pieces = sorted(pieces, key=lambda piece: piece.query.start)
         held = [pages_of(piece, page_size) for piece in pieces]
         tables = [page_tables[piece.request][pages] for piece, (pages, _) in zip(pieces, held, strict=True)]
@@ -86,7 +85,6 @@ class _SingleTokens:
             self._bias = torch.zeros(is_unseen.shape).masked_fill_(is_unseen, -torch.inf)[:, None, None]
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, scale: float) -> Partial:
-        """Return the fp32 partial of this batch's rows of ``query [tokens, heads, dim]``."""
         key, value = (self._pages.gather(pages)[:, :, self._slots].float() for pages in (key_pages, value_pages))
         if self._bias is not None:
             # Other requests' memory may hold NaN, which no bias hides.
@@ -116,11 +114,7 @@ class TorchAttention:
     """Exact attention in fp32, except for prompts in another dtype that torch's own kernel supports."""
 
     def prepare(
-        self,
-        runs: Sequence[Run],
-        page_tables: Sequence[Tensor],
-        page_size: int,
-        key_lens: Sequence[int] | None = None,
+        self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
     ) -> "_PagedStep":
         return _PagedStep(runs, page_tables, page_size, key_lens)
 
@@ -180,7 +174,6 @@ def _divide(
     window: int | None,
     is_batched: bool,
 ) -> tuple[list[_SingleTokens], list[Piece]]:
-    """Return batches of single tokens, and the blocks of all other pieces."""
     singles: list[Piece] = []
     others: list[Piece] = []
     for piece in paged_pieces(runs, key_lens, window):

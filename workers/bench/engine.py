@@ -45,7 +45,6 @@ class TransformersPeer:
     """Transformers model that shares the engine's weights."""
 
     def __init__(self, raw: Mapping[str, Any], model: DecoderModel) -> None:
-        """Build the model from ``raw``, the content of config.json."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.for_model(**raw)
@@ -55,7 +54,7 @@ class TransformersPeer:
         weights = {name: part.target for name, part in model.weights().items()}
         self._model.load_state_dict(weights, assign=True, strict=False)
         self._model.tie_weights()
-        # Its frequencies come from the configuration, not from weights.
+        # Rotary frequencies come from the configuration, not from weights.
         with model.device:
             self._model.model.rotary_emb = type(self._model.model.rotary_emb)(config)
         missing = [name for name, parameter in self._model.named_parameters() if parameter.is_meta]

@@ -169,7 +169,6 @@ class ShardPlan:
         return TokenLocation(*divmod(int(self.inverse[token]), self.padded_len))
 
     def last_token(self, request: int) -> int:
-        """Return the flattened index of a request's last extend token."""
         assert self.extend_lens[request] > 0, f"request {request} extends by no token"
         return self.starts[request + 1] - 1
 
@@ -221,11 +220,7 @@ def shape_of_plan(plan: ShardPlan, scheduled: Sequence[ScheduledRequest], passin
             for runs in shards
         )
     return StepShape(
-        strategy=plan.strategy,
-        passing=passing,
-        shard_lens=lens,
-        last_shard_lens=last,
-        is_decode=_is_decode(scheduled),
+        strategy=plan.strategy, passing=passing, shard_lens=lens, last_shard_lens=last, is_decode=_is_decode(scheduled)
     )
 
 

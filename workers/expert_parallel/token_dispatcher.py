@@ -190,7 +190,6 @@ class AllToAllDispatcher:
         return total.to(terms.dtype)
 
     def _tokens_by_rank(self, experts: Tensor) -> list[Tensor]:
-        """Return the indices of the tokens that each rank of the block must receive."""
         ep_ranks, num_ep = experts // self._num_local, self._block.size // self._moe_tp
         wanted = [(ep_ranks == ep_rank).any(dim=1).nonzero()[:, 0] for ep_rank in range(num_ep)]
         return [wanted[rank // self._moe_tp] for rank in range(self._block.size)]

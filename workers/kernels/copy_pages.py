@@ -27,18 +27,12 @@ def copy_pages(source: Tensor, target: Tensor, indices: Tensor) -> None:
     num_blocks = indices.shape[1] * num_heads * num_parts
     if num_blocks:
         is_within = source.is_cuda and target.is_cuda
+        strides, sizes = (
+            (*source.stride()[:2], *target.stride()[:2]),
+            (indices.shape[1], num_heads, num_parts, num_words),
+        )
         _copy_kernel[(num_blocks if is_within else min(num_blocks, _PROGRAMS_TO_HOST),)](
-            source,
-            target,
-            indices,
-            *source.stride()[:2],
-            *target.stride()[:2],
-            indices.shape[1],
-            num_heads,
-            num_parts,
-            num_words,
-            BLOCK_WORDS=_BLOCK_WORDS,
-            num_warps=_WARPS,
+            source, target, indices, *strides, *sizes, BLOCK_WORDS=_BLOCK_WORDS, num_warps=_WARPS
         )
 
 

@@ -32,11 +32,9 @@ def choose_experts(
     weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=logits.device)
     experts = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=logits.device)
     if num_tokens:
+        tensors = (logits, counted, weights, experts)
         _choose_kernel[(num_tokens,)](
-            logits,
-            counted,
-            weights,
-            experts,
+            *tensors,
             NUM_EXPERTS=num_experts,
             NUM_CHOSEN=num_chosen,
             SUM_TO_ONE=sum_to_one,
@@ -115,14 +113,10 @@ def grouped_matmul(x: Tensor, weights: Tensor, tiles: RowTiles, sources: Tensor 
     out = x.new_empty((num_rows, weights.shape[1]))
     block_cols, block_inner = (32, 32) if x.itemsize > 2 else (128, 64)
     if len(tiles.tiles):
+        tensors, sizes = (x, weights, out, tiles.tiles, sources), (out.shape[1], x.shape[1])
         _grouped_matmul_kernel[(triton.cdiv(out.shape[1], block_cols), len(tiles.tiles))](
-            x,
-            weights,
-            out,
-            tiles.tiles,
-            sources,
-            out.shape[1],
-            x.shape[1],
+            *tensors,
+            *sizes,
             BLOCK_ROWS=tiles.block_rows,
             BLOCK_COLS=block_cols,
             BLOCK_INNER=block_inner,
@@ -185,20 +179,9 @@ def expert_rows(experts: Tensor, first: int, loads: Tensor, block_rows: int) -> 
     num_tiles = min(num_choices, num_local + 1 + num_choices // block_rows)
     tiles = torch.empty(num_tiles, TILE_FIELDS, dtype=torch.int32, device=experts.device)
     if num_choices:
+        tensors, sizes = (experts, tokens, rows, tiles, loads), (num_choices, num_chosen, num_local, num_tiles)
         _expert_rows_kernel[(num_local + 1,)](
-            experts,
-            tokens,
-            rows,
-            tiles,
-            loads,
-            first,
-            num_choices,
-            num_chosen,
-            num_local,
-            num_tiles,
-            BLOCK_ROWS=block_rows,
-            NUM_BINS=block_of(num_local + 1),
-            BLOCK=_CHOICE_BLOCK,
+            *tensors, first, *sizes, BLOCK_ROWS=block_rows, NUM_BINS=block_of(num_local + 1), BLOCK=_CHOICE_BLOCK
         )
     return ExpertRows(tokens, rows, RowTiles(tiles, block_rows))
 

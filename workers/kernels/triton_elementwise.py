@@ -27,15 +27,10 @@ def _launch_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) ->
     num_rows, size = x.shape
     block = block_of(size)
     if num_rows:
+        added = x if y is None else y
         _rms_norm_kernel[(num_rows,)](
-            x,
-            x if y is None else y,
-            weight,
-            out,
-            total,
-            x.stride(0),
-            x.stride(0) if y is None else y.stride(0),
-            eps,
+            *(x, added, weight, out, total),
+            *(x.stride(0), added.stride(0), eps),
             SIZE=size,
             BLOCK=block,
             ADDS=y is not None,
@@ -102,14 +97,9 @@ def _launch_rotate(
     out = torch.empty(num_tokens, num_queries, head_dim, dtype=x.dtype, device=x.device)
     if num_tokens:
         _rotate_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS))](
-            x,
-            cos.contiguous(),
-            sin.contiguous(),
-            x if q_weight is None else q_weight,
-            x if k_weight is None else k_weight,
-            out,
-            out if pages is None else pages,
-            cos if slots is None else slots,
+            *(x, cos.contiguous(), sin.contiguous()),
+            *(x if weight is None else weight for weight in (q_weight, k_weight)),
+            *(out, out if pages is None else pages, cos if slots is None else slots),
             *x.stride()[:2],
             *((0, 0, 0, 0) if pages is None else pages.stride()[:4]),
             eps,

@@ -68,7 +68,6 @@ def find_compiler(cpu_info: Path = Path("/proc/cpuinfo")) -> Compiler:
 
 
 def runnable_kinds(cpu_info: Path = Path("/proc/cpuinfo")) -> list[Kind]:
-    """Return the kinds that this machine's processor can run, fastest first."""
     flags: set[str] = set()
     if platform.machine() in ("aarch64", "arm64"):
         flags = {"asimd"}  # All of them have it, and macOS has no such file.

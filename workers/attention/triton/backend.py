@@ -24,11 +24,7 @@ class TritonAttention:
     """Attention without key copies; stateless. Strides are arbitrary, but the elements of a head are adjacent."""
 
     def prepare(
-        self,
-        runs: Sequence[Run],
-        page_tables: Sequence[Tensor],
-        page_size: int,
-        key_lens: Sequence[int] | None = None,
+        self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
     ) -> StepAttention:
         return _PagedStep(runs, page_tables, page_size, key_lens)
 

@@ -15,7 +15,6 @@ from workers.kernels.partials import Parts
 
 
 def unwritten(query: Tensor, value_dim: int) -> Partial:
-    """Allocate a result for ``query [T, heads, D]``."""
     shape = query.shape[:-1]
     return Partial(query.new_empty(*shape, value_dim), query.new_empty(shape, dtype=torch.float32))
 
