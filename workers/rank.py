@@ -34,7 +34,7 @@ from workers.memory.peer_memory import PeerMemory, open_peer_memory
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
-from workers.native.library import NativeElementwise
+from workers.native.library import Library
 from workers.parallel.groups import ReplicaStore, leave_store
 from workers.trace.step_recorder import StepRecorder
 
@@ -111,7 +111,7 @@ def _load(
     attention = choose_backend(config.resources.attention, device, dtype, needs_of(geometry.groups))
     _log.info("attention by %s: %s", attention.name, attention.reason)
     if attention.name == "native":
-        elementwise.register("cpu", torch.bfloat16, NativeElementwise.load())
+        elementwise.register("cpu", torch.bfloat16, Library.load())
     is_windowed = any(model_config.windows)
     make_capture = None if is_windowed else _make_captures(spec, device)
     memory_gib = pool_memory_gib(spec, store, model, attention.backend, groups, geometry, make_capture)

@@ -10,7 +10,7 @@ from torch import Tensor
 from workers.attention.interface import AttentionParams, GraphShape, RowAttention, StepAttention
 from workers.attention.merge import Partial, empty_partial
 from workers.attention.runs import Piece, Run, paged_pieces, row_pieces
-from workers.native.compile import CannotCompileError, Compiler, compiled_library, find_compiler
+from workers.native.compile import Compiler
 from workers.native.library import NUM_ITEM_FIELDS, Library
 
 _ONE_PAGE = 1 << 62
@@ -23,11 +23,7 @@ class NativeAttention:
 
     def __init__(self, compiler: Compiler | None = None) -> None:
         """Compile the library if this machine has none yet. Raises CannotCompileError if that fails."""
-        path = compiled_library(compiler or find_compiler())
-        try:
-            self._library = Library(path, torch.get_num_threads())
-        except OSError as error:
-            raise CannotCompileError(f"cannot load {error}") from error
+        self._library = Library.load(compiler)
 
     def prepare(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
@@ -70,7 +66,7 @@ class _NativeRows:
 
     def __init__(self, library: Library, pieces: Sequence[Piece]) -> None:
         self._library = library
-        self._items = _items(pieces, [0] * len(pieces)).split(1) if pieces else ()
+        self._items = list(_items(pieces, [0] * len(pieces))[:, None])
         self._num_queries = max((piece.query.stop for piece in pieces), default=0)
         self._num_keys = max((piece.key.stop for piece in pieces), default=0)
 

@@ -112,8 +112,9 @@ def row_pieces(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int |
             for piece in _of_pair(query, query_rows, key, rows, window):
                 last = pieces[-1] if pieces and window is None else None
                 if last and last.is_full and (last.query, last.key.stop) == (piece.query, piece.key.start):
-                    key = slice(last.key.start, piece.key.stop)
-                    piece = pieces.pop()._replace(key=key, ahead=last.num_keys + piece.ahead, step=piece.step)
+                    pieces.pop()
+                    keys = slice(last.key.start, piece.key.stop)
+                    piece = piece._replace(key=keys, ahead=last.num_keys + piece.ahead)
                 pieces.append(piece)
     return pieces
 

@@ -25,7 +25,7 @@ from workers.engine.weights import random_model, torch_dtype
 from workers.kernels import elementwise
 from workers.memory.page_pool import PagePool
 from workers.models.interface import DecoderConfig
-from workers.native.library import NativeElementwise
+from workers.native.library import Library
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, join_group, join_store, open_store
 
@@ -48,7 +48,7 @@ class CpBenchRank:
         self._pool = PagePool.of_one_rank(geometry, pages_for(max_len, _PAGE_SIZE))
         attention = choose_backend(AttentionSetting.AUTO, self._model.device, dtype, needs_of(geometry.groups))
         if attention.name == "native":
-            elementwise.register("cpu", torch.bfloat16, NativeElementwise.load())
+            elementwise.register("cpu", torch.bfloat16, Library.load())
         self._backend = attention.backend
         self._store: ReplicaStore | None = None
         self._groups: dict[int, tuple[Communicator, ModelRunner, Rates]] = {}

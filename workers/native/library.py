@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from workers.native.compile import compiled_library, find_compiler
+from workers.native.compile import CannotCompileError, Compiler, compiled_library, find_compiler
 
 MOST_DIMS = 1024
 """Largest size of a head."""
@@ -31,13 +31,37 @@ class _Arguments(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int64) for name in _FIELDS), ("scale", ctypes.c_float))
 
 
+_POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
 class Library:
-    """Attention on ``num_threads`` threads, including the caller's."""
+    """Attention and ElementwiseKernels on ``num_threads`` threads, including the caller's.
+
+    The elements of a row are adjacent in memory.
+    """
 
     def __init__(self, path: Path, num_threads: int) -> None:
-        self._attend = ctypes.CDLL(str(path)).baton_attend
-        self._num_helpers = num_threads - 1
-        self._helpers = ThreadPoolExecutor(num_threads, "attention")
+        library = ctypes.CDLL(str(path))
+        self._attend = library.baton_attend
+        self._rms_norm, self._rotate, self._swiglu = library.baton_rms_norm, library.baton_rotate, library.baton_swiglu
+        self._store_kv = library.baton_store_kv
+        self._rms_norm.argtypes = [*[_POINTER] * 5, *[_SIZE] * 3, _FLOAT, *[_SIZE] * 2]
+        self._rotate.argtypes = [*[_POINTER] * 5, *[_SIZE] * 4, _FLOAT, *[_SIZE] * 2]
+        self._swiglu.argtypes = [*[_POINTER] * 2, *[_SIZE] * 4]
+        self._store_kv.argtypes = [*[_POINTER] * 3, *[_SIZE] * 12]
+        for function in (self._rms_norm, self._rotate, self._swiglu, self._store_kv):
+            function.restype = None
+        self._num_threads = num_threads
+        self._helpers = ThreadPoolExecutor(num_threads, "native")
+
+    @classmethod
+    def load(cls, compiler: Compiler | None = None) -> "Library":
+        """Load the library, compiled if necessary, for as many threads as torch has. Raises CannotCompileError."""
+        path = compiled_library(compiler or find_compiler())
+        try:
+            return cls(path, torch.get_num_threads())
+        except OSError as error:
+            raise CannotCompileError(f"cannot load {error}") from error
 
     def attend(
         self,
@@ -74,37 +98,9 @@ class Library:
             *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3]),
             scale,
         )
-        calls = [self._helpers.submit(self._attend, ctypes.byref(arguments)) for _ in range(self._num_helpers)]
+        calls = [self._helpers.submit(self._attend, ctypes.byref(arguments)) for _ in range(self._num_threads - 1)]
         if any([self._attend(ctypes.byref(arguments)), *(call.result() for call in calls)]):
             raise MemoryError("no memory for a tile of attention")
-
-
-_POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-class NativeElementwise:
-    """Elementwise kernels on ``num_threads`` threads, including the caller's; see ElementwiseKernels.
-
-    The elements of a row are adjacent in memory.
-    """
-
-    def __init__(self, path: Path, num_threads: int) -> None:
-        library = ctypes.CDLL(str(path))
-        self._rms_norm, self._rotate, self._swiglu = library.baton_rms_norm, library.baton_rotate, library.baton_swiglu
-        self._store_kv = library.baton_store_kv
-        self._rms_norm.argtypes = [*[_POINTER] * 5, *[_SIZE] * 3, _FLOAT, *[_SIZE] * 2]
-        self._rotate.argtypes = [*[_POINTER] * 5, *[_SIZE] * 4, _FLOAT, *[_SIZE] * 2]
-        self._swiglu.argtypes = [*[_POINTER] * 2, *[_SIZE] * 4]
-        self._store_kv.argtypes = [*[_POINTER] * 3, *[_SIZE] * 12]
-        for function in (self._rms_norm, self._rotate, self._swiglu, self._store_kv):
-            function.restype = None
-        self._num_threads = num_threads
-        self._helpers = ThreadPoolExecutor(num_threads, "elementwise")
-
-    @classmethod
-    def load(cls) -> "NativeElementwise":
-        """Load the library for as many threads as torch has. Raises CannotCompileError."""
-        return cls(compiled_library(find_compiler()), torch.get_num_threads())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

@@ -14,7 +14,7 @@ from workers.layers.feed_forward import gated
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import Rotation
 from workers.native.compile import Compiler, compiled_library, find_compiler, runnable_kinds
-from workers.native.library import NativeElementwise
+from workers.native.library import Library
 
 pytestmark = pytest.mark.native
 
@@ -25,8 +25,8 @@ ROWS, SIZES, SEEDS = st.integers(0, 5), st.integers(1, 150), st.integers(0, 2**3
 
 
 @pytest.fixture(scope="module", params=runnable_kinds(), ids=lambda kind: kind.name)
-def library(request: pytest.FixtureRequest) -> NativeElementwise:
-    return NativeElementwise(compiled_library(Compiler(find_compiler().path, request.param)), 1)
+def library(request: pytest.FixtureRequest) -> Library:
+    return Library(compiled_library(Compiler(find_compiler().path, request.param)), 1)
 
 
 def draw(seed: int, *shape: int, gap: int = 0) -> torch.Tensor:
@@ -54,7 +54,7 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @given(num_rows=ROWS, size=SIZES, gap=st.integers(0, 3), seed=SEEDS)
-def test_norms(library: NativeElementwise, num_rows: int, size: int, gap: int, seed: int) -> None:
+def test_norms(library: Library, num_rows: int, size: int, gap: int, seed: int) -> None:
     layer = norm(seed, size)
     x, y = (draw(seed + number, num_rows, size, gap=gap) for number in (1, 2))
     check_norm(library.rms_norm(x, layer.weight, EPS), layer(x))
@@ -65,7 +65,7 @@ def test_norms(library: NativeElementwise, num_rows: int, size: int, gap: int, s
 
 
 @given(num_tokens=ROWS, heads=st.integers(1, 3), half=st.integers(1, 75), gap=st.integers(0, 3), seed=SEEDS)
-def test_rotations(library: NativeElementwise, num_tokens: int, heads: int, half: int, gap: int, seed: int) -> None:
+def test_rotations(library: Library, num_tokens: int, heads: int, half: int, gap: int, seed: int) -> None:
     x, layer = draw(seed, num_tokens, heads + 1, 2 * half, gap=gap)[:, :heads], norm(seed, 2 * half)
     rotation = Rotation(*(draw(seed + number, num_tokens, 1, 2 * half) for number in (1, 2)))
     assert same_bits(library.rotate(x, rotation.cos, rotation.sin), rotation.apply(x))
@@ -75,7 +75,7 @@ def test_rotations(library: NativeElementwise, num_tokens: int, heads: int, half
 
 
 @given(num_rows=ROWS, size=SIZES, gap=st.integers(0, 3), seed=SEEDS)
-def test_gates(library: NativeElementwise, num_rows: int, size: int, gap: int, seed: int) -> None:
+def test_gates(library: Library, num_rows: int, size: int, gap: int, seed: int) -> None:
     gate_up = draw(seed, num_rows, 2 * size, gap=gap)
     gate, up = gate_up.chunk(2, dim=-1)
     found, expected = library.swiglu(gate_up), functional.silu(gate) * up
@@ -86,7 +86,7 @@ def test_gates(library: NativeElementwise, num_rows: int, size: int, gap: int, s
     num_rows=ROWS, heads=st.integers(1, 3), dim=st.integers(1, 70), page_size=st.integers(1, 4), seed=SEEDS, gap=SIZES
 )
 def test_rows_of_kv_go_to_their_slots_alone(
-    library: NativeElementwise, num_rows: int, heads: int, dim: int, page_size: int, seed: int, gap: int
+    library: Library, num_rows: int, heads: int, dim: int, page_size: int, seed: int, gap: int
 ) -> None:
     found, expected = (kv_pool(6, heads, 2, page_size, dim, torch.bfloat16) for _ in range(2))
     slots = torch.randperm(6 * page_size, generator=torch.Generator().manual_seed(seed))[:num_rows]
@@ -97,7 +97,7 @@ def test_rows_of_kv_go_to_their_slots_alone(
     assert same_bits(found.group("full_attention"), expected.group("full_attention"))
 
 
-def test_numbers_at_the_edge(library: NativeElementwise) -> None:
+def test_numbers_at_the_edge(library: Library) -> None:
     x = torch.tensor(SPECIAL * 7).bfloat16()[None]
     gate_up = torch.cat((x, torch.ones_like(x)), dim=1)
     found, expected = library.swiglu(gate_up), functional.silu(x)
@@ -110,12 +110,12 @@ def test_numbers_at_the_edge(library: NativeElementwise) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_threads_share_many_rows(library: NativeElementwise, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_many_rows(library: Library, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.native.library._LEAST_SHARED", 64)
-    shared = NativeElementwise(compiled_library(find_compiler()), num_threads)
+    shared = Library(compiled_library(find_compiler()), num_threads)
     x, y, layer = draw(1, 50, 64), draw(2, 50, 64), norm(3, 64)
     cos, sin = draw(4, 50, 1, 64), draw(5, 50, 1, 64)
-    calls: list[Callable[[NativeElementwise], torch.Tensor]] = [
+    calls: list[Callable[[Library], torch.Tensor]] = [
         lambda kernels: kernels.rms_norm(x, layer.weight, EPS),
         lambda kernels: torch.cat(kernels.add_rms_norm(x, y, layer.weight, EPS)),
         lambda kernels: kernels.rotate(x[:, None], cos, sin, layer.weight, EPS),
@@ -125,10 +125,10 @@ def test_threads_share_many_rows(library: NativeElementwise, num_threads: int, m
         check_norm(call(shared), call(library))
 
 
-def test_layers_use_them_for_bf16_alone(library: NativeElementwise, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_use_them_for_bf16_alone(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
 
-    class Noting(NativeElementwise):
+    class Noting(Library):
         def __getattribute__(self, name: str) -> object:
             used.append(name)
             return object.__getattribute__(library, name)
