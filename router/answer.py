@@ -12,7 +12,7 @@ from cluster.spec.sampling import FinishReason
 from cluster.spec.tiers import CachedTokens
 from router.errors import RequestFailedError
 from router.metrics import Metrics
-from router.request import FailRequest, OutputBatch, RequestId
+from router.request import FailRequest, GenerateRequest, OutputBatch, RequestId
 
 HEADERS = ("x-baton-prefill", "x-baton-decode", "server-timing", "x-baton-trace")
 """Response headers of every answer; the last one is for traced requests only."""
@@ -25,43 +25,45 @@ class Answer:
     """
 
     def __init__(
-        self, num_choices: int, enough: Callable[[RequestId], None], leave: Callable[[Sequence[RequestId]], None]
+        self,
+        requests: Sequence[GenerateRequest],
+        enough: Callable[[RequestId], None],
+        leave: Callable[[Sequence[RequestId]], None],
     ) -> None:
+        """``requests`` has one request per choice; choices of one prompt are adjacent."""
+        self.requests = requests
+        self.num_prompt_tokens = sum(len(request.prompt_ids) for request in requests if not request.shares_prompt)
+        """Each prompt counts once, however many choices it has."""
+        self.arrived_s = requests[0].arrived_s
+        self.is_traced = requests[0].traced
         self._enough = enough
         self._leave = leave
-        self.request_ids: list[RequestId] = []
         self._submits: dict[RequestId, Submit] = {}
         """Each request's current attempt."""
-        self._trace_path: dict[str, str] = {}
         self.queue_s = 0.0
         """Time spent waiting until replicas had room."""
         self.opened_s = 0.0
         self.trace_header: dict[str, str] = {}
         """Response header that names the OpenTelemetry trace."""
-        self.cached = [CachedTokens()] * num_choices
-        """Cached prompt tokens of every choice."""
+        self.cached = CachedTokens()
+        """Cached prompt tokens; each prompt counts once."""
         self.phases: PhaseTimes | None = None
         """Phase times of the choice whose first token arrived first."""
         self.first_s: float | None = None
         """Arrival of the first token of any choice."""
         self.num_tokens = 0
         """Tokens of all choices, read or unread."""
-        self._num_unfinished = num_choices
+        self._num_unfinished = len(requests)
         self._unread: dict[int, OutputBatch] = {}
         self._failure: FailRequest | None = None
         self._reader: asyncio.Future[None] | None = None
-
-    def add(self, request_id: RequestId, *, traced: bool = False) -> None:
-        self.request_ids.append(request_id)
-        if traced:
-            self._trace_path = {"x-baton-trace": f"/traces/{request_id}"}
 
     def start_attempt(self, request_id: RequestId, submit: Submit) -> None:
         self._submits[request_id] = submit
 
     @property
-    def is_traced(self) -> bool:
-        return bool(self._trace_path)
+    def request_ids(self) -> list[RequestId]:
+        return [request.request_id for request in self.requests]
 
     @property
     def headers(self) -> dict[str, str]:
@@ -70,7 +72,8 @@ class Answer:
         prefills = dict.fromkeys((each.prefill or each.decode).replica for each in submits if each.prompt_of is None)
         decodes = dict.fromkeys(each.decode.replica for each in submits)
         replicas = {"x-baton-prefill": ", ".join(prefills), "x-baton-decode": ", ".join(decodes)}
-        return replicas | {"server-timing": self._timing} | self._trace_path | self.trace_header
+        trace = {"x-baton-trace": f"/traces/{self.request_ids[-1]}"} if self.is_traced else {}
+        return replicas | {"server-timing": self._timing} | trace | self.trace_header
 
     @property
     def _timing(self) -> str:
@@ -96,7 +99,7 @@ class Answer:
 
     def enough(self, index: int) -> None:
         """End a choice that is complete before the model ended it."""
-        self._enough(self.request_ids[index])
+        self._enough(self.requests[index].request_id)
         self._unread.pop(index, None)
         self._num_unfinished -= 1
 
@@ -133,30 +136,26 @@ class Answer:
 class OpenChoice:
     """One choice of an answer: receives its output and measures its latency."""
 
-    def __init__(
-        self, answer: Answer, index: int, prompt_len: int, arrived_s: float, opened_s: float, metrics: Metrics
-    ) -> None:
-        """``prompt_len`` is in tokens, and 0 for a choice that shares another one's prompt."""
+    def __init__(self, answer: Answer, index: int, metrics: Metrics) -> None:
         self.answer = answer
         self._index = index
-        self._prompt_len = prompt_len
-        self._arrived_s = arrived_s
-        self._opened_s = opened_s
         self._first_s: float | None = None
         self._last_s: float | None = None
         self._num_tokens = 0
         self._metrics = metrics
 
     def take(self, batch: OutputBatch, now_s: float) -> None:
+        request = self.answer.requests[self._index]
         self._measure(len(batch.token_ids), now_s)
         if batch.phases is not None:
             self._metrics.on_phases(batch.phases)
-            if self._prompt_len:
-                self._metrics.on_prompt(self._prompt_len, batch.cached.total)
+            if not request.shares_prompt:
+                self._metrics.on_prompt(len(request.prompt_ids), batch.cached.total)
             self.answer.phases = self.answer.phases or batch.phases
         if batch.cached.total:
             self._metrics.on_cached(batch.cached)
-            self.answer.cached[self._index] += batch.cached
+            if not request.shares_prompt:
+                self.answer.cached += batch.cached
         self.answer.push(self._index, batch)
         if batch.finish is not None:
             self.end(batch.finish, now_s)
@@ -164,7 +163,7 @@ class OpenChoice:
     def end(self, finish: FinishReason, now_s: float) -> None:
         metrics = self._metrics
         metrics.success.add(1, finish.value)
-        metrics.e2e_s.observe(now_s - self._arrived_s)
+        metrics.e2e_s.observe(now_s - self.answer.arrived_s)
         metrics.generated.observe(self._num_tokens)
         if self._first_s is not None:
             metrics.on_end(self.answer.phases, now_s - self._first_s)
@@ -174,8 +173,8 @@ class OpenChoice:
     def intervals(self, now_s: float) -> list[Interval]:
         """Return the router's part of the request's trace."""
         starts = [
-            ("read and tokenize", self._arrived_s),
-            ("wait for the first token", self._opened_s),
+            ("read and tokenize", self.answer.arrived_s),
+            ("wait for the first token", self.answer.opened_s),
             ("stream", self._first_s),
             ("", now_s),
         ]
@@ -192,7 +191,7 @@ class OpenChoice:
         if self._last_s is None:
             self._first_s = now_s
             self.answer.first_s = self.answer.first_s or now_s
-            self._metrics.ttft_s.observe(now_s - self._arrived_s)
+            self._metrics.ttft_s.observe(now_s - self.answer.arrived_s)
         else:
             self._metrics.itl_s.observe((now_s - self._last_s) / num_tokens)
         self._last_s = now_s

@@ -10,9 +10,8 @@ from starlette.types import ASGIApp
 from router import errors
 from router.answer import HEADERS
 from router.api import admin, generation, status
-from router.api.body import ArrivingBodies
 from router.api.document import complete
-from router.api.front import REQUEST_ID, Front, key_needed
+from router.api.front import REQUEST_ID, ArrivingBodies, Front, key_needed
 from router.records import TRACEPARENT
 from router.service import Service
 

@@ -146,14 +146,14 @@ class EventStream(Response):
 
     def __init__(
         self,
-        open_answer: Callable[[], AbstractAsyncContextManager[Answer]],
+        opening: AbstractAsyncContextManager[Answer],
         frames: Callable[[Answer], Frames],
         failed: Callable[[RequestFailedError], bytes],
     ) -> None:
         """``failed`` returns the last frame of a stream that fails after its first frame."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._open_answer = open_answer
+        self._opening = opening
         self._frames = frames
         self._failed = failed
         self._started = False
@@ -186,7 +186,7 @@ class EventStream(Response):
             self._timer = loop.call_at(due_s, self._watch, limit)
 
     async def _write(self, send: Send) -> None:
-        async with self._open_answer() as answer, aclosing(self._frames(answer)) as frames:
+        async with self._opening as answer, aclosing(self._frames(answer)) as frames:
             try:
                 await self._send_first(send, answer, frames)
                 async for frame in frames:

@@ -33,7 +33,6 @@ from router.request import (
     Placement,
     RequestId,
     RequestPhase,
-    RequestState,
     SendMessage,
     StartAttempt,
     WakeAt,
@@ -64,8 +63,8 @@ class RequestTable:
         self._retry_backoff_s = retry_backoff_s
         self._pick = pick
         self._draw = draw
-        self._states: dict[RequestId, RequestState] = {}
-        self._by_room: dict[Room, RequestState] = {}
+        self._open: dict[RequestId, GenerateRequest] = {}
+        self._by_room: dict[Room, GenerateRequest] = {}
         """Requests by the room of their current attempt."""
         self._inquire_s = 0.0
         """Time of the next inquiry about silent attempts; valid while there are attempts."""
@@ -79,18 +78,18 @@ class RequestTable:
 
     @property
     def num_open(self) -> int:
-        return len(self._states)
+        return len(self._open)
 
     @property
     def next_deadline_s(self) -> float | None:
         """Time when ``expire`` may next have something to do."""
-        if not self._states:
+        if not self._open:
             return None
         inquire_s = self._inquire_s if self._by_room else math.inf
-        return min(inquire_s, min(state.wake_at_s for state in self._states.values()))
+        return min(inquire_s, min(request.wake_at_s for request in self._open.values()))
 
     def is_open(self, request_id: RequestId) -> bool:
-        return request_id in self._states
+        return request_id in self._open
 
     def is_under_way(self, room: Room) -> bool:
         return room in self._by_room
@@ -101,37 +100,37 @@ class RequestTable:
         """Start a request; it shares the prompt's KV with the choice ``prompt_of``, if given."""
         room = self._draw()
         request_id = RequestId(room)
-        assert request_id not in self._states, f"room {room} drawn twice"
-        state = RequestState(request_id=request_id, request=request, deadline_s=deadline_s)
-        self._states[request_id] = state
-        first = self._states.get(prompt_of) if prompt_of is not None else None
-        return request_id, self._begin(state, room, now_s, first)
+        assert request_id not in self._open, f"room {room} drawn twice"
+        request.request_id, request.deadline_s = request_id, deadline_s
+        self._open[request_id] = request
+        first = self._open.get(prompt_of) if prompt_of is not None else None
+        return request_id, self._begin(request, room, now_s, first)
 
     def on_output(self, output: Output, now_s: float) -> list[Action]:
-        state = self._by_room.get(output.room)
-        if state is None:
+        request = self._by_room.get(output.room)
+        if request is None:
             return self._drop("late")
-        if not state.is_decode(output.replica, output.incarnation):
+        if not request.is_decode(output.replica, output.incarnation):
             return self._drop("foreign")
-        state.last_output_s = now_s
-        if problem := state.problem(output):
+        request.last_output_s = now_s
+        if problem := request.problem(output):
             reason = f"{output.replica}: {problem}"
-            return self._retry(state, Cause.BROKEN_OUTPUT, reason, state.peers[-1:], state.peers, now_s)
-        num_known = len(state.output_ids) - output.first_index
+            return self._retry(request, Cause.BROKEN_OUTPUT, reason, request.peers[-1:], request.peers, now_s)
+        num_known = len(request.output_ids) - output.first_index
         token_ids = output.token_ids[num_known:]
         if not token_ids and output.finish is None:
             return self._drop("duplicate")
-        is_first = not state.output_ids
-        if state.phase is RequestPhase.WAITING:
-            self._end_prefill(state)
-            self._move(state, RequestPhase.STREAMING, "first output")
-        state.output_ids += token_ids
+        is_first = not request.output_ids
+        if request.phase is RequestPhase.WAITING:
+            self._end_prefill(request)
+            self._move(request, RequestPhase.STREAMING, "first output")
+        request.output_ids += token_ids
         if output.finish is not None:
-            self.breakers.succeed(state.peers[-1])
-            self._end(state, RequestPhase.FINISHED, "last output", [])
+            self.breakers.succeed(request.peers[-1])
+            self._end(request, RequestPhase.FINISHED, "last output", [])
         return [
             OutputBatch(
-                request_id=state.request_id,
+                request_id=request.request_id,
                 token_ids=token_ids,
                 finish=output.finish,
                 logprobs=output.logprobs[num_known:],
@@ -143,39 +142,39 @@ class RequestTable:
 
     def on_failure(self, failure: Failure, now_s: float) -> list[Action]:
         """Handle one replica's failure: cancel the attempt at the other replica, and retry the request."""
-        state = self._by_room.get(failure.room)
-        if state is None:
+        request = self._by_room.get(failure.room)
+        if request is None:
             return self._drop("late")
         sender = failure.replica, failure.incarnation
-        failed = next((peer for peer in state.peers if (peer.replica, peer.incarnation) == sender), None)
+        failed = next((peer for peer in request.peers if (peer.replica, peer.incarnation) == sender), None)
         if failed is None:
             return self._drop("foreign")
-        if failed not in state.waiting_for:
+        if failed not in request.waiting_for:
             return self._drop("late")
         reason = f"{failure.replica}: {failure.reason}"
-        others = [peer for peer in state.peers if peer is not failed]
+        others = [peer for peer in request.peers if peer is not failed]
         if not failure.retryable:
-            return self._fail(state, Cause.REFUSED, reason, others)
-        blamed = {Blame.SENDER: [failed], Blame.BOTH: state.peers, Blame.NEITHER: []}[failure.blame]
-        return self._retry(state, Cause.REPLICA_FAILED, reason, blamed, others, now_s)
+            return self._fail(request, Cause.REFUSED, reason, others)
+        blamed = {Blame.SENDER: [failed], Blame.BOTH: request.peers, Blame.NEITHER: []}[failure.blame]
+        return self._retry(request, Cause.REPLICA_FAILED, reason, blamed, others, now_s)
 
     def on_lost(self, peer: Peer, now_s: float) -> list[Action]:
         """Retry a lost replica's requests. It gets Cancels, since it may only have lost its connection to the table."""
         actions: list[Action] = []
-        for state in list(self._states.values()):
-            if peer in state.waiting_for:
+        for request in list(self._open.values()):
+            if peer in request.waiting_for:
                 reason = f"{peer.replica} was lost before the answer was complete"
-                actions += self._retry(state, Cause.REPLICA_LOST, reason, [peer], state.peers, now_s)
+                actions += self._retry(request, Cause.REPLICA_LOST, reason, [peer], request.peers, now_s)
         self.breakers.forget(peer)
         return actions
 
     def on_unreachable(self, room: Room, address: str, reason: str, now_s: float) -> list[Action]:
         """Handle a Submit that could not be sent."""
-        state = self._by_room.get(room)
-        if state is None:
+        request = self._by_room.get(room)
+        if request is None:
             return []
-        blamed = [peer for peer in state.peers if peer.address == address]
-        return self._retry(state, Cause.REPLICA_LOST, reason, blamed, state.peers, now_s)
+        blamed = [peer for peer in request.peers if peer.address == address]
+        return self._retry(request, Cause.REPLICA_LOST, reason, blamed, request.peers, now_s)
 
     def on_inquire(self, inquire: Inquire) -> list[Action]:
         """Cancel the attempts in a leader's inquiry that have ended."""
@@ -184,97 +183,97 @@ class RequestTable:
         return [_cancel(inquire.sender, room) for room in inquire.rooms if room not in self._by_room]
 
     def on_client_left(self, request_id: RequestId) -> list[Action]:
-        state = self._states[request_id]
-        return self._end(state, RequestPhase.CANCELLED, "client left", state.peers)
+        request = self._open[request_id]
+        return self._end(request, RequestPhase.CANCELLED, "client left", request.peers)
 
     def on_enough(self, request_id: RequestId) -> list[Action]:
         """Finish a request that a stop string completed before the model ended it."""
-        state = self._states[request_id]
-        if state.submit is not None:
-            self.breakers.succeed(state.submit.decode)
-        return self._end(state, RequestPhase.FINISHED, "stop string", state.peers)
+        request = self._open[request_id]
+        if request.submit is not None:
+            self.breakers.succeed(request.submit.decode)
+        return self._end(request, RequestPhase.FINISHED, "stop string", request.peers)
 
     def expire(self, now_s: float) -> list[Action]:
         """Fail requests past their deadline, start retries that are due, and inquire about silent attempts."""
         actions: list[Action] = []
-        for state in [state for state in self._states.values() if state.wake_at_s <= now_s]:
-            if state.deadline_s <= now_s:
-                reason = f"not finished before its deadline (router.request_timeout_s): {state.status}"
-                actions += self._fail(state, Cause.TIMED_OUT, reason, state.peers)
+        for request in [request for request in self._open.values() if request.wake_at_s <= now_s]:
+            if request.deadline_s <= now_s:
+                reason = f"not finished before its deadline (router.request_timeout_s): {request.status}"
+                actions += self._fail(request, Cause.TIMED_OUT, reason, request.peers)
             else:
-                actions += self._begin(state, self._draw(), now_s)
+                actions += self._begin(request, self._draw(), now_s)
         return actions + self._inquire(now_s)
 
     def stop(self) -> list[Action]:
         return [
             action
-            for state in list(self._states.values())
-            for action in self._fail(state, Cause.STOPPED, "the router stops", state.peers)
+            for request in list(self._open.values())
+            for action in self._fail(request, Cause.STOPPED, "the router stops", request.peers)
         ]
 
     def check_integrity(self) -> None:
         """Assert that every open request is in an open phase, and has an attempt unless it is pending."""
-        for request_id, state in self._states.items():
-            assert request_id == state.request_id, f"request {state.request_id} is filed under {request_id}"
-            assert state.phase not in ENDS, f"request {request_id} is {state.phase.name} and still open"
-            is_pending = state.phase is RequestPhase.PENDING
-            assert (state.submit is None) == is_pending, f"request {request_id}: {state.phase.name}"
-        under_way = {state.submit.room: state for state in self._states.values() if state.submit is not None}
+        for request_id, request in self._open.items():
+            assert request_id == request.request_id, f"request {request.request_id} is filed under {request_id}"
+            assert request.phase not in ENDS, f"request {request_id} is {request.phase.name} and still open"
+            is_pending = request.phase is RequestPhase.PENDING
+            assert (request.submit is None) == is_pending, f"request {request_id}: {request.phase.name}"
+        under_way = {request.submit.room: request for request in self._open.values() if request.submit is not None}
         assert self._by_room == under_way, f"attempts {self._by_room.keys()} are not {under_way.keys()}"
         expected = LoadBook()
-        for state in under_way.values():
-            assert state.submit is not None
-            if state.phase is RequestPhase.WAITING and state.submit.prefill is not None:
-                expected.add(state.submit.prefill, state.prefill_len)
-            expected.add(state.submit.decode, state.decode_len)
+        for request in under_way.values():
+            assert request.submit is not None
+            if request.phase is RequestPhase.WAITING and request.submit.prefill is not None:
+                expected.add(request.submit.prefill, request.prefill_len)
+            expected.add(request.submit.decode, request.decode_len)
         assert self.load.lines() == expected.lines(), f"load {self.load.lines()} is not {expected.lines()}"
 
     def _begin(
-        self, state: RequestState, room: Room, now_s: float, prompt_of: RequestState | None = None
+        self, request: GenerateRequest, room: Room, now_s: float, prompt_of: GenerateRequest | None = None
     ) -> list[Action]:
         """Start an attempt, or fail the request if a role has no replica."""
         first = prompt_of.submit if prompt_of is not None else None
         if first is not None:
             placement: Placement | None = Placement(prefill=None, decode=first.decode)
         else:
-            placement = self._pick(state.request, room, frozenset(state.avoided), now_s)
+            placement = self._pick(request, room, request.avoided, now_s)
         if placement is None:
-            after = f" for another attempt: {state.reason}" if state.reason else ""
-            return self._fail(state, Cause.NO_REPLICA, f"no replica is ready{after}", [])
+            after = f" for another attempt: {request.reason}" if request.reason else ""
+            return self._fail(request, Cause.NO_REPLICA, f"no replica is ready{after}", [])
         assert room not in self._by_room, f"room {room} drawn twice"
-        self._by_room[room] = state
-        submit = state.make_submit(room, placement, first.room if first is not None else None, self.me)
-        state.submit, state.cached_tokens, state.last_output_s = submit, placement.cached_tokens, now_s
-        self._move(state, RequestPhase.WAITING, "attempt")
+        self._by_room[room] = request
+        submit = request.make_submit(room, placement, first.room if first is not None else None, self.me)
+        request.submit, request.cached_tokens, request.last_output_s = submit, placement.cached_tokens, now_s
+        self._move(request, RequestPhase.WAITING, "attempt")
         if submit.prefill is not None:
-            self.load.add(submit.prefill, state.prefill_len)
-        self.load.add(submit.decode, state.decode_len)
+            self.load.add(submit.prefill, request.prefill_len)
+        self.load.add(submit.decode, request.decode_len)
         for peer in peers_of(submit):
             self.breakers.begin(peer, now_s)
-        if state.num_retries:
-            self.num_continuations += bool(state.output_ids)
-            self.num_retries += not state.output_ids
-        actions: list[Action] = [StartAttempt(request_id=state.request_id, submit=submit)]
+        if request.num_retries:
+            self.num_continuations += bool(request.output_ids)
+            self.num_retries += not request.output_ids
+        actions: list[Action] = [StartAttempt(request_id=request.request_id, submit=submit)]
         if len(self._by_room) == 1:  # otherwise the time is already set
             self._inquire_s = now_s + INQUIRE_EVERY_S
             actions.append(WakeAt(time_s=self._inquire_s))
         return actions
 
-    def _end_prefill(self, state: RequestState) -> None:
-        if state.submit is not None and state.submit.prefill is not None:
-            self.load.remove(state.submit.prefill, state.prefill_len)
-            self.breakers.succeed(state.submit.prefill)
+    def _end_prefill(self, request: GenerateRequest) -> None:
+        if request.submit is not None and request.submit.prefill is not None:
+            self.load.remove(request.submit.prefill, request.prefill_len)
+            self.breakers.succeed(request.submit.prefill)
 
-    def _leave(self, state: RequestState, cancelled: Iterable[Peer]) -> list[Action]:
+    def _leave(self, request: GenerateRequest, cancelled: Iterable[Peer]) -> list[Action]:
         """End a request's attempt, if it has one, and cancel it at these replicas."""
-        submit = state.submit
+        submit = request.submit
         if submit is None:
             return []
-        if state.phase is RequestPhase.WAITING and submit.prefill is not None:
-            self.load.remove(submit.prefill, state.prefill_len)
-        self.load.remove(submit.decode, state.decode_len)
+        if request.phase is RequestPhase.WAITING and submit.prefill is not None:
+            self.load.remove(submit.prefill, request.prefill_len)
+        self.load.remove(submit.decode, request.decode_len)
         del self._by_room[submit.room]
-        state.submit = None
+        request.submit = None
         return [_cancel(peer, submit.room) for peer in cancelled]
 
     def _inquire(self, now_s: float) -> list[Action]:
@@ -282,9 +281,9 @@ class RequestTable:
             return []
         self._inquire_s = now_s + INQUIRE_EVERY_S
         silent: dict[Peer, list[Room]] = defaultdict(list)
-        for room, state in self._by_room.items():
-            if state.last_output_s <= now_s - INQUIRE_EVERY_S:
-                silent[state.peers[-1]].append(room)
+        for room, request in self._by_room.items():
+            if request.last_output_s <= now_s - INQUIRE_EVERY_S:
+                silent[request.peers[-1]].append(room)
         return [
             SendMessage(
                 address=peer.address, message=Inquire(rooms=rooms, sender=self.me, incarnation=peer.incarnation)
@@ -294,7 +293,7 @@ class RequestTable:
 
     def _retry(
         self,
-        state: RequestState,
+        request: GenerateRequest,
         cause: Cause,
         reason: str,
         blamed: Sequence[Peer],
@@ -309,35 +308,37 @@ class RequestTable:
         """
         for peer in blamed:
             self.breakers.fail(peer, now_s)
-            state.avoided.add(peer)
-        if state.num_retries >= self._config.max_retries:
-            return self._fail(state, cause, reason, cancelled)
-        actions = self._leave(state, cancelled)
-        self._move(state, RequestPhase.PENDING, cause)
-        state.reason = reason
-        state.num_retries += 1
-        if state.num_retries == 1:
-            return actions + self._begin(state, self._draw(), now_s)
-        state.due_s = now_s + self._retry_backoff_s * 2 ** (state.num_retries - 2)
-        return [*actions, WakeAt(time_s=state.due_s)]
+        request.avoided |= frozenset(blamed)
+        if request.num_retries >= self._config.max_retries:
+            return self._fail(request, cause, reason, cancelled)
+        actions = self._leave(request, cancelled)
+        self._move(request, RequestPhase.PENDING, cause)
+        request.reason = reason
+        request.num_retries += 1
+        if request.num_retries == 1:
+            return actions + self._begin(request, self._draw(), now_s)
+        request.due_s = now_s + self._retry_backoff_s * 2 ** (request.num_retries - 2)
+        return [*actions, WakeAt(time_s=request.due_s)]
 
-    def _fail(self, state: RequestState, cause: Cause, reason: str, cancelled: Sequence[Peer]) -> list[Action]:
-        actions = self._end(state, RequestPhase.FAILED, cause, cancelled)
-        return [*actions, FailRequest(request_id=state.request_id, cause=cause, reason=reason)]
+    def _fail(self, request: GenerateRequest, cause: Cause, reason: str, cancelled: Sequence[Peer]) -> list[Action]:
+        actions = self._end(request, RequestPhase.FAILED, cause, cancelled)
+        return [*actions, FailRequest(request_id=request.request_id, cause=cause, reason=reason)]
 
-    def _end(self, state: RequestState, phase: RequestPhase, event: str, cancelled: Sequence[Peer]) -> list[Action]:
-        actions = self._leave(state, cancelled)
-        self._move(state, phase, event)
+    def _end(
+        self, request: GenerateRequest, phase: RequestPhase, event: str, cancelled: Sequence[Peer]
+    ) -> list[Action]:
+        actions = self._leave(request, cancelled)
+        self._move(request, phase, event)
         self.ended[phase] += 1
-        del self._states[state.request_id]
+        del self._open[request.request_id]
         return actions
 
     def _drop(self, why: str) -> list[Action]:
         self.dropped[why] += 1
         return []
 
-    def _move(self, state: RequestState, phase: RequestPhase, event: str) -> None:
-        state.phase = move(MOVES, state.phase, phase, event, f"request {state.request_id}")
+    def _move(self, request: GenerateRequest, phase: RequestPhase, event: str) -> None:
+        request.phase = move(MOVES, request.phase, phase, event, f"request {request.request_id}")
 
 
 def _cancel(peer: Peer, room: Room) -> SendMessage:

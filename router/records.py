@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -48,8 +48,6 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     caller: str | None
     traceparent: str
     """Header that names its OpenTelemetry trace; empty for none."""
-    num_prompt_tokens: int
-    arrived_s: float
     ended_s: float
     unix_s: float
 
@@ -58,8 +56,8 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
         phases = phases_of(self.answer, self.ended_s)
         return {
             "ended": self.unix_s,
-            "seconds": self.ended_s - self.arrived_s,
-            "prompt_tokens": self.num_prompt_tokens,
+            "seconds": self.ended_s - self.answer.arrived_s,
+            "prompt_tokens": self.answer.num_prompt_tokens,
             "num_tokens": self.answer.num_tokens,
             "outcome": self.outcome,
             "phases": [
@@ -81,9 +79,9 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
                 prefill=answer.headers["x-baton-prefill"] or None,
                 decode=answer.headers["x-baton-decode"] or None,
                 trace_id=trace_id(self.traceparent),
-                prompt_tokens=self.num_prompt_tokens,
+                prompt_tokens=answer.num_prompt_tokens,
                 tokens=answer.num_tokens,
-                total_ms=round((self.ended_s - self.arrived_s) * 1000, 3),
+                total_ms=round((self.ended_s - answer.arrived_s) * 1000, 3),
                 phases_ms={phase.name: round((phase.end_s - phase.start_s) * 1000, 3) for phase in phases},
                 error=str(self.error) or type(self.error).__name__ if self.error is not None else None,
             ),
@@ -144,7 +142,7 @@ class Tracing:
         self._propagator.inject(carrier, set_span_in_context(span))
         return carrier
 
-    def end(self, span: "Span", answer: Answer, facts: Mapping[str, Any], error: BaseException | None) -> None:
+    def end(self, span: "Span", answer: Answer, model: str, error: BaseException | None) -> None:
         """End a request's span, with a child span for each phase."""
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
@@ -159,7 +157,13 @@ class Tracing:
                 phase.name, context, attributes=attributes, start_time=_unix_ns(phase.start_s)
             )
             child.end(_unix_ns(phase.end_s))
-        span.set_attributes(dict(facts))
+        span.set_attributes(
+            {
+                "gen_ai.request.model": model,
+                "gen_ai.usage.input_tokens": answer.num_prompt_tokens,
+                "gen_ai.usage.output_tokens": answer.num_tokens,
+            }
+        )
         if error is not None:
             span.set_status(Status(StatusCode.ERROR, str(error) or type(error).__name__))
         span.end(_unix_ns(now_s))

@@ -94,7 +94,7 @@ class Relay:
         missing = self._directory.missing
         return f"no {' and no '.join(missing)} replica is ready" if missing else None
 
-    def open(self, requests: Sequence[GenerateRequest], arrived_s: float) -> Answer:
+    def open(self, requests: Sequence[GenerateRequest]) -> Answer:
         """Send each request to its replicas, and return one answer with a choice for every request.
 
         Raises:
@@ -103,22 +103,21 @@ class Relay:
         """
         if reason := self.why_not_ready():
             raise NotReadyError(reason)
-        opened_s = self._clock.now_s()
-        if reason := self._picker.why_full(requests, opened_s):
+        now_s = self._clock.now_s()
+        if reason := self._picker.why_full(requests, now_s):
             raise QueueFullError(reason)
         self._metrics.on_open(requests)
-        answer = Answer(len(requests), self._enough, self._leave)
+        answer = Answer(requests, self._enough, self._leave)
+        answer.opened_s = now_s
         self._num_answers += 1
         self._idle.clear()
-        deadline_s = opened_s + self._request_timeout_s
+        deadline_s = now_s + self._request_timeout_s
         first: RequestId | None = None
         for index, request in enumerate(requests):
             is_sharing = request.shares_prompt
-            request_id, actions = self._requests.open(request, deadline_s, opened_s, first if is_sharing else None)
+            request_id, actions = self._requests.open(request, deadline_s, now_s, first if is_sharing else None)
             first = first if is_sharing else request_id
-            answer.add(request_id, traced=request.traced)
-            prompt_len = 0 if is_sharing else len(request.prompt_ids)
-            self._choices[request_id] = OpenChoice(answer, index, prompt_len, arrived_s, opened_s, self._metrics)
+            self._choices[request_id] = OpenChoice(answer, index, self._metrics)
             self._perform(actions)
         self._wake_at(deadline_s)
         return answer

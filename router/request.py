@@ -1,5 +1,6 @@
 """One request in the router: its parameters, its state, and the actions that follow from it."""
 
+import math
 from collections.abc import Callable
 from enum import StrEnum
 from typing import NewType
@@ -13,31 +14,10 @@ from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprob
 from cluster.spec.tiers import CachedTokens
 from cluster.spec.wire import TokenIds
 from router.page_index import PromptKeys
+from router.text import TextRules
 
 RequestId = NewType("RequestId", int)
 """Id of one choice of one prompt in this router: the room of its first attempt."""
-
-
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated, tokenized request for one choice of one prompt."""
-
-    prompt_ids: TokenIds
-    sampling: Sampling
-    stopping: Stopping
-    cache_salt: str = ""
-    """Only requests with the same salt share cached pages."""
-    priority: int = 0
-    """Lower values are scheduled earlier."""
-    traced: bool = False
-    """True if every rank records a trace of the request."""
-    dp_rank: int | None = None
-    """DP rank requested by the client; None for any."""
-    session_id: str = ""
-    """The client's name for the conversation; empty for none."""
-    page_keys: PromptKeys | None = None
-    """Keys of the prompt's pages; None if no cache may be used."""
-    shares_prompt: bool = False
-    """True if decode gets the prompt's KV from the choice before this one."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,10 +28,6 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     decode: Peer
     cached_tokens: int = 0
     """Prompt tokens that prefill is expected to find in its cache."""
-
-
-Pick = Callable[[GenerateRequest, Room, frozenset[Peer], float], Placement | None]
-"""(request, room of the attempt, replicas to avoid if others are ready, time) -> None if a role has no replica."""
 
 
 class RequestPhase(StrEnum):
@@ -79,12 +55,32 @@ MOVES: Moves[RequestPhase] = {
 }
 
 
-class RequestState(msgspec.Struct, kw_only=True, eq=False):
-    """One open request and its current attempt."""
+class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
+    """One choice of one prompt: a validated, tokenized request and its current attempt."""
 
-    request_id: RequestId
-    request: GenerateRequest
-    deadline_s: float
+    prompt_ids: TokenIds
+    sampling: Sampling
+    stopping: Stopping
+    text_rules: TextRules = TextRules()
+    cache_salt: str = ""
+    """Only requests with the same salt share cached pages."""
+    priority: int = 0
+    """Lower values are scheduled earlier."""
+    traced: bool = False
+    """True if every rank records a trace of the request."""
+    dp_rank: int | None = None
+    """DP rank requested by the client; None for any."""
+    session_id: str = ""
+    """The client's name for the conversation; empty if not given."""
+    page_keys: PromptKeys | None = None
+    """Keys of the prompt's pages; None if no cache may be used."""
+    shares_prompt: bool = False
+    """True if decode gets the prompt's KV from the choice before this one."""
+    arrived_s: float = 0.0
+
+    request_id: RequestId = RequestId(0)
+    """Set when the request is opened, like the deadline."""
+    deadline_s: float = math.inf
     phase: RequestPhase = RequestPhase.PENDING
     submit: Submit | None = None
     """Message that started the current attempt; None in phase PENDING."""
@@ -92,7 +88,8 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
     """Prompt tokens that prefill is expected to find in its cache."""
     output_ids: list[int] = msgspec.field(default_factory=list)
     """Tokens sent to the client, by all attempts."""
-    avoided: set[Peer] = msgspec.field(default_factory=set)
+    avoided: frozenset[Peer] = frozenset()
+    """Replicas that failed an attempt."""
     num_retries: int = 0
     last_output_s: float = 0.0
     """Time of the current attempt's newest output, or of its start."""
@@ -113,13 +110,13 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
     @property
     def prefill_len(self) -> int:
         """Tokens that prefill is expected to compute; valid until the first one arrives."""
-        return len(self.request.prompt_ids) + len(self.output_ids) - self.cached_tokens
+        return len(self.prompt_ids) + len(self.output_ids) - self.cached_tokens
 
     @property
     def decode_len(self) -> int:
         """Maximum number of tokens that decode stores for this request alone."""
         is_sharing = self.submit is not None and self.submit.prompt_of is not None
-        return self.request.stopping.max_tokens + (0 if is_sharing else len(self.request.prompt_ids))
+        return self.stopping.max_tokens + (0 if is_sharing else len(self.prompt_ids))
 
     @property
     def status(self) -> str:
@@ -139,28 +136,28 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
         return min(self.due_s, self.deadline_s) if self.phase is RequestPhase.PENDING else self.deadline_s
 
     def make_submit(self, room: Room, placement: Placement, prompt_of: Room | None, router: Peer) -> Submit:
-        request, sampling = self.request, self.request.sampling
+        sampling = self.sampling
         if self.output_ids:  # the client received the prompt's log-probabilities with the first token
             sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
         return Submit(
             room=room,
-            prompt_ids=request.prompt_ids + self.output_ids if self.output_ids else request.prompt_ids,
+            prompt_ids=self.prompt_ids + self.output_ids if self.output_ids else self.prompt_ids,
             num_given=len(self.output_ids),
             sampling=sampling,
-            stopping=request.stopping,
+            stopping=self.stopping,
             prefill=placement.prefill,
             decode=placement.decode,
             router=router,
             prompt_of=prompt_of,
-            cache_salt=request.cache_salt,
-            priority=request.priority,
-            traced=request.traced,
-            dp_rank=request.dp_rank,
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+            traced=self.traced,
+            dp_rank=self.dp_rank,
         )
 
     def problem(self, output: Output) -> str | None:
         """Return why an output is invalid after the earlier ones; None if it is valid."""
-        num_sent, max_tokens = len(self.output_ids), self.request.stopping.max_tokens
+        num_sent, max_tokens = len(self.output_ids), self.stopping.max_tokens
         end = output.first_index + len(output.token_ids)
         if output.first_index > num_sent:
             return f"output {num_sent} is missing; {output.first_index} came next"
@@ -171,9 +168,13 @@ class RequestState(msgspec.Struct, kw_only=True, eq=False):
             return f"{end} tokens came, at most {max_tokens} were requested"
         if output.finish is not None and end < num_sent:
             return f"the answer ended at {end} tokens, but {num_sent} came before"
-        if self.request.sampling.num_logprobs is not None and len(output.logprobs) != len(output.token_ids):
+        if self.sampling.num_logprobs is not None and len(output.logprobs) != len(output.token_ids):
             return f"{len(output.token_ids)} tokens came with log-probabilities of {len(output.logprobs)}"
         return None
+
+
+Pick = Callable[[GenerateRequest, Room, frozenset[Peer], float], Placement | None]
+"""(request, room of the attempt, replicas to avoid if others are ready, time) -> None if a role has no replica."""
 
 
 def peers_of(submit: Submit) -> list[Peer]:

@@ -19,7 +19,7 @@ from router.directory import Directory
 from router.dispatch import RequestTable
 from router.message import has_thoughts
 from router.metrics import Metrics
-from router.records import MAX_RECENT, FinishedRequest, Tracing
+from router.records import MAX_RECENT, Tracing
 from router.relay import Relay
 from router.tool_calls.dialects import Dialect, find_dialect
 
@@ -93,8 +93,8 @@ class Service:
     share: RouterShare
     tracing: Tracing | None = None
     """None if no collector is configured."""
-    recent: deque[FinishedRequest] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
-    """The newest first."""
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
+    """Summaries of the requests that ended last, newest first."""
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -1,10 +1,11 @@
-"""``/admin``: an operator's commands to a running cluster, behind a key of its own."""
+"""``/admin``: an operator's commands to a running cluster, authorized by the administrator's key."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from fastapi import APIRouter
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,13 +13,32 @@ from cluster.spec.ids import Peer, Role
 from cluster.spec.kv import page_keys
 from cluster.spec.messages import Drain, Resume, Wanted
 from cluster.spec.tiers import FlushCache, PinPages, UseStorage
-from router.api.body import read
+from router.api.body import Body, read
 from router.api.document import document
 from router.api.front import admin_key_needed
 from router.api.intake import encode, pack_token_ids
-from router.api.requests import PinRequest, TargetRequest
+from router.api.requests import SaltedBody
 from router.errors import bad_request, refused
 from router.service import Service
+
+_STRICT = ConfigDict(extra="forbid")
+"""Refuses unknown fields: with a misspelt name, a command would go to all replicas."""
+
+
+class TargetRequest(Body):
+    """``POST /admin/...``: one replica; without a name, the route's default."""
+
+    model_config = _STRICT
+    replica: str | None = None
+
+
+class PinRequest(TargetRequest, SaltedBody):
+    """``POST /admin/pin``: a prompt as text or token ids, for one replica or all."""
+
+    model_config = _STRICT
+    expected: ClassVar[Mapping[str, str]] = {"prompt": "a string, or a list of token ids; neither may be empty"}
+    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]
+
 
 _BODY_OF_TARGET: dict[str, Any] = {"openapi_extra": document(TargetRequest)}
 
@@ -28,7 +48,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/drain", **_BODY_OF_TARGET)
     async def drain(request: Request) -> dict[str, object]:
-        """Send no new requests to a replica; without a name, admit no new ones at all. Open ones continue."""
+        """Send no new requests to a replica; without a name, accept none at all. Open requests continue."""
         return {"draining": await _drain(service, request, Drain())}
 
     @router.post("/resume", **_BODY_OF_TARGET)
@@ -40,40 +60,39 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/load")
     async def load() -> Response:
-        """Open and waiting requests, as this router process counts them and each replica's last heartbeat reports."""
+        """Open and waiting requests: this router process's counts, and each replica's last heartbeat."""
         return Response(msgspec.json.encode(_load(service)), media_type="application/json")
 
     return router
 
 
 def _add_cache_routes(router: APIRouter, service: Service) -> None:
-
     @router.post("/flush_cache", **_BODY_OF_TARGET)
     async def flush_cache(request: Request) -> dict[str, object]:
-        """Drop the cached pages that no request holds: of one replica, or of all."""
+        """Drop the cached pages that no request uses, in one replica or all."""
         return {"flushing": await _give(service, request, FlushCache())}
 
     @router.post("/pin", openapi_extra=document(PinRequest))
     async def pin(request: Request) -> dict[str, object]:
-        """Keep a prompt's pages in host memory, future ones too, until it is unpinned or the replica ends.
+        """Keep a prompt's present and future pages in host memory until it is unpinned or the replica stops.
 
-        The answer has the number that each replica keeps now; it copies the pages on its device meanwhile.
+        The response has the number of pages that each replica keeps now; copying them from the device continues.
         """
         return await _pin(service, await read(request, PinRequest), is_pinned=True)
 
     @router.post("/unpin", openapi_extra=document(PinRequest))
     async def unpin(request: Request) -> dict[str, object]:
-        """Undo a pin; pages that other pinned prompts begin with stay."""
+        """Undo a pin; pages shared with other pinned prompts stay."""
         return await _pin(service, await read(request, PinRequest), is_pinned=False)
 
     @router.post("/attach_storage", **_BODY_OF_TARGET)
     async def attach_storage(request: Request) -> dict[str, object]:
-        """Use storage again: one replica, or all."""
+        """Use storage again, in one replica or all."""
         return {"attaching": await _give(service, request, UseStorage(is_attached=True))}
 
     @router.post("/detach_storage", **_BODY_OF_TARGET)
     async def detach_storage(request: Request) -> dict[str, object]:
-        """Stop using storage, for maintenance; jobs under way end, and a replica that starts later uses it."""
+        """Stop using storage, for maintenance. Running jobs finish, and replicas that start later do use it."""
         return {"detaching": await _give(service, request, UseStorage(is_attached=False))}
 
 
@@ -88,10 +107,8 @@ async def _pin(service: Service, body: PinRequest, *, is_pinned: bool) -> dict[s
             "prompt",
         )
     peers, wanted = _peers(service, body), PinPages(keys=keys, is_pinned=is_pinned)
-    answers = {answer.replica: answer.num_pinned for answer in await service.relay.commands.give(peers, wanted)}
-    replicas = [peer.replica for peer in peers]
-    pinned = {replica: answers[replica] for replica in replicas}
-    return {"prompt_pages": len(keys), "pinned_pages": pinned, "replicas": replicas}
+    pinned = {answer.replica: answer.num_pinned for answer in await service.relay.commands.give(peers, wanted)}
+    return {"prompt_pages": len(keys), "pinned_pages": pinned, "replicas": [peer.replica for peer in peers]}
 
 
 async def _drain(service: Service, request: Request, wanted: Drain | Resume) -> str:
@@ -107,7 +124,7 @@ async def _drain(service: Service, request: Request, wanted: Drain | Resume) -> 
 
 
 async def _give(service: Service, request: Request, wanted: Wanted) -> list[str]:
-    """Return the names of the replicas when every one of them has done it."""
+    """Send a command to one replica or all; return their names once all have carried it out."""
     peers = _peers(service, await read(request, TargetRequest))
     await service.relay.commands.give(peers, wanted)
     return [peer.replica for peer in peers]
@@ -127,13 +144,12 @@ def _peer(service: Service, name: str) -> Peer:
 def _load(service: Service) -> dict[str, object]:
     book = service.requests.load.lines()
     snapshot = service.directory.snapshot
-    entries = snapshot.replicas if snapshot else ()
     replicas = {
         entry.replica: {
             "open": book.get((entry.replica, entry.incarnation)),
             "ready": entry.ready,
             "heartbeat": entry.load,
         }
-        for entry in entries
+        for entry in (snapshot.replicas if snapshot else ())
     }
     return {"router": service.state, "replicas": replicas}

@@ -1,27 +1,23 @@
-"""Receives the bodies of requests and reads each into its schema, or says what is wrong with it.
+"""Validation of request bodies, and errors for wrong and unsupported fields.
 
-The token ids of a long body are taken out before pydantic reads it, which would make a Python number of each. Anything
-that is not certainly a list of integers is left to pydantic, which reports what is wrong.
+Long lists of token ids are cut out before pydantic validates the body, since it would create a Python number for each.
+Anything that is not certainly a list of integers is left to pydantic, which reports the error.
 """
 
-import asyncio
 import re
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from http import HTTPStatus
 from typing import Any, ClassVar, TypeVar
 
+import msgspec
 import numpy as np
 import simdjson
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler
 from pydantic_core import ErrorDetails
-from starlette.requests import ClientDisconnect, Request
-from starlette.types import Message
+from starlette.requests import Request
 
 from cluster.spec.wire import TokenIds
-from router.api import constraint_fields
-from router.api.unsupported import refuse_unsupported
 from router.errors import ApiError, bad_request
 
 EXPECTED = {
@@ -29,100 +25,84 @@ EXPECTED = {
     "stop": "a string, or a list of at most 16 strings; none of them empty",
     "input": "a string, or a list of messages, function calls, their outputs, and reasoning",
     "content": "a string, or a list of parts of type text or refusal; images, audio and files are not supported",
-} | constraint_fields.EXPECTED
-"""The fields that may have several types, in words."""
+    "tool_choice": '"none", "auto", "required", an object of type "function" that names one of the tools, or one of '
+    'type "allowed_tools" with a mode, "auto" or "required", and at least one of the tools',
+    **dict.fromkeys(("guided_json", "json_schema", "json"), "a JSON schema: an object, or its text"),
+    "format": 'an object of type "text", "json_object" or "json_schema"; the last with "name" and "schema"',
+    "response_format": 'an object of type "text", "json_object" or "json_schema"; the last with "json_schema": '
+    '{"name": ..., "schema": {...}}',
+}
+"""Fields of several possible types, described for error messages."""
 _LONG_BYTES = 2048
 """Pydantic is as fast on shorter bodies."""
 _PLACEHOLDER = secrets.token_hex(16)
-"""Replaces the ids; unknown to the authors of bodies."""
+"""Stands for the ids; no client can guess it."""
 _OPENING = re.compile(rb"\s*:\s*\[")
 _WORDS = {
     "extra_forbidden": "there is no such field",
     "too_short": "items needed: at least {min_length}",
     "too_long": "items allowed: at most {max_length}",
 }
-"""Our words for pydantic's, by its type of error."""
+"""Messages that replace pydantic's, by error type."""
 
-TIMEOUT_S = 60.0
-"""Longest time from the first byte of a body to its last. 64 MiB take six seconds at 100 Mbit/s."""
-_MOST_LARGEST = 8
-"""Bodies of the largest size that may be arriving at the same time."""
-_CLOSE = {"connection": "close"}
-"""Nothing more is awaited from a client that is too slow, or that there is no memory for."""
+_NEVER = (
+    {"audio", "bootstrap_host", "bootstrap_pair_key", "bootstrap_port", "bootstrap_room"}
+    | {"chat_template", "custom_logit_processor", "data_parallel_rank", "guided_whitespace_pattern"}
+    | {"input_ids", "lora_path", "prompt_embeds", "reasoning", "repetition_detection", "session_params"}
+    | {"task", "thinking_token_budget", "truncate_prompt_tokens", "web_search_options"}
+    | {"logprob_start_len", "max_new_tokens", "max_thinking_tokens", "min_new_tokens", "return_logprob"}
+    | {"sampling_params", "sampling_seed", "token_ids_logprob", "top_logprobs_num"}
+)
+_UNLESS_FALSE = (
+    {"continue_final_message", "early_stopping", "echo", "return_cached_tokens_details"}
+    | {"return_hidden_states", "return_meta_info", "return_prompt_token_ids", "return_routed_experts"}
+    | {"return_tokens_as_token_ids", "use_beam_search"}
+)
+_UNLESS_EMPTY = {"documents", "functions", "logits_processors", "logprob_token_ids", "stop_regex", "tools"}
+HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_NEVER, ()),
+    **dict.fromkeys(_UNLESS_FALSE, (False,)),
+    **dict.fromkeys(_UNLESS_EMPTY, ([],)),
+    "best_of": (1,),
+    "length_penalty": (1,),
+    "custom_params": ({},),
+    "vllm_xargs": ({},),
+    "function_call": ("none", "auto"),
+    "tool_choice": ("none", "auto"),
+    "modalities": (["text"],),
+    "routed_experts_start_len": (0,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "suffix": ("",),
+    "verbosity": ("medium",),
+}
+"""Unsupported fields of OpenAI's, vLLM's and SGLang's APIs, with the values that change nothing; null is always one."""
+
+_SWITCHED_OFF_BY = {"tools": "tool_choice", "functions": "function_call"}
+"""Fields that have no effect if another one is "none"."""
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
     ids_field: ClassVar[str | None] = None
-    """The field that may have thousands of token ids; its validator is ``put_back``."""
+    """Field that may have thousands of token ids; its validator is ``put_back``."""
     expected: ClassVar[Mapping[str, str]] = EXPECTED
 
     @property
     def others(self) -> dict[str, Any]:
+        """The undeclared fields."""
         return self.model_extra or {}
 
 
 Read = TypeVar("Read", bound=Body)
 
 
-class ArrivingBodies:
-    """Receives each body as a whole and in time, all of one process in bounded memory."""
-
-    def __init__(self, limit: int) -> None:
-        """Refuse bodies of more than ``limit`` bytes."""
-        self._limit = limit
-        self._num_bytes = 0
-
-    async def receive(self, request: Request) -> bytes:
-        """Return the whole body; most come with the head of their request.
-
-        Raises:
-            ApiError: 413 for a body that is too large, 408 for a slow one, 503 when others take the memory.
-            ClientDisconnect: the body did not come to its end.
-        """
-        first = await request.receive()
-        body = self._checked(_body_of(first), 0)
-        return await self._receive_rest(request, body) if first.get("more_body", False) else body
-
-    async def _receive_rest(self, request: Request, first: bytes) -> bytes:
-        parts, num_bytes = [first], len(first)
-        self._num_bytes += num_bytes
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                has_more = True
-                while has_more:
-                    event = await request.receive()
-                    part = self._checked(_body_of(event), num_bytes)
-                    num_bytes += len(part)
-                    self._num_bytes += len(part)
-                    if self._num_bytes > _MOST_LARGEST * self._limit:
-                        raise self._no_memory()
-                    parts.append(part)
-                    has_more = event.get("more_body", False)
-        except TimeoutError:
-            message = f"the body did not arrive within {TIMEOUT_S:g} s"
-            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="body_timeout", headers=_CLOSE) from None
-        finally:
-            self._num_bytes -= num_bytes
-        return b"".join(parts)
-
-    def _checked(self, part: bytes, num_before: int) -> bytes:
-        if num_before + len(part) > self._limit:
-            message = f"the body is larger than {self._limit} bytes (router.max_body_mib)"
-            raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
-        return part
-
-    def _no_memory(self) -> ApiError:
-        message = f"arriving bodies take more than {_MOST_LARGEST * self._limit} bytes together; try again"
-        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large", headers=_CLOSE)
-
-
 async def read(request: Request, schema: type[Read]) -> Read:
-    """Receive and read the body of a request.
+    """Receive and validate a request's body.
 
     Raises:
-        ApiError: 400 naming the first wrong field, or as ``ArrivingBodies.receive``.
-        ClientDisconnect: the body did not come to its end.
+        ApiError: 400 naming the first wrong field, or any error of ``ArrivingBodies.receive``.
+        ClientDisconnect: the client left before the end of the body.
     """
     return parse(await request.app.state.bodies.receive(request), schema)
 
@@ -135,15 +115,14 @@ def parse(content: bytes, schema: type[Read]) -> Read:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if first["type"] == "missing" and len(first["loc"]) == 1:
-            # Another server may have another name for it.
-            refuse_unsupported(
-                {name: value for name, value in first["input"].items() if name not in schema.model_fields}
-            )
+            # It may be given under another server's name.
+            others = first["input"].keys() - schema.model_fields.keys()
+            refuse_unsupported({name: value for name, value in first["input"].items() if name in others})
         raise problem_of(first, schema.expected) from None
 
 
 def _read_cut(content: bytes, schema: type[Read]) -> Read | None:
-    """Read a valid body with a long list of token ids without making a number of each; None for any other."""
+    """Read a valid body with a long list of token ids without creating a number for each; None for any other body."""
     field = schema.ids_field
     if field is None or (cut := cut_ids(content, field)) is None:
         return None
@@ -155,10 +134,10 @@ def _read_cut(content: bytes, schema: type[Read]) -> Read | None:
 
 
 def cut_ids(body: bytes, field: str) -> tuple[bytes, TokenIds] | None:
-    """Split a body into the rest and the ids of a field; None where there are none, or perhaps something else.
+    """Split a body into a field's ids and the rest; None unless the field is certainly a list of ids.
 
-    In JSON an unescaped quote after ``{`` or ``,`` only begins a key or a string, so a match is a key, though perhaps
-    not of the outermost object: the caller must check that ``put_back`` has put the ids back.
+    In JSON, an unescaped quote after ``{`` or ``,`` only begins a key or a string, so a match is a key. It may belong
+    to an inner object, so the caller must check that ``put_back`` has restored the ids.
     """
     name = b'"%b"' % field.encode()
     at = body.find(name) if len(body) >= _LONG_BYTES else -1
@@ -171,61 +150,72 @@ def cut_ids(body: bytes, field: str) -> tuple[bytes, TokenIds] | None:
 
 
 def put_back(given: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
-    """Validate the field: replace the placeholder by the ids that were cut out."""
+    """Validate the field; replace the placeholder with the ids that were cut out."""
     return info.context if given == _PLACEHOLDER and info.context is not None else handler(given)
 
 
 def _ids_in(numbers: bytes) -> TokenIds | None:
-    """Return the ids of a JSON array; None if it is empty or holds anything else."""
+    """Return the ids in a JSON array; None if it is empty or contains anything else."""
     try:
         wide = np.frombuffer(simdjson.Parser().parse(numbers).as_buffer(of_type="i"), np.uint64)  # type: ignore[union-attr]
     except (TypeError, ValueError, RuntimeError):
-        # RuntimeError for numbers of more than 64 bits.
-        return None
-    # Read as unsigned, negative ones are the highest.
+        return None  # RuntimeError: numbers of more than 64 bits
+    # Negative numbers are the highest unsigned ones.
     is_sound = len(wide) and wide.max() < 2**31
     return TokenIds(wide.astype("<i4").tobytes()) if is_sound else None
 
 
 def problem_of(error: ErrorDetails, expected: Mapping[str, str] = EXPECTED) -> ApiError:
-    """Return a validation error in our words, naming the field."""
+    """Convert pydantic's error to one that names the field."""
     if error["type"] == "json_invalid":
         return bad_request(f"body: {error['msg']}")
     path, field = _path(error["loc"], expected)
     if not path:
-        return bad_request(f"body: must be a JSON object, got {_short(error['input'])}")
+        return bad_request(f"body: must be a JSON object, got {_short(repr(error['input']))}")
     if error["type"] == "missing":
         return bad_request(f"{path}: field required", path)
     if field in expected:
         return bad_request(f"{path}: must be {expected[field]}", path)
     words = _WORDS.get(error["type"])
     said = error["msg"] if words is None else words.format(**error.get("ctx", {}))
-    return bad_request(f"{path}: {said}, got {_short(error['input'])}", path)
+    return bad_request(f"{path}: {said}, got {_short(repr(error['input']))}", path)
 
 
 def _path(loc: tuple[int | str, ...], expected: Mapping[str, str]) -> tuple[str, str]:
-    """Return the dotted path of a field, without the tags of unions, and its last name."""
+    """Return a field's dotted path, without union tags, and its last name."""
     path, field = "", ""
     for step in loc:
         if isinstance(step, int):
             path += f"[{step}]"
-            continue
-        if step == "[key]":
-            continue
-        path += f".{step}" if path else step
-        field = step
-        if field in expected:
-            break
+        elif step != "[key]":
+            path += f".{step}" if path else step
+            field = step
+            if field in expected:
+                break
     return path, field
 
 
-def _short(value: object) -> str:
-    text = repr(value)
+def refuse_unsupported(fields: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]] = HARMLESS) -> None:
+    """Refuse fields in ``table`` that would change the answer: those that are not null or one of its values."""
+    for name, value in fields.items():
+        harmless, switch = table.get(name), _SWITCHED_OFF_BY.get(name, "")
+        if harmless is None or value is None or any(_same(value, allowed) for allowed in harmless):
+            continue
+        if fields.get(switch) == "none":
+            continue
+        allowed = " or ".join(["null", *map(_json, harmless)])
+        allowed += f', or anything with "{switch}": "none"' if switch else ""
+        raise bad_request(f"{name}: not supported, got {_json(value)}; allowed: {allowed}", name, "unsupported")
+
+
+def _same(given: Any, allowed: Any) -> bool:
+    """Compare two values; true is not 1, and false is not 0."""
+    return bool(given == allowed) and isinstance(given, bool) == isinstance(allowed, bool)
+
+
+def _json(value: Any) -> str:
+    return _short(msgspec.json.encode(value).decode())
+
+
+def _short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _body_of(event: Message) -> bytes:
-    if event["type"] == "http.disconnect":
-        raise ClientDisconnect
-    body: bytes = event.get("body", b"")
-    return body

@@ -8,9 +8,8 @@ from typing import Any
 
 from cluster.spec.errors import UserError
 from router.api.constrain import ANY_OBJECT, Constraint, checked_grammar, either, json_part, wanted_answer
-from router.api.constraint_fields import AllowedTools, NamedTool, Tool, may_talk
-from router.api.intake import check, make_request, max_tokens, off_loop
-from router.api.requests import ChatMessage, ChatRequest, TemplateBody
+from router.api.intake import check, make_request, off_loop
+from router.api.requests import AllowedTools, ChatMessage, ChatRequest, NamedTool, TemplateBody, Tool
 from router.errors import bad_request
 from router.message import CLOSING, OPENING, MessageReader, NewReader, Thinking, thinking_after
 from router.request import GenerateRequest
@@ -30,9 +29,9 @@ async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateReq
     thinking = thinking_after(prompt) if service.model.has_thoughts else Thinking.NONE
     constraint = _constraint(service, body, dialect)
     grammar = "" if constraint is None else await checked_grammar(service, constraint, thinking)
-    wanted = body.max_completion_tokens or body.max_tokens
-    request = make_request(service, body, prompt_ids, wanted, max_tokens(service), "messages", grammar)
-    return request, partial(_reader, body, dialect, thinking)
+    markers = (OPENING, CLOSING) if service.model.has_thoughts else ()
+    markers += dialect.markers if dialect is not None else ()
+    return make_request(service, body, prompt_ids, grammar, markers), partial(_reader, body, dialect, thinking)
 
 
 async def chat_prompt(
@@ -56,13 +55,6 @@ async def chat_prompt(
         return await off_loop(sum(len(message["content"]) for message in given), render_and_encode)
     except UserError as error:
         raise bad_request(str(error), "messages") from error
-
-
-def markers(service: Service, body: ChatRequest) -> tuple[str, ...]:
-    """Return the texts that an answer's reader must see, even if they are special tokens."""
-    dialect = _dialect(service, body)
-    thoughts = (OPENING, CLOSING) if service.model.has_thoughts else ()
-    return thoughts if dialect is None else (*thoughts, *dialect.markers)
 
 
 def _reader(body: ChatRequest, dialect: Dialect | None, thinking: Thinking) -> MessageReader:
@@ -96,7 +88,8 @@ def _constraint(service: Service, body: ChatRequest, dialect: Dialect | None) ->
     answer = wanted_answer(body) if body.wants_form else None
     if dialect is None or (_is_best_effort(body) and body.parallel_tool_calls is not False and answer is None):
         return answer
-    is_free = may_talk(body.tool_choice)
+    choice = body.tool_choice
+    is_free = (choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice) in (None, "none", "auto")
     calls = _calls(body, dialect, service.tokenizer.special_texts, with_text=is_free and answer is None)
     if answer is None:
         return calls

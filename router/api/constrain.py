@@ -10,8 +10,8 @@ from pydantic_core import from_json
 
 from cluster.grammar import knows_format, lark_of, lark_of_regex
 from cluster.spec.errors import UserError
+from router.api.body import refuse_unsupported
 from router.api.requests import GenerationBody
-from router.api.unsupported import refuse_unsupported
 from router.errors import bad_request
 from router.message import CLOSING, OPENING, Thinking
 from router.service import Service

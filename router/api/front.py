@@ -1,5 +1,6 @@
 """Processing of an HTTP request before its handler reads the body: its id, its key, and its headers."""
 
+import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -7,7 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import Depends
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,11 +23,20 @@ Handler = Callable[[Request], Awaitable[Response]]
 REQUEST_ID = "x-request-id"
 _ID_HEADER = REQUEST_ID.encode()
 _SOUND_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_ID_KEY, _HEADERS_KEY, _CALLER_KEY = "baton.request_id", "baton.headers", "baton.caller"
+_ID_KEY, _ARRIVED_KEY = "baton.request_id", "baton.arrived_s"
+_HEADERS_KEY, _CALLER_KEY = "baton.headers", "baton.caller"
 _SESSION_HEADER = b"x-session-id"
 _SESSION_FIELDS = ("prompt_cache_key", "session_id", "user")
 _MAX_SESSION_CHARS = 256
 _DP_RANK_HEADER = "X-data-parallel-rank"
+
+
+TIMEOUT_S = 60.0
+"""Longest time from the first byte of a body to its last. 64 MiB take six seconds at 100 Mbit/s."""
+_MOST_LARGEST = 8
+"""Bodies of the largest size that may be arriving at the same time."""
+_CLOSE = {"connection": "close"}
+"""Nothing more is awaited from a client that is too slow, or that there is no memory for."""
 
 
 class Front:
@@ -47,7 +57,7 @@ class Front:
             return
         given = header(scope, _ID_HEADER) or ""
         chosen = given if _SOUND_ID.fullmatch(given) else secrets.token_hex(16)
-        scope[_ID_KEY] = chosen
+        scope[_ID_KEY], scope[_ARRIVED_KEY] = chosen, self._service.relay.now_s()
         has_begun = False
 
         # Plain, not async: it is called for every token.
@@ -76,6 +86,58 @@ class Front:
                 raise  # for the log
 
 
+class ArrivingBodies:
+    """Receives each body as a whole and in time, all of one process in bounded memory."""
+
+    def __init__(self, limit: int) -> None:
+        """Refuse bodies of more than ``limit`` bytes."""
+        self._limit = limit
+        self._num_bytes = 0
+
+    async def receive(self, request: Request) -> bytes:
+        """Return the whole body; most come with the head of their request.
+
+        Raises:
+            ApiError: 413 for a body that is too large, 408 for a slow one, 503 when others take the memory.
+            ClientDisconnect: the body did not come to its end.
+        """
+        first = await request.receive()
+        body = self._checked(_body_of(first), 0)
+        return await self._receive_rest(request, body) if first.get("more_body", False) else body
+
+    async def _receive_rest(self, request: Request, first: bytes) -> bytes:
+        parts, num_bytes = [first], len(first)
+        self._num_bytes += num_bytes
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                has_more = True
+                while has_more:
+                    event = await request.receive()
+                    part = self._checked(_body_of(event), num_bytes)
+                    num_bytes += len(part)
+                    self._num_bytes += len(part)
+                    if self._num_bytes > _MOST_LARGEST * self._limit:
+                        raise self._no_memory()
+                    parts.append(part)
+                    has_more = event.get("more_body", False)
+        except TimeoutError:
+            message = f"the body did not arrive within {TIMEOUT_S:g} s"
+            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="body_timeout", headers=_CLOSE) from None
+        finally:
+            self._num_bytes -= num_bytes
+        return b"".join(parts)
+
+    def _checked(self, part: bytes, num_before: int) -> bytes:
+        if num_before + len(part) > self._limit:
+            message = f"the body is larger than {self._limit} bytes (router.max_body_mib)"
+            raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
+        return part
+
+    def _no_memory(self) -> ApiError:
+        message = f"arriving bodies take more than {_MOST_LARGEST * self._limit} bytes together; try again"
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large", headers=_CLOSE)
+
+
 def header(scope: MutableMapping[str, Any], name: bytes) -> str | None:
     """Return the first header of this name, which is given in lower case."""
     known: dict[bytes, bytes] | None = scope.get(_HEADERS_KEY)
@@ -88,6 +150,12 @@ def header(scope: MutableMapping[str, Any], name: bytes) -> str | None:
 def request_id(request: Request) -> str:
     chosen: str = request.scope[_ID_KEY]
     return chosen
+
+
+def arrived_s_of(request: Request) -> float:
+    """Return when the request's head arrived, in monotonic time."""
+    arrived_s: float = request.scope[_ARRIVED_KEY]
+    return arrived_s
 
 
 def check_key(service: Service, request: Request) -> None:
@@ -169,3 +237,10 @@ def _given_key(request: Request) -> str:
 def _unauthorized(message: str) -> ApiError:
     headers = {"www-authenticate": "Bearer"}
     return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key", headers=headers)
+
+
+def _body_of(event: Message) -> bytes:
+    if event["type"] == "http.disconnect":
+        raise ClientDisconnect
+    body: bytes = event.get("body", b"")
+    return body

@@ -9,16 +9,16 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import TypeVar
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from cluster.channel import MAX_FRAME_BYTES
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.wire import TokenIds
 from cluster.tokenizer import Tokenizer
+from router.api.body import refuse_unsupported
 from router.api.constrain import checked_grammar, wanted_answer
 from router.api.requests import CompletionRequest, GenerationBody
-from router.api.unsupported import refuse_unsupported
 from router.errors import ApiError, bad_request
 from router.page_index import PromptKeys
 from router.request import GenerateRequest
@@ -28,7 +28,6 @@ from router.text import TextRules
 MAX_PROMPTS = 1024
 
 _TOO_LONG = "context_length_exceeded"
-_DEFAULT_COMPLETION_TOKENS = 16
 _LOGPROBS_BYTES, _TOP_LOGPROB_BYTES = 64, 14
 """Maximum bytes in a message per prompt token, and per likeliest token at its position."""
 _INLINE_CHARS = 4096
@@ -73,8 +72,7 @@ async def completion_requests(service: Service, body: CompletionRequest) -> list
     if body.trace and len(prompts) > 1:
         raise bad_request(f"trace: at most one prompt can be traced, got {len(prompts)}", "trace")
     grammar = await checked_grammar(service, wanted_answer(body))
-    default = _DEFAULT_COMPLETION_TOKENS
-    return [make_request(service, body, prompt, body.max_tokens, default, "prompt", grammar) for prompt in prompts]
+    return [make_request(service, body, prompt, grammar) for prompt in prompts]
 
 
 async def encode(service: Service, text: str, add_special_tokens: bool) -> list[int]:
@@ -101,20 +99,10 @@ def pack_token_ids(service: Service, token_ids: Collection[int], param: str) -> 
 
 
 def make_request(
-    service: Service,
-    body: GenerationBody,
-    given_ids: Collection[int],
-    wanted: int | None,
-    default: int,
-    param: str,
-    grammar: str,
+    service: Service, body: GenerationBody, given_ids: Collection[int], grammar: str, markers: Collection[str] = ()
 ) -> GenerateRequest:
-    """Make the request for one prompt.
-
-    Args:
-        wanted, default: most tokens of the answer.
-        param: the field of the prompt.
-    """
+    """Make the request for one prompt; ``markers`` are shown in the text even if they are special tokens."""
+    param, wanted = body.prompt_field, body.wanted_tokens
     if not given_ids:
         raise bad_request(f"{param}: is empty; at least one token is needed", param)
     prompt_ids = pack_token_ids(service, given_ids, param)
@@ -126,7 +114,7 @@ def make_request(
     left = max_tokens(service) - prompt_len
     if left < 1 or (wanted is not None and wanted > left):
         raise _too_long(service, prompt_len, wanted, param)
-    most = min(default, left) if wanted is None else max(wanted, 1)
+    most = min(body.default_tokens or left, left) if wanted is None else max(wanted, 1)
     if body.min_tokens is not None and body.min_tokens > most:
         raise bad_request(f"min_tokens: must be at most max_tokens, {most}, got {body.min_tokens}", "min_tokens")
     stopping = Stopping(max_tokens=most, stop_token_ids=_stop_token_ids(service, body))
@@ -139,8 +127,8 @@ def make_request(
         prompt_ids=prompt_ids,
         sampling=sampling,
         stopping=stopping,
+        text_rules=_text_rules(service, body, stopping.stop_token_ids, markers),
         cache_salt=salt,
-        priority=body.priority or 0,
         traced=bool(body.trace),
         page_keys=PromptKeys(prompt_ids, service.config.kv.page_size, salt) if may_use_cache else None,
     )
@@ -170,12 +158,13 @@ def make_sampling(service: Service, body: GenerationBody, ending_ids: frozenset[
     )
 
 
-def text_rules(service: Service, body: GenerationBody, markers: Collection[str] = ()) -> TextRules:
-    """Return how the tokens of every choice become text; ``markers`` are shown even if they are special tokens."""
+def _text_rules(
+    service: Service, body: GenerationBody, stop_token_ids: frozenset[int], markers: Collection[str]
+) -> TextRules:
     is_marked = not service.tokenizer.special_texts.isdisjoint(markers)
     return TextRules(
         stops=body.stops,
-        stop_token_ids=_stop_token_ids(service, body),
+        stop_token_ids=stop_token_ids,
         asked_stop_ids=frozenset(body.stop_token_ids or ()),
         include_stop=body.include_stop,
         skip_special_tokens=body.skip_special_tokens is not False and not is_marked,
@@ -189,11 +178,9 @@ def choices_of(request: GenerateRequest, num_choices: int) -> list[GenerateReque
 
     The first one brings the prompt and its log-probabilities.
     """
-    if num_choices == 1:
-        return [request]
     seeds = [(request.sampling.seed + choice) & _SEED_MASK for choice in range(1, num_choices)]
-    samplings = [msgspec.structs.replace(request.sampling, seed=seed, num_prompt_logprobs=None) for seed in seeds]
-    others = [msgspec.structs.replace(request, sampling=sampling, shares_prompt=True) for sampling in samplings]
+    samplings = [replace(request.sampling, seed=seed, num_prompt_logprobs=None) for seed in seeds]
+    others = [replace(request, sampling=sampling, shares_prompt=True, output_ids=[]) for sampling in samplings]
     return [request, *others]
 
 

@@ -1,14 +1,12 @@
 """Bodies of requests: OpenAI's fields, and those that vLLM and SGLang add. Others are kept apart, unread."""
 
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import ConfigDict, Field, WrapValidator
+from pydantic import Field, WrapValidator
 
 from router.api.body import Body, put_back
-from router.api.constraint_fields import Choices, Pattern, ResponseFormat, Schema, StructuredOutputs, Tool, ToolChoice
 from router.service import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 Positive = Annotated[int, Field(ge=1)]
@@ -29,12 +27,81 @@ StopText = Annotated[str, Field(min_length=1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """Reasoning effort; models without levels think unless it is none."""
 
-_STRICT = ConfigDict(extra="forbid")
-"""Strict bodies for the administrator: a misspelt name would mean all replicas."""
+Schema = Annotated[dict[str, Any] | bool | str, Field(union_mode="left_to_right")]
+"""A JSON schema, or its text."""
+SchemaObject = dict[str, Any] | bool
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=4096)]
+Pattern = Annotated[str, Field(min_length=1)]
+
 _FORMS = frozenset(
     {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
     | {"json_schema", "regex", "ebnf", "response_format"}
 )
+
+
+class NamedSchema(Body):
+    """``response_format.json_schema``."""
+
+    name: str | None = None
+    schema_: SchemaObject | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's field for all forms; one is given."""
+
+    json_: Schema | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Pattern | None = None
+
+    @property
+    def forms(self) -> dict[str, Any]:
+        """The value of every form; null if not given."""
+        given = {name: getattr(self, name) for name in ("regex", "choice", "grammar")}
+        return given | {"json": self.json_, "json_object": self.json_object or None}
+
+
+class Function(Body):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedSet(Body):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedSet
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | AllowedTools, Field(union_mode="left_to_right")
+]
 
 
 class StreamOptions(Body):
@@ -57,6 +124,9 @@ class SaltedBody(Body):
 class GenerationBody(SaltedBody):
     """Fields that completions and chat have in common."""
 
+    prompt_field: ClassVar[str]
+    default_tokens: ClassVar[int | None] = None
+    """Default of ``max_tokens``; None for as many as fit."""
     model: str
     max_tokens: Positive | None = None
     temperature: Temperature | None = None
@@ -122,6 +192,11 @@ class GenerationBody(SaltedBody):
         return self.n or 1
 
     @property
+    def wanted_tokens(self) -> int | None:
+        """Maximum length of the answer; None if not given."""
+        return self.max_tokens
+
+    @property
     def num_logprobs(self) -> int | None:
         """Likeliest tokens to report with each; None for no log-probabilities."""
         raise NotImplementedError
@@ -133,7 +208,8 @@ class GenerationBody(SaltedBody):
 
 
 class CompletionRequest(GenerationBody):
-    ids_field = "prompt"
+    prompt_field = ids_field = "prompt"
+    default_tokens = 16
     prompt: Prompt
     add_special_tokens: bool | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -214,6 +290,7 @@ class TemplateBody(Body):
 
 
 class ChatRequest(GenerationBody, TemplateBody):
+    prompt_field = "messages"
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
     include_reasoning: bool | None = None
@@ -223,37 +300,12 @@ class ChatRequest(GenerationBody, TemplateBody):
     top_logprobs: NumLogprobs | None = None
 
     @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-class TokenizeRequest(TemplateBody):
-    """``POST /tokenize``: a prompt or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(Body):
-    model: str | None = None
-    tokens: list[int]
-
-
-class TargetRequest(Body):
-    """``POST /admin/...``: one replica, or without a name what the route says."""
-
-    model_config = _STRICT
-    replica: str | None = None
-
-
-class PinRequest(TargetRequest, SaltedBody):
-    """``POST /admin/pin``: a prompt as text or token ids; for one replica, or without a name for all."""
-
-    model_config = _STRICT
-    expected: ClassVar[Mapping[str, str]] = {"prompt": "a string, or a list of token ids; neither may be empty"}
-    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]
 
 
 def _with_parsed_arguments(call: Any) -> Any:

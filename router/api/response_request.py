@@ -8,10 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, ValidationError
 from pydantic_core import to_json
 
-from router.api.body import Body, problem_of
-from router.api.constraint_fields import FunctionName, SchemaObject
-from router.api.requests import ChatRequest, Effort, NumLogprobs, Positive, RefusalPart
-from router.api.unsupported import HARMLESS, refuse_unsupported
+from router.api.body import HARMLESS, Body, problem_of, refuse_unsupported
+from router.api.requests import ChatRequest, Effort, FunctionName, NumLogprobs, Positive, RefusalPart, SchemaObject
 from router.errors import ApiError, bad_request
 from router.service import Temperature, TopP
 

@@ -3,10 +3,12 @@
 import time
 from http import HTTPStatus
 from importlib.resources import files
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
@@ -14,13 +16,12 @@ from cluster.spec.clock import read_clock
 from cluster.spec.ids import Role
 from cluster.spec.registry import ReplicaEntry
 from cluster.spec.version import VERSION
-from router.api.body import read
+from router.api.body import HARMLESS, Body, read, refuse_unsupported
 from router.api.chat import chat_prompt
 from router.api.document import document
 from router.api.front import key_needed
 from router.api.intake import check_model, encode, max_tokens, pack_token_ids
-from router.api.requests import DetokenizeRequest, TokenizeRequest
-from router.api.unsupported import HARMLESS, refuse_unsupported
+from router.api.requests import ChatMessage, TemplateBody
 from router.errors import ApiError, NotReadyError, bad_request
 from router.service import Service
 
@@ -28,6 +29,20 @@ _HARMLESS = {
     name: HARMLESS[name] for name in ("chat_template", "continue_final_message", "documents", "truncate_prompt_tokens")
 }
 """Fields that would change the prompt."""
+
+
+class TokenizeRequest(TemplateBody):
+    """``POST /tokenize``: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[int]
 
 
 def model_routes(service: Service) -> APIRouter:
@@ -137,7 +152,7 @@ def _status(service: Service) -> dict[str, object]:
         "router": service.state,
         "totals": service.metrics.totals() | {"kv_bytes": kv_bytes},
         "replicas": [_replica(entry) for entry in replicas],
-        "recent": [finished.summary() for finished in service.recent],
+        "recent": list(service.recent),
     }
 
 

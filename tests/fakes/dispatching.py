@@ -16,7 +16,15 @@ from tests.fakes.bootstrap import peer_of
 PREFILL, DECODE = peer_of("prefill-0"), peer_of("decode-0")
 ME = Peer(replica=ROUTER, incarnation=Incarnation(1), address="tcp://router:1")
 NOW = 5.0
-ASK = GenerateRequest(prompt_ids=TokenIds.of([1, 2, 3]), sampling=Sampling(), stopping=Stopping(max_tokens=4))
+
+
+def ask(sampling: Sampling | None = None, dp_rank: int | None = None) -> GenerateRequest:
+    return GenerateRequest(
+        prompt_ids=TokenIds.of([1, 2, 3]),
+        sampling=sampling or Sampling(),
+        stopping=Stopping(max_tokens=4),
+        dp_rank=dp_rank,
+    )
 
 
 def on(decode: Peer = DECODE, cached_tokens: int = 0) -> Placement:
@@ -27,7 +35,7 @@ def make(*picks: Placement | None, max_retries: int = 0, avoided: list[frozenset
     """Make a table that gets these picks, then the same pair for ever; ``avoided`` collects what each pick avoids."""
     rooms, coming = itertools.count(1), iter(picks)
 
-    def pick(_ask: GenerateRequest, _room: Room, shunned: frozenset[Peer], _now_s: float) -> Placement | None:
+    def pick(_request: GenerateRequest, _room: Room, shunned: frozenset[Peer], _now_s: float) -> Placement | None:
         if avoided is not None:
             avoided.append(shunned)
         return next(coming, on())
@@ -37,7 +45,7 @@ def make(*picks: Placement | None, max_retries: int = 0, avoided: list[frozenset
 
 
 def opened(dispatch: RequestTable, deadline_s: float = 100.0) -> RequestId:
-    request_id, _ = dispatch.open(ASK, deadline_s, NOW)
+    request_id, _ = dispatch.open(ask(), deadline_s, NOW)
     return request_id
 
 

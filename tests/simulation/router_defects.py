@@ -13,7 +13,7 @@ from cluster.spec.messages import KvEvents, Submit
 from router.directory import Breakers, LoadBook
 from router.dispatch import RequestTable
 from router.page_index import PageIndex
-from router.request import Action, Pick, Placement, RequestId, RequestState
+from router.request import Action, GenerateRequest, Pick, Placement, RequestId
 
 Patch = pytest.MonkeyPatch
 
@@ -50,30 +50,30 @@ def ignore_gaps_in_kv_events(patch: Patch) -> None:
 
 def continue_at_output_0(patch: Patch) -> None:
     """What the client has is sent as a longer prompt: output positions begin anew."""
-    make = RequestState.make_submit
+    make = GenerateRequest.make_submit
 
-    def submit_as_prompt(self: RequestState, *others: Any) -> Submit:
+    def submit_as_prompt(self: GenerateRequest, *others: Any) -> Submit:
         return replace(make(self, *others), num_given=0)
 
-    patch.setattr(RequestState, "make_submit", submit_as_prompt)
+    patch.setattr(GenerateRequest, "make_submit", submit_as_prompt)
 
 
 def begin_anew_behind_given_tokens(patch: Patch) -> None:
     """A request that goes on elsewhere is sent as it was at first."""
-    make = RequestState.make_submit
+    make = GenerateRequest.make_submit
 
-    def submit_first_prompt(self: RequestState, *others: Any) -> Submit:
-        return replace(make(self, *others), prompt_ids=self.request.prompt_ids)
+    def submit_first_prompt(self: GenerateRequest, *others: Any) -> Submit:
+        return replace(make(self, *others), prompt_ids=self.prompt_ids)
 
-    patch.setattr(RequestState, "make_submit", submit_first_prompt)
+    patch.setattr(GenerateRequest, "make_submit", submit_first_prompt)
 
 
 def retry_in_the_same_room(patch: Patch) -> None:
     """All attempts of a request meet in one room."""
     begin = RequestTable._begin
 
-    def begin_in_first_room(self: RequestTable, state: RequestState, _room: Room, *others: Any) -> list[Action]:
-        return begin(self, state, Room(state.request_id), *others)
+    def begin_in_first_room(self: RequestTable, request: GenerateRequest, _room: Room, *others: Any) -> list[Action]:
+        return begin(self, request, Room(request.request_id), *others)
 
     patch.setattr(RequestTable, "_begin", begin_in_first_room)
 
@@ -82,8 +82,8 @@ def cancel_no_other_target(patch: Patch) -> None:
     """When one replica fails, the other is left to find out by itself."""
     leave = RequestTable._leave
 
-    def leave_without_a_word(self: RequestTable, state: RequestState, _cancelled: Sequence[Peer]) -> list[Action]:
-        return leave(self, state, [])
+    def leave_without_a_word(self: RequestTable, request: GenerateRequest, _cancelled: Sequence[Peer]) -> list[Action]:
+        return leave(self, request, [])
 
     patch.setattr(RequestTable, "_leave", leave_without_a_word)
 
@@ -92,12 +92,14 @@ def retry_where_it_failed(patch: Patch) -> None:
     """A request takes the replicas that it had, whatever has become of them."""
     begin = RequestTable._begin
 
-    def begin_there(self: RequestTable, state: RequestState, room: Room, now_s: float, *others: Any) -> list[Action]:
-        first = firsts.get(state.request_id) or self._pick(state.request, room, frozenset(), now_s)
-        firsts[state.request_id] = first
+    def begin_there(
+        self: RequestTable, request: GenerateRequest, room: Room, now_s: float, *others: Any
+    ) -> list[Action]:
+        first = firsts.get(request.request_id) or self._pick(request, room, frozenset(), now_s)
+        firsts[request.request_id] = first
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(self, "_pick", lambda *_: first)
-            return begin(self, state, room, now_s, *others)
+            return begin(self, request, room, now_s, *others)
 
     firsts: dict[RequestId, Placement | None] = {}
     patch.setattr(RequestTable, "_begin", begin_there)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from router.api import body
+from router.api import front
 from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
 
 pytestmark = pytest.mark.integration
@@ -34,7 +34,7 @@ def answer(connection: HTTPConnection) -> tuple[int, str, str | None]:
 
 
 def test_a_body_that_does_not_come_whole_in_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(front, "TIMEOUT_S", 0.5)
     for cluster in run_cluster(folder):
         status, said, _ = answer(begin(cluster, 100, b'{"prompt": '))
         assert status == 408

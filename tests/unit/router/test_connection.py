@@ -13,6 +13,7 @@ from uvicorn.server import ServerState
 from router import connection
 from router.answer import Answer
 from router.connection import EventStream, HttpProtocol, JoiningTransport, event
+from tests.fakes.dispatching import ask
 
 
 class Reader:
@@ -40,10 +41,10 @@ async def frames(_: Answer) -> AsyncGenerator[bytes, None]:
 def stream_of(left: list[object]) -> EventStream:
     @asynccontextmanager
     async def opened() -> AsyncGenerator[Answer, None]:
-        with Answer(1, lambda _: None, left.append) as answer:
+        with Answer([ask()], lambda _: None, left.append) as answer:
             yield answer
 
-    return EventStream(opened, frames, lambda error: str(error).encode())
+    return EventStream(opened(), frames, lambda error: str(error).encode())
 
 
 async def test_a_client_that_takes_nothing_is_given_up_and_its_answer_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ from router.directory import Load
 from router.request import ENDS, MOVES, Cause, FailRequest, OutputBatch, RequestPhase
 from tests.fakes.bootstrap import peer_of
 from tests.fakes.dispatching import (
-    ASK,
     DECODE,
     ME,
     NOW,
     PREFILL,
+    ask,
     assert_empty,
     cancel,
     failure,
@@ -30,7 +30,7 @@ from tests.fakes.dispatching import (
 
 def test_open_sends_a_submit_to_both_leaders() -> None:
     dispatch = make()
-    room, actions = dispatch.open(ASK, 1.0, NOW)
+    room, actions = dispatch.open(ask(), 1.0, NOW)
     assert peers_started(actions) == [PREFILL, DECODE]
     submit = started_of(actions)
     assert (submit.room, submit.router, [*submit.prompt_ids]) == (Room(room), ME, [1, 2, 3])
@@ -38,7 +38,7 @@ def test_open_sends_a_submit_to_both_leaders() -> None:
 
 
 def test_the_dp_rank_that_a_client_wants_reaches_the_leaders() -> None:
-    _, actions = make().open(msgspec.structs.replace(ASK, dp_rank=1), 1.0, NOW)
+    _, actions = make().open(ask(dp_rank=1), 1.0, NOW)
     assert started_of(actions).dp_rank == 1
 
 
@@ -56,7 +56,7 @@ def test_load_is_counted_until_it_is_done() -> None:
 
 def test_what_prefill_has_cached_is_no_load() -> None:
     dispatch = make(on(cached_tokens=2))
-    room, _ = dispatch.open(ASK, 1.0, NOW)
+    room, _ = dispatch.open(ask(), 1.0, NOW)
     assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=1)
     dispatch.check_integrity()
     dispatch.on_output(output(room, 0, 9), NOW)
@@ -67,7 +67,7 @@ def test_what_prefill_has_cached_is_no_load() -> None:
 def test_a_further_choice_goes_to_decode_alone_and_counts_its_answer_there() -> None:
     dispatch = make()
     first = opened(dispatch)
-    room, actions = dispatch.open(ASK, 1.0, NOW, prompt_of=first)
+    room, actions = dispatch.open(ask(), 1.0, NOW, prompt_of=first)
     submit = started_of(actions)
     assert (submit.decode, submit.prefill, submit.prompt_of) == (DECODE, None, Room(first))
     assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=3)
@@ -82,7 +82,7 @@ def test_a_further_choice_goes_to_decode_alone_and_counts_its_answer_there() -> 
 
 def test_a_further_choice_is_tried_again_with_a_prefill_of_its_own() -> None:
     dispatch = make(max_retries=1)
-    room, _ = dispatch.open(ASK, 100.0, NOW, prompt_of=opened(dispatch))
+    room, _ = dispatch.open(ask(), 100.0, NOW, prompt_of=opened(dispatch))
     submit = started_of(dispatch.on_failure(failure(room, DECODE), NOW))
     assert (submit.prefill, submit.decode, submit.prompt_of) == (PREFILL, DECODE, None)
     assert dispatch.load.of(DECODE) == Load(num_requests=2, num_tokens=14)
@@ -143,7 +143,7 @@ class TestWrongOutputs:
 
     def test_logprobs_stay_with_their_tokens(self) -> None:
         dispatch = make()
-        room, _ = dispatch.open(msgspec.structs.replace(ASK, sampling=Sampling(num_logprobs=0)), 100.0, NOW)
+        room, _ = dispatch.open(ask(Sampling(num_logprobs=0)), 100.0, NOW)
         told = [TokenLogprobs(logprob=-place, top_ids=[], top_logprobs=[]) for place in range(3)]
         dispatch.on_output(msgspec.structs.replace(output(room, 0, 9, 8), logprobs=told[:2]), NOW)
         (emit,) = dispatch.on_output(msgspec.structs.replace(output(room, 1, 8, 7), logprobs=told[1:]), NOW)
@@ -190,8 +190,8 @@ def test_no_move_leaves_an_end() -> None:
 def test_ids_are_not_confused_between_starts() -> None:
     old, new = peer_of("decode-0", 1), peer_of("decode-0", 2)
     dispatch = make(on(old), on(new))
-    dispatch.open(ASK, 1.0, NOW)
-    dispatch.open(ASK, 1.0, NOW)
+    dispatch.open(ask(), 1.0, NOW)
+    dispatch.open(ask(), 1.0, NOW)
     lines = dispatch.load.lines()
     assert lines[ReplicaId("decode-0"), Incarnation(1)] == lines[ReplicaId("decode-0"), Incarnation(2)]
     dispatch.on_lost(old, NOW)

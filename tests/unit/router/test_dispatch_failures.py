@@ -11,10 +11,10 @@ from router.directory import BreakerState, Load
 from router.request import Action, Cause, FailRequest, OutputBatch, WakeAt
 from tests.fakes.bootstrap import peer_of
 from tests.fakes.dispatching import (
-    ASK,
     DECODE,
     NOW,
     PREFILL,
+    ask,
     assert_empty,
     cancel,
     failure,
@@ -120,7 +120,7 @@ class TestAnotherAttempt:
         assert actions[:2] == [cancel(room, PREFILL), cancel(room, DECODE)]
         submit = started_of(actions)
         assert (submit.room, [*submit.prompt_ids], submit.num_given) == (2, [1, 2, 3, 9, 8], 2)
-        assert (submit.sampling, submit.stopping, submit.decode) == (ASK.sampling, ASK.stopping, other)
+        assert (submit.sampling, submit.stopping, submit.decode) == (ask().sampling, ask().stopping, other)
         assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=5)
         last = msgspec.structs.replace(output(Room(2), 2, 7, peer=other), cached=CachedTokens(total=4))
         assert dispatch.on_output(last, NOW) == [OutputBatch(request_id=room, token_ids=[7])]

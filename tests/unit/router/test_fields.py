@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from router.api.body import HARMLESS, refuse_unsupported
 from router.api.requests import ChatRequest
 from router.api.response_request import ResponseRequest, chat_of
-from router.api.unsupported import HARMLESS, refuse_unsupported
 from router.errors import ApiError
 
 MESSAGES = [{"role": "user", "content": "x"}]

@@ -8,6 +8,7 @@ import pytest
 from router.admission import Gate
 from router.answer import Answer
 from router.errors import NotReadyError, QueueFullError
+from tests.fakes.dispatching import ask
 
 
 class Replicas:
@@ -26,7 +27,7 @@ class Replicas:
             if len(self.opened) - self.num_left >= self.room:
                 raise QueueFullError("full")
             self.opened.append(name)
-            return Answer(1, lambda _: None, self._leave)
+            return Answer([ask()], lambda _: None, self._leave)
 
         return open_answer
 

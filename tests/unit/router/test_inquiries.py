@@ -5,7 +5,7 @@ import msgspec
 from cluster.spec.ids import Incarnation, Room
 from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Inquire
 from router.request import Action, SendMessage, WakeAt
-from tests.fakes.dispatching import ASK, DECODE, ME, NOW, PREFILL, cancel, failure, make, opened, output, started_of
+from tests.fakes.dispatching import DECODE, ME, NOW, PREFILL, ask, cancel, failure, make, opened, output, started_of
 
 DUE = NOW + INQUIRE_EVERY_S
 
@@ -17,7 +17,7 @@ def asked(*rooms: int) -> list[Action]:
 
 def test_decode_is_asked_about_all_that_are_silent_until_something_is_heard() -> None:
     dispatch = make()
-    first, actions = dispatch.open(ASK, 100.0, NOW)
+    first, actions = dispatch.open(ask(), 100.0, NOW)
     assert actions[-1] == WakeAt(time_s=DUE)
     second = opened(dispatch)
     assert dispatch.next_deadline_s == DUE
@@ -31,7 +31,7 @@ def test_decode_is_asked_about_all_that_are_silent_until_something_is_heard() ->
 def test_a_request_that_has_just_begun_is_not_asked_about() -> None:
     dispatch = make()
     first = opened(dispatch)
-    _, actions = dispatch.open(ASK, 100.0, DUE - 1.0)
+    _, actions = dispatch.open(ask(), 100.0, DUE - 1.0)
     assert not any(isinstance(action, WakeAt) for action in actions)
     assert dispatch.expire(DUE) == asked(first)
 
@@ -40,7 +40,7 @@ def test_the_time_begins_anew_with_the_next_attempt() -> None:
     dispatch = make()
     dispatch.on_client_left(opened(dispatch))
     assert dispatch.next_deadline_s is None
-    _, actions = dispatch.open(ASK, 1000.0, 500.0)
+    _, actions = dispatch.open(ask(), 1000.0, 500.0)
     assert actions[-1] == WakeAt(time_s=500.0 + INQUIRE_EVERY_S)
 
 

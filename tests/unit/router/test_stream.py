@@ -8,13 +8,11 @@ from cluster.spec.sampling import FinishReason
 from router.answer import Answer
 from router.errors import RequestFailedError
 from router.request import Cause, FailRequest, OutputBatch, RequestId
+from tests.fakes.dispatching import ask
 
 
 def answer_of(num_choices: int) -> Answer:
-    answer = Answer(num_choices, lambda _: None, lambda _: None)
-    for index in range(num_choices):
-        answer.add(RequestId(index))
-    return answer
+    return Answer([ask() for _ in range(num_choices)], lambda _: None, lambda _: None)
 
 
 def push(answer: Answer, index: int, token_ids: list[int], finish: FinishReason | None = None) -> None:
