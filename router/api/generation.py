@@ -18,11 +18,10 @@ from router.api.chat import chat_request
 from router.api.document import document
 from router.api.front import arrived_s_of, caller_of, dp_rank_of, header, priority_of, request_id, session_of
 from router.api.intake import choices_of, completion_requests
-from router.api.logprobs import ShownPrompt
 from router.api.requests import ChatRequest, CompletionRequest, GenerationBody
 from router.api.response_request import ResponseRequest, chat_of, in_own_words
 from router.api.response_writer import ResponseObject, ResponseWriter
-from router.api.responses import ChatChunk, ChatCompletion, Completion, PromptTokensDetails, Usage
+from router.api.responses import ChatChunk, ChatCompletion, Completion, PromptTokensDetails, ShownPrompt, Usage
 from router.api.writers import ChatWriter, CompletionWriter, Writer
 from router.connection import EventStream, JsonAnswer, unless_client_leaves
 from router.errors import ApiError, ClientLeftError
@@ -91,11 +90,8 @@ async def _respond(
     choices = [choice for request in requests for choice in choices_of(request, body.num_choices)]
     opening = _open_answer(service, http, choices)
     if body.stream:
-        return EventStream(
-            opening,
-            frames=lambda answer: _frames(service.tokenizer, answer, body, writer),
-            failed=writer.failed,
-        )
+        frames = partial(_frames, service.tokenizer, body, writer)
+        return EventStream(opening, frames, writer.failed)
     return await unless_client_leaves(http.receive, _whole(service.tokenizer, opening, writer))
 
 
@@ -198,20 +194,16 @@ async def _whole(tokenizer: Tokenizer, opening: AbstractAsyncContextManager[Answ
 
 
 async def _frames(
-    tokenizer: Tokenizer, answer: Answer, body: GenerationBody, writer: Writer
+    tokenizer: Tokenizer, body: GenerationBody, writer: Writer, answer: Answer
 ) -> AsyncGenerator[bytes, None]:
     """Yield an event for every token, even one that completes no text: clients count and time tokens by events.
 
     Tokens that arrive together are written together.
     """
-    begun: set[int] = set()
     num_tokens, with_usage = 0, body.continuous_usage
     async for chunks in Chunks(tokenizer, answer):
         events = []
         for chunk in chunks:
-            if chunk.index not in begun:
-                begun.add(chunk.index)
-                events.append(writer.opening(chunk))
             num_tokens += len(chunk.token_ids)
             usage = _usage(answer, num_tokens) if with_usage else None
             events.append(writer.chunk(chunk, usage))

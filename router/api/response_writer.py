@@ -9,9 +9,8 @@ import msgspec
 
 from cluster.spec.sampling import FinishReason
 from router.api.intake import given_or
-from router.api.logprobs import chat_logprobs
 from router.api.response_request import SEALED_THOUGHTS, Reasoning, ResponseRequest, sealed
-from router.api.responses import ChosenLogprob, PromptTokensDetails, Usage
+from router.api.responses import ChosenLogprob, PromptTokensDetails, Usage, chat_logprobs
 from router.errors import RequestFailedError
 from router.message import MessageEvent, MessageReader, Thought, new_call_id
 from router.service import Service
@@ -286,21 +285,18 @@ class ResponseWriter:
         self._num_thought_tokens = 0
         self._num_tokens = 0
         self._begun = _begun(request_id, service, body)
-
-    def opening(self, first: OutputChunk) -> bytes:
-        """Return the events that the response was created; the first chunk brings none of its own."""
-        del first
-        kinds = ("response.created", "response.in_progress")
-        return self._write([(kind, {"response": self._begun}) for kind in kinds])
+        self._has_begun = False
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
-        del usage  # it comes with the last event
-        return self._write(self._take(chunk))
+        del usage  # it is in the last event
+        kinds = () if self._has_begun else ("response.created", "response.in_progress")
+        self._has_begun = True
+        return self._write([*((kind, {"response": self._begun}) for kind in kinds), *self._take(chunk)])
 
     def _take(self, chunk: OutputChunk) -> list[Event]:
         read = self._reader.read(chunk.text, is_end=chunk.finish is not None)
-        logprobs = chat_logprobs(self._tokenizer, chunk).content if chunk.logprobs else ()
-        events = self._items.push(read, logprobs)
+        logprobs = chat_logprobs(self._tokenizer, chunk)
+        events = self._items.push(read, logprobs.content if logprobs is not None else ())
         self._finish = chunk.finish
         self._num_tokens += len(chunk.token_ids)
         if self._items.is_thinking:

@@ -1,23 +1,34 @@
-"""Bodies of answers in OpenAI's API. msgspec structs, since a stream encodes one per token."""
+"""Bodies of responses in OpenAI's API, and log-probabilities in their forms.
+
+They are msgspec structs, since a stream encodes one per token.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
+
+from cluster.spec.sampling import TokenLogprobs
+from cluster.tokenizer import Tokenizer
+from router.text import AnswerText, OutputChunk, TextRules, join, token_bytes, token_text
+
+_LEAST = -9999.0
+"""Stands for minus infinity, which JSON cannot represent."""
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Source of the prompt's KV."""
 
     cached_tokens: int
-    """Tokens not computed, because an earlier request had the same prefix."""
+    """Tokens not computed because an earlier request had the same prefix."""
     host_tokens: int = 0
     storage_tokens: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one request, over all its choices."""
+    """Tokens of one request, with all its choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -43,7 +54,7 @@ class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""vLLM's form: for each prompt token itself and the likeliest in its place, by token id; None for the first."""
+"""vLLM's form: for each prompt token, itself and the likeliest tokens in its place by id; None for the first."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +75,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 StopReason = str | int | None | UnsetType
-"""vLLM's field: the stop string or requested stop token that ended an answer, or null; only at its end."""
+"""vLLM's field: the stop string or requested stop token that ended the answer, or null; only in the last chunk."""
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,12 +86,12 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None
     stop_reason: StopReason = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """Token ids of the prompt; only in the choice's first chunk."""
+    """Only in the choice's first chunk."""
     token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer of ``/v1/completions``, or one chunk."""
+    """A complete answer of ``/v1/completions``, or one chunk."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -91,8 +102,6 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A called function, or the next part of the call."""
-
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
     """JSON, as the model wrote it."""
@@ -123,18 +132,19 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+class _Choice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
-    message: Message
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     stop_reason: StopReason = UNSET
     token_ids: Sequence[int] | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer of ``/v1/chat/completions``."""
+class ChatChoice(_Choice, frozen=True, kw_only=True):
+    message: Message
 
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -153,23 +163,108 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
-class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
-    index: int
+class ChatChunkChoice(_Choice, frozen=True, kw_only=True):
     delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None
-    stop_reason: StopReason = UNSET
-    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One chunk of a stream of ``/v1/chat/completions``."""
-
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChatChunkChoice]
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """Token ids of the prompt; only in the choice's first chunk."""
+    """Only in the choice's first chunk."""
     usage: Usage | UnsetType | None = UNSET
+
+
+@dataclass(slots=True)
+class ShownPrompt:
+    """Parts of a prompt that its response shows."""
+
+    token_ids: Sequence[int]
+    echo: str | None = None
+    skip_special_tokens: bool = True
+    logprobs: Sequence[TokenLogprobs] = ()
+    """One entry for every token but the first, if requested; known with the first token of the answer."""
+
+
+def completion_logprobs(tokenizer: Tokenizer, chunk: OutputChunk, num_chars: int = 0) -> CompletionLogprobs | None:
+    """Return a chunk's log-probabilities; its text follows ``num_chars`` characters. None if not requested."""
+    if not chunk.logprobs:
+        return None
+    tokens = [token_text(tokenizer, token_id) for token_id in chunk.token_ids]
+    return CompletionLogprobs(
+        text_offset=tuple(num_chars + offset for offset in chunk.offsets),
+        token_logprobs=[_finite(given.logprob) for given in chunk.logprobs],
+        tokens=tokens,
+        top_logprobs=[_by_text(tokenizer, token, given) for token, given in zip(tokens, chunk.logprobs, strict=True)],
+    )
+
+
+def chat_logprobs(tokenizer: Tokenizer, chunk: OutputChunk) -> ChatLogprobs | None:
+    """Return a chunk's log-probabilities; None if not requested."""
+    if not chunk.logprobs:
+        return None
+
+    def entry(token_id: int, logprob: float) -> TokenLogprob:
+        raw = list(token_bytes(tokenizer, token_id))
+        return TokenLogprob(token=token_text(tokenizer, token_id), logprob=_finite(logprob), bytes=raw)
+
+    content = []
+    for token_id, given in zip(chunk.token_ids, chunk.logprobs, strict=True):
+        top = [entry(*one) for one in zip(given.top_ids, given.top_logprobs, strict=True)]
+        chosen = entry(token_id, given.logprob)
+        content.append(ChosenLogprob(**msgspec.structs.asdict(chosen), top_logprobs=top))
+    return ChatLogprobs(content=content)
+
+
+def echo_logprobs(tokenizer: Tokenizer, prompt: ShownPrompt) -> CompletionLogprobs:
+    """Return an echoed prompt's log-probabilities; the first token has none."""
+    text = AnswerText(tokenizer, TextRules(skip_special_tokens=prompt.skip_special_tokens))
+    tokens = [token_text(tokenizer, token_id) for token_id in prompt.token_ids]
+    given = zip(tokens[1:], prompt.logprobs, strict=True)
+    return CompletionLogprobs(
+        text_offset=tuple(join(text.push(prompt.token_ids, None)).offsets),
+        token_logprobs=[None, *(_finite(logprobs.logprob) for logprobs in prompt.logprobs)],
+        tokens=tokens,
+        top_logprobs=[None, *(_by_text(tokenizer, token, logprobs) for token, logprobs in given)],
+    )
+
+
+def joined(first: CompletionLogprobs, second: CompletionLogprobs | None) -> CompletionLogprobs:
+    if second is None:
+        return first
+    return CompletionLogprobs(
+        text_offset=first.text_offset + second.text_offset,
+        token_logprobs=first.token_logprobs + second.token_logprobs,
+        tokens=first.tokens + second.tokens,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
+    )
+
+
+def prompt_logprobs(tokenizer: Tokenizer, prompt: ShownPrompt, num_top: int) -> PromptLogprobs:
+    def entry(token_id: int, logprob: float, rank: int) -> PromptLogprob:
+        return PromptLogprob(logprob=_finite(logprob), rank=rank, decoded_token=token_text(tokenizer, token_id))
+
+    made: PromptLogprobs = [None]
+    for token_id, given in zip(prompt.token_ids[1:], prompt.logprobs, strict=True):
+        here = {token_id: entry(token_id, given.logprob, given.rank)}
+        top = zip(given.top_ids[:num_top], given.top_logprobs[:num_top], strict=True)
+        for rank, (top_id, logprob) in enumerate(top, start=1):
+            here.setdefault(top_id, entry(top_id, logprob, rank))
+        made.append(here)
+    return made
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST)
+
+
+def _by_text(tokenizer: Tokenizer, chosen: str, given: TokenLogprobs) -> dict[str, float]:
+    """Map token texts to log-probabilities, best first, with the chosen token; equal texts keep the likeliest."""
+    logprobs: dict[str, float] = {}
+    for token_id, logprob in zip(given.top_ids, given.top_logprobs, strict=True):
+        logprobs.setdefault(token_text(tokenizer, token_id), _finite(logprob))
+    logprobs.setdefault(chosen, _finite(given.logprob))
+    return logprobs

@@ -1,23 +1,16 @@
-"""Writers of answers: the interface, and those of ``/v1/chat/completions`` and ``/v1/completions``."""
+"""Writers of responses: the interface, ``/v1/chat/completions`` and ``/v1/completions``."""
 
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from cluster.spec.sampling import FinishReason
-from router.api.logprobs import (
-    ShownPrompt,
-    chat_logprobs,
-    completion_logprobs,
-    echo_logprobs,
-    joined,
-    prompt_logprobs,
-)
 from router.api.requests import ChatRequest, GenerationBody
 from router.api.responses import (
     ChatChoice,
@@ -30,10 +23,16 @@ from router.api.responses import (
     FunctionCall,
     Message,
     PromptLogprobs,
+    ShownPrompt,
     StopReason,
     ToolCall,
     ToolCallDelta,
     Usage,
+    chat_logprobs,
+    completion_logprobs,
+    echo_logprobs,
+    joined,
+    prompt_logprobs,
 )
 from router.connection import event
 from router.errors import RequestFailedError
@@ -45,27 +44,22 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 class Writer(Protocol):
-    """Writes one answer in the form of its route: whole as JSON, or as frames of server-sent events."""
-
-    def opening(self, first: OutputChunk) -> bytes:
-        """Return the frames of a choice before its text, which ``first`` begins; empty for none."""
+    """Writes one answer in the form of its route: as JSON, or as server-sent events."""
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
-        """Return the frames of the next part of a choice, with the usage so far if it is requested."""
+        """Return the events for a choice's next chunk, with the usage so far if requested."""
 
     def closing(self, usage: Usage) -> bytes:
-        """Return the frames after all choices."""
+        """Return the events after all choices."""
 
     def failed(self, error: RequestFailedError) -> bytes:
-        """Return the frames that end a stream without a complete answer."""
+        """Return the events that end a stream without a complete answer."""
 
     def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
-        """Return the whole answer, from the chunks of every choice."""
+        """Return the complete answer, given every choice's chunks."""
 
 
 class TextWriter(ABC):
-    """Common parts of chats and completions."""
-
     def __init__(self, response_id: str, service: Service, body: GenerationBody) -> None:
         self._id = response_id
         self._model = service.model.name
@@ -78,13 +72,13 @@ class TextWriter(ABC):
         self._num_prompt_logprobs = body.prompt_logprobs
 
     def closing(self, usage: Usage) -> bytes:
-        return (self._usage_frame(usage) if self._includes_usage else b"") + event(b"[DONE]")
+        return (self._frame([], usage) if self._includes_usage else b"") + event(b"[DONE]")
 
     def failed(self, error: RequestFailedError) -> bytes:
         return event(error.body)
 
     @abstractmethod
-    def _usage_frame(self, usage: Usage) -> bytes: ...
+    def _frame(self, choices: list[Any], usage: Usage | None) -> bytes: ...
 
     def _token_ids(self, chunk: OutputChunk) -> Sequence[int] | UnsetType:
         return chunk.token_ids if self._with_token_ids else UNSET
@@ -99,33 +93,27 @@ class TextWriter(ABC):
 
 class ChatWriter(TextWriter):
     def __init__(
-        self,
-        request_id: str,
-        service: Service,
-        body: ChatRequest,
-        new_reader: NewReader,
-        prompt_ids: Sequence[int],
+        self, request_id: str, service: Service, body: ChatRequest, new_reader: NewReader, prompt_ids: Sequence[int]
     ) -> None:
         super().__init__(f"chatcmpl-{request_id}", service, body)
         self._prompt_ids = prompt_ids
         self._with_thoughts = body.include_reasoning is not False
         self._readers = defaultdict[int, MessageReader](new_reader)
 
-    def opening(self, first: OutputChunk) -> bytes:
-        """Return the role."""
-        choice = ChatChunkChoice(index=first.index, delta=Delta(role="assistant", content=""), finish_reason=None)
-        return self._frame([choice], None, self._prompt_token_ids(self._prompt_ids))
-
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
+        opening = b""
+        if chunk.index not in self._readers:
+            role = ChatChunkChoice(index=chunk.index, delta=Delta(role="assistant", content=""), finish_reason=None)
+            opening = self._frame([role], None, self._prompt_token_ids(self._prompt_ids))
         choice = ChatChunkChoice(
             index=chunk.index,
             delta=_delta(self._read(chunk)),
-            logprobs=chat_logprobs(self._tokenizer, chunk) if chunk.logprobs else None,
+            logprobs=chat_logprobs(self._tokenizer, chunk),
             finish_reason=self._finish_reason(chunk),
             stop_reason=_stop_reason(chunk),
             token_ids=self._token_ids(chunk),
         )
-        return self._frame([choice], usage)
+        return opening + self._frame([choice], usage)
 
     def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
         chunks = [join(chunks) for chunks in choices]
@@ -133,7 +121,7 @@ class ChatWriter(TextWriter):
             ChatChoice(
                 index=index,
                 message=_message(self._read(chunk)),
-                logprobs=chat_logprobs(self._tokenizer, chunk) if chunk.logprobs else None,
+                logprobs=chat_logprobs(self._tokenizer, chunk),
                 finish_reason=self._finish_reason(chunk),
                 stop_reason=_stop_reason(chunk),
                 token_ids=self._token_ids(chunk),
@@ -160,18 +148,12 @@ class ChatWriter(TextWriter):
         return part
 
     def _finish_reason(self, chunk: OutputChunk) -> str | None:
-        """Return why the choice ended; called after ``_read``."""
+        """Return why the choice ended; valid after ``_read``."""
         has_called = chunk.finish is FinishReason.STOP and self._readers[chunk.index].has_called
         return "tool_calls" if has_called else chunk.finish
 
-    def _usage_frame(self, usage: Usage) -> bytes:
-        return self._frame([], usage)
-
     def _frame(
-        self,
-        choices: list[ChatChunkChoice],
-        usage: Usage | None,
-        prompt_token_ids: list[int] | UnsetType = UNSET,
+        self, choices: list[ChatChunkChoice], usage: Usage | None, prompt_token_ids: list[int] | UnsetType = UNSET
     ) -> bytes:
         chunk = ChatChunk(
             id=self._id,
@@ -185,74 +167,60 @@ class ChatWriter(TextWriter):
 
 
 class CompletionWriter(TextWriter):
-    """``/v1/completions``, with echoed prompts."""
-
     def __init__(self, request_id: str, service: Service, body: GenerationBody, prompts: Sequence[ShownPrompt]) -> None:
         super().__init__(f"cmpl-{request_id}", service, body)
         self._prompts = prompts
         self._with_logprobs = body.num_logprobs is not None
         self._begun: set[int] = set()
-        """Choices whose prompt token ids were written."""
-
-    def opening(self, first: OutputChunk) -> bytes:
-        """Return the prompt, where it is echoed."""
-        prompt = self._prompt_of(first.index, first)
-        if prompt.echo is None:
-            return b""
-        choice = CompletionChoice(
-            index=first.index,
-            text=prompt.echo,
-            logprobs=echo_logprobs(self._tokenizer, prompt) if self._with_logprobs else None,
-            finish_reason=None,
-            prompt_token_ids=self._first_prompt_token_ids(first.index, prompt),
-        )
-        return event(self._encode([choice], None))
+        """Choices with at least one event."""
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
-        prompt = self._prompt_of(chunk.index, chunk)
-        choice = CompletionChoice(
+        prompt, is_first = self._prompt_of(chunk), chunk.index not in self._begun
+        self._begun.add(chunk.index)
+        prompt_token_ids = self._prompt_token_ids(prompt.token_ids) if is_first else UNSET
+        opening = b""
+        if is_first and prompt.echo is not None:
+            echo = CompletionChoice(
+                index=chunk.index,
+                text=prompt.echo,
+                logprobs=echo_logprobs(self._tokenizer, prompt) if self._with_logprobs else None,
+                finish_reason=None,
+                prompt_token_ids=prompt_token_ids,
+            )
+            opening, prompt_token_ids = self._frame([echo], None), UNSET
+        return opening + self._frame([self._choice(chunk, prompt, prompt_token_ids)], usage)
+
+    def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
+        return self._encode([self._whole_choice(join(chunks)) for chunks in choices], usage)
+
+    def _frame(self, choices: list[CompletionChoice], usage: Usage | None) -> bytes:
+        return event(self._encode(choices, usage))
+
+    def _whole_choice(self, chunk: OutputChunk) -> CompletionChoice:
+        prompt = self._prompt_of(chunk)
+        choice = self._choice(chunk, prompt, self._prompt_token_ids(prompt.token_ids))
+        if prompt.echo is None:
+            return choice
+        logprobs = joined(echo_logprobs(self._tokenizer, prompt), choice.logprobs) if self._with_logprobs else None
+        return replace(choice, text=prompt.echo + choice.text, logprobs=logprobs)
+
+    def _choice(
+        self, chunk: OutputChunk, prompt: ShownPrompt, prompt_token_ids: list[int] | UnsetType
+    ) -> CompletionChoice:
+        return CompletionChoice(
             index=chunk.index,
             text=chunk.text,
             logprobs=completion_logprobs(self._tokenizer, chunk, len(prompt.echo or "")),
-            finish_reason=chunk.finish,
-            stop_reason=_stop_reason(chunk),
-            prompt_token_ids=self._first_prompt_token_ids(chunk.index, prompt),
-            token_ids=self._token_ids(chunk),
-        )
-        return event(self._encode([choice], usage))
-
-    def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
-        return self._encode([self._choice(index, join(chunks)) for index, chunks in enumerate(choices)], usage)
-
-    def _usage_frame(self, usage: Usage) -> bytes:
-        return event(self._encode([], usage))
-
-    def _choice(self, index: int, chunk: OutputChunk) -> CompletionChoice:
-        prompt = self._prompt_of(index, chunk)
-        echo = prompt.echo or ""
-        logprobs = completion_logprobs(self._tokenizer, chunk, len(echo))
-        if prompt.echo is not None and self._with_logprobs:
-            logprobs = joined(echo_logprobs(self._tokenizer, prompt), logprobs)
-        return CompletionChoice(
-            index=index,
-            text=echo + chunk.text,
-            logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs(prompt),
             finish_reason=chunk.finish,
             stop_reason=_stop_reason(chunk),
-            prompt_token_ids=self._prompt_token_ids(prompt.token_ids),
+            prompt_token_ids=prompt_token_ids,
             token_ids=self._token_ids(chunk),
         )
 
-    def _first_prompt_token_ids(self, index: int, prompt: ShownPrompt) -> list[int] | UnsetType:
-        if not self._with_token_ids or index in self._begun:
-            return UNSET
-        self._begun.add(index)
-        return self._prompt_token_ids(prompt.token_ids)
-
-    def _prompt_of(self, index: int, chunk: OutputChunk) -> ShownPrompt:
-        """Return the prompt of a choice; the first chunk of its first choice has its log-probabilities."""
-        prompt = self._prompts[index // self._num_choices]
+    def _prompt_of(self, chunk: OutputChunk) -> ShownPrompt:
+        """Return the prompt of a chunk's choice; the prompt's log-probabilities are in the first chunk."""
+        prompt = self._prompts[chunk.index // self._num_choices]
         prompt.logprobs = chunk.prompt_logprobs or prompt.logprobs
         return prompt
 
