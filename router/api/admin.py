@@ -60,7 +60,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/load")
     async def load() -> Response:
-        """Open and waiting requests: this router process's counts, and each replica's last heartbeat."""
+        """Return the open and waiting requests: this router process's counts, and each replica's last heartbeat."""
         return Response(msgspec.json.encode(_load(service)), media_type="application/json")
 
     return router

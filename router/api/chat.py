@@ -1,14 +1,10 @@
-"""Conversion of a chat body to the request for replicas and the reader of its answer: template, tools, thoughts,
-structure.
-"""
+"""Conversion of a chat body to a request and the reader of its answer: template, tools, thoughts, structure."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 from cluster.spec.errors import UserError
-from router.api.constrain import ANY_OBJECT, Constraint, checked_grammar, either, json_part, wanted_answer
-from router.api.intake import check, make_request, off_loop
+from router.api.constrain import ANY_OBJECT, Constraint, checked_grammar, json_part, wanted_answer
+from router.api.intake import check, given_or, make_request, off_loop
 from router.api.requests import AllowedTools, ChatMessage, ChatRequest, NamedTool, TemplateBody, Tool
 from router.errors import bad_request
 from router.message import CLOSING, OPENING, MessageReader, NewReader, Thinking, thinking_after
@@ -27,23 +23,27 @@ async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateReq
     dialect = _dialect(service, body)
     prompt_ids, prompt = await chat_prompt(service, body.messages, body)
     thinking = thinking_after(prompt) if service.model.has_thoughts else Thinking.NONE
-    constraint = _constraint(service, body, dialect)
-    grammar = "" if constraint is None else await checked_grammar(service, constraint, thinking)
+    grammar = await checked_grammar(service, _constraint(service, body, dialect), thinking)
     markers = (OPENING, CLOSING) if service.model.has_thoughts else ()
     markers += dialect.markers if dialect is not None else ()
-    return make_request(service, body, prompt_ids, grammar, markers), partial(_reader, body, dialect, thinking)
+    names = [tool.function.name for _, tool in _callable(body)]
+
+    def new_reader() -> MessageReader:
+        return MessageReader(thinking, dialect.parser(names) if dialect is not None else None)
+
+    return make_request(service, body, prompt_ids, grammar, markers), new_reader
 
 
 async def chat_prompt(
     service: Service, messages: Sequence[ChatMessage], options: TemplateBody
 ) -> tuple[list[int], str]:
-    """Render and tokenize a conversation by the model's chat template, which mostly writes special tokens itself.
+    """Render and tokenize a conversation; most chat templates write special tokens themselves.
 
-    ``developer`` is OpenAI's newer word for ``system``, and shown as that to templates that do not know it.
+    Templates that do not know ``developer``, OpenAI's newer name for ``system``, get ``system``.
     """
     given = [message.for_template() for message in messages]
     if "developer" not in (service.tokenizer.chat_template or ""):
-        # Most templates skip unknown roles: the developer's message would be lost.
+        # Most templates skip unknown roles, so the message would be lost.
         given = [message | {"role": "system"} if message["role"] == "developer" else message for message in given]
 
     def render_and_encode() -> tuple[list[int], str]:
@@ -57,11 +57,6 @@ async def chat_prompt(
         raise bad_request(str(error), "messages") from error
 
 
-def _reader(body: ChatRequest, dialect: Dialect | None, thinking: Thinking) -> MessageReader:
-    parser = dialect.parser([tool.function.name for _, tool in _callable(body)]) if dialect is not None else None
-    return MessageReader(thinking, parser)
-
-
 def _check_effort(service: Service, body: ChatRequest) -> None:
     if body.reasoning_effort not in (None, "none") and not service.model.has_thoughts:
         known = "the chat template of this model shows no thoughts, or router.reasoning_parser is none"
@@ -72,7 +67,7 @@ def _check_effort(service: Service, body: ChatRequest) -> None:
 
 
 def _dialect(service: Service, body: ChatRequest) -> Dialect | None:
-    """Return how calls are written, where the model may call something."""
+    """Return the format of tool calls; None if the model must not call tools."""
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
         raise bad_request("tool_choice: there are no tools to choose from", "tool_choice")
     if not body.tools or body.tool_choice == "none":
@@ -84,8 +79,8 @@ def _dialect(service: Service, body: ChatRequest) -> Dialect | None:
 
 
 def _constraint(service: Service, body: ChatRequest, dialect: Dialect | None) -> Constraint | None:
-    """Return the required form of the answer, or of calls, where they are required or allowed."""
-    answer = wanted_answer(body) if body.wants_form else None
+    """Return the required form of the answer and its calls; None if there is none."""
+    answer = wanted_answer(body)
     if dialect is None or (_is_best_effort(body) and body.parallel_tool_calls is not False and answer is None):
         return answer
     choice = body.tool_choice
@@ -94,38 +89,36 @@ def _constraint(service: Service, body: ChatRequest, dialect: Dialect | None) ->
     if answer is None:
         return calls
     if is_free:
-        return either(calls, answer)
+        return Constraint(
+            rules=(*calls.rules, *answer.rules),
+            starts=(*calls.starts, *answer.starts),
+            parts={**calls.parts, **answer.parts},
+        )
     if answer.parts["answer"].field.startswith("response_format"):
-        return calls  # as in OpenAI's API, where agents give the form of their last answer with every request
+        return calls  # like OpenAI's API: agents send the form of their last answer with every request
     raise bad_request("tool_choice: a required call and a structured answer exclude each other", "tool_choice")
 
 
 def _is_best_effort(body: ChatRequest) -> bool:
-    """Return whether calls and their arguments are left to the model."""
+    """Return whether the form of calls and their arguments is left to the model."""
     return body.tool_choice in (None, "auto")
 
 
 def _calls(body: ChatRequest, dialect: Dialect, special_texts: frozenset[str], *, with_text: bool) -> Constraint:
-    """Return the form of calls, and ``with_text`` of any text before or instead of them."""
+    """Return the form of calls; ``with_text`` allows any text before or instead of them."""
     tools = _callable(body)
     names = [tool.function.name for _, tool in tools]
-    # Best effort with one call at most: a schema that cannot be enforced is no reason to refuse.
+    # In best effort with at most one call, a schema that cannot be enforced is no reason to refuse the request.
     holds_schemas = not (with_text and _is_best_effort(body))
-    parts = {
-        f"arguments_{number}": json_part(
-            _schema_of(tool) if holds_schemas else ANY_OBJECT, f"tools[{index}].function.parameters"
-        )
-        for number, (index, tool) in enumerate(tools)
-    }
+    parts = {}
+    for number, (index, tool) in enumerate(tools):
+        schema = given_or(tool.function.parameters, _NO_PARAMETERS) if holds_schemas else ANY_OBJECT
+        parts[f"arguments_{number}"] = json_part(schema, f"tools[{index}].function.parameters")
     several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
     rules = dialect.lark(names, special_texts, several=several)
     if with_text:
         rules += dialect.text_lark(names, special_texts, several=several)
     return Constraint(rules=rules, starts=("free" if with_text else "calls",), parts=parts)
-
-
-def _schema_of(tool: Tool) -> Mapping[str, Any]:
-    return _NO_PARAMETERS if tool.function.parameters is None else tool.function.parameters
 
 
 def _callable(body: ChatRequest) -> list[tuple[int, Tool]]:
@@ -141,6 +134,5 @@ def _callable(body: ChatRequest) -> list[tuple[int, Tool]]:
     known = [tool.function.name for _, tool in tools]
     for name in chosen:
         if name not in known:
-            message = f"tool_choice: there is no tool {name!r}; allowed: {', '.join(known)}"
-            raise bad_request(message, "tool_choice")
+            raise bad_request(f"tool_choice: there is no tool {name!r}; allowed: {', '.join(known)}", "tool_choice")
     return [(index, tool) for index, tool in tools if tool.function.name in chosen]

@@ -1,4 +1,4 @@
-"""Conversion of body fields to the required form of an answer, as one grammar for ``cluster.grammar``."""
+"""Conversion of a body's structured-output fields to one grammar for ``cluster.grammar``."""
 
 import asyncio
 import json
@@ -11,31 +11,32 @@ from pydantic_core import from_json
 from cluster.grammar import knows_format, lark_of, lark_of_regex
 from cluster.spec.errors import UserError
 from router.api.body import refuse_unsupported
-from router.api.requests import GenerationBody
+from router.api.requests import FORM_FIELDS, GenerationBody
 from router.errors import bad_request
 from router.message import CLOSING, OPENING, Thinking
 from router.service import Service
 
 MAX_GRAMMAR_CHARS = 1024 * 1024
-"""Longest grammar; it is sent with the request."""
+"""Maximum length of a grammar, which is sent with the request."""
 _WHITE_SPACE = r"[ \t\r\n]{0,40}"
-"""White space between JSON tokens, limited because a model that must write JSON may continue with it for ever."""
+"""White space between JSON tokens; limited, since a model that must write JSON can repeat it endlessly."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _HOLDING = frozenset(
     {"additionalProperties", "additionalItems", "unevaluatedProperties", "unevaluatedItems", "items", "prefixItems"}
     | {"contains", "propertyNames", "not", "if", "then", "else", "allOf", "anyOf", "oneOf"}
 )
-"""Keywords that hold a schema or a list of schemas."""
+"""Keywords whose value is a schema or a list of schemas."""
 _HOLDING_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keywords that hold schemas by name; all others hold none, whatever their values look like."""
+"""Keywords whose value is an object of schemas. All other keywords contain none, whatever their values look like."""
 _NOTES = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
 """Keywords that do not affect validity."""
+_THOUGHTS = {Thinking.NONE: "", Thinking.OPTIONAL: "(opening thoughts)? ", Thinking.BEGUN: "thoughts "}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One grammar of several; others may refer to it."""
+    """One of several grammars, to which the others can refer."""
 
     field: str
     grammar: Mapping[str, Any]
@@ -51,21 +52,15 @@ class Constraint:
     parts: Mapping[str, Part]
 
     def grammar(self, thinking: Thinking, special_texts: frozenset[str]) -> str:
-        """Return the whole grammar, with thoughts before the answer, written in ``special_texts`` if they are there."""
-        start = f"start: {_thoughts(thinking)}({' | '.join(self.starts)})"
+        """Return the complete grammar: thoughts, then the answer. Markers in ``special_texts`` are special tokens."""
+        start = f"start: {_THOUGHTS[thinking]}({' | '.join(self.starts)})"
         lark = "\n".join([start, *self.rules, *_thought_rules(thinking, special_texts)])
         named = [{"name": name, **part.grammar} for name, part in self.parts.items()]
         return _grammar_text({"lark_grammar": lark}, *named)
 
 
-def either(one: Constraint, other: Constraint) -> Constraint:
-    return Constraint(
-        rules=(*one.rules, *other.rules), starts=(*one.starts, *other.starts), parts={**one.parts, **other.parts}
-    )
-
-
 def json_part(schema: Mapping[str, Any] | bool, field: str) -> Part:
-    """Return the grammar of a JSON schema, whose ``x-guidance`` may set other options of llguidance."""
+    """Return a JSON schema's grammar; the schema's ``x-guidance`` can set further options of llguidance."""
     if schema is False:
         return Part(field=field, grammar={"json_schema": False})
     given = {} if schema is True else without_noops(schema)
@@ -77,21 +72,11 @@ def json_part(schema: Mapping[str, Any] | bool, field: str) -> Part:
 
 
 def wanted_answer(body: GenerationBody) -> Constraint | None:
-    """Return the required form of the answer's text; None for none."""
-    if not body.wants_form:
-        return None
+    """Return the required form of the answer; None if there is none."""
     outputs = body.structured_outputs
-    given = {
-        "guided_json": body.guided_json,
-        "guided_regex": body.guided_regex,
-        "guided_choice": body.guided_choice,
-        "guided_grammar": body.guided_grammar,
-        "json_schema": body.json_schema,
-        "regex": body.regex,
-        "ebnf": body.ebnf,
-    }
+    given = {name: getattr(body, name) for name in FORM_FIELDS}
     if outputs is not None:
-        others = _in_outputs(outputs.model_extra or {})
+        others = _in_outputs(outputs.others)
         refuse_unsupported(others, dict.fromkeys(others, (False,)))
         given |= _in_outputs(outputs.forms)
     parts = [_part(field, value) for field, value in given.items() if value is not None]
@@ -103,14 +88,18 @@ def wanted_answer(body: GenerationBody) -> Constraint | None:
 
 
 async def checked_grammar(service: Service, constraint: Constraint | None, thinking: Thinking = Thinking.NONE) -> str:
-    """Return the grammar for the replicas; empty for none."""
+    """Return the grammar for the replicas; empty without a constraint.
+
+    Raises:
+        ApiError: the grammar is invalid or too long.
+    """
     if constraint is None:
         return ""
     grammar = constraint.grammar(thinking, service.tokenizer.special_texts)
     if len(grammar) > MAX_GRAMMAR_CHARS:
         field = next(iter(constraint.parts.values())).field
         raise bad_request(f"{field}: more than {MAX_GRAMMAR_CHARS} characters of grammar, got {len(grammar)}", field)
-    # Thoughts before it would hide that nothing can follow.
+    # A grammar with thoughts does not show that no answer can follow them.
     bare = constraint.grammar(Thinking.NONE, service.tokenizer.special_texts)
     for asked in dict.fromkeys((bare, grammar)):
         if problem := await _problem(service, asked):
@@ -119,7 +108,7 @@ async def checked_grammar(service: Service, constraint: Constraint | None, think
 
 
 async def _blame(service: Service, constraint: Constraint, problem: str) -> Exception:
-    """Return an error about the part that cannot be used even alone, else about all of them."""
+    """Return an error about the part that is invalid on its own, or else about the whole."""
     for part in constraint.parts.values():
         if own := await _problem(service, _grammar_text(part.grammar)):
             return bad_request(f"{part.field}: {own}", part.field)
@@ -128,7 +117,7 @@ async def _blame(service: Service, constraint: Constraint, problem: str) -> Exce
 
 
 async def _problem(service: Service, grammar: str) -> str:
-    """Return why a grammar cannot be used; empty if it can."""
+    """Return why a grammar is invalid; empty if it is valid."""
     try:
         # Shielded: other requests may wait for the same one.
         await asyncio.shield(asyncio.wrap_future(service.grammars.prepare(grammar)))
@@ -151,7 +140,7 @@ def _part(field: str, value: Any) -> Part:
         case "regex":
             lark = lark_of_regex(value)
         case "choice":
-            # A terminal (in capitals) is one automaton; alternatives of a rule would each be followed on their own.
+            # A terminal (in capitals) is one automaton; a rule's alternatives would each be tracked separately.
             choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
             lark = f"start: CHOICE\nCHOICE: {choices}"
         case "grammar" | "ebnf":
@@ -160,7 +149,7 @@ def _part(field: str, value: Any) -> Part:
             except UserError as error:
                 raise bad_request(f"{field}: {error}", field) from error
         case _:
-            raise AssertionError(f"no such form: {kind}")
+            raise AssertionError(kind)
     return Part(field=field, grammar={"lark_grammar": lark})
 
 
@@ -189,12 +178,8 @@ def _schema(given: Any, field: str) -> Mapping[str, Any] | bool:
 
 
 def _grammar_text(*grammars: Mapping[str, Any]) -> str:
-    """Join grammars, the first of which is that of the text."""
+    """Serialize grammars; the text must match the first one."""
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
-
-
-def _thoughts(thinking: Thinking) -> str:
-    return {Thinking.NONE: "", Thinking.OPTIONAL: "(opening thoughts)? ", Thinking.BEGUN: "thoughts "}[thinking]
 
 
 def _thought_rules(thinking: Thinking, special_texts: frozenset[str]) -> list[str]:
@@ -209,13 +194,12 @@ def _thought_rules(thinking: Thinking, special_texts: frozenset[str]) -> list[st
 
 
 def without_noops(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema without string formats that are mere annotations, and keywords that forbid nothing."""
+    """Return a schema without keywords that allow everything, and string formats that are mere annotations."""
     inner = {keyword: _cleaned(keyword, value) for keyword, value in schema.items()}
     return {keyword: value for keyword, value in inner.items() if not _forbids_nothing(keyword, value)}
 
 
 def _cleaned(keyword: str, value: Any) -> Any:
-    """Return a keyword's value with its schemas cleaned."""
     if keyword in _HOLDING_NAMED and isinstance(value, dict):
         return {name: _cleaned_schema(named) for name, named in value.items()}
     if keyword in _HOLDING:
@@ -228,7 +212,7 @@ def _cleaned_schema(schema: Any) -> Any:
 
 
 def _forbids_nothing(keyword: str, value: Any) -> bool:
-    """Return whether llguidance refuses a keyword although every JSON value is valid by it."""
+    """Return whether every JSON value satisfies a keyword, which llguidance would refuse."""
     match keyword:
         case "format":
             return isinstance(value, str) and not knows_format(value)

@@ -1,4 +1,4 @@
-"""The OpenAPI document's part about bodies that routes read and write themselves."""
+"""OpenAPI documentation of bodies that FastAPI neither reads nor writes."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from router.errors import ErrorBody
 _REF = "#/components/schemas/{name}"
 _bodies: dict[str, type[BaseModel]] = {}
 _answers: dict[str, type[msgspec.Struct]] = {ErrorBody.__name__: ErrorBody}
-"""Schemas by name; every route with ``document`` adds its own."""
+"""Schemas by name; each call of ``document`` adds its own."""
 
 
 def document(body: type[BaseModel], *answers: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return ``openapi_extra`` of a route with this body and this answer: the first whole, a further one a stream's."""
+    """Return a route's ``openapi_extra``. The first of ``answers`` is the JSON body; others only register schemas."""
     _bodies[body.__name__] = body
     _answers.update({answer.__name__: answer for answer in answers})
     extra: dict[str, Any] = {"requestBody": {"required": True, "content": _json(body)}}
@@ -27,17 +27,17 @@ def document(body: type[BaseModel], *answers: type[msgspec.Struct]) -> dict[str,
 
 
 def complete(document: dict[str, Any]) -> dict[str, Any]:
-    """Add the schemas that ``document`` refers to, and the form of errors, to an application's document."""
+    """Add the schemas to which ``document`` refers, and the error schema, to an application's document."""
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     ref_template = _REF.format(name="{model}")
-    _, of_bodies = models_json_schema([(body, "validation") for body in _bodies.values()], ref_template=ref_template)
-    _, of_answers = msgspec.json.schema_components(_answers.values(), ref_template=_REF)
-    assert of_answers.keys().isdisjoint(of_bodies["$defs"]), "two schemas of one name"
-    schemas |= of_bodies["$defs"] | of_answers
-    failed = {"description": "Why there is no answer.", "content": _json(ErrorBody)}
+    _, bodies = models_json_schema([(body, "validation") for body in _bodies.values()], ref_template=ref_template)
+    _, answers = msgspec.json.schema_components(_answers.values(), ref_template=_REF)
+    assert answers.keys().isdisjoint(bodies["$defs"]), "two schemas have the same name"
+    schemas |= bodies["$defs"] | answers
+    failed = {"description": "Reason why the request failed.", "content": _json(ErrorBody)}
     for path in document["paths"].values():
         for operation in path.values():
-            # No route answers with the error of parameters that FastAPI checks itself.
+            # No route has parameters that FastAPI validates.
             operation["responses"].pop("422", None)
             operation["responses"]["default"] = failed
     for unused in ("HTTPValidationError", "ValidationError"):

@@ -1,4 +1,4 @@
-"""Processing of an HTTP request before its handler reads the body: its id, its key, and its headers."""
+"""First steps of an HTTP request: its id, key and headers, and the bytes of its body."""
 
 import asyncio
 import re
@@ -22,31 +22,30 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 REQUEST_ID = "x-request-id"
 _ID_HEADER = REQUEST_ID.encode()
-_SOUND_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ID_KEY, _ARRIVED_KEY = "baton.request_id", "baton.arrived_s"
 _HEADERS_KEY, _CALLER_KEY = "baton.headers", "baton.caller"
 _SESSION_HEADER = b"x-session-id"
 _SESSION_FIELDS = ("prompt_cache_key", "session_id", "user")
 _MAX_SESSION_CHARS = 256
 _DP_RANK_HEADER = "X-data-parallel-rank"
-
-
 TIMEOUT_S = 60.0
-"""Longest time from the first byte of a body to its last. 64 MiB take six seconds at 100 Mbit/s."""
+"""Maximum time in which a body must arrive. 64 MiB take six seconds at 100 Mbit/s."""
 _MOST_LARGEST = 8
-"""Bodies of the largest size that may be arriving at the same time."""
+"""Maximum memory of arriving bodies, in bodies of the maximum size."""
 _CLOSE = {"connection": "close"}
-"""Nothing more is awaited from a client that is too slow, or that there is no memory for."""
+"""Header that ends the connection of a client whose body is not awaited any longer."""
 
 
 class Front:
-    """ASGI application in front of FastAPI's: gives every request an id, and calls the busiest handlers itself.
+    """ASGI application around FastAPI's that gives every request an id and calls the busiest handlers directly.
 
-    The id is the client's ``X-Request-Id`` if it is sound, else a new one. FastAPI takes longer than these handlers do.
+    The id is the client's ``X-Request-Id`` if it is valid, or else a new one. FastAPI would take longer than these
+    handlers do.
     """
 
     def __init__(self, app: ASGIApp, handlers: Mapping[str, Handler], service: Service) -> None:
-        """``handlers`` are those of POST routes, by path."""
+        """``handlers`` maps paths of POST routes to handlers."""
         self._app = app
         self._handlers = handlers
         self._service = service
@@ -56,11 +55,11 @@ class Front:
             await self._app(scope, receive, send)
             return
         given = header(scope, _ID_HEADER) or ""
-        chosen = given if _SOUND_ID.fullmatch(given) else secrets.token_hex(16)
+        chosen = given if _VALID_ID.fullmatch(given) else secrets.token_hex(16)
         scope[_ID_KEY], scope[_ARRIVED_KEY] = chosen, self._service.relay.now_s()
         has_begun = False
 
-        # Plain, not async: it is called for every token.
+        # Not async, since it is called for every token.
         def send_with_id(message: Message) -> Awaitable[None]:
             nonlocal has_begun
             if message["type"] == "http.response.start":
@@ -87,19 +86,19 @@ class Front:
 
 
 class ArrivingBodies:
-    """Receives each body as a whole and in time, all of one process in bounded memory."""
+    """Receives the bodies of one process's requests, with limits on size, time and total memory."""
 
     def __init__(self, limit: int) -> None:
-        """Refuse bodies of more than ``limit`` bytes."""
+        """``limit`` is the maximum size of a body in bytes."""
         self._limit = limit
         self._num_bytes = 0
 
     async def receive(self, request: Request) -> bytes:
-        """Return the whole body; most come with the head of their request.
+        """Return a request's body, which in most cases has arrived together with the head.
 
         Raises:
-            ApiError: 413 for a body that is too large, 408 for a slow one, 503 when others take the memory.
-            ClientDisconnect: the body did not come to its end.
+            ApiError: 413 for a body that is too large, 408 for a slow one, 503 if other bodies take the memory.
+            ClientDisconnect: the client left before the end of the body.
         """
         first = await request.receive()
         body = self._checked(_body_of(first), 0)
@@ -116,8 +115,9 @@ class ArrivingBodies:
                     part = self._checked(_body_of(event), num_bytes)
                     num_bytes += len(part)
                     self._num_bytes += len(part)
-                    if self._num_bytes > _MOST_LARGEST * self._limit:
-                        raise self._no_memory()
+                    if self._num_bytes > (allowed := _MOST_LARGEST * self._limit):
+                        message = f"arriving bodies take more than {allowed} bytes together; try again"
+                        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large", headers=_CLOSE)
                     parts.append(part)
                     has_more = event.get("more_body", False)
         except TimeoutError:
@@ -133,15 +133,11 @@ class ArrivingBodies:
             raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
         return part
 
-    def _no_memory(self) -> ApiError:
-        message = f"arriving bodies take more than {_MOST_LARGEST * self._limit} bytes together; try again"
-        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large", headers=_CLOSE)
-
 
 def header(scope: MutableMapping[str, Any], name: bytes) -> str | None:
-    """Return the first header of this name, which is given in lower case."""
+    """Return a request's first header with this lower-case name."""
     known: dict[bytes, bytes] | None = scope.get(_HEADERS_KEY)
-    if known is None:  # several are looked up in each request
+    if known is None:  # each request looks up several headers
         known = scope[_HEADERS_KEY] = dict(reversed(scope["headers"]))
     value = known.get(name)
     return None if value is None else value.decode("latin-1")
@@ -153,19 +149,18 @@ def request_id(request: Request) -> str:
 
 
 def arrived_s_of(request: Request) -> float:
-    """Return when the request's head arrived, in monotonic time."""
+    """Return the monotonic time when the request's head arrived."""
     arrived_s: float = request.scope[_ARRIVED_KEY]
     return arrived_s
 
 
 def check_key(service: Service, request: Request) -> None:
-    """Admit a request with a known key, and remember its owner."""
-    if not service.keys.keys:
-        return
-    caller = service.keys.find(_given_key(request))
-    if caller is None:
-        raise _unauthorized("a known API key is needed, as `Authorization: Bearer KEY`")
-    request.scope[_CALLER_KEY] = caller
+    """Refuse a request without a known key, if keys are configured; record the key's owner."""
+    if service.keys.keys:
+        caller = service.keys.find(_given_key(request))
+        if caller is None:
+            raise _unauthorized("a known API key is needed, as `Authorization: Bearer KEY`")
+        request.scope[_CALLER_KEY] = caller
 
 
 def key_needed(service: Service) -> Any:
@@ -178,7 +173,7 @@ def key_needed(service: Service) -> Any:
 
 
 def admin_key_needed(service: Service) -> Any:
-    """Return a check of the administrator's key for a route's ``dependencies``; it raises a 401, or 403 without one."""
+    """Return a check of the administrator's key, for ``dependencies``: 401 if it is wrong, 403 if none is set."""
 
     async def authorized(request: Request) -> None:
         if service.keys.admin_key is None:
@@ -191,13 +186,13 @@ def admin_key_needed(service: Service) -> Any:
 
 
 def caller_of(request: Request) -> ApiKey | None:
-    """Return the owner of the request's key; None where no key is needed."""
+    """Return the owner of the request's key; None if no keys are configured."""
     caller: ApiKey | None = request.scope.get(_CALLER_KEY)
     return caller
 
 
 def priority_of(request: Request, asked: int | None) -> int:
-    """Return the requested priority, at best that of the key."""
+    """Return the requested priority, which cannot be better than the key's."""
     caller = caller_of(request)
     if caller is None or caller.priority is None:
         return asked or 0
@@ -205,18 +200,16 @@ def priority_of(request: Request, asked: int | None) -> int:
 
 
 def session_of(request: Request, fields: Mapping[str, Any]) -> str:
-    """Return ``X-Session-Id``, else a field of the body that names a session or user; empty where none is given."""
+    """Return ``X-Session-Id``, or else a body field that names a session or user; empty if none is given."""
     named = header(request.scope, _SESSION_HEADER)
-    if named is None and not fields:
-        return ""
     given = (named, *(fields.get(field) for field in _SESSION_FIELDS))
     return next((text[:_MAX_SESSION_CHARS] for text in given if isinstance(text, str) and text), "")
 
 
 def dp_rank_of(request: Request, config: DeployConfig, body: GenerationBody) -> int | None:
-    """Return ``X-data-parallel-rank``, else ``routed_dp_rank``, SGLang's field; None where none is given.
+    """Return ``X-data-parallel-rank``, or else SGLang's field ``routed_dp_rank``; None if neither is given.
 
-    The rank is meant for both roles. Where one has no DP rank of this number, its ``dp_policy`` chooses there.
+    The rank applies to both roles. In a role without this DP rank, its ``dp_policy`` chooses one.
     """
     named = header(request.scope, _DP_RANK_HEADER.lower().encode())
     name, given = ("routed_dp_rank", body.routed_dp_rank) if named is None else (_DP_RANK_HEADER, named)

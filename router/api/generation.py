@@ -39,7 +39,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", openapi_extra=document(CompletionRequest, Completion))
     async def completions(http: Request) -> Response:
-        """Continue one or several prompts."""
+        """Continue one or more prompts."""
         body = await read(http, CompletionRequest)
         requests = await completion_requests(service, body)
         writer = CompletionWriter(request_id(http), service, body, _shown_prompts(service, body, requests))
@@ -76,11 +76,11 @@ async def _respond(
     writer: Writer,
     session_fields: Mapping[str, Any] | None = None,
 ) -> Response:
-    """Return the answer as JSON or as a stream, whose errors are raised while it is written.
+    """Return the answer as JSON, or as a stream, which raises its errors while it is written.
 
     Args:
-        requests: one request per prompt; they get the facts from the headers here.
-        session_fields: fields that may name the session; by default the body's.
+        requests: one request per prompt; this sets their fields that depend on headers.
+        session_fields: fields that can name the session; by default the body's.
     """
     session_id = session_of(http, body.others if session_fields is None else session_fields)
     priority, dp_rank = priority_of(http, body.priority), dp_rank_of(http, service.config, body)
@@ -99,10 +99,10 @@ async def _respond(
 async def _open_answer(
     service: Service, http: Request, requests: Sequence[GenerateRequest]
 ) -> AsyncGenerator[Answer, None]:
-    """Send the requests to replicas when there is room; cancel unfinished ones at the end.
+    """Send the requests to replicas when there is room; on exit, cancel unfinished ones and record the outcome.
 
     Raises:
-        NotReadyError, QueueFullError, KeyLimitError: they cannot be sent.
+        NotReadyError, QueueFullError, KeyLimitError: the requests cannot be sent.
     """
     with service.limits.open(caller_of(http)) as account:
         if service.relay.uses_prefixes:
@@ -129,7 +129,7 @@ async def _open_answer(
 
 
 def _record(service: Service, http: Request, answer: Answer, span: "Span | None", error: BaseException | None) -> None:
-    """Record a request that has ended: on the status page, in the access log, and as a span."""
+    """Record a request that has ended on the status page, in the access log, and as a span."""
     has_left = isinstance(error, asyncio.CancelledError | ClientLeftError)
     caller = caller_of(http)
     finished = FinishedRequest(

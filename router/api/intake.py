@@ -1,6 +1,4 @@
-"""Conversion of a valid body to the request for replicas: tokens, limits, sampling. Rejects what does not fit the
-model.
-"""
+"""Conversion of a valid body to requests: tokens, limits and sampling, checked against the model."""
 
 import asyncio
 import secrets
@@ -29,11 +27,11 @@ MAX_PROMPTS = 1024
 
 _TOO_LONG = "context_length_exceeded"
 _LOGPROBS_BYTES, _TOP_LOGPROB_BYTES = 64, 14
-"""Maximum bytes in a message per prompt token, and per likeliest token at its position."""
+"""Maximum message bytes per prompt token, and per likeliest token at its position."""
 _INLINE_CHARS = 4096
-"""Texts up to this length are tokenized on the event loop; a thread costs more than that takes."""
+"""Maximum length of a text tokenized on the event loop; a thread would cost more."""
 _FEW = 64
-"""Fewer numbers are compared faster without numpy."""
+"""Number of ids below which numpy is slower."""
 _SEED_MASK = 2**63 - 1
 _T = TypeVar("_T")
 
@@ -45,16 +43,15 @@ def check_model(service: Service, model: str | None) -> None:
 
 
 def max_tokens(service: Service) -> int:
-    """Return the most tokens of prompt and answer together: the model's limit, and that of the replicas' KV pools."""
+    """Return the maximum length of prompt and answer together, limited by the model and the replicas' KV pools."""
     limit, pool_tokens = service.model.max_context, service.directory.pool_tokens
     return limit if pool_tokens is None else min(limit, pool_tokens)
 
 
 def check(service: Service, body: GenerationBody) -> None:
-    """Refuse what no request may ask for here."""
+    """Refuse unsupported fields and combinations."""
     check_model(service, body.model)
-    if body.others:
-        refuse_unsupported(body.others)
+    refuse_unsupported(body.others)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options: only allowed with stream=true", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
@@ -80,7 +77,7 @@ async def encode(service: Service, text: str, add_special_tokens: bool) -> list[
 
 
 async def off_loop(num_chars: int, make: Callable[[], _T]) -> _T:
-    """Call a function that tokenizes so many characters, in a thread if that takes long."""
+    """Call a function that tokenizes ``num_chars`` characters, in a thread if that takes long."""
     return make() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(make)
 
 
@@ -90,7 +87,7 @@ def pack_token_ids(service: Service, token_ids: Collection[int], param: str) -> 
         packed = TokenIds.of(token_ids)
         if len(token_ids) < _FEW:
             is_sound = not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
-        else:  # read as unsigned, negative ones are the highest
+        else:  # negative ids are the highest unsigned numbers
             is_sound = bool(np.frombuffer(packed.packed, "<u4").max() < vocab_size)
         if is_sound:
             return packed
@@ -122,15 +119,15 @@ def make_request(
         raise bad_request("min_tokens: every one of allowed_token_ids would end the answer", "min_tokens")
     check_prompt_logprobs(prompt_len, body.num_prompt_logprobs)
     sampling = make_sampling(service, body, stopping.stop_token_ids, grammar)
-    salt, may_use_cache = body.salt, sampling.num_prompt_logprobs is None
+    page_size, may_use_cache = service.config.kv.page_size, sampling.num_prompt_logprobs is None
     return GenerateRequest(
         prompt_ids=prompt_ids,
         sampling=sampling,
         stopping=stopping,
         text_rules=_text_rules(service, body, stopping.stop_token_ids, markers),
-        cache_salt=salt,
+        cache_salt=body.salt,
         traced=bool(body.trace),
-        page_keys=PromptKeys(prompt_ids, service.config.kv.page_size, salt) if may_use_cache else None,
+        page_keys=PromptKeys(prompt_ids, page_size, body.salt) if may_use_cache else None,
     )
 
 
@@ -174,10 +171,7 @@ def _text_rules(
 
 
 def choices_of(request: GenerateRequest, num_choices: int) -> list[GenerateRequest]:
-    """Return a request for every choice of a prompt, each with its own seed.
-
-    The first one brings the prompt and its log-probabilities.
-    """
+    """Return a request for each choice of a prompt, with its own seed; only the first has prompt log-probabilities."""
     seeds = [(request.sampling.seed + choice) & _SEED_MASK for choice in range(1, num_choices)]
     samplings = [replace(request.sampling, seed=seed, num_prompt_logprobs=None) for seed in seeds]
     others = [replace(request, sampling=sampling, shares_prompt=True, output_ids=[]) for sampling in samplings]
@@ -185,12 +179,12 @@ def choices_of(request: GenerateRequest, num_choices: int) -> list[GenerateReque
 
 
 def given_or(given: _T | None, default: _T) -> _T:
-    """Return a field's value; null is as if it were left out."""
+    """Return a field's value, or the default if it is null."""
     return default if given is None else given
 
 
 def check_prompt_logprobs(prompt_len: int, num_prompt_logprobs: int | None) -> None:
-    """Refuse log-probabilities of a prompt that do not fit into one message."""
+    """Refuse prompt log-probabilities that do not fit in one message."""
     if num_prompt_logprobs is None:
         return
     allowed = MAX_FRAME_BYTES // 2 // (_LOGPROBS_BYTES + num_prompt_logprobs * _TOP_LOGPROB_BYTES)
@@ -222,14 +216,14 @@ def _stop_token_ids(service: Service, body: GenerationBody) -> frozenset[int]:
 
 
 def _bad_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
-    """Return the tokens of each word at the start of a text and after a space, if the model can produce them."""
+    """Return each word's tokens at the start of a text and after a space, if the model can produce them."""
     spellings = (spelling for word in words for spelling in (word.lstrip() or word, f" {word.lstrip()}"))
     encoded = (tuple(tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
     return [list(word) for word in dict.fromkeys(encoded) if word and max(word) < tokenizer.vocab_size]
 
 
 def _too_long(service: Service, prompt_len: int, wanted: int | None, param: str) -> ApiError:
-    """Begin with OpenAI's words, by which many clients know that they have to shorten a conversation."""
+    """Return an error in OpenAI's words, which tell many clients to shorten the conversation."""
     limit = max_tokens(service)
     most = f"This model's maximum context length is {limit} tokens, prompt and answer together"
     if limit != service.model.max_context:

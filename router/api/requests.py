@@ -1,4 +1,4 @@
-"""Bodies of requests: OpenAI's fields, and those that vLLM and SGLang add. Others are kept apart, unread."""
+"""Bodies of generation requests: OpenAI's fields and additions of vLLM and SGLang. Other fields are kept apart."""
 
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,28 +20,23 @@ IdList = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
     str | IdList | Texts | Annotated[list[IdList], Field(min_length=1, fail_fast=True)],
     Field(union_mode="left_to_right"),
-    # Also turns the JSON into Python objects first, whose types a union distinguishes four times as fast.
+    # Python objects, which this validator gets, take a union a quarter of the time that JSON does.
     WrapValidator(put_back),
 ]
 StopText = Annotated[str, Field(min_length=1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""Reasoning effort; models without levels think unless it is none."""
+"""Reasoning effort; models without levels think unless it is "none"."""
 
 Schema = Annotated[dict[str, Any] | bool | str, Field(union_mode="left_to_right")]
-"""A JSON schema, or its text."""
+"""A JSON schema or its text."""
 SchemaObject = dict[str, Any] | bool
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=4096)]
 Pattern = Annotated[str, Field(min_length=1)]
 
-_FORMS = frozenset(
-    {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
-    | {"json_schema", "regex", "ebnf", "response_format"}
-)
+FORM_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex", "ebnf")
 
 
 class NamedSchema(Body):
-    """``response_format.json_schema``."""
-
     name: str | None = None
     schema_: SchemaObject | None = Field(default=None, alias="schema")
     strict: bool | None = None
@@ -53,7 +48,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's field for all forms; one is given."""
+    """vLLM's field for all forms; only one can be given."""
 
     json_: Schema | None = Field(default=None, alias="json")
     json_object: bool | None = None
@@ -63,7 +58,7 @@ class StructuredOutputs(Body):
 
     @property
     def forms(self) -> dict[str, Any]:
-        """The value of every form; null if not given."""
+        """Value of each form; None if not given."""
         given = {name: getattr(self, name) for name in ("regex", "choice", "grammar")}
         return given | {"json": self.json_, "json_object": self.json_object or None}
 
@@ -88,8 +83,6 @@ class NamedTool(Body):
 
 
 class AllowedSet(Body):
-    """Some of the tools, and whether one of them must be called."""
-
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1)]
 
@@ -110,14 +103,12 @@ class StreamOptions(Body):
 
 
 class SaltedBody(Body):
-    """A body with a prompt of one tenant."""
-
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     extra_key: str | None = None
 
     @property
     def salt(self) -> str:
-        """Prompts share cached pages only with prompts of the same salt."""
+        """Salt of the prompt's cache keys; only prompts with the same salt share cached pages."""
         return self.cache_salt or "" if not self.extra_key else f"{self.cache_salt or ''}\0{self.extra_key}"
 
 
@@ -184,10 +175,6 @@ class GenerationBody(SaltedBody):
         return bool(self.include_stop_str_in_output or self.no_stop_trim)
 
     @property
-    def wants_form(self) -> bool:
-        return not self.model_fields_set.isdisjoint(_FORMS)
-
-    @property
     def num_choices(self) -> int:
         return self.n or 1
 
@@ -198,12 +185,12 @@ class GenerationBody(SaltedBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens to report with each; None for no log-probabilities."""
+        """Number of likeliest tokens to report with each token; None for no log-probabilities."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Likeliest tokens to report with each token of the prompt; None for no log-probabilities."""
+        """Number of likeliest tokens to report with each prompt token; None for no log-probabilities."""
         return self.prompt_logprobs
 
 
@@ -222,7 +209,7 @@ class CompletionRequest(GenerationBody):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """``prompt_logprobs``, and with ``echo`` at least as many as of the answer."""
+        """``prompt_logprobs``, or with ``echo`` the larger of it and ``logprobs``."""
         echoed = self.logprobs if self.echo else None
         return max((num for num in (echoed, self.prompt_logprobs) if num is not None), default=None)
 
@@ -233,8 +220,6 @@ class TextPart(Body):
 
 
 class RefusalPart(Body):
-    """A part in which a model declined to answer."""
-
     type: Literal["refusal"]
     refusal: str
 
@@ -244,35 +229,31 @@ class RefusalPart(Body):
 
 
 class ChatMessage(Body):
-    """One message; its further fields go to the chat template as they are."""
+    """One message; its undeclared fields are passed to the chat template unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | list[TextPart | RefusalPart], Field(union_mode="left_to_right")] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as transformers' own server shows it to a template.
+        """Return the message as transformers' own server passes it to a template.
 
-        Parts are joined, missing content is an empty text, and a tool call's arguments are an object. Clients return
-        answers with null for every unset field, while templates ask whether a field is there.
+        Parts are joined, missing content is an empty string, and a tool call's arguments are an object. Clients send
+        answers back with null for every unset field, but templates test whether a field is there.
         """
         given = {name: value for name, value in self.model_dump(exclude_unset=True).items() if value is not None}
-        given["content"] = self._text()
+        content = self.content or ""
+        given["content"] = content if isinstance(content, str) else "\n".join(part.text for part in content)
         if (calls := given.get("tool_calls")) == []:
             del given["tool_calls"]
         elif isinstance(calls, list):
             given["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
-        if "reasoning" in given:  # vLLM's word, unknown to templates
+        if "reasoning" in given:  # vLLM's name, unknown to templates
             given.setdefault("reasoning_content", given["reasoning"])
         return given
 
-    def _text(self) -> str:
-        if isinstance(self.content, list):
-            return "\n".join(part.text for part in self.content)
-        return self.content or ""
-
 
 class TemplateBody(Body):
-    """Fields of chat that its template reads."""
+    """Fields that the chat template reads."""
 
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
@@ -282,7 +263,7 @@ class TemplateBody(Body):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The template's input besides the messages; tools that must not be called are in it too, for the cache."""
+        """The template's input besides the messages, with tools that must not be called too, for prefix caching."""
         written = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
         effort, others = self.reasoning_effort, self.chat_template_kwargs or {}
         thinking = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
@@ -309,7 +290,7 @@ class ChatRequest(GenerationBody, TemplateBody):
 
 
 def _with_parsed_arguments(call: Any) -> Any:
-    """Parse a tool call's arguments, a JSON string in OpenAI's API; an empty one means none."""
+    """Parse a tool call's arguments, a JSON string in OpenAI's API; empty means no arguments."""
     match call:
         case {"function": {"arguments": str(text)} as function}:
             with suppress(msgspec.DecodeError):

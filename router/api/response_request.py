@@ -1,4 +1,4 @@
-"""Bodies of requests to ``/v1/responses``, and their conversion to the chat request with the same answer."""
+"""Bodies of requests to ``/v1/responses``, and their conversion to an equivalent chat request."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from router.service import Temperature, TopP
 LOGPROBS = "message.output_text.logprobs"
 SEALED_THOUGHTS = "reasoning.encrypted_content"
 _SEAL = b"baton\0"
-"""Begins what we call encrypted; nobody else's begins so."""
+"""Prefix that identifies our own ``encrypted_content``."""
 _OWN_WORDS = (
     ("messages", "input"),
     ("max_tokens", "max_output_tokens"),
@@ -26,7 +26,7 @@ _OWN_WORDS = (
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
 )
-"""Fields of chat, and their names here."""
+"""Chat fields with another name here."""
 
 
 class InputPart(Body):
@@ -62,7 +62,7 @@ class InputThought(Body):
 
 
 class InputThoughts(Body):
-    """Thoughts before the model's next message or call."""
+    """Thoughts that precede the model's next message or call."""
 
     type: Literal["reasoning"]
     content: list[InputThought] | None = None
@@ -70,14 +70,14 @@ class InputThoughts(Body):
 
     @property
     def text(self) -> str:
-        """The thoughts; empty where only others can read them."""
+        """The thoughts; empty if another server encrypted them."""
         if self.content:
             return "\n".join(thought.text for thought in self.content)
         return _unsealed(self.encrypted_content or "")
 
 
 class InputReference(Body):
-    """An item that a server with a store would know."""
+    """An item that a server with storage would know; refused."""
 
     type: Literal["item_reference"]
     id: str
@@ -131,11 +131,11 @@ class TextSettings(Body):
 class Reasoning(Body):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Ignored: thoughts are given in full, as by models without summaries."""
+    """Ignored: thoughts are returned in full."""
 
 
 class ResponseRequest(Body):
-    """``POST /v1/responses``. Nothing is stored: the whole conversation is in ``input``."""
+    """``POST /v1/responses``. Nothing is stored: ``input`` has the whole conversation."""
 
     model: str
     input: Annotated[
@@ -161,12 +161,12 @@ class ResponseRequest(Body):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Return whether log-probabilities are requested in one of the API's two ways."""
+        """Return whether the request has one of the two fields that ask for log-probabilities."""
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
 
 def sealed(text: str) -> str:
-    """Return thoughts as ``encrypted_content``, which clients return unread; nothing here is secret."""
+    """Return thoughts as ``encrypted_content``, which clients send back unread. They are not actually encrypted."""
     return base64.b64encode(_SEAL + text.encode()).decode()
 
 
@@ -192,13 +192,11 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "stream_options": ({}, {"include_usage": True}, {"include_obfuscation": False}, {"include_obfuscation": True}),
     "truncation": ("disabled",),
 }
-"""Neutral values besides null, by undeclared field."""
-
-
+"""Undeclared fields, with the values that change nothing; null is always one."""
 _ADDITIONS = (
     ChatRequest.model_fields.keys() - ResponseRequest.model_fields.keys() - _HARMLESS.keys() - dict(_OWN_WORDS).keys()
 )
-"""Fields of chat that OpenAI's API does not have here; they have the same meaning."""
+"""Chat fields that OpenAI's Responses API lacks; they have the same meaning here."""
 
 
 def chat_of(body: ResponseRequest) -> ChatRequest:
@@ -223,14 +221,14 @@ def chat_of(body: ResponseRequest) -> ChatRequest:
     }
     additions = {name: body.others[name] for name in _ADDITIONS if name in body.others}
     try:
-        # As JSON, in which numbers as keys are strings.
+        # JSON, since the keys of logit_bias must be strings.
         return ChatRequest.model_validate_json(to_json(fields | additions, inf_nan_mode="constants"))
     except ValidationError as error:
         raise in_own_words(problem_of(error.errors(include_url=False)[0])) from None
 
 
 def in_own_words(error: ApiError) -> ApiError:
-    """Rewrite an error of a chat request to name this API's field."""
+    """Return a chat request's error with the name of this API's field."""
     if error.param is None:
         return error
     param = error.param.replace(".function.", ".")
@@ -240,7 +238,7 @@ def in_own_words(error: ApiError) -> ApiError:
 
 
 def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
-    """Return the conversation; consecutive thoughts, text and calls are one message of the assistant."""
+    """Return the conversation, with consecutive thoughts, text and calls joined to one assistant message."""
     given = body.input if isinstance(body.input, list) else [InputMessage(role="user", content=body.input)]
     messages: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     thoughts = ""
@@ -277,26 +275,20 @@ def _text(content: str | Sequence[InputPart | RefusalPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
+def _tool(tool: FunctionTool | ChosenTool) -> dict[str, Any]:
     return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
 def _tool_choice(body: ResponseRequest) -> Any:
     match body.tool_choice:
         case ChosenTool() as tool:
-            return _named(tool)
+            return _tool(tool)
         case AllowedTools(mode=mode, tools=tools):
-            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [_named(tool) for tool in tools]}}
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [_tool(tool) for tool in tools]}}
     return body.tool_choice
 
 
-def _named(tool: ChosenTool) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": tool.name}}
-
-
 def _response_format(wanted: TextFormat | None) -> dict[str, Any] | None:
-    if wanted is None:
-        return None
-    if wanted.type != "json_schema":
-        return {"type": wanted.type}
+    if wanted is None or wanted.type != "json_schema":
+        return None if wanted is None else {"type": wanted.type}
     return {"type": wanted.type, "json_schema": {"name": wanted.name, "schema": wanted.schema_}}

@@ -1,4 +1,4 @@
-"""Writer of ``/v1/responses``: the object, its items (thoughts, messages, calls), and the events of its stream."""
+"""Writer of ``/v1/responses``: the object, its items (thoughts, messages, calls), and its stream's events."""
 
 import itertools
 import time
@@ -17,7 +17,7 @@ from router.service import Service
 from router.text import OutputChunk
 from router.tool_calls.parsers import Argued, CallBegun, Said
 
-_encoder = msgspec.json.Encoder()
+_encode_json = msgspec.json.Encoder().encode
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -60,7 +60,7 @@ OutputItem = OutputMessage | OutputThoughts | OutputCall
 
 class InputTokensDetails(PromptTokensDetails, frozen=True, kw_only=True, omit_defaults=True):
     cache_write_tokens: int
-    """Tokens that OpenAI charges for; always 0 here."""
+    """Always 0: OpenAI bills these tokens."""
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,16 +115,16 @@ Event = tuple[str, dict[str, Any]]
 
 
 class OutputItems:
-    """The items so far. One grows at a time; what belongs to another one ends it."""
+    """The items so far. Only the last one grows, until an event of another item ends it."""
 
     def __init__(self, request_id: str, *, seals_thoughts: bool = False) -> None:
-        """``seals_thoughts`` adds a form of thoughts for clients that keep no other."""
+        """``seals_thoughts`` adds ``encrypted_content``, the only form of thoughts that some clients send back."""
         self._request_id = request_id
         self._seals_thoughts = seals_thoughts
         self._ended: list[OutputItem] = []
         self._growing: _Growing | None = None
         self._pending: list[ChosenLogprob] = []
-        """Log-probabilities of tokens whose text has not come."""
+        """Log-probabilities of tokens without text so far."""
 
     @property
     def is_thinking(self) -> bool:
@@ -148,7 +148,7 @@ class OutputItems:
         return events
 
     def end(self, status: ItemStatus) -> tuple[list[OutputItem], list[Event]]:
-        """End the last item; return all items, at least one, and the events of that end."""
+        """End the last item; return all items, at least one, and the last one's events."""
         is_message = isinstance(self._growing, _Message)
         events = self._grow(_Message, "") if self._growing is None or (is_message and self._pending) else []
         events += self._end(status)
@@ -181,15 +181,15 @@ class OutputItems:
 
 
 class _Growing:
-    """An item that grows; the subclasses differ in what they write."""
+    """An item that grows; subclasses define its JSON and its events' fields."""
 
     prefix: ClassVar[str]
     text_event: ClassVar[str]
+    text_field: ClassVar[str] = "text"
 
     def __init__(self, request_id: str, index: int) -> None:
         self.item_id = f"{self.prefix}_{request_id}_{index}"
         self._index = index
-        self._delta_event = f"response.{self.text_event}.delta"
         self._texts: list[str] = []
         self._logprobs: list[ChosenLogprob] = []
 
@@ -201,7 +201,7 @@ class _Growing:
         raise NotImplementedError
 
     def part(self) -> OutputText | ReasoningText | None:
-        """Return its only content part so far; None for an item without parts."""
+        """Return the item's only content part so far; None if it has no parts."""
         return None
 
     def begin(self) -> list[Event]:
@@ -209,22 +209,20 @@ class _Growing:
         return [added, *self._part_event("content_part.added")]
 
     def grow(self, text: str, logprobs: list[ChosenLogprob]) -> list[Event]:
-        """Add text, with the log-probabilities of its tokens where requested."""
+        """Add text, with its tokens' log-probabilities if requested."""
         self._texts.append(text)
         self._logprobs += logprobs
-        where = {"item_id": self.item_id, "output_index": self._index, "delta": text}
-        return [(self._delta_event, where | self._shown(logprobs))]
+        return [self._event(f"{self.text_event}.delta", delta=text, **self._text_fields(logprobs))]
 
     def end(self, item: OutputItem) -> list[Event]:
-        word = "arguments" if isinstance(self, _Call) else "text"
-        done = self._event(f"{self.text_event}.done", **{word: self.text}, **self._shown(self._logprobs))
+        text = {self.text_field: self.text} | self._text_fields(self._logprobs)
+        done = self._event(f"{self.text_event}.done", **text)
         over = ("response.output_item.done", {"output_index": self._index, "item": item})
         return [done, *self._part_event("content_part.done"), over]
 
-    def _shown(self, logprobs: list[ChosenLogprob]) -> dict[str, Any]:
+    def _text_fields(self, _logprobs: list[ChosenLogprob]) -> dict[str, Any]:
         """Return further fields of events about the text."""
-        del logprobs
-        return {}
+        return {"content_index": 0}
 
     def _part_event(self, kind: str) -> list[Event]:
         part = self.part()
@@ -243,10 +241,6 @@ class _Thoughts(_Growing):
     def part(self) -> ReasoningText:
         return ReasoningText(text=self.text)
 
-    def _shown(self, logprobs: list[ChosenLogprob]) -> dict[str, Any]:
-        del logprobs
-        return {"content_index": 0}
-
 
 class _Message(_Growing):
     prefix, text_event = "msg", "output_text"
@@ -257,12 +251,12 @@ class _Message(_Growing):
     def part(self) -> OutputText:
         return OutputText(text=self.text, logprobs=[*self._logprobs])
 
-    def _shown(self, logprobs: list[ChosenLogprob]) -> dict[str, Any]:
+    def _text_fields(self, logprobs: list[ChosenLogprob]) -> dict[str, Any]:
         return {"content_index": 0, "logprobs": logprobs}
 
 
 class _Call(_Growing):
-    prefix, text_event = "fc", "function_call_arguments"
+    prefix, text_event, text_field = "fc", "function_call_arguments", "arguments"
 
     def __init__(self, request_id: str, index: int, name: str) -> None:
         super().__init__(request_id, index)
@@ -272,9 +266,12 @@ class _Call(_Growing):
     def item(self, status: ItemStatus) -> OutputCall:
         return OutputCall(id=self.item_id, status=status, call_id=self._call_id, name=self._name, arguments=self.text)
 
+    def _text_fields(self, _logprobs: list[ChosenLogprob]) -> dict[str, Any]:
+        return {}
+
 
 class ResponseWriter:
-    """See ``router.api.writers.Writer``; events are numbered in the order of calls."""
+    """Implements ``router.api.writers.Writer``; numbers its events."""
 
     def __init__(self, request_id: str, service: Service, body: ResponseRequest, reader: MessageReader) -> None:
         self._tokenizer = service.tokenizer
@@ -284,14 +281,14 @@ class ResponseWriter:
         self._finish: FinishReason | None = None
         self._num_thought_tokens = 0
         self._num_tokens = 0
-        self._begun = _begun(request_id, service, body)
-        self._has_begun = False
+        self._created = _created(request_id, service, body)
+        self._num_chunks = 0
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         del usage  # it is in the last event
-        kinds = () if self._has_begun else ("response.created", "response.in_progress")
-        self._has_begun = True
-        return self._write([*((kind, {"response": self._begun}) for kind in kinds), *self._take(chunk)])
+        kinds = () if self._num_chunks else ("response.created", "response.in_progress")
+        self._num_chunks += 1
+        return self._write([*((kind, {"response": self._created}) for kind in kinds), *self._take(chunk)])
 
     def _take(self, chunk: OutputChunk) -> list[Event]:
         read = self._reader.read(chunk.text, is_end=chunk.finish is not None)
@@ -310,22 +307,22 @@ class ResponseWriter:
     def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
         for chunk in choices[0]:
             self._take(chunk)
-        return _encoder.encode(self._ended(usage)[0])
+        return _encode_json(self._ended(usage)[0])
 
     def failed(self, error: RequestFailedError) -> bytes:
         why = ResponseError(code=error.code, message=str(error))
-        failed = msgspec.structs.replace(self._begun, status="failed", error=why)
+        failed = msgspec.structs.replace(self._created, status="failed", error=why)
         return self._write([("response.failed", {"response": failed})])
 
     def _ended(self, usage: Usage) -> tuple[ResponseObject, list[Event]]:
-        status: Literal["completed", "incomplete"]
-        status = "incomplete" if self._finish is FinishReason.LENGTH else "completed"
+        is_cut = self._finish is FinishReason.LENGTH
+        status: Literal["completed", "incomplete"] = "incomplete" if is_cut else "completed"
         items, events = self._items.end(status)
         cached = usage.prompt_tokens_details
         ended = msgspec.structs.replace(
-            self._begun,
+            self._created,
             status=status,
-            incomplete_details=IncompleteDetails() if status == "incomplete" else None,
+            incomplete_details=IncompleteDetails() if is_cut else None,
             output=items,
             usage=ResponseUsage(
                 input_tokens=usage.prompt_tokens,
@@ -338,14 +335,14 @@ class ResponseWriter:
         return ended, events
 
     def _write(self, events: Iterable[Event]) -> bytes:
-        return b"".join(self._event(kind, fields) for kind, fields in events)
+        frames = []
+        for kind, fields in events:
+            data = _encode_json({"type": kind, "sequence_number": next(self._numbers), **fields})
+            frames.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
+        return b"".join(frames)
 
-    def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
-        data = {"type": kind, "sequence_number": next(self._numbers), **fields}
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encoder.encode(data))
 
-
-def _begun(request_id: str, service: Service, body: ResponseRequest) -> ResponseObject:
+def _created(request_id: str, service: Service, body: ResponseRequest) -> ResponseObject:
     written = body.text.format if body.text is not None else None
     return ResponseObject(
         id=f"resp_{request_id}",

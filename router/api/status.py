@@ -1,4 +1,4 @@
-"""Routes about the model, the router and the cluster: for clients, load balancers, Prometheus and people."""
+"""Routes about the model, the router and the cluster, for clients, load balancers, Prometheus and people."""
 
 import time
 from http import HTTPStatus
@@ -50,18 +50,18 @@ def model_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, object]:
-        """The served model."""
+        """List the served model."""
         return {"object": "list", "data": [_card(service)]}
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, object]:
-        """One model."""
+        """Describe the served model."""
         check_model(service, model)
         return _card(service)
 
     @router.post("/tokenize", openapi_extra=document(TokenizeRequest))
     async def tokenize(request: Request) -> dict[str, object]:
-        """Token ids of a prompt or of messages, as the generating routes make them."""
+        """Tokenize a prompt or messages as the generation routes do."""
         body = await read(request, TokenizeRequest)
         token_ids = await _tokenize(service, body)
         answer: dict[str, object] = {"count": len(token_ids), "max_model_len": max_tokens(service), "tokens": token_ids}
@@ -71,7 +71,7 @@ def model_routes(service: Service) -> APIRouter:
 
     @router.post("/detokenize", openapi_extra=document(DetokenizeRequest))
     async def detokenize(request: Request) -> dict[str, object]:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, with special tokens."""
         body = await read(request, DetokenizeRequest)
         check_model(service, body.model)
         pack_token_ids(service, body.tokens, "tokens")
@@ -81,52 +81,52 @@ def model_routes(service: Service) -> APIRouter:
 
 
 def state_routes(service: Service) -> APIRouter:
-    """Return the routes about the state; those that show the cluster need a key where others do."""
+    """Return the routes about the state; those that show the cluster need a key if keys are configured."""
     router = APIRouter(tags=["status"])
     page = (files("router.page") / "status.html").read_text(encoding="utf-8")
 
     @router.get("/", response_class=HTMLResponse)
     async def overview() -> Response:
-        """Replicas and their ranks, queues, rates, and the requests that ended last."""
+        """Show replicas and their ranks, queues, rates, and the latest finished requests."""
         return HTMLResponse(page, headers={"cache-control": "no-cache"})
 
     @router.get("/status", dependencies=[key_needed(service)])
     async def status() -> Response:
-        """The data of the page."""
+        """Return the status page's data."""
         return _json(_status(service))
 
     @router.get("/health")
     async def health() -> dict[str, str]:
-        """The router lives; says nothing about the replicas."""
+        """Return 200 while the router runs, whatever the state of the replicas."""
         return {"status": "ok"}
 
     @router.get("/ready")
     async def ready() -> dict[str, object]:
-        """A request would be admitted: at least one replica of each role is ready."""
+        """Return 200 if requests are accepted, which takes a ready replica of each role."""
         if reason := service.relay.why_not_ready():
             raise NotReadyError(reason)
         return {"status": "ready"} | {role.value: len(service.directory.ready(role)) for role in Role}
 
     @router.get("/version")
     async def running_version() -> dict[str, str]:
-        """Baton's version."""
+        """Return Baton's version."""
         return {"version": VERSION}
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Prometheus' text format."""
+        """Return metrics in Prometheus' text format."""
         return Response(generate_latest(service.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @router.get("/cluster", dependencies=[key_needed(service)])
     async def cluster() -> Response:
-        """The bootstrap table as this router last saw it."""
+        """Return the bootstrap table as this router last received it."""
         if service.directory.snapshot is None:
             raise NotReadyError("the bootstrap service has not answered yet")
         return _json(service.directory.snapshot)
 
     @router.get("/traces/{name}", dependencies=[key_needed(service)])
     async def trace(name: str) -> Response:
-        """The trace of one of this process's newest traced requests, in the Trace Event Format."""
+        """Return a recent traced request's trace in the Trace Event Format; each router process has its own."""
         found = await service.relay.traces.gather(name)
         if found is None:
             raise ApiError(HTTPStatus.NOT_FOUND, f"there is no trace {name}; each router process keeps its newest few")
