@@ -13,39 +13,39 @@ from router.tool_calls.parsers import CLOSING, KEYS, OPENING, PYTHON_TAG, Hermes
 class Dialect:
     parser: Callable[[Collection[str]], ToolParser]
     opening: str
-    """Text of a call up to its name."""
+    """Text before a call's name."""
     arguments: str
-    """Text between name and arguments."""
+    """Text between a call's name and its arguments."""
     closing: str
     between: str
     text: str
-    """Lark terminal of a text without calls."""
+    """Lark terminal for text without calls."""
     marker: str
-    """The part of the opening that may follow text; empty where calls only begin an answer."""
+    """The part of ``opening`` that can follow text; empty if calls are only at the start of an answer."""
     markers: tuple[str, ...]
-    """Texts that the parser must see, even if they are special tokens."""
+    """Texts that the parser needs, even if they are special tokens."""
     fits: Callable[[str], bool]
-    """Returns whether a model with this chat template uses this dialect."""
+    """Returns whether a model with this chat template uses the dialect."""
 
     def lark(self, names: Sequence[str], special_texts: frozenset[str], *, several: bool) -> list[str]:
-        """Return Lark rules for ``calls``; the arguments of function i are the grammar ``arguments_i``.
+        """Return Lark rules for ``calls``; function i's arguments are the grammar ``arguments_i``.
 
         Args:
-            special_texts: how special tokens are written; a marker that is one must come as one.
+            special_texts: texts of special tokens; a marker among them must be generated as that token.
         """
         special = special_texts.intersection(self.markers)
         call = self._call(self.opening, names, special)
         return [f"calls: call{self._more(special, several=several)}", f"call: {call}"]
 
     def text_lark(self, names: Sequence[str], special_texts: frozenset[str], *, several: bool) -> list[str]:
-        """Return further Lark rules for ``free``: optional text without calls, then optional calls."""
+        """Return additional Lark rules for ``free``: optional text, then optional calls."""
         special = special_texts.intersection(self.markers)
         text = f"TEXT: {self.text}"
         if not self.marker:
             return ["free: TEXT? | calls", text]
         if self.marker in special:
             return ["free: TEXT? calls?", text]
-        # Text is matched greedily: the marker of the first call has to end it.
+        # Text is matched greedily, so the first call's marker has to end it.
         rest = self._call(self.opening.removeprefix(self.marker), names, special)
         return [
             f"free: TEXT? | lead rest{self._more(special, several=several)}",
@@ -66,11 +66,11 @@ class Dialect:
 
 
 _MEMBERS = "|".join(f'"{key}"' for key in sorted(KEYS))
-"""First keys of an object that is a call."""
+"""Possible first keys of a call's object."""
 
 DIALECTS: dict[str, Dialect] = {
     "hermes": Dialect(
-        parser=HermesParser,
+        parser=lambda _names: HermesParser(),
         opening='<tool_call>\n{"name": ',
         arguments=', "arguments": ',
         closing="}\n</tool_call>",
@@ -78,7 +78,7 @@ DIALECTS: dict[str, Dialect] = {
         text=f"/(?s:.+)/ & ~/(?s:.*){OPENING}(?s:.*)/",
         marker=OPENING,
         markers=(OPENING, CLOSING),
-        # Other models use the same markers, but no JSON between them.
+        # Other models use the same markers without JSON between them.
         fits=lambda template: (
             OPENING in template and not any(other in template for other in ("<function=", "<arg_key>"))
         ),
@@ -98,13 +98,13 @@ DIALECTS: dict[str, Dialect] = {
 
 
 def find_dialect(setting: ToolParserName, template: str | None) -> Dialect | None:
-    """Return the dialect of this name, or with ``auto`` the first that fits the template; None for no tools."""
+    """Return the dialect that the setting names; for ``auto``, the first one that fits the template, if any."""
     if setting != "auto":
         return DIALECTS.get(setting)
     return next((dialect for dialect in DIALECTS.values() if template is not None and dialect.fits(template)), None)
 
 
 def _literal(text: str, special: frozenset[str]) -> str:
-    """Write a text in Lark's syntax, with special tokens by their names."""
+    """Convert text to Lark's syntax, with special tokens by name."""
     pieces = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
     return " ".join(piece if piece in special else json.dumps(piece, ensure_ascii=False) for piece in pieces if piece)

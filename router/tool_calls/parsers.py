@@ -1,4 +1,4 @@
-"""Incremental parsers of tool calls, each a JSON object with name and arguments: of Hermes, and of Llama."""
+"""Incremental parsers of tool calls in the formats of Hermes and Llama: JSON objects with name and arguments."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -11,9 +11,9 @@ _ARGUMENTS = ("arguments", "parameters")
 KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
 """Allowed members of a call."""
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-"""Around the calls of Hermes and Qwen."""
+"""Markers around calls of Hermes and Qwen."""
 PYTHON_TAG = "<|python_tag|>"
-"""May precede a call of Llama."""
+"""Optional prefix of Llama's calls."""
 _BETWEEN = " \t\r\n;"
 
 
@@ -24,14 +24,14 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A call of this function; what follows belongs to it until the next call."""
+    """Start of a call of this function, to which later arguments belong."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Argued:
-    """The next part of the arguments, JSON, of the call that began last."""
+    """The next part of the latest call's arguments, which are JSON."""
 
     text: str
 
@@ -40,20 +40,20 @@ Event = Said | CallBegun | Argued
 
 
 class ToolParser(Protocol):
-    """Takes the text of one answer in arbitrary pieces."""
+    """Parses one answer's text, given in arbitrary pieces."""
 
     def push(self, text: str) -> Sequence[Event]:
-        """Return the events that this text completes. No part of a marker is ever said."""
+        """Return the events that this text completes; parts of markers are never passed on as text."""
 
     def flush(self) -> Sequence[Event]:
-        """Return the events held back."""
+        """Return the events of the text held back, at the end of the answer."""
 
 
 class CallScanner:
-    """Follows the object character by character; values are taken as they are written."""
+    """Reads a call's object character by character, and keeps its values as they were written."""
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        """``names`` are the known functions: an object that names another, or has unknown members, is not a call."""
+        """An object that names none of ``names``, if given, or has unknown members is not a call."""
         self._names = names
         self._depth = 0
         self._in_string = False
@@ -62,15 +62,15 @@ class CallScanner:
         self._written = ""
         self._values: dict[str, str] = {}
         self._num_passed = 0
-        """Characters of the arguments that were passed on."""
+        """Number of characters of the arguments that were passed on."""
         self.raw = ""
         self.has_begun = False
-        """True once it is known to be a call."""
+        """True once the object is known to be a call."""
         self.is_over = False
-        """True if the object is complete, or is no call."""
+        """True once the object is complete or known not to be a call."""
 
     def push(self, text: str) -> tuple[list[Event], str]:
-        """Return the events that this text completes, and its part that was not taken."""
+        """Return the events that this text completes, and the text after the object."""
         events: list[Event] = []
         num_taken = 0
         while num_taken < len(text) and not self.is_over:
@@ -97,7 +97,7 @@ class CallScanner:
             self._written += char
 
     def _divide(self, char: str, events: list[Event]) -> None:
-        """End a key or a value of the object."""
+        """End a key or value at this separator."""
         written, self._written = self._written.strip(), ""
         if char == ":":
             key = _string(written)
@@ -123,7 +123,7 @@ class CallScanner:
             events.append(CallBegun(name))
 
     def _argue(self) -> list[Event]:
-        """Return the new part of the arguments; a call without any has none."""
+        """Return the new part of the arguments; a call without any gets ``{}``."""
         known = next((self._values[key] for key in _ARGUMENTS if key in self._values), None)
         if known is None:
             known = self._written.strip() if self._key in _ARGUMENTS else "{}" if self.is_over else ""
@@ -132,14 +132,13 @@ class CallScanner:
 
 
 class HermesParser:
-    """Calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` amid any text.
+    """Parses ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` within any text.
 
-    Drops white space around calls; passes on marked text that is no call.
+    White space around calls is dropped, and text between markers that is not a call is passed on. Calls of unknown
+    functions are calls too, which the client answers.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
-        """Ignore ``names``: calls of unknown functions are calls too, for the client to answer."""
-        del names
+    def __init__(self) -> None:
         self._opening, self._closing = MarkerScanner(OPENING), MarkerScanner(CLOSING)
         self._text = Trimmer(keeps_start=True)
         self._call: CallScanner | None = None
@@ -160,7 +159,7 @@ class HermesParser:
         return [Said(said + end)] if said or (end and not self._has_called) else []
 
     def _say(self, text: str, events: list[Event]) -> str | None:
-        """Pass on text up to the next call; return the text after its marker."""
+        """Pass on the text before the next call; return the text after its marker."""
         before, after = self._opening.push(text)
         if said := self._text.push(before):
             events.append(Said(said))
@@ -191,15 +190,15 @@ class HermesParser:
 
 
 class Llama3Parser:
-    """Calls ``{"name": ..., "parameters": {...}}`` of Llama 3.1 and later, or several with ";" between.
+    """Parses ``{"name": ..., "parameters": {...}}`` of Llama 3.1 and later, or several of them separated by ";".
 
-    An answer that begins with something else has no calls; a JSON object that is not a call is passed on.
+    An answer that begins with anything else has no calls, and a JSON object that is not a call is passed on.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._held = ""
-        """Text that may precede a call."""
+        """Text that can precede a call."""
         self._call: CallScanner | None = None
         self._has_called = False
         self._is_text = False
@@ -226,7 +225,7 @@ class Llama3Parser:
         return [Said(unread)] if unread else []
 
     def _look(self, text: str) -> str:
-        """Decide what begins here; return the text that continues it."""
+        """Decide whether a call or text begins here; return the rest of the text."""
         whole, self._held = self._held + text, ""
         start = whole.lstrip(_BETWEEN if self._has_called else None)
         body = start.removeprefix(PYTHON_TAG).lstrip() if start.startswith(PYTHON_TAG) else start
@@ -256,7 +255,7 @@ class Llama3Parser:
 
 
 def _string(written: str) -> str | None:
-    """Return the string that this JSON denotes; None if it is no string."""
+    """Parse a JSON string; return None for anything else."""
     try:
         value = json.loads(written)
     except ValueError:

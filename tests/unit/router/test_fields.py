@@ -1,4 +1,4 @@
-"""No field of a request is dropped in silence: each is passed on, refused by name, or known to change nothing."""
+"""No field of a request is ignored silently: each is passed on, refused by name, or known to change nothing."""
 
 import json
 from typing import Any
@@ -12,82 +12,47 @@ from router.errors import ApiError
 
 MESSAGES = [{"role": "user", "content": "x"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
-OTHERWISE: dict[str, Any] = {
-    "add_generation_prompt": False,
-    "add_special_tokens": True,
-    "allowed_token_ids": [1],
-    "background": True,
-    "bad_words": ["x"],
-    "cache_salt": "x",
-    "chat_template_kwargs": {"x": 1},
-    "conversation": "x",
-    "ebnf": 'root ::= "x"',
-    "extra_key": "x",
-    "frequency_penalty": 1.0,
-    "guided_choice": ["x"],
-    "guided_grammar": 'start: "x"',
-    "guided_json": {"type": "integer"},
-    "guided_regex": "x",
-    "ignore_eos": True,
-    "include_reasoning": False,
-    "include_stop_str_in_output": True,
-    "input": "y",
-    "instructions": "x",
-    "json_schema": {"type": "integer"},
-    "logit_bias": {"1": 2.0},
-    "logprobs": True,
-    "max_completion_tokens": 3,
-    "max_output_tokens": 3,
-    "max_tokens": 3,
-    "max_tool_calls": 1,
-    "messages": MESSAGES,
-    "min_p": 0.5,
-    "min_tokens": 1,
-    "model": "n",
-    "n": 2,
-    "no_stop_trim": True,
-    "parallel_tool_calls": False,
-    "presence_penalty": 1.0,
-    "previous_response_id": "x",
-    "priority": 1,
-    "prompt_logprobs": 1,
-    "reasoning": {"effort": "low"},
-    "reasoning_effort": "low",
-    "regex": "x",
-    "repetition_penalty": 2.0,
-    "response_format": {"type": "json_object"},
-    "return_token_ids": True,
-    "routed_dp_rank": 1,
-    "seed": 1,
-    "skip_special_tokens": False,
-    "stop": ["x"],
-    "stop_token_ids": [1],
-    "stream": True,
-    "stream_options": {"continuous_usage_stats": True},
-    "structured_outputs": {"regex": "x"},
-    "temperature": 0.5,
-    "text": {"format": {"type": "json_object"}},
-    "trace": True,
-    "tool_choice": "required",
-    "tools": [TOOL],
-    "top_k": 3,
-    "top_logprobs": 3,
-    "top_p": 0.5,
-    "truncation": "auto",
-}
-"""A value of each field that asks for another answer than none does."""
+VALUES: list[tuple[Any, str]] = [
+    (True, "add_special_tokens background ignore_eos include_stop_str_in_output logprobs no_stop_trim"),
+    (True, "return_token_ids stream trace"),
+    (False, "add_generation_prompt include_reasoning parallel_tool_calls skip_special_tokens"),
+    ("y", "cache_salt conversation extra_key guided_regex input instructions model previous_response_id regex"),
+    (3, "max_completion_tokens max_output_tokens max_tokens n top_k top_logprobs"),
+    (1, "max_tool_calls min_tokens priority prompt_logprobs routed_dp_rank seed"),
+    (1.5, "frequency_penalty presence_penalty repetition_penalty"),
+    (0.5, "min_p temperature top_p"),
+    ([1], "allowed_token_ids stop_token_ids"),
+    (["x"], "bad_words guided_choice stop"),
+    ({"type": "integer"}, "guided_json json_schema"),
+    ({"x": 1}, "chat_template_kwargs"),
+    ('root ::= "x"', "ebnf"),
+    ('start: "x"', "guided_grammar"),
+    ({"1": 2.0}, "logit_bias"),
+    (MESSAGES, "messages"),
+    ({"effort": "low"}, "reasoning"),
+    ("low", "reasoning_effort"),
+    ({"type": "json_object"}, "response_format"),
+    ({"continuous_usage_stats": True}, "stream_options"),
+    ({"regex": "x"}, "structured_outputs"),
+    ({"format": {"type": "json_object"}}, "text"),
+    ("required", "tool_choice"),
+    ([TOOL], "tools"),
+    ("auto", "truncation"),
+]
+OTHERWISE = {name: value for value, names in VALUES for name in names.split()}
+"""A value of each field that changes the answer."""
 
 IN_A_RESPONSE = {"tools": [{"type": "function", "name": "f"}]}
-"""Those that are written otherwise there."""
+"""Fields with another form in a response."""
 
 SAME_IN_A_CHAT = {"include", "metadata", "user"}
-"""Fields of a response that the chat has no part in: returned as they are, or names."""
+"""Fields of a response that the chat request does not have: they are returned unchanged, or are names."""
 
 
 def refused(fields: dict[str, Any]) -> str | None:
-    """The field that a response is refused for."""
+    """Return the field for which a response is refused."""
     try:
-        chat_of(ResponseRequest.model_validate({"model": "m", "input": "x"} | fields))
+        chat_with(fields)
     except ApiError as error:
         return error.param
     return None
@@ -110,13 +75,13 @@ def test_a_field_of_chat_means_the_same_in_a_response_or_is_refused(name: str) -
 
 
 @pytest.mark.parametrize("name", sorted(ResponseRequest.model_fields.keys() - SAME_IN_A_CHAT))
-def test_every_field_of_a_response_is_asked_of_the_chat(name: str) -> None:
+def test_every_field_of_a_response_changes_the_chat_request(name: str) -> None:
     fields = {name: (OTHERWISE | IN_A_RESPONSE)[name]}
     assert chat_with(fields) != chat_with({})
 
 
 @pytest.mark.parametrize("name", ["background", "conversation", "max_tool_calls", "previous_response_id", "truncation"])
-def test_what_a_response_cannot_have_is_refused(name: str) -> None:
+def test_fields_that_a_response_does_not_support_are_refused(name: str) -> None:
     assert refused({name: OTHERWISE[name]}) == name
 
 

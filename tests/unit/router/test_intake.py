@@ -1,4 +1,4 @@
-"""Requests made of bodies: defaults of fields that are left out, and prompt log-probabilities that fit a message."""
+"""Sampling parameters of requests and their defaults, and the limit on prompt log-probabilities."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,13 +26,10 @@ def sampling_of(defaults: SamplingDefaults, **fields: Any) -> Sampling:
     return make_sampling(service, CompletionRequest(model="m", prompt="a", **fields), frozenset())
 
 
-def test_the_file_of_the_model_says() -> None:
+def test_a_request_overrides_the_models_defaults() -> None:
     assert defaults_of(QWEN3) == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
     drawn = sampling_of(defaults_of(QWEN3))
     assert (drawn.temperature, drawn.top_k, drawn.top_p, drawn.min_p) == (0.6, 20, 0.95, 0.0)
-
-
-def test_the_request_has_the_last_word() -> None:
     drawn = sampling_of(defaults_of(QWEN3), temperature=1.0, top_k=0, top_p=1.0)
     assert (drawn.temperature, drawn.top_k, drawn.top_p) == (1.0, 0, 1.0)
     assert sampling_of(defaults_of(QWEN3), temperature=0).temperature == 0.0
@@ -40,7 +37,7 @@ def test_the_request_has_the_last_word() -> None:
     assert sampling_of(defaults_of({"repetition_penalty": 1.1}), repetition_penalty=1.0).repetition_penalty == 1.0
 
 
-def test_a_top_p_of_nothing_is_greedy_whoever_says_it() -> None:
+def test_top_p_0_is_greedy() -> None:
     for drawn in (sampling_of(defaults_of({"top_p": 0.0})), sampling_of(defaults_of(QWEN3), top_p=0)):
         assert (drawn.temperature, drawn.top_p) == (0.0, 1.0)
 
@@ -54,19 +51,19 @@ def test_a_top_p_of_nothing_is_greedy_whoever_says_it() -> None:
         {},
     ],
 )
-def test_what_no_request_may_say_is_passed_over(odd: dict[str, Any]) -> None:
+def test_invalid_defaults_are_ignored(odd: dict[str, Any]) -> None:
     assert defaults_of(odd) == SamplingDefaults()
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 20])
-def test_no_token_takes_more_than_is_reckoned_with(num_top: int) -> None:
+def test_maximum_size_of_prompt_log_probabilities(num_top: int) -> None:
     told = TokenLogprobs(logprob=-1 / 3, rank=2**20, top_ids=[2**20] * num_top, top_logprobs=[-1 / 3] * num_top)
     empty = Output(room=Room(1), replica=ReplicaId("decode-0"), incarnation=Incarnation(1), first_index=0, token_ids=[])
     frames = [len(encode(msgspec.structs.replace(empty, prompt_logprobs=[told] * num))) for num in (100, 200)]
     assert frames[1] - frames[0] <= 100 * (_LOGPROBS_BYTES + num_top * _TOP_LOGPROB_BYTES)
 
 
-def test_longer_prompts_are_refused_in_words() -> None:
+def test_prompts_too_long_for_log_probabilities_are_refused() -> None:
     allowed = MAX_FRAME_BYTES // 2 // (_LOGPROBS_BYTES + 20 * _TOP_LOGPROB_BYTES)
     check_prompt_logprobs(allowed, 20)
     check_prompt_logprobs(10**9, None)

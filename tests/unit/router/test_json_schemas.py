@@ -1,4 +1,4 @@
-"""What of a JSON Schema is left to llguidance."""
+"""JSON schemas are passed to llguidance without keywords that allow everything."""
 
 import json
 from pathlib import Path
@@ -21,14 +21,14 @@ def problem_of(schema: Any) -> str:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_formats_that_are_known_stay(name: str) -> None:
+def test_known_formats_are_kept(name: str) -> None:
     schema = {"type": "string", "format": name}
     assert without_noops(schema) == schema
     assert f"`{name}`" in (ROOT / "docs" / "structured-output.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_formats_that_are_not_are_annotations(name: str) -> None:
+def test_unknown_formats_are_removed(name: str) -> None:
     schema = {"type": "string", "maxLength": 3, "format": name}
     assert problem_of(schema)
     assert without_noops(schema) == {"type": "string", "maxLength": 3}
@@ -46,7 +46,7 @@ def test_formats_that_are_not_are_annotations(name: str) -> None:
         {"$defs": {"a": SECRET}, "definitions": {"a": SECRET}, "$ref": "#/$defs/a"},
     ],
 )
-def test_all_places_of_schemas_are_found(around: dict[str, Any]) -> None:
+def test_nested_schemas_are_found(around: dict[str, Any]) -> None:
     assert without_noops(around) == json.loads(json.dumps(around).replace(json.dumps(SECRET), json.dumps(TEXT)))
     assert problem_of(without_noops(around)) == ""
 
@@ -62,44 +62,34 @@ def test_all_places_of_schemas_are_found(around: dict[str, Any]) -> None:
         {"format": 5, "properties": 5, "allOf": 5, "items": 5},
     ],
 )
-def test_what_is_no_schema_stays(schema: dict[str, Any]) -> None:
+def test_values_that_are_not_schemas_are_kept(schema: dict[str, Any]) -> None:
     assert without_noops(schema) == schema
 
 
 @pytest.mark.parametrize(
-    "schema",
-    [
-        {"uniqueItems": False},
-        {"propertyNames": {"type": "string", "format": "password", "title": "Name"}},
-    ],
+    "schema", [{"uniqueItems": False}, {"propertyNames": {"type": "string", "format": "password", "title": "Name"}}]
 )
-def test_keywords_that_forbid_nothing_go(schema: dict[str, Any]) -> None:
+def test_keywords_that_allow_everything_are_removed(schema: dict[str, Any]) -> None:
     assert problem_of(schema)
     assert without_noops({"anyOf": [{"type": "array"} | schema]}) == {"anyOf": [{"type": "array"}]}
 
 
+NAMES: list[Any] = [{"type": "string", "maxLength": 3}, {"format": "uri"}, False]
+
+
 @pytest.mark.parametrize(
-    "schema",
-    [
-        {"uniqueItems": True},
-        {"uniqueItems": 0},
-        {"propertyNames": {"type": "string", "maxLength": 3}},
-        {"propertyNames": {"format": "uri"}},
-        {"propertyNames": False},
-    ],
+    "schema", [{"uniqueItems": True}, {"uniqueItems": 0}, *({"propertyNames": names} for names in NAMES)]
 )
-def test_keywords_that_constrain_are_refused(schema: dict[str, Any]) -> None:
+def test_keywords_that_constrain_are_left_to_llguidance(schema: dict[str, Any]) -> None:
     assert without_noops(schema) == schema
     assert problem_of(schema)
 
 
-def test_what_goes_may_leave_something_that_forbids_nothing() -> None:
+def test_removed_keywords_can_leave_one_that_allows_everything() -> None:
     assert without_noops({"propertyNames": {"format": "regex", "uniqueItems": False}}) == {}
 
 
 class Person(BaseModel):
-    """Of types that pydantic describes by a format."""
-
     key: SecretStr
     photo: bytes
     code: Base64Bytes
@@ -110,5 +100,5 @@ class Person(BaseModel):
     kind: Literal["a"]
 
 
-def test_pydantics_formats_pass() -> None:
+def test_formats_of_pydantic_are_accepted() -> None:
     assert problem_of(without_noops(Person.model_json_schema())) == ""

@@ -1,4 +1,4 @@
-"""Token ids that are cut out of a body are what pydantic would have read there, or are left to it."""
+"""Token ids cut out of a body are those that pydantic would read; all other bodies are left to pydantic."""
 
 import json
 from typing import Any
@@ -42,7 +42,7 @@ def read_by_pydantic(content: bytes) -> CompletionRequest | None:
     broken=st.none() | st.tuples(st.integers(0, 10**6), st.sampled_from(SCRAPS)),
 )
 @settings(deadline=None)
-def test_what_is_cut_out_is_what_pydantic_reads(
+def test_ids_are_those_that_pydantic_reads(
     before: dict[str, Any],
     after: dict[str, Any],
     spoilt: list[tuple[int, Any]],
@@ -95,7 +95,7 @@ def test_the_last_of_two_prompts_counts() -> None:
     assert read_by_pydantic(content) == CompletionRequest(model="m", prompt=[1])
 
 
-def test_what_stands_for_the_ids_of_another_body_is_a_text() -> None:
+def test_a_placeholder_without_its_ids_is_text() -> None:
     cut = cut_ids(json.dumps({"prompt": LONG, "model": "m"}).encode(), "prompt")
     assert cut is not None
     body = CompletionRequest.model_validate_json(cut[0])

@@ -1,7 +1,6 @@
-"""Messages read from text in pieces: how the text is cut makes no difference, and no marker is ever seen in part."""
+"""Messages read from text in pieces: any pieces give the same message, and no part of a marker is shown."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 from hypothesis import example, given
@@ -13,8 +12,6 @@ from router.tool_calls.parsers import ToolParser
 
 NAMES = ["get", "put"]
 
-Make = Callable[[], MessageReader]
-
 
 def reader(dialect: str | None = None, thinking: Thinking = Thinking.NONE) -> MessageReader:
     parser: ToolParser | None = DIALECTS[dialect].parser(NAMES) if dialect else None
@@ -22,7 +19,7 @@ def reader(dialect: str | None = None, thinking: Thinking = Thinking.NONE) -> Me
 
 
 def joined(parts: list[MessagePart]) -> tuple[str, str, list[tuple[str, str]]]:
-    """Thoughts, content, and calls with their arguments; checks that parts follow OpenAI's order."""
+    """Return thoughts, content, and calls with their arguments; check that parts are in OpenAI's order."""
     names: list[str] = []
     arguments: list[str] = []
     for part in parts:
@@ -64,11 +61,7 @@ ARGS = '{"x": "a}\\"b", "y": [1, {"z": 2}]}'
         ("a <tool_call> [1] </tool_call>", "a <tool_call>[1] </tool_call>", []),
         ("a <tool_ca", "a <tool_ca", []),
         ("<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", []),
-        (
-            '<tool_call>{"name": 7, "arguments": {}}</tool_call>',
-            '<tool_call>{"name": 7, "arguments": {}}</tool_call>',
-            [],
-        ),
+        ('<tool_call>{"name": 7}</tool_call>', '<tool_call>{"name": 7}</tool_call>', []),
     ],
 )
 def test_hermes(text: str, content: str, calls: list[tuple[str, str]]) -> None:
@@ -81,11 +74,7 @@ def test_hermes(text: str, content: str, calls: list[tuple[str, str]]) -> None:
     [
         ('{"name": "get", "parameters": {"x": 1}}', "", [("get", '{"x": 1}')]),
         ('<|python_tag|>{"name": "get", "parameters": {"x": 1}}', "", [("get", '{"x": 1}')]),
-        (
-            '\n{"type": "function", "name": "get", "parameters": {}} ; {"name": "put"}',
-            "",
-            [("get", "{}"), ("put", "{}")],
-        ),
+        ('\n{"type": "function", "name": "get"} ; {"name": "put"}', "", [("get", "{}"), ("put", "{}")]),
         ('{"name": "get", "parameters": {}} and', "and", [("get", "{}")]),
         ('{"name": "Bob", "parameters": {}} is', '{"name": "Bob", "parameters": {}} is', []),
         (' {"age": 7}', ' {"age": 7}', []),
@@ -125,35 +114,14 @@ def test_a_call_after_thoughts() -> None:
     assert read(reader("hermes", Thinking.OPTIONAL), *text) == ("I call <tool_call>", "", [("get", ARGS)])
 
 
-SCRAPS = [
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<|python_tag|>",
-    "\n",
-    " ",
-    "a",
-    "<",
-    ";",
-    "}",
-    '"',
-    "\\",
-]
-SCRAPS += [
-    '{"name": "get", "arguments": ',
-    '{"x": "}"}',
-    '{"name": "put", "parameters": {"a": [1]}}',
-    "{",
-    '{"b": 1}',
-    ",",
-]
+SCRAPS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", '{"name": "get", "arguments": ']
+SCRAPS += ['{"x": "}"}', '{"name": "put", "parameters": {"a": [1]}}', '{"b": 1}', *'\n a<;}"\\{,']
 TEXTS = st.lists(st.sampled_from(SCRAPS), max_size=12).map("".join)
 
 
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 200), max_size=8), data=st.data())
 @example(text='{"name": "get", "arguments": {"x": "}"}}', cuts=[20], data=None)
-def test_cuts_make_no_difference(text: str, cuts: list[int], data: st.DataObject | None) -> None:
+def test_any_pieces_give_the_same_message(text: str, cuts: list[int], data: st.DataObject | None) -> None:
     dialects = [None, *DIALECTS] if data is None else [data.draw(st.sampled_from([None, *DIALECTS]))]
     for dialect in dialects:
         for thinking in Thinking:
@@ -171,16 +139,14 @@ def test_cuts_make_no_difference(text: str, cuts: list[int], data: st.DataObject
     before=st.text(alphabet="ab <{\n", max_size=9),
     indent=st.none() | st.integers(0, 3),
 )
-def test_every_arguments_come_as_they_were_written(
-    arguments: dict[str, object], before: str, indent: int | None
-) -> None:
+def test_arguments_are_passed_on_as_written(arguments: dict[str, object], before: str, indent: int | None) -> None:
     written = json.dumps({"name": "get", "arguments": arguments}, indent=indent)
     _, content, calls = read(reader("hermes"), *f"{before}<tool_call>{written}</tool_call>")
     assert content == before.rstrip()
     assert [(name, json.loads(text)) for name, text in calls] == [("get", arguments)]
 
 
-def test_arguments_come_while_they_are_written() -> None:
+def test_arguments_are_streamed() -> None:
     streaming = reader("hermes")
     streaming.push('<tool_call>{"name": "get", "arguments": {"text": "long', is_end=False)
     part = streaming.push(" and longer", is_end=False)
@@ -197,13 +163,13 @@ def test_arguments_come_while_they_are_written() -> None:
         ('{{ "<|python_tag|>" }} {"name": ..., "parameters": ...}', "llama3"),
     ],
 )
-def test_the_template_tells_the_dialect(template: str | None, dialect: str | None) -> None:
+def test_dialect_of_a_template(template: str | None, dialect: str | None) -> None:
     assert find_dialect("auto", template) is (DIALECTS[dialect] if dialect else None)
     assert find_dialect("none", template) is None
     assert find_dialect("llama3", template) is DIALECTS["llama3"]
 
 
-def test_template_and_prompt_tell_about_thoughts() -> None:
+def test_thoughts_of_a_template_and_a_prompt() -> None:
     assert has_thoughts("auto", "... </think> ...")
     assert not has_thoughts("auto", None)
     assert not has_thoughts("none", "</think>")

@@ -1,4 +1,4 @@
-"""The items of a response and the events that tell of them, for answers that come in pieces cut anywhere."""
+"""A response's items and events are the same whatever pieces the answer arrives in."""
 
 import json
 from itertools import pairwise
@@ -11,16 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import ResponseUsage
 
+from router.api import response_writer
 from router.api.response_request import ResponseRequest
-from router.api.response_writer import (
-    Event,
-    OutputCall,
-    OutputItem,
-    OutputItems,
-    OutputMessage,
-    OutputThoughts,
-    ResponseWriter,
-)
+from router.api.response_writer import Event, OutputCall, OutputItem, OutputMessage, OutputThoughts
 from router.api.responses import ChosenLogprob, PromptTokensDetails, Usage
 from router.message import MessageReader, Thinking
 from router.service import SamplingDefaults, Service
@@ -32,8 +25,8 @@ ANSWER = f"<think>\nHm.\n</think>\n\nLet me see.\n{WRITTEN[0]}\n{WRITTEN[1]}\nTh
 
 
 def run(pieces: list[str]) -> tuple[list[OutputItem], list[Event]]:
-    reader = MessageReader(Thinking.OPTIONAL, HermesParser([]))
-    items = OutputItems("x")
+    reader = MessageReader(Thinking.OPTIONAL, HermesParser())
+    items = response_writer.OutputItems("x")
     events: list[Event] = []
     for place, piece in enumerate(pieces, start=1):
         events += items.push(reader.read(piece, is_end=place == len(pieces)))
@@ -41,8 +34,8 @@ def run(pieces: list[str]) -> tuple[list[OutputItem], list[Event]]:
     return whole, events + last
 
 
-def told_by(events: list[Event]) -> list[Any]:
-    """The items that a client builds from the events, each whole at its end."""
+def items_of(events: list[Event]) -> list[Any]:
+    """Return the items that a client builds from the events."""
     growing: dict[int, Any] = {}
     ended: list[Any] = []
     for kind, fields in events:
@@ -73,10 +66,10 @@ def told_by(events: list[Event]) -> list[Any]:
 
 
 @given(st.lists(st.integers(0, len(ANSWER)), max_size=20))
-def test_how_an_answer_is_cut_makes_no_difference(cuts: list[int]) -> None:
+def test_any_pieces_give_the_same_items(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(ANSWER)]
     items, events = run([ANSWER[start:end] for start, end in pairwise(edges)])
-    assert told_by(events) == [msgspec.to_builtins(item) for item in items]
+    assert items_of(events) == [msgspec.to_builtins(item) for item in items]
     thoughts, said, get, stop, end = items
     assert isinstance(thoughts, OutputThoughts)
     assert [part.text for part in thoughts.content] == ["Hm."]
@@ -95,12 +88,12 @@ def test_an_empty_answer_is_an_empty_message() -> None:
     (message,) = items
     assert isinstance(message, OutputMessage)
     assert [part.text for part in message.content] == [""]
-    assert told_by(events) == [msgspec.to_builtins(message)]
+    assert items_of(events) == [msgspec.to_builtins(message)]
 
 
-def test_log_probabilities_come_with_the_text_of_their_tokens() -> None:
+def test_log_probabilities_are_in_the_item_with_their_text() -> None:
     tokens = ["<think>", "Hm", "</think>", "<tool", "s>", "yes", '<tool_call>{"name": "f"', "}</tool_call>"]
-    reader, items = MessageReader(Thinking.OPTIONAL, HermesParser([])), OutputItems("x")
+    reader, items = MessageReader(Thinking.OPTIONAL, HermesParser()), response_writer.OutputItems("x")
     events: list[Event] = []
     for place, token in enumerate(tokens, start=1):
         logprob = ChosenLogprob(token=token, logprob=0.0, bytes=[], top_logprobs=[])
@@ -113,7 +106,7 @@ def test_log_probabilities_come_with_the_text_of_their_tokens() -> None:
     (begun,) = [
         fields["part"] for kind, fields in events if kind.endswith("part.added") and fields["output_index"] == 1
     ]
-    assert (begun.text, begun.logprobs) == ("", []), "they come with the text"
+    assert (begun.text, begun.logprobs) == ("", [])
 
 
 @pytest.mark.parametrize("tiers", [{}, {"host_tokens": 16, "storage_tokens": 8}])
@@ -123,6 +116,8 @@ def test_the_usage_has_what_openais_client_requires_and_the_tiers_of_the_prompt(
     body = ResponseRequest.model_validate({"model": "m", "input": "a"})
     details = PromptTokensDetails(cached_tokens=32, **tiers)
     usage = Usage(prompt_tokens=40, completion_tokens=2, total_tokens=42, prompt_tokens_details=details)
-    written = json.loads(ResponseWriter("x", service, body, MessageReader()).whole([[]], usage))["usage"]
+    written = json.loads(response_writer.ResponseWriter("x", service, body, MessageReader()).whole([[]], usage))[
+        "usage"
+    ]
     assert written["input_tokens_details"] == {"cached_tokens": 32, "cache_write_tokens": 0} | tiers
     assert ResponseUsage.model_validate(written, strict=True).output_tokens_details.reasoning_tokens == 0
