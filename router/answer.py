@@ -38,7 +38,7 @@ class Answer:
         self.is_traced = requests[0].traced
         self._enough = enough
         self._leave = leave
-        self._submits: dict[RequestId, Submit] = {}
+        self.submits: dict[RequestId, Submit] = {}
         """Each request's current attempt."""
         self.queue_s = 0.0
         """Time spent waiting until replicas had room."""
@@ -58,17 +58,13 @@ class Answer:
         self._failure: FailRequest | None = None
         self._reader: asyncio.Future[None] | None = None
 
-    def start_attempt(self, request_id: RequestId, submit: Submit) -> None:
-        self._submits[request_id] = submit
-
     @property
     def request_ids(self) -> list[RequestId]:
         return [request.request_id for request in self.requests]
 
     @property
     def headers(self) -> dict[str, str]:
-        """The answer's replicas, phase times and traces."""
-        submits = self._submits.values()
+        submits = self.submits.values()
         prefills = dict.fromkeys((each.prefill or each.decode).replica for each in submits if each.prompt_of is None)
         decodes = dict.fromkeys(each.decode.replica for each in submits)
         replicas = {"x-baton-prefill": ", ".join(prefills), "x-baton-decode": ", ".join(decodes)}
@@ -141,7 +137,6 @@ class OpenChoice:
         self._index = index
         self._first_s: float | None = None
         self._last_s: float | None = None
-        self._num_tokens = 0
         self._metrics = metrics
 
     def take(self, batch: OutputBatch, now_s: float) -> None:
@@ -164,11 +159,12 @@ class OpenChoice:
         metrics = self._metrics
         metrics.success.add(1, finish.value)
         metrics.e2e_s.observe(now_s - self.answer.arrived_s)
-        metrics.generated.observe(self._num_tokens)
+        num_tokens = len(self.answer.requests[self._index].output_ids)
+        metrics.generated.observe(num_tokens)
         if self._first_s is not None:
             metrics.on_end(self.answer.phases, now_s - self._first_s)
-            if self._num_tokens > 1:
-                metrics.tpot_s.observe((now_s - self._first_s) / (self._num_tokens - 1))
+            if num_tokens > 1:
+                metrics.tpot_s.observe((now_s - self._first_s) / (num_tokens - 1))
 
     def intervals(self, now_s: float) -> list[Interval]:
         """Return the router's part of the request's trace."""
@@ -186,7 +182,6 @@ class OpenChoice:
     def _measure(self, num_tokens: int, now_s: float) -> None:
         if not num_tokens:
             return
-        self._num_tokens += num_tokens
         self._metrics.generation_tokens.add(num_tokens)
         if self._last_s is None:
             self._first_s = now_s

@@ -3,10 +3,11 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 
 from cluster.spec.ids import Incarnation, Peer, ReplicaId
 from cluster.spec.messages import Command, CommandResult, Wanted
-from router.errors import no_answer, refused
+from router.errors import ApiError, refused
 
 AGAIN_S = 2.0
 """Interval between repetitions; a replica carries a command out once."""
@@ -44,10 +45,11 @@ class Commands:
             for key in waiting:
                 del self._results[key]
         if missing:
-            raise no_answer(
+            message = (
                 f"{', '.join(peer.replica for peer in missing)}: no answer to {type(wanted).__name__}, "
                 f"sent {MAX_TIMES} times in {MAX_TIMES * AGAIN_S:g} s; it may still have been carried out"
             )
+            raise ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, code="no_answer")
         results = [result.result() for result in waiting.values()]
         if refusals := [f"{result.replica}: {result.refusal}" for result in results if result.refusal]:
             done = [result.replica for result in results if not result.refusal]

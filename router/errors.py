@@ -30,14 +30,10 @@ class ErrorObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of every error."""
-
     error: ErrorObject
 
 
 class ApiError(Exception):
-    """An error response to a request."""
-
     def __init__(
         self,
         status: int,
@@ -80,8 +76,6 @@ class QueueFullError(LimitError):
 
 
 class KeyLimitError(LimitError):
-    """The client's key has reached a limit."""
-
     def __init__(self, message: str, limit: str, retry_after_s: int = 1) -> None:
         super().__init__(message, "rate_limit_exceeded", limit, retry_after_s)
 
@@ -106,10 +100,6 @@ EXPECTED_ERRORS = (ApiError, ClientDisconnect)
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
-
-
-def no_answer(message: str) -> ApiError:
-    return ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, code="no_answer")
 
 
 def refused(message: str) -> ApiError:

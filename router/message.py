@@ -91,8 +91,6 @@ MessageEvent = Thought | Event
 
 @dataclass(slots=True, kw_only=True)
 class CallPart:
-    """The next part of one tool call."""
-
     index: int
     id: str = ""
     """Set in the first part of a call, like the name."""

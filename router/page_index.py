@@ -111,7 +111,6 @@ class LowerTiers:
         keys.add_all(events.stored[: self._max_keys - sum(map(len, self._host.values()))])
 
     def forget(self, owner: Owner) -> None:
-        """Delete a replica's host keys."""
         self._host.pop(owner, None)
 
     def is_known(self, key: bytes) -> bool:

@@ -166,7 +166,6 @@ class Picker:
         return None
 
     def pick(self, request: GenerateRequest, room: Room, avoided: frozenset[Peer], now_s: float) -> Placement | None:
-        """Implement ``Pick``."""
         prefills = self._peers(Role.PREFILL, now_s, avoided)
         decodes = self._peers(Role.DECODE, now_s, avoided)
         if not prefills or not decodes:

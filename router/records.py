@@ -49,13 +49,12 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str
     """Header that names its OpenTelemetry trace; empty for none."""
     ended_s: float
-    unix_s: float
 
     def summary(self) -> dict[str, Any]:
         """Return the request's entry on the status page, with times in seconds."""
         phases = phases_of(self.answer, self.ended_s)
         return {
-            "ended": self.unix_s,
+            "ended": time.time(),
             "seconds": self.ended_s - self.answer.arrived_s,
             "prompt_tokens": self.answer.num_prompt_tokens,
             "num_tokens": self.answer.num_tokens,

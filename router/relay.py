@@ -222,7 +222,7 @@ class Relay:
 
     def _start_attempt(self, action: StartAttempt) -> None:
         answer, submit = self._choices[action.request_id].answer, action.submit
-        answer.start_attempt(action.request_id, submit)
+        answer.submits[action.request_id] = submit
         if submit.prefill is None and submit.prompt_of is None:
             self._metrics.skipped.add(1)
         if answer.is_traced:

@@ -225,7 +225,6 @@ class OutputBatch(msgspec.Struct, kw_only=True):
     """Time of each phase up to the first tokens; set with those."""
 
     def append(self, later: "OutputBatch") -> None:
-        """Add the tokens that follow."""
         self.token_ids += later.token_ids
         self.finish = later.finish
         self.logprobs += later.logprobs

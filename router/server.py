@@ -214,8 +214,6 @@ def freeze_loaded_objects() -> None:
 
 
 class _Running:
-    """The serving thread's objects that other threads use."""
-
     def __init__(self, loop: asyncio.AbstractEventLoop, relay: Relay) -> None:
         self.loop = loop
         self.relay = relay

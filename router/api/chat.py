@@ -24,7 +24,7 @@ async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateReq
     prompt_ids, prompt = await chat_prompt(service, body.messages, body)
     thinking = thinking_after(prompt) if service.model.has_thoughts else Thinking.NONE
     grammar = await checked_grammar(service, _constraint(service, body, dialect), thinking)
-    markers = (OPENING, CLOSING) if service.model.has_thoughts else ()
+    markers = [OPENING, CLOSING] if service.model.has_thoughts else []
     markers += dialect.markers if dialect is not None else ()
     names = [tool.function.name for _, tool in _callable(body)]
 

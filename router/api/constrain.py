@@ -117,7 +117,6 @@ async def _blame(service: Service, constraint: Constraint, problem: str) -> Exce
 
 
 async def _problem(service: Service, grammar: str) -> str:
-    """Return why a grammar is invalid; empty if it is valid."""
     try:
         # Shielded: other requests may wait for the same one.
         await asyncio.shield(asyncio.wrap_future(service.grammars.prepare(grammar)))

@@ -149,7 +149,6 @@ def request_id(request: Request) -> str:
 
 
 def arrived_s_of(request: Request) -> float:
-    """Return the monotonic time when the request's head arrived."""
     arrived_s: float = request.scope[_ARRIVED_KEY]
     return arrived_s
 

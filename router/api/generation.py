@@ -1,11 +1,10 @@
 """``/v1/completions``, ``/v1/chat/completions`` and ``/v1/responses``: from the body to the written answer."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -140,7 +139,6 @@ def _record(service: Service, http: Request, answer: Answer, span: "Span | None"
         caller=caller.name if caller is not None else None,
         traceparent=answer.trace_header.get(TRACEPARENT, _traceparent(http)),
         ended_s=service.relay.now_s(),
-        unix_s=time.time(),
     )
     service.recent.appendleft(finished.summary())
     if service.config.log.requests:
@@ -150,7 +148,6 @@ def _record(service: Service, http: Request, answer: Answer, span: "Span | None"
 
 
 def _traceparent(http: Request) -> str:
-    """Return the client's OpenTelemetry trace; empty if not given."""
     return header(http.scope, TRACEPARENT.encode()) or ""
 
 
@@ -213,7 +210,6 @@ async def _frames(
 
 
 def _usage(answer: Answer, completion_tokens: int) -> Usage:
-    """Return the usage of a complete answer, or of a stream so far."""
     prompt_tokens, cached = answer.num_prompt_tokens, answer.cached
     return Usage(
         prompt_tokens=prompt_tokens,
@@ -228,12 +224,8 @@ def _usage(answer: Answer, completion_tokens: int) -> Usage:
 def _shown_prompts(service: Service, body: CompletionRequest, requests: Sequence[GenerateRequest]) -> list[ShownPrompt]:
     if not body.echo:
         return [ShownPrompt(request.prompt_ids) for request in requests]
-    skip = body.skip_special_tokens is not False
-    match body.prompt:
-        case str():
-            texts = [body.prompt]
-        case [str(), *_]:
-            texts = cast(list[str], body.prompt)
-        case _:
-            texts = [service.tokenizer.decode([*request.prompt_ids], skip) for request in requests]
-    return [ShownPrompt(one.prompt_ids, text, skip) for one, text in zip(requests, texts, strict=True)]
+    skip, shown = body.skip_special_tokens is not False, []
+    for request, prompt in zip(requests, body.prompts, strict=True):
+        text = prompt if isinstance(prompt, str) else service.tokenizer.decode([*request.prompt_ids], skip)
+        shown.append(ShownPrompt(request.prompt_ids, text, skip))
+    return shown

@@ -160,10 +160,10 @@ def _text_rules(
 ) -> TextRules:
     is_marked = not service.tokenizer.special_texts.isdisjoint(markers)
     return TextRules(
-        stops=body.stops,
+        stops=[body.stop] if isinstance(body.stop, str) else body.stop or (),
         stop_token_ids=stop_token_ids,
         asked_stop_ids=frozenset(body.stop_token_ids or ()),
-        include_stop=body.include_stop,
+        include_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
         skip_special_tokens=body.skip_special_tokens is not False and not is_marked,
         min_tokens=body.min_tokens or 0,
         prompt_only=body.max_tokens == 0,
@@ -194,14 +194,7 @@ def check_prompt_logprobs(prompt_len: int, num_prompt_logprobs: int | None) -> N
 
 
 async def _prompt_ids(service: Service, body: CompletionRequest) -> Sequence[Collection[int]]:
-    adds = body.add_special_tokens is not False
-    match body.prompt:
-        case str():
-            return [await encode(service, body.prompt, adds)]
-        case TokenIds() | [int(), *_]:
-            prompts: list[list[int] | str] = [body.prompt]  # type: ignore[list-item]
-        case _:
-            prompts = body.prompt  # type: ignore[assignment]
+    adds, prompts = body.add_special_tokens is not False, body.prompts
     if len(prompts) > MAX_PROMPTS:
         raise bad_request(f"prompt: at most {MAX_PROMPTS} prompts in one request, got {len(prompts)}", "prompt")
     if len(prompts) * body.num_choices > MAX_PROMPTS:

@@ -1,11 +1,13 @@
 """Bodies of generation requests: OpenAI's fields and additions of vLLM and SGLang. Other fields are kept apart."""
 
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
 from pydantic import Field, WrapValidator
 
+from cluster.spec.wire import TokenIds
 from router.api.body import Body, put_back
 from router.service import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
@@ -58,7 +60,6 @@ class StructuredOutputs(Body):
 
     @property
     def forms(self) -> dict[str, Any]:
-        """Value of each form; None if not given."""
         given = {name: getattr(self, name) for name in ("regex", "choice", "grammar")}
         return given | {"json": self.json_, "json_object": self.json_object or None}
 
@@ -159,10 +160,6 @@ class GenerationBody(SaltedBody):
     ebnf: Pattern | None = None
 
     @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -171,16 +168,11 @@ class GenerationBody(SaltedBody):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
-    def include_stop(self) -> bool:
-        return bool(self.include_stop_str_in_output or self.no_stop_trim)
-
-    @property
     def num_choices(self) -> int:
         return self.n or 1
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Maximum length of the answer; None if not given."""
         return self.max_tokens
 
     @property
@@ -202,6 +194,11 @@ class CompletionRequest(GenerationBody):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
+
+    @property
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        is_one = isinstance(self.prompt, str | TokenIds) or isinstance(self.prompt[0], int)
+        return cast(Sequence[str | Sequence[int]], [self.prompt] if is_one else self.prompt)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -62,8 +62,6 @@ class InputThought(Body):
 
 
 class InputThoughts(Body):
-    """Thoughts that precede the model's next message or call."""
-
     type: Literal["reasoning"]
     content: list[InputThought] | None = None
     encrypted_content: str | None = None
@@ -161,7 +159,6 @@ class ResponseRequest(Body):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Return whether the request has one of the two fields that ask for log-probabilities."""
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
 

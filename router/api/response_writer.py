@@ -209,7 +209,6 @@ class _Growing:
         return [added, *self._part_event("content_part.added")]
 
     def grow(self, text: str, logprobs: list[ChosenLogprob]) -> list[Event]:
-        """Add text, with its tokens' log-probabilities if requested."""
         self._texts.append(text)
         self._logprobs += logprobs
         return [self._event(f"{self.text_event}.delta", delta=text, **self._text_fields(logprobs))]

@@ -19,8 +19,6 @@ _LEAST = -9999.0
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Source of the prompt's KV."""
-
     cached_tokens: int
     """Tokens not computed because an earlier request had the same prefix."""
     host_tokens: int = 0
@@ -68,8 +66,6 @@ class ChosenLogprob(TokenLogprob, frozen=True, kw_only=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of a choice of ``/v1/chat/completions``, one entry per token."""
-
     content: list[ChosenLogprob]
     refusal: None = None
 
@@ -203,7 +199,6 @@ def completion_logprobs(tokenizer: Tokenizer, chunk: OutputChunk, num_chars: int
 
 
 def chat_logprobs(tokenizer: Tokenizer, chunk: OutputChunk) -> ChatLogprobs | None:
-    """Return a chunk's log-probabilities; None if not requested."""
     if not chunk.logprobs:
         return None
 
@@ -220,7 +215,6 @@ def chat_logprobs(tokenizer: Tokenizer, chunk: OutputChunk) -> ChatLogprobs | No
 
 
 def echo_logprobs(tokenizer: Tokenizer, prompt: ShownPrompt) -> CompletionLogprobs:
-    """Return an echoed prompt's log-probabilities; the first token has none."""
     text = AnswerText(tokenizer, TextRules(skip_special_tokens=prompt.skip_special_tokens))
     tokens = [token_text(tokenizer, token_id) for token_id in prompt.token_ids]
     given = zip(tokens[1:], prompt.logprobs, strict=True)

@@ -255,7 +255,6 @@ class Llama3Parser:
 
 
 def _string(written: str) -> str | None:
-    """Parse a JSON string; return None for anything else."""
     try:
         value = json.loads(written)
     except ValueError:
