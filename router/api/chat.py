@@ -19,7 +19,10 @@ async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateReq
     check(service, body)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs: only allowed with logprobs=true", "top_logprobs")
-    _check_effort(service, body)
+    if body.reasoning_effort not in (None, "none") and not service.model.has_thoughts:
+        known = "the chat template of this model shows no thoughts, or router.reasoning_parser is none"
+        given = f'got "{body.reasoning_effort}", allowed: null or "none"'
+        raise bad_request(f"reasoning_effort: not supported here: {known}; {given}", "reasoning_effort")
     dialect = _dialect(service, body)
     prompt_ids, prompt = await chat_prompt(service, body.messages, body)
     thinking = thinking_after(prompt) if service.model.has_thoughts else Thinking.NONE
@@ -55,15 +58,6 @@ async def chat_prompt(
         return await off_loop(sum(len(message["content"]) for message in given), render_and_encode)
     except UserError as error:
         raise bad_request(str(error), "messages") from error
-
-
-def _check_effort(service: Service, body: ChatRequest) -> None:
-    if body.reasoning_effort not in (None, "none") and not service.model.has_thoughts:
-        known = "the chat template of this model shows no thoughts, or router.reasoning_parser is none"
-        message = (
-            f'reasoning_effort: not supported here: {known}; got "{body.reasoning_effort}", allowed: null or "none"'
-        )
-        raise bad_request(message, "reasoning_effort")
 
 
 def _dialect(service: Service, body: ChatRequest) -> Dialect | None:

@@ -192,22 +192,20 @@ def _thought_rules(thinking: Thinking, special_texts: frozenset[str]) -> list[st
     return [f"opening: {opening}", *thoughts]
 
 
-def without_noops(schema: Mapping[str, Any]) -> dict[str, Any]:
+def without_noops(schema: Any) -> Any:
     """Return a schema without keywords that allow everything, and string formats that are mere annotations."""
+    if not isinstance(schema, dict):
+        return schema
     inner = {keyword: _cleaned(keyword, value) for keyword, value in schema.items()}
     return {keyword: value for keyword, value in inner.items() if not _forbids_nothing(keyword, value)}
 
 
 def _cleaned(keyword: str, value: Any) -> Any:
     if keyword in _HOLDING_NAMED and isinstance(value, dict):
-        return {name: _cleaned_schema(named) for name, named in value.items()}
+        return {name: without_noops(named) for name, named in value.items()}
     if keyword in _HOLDING:
-        return [_cleaned_schema(listed) for listed in value] if isinstance(value, list) else _cleaned_schema(value)
+        return [without_noops(listed) for listed in value] if isinstance(value, list) else without_noops(value)
     return value
-
-
-def _cleaned_schema(schema: Any) -> Any:
-    return without_noops(schema) if isinstance(schema, dict) else schema
 
 
 def _forbids_nothing(keyword: str, value: Any) -> bool:

@@ -3,10 +3,11 @@
 import asyncio
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from fastapi import Depends
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -23,8 +24,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 REQUEST_ID = "x-request-id"
 _ID_HEADER = REQUEST_ID.encode()
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_ID_KEY, _ARRIVED_KEY = "baton.request_id", "baton.arrived_s"
-_HEADERS_KEY, _CALLER_KEY = "baton.headers", "baton.caller"
+_ARRIVAL_KEY = "baton.arrival"
 _SESSION_HEADER = b"x-session-id"
 _SESSION_FIELDS = ("prompt_cache_key", "session_id", "user")
 _MAX_SESSION_CHARS = 256
@@ -35,6 +35,26 @@ _MOST_LARGEST = 8
 """Maximum memory of arriving bodies, in bodies of the maximum size."""
 _CLOSE = {"connection": "close"}
 """Header that ends the connection of a client whose body is not awaited any longer."""
+
+
+class Arrival(msgspec.Struct, kw_only=True):
+    """Facts from the head of an HTTP request."""
+
+    request_id: str
+    arrived_s: float
+    headers: Mapping[bytes, bytes]
+    caller: ApiKey | None = None
+    """Owner of the request's key; None if no keys are configured."""
+
+    def header(self, name: bytes) -> str | None:
+        """Return the first header with this lower-case name."""
+        value = self.headers.get(name)
+        return None if value is None else value.decode("latin-1")
+
+
+def arrival_of(request: Request) -> Arrival:
+    arrival: Arrival = request.scope[_ARRIVAL_KEY]
+    return arrival
 
 
 class Front:
@@ -54,9 +74,11 @@ class Front:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = header(scope, _ID_HEADER) or ""
-        chosen = given if _VALID_ID.fullmatch(given) else secrets.token_hex(16)
-        scope[_ID_KEY], scope[_ARRIVED_KEY] = chosen, self._service.relay.now_s()
+        headers = dict(reversed(scope["headers"]))
+        arrival = Arrival(request_id="", arrived_s=self._service.relay.now_s(), headers=headers)
+        given = arrival.header(_ID_HEADER) or ""
+        arrival.request_id = given if _VALID_ID.fullmatch(given) else secrets.token_hex(16)
+        scope[_ARRIVAL_KEY] = arrival
         has_begun = False
 
         # Not async, since it is called for every token.
@@ -64,7 +86,7 @@ class Front:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                message["headers"] = [*message.get("headers", ()), (_ID_HEADER, chosen.encode())]
+                message["headers"] = [*message.get("headers", ()), (_ID_HEADER, arrival.request_id.encode())]
             return send(message)
 
         handler = self._handlers.get(scope["path"]) if scope["method"] == "POST" else None
@@ -134,32 +156,13 @@ class ArrivingBodies:
         return part
 
 
-def header(scope: MutableMapping[str, Any], name: bytes) -> str | None:
-    """Return a request's first header with this lower-case name."""
-    known: dict[bytes, bytes] | None = scope.get(_HEADERS_KEY)
-    if known is None:  # each request looks up several headers
-        known = scope[_HEADERS_KEY] = dict(reversed(scope["headers"]))
-    value = known.get(name)
-    return None if value is None else value.decode("latin-1")
-
-
-def request_id(request: Request) -> str:
-    chosen: str = request.scope[_ID_KEY]
-    return chosen
-
-
-def arrived_s_of(request: Request) -> float:
-    arrived_s: float = request.scope[_ARRIVED_KEY]
-    return arrived_s
-
-
 def check_key(service: Service, request: Request) -> None:
     """Refuse a request without a known key, if keys are configured; record the key's owner."""
     if service.keys.keys:
         caller = service.keys.find(_given_key(request))
         if caller is None:
             raise _unauthorized("a known API key is needed, as `Authorization: Bearer KEY`")
-        request.scope[_CALLER_KEY] = caller
+        arrival_of(request).caller = caller
 
 
 def key_needed(service: Service) -> Any:
@@ -184,15 +187,9 @@ def admin_key_needed(service: Service) -> Any:
     return Depends(authorized)
 
 
-def caller_of(request: Request) -> ApiKey | None:
-    """Return the owner of the request's key; None if no keys are configured."""
-    caller: ApiKey | None = request.scope.get(_CALLER_KEY)
-    return caller
-
-
 def priority_of(request: Request, asked: int | None) -> int:
     """Return the requested priority, which cannot be better than the key's."""
-    caller = caller_of(request)
+    caller = arrival_of(request).caller
     if caller is None or caller.priority is None:
         return asked or 0
     return caller.priority if asked is None else max(asked, caller.priority)
@@ -200,7 +197,7 @@ def priority_of(request: Request, asked: int | None) -> int:
 
 def session_of(request: Request, fields: Mapping[str, Any]) -> str:
     """Return ``X-Session-Id``, or else a body field that names a session or user; empty if none is given."""
-    named = header(request.scope, _SESSION_HEADER)
+    named = arrival_of(request).header(_SESSION_HEADER)
     given = (named, *(fields.get(field) for field in _SESSION_FIELDS))
     return next((text[:_MAX_SESSION_CHARS] for text in given if isinstance(text, str) and text), "")
 
@@ -210,7 +207,7 @@ def dp_rank_of(request: Request, config: DeployConfig, body: GenerationBody) -> 
 
     The rank applies to both roles. In a role without this DP rank, its ``dp_policy`` chooses one.
     """
-    named = header(request.scope, _DP_RANK_HEADER.lower().encode())
+    named = arrival_of(request).header(_DP_RANK_HEADER.lower().encode())
     name, given = ("routed_dp_rank", body.routed_dp_rank) if named is None else (_DP_RANK_HEADER, named)
     if given is None:
         return None

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from router.answer import Answer
 from router.api.body import read
 from router.api.chat import chat_request
 from router.api.document import document
-from router.api.front import arrived_s_of, caller_of, dp_rank_of, header, priority_of, request_id, session_of
+from router.api.front import arrival_of, dp_rank_of, priority_of, session_of
 from router.api.intake import choices_of, completion_requests
 from router.api.requests import ChatRequest, CompletionRequest, GenerationBody
 from router.api.response_request import ResponseRequest, chat_of, in_own_words
@@ -41,16 +41,16 @@ def routes(service: Service) -> APIRouter:
         """Continue one or more prompts."""
         body = await read(http, CompletionRequest)
         requests = await completion_requests(service, body)
-        writer = CompletionWriter(request_id(http), service, body, _shown_prompts(service, body, requests))
-        return await _respond(service, http, body, requests, writer)
+        writer = CompletionWriter(arrival_of(http).request_id, service, body, _shown_prompts(service, body, requests))
+        return await _respond(service, http, body, requests, writer, body.others)
 
     @router.post("/v1/chat/completions", openapi_extra=document(ChatRequest, ChatCompletion, ChatChunk))
     async def chat_completions(http: Request) -> Response:
         """Answer a conversation."""
         body = await read(http, ChatRequest)
         request, new_reader = await chat_request(service, body)
-        writer = ChatWriter(request_id(http), service, body, new_reader, request.prompt_ids)
-        return await _respond(service, http, body, [request], writer)
+        writer = ChatWriter(arrival_of(http).request_id, service, body, new_reader, request.prompt_ids)
+        return await _respond(service, http, body, [request], writer, body.others)
 
     @router.post("/v1/responses", openapi_extra=document(ResponseRequest, ResponseObject))
     async def create_response(http: Request) -> Response:
@@ -61,7 +61,7 @@ def routes(service: Service) -> APIRouter:
             request, new_reader = await chat_request(service, chat)
         except ApiError as error:
             raise in_own_words(error) from None
-        writer = ResponseWriter(request_id(http), service, body, new_reader())
+        writer = ResponseWriter(arrival_of(http).request_id, service, body, new_reader())
         return await _respond(service, http, chat, [request], writer, {"user": body.user} | body.others)
 
     return router
@@ -73,19 +73,18 @@ async def _respond(
     body: GenerationBody,
     requests: Sequence[GenerateRequest],
     writer: Writer,
-    session_fields: Mapping[str, Any] | None = None,
+    fields: Mapping[str, Any],
 ) -> Response:
     """Return the answer as JSON, or as a stream, which raises its errors while it is written.
 
     Args:
         requests: one request per prompt; this sets their fields that depend on headers.
-        session_fields: fields that can name the session; by default the body's.
+        fields: undeclared fields of the client's body, which can name the session.
     """
-    session_id = session_of(http, body.others if session_fields is None else session_fields)
-    priority, dp_rank = priority_of(http, body.priority), dp_rank_of(http, service.config, body)
     for request in requests:
-        request.session_id, request.priority, request.dp_rank = session_id, priority, dp_rank
-        request.arrived_s = arrived_s_of(http)
+        request.session_id, request.arrived_s = session_of(http, fields), arrival_of(http).arrived_s
+        request.priority = priority_of(http, body.priority)
+        request.dp_rank = dp_rank_of(http, service.config, body)
     choices = [choice for request in requests for choice in choices_of(request, body.num_choices)]
     opening = _open_answer(service, http, choices)
     if body.stream:
@@ -103,7 +102,7 @@ async def _open_answer(
     Raises:
         NotReadyError, QueueFullError, KeyLimitError: the requests cannot be sent.
     """
-    with service.limits.open(caller_of(http)) as account:
+    with service.limits.open(arrival_of(http).caller) as account:
         if service.relay.uses_prefixes:
             for request in requests:
                 if request.page_keys is not None and not request.shares_prompt:
@@ -130,12 +129,12 @@ async def _open_answer(
 def _record(service: Service, http: Request, answer: Answer, span: "Span | None", error: BaseException | None) -> None:
     """Record a request that has ended on the status page, in the access log, and as a span."""
     has_left = isinstance(error, asyncio.CancelledError | ClientLeftError)
-    caller = caller_of(http)
+    caller = arrival_of(http).caller
     finished = FinishedRequest(
         answer=answer,
         outcome="finished" if error is None else "left" if has_left else "failed",
         error=error,
-        request_id=request_id(http),
+        request_id=arrival_of(http).request_id,
         caller=caller.name if caller is not None else None,
         traceparent=answer.trace_header.get(TRACEPARENT, _traceparent(http)),
         ended_s=service.relay.now_s(),
@@ -148,26 +147,21 @@ def _record(service: Service, http: Request, answer: Answer, span: "Span | None"
 
 
 def _traceparent(http: Request) -> str:
-    return header(http.scope, TRACEPARENT.encode()) or ""
+    return arrival_of(http).header(TRACEPARENT.encode()) or ""
 
 
-class Chunks:
-    """Async iterator over an answer's chunks, one per token; the tokens that have arrived together are one list.
-
-    The last chunk of a choice has its finish reason. This is not a generator, which would have to be closed.
-    """
+class AnswerTexts:
+    """The texts of an answer's choices."""
 
     def __init__(self, tokenizer: Tokenizer, answer: Answer) -> None:
         self._answer = answer
         rules = [request.text_rules for request in answer.requests]
         self._texts = [AnswerText(tokenizer, rule, index) for index, rule in enumerate(rules)]
 
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> list[OutputChunk]:
+    async def receive(self) -> list[OutputChunk] | None:
+        """Wait for tokens; return one chunk for each that has arrived, or None once every choice has finished."""
         if not (batches := await self._answer.receive()):
-            raise StopAsyncIteration
+            return None
         waiting: list[OutputChunk] = []
         for index, batch in batches:
             chunks = self._texts[index].push(batch.token_ids, batch.finish, batch.logprobs)
@@ -181,8 +175,8 @@ class Chunks:
 
 async def _whole(tokenizer: Tokenizer, opening: AbstractAsyncContextManager[Answer], writer: Writer) -> Response:
     async with opening as answer:
-        parts: list[list[OutputChunk]] = [[] for _ in answer.requests]
-        async for chunks in Chunks(tokenizer, answer):
+        texts, parts = AnswerTexts(tokenizer, answer), [list[OutputChunk]() for _ in answer.requests]
+        while (chunks := await texts.receive()) is not None:
             for chunk in chunks:
                 parts[chunk.index].append(chunk)
         usage = _usage(answer, sum(len(chunk.token_ids) for part in parts for chunk in part))
@@ -197,8 +191,8 @@ async def _frames(
 
     Tokens that arrive together are written together.
     """
-    num_tokens, with_usage = 0, body.continuous_usage
-    async for chunks in Chunks(tokenizer, answer):
+    texts, num_tokens, with_usage = AnswerTexts(tokenizer, answer), 0, body.continuous_usage
+    while (chunks := await texts.receive()) is not None:
         events = []
         for chunk in chunks:
             num_tokens += len(chunk.token_ids)

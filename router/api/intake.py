@@ -114,7 +114,8 @@ def make_request(
     most = min(body.default_tokens or left, left) if wanted is None else max(wanted, 1)
     if body.min_tokens is not None and body.min_tokens > most:
         raise bad_request(f"min_tokens: must be at most max_tokens, {most}, got {body.min_tokens}", "min_tokens")
-    stopping = Stopping(max_tokens=most, stop_token_ids=_stop_token_ids(service, body))
+    eos_ids = frozenset[int]() if body.ignore_eos else service.tokenizer.eos_ids
+    stopping = Stopping(max_tokens=most, stop_token_ids=eos_ids.union(body.stop_token_ids or ()))
     if body.min_tokens and body.allowed_token_ids and stopping.stop_token_ids.issuperset(body.allowed_token_ids):
         raise bad_request("min_tokens: every one of allowed_token_ids would end the answer", "min_tokens")
     check_prompt_logprobs(prompt_len, body.num_prompt_logprobs)
@@ -201,11 +202,6 @@ async def _prompt_ids(service: Service, body: CompletionRequest) -> Sequence[Col
         got = f"{len(prompts)} prompts with n = {body.num_choices}"
         raise bad_request(f"n: at most {MAX_PROMPTS} choices in one request, got {got}", "n")
     return [await encode(service, prompt, adds) if isinstance(prompt, str) else prompt for prompt in prompts]
-
-
-def _stop_token_ids(service: Service, body: GenerationBody) -> frozenset[int]:
-    eos_ids = frozenset[int]() if body.ignore_eos else service.tokenizer.eos_ids
-    return eos_ids | frozenset(body.stop_token_ids or ())
 
 
 def _bad_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:

@@ -229,12 +229,8 @@ def echo_logprobs(tokenizer: Tokenizer, prompt: ShownPrompt) -> CompletionLogpro
 def joined(first: CompletionLogprobs, second: CompletionLogprobs | None) -> CompletionLogprobs:
     if second is None:
         return first
-    return CompletionLogprobs(
-        text_offset=first.text_offset + second.text_offset,
-        token_logprobs=first.token_logprobs + second.token_logprobs,
-        tokens=first.tokens + second.tokens,
-        top_logprobs=first.top_logprobs + second.top_logprobs,
-    )
+    fields = CompletionLogprobs.__struct_fields__
+    return CompletionLogprobs(**{name: getattr(first, name) + getattr(second, name) for name in fields})
 
 
 def prompt_logprobs(tokenizer: Tokenizer, prompt: ShownPrompt, num_top: int) -> PromptLogprobs:
