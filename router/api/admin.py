@@ -33,8 +33,6 @@ class TargetRequest(Body):
 
 
 class PinRequest(TargetRequest, SaltedBody):
-    """``POST /admin/pin``: a prompt as text or token ids, for one replica or all."""
-
     model_config = _STRICT
     expected: ClassVar[Mapping[str, str]] = {"prompt": "a string, or a list of token ids; neither may be empty"}
     prompt: Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]
@@ -61,7 +59,18 @@ def routes(service: Service) -> APIRouter:
     @router.get("/load")
     async def load() -> Response:
         """Return the open and waiting requests: this router process's counts, and each replica's last heartbeat."""
-        return Response(msgspec.json.encode(_load(service)), media_type="application/json")
+        book = service.requests.load.lines()
+        snapshot = service.directory.snapshot
+        replicas = {
+            entry.replica: {
+                "open": book.get((entry.replica, entry.incarnation)),
+                "ready": entry.ready,
+                "heartbeat": entry.load,
+            }
+            for entry in (snapshot.replicas if snapshot else ())
+        }
+        content = {"router": service.state, "replicas": replicas}
+        return Response(msgspec.json.encode(content), media_type="application/json")
 
     return router
 
@@ -139,17 +148,3 @@ def _peer(service: Service, name: str) -> Peer:
     if name not in peers:
         raise bad_request(f"replica: there is no {name!r}; allowed: {', '.join(peers) or 'none'}", "replica")
     return peers[name]
-
-
-def _load(service: Service) -> dict[str, object]:
-    book = service.requests.load.lines()
-    snapshot = service.directory.snapshot
-    replicas = {
-        entry.replica: {
-            "open": book.get((entry.replica, entry.incarnation)),
-            "ready": entry.ready,
-            "heartbeat": entry.load,
-        }
-        for entry in (snapshot.replicas if snapshot else ())
-    }
-    return {"router": service.state, "replicas": replicas}

@@ -44,8 +44,6 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """Alternative forms of an answer."""
-
     rules: Sequence[str]
     """Lark rules; those named in ``starts`` are the alternatives."""
     starts: Sequence[str]

@@ -151,8 +151,6 @@ def _traceparent(http: Request) -> str:
 
 
 class AnswerTexts:
-    """The texts of an answer's choices."""
-
     def __init__(self, tokenizer: Tokenizer, answer: Answer) -> None:
         self._answer = answer
         rules = [request.text_rules for request in answer.requests]

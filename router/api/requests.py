@@ -13,9 +13,7 @@ from router.service import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 Positive = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-DpRank = Annotated[int, Field(ge=0, lt=2**31)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 IdList = Annotated[list[int], Field(min_length=1, fail_fast=True)]
@@ -129,7 +127,7 @@ class GenerationBody(SaltedBody):
     repetition_penalty: RepetitionPenalty | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[TokenId, Bias] | None = None
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     bad_words: Annotated[list[StopText], Field(max_length=256)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -146,7 +144,7 @@ class GenerationBody(SaltedBody):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
-    routed_dp_rank: DpRank | None = None
+    routed_dp_rank: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     trace: bool | None = None
     response_format: ResponseFormat | None = None

@@ -270,8 +270,6 @@ class _Call(_Growing):
 
 
 class ResponseWriter:
-    """Implements ``router.api.writers.Writer``; numbers its events."""
-
     def __init__(self, request_id: str, service: Service, body: ResponseRequest, reader: MessageReader) -> None:
         self._tokenizer = service.tokenizer
         self._reader = reader
@@ -281,12 +279,10 @@ class ResponseWriter:
         self._num_thought_tokens = 0
         self._num_tokens = 0
         self._created = _created(request_id, service, body)
-        self._num_chunks = 0
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         del usage  # it is in the last event
-        kinds = () if self._num_chunks else ("response.created", "response.in_progress")
-        self._num_chunks += 1
+        kinds = () if self._num_tokens else ("response.created", "response.in_progress")
         return self._write([*((kind, {"response": self._created}) for kind in kinds), *self._take(chunk)])
 
     def _take(self, chunk: OutputChunk) -> list[Event]:

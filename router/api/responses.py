@@ -26,8 +26,6 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one request, with all its choices."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -87,8 +85,6 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete answer of ``/v1/completions``, or one chunk."""
-
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int

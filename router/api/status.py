@@ -32,8 +32,6 @@ _HARMLESS = {
 
 
 class TokenizeRequest(TemplateBody):
-    """``POST /tokenize``: a prompt or messages."""
-
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None

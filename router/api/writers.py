@@ -65,14 +65,13 @@ class TextWriter(ABC):
         self._model = service.model.name
         self._tokenizer = service.tokenizer
         self._created = int(time.time())
-        self._includes_usage = body.include_usage
         self._no_usage: UnsetType | None = None if body.include_usage else UNSET
         self._with_token_ids = bool(body.return_token_ids)
         self._num_choices = body.num_choices
         self._num_prompt_logprobs = body.prompt_logprobs
 
     def closing(self, usage: Usage) -> bytes:
-        return (self._frame([], usage) if self._includes_usage else b"") + event(b"[DONE]")
+        return (self._frame([], usage) if self._no_usage is None else b"") + event(b"[DONE]")
 
     def failed(self, error: RequestFailedError) -> bytes:
         return event(error.body)
