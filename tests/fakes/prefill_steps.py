@@ -62,7 +62,7 @@ class PrefillSteps:
             self.ended[sequence.room] = self.num_steps
             self.steps.holders.retire(sequence.room)
         self.steps.holders.check_integrity()
-        self.allocator.check_integrity(self.steps.holders.held_pages)
+        self.allocator.check_integrity(self.steps.holders.all_pages)
         return plan
 
     def run(self) -> None:

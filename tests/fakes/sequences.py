@@ -34,4 +34,4 @@ def sequence_of(
         priority=priority,
     )
     length = len(prompt) + stopping.max_tokens if max_len is None else max_len
-    return TokenSequence(submit, list(prompt), length, owner_base=owner_base)
+    return TokenSequence(submit, length, list(prompt), owner_base=owner_base)

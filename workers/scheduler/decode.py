@@ -6,7 +6,7 @@ and is computed here; so are further choices of a prompt, which begin with the p
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeGuard
 
 from msgspec.structs import replace
@@ -39,7 +39,7 @@ from workers.scheduler.decode_request import (
 )
 from workers.scheduler.leader import Leader
 from workers.scheduler.page_checks import PageChecks
-from workers.scheduler.sequence import TokenSequence
+from workers.scheduler.sequence import KvState, TokenSequence
 from workers.scheduler.steps import StepScheduler
 from workers.trace.recorder import Recorder
 
@@ -160,8 +160,15 @@ class DecodeLeader(Leader):
         if submit.decode.incarnation != self.me.incarnation or is_known:
             self.drop(submit)
             return
-        num_pages = pages_for(len(submit.prompt_ids), self._settings.layout.page_size)
-        request = DecodeRequest(submit, num_pages, arrival=self._num_arrivals, arrived_s=self._now_s)
+        page_size = self._settings.layout.page_size
+        num_pages = pages_for(len(submit.prompt_ids), page_size)
+        request = DecodeRequest(
+            submit,
+            max_len=self._allocator.num_pages // self._allocator.lifetimes.num * page_size,
+            num_prompt_pages=num_pages,
+            arrival=self._num_arrivals,
+            arrived_s=self._now_s,
+        )
         self._num_arrivals += 1
         self._requests[submit.room] = request
         self.record_arrival(submit, request.state.value)
@@ -188,8 +195,7 @@ class DecodeLeader(Leader):
                 self._open(request, request.submit.prefill, now_s)
             else:
                 self._move(request, DecodeState.RUNNING, "pages")
-                cached_len = request.num_held * self._settings.layout.page_size
-                self._run(request, request.submit.prompt_ids, cached_len)
+                self._run(request, request.num_held_pages * self._settings.layout.page_size)
 
     def _open(self, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
         session = request.session = receiver_session(self._settings, request, prefill)
@@ -265,18 +271,17 @@ class DecodeLeader(Leader):
         self._checks.forget(request.room)
         self._move(request, DecodeState.RUNNING, "result and all done")
         if self.tiers:
-            self.tiers.note_received(request.page_keys)
+            self.tiers.note_received(request.prompt_keys(self._settings.layout.page_size))
         self._arrived += live_pages(request.new_pages)
-        sequence = self._run(request, [*submit.prompt_ids, *result.token_ids], len(submit.prompt_ids))
-        output = self._newest_output(sequence, result.logprobs, is_last=result.is_last)
+        request.tokens = [*submit.prompt_ids, *result.token_ids]
+        self._run(request, len(submit.prompt_ids))
+        output = self._newest_output(request, result.logprobs, is_last=result.is_last)
         self._emit_first(request, replace(output, prompt_logprobs=result.prompt_logprobs, cached=result.cached))
 
-    def _run(self, request: DecodeRequest, tokens: Iterable[int], computed_len: int) -> TokenSequence:
+    def _run(self, request: DecodeRequest, num_computed: int) -> None:
         """Hand a request to the step scheduler, which allocates pages if it has none."""
-        max_len = self._allocator.num_pages // self._allocator.lifetimes.num * self._settings.layout.page_size
-        sequence = request.begin_sequence(tokens, computed_len, max_len)
-        self._steps.add(sequence)
-        return sequence
+        request.kv = KvState.after(num_computed, request.kv.pages)
+        self._steps.add(request)
 
     def _newest_output(self, sequence: TokenSequence, logprobs: list[TokenLogprobs], *, is_last: bool) -> Output:
         return Output(
@@ -381,8 +386,7 @@ class DecodeLeader(Leader):
     def _end(self, request: DecodeRequest, event: str) -> None:
         self._move(request, DecodeState.ENDED, event)
         self.forget_in_tiers(request.room)
-        self._allocator.free(live_pages(request.pages))
-        request.pages = []
+        self._allocator.free(live_pages(request.kv.pages))
         self._checks.forget(request.room)
         del self._requests[request.submit.room]
 

@@ -12,7 +12,7 @@ from cluster.spec.kv import NO_PAGE
 from workers.cache.page_allocator import Demand, PageAllocator
 from workers.cache.page_lists import PageLists, live_pages
 from workers.hicache.tiers import Tiers
-from workers.scheduler.decode_request import DecodeRequest, cacheable_keys
+from workers.scheduler.decode_request import DecodeRequest
 from workers.scheduler.steps import StepScheduler
 from workers.scheduler.waiting import Waiting
 
@@ -57,10 +57,8 @@ class DecodeQueue:
         return len(self._queue) + len(self._fetching) + sum(map(len, self._choices.values()))
 
     def add(self, request: DecodeRequest, now_s: float) -> None:
-        if self._allocator.is_caching:
-            request.page_keys = cacheable_keys(request.submit, self._page_size)
-        if self._tiers and request.submit.prefill is None and request.page_keys:
-            self._tiers.expect(request.room, request.page_keys, now_s)
+        if self._tiers and request.submit.prefill is None and (keys := self._keys(request)):
+            self._tiers.expect(request.room, keys, now_s)
             self._fetching[request.room] = request
         else:
             self._queue.add(request)
@@ -110,7 +108,7 @@ class DecodeQueue:
                 continue
             self._allocate(request, held)
             if self._tiers:
-                self._tiers.note_hits(request.page_keys[: request.num_held])
+                self._tiers.note_hits(self._keys(request)[: request.num_held_pages])
             yield request
 
     @property
@@ -134,7 +132,7 @@ class DecodeQueue:
         shared = self._shared_pages(request)
         if _total(self._demands(request, shared)) > space.most_passing and request is not space.oldest:
             return None
-        held = self._seen(request, shared or self._allocator.find(request.page_keys))
+        held = self._seen(request, shared or self._allocator.find(self._keys(request)))
         demands = self._demands(request, held)
         # Cheaper than the allocator's answer, and mostly enough.
         if _total(demands) > space.num_free:
@@ -143,18 +141,21 @@ class DecodeQueue:
         return held if self._allocator.can_allocate([*demands, promised], live_pages(held)) else None
 
     def _allocate(self, request: DecodeRequest, held: PageLists) -> None:
-        request.num_held = len(held[0])
+        request.num_held_pages = len(held[0])
         new = self._allocator.allocate(self._demands(request, held), live_pages(held))
-        request.pages = [
-            found + [NO_PAGE] * (request.num_pages - len(found) - len(pages)) + pages
+        request.kv.pages = [
+            found + [NO_PAGE] * (request.num_prompt_pages - len(found) - len(pages)) + pages
             for found, pages in zip(held, new, strict=True)
         ]
+
+    def _keys(self, request: DecodeRequest) -> list[bytes]:
+        return request.prompt_keys(self._page_size) if self._allocator.is_caching else []
 
     def _demands(self, request: DecodeRequest, held: PageLists) -> list[Demand]:
         """Return each lifetime's demand after the held pages. A transfer brings only what later tokens can see."""
         num_held, lifetimes = len(held[0]) if held else 0, self._allocator.lifetimes
         num_seen = len(request.submit.prompt_ids) if request.submit.prefill is not None else 0
-        return [(request.num_pages - max(num_held, first), 0) for first in lifetimes.first_pages(num_seen)]
+        return [(request.num_prompt_pages - max(num_held, first), 0) for first in lifetimes.first_pages(num_seen)]
 
     def _seen(self, request: DecodeRequest, held: PageLists) -> PageLists:
         """Return the held pages that the first token computed here can see."""

@@ -1,19 +1,18 @@
-"""State of one request in a decode leader, its legal transitions, and quarantined pages of abandoned requests."""
+"""Request in a decode leader: its states, its transfer session, and the quarantined pages of stopped requests."""
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
-from cluster.spec.ids import Peer, Room
-from cluster.spec.kv import KvGeometry, PoolLayout, page_keys
-from cluster.spec.messages import PhaseTimes, Submit
+from cluster.spec.ids import Peer
+from cluster.spec.kv import KvGeometry, PoolLayout
+from cluster.spec.messages import PhaseTimes
 from cluster.spec.registry import Verify
-from cluster.spec.tiers import CachedTokens
 from cluster.spec.transfer_messages import Ticket
 from transfer.receiver_session import ReceiverSession
 from workers.cache.page_lists import PageLists, live_pages
-from workers.scheduler.sequence import KvState, TokenSequence
+from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.steps import StepScheduler
 
 QUARANTINE_LIMIT = 0.25
@@ -71,26 +70,19 @@ class DecodeSettings:
     """Maximum time that bytes may be in flight after their sender has failed or died."""
 
 
-@dataclass(slots=True, eq=False)
-class DecodeRequest:
-    """One request in decode."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class DecodeRequest(TokenSequence):
+    """Request in a decode leader. It is in the step scheduler while it is RUNNING, and may have pages before that."""
 
-    submit: Submit
-    num_pages: int = 0
-    """Number of prompt pages."""
-    arrival: int = 0
-    arrived_s: float = 0.0
+    num_prompt_pages: int
+    arrived_s: float
     granted_s: float = 0.0
     """Time at which its pages were allocated."""
     result_s: float = 0.0
     """Arrival time of prefill's first token."""
     state: DecodeState = DecodeState.QUEUED
-    pages: PageLists = field(default_factory=list)
-    """Pages by lifetime while RECEIVING, VERIFYING or STOPPING; later the step scheduler holds them."""
-    num_held: int = 0
+    num_held_pages: int = 0
     """Number of leading pages shared with the cache or another choice. They are never part of the ticket."""
-    page_keys: list[bytes] = field(default_factory=list)
-    """Keys of the prompt's full pages that may come from the cache."""
     session: ReceiverSession | None = None
     stopping_since_s: float = 0.0
     """Time of entering STOPPING."""
@@ -98,13 +90,16 @@ class DecodeRequest:
     """Whether the prompt's KV and the first token are here."""
 
     @property
-    def room(self) -> Room:
-        return self.submit.room
-
-    @property
     def new_pages(self) -> PageLists:
-        """Return the pages that only this request reads."""
-        return [pages[self.num_held :] for pages in self.pages]
+        """Return the pages after the shared ones."""
+        return [pages[self.num_held_pages :] for pages in self.kv.pages]
+
+    def prompt_keys(self, page_size: int) -> list[bytes]:
+        """Return the keys of the prompt pages that the cache may provide. A prompt's last token is always computed, for
+        its logits.
+        """
+        num_computed_here = 1 if self.submit.prefill is None else 0
+        return self.keys_of(len(self.submit.prompt_ids) - num_computed_here, page_size)
 
     def phases(self, now_s: float) -> PhaseTimes | None:
         """Return phase durations until now, once the first token is here; None for a choice that shares another's
@@ -126,31 +121,6 @@ class DecodeRequest:
             transfer_s=now_s - self.result_s,
         )
 
-    @property
-    def priority(self) -> int:
-        return self.submit.priority
-
-    def begin_sequence(self, tokens: Iterable[int], computed_len: int, max_len: int) -> TokenSequence:
-        """Hand the pages over to a sequence; they hold the KV of its first ``computed_len`` tokens."""
-        pages, self.pages = self.pages, []
-        kv = KvState(
-            pages=pages,
-            num_computed_tokens=computed_len,
-            num_planned_tokens=computed_len,
-            cached=CachedTokens(total=computed_len),
-        )
-        return TokenSequence(self.submit, list(tokens), max_len, page_keys=self.page_keys, kv=kv)
-
-
-def cacheable_keys(submit: Submit, page_size: int) -> list[bytes]:
-    """Return keys of the full pages that the cache may provide. If decode computes the prompt, it needs the last
-    token's logits, so that token is never cached.
-    """
-    if submit.sampling.num_prompt_logprobs is not None:
-        return []
-    prompt_ids = submit.prompt_ids if submit.prefill else submit.prompt_ids[:-1]
-    return page_keys(prompt_ids, page_size, submit.cache_salt)
-
 
 def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: Peer) -> ReceiverSession:
     """Return the session of a transfer into the request's new pages."""
@@ -162,7 +132,7 @@ def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: 
         decode=settings.me,
         prefill_incarnation=prefill.incarnation,
         pages=pages,
-        num_held_pages=request.num_held,
+        num_held_pages=request.num_held_pages,
         dp_rank=settings.dp_rank,
         wanted_dp_rank=request.submit.dp_rank,
         geometry=settings.geometry,

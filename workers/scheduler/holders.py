@@ -8,6 +8,7 @@ time, and gives its pages back when the pool runs dry, the least urgent and late
 cache does not keep of its KV is then computed again from its tokens, with no effect on its output.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from cluster.spec.ids import Room
@@ -38,8 +39,8 @@ class PageHolders:
         self.running: dict[Room, TokenSequence] = {}
         self._num_left = 0
         """Number of removed sequences whose pages the caller may still hold."""
-        self._leaving: list[TokenSequence] = []
-        """Sequences removed during a load, which may still write to their pages."""
+        self._leaving: list[tuple[TokenSequence, KvState]] = []
+        """Sequences removed during a load, which may still write to these pages."""
         self.num_preemptions = 0
 
     def add(self, sequence: TokenSequence) -> None:
@@ -54,31 +55,40 @@ class PageHolders:
         self.share(sequence)
 
     def remove(self, room: Room) -> PageLists:
-        """Remove a sequence and return its pages. Pages with copies in flight stay held here."""
-        sequence = self.running.pop(room, None)
+        """Remove a sequence, and return its pages, which the caller frees. Pages being loaded stay here."""
+        sequence = self._take_out(room)
         if sequence is None:
-            self.waiting.remove(room)
             return []
-        self._num_left += 1
-        if sequence.kv.load is None:
-            return self._withdraw(sequence)
-        self._leaving.append(sequence)
-        if not sequence.kv.load.is_layerwise:
-            return []
-        self._allocator.allocate([], live_pages(sequence.kv.pages))
-        return [list(pages) for pages in sequence.kv.pages]
+        kv = sequence.kv
+        if kv.load is None:
+            self._release(sequence, kv)
+        else:
+            self._leaving.append((sequence, kv))
+            sequence.kv = KvState()
+            if kv.load.is_layerwise:
+                self._allocator.allocate([], live_pages(kv.pages))
+                sequence.kv = replace(kv, pages=[list(pages) for pages in kv.pages], load=None)
+        return sequence.kv.pages
 
     def retire(self, room: Room) -> None:
         """Remove a sequence and cache its computed pages."""
+        sequence = self._take_out(room)
+        if sequence is None:
+            return
+        kv, sequence.kv = sequence.kv, KvState()
+        if kv.load is not None:
+            self._leaving.append((sequence, kv))
+        else:
+            self._leave_to_cache(sequence, kv)
+
+    def _take_out(self, room: Room) -> TokenSequence | None:
+        """Remove a sequence and return it if it runs."""
         sequence = self.running.pop(room, None)
         if sequence is None:
             self.waiting.remove(room)
-            return
-        self._num_left += 1
-        if sequence.is_loading:
-            self._leaving.append(sequence)
         else:
-            self._leave_to_cache(sequence)
+            self._num_left += 1
+        return sequence
 
     def whole_pages(self, room: Room) -> PageLists:
         """Return a sequence's pages with complete KV; none if it waits or is unknown."""
@@ -120,12 +130,7 @@ class PageHolders:
         for gap, ids in zip(gaps, new, strict=True):
             pages[gap.lifetime][gap.first : gap.end] = ids
         num_cached = min(gap.first for gap in gaps) * self._page_size
-        sequence.kv = KvState(
-            pages=pages,
-            num_computed_tokens=num_cached,
-            num_planned_tokens=num_cached,
-            cached=CachedTokens(total=num_cached),
-        )
+        sequence.kv = KvState.after(num_cached, pages)
         self.running[sequence.room] = sequence
         if self._tiers:
             self._tiers.note_hits(prefix)
@@ -157,7 +162,7 @@ class PageHolders:
         )
         kv.load = PageLoad(is_layerwise, cached)
         if is_layerwise:
-            self._go_behind(kv, cached)
+            self._continue_after(kv, cached)
 
     def note_sampled(self, sequence: TokenSequence) -> None:
         """Note that a token was sampled after all pages of a sequence, so every participating rank has read them."""
@@ -235,9 +240,9 @@ class PageHolders:
         return sequence.keys_of(num_tokens, self._page_size) if self._allocator.is_caching else []
 
     @property
-    def held_pages(self) -> list[int]:
-        holders = (*self.running.values(), *self._leaving)
-        return [page for sequence in holders for page in live_pages(sequence.kv.pages)]
+    def all_pages(self) -> list[int]:
+        states = [sequence.kv for sequence in self.running.values()] + [kv for _, kv in self._leaving]
+        return [page for kv in states for page in live_pages(kv.pages)]
 
     def check_integrity(self) -> None:
         """Assert that every running sequence has the pages its KV needs, and that no waiting one has pages."""
@@ -261,20 +266,20 @@ class PageHolders:
         demands = [*_demands(sequence, self._gaps(sequence, cached)), *reserved]
         return 0 if self._allocator.would_fit(demands, beside=taken) else self._pages_of(sequence)
 
-    def _go_behind(self, kv: KvState, cached: CachedTokens) -> None:
-        """Count loaded pages as computed; the rest will be computed."""
+    def _continue_after(self, kv: KvState, cached: CachedTokens) -> None:
+        """Count loaded tokens as computed."""
         kv.cached = cached
         kv.num_computed_tokens = kv.num_planned_tokens = cached.total
 
     def _on_loaded(self, sequence: TokenSequence, kv: KvState, is_done: bool) -> None:
         load, kv.load = kv.load, None
-        if load is None or sequence.kv is not kv:
+        if load is None:
             return  # a token was sampled before every rank had answered
         if is_done and not load.is_layerwise:
-            self._go_behind(kv, load.cached)
-        if sequence in self._leaving:
-            self._leaving.remove(sequence)
-            self._leave_to_cache(sequence)
+            self._continue_after(kv, load.cached)
+        if (sequence, kv) in self._leaving:
+            self._leaving.remove((sequence, kv))
+            self._leave_to_cache(sequence, kv)
         elif is_done or load.is_layerwise:
             self.share(sequence)
         else:
@@ -288,19 +293,18 @@ class PageHolders:
 
     def _wait_again(self, sequence: TokenSequence) -> None:
         del self.running[sequence.room]
-        self._leave_to_cache(sequence)
+        kv, sequence.kv = sequence.kv, KvState()
+        self._leave_to_cache(sequence, kv)
         self.waiting.add(sequence)
 
-    def _leave_to_cache(self, sequence: TokenSequence) -> None:
-        keys = self.keys(sequence, sequence.kv.num_computed_tokens)
-        self._allocator.keep(self._withdraw(sequence), keys)
+    def _leave_to_cache(self, sequence: TokenSequence, kv: KvState) -> None:
+        self._release(sequence, kv)
+        self._allocator.keep(kv.pages, self.keys(sequence, kv.num_computed_tokens))
 
-    def _withdraw(self, sequence: TokenSequence) -> PageLists:
-        """Reset a sequence's KV state; return its pages."""
-        kv, sequence.kv = sequence.kv, KvState()
+    def _release(self, sequence: TokenSequence, kv: KvState) -> None:
+        """Let the ranks forget a sequence that they know."""
         if kv.admitted_step:
             self._releases.append(sequence.room)
-        return kv.pages
 
     def _pages_of(self, sequence: TokenSequence) -> int:
         return pages_for(len(sequence.tokens), self._page_size) * self._allocator.lifetimes.num

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
 from cluster.spec.messages import (
@@ -25,9 +24,10 @@ from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import FlushCache, PinPages, Tier, TierJobResult, UseStorage
 from workers.cache.page_allocator import PageAllocator
-from workers.cache.page_lists import PageLists, live_pages
+from workers.cache.page_lists import live_pages
 from workers.hicache.tiers import Tiers
 from workers.scheduler.page_reporter import PageReporter
+from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.steps import StepScheduler
 from workers.trace.recorder import Recorder
 
@@ -35,17 +35,10 @@ REMEMBERED_ROOMS = 100_000
 """Maximum number of ended rooms that a leader remembers; the oldest are forgotten first."""
 
 
-class Request(Protocol):
-    """State of a request that leaders of both roles share."""
-
-    pages: PageLists
-    """Pages held by the request itself, not by the step scheduler."""
-
-
 class Leader(ABC):
     """Control state of one DP rank of a replica. Only the worker loop's thread calls it."""
 
-    _requests: Mapping[Room, Request]
+    _requests: Mapping[Room, TokenSequence]
     """Requests that have not ended."""
 
     def __init__(
@@ -116,11 +109,13 @@ class Leader(ABC):
 
     def check_integrity(self) -> None:
         """Assert that every page is held as often as it is counted."""
-        self._steps.holders.check_integrity()
+        holders = self._steps.holders
+        holders.check_integrity()
         if self.tiers:
             self.tiers.check_integrity()
-        own = [page for request in self._requests.values() for page in live_pages(request.pages)]
-        self._allocator.check_integrity(self._steps.holders.held_pages + own)
+        others = [request for room, request in self._requests.items() if room not in holders.running]
+        own = [page for request in others for page in live_pages(request.kv.pages)]
+        self._allocator.check_integrity(holders.all_pages + own)
 
     def send(self, address: str, message: Message) -> None:
         """Queue a message for the loop to send."""

@@ -1,16 +1,16 @@
-"""Prefill leader: from Submit and Ticket to Result, and proof that nobody writes any more. Sans I/O.
+"""Prefill leader: from Submit and Ticket to Result, and the confirmation that nothing more is written. Sans I/O.
 
-A request waits for its ticket, is computed chunk by chunk while its ranks send finished pages, and keeps its pages
-until every rank has reported that it will not read them again.
+A request waits for its ticket and is computed in chunks, while the ranks send complete pages. It keeps its pages until
+every rank has reported that it will not read them again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
 from cluster.spec.errors import move
 from cluster.spec.ids import Room, is_router
-from cluster.spec.kv import owner_base, page_keys, pages_for
+from cluster.spec.kv import owner_base, pages_for
 from cluster.spec.messages import Blame, Cancel, Message, Submit, TableUpdate
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
@@ -30,13 +30,12 @@ from workers.scheduler.prefill_request import (
     refused,
     result_of,
 )
-from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.steps import StepScheduler
 from workers.trace.recorder import Recorder
 
 
 class PrefillLeader(Leader):
-    """Prefill leader of one DP rank; see the module's docstring."""
+    """Prefill leader of one DP rank."""
 
     def __init__(
         self,
@@ -51,10 +50,10 @@ class PrefillLeader(Leader):
         self._requests: dict[Room, PrefillRequest] = {}
         self._sends = SendMeter()
         self._early_tickets: dict[Room, tuple[Ticket, float]] = {}
+        """Tickets that arrived before their requests, with their deadlines."""
         self._table: TableSnapshot | None = None
 
     def on_message(self, message: Message, now_s: float) -> None:
-        """Handle one message; late, foreign and unknown ones are counted and dropped."""
         self._now_s = now_s
         match message:
             case Submit():
@@ -73,15 +72,15 @@ class PrefillLeader(Leader):
                 self.on_other(message)
 
     def tick(self, now_s: float) -> None:
-        """Handle expired deadlines: inquire about waiting requests, refuse tickets without a request, free pages whose
-        bytes have settled.
+        """Handle expired deadlines: start requests that waited for storage, end stopped ones, refuse tickets without a
+        request, and ask routers about requests without a ticket.
         """
         self._now_s = now_s
         for request in list(self._requests.values()):
             if request.state is PrefillState.STOPPING:
                 self._settle(request)
             else:
-                self._schedule(request)
+                self._start_if_ready(request)
         for room, (ticket, deadline_s) in list(self._early_tickets.items()):
             if now_s >= deadline_s:
                 del self._early_tickets[room]
@@ -94,7 +93,6 @@ class PrefillLeader(Leader):
         self.report_cache()
 
     def next_plan(self) -> StepPlan | None:
-        """Return the next step; None if there is nothing to compute."""
         plan = self._steps.next_plan()
         if plan is not None:
             self.note_started(plan)
@@ -104,24 +102,18 @@ class PrefillLeader(Leader):
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
         self._now_s = now_s
         for sequence in self._steps.commit(plan, sampled):
-            request = self._requests[sequence.room]
-            if self._allocator.is_caching:
-                request.page_keys = sequence.keys_of(sequence.kv.num_computed_tokens, self._settings.layout.page_size)
-            if problem := sampled[sequence.room].problem:
-                self._give_up(request, problem, retryable=False)
+            request, first = self._requests[sequence.room], sampled[sequence.room]
+            request.is_computed = True
+            if first.problem:
+                self._give_up(request, first.problem, retryable=False)
                 continue
-            cached = sequence.kv.cached
-            request.pages = self._steps.holders.remove(sequence.room)
+            self._steps.holders.remove(request.room)
             self._move(request, PrefillState.SENDING, "first token")
-            assert sequence.destination is not None
-            first = sampled[sequence.room]
-            result = result_of(self._settings, request, sequence.destination, first, cached, now_s)
-            self.send(request.submit.decode.address, result)
+            self.send(request.submit.decode.address, result_of(self._settings, request, first, now_s))
             self._settle(request)
         self.report_cache()
 
     def load(self) -> ReplicaLoad:
-        """Return the load that heartbeats report."""
         queued = [request for request in self._requests.values() if request.state is PrefillState.QUEUED]
         return replace(
             super().load(),
@@ -140,19 +132,19 @@ class PrefillLeader(Leader):
         if submit.prefill is None or submit.prefill.incarnation != self.me.incarnation or is_known:
             self.drop(submit)
             return
-        request = PrefillRequest(submit, self._now_s)
+        page_size, prompt_len = self._settings.layout.page_size, len(submit.prompt_ids)
+        base = owner_base(submit.prompt_ids, page_size, self._settings.row.sizes.cp, submit.cache_salt)
+        request = PrefillRequest(submit, prompt_len + 1, owner_base=base, arrived_s=self._now_s)
         self._requests[room] = request
-        if self.tiers and submit.sampling.num_prompt_logprobs is None:
-            # The last token is always computed, for its logits.
-            keys = page_keys(submit.prompt_ids[:-1], self._settings.layout.page_size, submit.cache_salt)
+        # The last token is always computed, for its logits.
+        if self.tiers and (keys := request.keys_of(prompt_len - 1, page_size)):
             self.tiers.expect(room, keys, self._now_s)
         self.record_arrival(submit, request.state.value)
-        pages = pages_for(len(submit.prompt_ids), self._settings.layout.page_size)
         ticket, _ = self._early_tickets.pop(room, (None, 0.0))
         if ticket is not None and not _is_from_decode(submit, ticket):
             self.drop(ticket)
             ticket = None
-        if reason := self.too_large(pages):
+        if reason := self.too_large(pages_for(prompt_len, page_size)):
             self._give_up(request, reason, ticket, retryable=False)
         elif ticket is not None:
             self._accept(request, ticket)
@@ -171,7 +163,7 @@ class PrefillLeader(Leader):
             self.drop(ticket)
 
     def _accept(self, request: PrefillRequest, ticket: Ticket) -> None:
-        """Bind a ticket to its request, or fail the request if the two do not match."""
+        """Bind a ticket to its request, or fail the request if the ticket does not fit."""
         request.ticket = ticket
         mine = self._settings.row
         reason = geometry_refusal(
@@ -180,10 +172,12 @@ class PrefillLeader(Leader):
         if reason is not None:
             self._give_up(request, reason, blame=Blame.BOTH)
         else:
-            self._schedule(request)
+            self._start_if_ready(request)
 
     def _on_table(self, table: TableSnapshot) -> None:
-        """Start requests whose decode ranks appeared; fail those that can never start; drop replicas that are gone."""
+        """Start requests whose decode ranks have appeared, fail requests that can never start, and let the ranks forget
+        replicas that are gone.
+        """
         self.reporter.on_table(table)
         known = self._table.reaped if self._table else {}
         self._table = table
@@ -191,7 +185,7 @@ class PrefillLeader(Leader):
             if incarnation > known.get(replica, 0) and not is_router(replica):
                 self._send_to_ranks(ForgetPeer(replica=replica, incarnation=incarnation))
         for request in list(self._requests.values()):
-            self._schedule(request)
+            self._start_if_ready(request)
             decode = request.submit.decode
             entry = table.find(decode.replica)
             is_gone = entry is not None and entry.incarnation > decode.incarnation
@@ -202,49 +196,39 @@ class PrefillLeader(Leader):
             elif self.has_no_router(request.submit, table):
                 self._stop(request, "its router is gone")
 
-    def _schedule(self, request: PrefillRequest) -> None:
-        """Start a request that has its ticket, once the bootstrap table has the decode ranks and storage its pages."""
-        if request.state is not PrefillState.QUEUED or request.ticket is None:
+    def _start_if_ready(self, request: PrefillRequest) -> None:
+        """Hand a request to the step scheduler if it has its ticket, the table has the decode ranks, and no pages are
+        being read from storage.
+        """
+        ticket = request.ticket
+        if request.state is not PrefillState.QUEUED or ticket is None:
             return
-        if self.tiers and self.tiers.is_waiting(request.submit.room, self._now_s):
+        if self.tiers and self.tiers.is_waiting(request.room, self._now_s):
             return
-        rows = self._decode_rows(request.ticket)
+        rows = self._decode_rows(ticket)
         if not rows:
             return
         if reason := next(filter(None, (refusal(self._settings.row, row) for row in rows)), None):
             self._give_up(request, reason, blame=Blame.BOTH)
-        else:
-            self._move(request, PrefillState.SCHEDULED, "ticket")
-            request.scheduled_s = self._now_s
-            self._steps.add(self._sequence(request.submit, request.ticket, rows))
+            return
+        request.destination = Destination(
+            generation=ticket.generation,
+            decode=ticket.decode,
+            rows=rows,
+            num_tokens=len(request.submit.prompt_ids),
+            pages=ticket.pages,
+            num_held_pages=ticket.num_held_pages,
+        )
+        self._move(request, PrefillState.SCHEDULED, "ticket")
+        request.scheduled_s = self._now_s
+        self._steps.add(request)
 
-    def _decode_rows(self, ticket: Ticket) -> Sequence[RankRow]:
-        """Return the rank records of decode's DP rank that owns the pages."""
+    def _decode_rows(self, ticket: Ticket) -> list[RankRow]:
+        """Return the records of the decode ranks that own the ticket's pages; empty if they are not known yet."""
         entry = self._table.find(ticket.decode.replica) if self._table else None
         if entry is None or entry.incarnation != ticket.decode.incarnation:
-            return ()
+            return []
         return [row for row in entry.rows if row.coords.dp == ticket.dp_rank]
-
-    def _sequence(self, submit: Submit, ticket: Ticket, rows: Sequence[RankRow]) -> TokenSequence:
-        return TokenSequence(
-            submit,
-            tokens=list(submit.prompt_ids),
-            max_len=len(submit.prompt_ids) + 1,
-            owner_base=owner_base(
-                submit.prompt_ids,
-                self._settings.layout.page_size,
-                self._settings.row.sizes.cp,
-                submit.cache_salt,
-            ),
-            destination=Destination(
-                generation=ticket.generation,
-                decode=ticket.decode,
-                rows=list(rows),
-                num_tokens=len(submit.prompt_ids),
-                pages=ticket.pages,
-                num_held_pages=ticket.num_held_pages,
-            ),
-        )
 
     def _on_revoke(self, revoke: Revoke) -> None:
         if revoke.prefill_incarnation != self.me.incarnation:
@@ -261,7 +245,7 @@ class PrefillLeader(Leader):
             self.ended.add(revoke.room, "decode revoked its ticket")
             self.send(revoke.decode.address, drained(self.me, revoke))
             return
-        request.revoked = True
+        request.is_revoked = True
         if request.ticket is None:
             self._end(request, "revoke")
             self.send(revoke.decode.address, drained(self.me, revoke))
@@ -316,15 +300,12 @@ class PrefillLeader(Leader):
             return
         if request.state is not PrefillState.STOPPING:
             if request.state is PrefillState.SCHEDULED:
-                request.pages = self._steps.holders.remove(request.submit.room)
+                self._steps.holders.remove(request.room)
             self._move(request, PrefillState.STOPPING, reason)
             request.stop_reason = reason
-            self._drop_sends(request)
+            assert request.ticket is not None
+            self._send_to_ranks(DropSend(room=request.room, generation=request.ticket.generation))
         self._settle(request)
-
-    def _drop_sends(self, request: PrefillRequest) -> None:
-        assert request.ticket is not None
-        self._send_to_ranks(DropSend(room=request.submit.room, generation=request.ticket.generation))
 
     def _send_to_ranks(self, message: Message) -> None:
         for address in self._settings.rank_addresses:
@@ -339,7 +320,7 @@ class PrefillLeader(Leader):
         retryable: bool = True,
         blame: Blame = Blame.SENDER,
     ) -> None:
-        """Fail a request, and refuse a ticket that arrived before it."""
+        """Fail a request, and the ticket that arrived before it if there is one."""
         request.ticket = request.ticket or ticket
         self.send_failure(request.submit, reason, retryable=retryable, blame=blame)
         self._stop(request, reason)
@@ -347,27 +328,27 @@ class PrefillLeader(Leader):
     def _say_drained(self, request: PrefillRequest) -> None:
         ticket = request.ticket
         assert ticket is not None
-        if request.revoked:
+        if request.is_revoked:
             self.send(ticket.decode.address, drained(self.me, ticket))
         else:
             self._refuse(ticket, request.stop_reason)
 
     def _end(self, request: PrefillRequest, event: str) -> None:
         self._move(request, PrefillState.ENDED, event)
-        self.forget_in_tiers(request.submit.room)
-        self._allocator.keep(request.pages, request.page_keys)
-        request.pages = []
-        self.ended.add(request.submit.room, request.stop_reason or event)
-        del self._requests[request.submit.room]
+        self.forget_in_tiers(request.room)
+        keys = self._steps.holders.keys(request, request.kv.num_computed_tokens) if request.is_computed else []
+        self._allocator.keep(request.kv.pages, keys)
+        self.ended.add(request.room, request.stop_reason or event)
+        del self._requests[request.room]
 
     def _move(self, request: PrefillRequest, state: PrefillState, event: str) -> None:
-        request.state = move(MOVES, request.state, state, event, f"room {request.submit.room}")
-        self.recorder.enter(request.submit.room, None if state is PrefillState.ENDED else state.value, self._now_s)
+        request.state = move(MOVES, request.state, state, event, f"room {request.room}")
+        self.recorder.enter(request.room, None if state is PrefillState.ENDED else state.value, self._now_s)
 
     def _refuse(self, ticket: Ticket, reason: str) -> None:
         self.send(ticket.decode.address, refused(self.me, ticket, reason))
 
 
 def _is_from_decode(submit: Submit, message: Ticket | Revoke) -> bool:
-    """Return whether a message comes from the start of the replica that is to decode the request."""
+    """Return whether a message comes from the replica, and its incarnation, that decodes the request."""
     return (message.decode.replica, message.decode.incarnation) == (submit.decode.replica, submit.decode.incarnation)

@@ -1,25 +1,22 @@
-"""State of one request in a prefill leader, its legal transitions, the messages that end its ticket, and totals of
-sends.
-"""
+"""Request in a prefill leader: its states, the messages that end its ticket, and totals of what its ranks send."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 from cluster.spec.ids import Peer
 from cluster.spec.kv import PoolLayout
-from cluster.spec.messages import Submit
 from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import RankRow, SendTimes
 from cluster.spec.sampling import Sampled
-from cluster.spec.step_messages import Destination, SendReport
-from cluster.spec.tiers import CachedTokens
+from cluster.spec.step_messages import SendReport
 from cluster.spec.transfer_messages import Drained, Refused, Result, Revoke, Ticket
 from transfer.page_assignment import PageShare, receivers
-from workers.cache.page_lists import PageLists, live_pages
+from workers.cache.page_lists import live_pages
+from workers.scheduler.sequence import TokenSequence
 
 TICKET_TIMEOUT_S = 30.0
-"""Seconds that a ticket waits for its request. The router submits to both replicas at once, so a later request was
-lost.
+"""Maximum time that a ticket waits for its request. The router submits to both replicas at the same time, so a request
+that is still missing then is lost.
 """
 
 
@@ -27,11 +24,11 @@ class PrefillState(Enum):
     QUEUED = "queued"
     """Queued without a ticket; holds no pages."""
     SCHEDULED = "scheduled"
-    """Ticketed; the step scheduler computes it and ranks send finished chunks."""
+    """Ticketed and in the step scheduler; ranks send the pages of each computed chunk."""
     SENDING = "sending"
-    """Computed, Result sent; pages are held until every rank has sent its part."""
+    """Computed, and its Result sent; pages are held until every rank has sent its part."""
     STOPPING = "stopping"
-    """Failed or revoked; pages are held until every rank has stopped."""
+    """Failed, cancelled or revoked; pages are held until every rank has stopped sending."""
     ENDED = "ended"
     """Ended; holds no pages."""
 
@@ -47,57 +44,45 @@ MOVES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSettings:
-    """Facts about its replica that a leader needs."""
+    """Properties of a prefill replica."""
 
     me: Peer
     row: RankRow
-    """First rank record of our DP rank; it answers for the whole replica."""
+    """Record of the DP rank's first rank; all ranks have the same layout."""
     rank_addresses: tuple[str, ...]
-    """Channel addresses of all ranks of our DP rank, by global rank."""
+    """Channel addresses of the DP rank's ranks, by global rank."""
     ticket_timeout_s: float = TICKET_TIMEOUT_S
     settle_s: float
     """Maximum time that the backend may still move bytes after a failed write."""
 
     @property
     def layout(self) -> PoolLayout:
-        """Return the pool layout of every rank."""
         return self.row.layout
 
 
-@dataclass(slots=True)
-class PrefillRequest:
-    """One request in prefill."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class PrefillRequest(TokenSequence):
+    """Request in a prefill leader. While SENDING or STOPPING it has pages, but is not in the step scheduler."""
 
-    submit: Submit
     arrived_s: float
     scheduled_s: float = 0.0
-    """Time at which its ticket and decode's rank records were available."""
+    """Time of entering SCHEDULED."""
     state: PrefillState = PrefillState.QUEUED
     ticket: Ticket | None = None
-    pages: PageLists = field(default_factory=list)
-    """Pages while SENDING or STOPPING; before that the step scheduler holds them."""
-    page_keys: list[bytes] = field(default_factory=list)
-    """Keys of the full pages to cache when the request ends; empty until the prompt is computed."""
+    is_computed: bool = False
     reported: set[int] = field(default_factory=set)
     """Global ranks that will not write for it again."""
     quiet_at_s: float = 0.0
     """Time after which no bytes of a failed write can be in flight."""
     stop_reason: str = ""
-    revoked: bool = False
+    is_revoked: bool = False
     """Whether decode waits for Drained."""
 
 
-def result_of(
-    settings: PrefillSettings,
-    request: PrefillRequest,
-    destination: Destination,
-    first: Sampled,
-    cached: CachedTokens,
-    now_s: float,
-) -> Result:
-    """Return the Result: the first token, and the total number of bytes that the senders write."""
-    assert request.ticket is not None
-    row = settings.row
+def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled, now_s: float) -> Result:
+    """Return the first token, and the total numbers of pages and bytes that the ranks send."""
+    row, destination = settings.row, request.destination
+    assert destination is not None
     coords = [coords_of(rank, row.sizes) for rank in range(world_size(row.sizes))]
     receivers_of = {
         rank: ranks
@@ -107,15 +92,15 @@ def result_of(
     # CP ranks that hold the same heads and layers divide the pages.
     parts = {(coords[rank].tp, coords[rank].pp): ranks for rank, ranks in receivers_of.items()}
     return Result(
-        room=request.submit.room,
-        generation=request.ticket.generation,
+        room=request.room,
+        generation=destination.generation,
         prefill=settings.me,
-        decode_incarnation=request.ticket.decode.incarnation,
+        decode_incarnation=destination.decode.incarnation,
         token_ids=[first.token_id],
         is_last=first.is_last,
         logprobs=[first.logprobs] if first.logprobs is not None else [],
         prompt_logprobs=first.prompt_logprobs,
-        cached=cached,
+        cached=request.kv.cached,
         bootstrap_s=request.scheduled_s - request.arrived_s,
         prefill_s=now_s - request.scheduled_s,
         senders=list(receivers_of),
@@ -129,7 +114,7 @@ def result_of(
 
 
 def refused(me: Peer, ticket: Ticket, reason: str) -> Refused:
-    """Return the refusal of a ticket: nothing more is written for it."""
+    """Return the notice that a ticket's request has failed, and that nothing more is written for it."""
     return Refused(
         room=ticket.room,
         generation=ticket.generation,
@@ -140,7 +125,7 @@ def refused(me: Peer, ticket: Ticket, reason: str) -> Refused:
 
 
 def drained(me: Peer, asked: Revoke | Ticket) -> Drained:
-    """Return the end of a ticket of this room and generation: nothing more is written for it."""
+    """Return the confirmation that nothing more is written for a ticket."""
     return Drained(
         room=asked.room,
         generation=asked.generation,
@@ -150,18 +135,16 @@ def drained(me: Peer, asked: Revoke | Ticket) -> Drained:
 
 
 class SendMeter:
-    """Totals sent by the ranks of a replica, from their reports."""
+    """Totals of each rank's transfers, from the ranks' reports."""
 
     def __init__(self) -> None:
         self._by_rank: dict[int, SendTimes] = {}
 
     @property
     def times(self) -> tuple[SendTimes, ...]:
-        """Return the totals by global rank."""
         return tuple(self._by_rank[rank] for rank in sorted(self._by_rank))
 
     def add(self, report: SendReport) -> None:
-        """Add a rank's report of a finished transfer."""
         if not report.num_bytes:
             return
         rank = report.sender_rank

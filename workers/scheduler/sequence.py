@@ -26,10 +26,10 @@ class PageLoad:
 
 @dataclass(slots=True, eq=False)
 class KvState:
-    """State that a preempted sequence loses: its pages, and how much of its KV they hold."""
+    """Pages of a sequence, and how much of its KV they hold. A preempted sequence loses them."""
 
     pages: PageLists = field(default_factory=list)
-    """Pages by lifetime; empty while the sequence waits."""
+    """Pages by lifetime; empty while the sequence waits for pages."""
     num_computed_tokens: int = 0
     """Number of leading tokens that have KV."""
     num_planned_tokens: int = 0
@@ -47,6 +47,12 @@ class KvState:
     num_pending_samples: int = 0
     """Number of tokens that steps under way will sample, if the next step is planned before they are known."""
 
+    @classmethod
+    def after(cls, num_tokens: int, pages: PageLists) -> "KvState":
+        """Return the state of a sequence that continues after this many cached tokens."""
+        cached = CachedTokens(total=num_tokens)
+        return cls(pages, num_computed_tokens=num_tokens, num_planned_tokens=num_tokens, cached=cached)
+
     @property
     def num_pages(self) -> int:
         return len(self.pages[0]) if self.pages else 0
@@ -54,13 +60,13 @@ class KvState:
 
 @dataclass(slots=True, eq=False)
 class TokenSequence:
-    """Tokens of a request, and the state of their KV while it runs."""
+    """Request in a leader: its tokens, and the state of their KV."""
 
     submit: Submit
-    tokens: list[int]
-    """Prompt followed by output."""
     max_len: int
     """Maximum number of tokens, including the prompt."""
+    tokens: list[int] = field(default_factory=list)
+    """Prompt followed by output; empty until the step scheduler has the sequence."""
     prompt_len: int = field(init=False)
     """Number of prompt tokens, without the output of earlier attempts."""
     owner_base: int = 0
@@ -71,7 +77,7 @@ class TokenSequence:
     """Keys of the leading full pages, computed on demand."""
     kv: KvState = field(default_factory=KvState)
     arrival: int = 0
-    """Arrival number in the scheduler."""
+    """Arrival number in the queue or the step scheduler that has the sequence."""
     first_step: int = 0
     """Number of the newest step at arrival."""
     uses_host: bool = True
@@ -119,7 +125,8 @@ class TokenSequence:
         if self.submit.sampling.num_prompt_logprobs is not None:
             return []
         if len(self.page_keys) < num_tokens // page_size:
-            extend_page_keys(self.page_keys, self.tokens, page_size, self.submit.cache_salt)
+            tokens = self.tokens or self.submit.prompt_ids
+            extend_page_keys(self.page_keys, tokens, page_size, self.submit.cache_salt)
         return self.page_keys[: num_tokens // page_size]
 
     def finish_reason(self, *, is_last: bool = False) -> FinishReason | None:

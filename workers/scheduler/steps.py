@@ -101,6 +101,7 @@ class StepScheduler:
 
     def add(self, sequence: TokenSequence) -> None:
         """Add a sequence; without pages, it starts when it is scheduled and its pages are free."""
+        sequence.tokens = sequence.tokens or list(sequence.submit.prompt_ids)
         sequence.first_step = self._step
         self.holders.add(sequence)
 

@@ -88,7 +88,7 @@ class Prefill:
 
     def check(self) -> None:
         self.steps.holders.check_integrity()
-        self.allocator.check_integrity(self.steps.holders.held_pages)
+        self.allocator.check_integrity(self.steps.holders.all_pages)
         self.tiers.check_integrity()
 
 
