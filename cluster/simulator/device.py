@@ -2,7 +2,8 @@
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec.structs import asdict
 
 from cluster.simulator.memory import Memory, Pieces, Text, Violation, num_head_copies
 from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE
@@ -25,9 +26,7 @@ def answer(prompt: bytes, count: int) -> bytes:
     return tokens[len(prompt) :]
 
 
-@dataclass(slots=True)
-class _Known:
-    admit: Admit
+class _Known(Admit, kw_only=True):
     text: Text
     pages: list[list[int]]
     """Page ids by lifetime."""
@@ -49,7 +48,7 @@ class VirtualDevice:
             self._known.pop(room, None)
         for admit in plan.admits:
             pages: list[list[int]] = [[] for _ in self._lifetimes]
-            self._known[admit.room] = _Known(admit, self._around.text_of(admit.room), pages)
+            self._known[admit.room] = _Known(**asdict(admit), text=self._around.text_of(admit.room), pages=pages)
         for row in plan.scheduled:
             known = self._known.get(row.room)
             if known is None:

@@ -28,6 +28,7 @@ from tests.integration.test_kv_sender import (
     TICKETED,
     Known,
     admit_to,
+    known_of,
     messages,
     plan_of,
     sender_of,
@@ -70,7 +71,7 @@ class Case:
 
     @property
     def known(self) -> dict[Room, Known]:
-        return {ROOM: Known(self.admit, [PAGES])}
+        return {ROOM: known_of(self.admit, [PAGES])}
 
     def compute(self, layer: int) -> None:
         """Write what only now is known."""

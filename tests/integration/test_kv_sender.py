@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from cluster.channel import Inbox, Outbox
 from cluster.spec.config import TransferConfig
@@ -44,12 +43,14 @@ HELD = 1
 TICKETED = [3, 4, 0]
 
 
-@dataclass
-class Known:
-    """What a rank knows of a request after a step."""
+class Known(Admit, kw_only=True):
+    """Request on a rank after a step."""
 
-    admit: Admit
     pages: list[list[int]]
+
+
+def known_of(admit: Admit, pages: list[list[int]]) -> Known:
+    return Known(**asdict(admit), pages=pages)
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: In
         sender.before_step(plan)
         assert backend.is_writing.wait(60)
         backend.gate.set()
-        sender.after_step(plan, {ROOM: Known(admit, [PAGES])})
+        sender.after_step(plan, {ROOM: known_of(admit, [PAGES])})
         (done,), (report,) = messages(decode, 1), messages(leader, 1)
     assert isinstance(done, Done)
     assert (done.num_pages, done.num_bytes) == (3, 3 * mine.layout.page_bytes)
@@ -175,7 +176,7 @@ def test_what_has_failed_does_not_begin_again_with_the_next_chunk(decode: Inbox,
     first = replace(
         last, scheduled=[replace(last.scheduled[0], first_position=0, token_ids=[1] * 3 * PAGE_SIZE, samples=False)]
     )
-    known = {ROOM: Known(admit, [PAGES])}
+    known = {ROOM: known_of(admit, [PAGES])}
     with closing(sender_of(mine, leader, source, backend)) as sender:
         backend.failing.add(target.endpoint.session)
         sender.before_step(first)
@@ -208,7 +209,7 @@ def test_nothing_is_kept_of_what_fails_after_its_last_chunk(decode: Inbox, leade
         backend.failing.add(target.endpoint.session)
         backend.gate.clear()
         sender.before_step(plan)
-        sender.after_step(plan, {ROOM: Known(admit, [PAGES])})
+        sender.after_step(plan, {ROOM: known_of(admit, [PAGES])})
         sender.after_step(replace(plan, admits=[], scheduled=[], releases=[ROOM]), {})
         backend.gate.set()
         (report,) = messages(leader, 1)
@@ -228,7 +229,7 @@ def test_the_memory_of_a_decode_replica_that_is_gone_is_let_go_once(
     assert admit.destination is not None
     with closing(sender_of(mine, leader, source, backend)) as sender:
         sender.before_step(plan_of(admit, PAGES))
-        sender.after_step(plan_of(admit, PAGES), {ROOM: Known(admit, [PAGES])})
+        sender.after_step(plan_of(admit, PAGES), {ROOM: known_of(admit, [PAGES])})
         messages(decode, 1)
         for _ in range(2):
             sender.forget(ForgetPeer(replica=admit.destination.decode.replica, incarnation=Incarnation(gone)))
@@ -246,7 +247,7 @@ def test_ranks_of_a_ring_send_the_pages_they_hold(decode: Inbox, leader: Inbox) 
         source = filled(backend, mine, first=10 * (1 + mine.global_rank))
         with closing(sender_of(mine, leader, source, backend)) as sender:
             sender.before_step(plan)
-            sender.after_step(plan, {ROOM: Known(admit, [pages])})
+            sender.after_step(plan, {ROOM: known_of(admit, [pages])})
             (report,) = messages(leader, 1)
         assert isinstance(report, SendReport)
         assert report.state is SendState.SENT
@@ -269,7 +270,7 @@ def test_a_bit_that_flips_between_the_write_and_its_check_is_found(
     plan = plan_of(admit, PAGES)
     with closing(sender_of(mine, leader, source, backend, Verify.DIGEST)) as sender:
         sender.before_step(plan)
-        sender.after_step(plan, {ROOM: Known(admit, [PAGES])})
+        sender.after_step(plan, {ROOM: known_of(admit, [PAGES])})
         (done,) = messages(decode, 1)
     assert isinstance(done, Done)
     assert coverage_problem(done.digests, TICKETED, done.num_bytes, 1) is None

@@ -26,7 +26,7 @@ from workers.engine.logits_processors import SamplingState
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.ring_context import make_context
 from workers.engine.sampler import begin_sample, draw
-from workers.engine.step_state import BegunStep, KnownRequest, PageTable, SampledTokens
+from workers.engine.step_state import BegunStep, KnownRequest, SampledTokens
 from workers.memory.copy import warm_up_copies
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import OnStored, PagePool
@@ -208,7 +208,7 @@ class ModelRunner:
         for room in plan.releases:
             self.requests.pop(room, None)
         for admit in plan.admits:
-            self.requests[admit.room] = KnownRequest(admit, [PageTable() for _ in range(self._pool.num_lifetimes)])
+            self.requests[admit.room] = KnownRequest.of(admit, self._pool.num_lifetimes)
         for scheduled in plan.scheduled:
             for table, pages in zip(self.requests[scheduled.room].tables, scheduled.new_pages, strict=False):
                 table.extend(pages, self._null_page)
@@ -282,7 +282,7 @@ class ModelRunner:
     def _score_prompts(self, scheduled: Sequence[ScheduledRequest], context: StepContext, hidden: torch.Tensor) -> None:
         known = [self.requests[request.room] for request in scheduled]
         asked = [
-            Asked(request.scored_ids, each.admit.sampling.num_prompt_logprobs or 0)
+            Asked(request.scored_ids, each.sampling.num_prompt_logprobs or 0)
             for request, each in zip(scheduled, known, strict=True)
         ]
         logprobs = prompt_logprobs(self._model, self._cp_group, context.batch, hidden, asked)
@@ -304,6 +304,6 @@ class ModelRunner:
 
     def _sampling_state(self, room: Room) -> SamplingState:
         known = self.requests[room]
-        if known.sampling is None:
-            known.sampling = SamplingState(known.admit, self._model.config.vocab_size, self._grammars)
-        return known.sampling
+        if known.sampling_state is None:
+            known.sampling_state = SamplingState(known, self._model.config.vocab_size, self._grammars)
+        return known.sampling_state

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -45,17 +46,19 @@ class PageTable:
         return self._pages[: self._len]
 
 
-@dataclass(slots=True)
-class KnownRequest:
-    """State of a request as announced by step plans."""
+class KnownRequest(Admit, frozen=False, kw_only=True):
+    """Announced request with the state that a rank adds."""
 
-    admit: Admit
     tables: list[PageTable]
     """Page tables by lifetime; page p of a sharded pool is page p // cp of CP rank p mod cp."""
-    sampling: SamplingState | None = None
-    """Sampling state on the sampling rank, from the first sample on."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sampling_state: SamplingState | None = None
+    """State on the sampling rank, from the first sample on."""
+    prompt_logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     """Log-probabilities of the prompt so far, until the first sample."""
+
+    @classmethod
+    def of(cls, admit: Admit, num_lifetimes: int) -> "KnownRequest":
+        return cls(**asdict(admit), tables=[PageTable() for _ in range(num_lifetimes)])
 
     @property
     def pages(self) -> list[list[int]]:

@@ -53,10 +53,14 @@ class _Transfer:
 
 
 class SentRequest(Protocol):
-    """Request on this rank after a step."""
+    """Announced request with its pages on this rank."""
 
     @property
-    def admit(self) -> Admit: ...
+    def room(self) -> Room: ...
+    @property
+    def owner_base(self) -> int: ...
+    @property
+    def destination(self) -> Destination | None: ...
     @property
     def pages(self) -> Sequence[Sequence[int]]:
         """Page ids by lifetime."""
@@ -154,14 +158,14 @@ class KvSender:
         """Yield the transfer, request and computed tokens of each scheduled request that is sent."""
         for scheduled in plan.scheduled:
             request = requests[scheduled.room]
-            if self._is_sent(request.admit):
-                yield self._transfer(request.admit), request, scheduled.first_position + len(scheduled.token_ids)
+            if self._is_sent(request):
+                yield self._transfer(request), request, scheduled.first_position + len(scheduled.token_ids)
 
-    def _is_sent(self, admit: Admit) -> bool:
+    def _is_sent(self, admit: Admit | SentRequest) -> bool:
         """Return whether a request is sent. A failed transfer must not restart with the prompt's next chunk."""
         return admit.destination is not None and admit.room not in self._failed
 
-    def _transfer(self, admit: Admit) -> _Transfer:
+    def _transfer(self, admit: Admit | SentRequest) -> _Transfer:
         """Return the request's open transfer, or open it."""
         row, mode, destination = self._row, self._config.mode, admit.destination
         assert destination is not None
