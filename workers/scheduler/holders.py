@@ -1,11 +1,8 @@
-"""Sequences that hold pages and sequences that wait for them. Sans I/O. A waiting sequence starts after the cached
-pages of its prefix, as soon as pages for the rest are free, and grows one page at a time. When the pool runs out of
-pages, the least urgent and latest sequence is preempted. KV that the cache does not keep is then computed again, which
-does not change the output.
+"""Sequences that hold pages and sequences that wait for them. Sans I/O.
 
-A waiting sequence starts behind the cached pages of its prefix when pages for the rest are free, grows a page at a
-time, and gives its pages back when the pool runs dry, the least urgent and latest first; what the
-cache does not keep of its KV is then computed again from its tokens, with no effect on its output.
+A waiting sequence starts after the cached pages of its prefix as soon as pages for the rest are free, and grows one
+page at a time. When the pool runs out of pages, the least urgent and latest sequence is preempted. KV that the cache
+does not keep is then computed again, which does not change the output.
 """
 
 from dataclasses import replace
@@ -24,27 +21,20 @@ from workers.scheduler.waiting import Waiting, urgency
 class PageHolders:
     """Sequences of one step scheduler. Sequences with pages run; the others wait."""
 
-    def __init__(
-        self,
-        allocator: PageAllocator,
-        page_size: int,
-        tiers: Tiers | None = None,
-    ) -> None:
-        self._allocator = allocator
-        self._tiers = tiers
-        self._page_size = page_size
+    def __init__(self, allocator: PageAllocator, page_size: int, tiers: Tiers | None = None) -> None:
+        self._allocator, self._page_size, self._tiers = allocator, page_size, tiers
         self._num_arrivals = 0
         self._releases: list[Room] = []
         self.waiting = Waiting[TokenSequence]()
         self.running: dict[Room, TokenSequence] = {}
         self._num_left = 0
-        """Number of removed sequences whose pages the caller may still hold."""
+        """Number of sequences removed so far. The caller may free their pages later."""
         self._leaving: list[tuple[TokenSequence, KvState]] = []
         """Sequences removed during a load, which may still write to these pages."""
         self.num_preemptions = 0
 
     def add(self, sequence: TokenSequence) -> None:
-        """Add a sequence, which runs if it brings pages."""
+        """Add a sequence, which runs if it has pages."""
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
         if not sequence.kv.pages:
@@ -91,7 +81,7 @@ class PageHolders:
         return sequence
 
     def whole_pages(self, room: Room) -> PageLists:
-        """Return a sequence's pages with complete KV; none if it waits or is unknown."""
+        """Return a running sequence's pages with complete KV; empty if it does not run."""
         known = self.running.get(room)
         if known is None:
             return []
@@ -106,9 +96,9 @@ class PageHolders:
             return False
         if self._tiers and (key := self.next_key(sequence)) is not None and self._tiers.loader.is_loading(key):
             return False
-        may_pass = self.waiting.may_pass(self._count_passing(sequence, oldest), self._pages_of(oldest))
+        may_pass = self._count_passing(sequence, oldest) <= self.waiting.most_passing(self._pages_of(oldest))
         can_start = may_pass and (
-            self._allocator.can_allocate(self._all_demands(sequence)) or self._can_start_behind_cached(sequence)
+            self._allocator.can_allocate(self._all_demands(sequence)) or self._can_start_after_cached(sequence)
         )
         if not can_start:
             self.waiting.note_in_vain(sequence)
@@ -117,7 +107,7 @@ class PageHolders:
     def start(self, sequence: TokenSequence, *, is_alone: bool = False) -> bool:
         """Give a waiting sequence its pages if possible; return False if not, or if they must be loaded first.
 
-        A sequence alone in the next step delays nobody else, so that step starts while its pages are loaded.
+        If it is alone in the next step, that step starts during the load, which then delays no other sequence.
         """
         if not self.can_start(sequence):
             return False
@@ -165,7 +155,7 @@ class PageHolders:
             self._continue_after(kv, cached)
 
     def note_sampled(self, sequence: TokenSequence) -> None:
-        """Note that a token was sampled after all pages of a sequence, so every participating rank has read them."""
+        """End a layerwise load, if there is one: a token was sampled, so every rank has read the loaded pages."""
         assert not sequence.waits_for_pages, f"room {sequence.room} is computed without its pages"
         if sequence.kv.load is not None:
             sequence.kv.load = None
@@ -193,14 +183,14 @@ class PageHolders:
         return True
 
     def share(self, sequence: TokenSequence) -> None:
-        """Share complete pages through the cache, unless copies to them may still be in flight."""
+        """Share complete pages through the cache, unless a load may still write to them."""
         if sequence.is_loading:
             return
         kv, keys = sequence.kv, self.keys(sequence, sequence.kv.num_computed_tokens)
         kv.num_shared_pages = self._allocator.share(kv.pages, keys, kv.num_shared_pages)
 
     def free_passed(self, sequence: TokenSequence) -> None:
-        """Free the pages that no token after the last full page can see, unless copies to them are in flight."""
+        """Free the pages that no token after the last full page can see, unless a load may still write to them."""
         kv = sequence.kv
         if len(kv.pages) == 1 or sequence.is_loading:
             return
@@ -217,26 +207,24 @@ class PageHolders:
         return self._tiers.take_layerwise() if self._tiers else None
 
     def take_releases(self) -> list[Room]:
-        """Return rooms that the ranks know and should forget, since the last call."""
+        """Return the rooms that the ranks should forget, since the last call."""
         releases, self._releases = self._releases, []
         return releases
 
     def prefix_len(self, sequence: TokenSequence) -> int:
-        """Return the number of leading tokens that would not be computed if the sequence were scheduled now."""
+        """Return the number of leading tokens that are computed, planned or cached."""
         if sequence.kv.pages:
             return sequence.kv.num_planned_tokens
         return self._allocator.count_cached(self._prefix_keys(sequence)) * self._page_size
 
     def next_key(self, sequence: TokenSequence) -> bytes | None:
-        """Return the key of the first page that a waiting sequence would compute; None if the page could not be
-        shared.
-        """
+        """Return the key of the first page that a waiting sequence would compute; None if it is not a full page."""
         keys = self._prefix_keys(sequence)
         num_cached = self._allocator.count_cached(keys)
         return keys[num_cached] if num_cached < len(keys) else None
 
     def keys(self, sequence: TokenSequence, num_tokens: int) -> list[bytes]:
-        """Return keys of the full pages among the first tokens; empty if nothing looks them up."""
+        """Return the keys of the full pages in the first tokens; empty if nothing is cached."""
         return sequence.keys_of(num_tokens, self._page_size) if self._allocator.is_caching else []
 
     @property
@@ -254,8 +242,6 @@ class PageHolders:
     def _count_passing(self, sequence: TokenSequence, oldest: TokenSequence) -> int:
         """Return how many of the oldest waiting sequence's pages this one would take. Zero if both fit now, or will fit
         once all sequences older than the oldest waiting one have ended.
-
-        Zero when both fit now, or will once sequences older than the oldest waiting one have ended.
         """
         reserved = self._all_demands(oldest)
         if sequence is oldest or self._allocator.can_allocate([*self._all_demands(sequence), *reserved]):
@@ -310,33 +296,27 @@ class PageHolders:
         return pages_for(len(sequence.tokens), self._page_size) * self._allocator.lifetimes.num
 
     def _all_demands(self, sequence: TokenSequence) -> list[Demand]:
-        """Return the demands of a sequence for which nothing is cached."""
         return [(pages_for(len(sequence.tokens), self._page_size), sequence.owner_base)] * self._allocator.lifetimes.num
 
     def _gaps(self, sequence: TokenSequence, cached: PageLists) -> list[Gap]:
-        """Return the pages that a sequence needs in addition to the cached ones. It gets pages for all its tokens at
-        once, so that it never waits between steps. Pages that no later token can see are freed meanwhile.
-
-        It has pages for all of its tokens at once, so that it need not wait between its steps; those that no later
-        token can see are freed on the way.
+        """Return the pages that a sequence needs in addition to the cached ones, for all its tokens, so that it never
+        waits between steps. Pages that no later token can see are freed meanwhile.
         """
         return self._allocator.lifetimes.gaps(cached, pages_for(len(sequence.tokens), self._page_size))
 
-    def _can_start_behind_cached(self, sequence: TokenSequence) -> bool:
+    def _can_start_after_cached(self, sequence: TokenSequence) -> bool:
         cached = self._find_cached(sequence)
         return self._allocator.can_allocate(_demands(sequence, self._gaps(sequence, cached)), live_pages(cached))
 
     def _find_cached(self, sequence: TokenSequence) -> PageLists:
-        """Return the cached pages of the prefix after which a sequence starts. Host memory has the pages missing from
-        it.
-        """
+        """Return the cached pages that a sequence starts after, with ``NO_PAGE`` for pages in host memory."""
         keys = self._prefix_keys(sequence)
         if self._tiers and sequence.uses_host:
             return self._allocator.find(keys, self._tiers.host.has)
         return self._allocator.find(keys)
 
     def _prefix_keys(self, sequence: TokenSequence) -> list[bytes]:
-        """Return keys of pages that may come from the cache; the last token is always computed, for its logits."""
+        """Return the keys of pages that the cache may provide; the last token is always computed, for its logits."""
         return self.keys(sequence, len(sequence.tokens) - 1)
 
 

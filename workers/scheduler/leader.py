@@ -36,7 +36,7 @@ REMEMBERED_ROOMS = 100_000
 
 
 class Leader(ABC):
-    """Control state of one DP rank of a replica. Only the worker loop's thread calls it."""
+    """Leader of one DP rank of a replica. Only the worker loop's thread calls it."""
 
     _requests: Mapping[Room, TokenSequence]
     """Requests that have not ended."""
@@ -77,25 +77,22 @@ class Leader(ABC):
 
     @abstractmethod
     def next_plan(self) -> StepPlan | None:
-        """Return the next step, or None."""
+        """Return the next step; None if there is nothing to do."""
 
     @abstractmethod
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
-        """Apply the outcome of the step."""
+        """Apply the outcome of a step."""
 
     def has_work(self) -> bool:
-        """Return whether there is a step to compute now."""
         return self._steps.has_work()
 
     def is_idle(self) -> bool:
         return not self._requests
 
     def has(self, room: Room) -> bool:
-        """Return whether this room has an open request."""
         return room in self._requests
 
     def load(self) -> ReplicaLoad:
-        """Return the load that heartbeats report."""
         return ReplicaLoad(
             free_pages=self._allocator.num_free,
             cached_pages=self._allocator.num_cached,
@@ -108,7 +105,7 @@ class Leader(ABC):
         )
 
     def check_integrity(self) -> None:
-        """Assert that every page is held as often as it is counted."""
+        """Assert that the allocator counts each page's holders correctly."""
         holders = self._steps.holders
         holders.check_integrity()
         if self.tiers:
@@ -118,65 +115,52 @@ class Leader(ABC):
         self._allocator.check_integrity(holders.all_pages + own)
 
     def send(self, address: str, message: Message) -> None:
-        """Queue a message for the loop to send."""
         self.outgoing.append((address, message))
 
     def next_deadline_s(self) -> float | None:
-        """Return the time of the next deadline: a request has waited long enough for storage."""
+        """Return the time until which the next request waits for storage; None if none waits."""
         return self.tiers.next_deadline_s() if self.tiers else None
 
     def report_cache(self) -> None:
         """Report cache changes to routers, and send copy jobs to ranks."""
-        self.outgoing += self.reporter.news()
+        self.outgoing += self.reporter.changes()
         if self.tiers:
             self.outgoing += self.tiers.advance(self._now_s)
 
     def note_started(self, plan: StepPlan) -> None:
-        """Note requests that start in this step and so stop waiting for storage."""
+        """Note requests that start in this step, and no longer wait for storage."""
         for admit in plan.admits:
             self.forget_in_tiers(admit.room)
 
     def forget_in_tiers(self, room: Room) -> None:
-        """Tell the tiers that a request starts, or never will."""
+        """Stop reading a request's pages from storage."""
         if self.tiers:
             self.tiers.forget(room, self._now_s)
 
-    def drain(self, *, is_draining: bool) -> None:
-        """Refuse new requests and copy out all pages that only this replica has, or resume."""
-        self.draining = is_draining
-        if self.tiers:
-            self.tiers.drain(is_draining=is_draining)
-
     def on_other(self, message: Message) -> None:
-        """Handle a message that both roles treat alike; drop any other."""
+        """Handle a message that does not depend on the role; drop any other."""
         match message:
             case Drain() | Resume():
-                self.drain(is_draining=isinstance(message, Drain))
+                self.draining = isinstance(message, Drain)
+                if self.tiers:
+                    self.tiers.drain(is_draining=self.draining)
             case FlushCache():
-                self.flush(message)
-            case TierJobResult() | PinPages() | UseStorage():
-                self.on_tier_message(message)
-            case Command() if message.incarnation == self.me.incarnation:
-                self.on_command(message)
-            case SubscribeKvEvents() if message.incarnation == self.me.incarnation:
-                self.outgoing += self.reporter.subscribe(message)
-            case _:
-                self.drop(message)
-
-    def on_tier_message(self, message: TierJobResult | PinPages | UseStorage) -> None:
-        """Handle a message about the tiers below the device cache; drop it if there are none."""
-        match message:
+                self._flush(message)
             case PinPages() if self.tiers:
                 self.tiers.pin(message.keys, is_pinned=message.is_pinned)
             case UseStorage() if self.tiers:
                 self.tiers.attach(is_attached=message.is_attached)
             case TierJobResult() if self.tiers and self.tiers.on_result(message, self._now_s):
                 pass
+            case Command() if message.incarnation == self.me.incarnation:
+                self._on_command(message)
+            case SubscribeKvEvents() if message.incarnation == self.me.incarnation:
+                self.outgoing += self.reporter.subscribe(message)
             case _:
                 self.drop(message)
 
     def record_arrival(self, submit: Submit, state: str) -> None:
-        """Note a request in its first state; if it is traced, its states are recorded from now on."""
+        """Record a new request's first state."""
         self.num_taken += 1
         if submit.traced:
             self.recorder.trace(submit.room)
@@ -187,12 +171,12 @@ class Leader(ABC):
         self.send(submit.router.address, self._failure(submit.room, reason, retryable, blame))
 
     def say_over(self, router: Peer, room: Room) -> None:
-        """Report to a router that a room has ended here, in case it missed the end."""
+        """Report to a router that a room has ended, in case it missed the end."""
         reason = f"has nothing more to report about the request: {self.ended.why(room)}"
         self.send(router.address, self._failure(room, reason, True, Blame.NEITHER))
 
     def inquire(self, submits: Iterable[Submit]) -> None:
-        """Ask routers, periodically, whether they still have these requests: their Cancel may have been lost."""
+        """Ask routers periodically whether they still have these requests. A Cancel may have been lost."""
         if self._now_s < self._inquire_at_s:
             return
         self._inquire_at_s = self._now_s + INQUIRE_EVERY_S
@@ -212,12 +196,12 @@ class Leader(ABC):
             blame=blame,
         )
 
-    def on_command(self, command: Command) -> None:
-        """Execute a command unless it is impossible or older than another from the same router. Respond in any case."""
+    def _on_command(self, command: Command) -> None:
+        """Answer a command, after executing it if that is possible and no newer one from the same router was."""
         sender = command.sender.replica, command.sender.incarnation
         newest = self._newest_command.get(sender, 0)
         self._newest_command[sender] = max(newest, command.number)
-        refusal = self.refusal(command.wanted)
+        refusal = self._refusal(command.wanted)
         if not refusal and command.number > newest:
             self.on_other(command.wanted)
         pages = command.wanted.keys if isinstance(command.wanted, PinPages) else []
@@ -230,8 +214,8 @@ class Leader(ABC):
         )
         self.send(command.sender.address, answer)
 
-    def refusal(self, wanted: Wanted) -> str:
-        """Return why this replica cannot do what an administrator requests; empty if it can."""
+    def _refusal(self, wanted: Wanted) -> str:
+        """Return why this replica cannot execute a command; empty if it can."""
         match wanted:
             case PinPages() | UseStorage() if self.tiers is None:
                 return "no host memory is configured for cached pages (hicache.host_gib)"
@@ -242,15 +226,14 @@ class Leader(ABC):
             case _:
                 return ""
 
-    def flush(self, message: FlushCache) -> None:
-        """Evict all cached pages that nobody holds."""
+    def _flush(self, message: FlushCache) -> None:
         if Tier.DEVICE in message.tiers:
             self._allocator.flush()
         if Tier.HOST in message.tiers and self.tiers:
             self.tiers.flush()
 
     def has_no_router(self, submit: Submit, table: TableSnapshot) -> bool:
-        """Return whether the router that would take the outputs is proven gone."""
+        """Return whether the request's router is proven gone."""
         return table.reaped.get(submit.router.replica, 0) >= submit.router.incarnation
 
     def drop(self, message: Message) -> None:
@@ -266,13 +249,13 @@ class Leader(ABC):
 
 
 class Tombstones:
-    """Ended rooms, so that a late message cannot revive one. Remembers the most recent ones."""
+    """Most recently ended rooms, so that a late message cannot revive one."""
 
     def __init__(self) -> None:
         self._rooms: OrderedDict[Room, str] = OrderedDict()
 
     def add(self, room: Room, reason: str) -> None:
-        """Remember an ended room with its first reason."""
+        """Remember why a room ended; later reasons are ignored."""
         self._rooms.setdefault(room, reason)
         if len(self._rooms) > REMEMBERED_ROOMS:
             self._rooms.popitem(last=False)
@@ -281,5 +264,4 @@ class Tombstones:
         return room in self._rooms
 
     def why(self, room: Room) -> str:
-        """Return why a remembered room ended."""
         return self._rooms[room]

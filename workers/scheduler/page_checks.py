@@ -1,4 +1,4 @@
-"""Requests whose ranks compare their pages with what was sent. Sans I/O."""
+"""Requests whose received pages the ranks compare with the senders' digests. Sans I/O."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from cluster.spec.ids import Room
 from cluster.spec.transfer_messages import CheckPages, PageDigests, PagesChecked
 
 AGAIN_S = 10.0
-"""Interval after which a silent rank is asked again: the question or the answer may be lost."""
+"""Time after which a rank that has not answered is asked again, since messages may be lost."""
 
 
 @dataclass(slots=True)
@@ -20,34 +20,33 @@ class _Check:
 
 
 class PageChecks:
-    """Page checks of one replica."""
+    """Page checks of one replica. ``rank_addresses`` are by global rank."""
 
     def __init__(self, rank_addresses: Sequence[str]) -> None:
-        """Take the ranks' addresses by global rank."""
         self._rank_addresses = rank_addresses
         self._checks: dict[Room, _Check] = {}
         self.num_wrong_pages = 0
-        """Pages found different from what was sent, since the start."""
+        """Number of received pages that differed from those sent, since the start."""
 
     def begin(self, room: Room, sent: Sequence[PageDigests], now_s: float) -> Iterator[tuple[str, CheckPages]]:
-        """Yield a question to each rank, with its address."""
+        """Yield the messages that ask the ranks, with their addresses."""
         check = self._checks[room] = _Check(sent, {part.rank for part in sent}, now_s + AGAIN_S)
         return self._ask(room, check)
 
     def repeat(self, now_s: float) -> Iterator[tuple[str, CheckPages]]:
-        """Yield questions to repeat."""
+        """Yield the messages that ask silent ranks again."""
         for room, check in self._checks.items():
             if check.unchecked and check.again_s <= now_s:
                 check.again_s = now_s + AGAIN_S
                 yield from self._ask(room, check)
 
     def expects(self, checked: PagesChecked) -> bool:
-        """Return whether this rank has not answered yet."""
+        """Return whether the rank that sent this answer was asked and has not answered yet."""
         check = self._checks.get(checked.room)
         return check is not None and checked.rank in check.unchecked
 
     def take(self, checked: PagesChecked) -> int | None:
-        """Handle an expected answer; return the number of wrong pages on all ranks once the last one has answered."""
+        """Handle an expected answer; return the number of wrong pages on all ranks if it is the last one."""
         check = self._checks[checked.room]
         check.unchecked.remove(checked.rank)
         check.num_wrong += len(checked.wrong)
@@ -60,5 +59,4 @@ class PageChecks:
             yield self._rank_addresses[rank], CheckPages(room=room, digests=parts)
 
     def forget(self, room: Room) -> None:
-        """Forget a request that has ended or runs."""
         self._checks.pop(room, None)

@@ -1,9 +1,7 @@
-"""Reports of a replica's cached prefixes to routers: first all of them, then changes. Sans I/O. Each router has its own
-numbered stream. A router that has just started or missed a number subscribes again and gets all prefixes. The reports
-affect only routing.
+"""Reports of a replica's cached prefixes to routers: first all of them, then changes. Sans I/O.
 
-Each router has a numbered stream of its own. One that misses a number, or has just started, asks again and gets
-everything anew. These reports affect nothing but routing.
+Each router gets its own numbered stream. A router that has just started or missed a number subscribes again and gets
+all prefixes. The reports affect only routing.
 """
 
 import itertools
@@ -29,7 +27,7 @@ class _Subscriber:
 
 
 class PageReporter:
-    """Routers subscribed to one leader's cache, and what was reported to each."""
+    """Routers that are subscribed to one leader's cache."""
 
     def __init__(self, me: Peer, allocator: PageAllocator, tiers: Tiers | None = None) -> None:
         self._tiers = tiers
@@ -39,7 +37,7 @@ class PageReporter:
         self._subscribers: dict[ReplicaId, _Subscriber] = {}
 
     def subscribe(self, message: SubscribeKvEvents) -> list[tuple[str, Message]]:
-        """Send all cached prefixes to a router. An older start of the same router gets no more reports."""
+        """Return reports of all cached prefixes for a router. Its earlier incarnations get no more reports."""
         known = self._subscribers.get(message.router.replica)
         is_older = known is not None and known.router.incarnation > message.router.incarnation
         if message.incarnation != self._me.incarnation or is_older:
@@ -52,7 +50,6 @@ class PageReporter:
         return reports
 
     def on_table(self, table: TableSnapshot) -> None:
-        """Forget routers that are gone."""
         for replica, subscriber in list(self._subscribers.items()):
             if table.reaped.get(replica, 0) >= subscriber.router.incarnation:
                 del self._subscribers[replica]
@@ -60,14 +57,14 @@ class PageReporter:
             self._allocator.remove_journal(self._journal)
             self._journal.take()
 
-    def news(self) -> list[tuple[str, Message]]:
-        """Return the changes since the last call, for all subscribers."""
-        reports = self._news_of(Tier.DEVICE, self._journal)
+    def changes(self) -> list[tuple[str, Message]]:
+        """Return reports of the changes since the last call, for all subscribers."""
+        reports = self._changes_in(Tier.DEVICE, self._journal)
         for tier, journal in self._tiers.journals.items() if self._tiers else ():
-            reports += self._news_of(tier, journal)
+            reports += self._changes_in(tier, journal)
         return reports
 
-    def _news_of(self, tier: Tier, journal: PageJournal) -> list[tuple[str, Message]]:
+    def _changes_in(self, tier: Tier, journal: PageJournal) -> list[tuple[str, Message]]:
         stored, removed = map(_chained, journal.take())
         if not stored and not removed:
             return []
@@ -77,12 +74,12 @@ class PageReporter:
     def _report(
         self, subscriber: _Subscriber, tier: Tier, stored: list[bytes], removed: list[bytes]
     ) -> list[tuple[str, Message]]:
-        """Build at least one message, so that an empty cache is reported as empty."""
         nothing: list[bytes] = []
         parts = itertools.zip_longest(_parts(stored), _parts(removed), fillvalue=nothing)
         reports: list[tuple[str, Message]] = []
+        # An empty cache is reported too.
         for some_stored, some_removed in list(parts) or [(nothing, nothing)]:
-            news = KvEvents(
+            events = KvEvents(
                 replica=self._me.replica,
                 incarnation=self._me.incarnation,
                 number=subscriber.next_number,
@@ -91,12 +88,12 @@ class PageReporter:
                 tier=tier,
             )
             subscriber.next_number += 1
-            reports.append((subscriber.router.address, news))
+            reports.append((subscriber.router.address, events))
         return reports
 
 
 def _chained(keys: list[bytes]) -> list[bytes]:
-    """Return the pages of the first lifetime, which identify a prefix for routers."""
+    """Return the keys of the first lifetime's pages, which identify a prefix for routers."""
     return [key for key in keys if not lifetime_of(key)]
 
 

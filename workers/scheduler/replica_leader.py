@@ -1,7 +1,7 @@
-"""Leader of a whole replica: one leader per DP rank, whose steps are computed together. Each DP rank has its own
-requests, pages and cache. The replica leader assigns requests and combines steps. Sans I/O.
+"""Leader of a replica, over the leaders of its DP ranks. Sans I/O.
 
-Each has its own requests, pages and cache. This one decides which gets a request, and what makes up a step. Sans I/O.
+Each DP rank has its own requests, pages and cache, and all compute their steps together. The replica leader assigns
+requests to DP ranks and combines steps.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -39,9 +39,7 @@ _COUNTS = (
 
 
 class ReplicaLeader:
-    """Leaders of all DP ranks. Steps end in plan order; a replica with several pipeline stages has several steps under
-    way.
-    """
+    """Leaders of all DP ranks. Steps end in the order of their plans."""
 
     def __init__(
         self,
@@ -52,17 +50,19 @@ class ReplicaLeader:
         num_ahead: int = 0,
         policy: DpPolicy = DpPolicy.LEAST_TOKENS,
     ) -> None:
-        """Take ``leaders`` by DP rank. At most ``depth`` steps are under way; the newest ``num_ahead`` start before
-        others have ended.
+        """Build from leaders by DP rank.
+
+        Args:
+            depth: maximum number of steps under way.
+            num_ahead: maximum number of steps that a rank may start before earlier ones have ended there.
         """
         assert len(leaders) == sizes.dp, f"{len(leaders)} leaders for dp = {sizes.dp}"
         self._leaders, self._sizes, self._depth, self._policy = leaders, sizes, depth, policy
         self.num_ahead = num_ahead
-        """Maximum number of steps that may start on a rank before the previous ones have ended there."""
         self._under_way: list[deque[StepPlan]] = [deque() for _ in leaders]
-        """Plans under way that schedule something, by DP rank."""
+        """Plans under way that schedule requests, by DP rank."""
         self._homes: OrderedDict[Room, int] = OrderedDict()
-        """DP ranks by room, newest last."""
+        """DP ranks by room, newest room last."""
         self._next_news: dict[str, int] = {}
         """Number of the next KvEvents, by router address."""
         self._work: dict[int, StepWork] = {}
@@ -83,7 +83,7 @@ class ReplicaLeader:
         return outgoing + [(address, answer) for (address, _), answer in taken.items()]
 
     def on_message(self, message: Message, now_s: float) -> None:
-        """Route a message: by its room, by its rank, or to all leaders."""
+        """Pass a message to the leader of its room or rank, or to all leaders."""
         if isinstance(message, StepResult):
             self.commit(message.dp_rank, message.sampled, now_s)
             return
@@ -98,28 +98,25 @@ class ReplicaLeader:
             self._leaders[dp_rank].on_message(message, now_s)
 
     def tick(self, now_s: float) -> None:
-        """Handle expired deadlines."""
         for leader in self._leaders:
             leader.tick(now_s)
 
     def has_work(self) -> bool:
-        """Return whether there is a step to compute now."""
         return self._can_plan and any(leader.has_work() for leader in self._leaders)
 
     def next_deadline_s(self) -> float | None:
-        """Return the time of the next deadline."""
         deadlines_s = [leader.next_deadline_s() for leader in self._leaders]
         return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
 
     @property
     def must_end(self) -> str:
-        """Return why this replica cannot continue, once all other work is done; empty while it can."""
+        """Return why this replica must end, once the leaders that can continue are idle; empty if it need not."""
         reasons = [leader.must_end for leader in self._leaders if leader.must_end]
         has_work = any(not leader.must_end and not leader.is_idle() for leader in self._leaders)
         return "" if has_work else "; ".join(reasons)
 
     def next_plans(self) -> list[StepPlan]:
-        """Return the next step by DP rank, including idle ranks; empty if there is nothing to compute."""
+        """Return the next step's plan for every DP rank; empty if there is nothing to do."""
         plans = [leader.next_plan() for leader in self._leaders] if self._can_plan else []
         for under_way, plan in zip(self._under_way, plans, strict=False):
             if plan is not None and plan.scheduled:
@@ -135,7 +132,6 @@ class ReplicaLeader:
         self._leaders[dp_rank].commit(self._under_way[dp_rank].popleft(), sampled, now_s)
 
     def load(self) -> ReplicaLoad:
-        """Return the load that heartbeats report."""
         loads = [leader.load() for leader in self._leaders]
         sums = {field: sum(getattr(load, field) for load in loads) for field in _COUNTS}
         parts = [*(load.dropped for load in loads), *(work.dropped for work in self._work.values())]
@@ -166,17 +162,15 @@ class ReplicaLeader:
         return range(len(self._leaders)) if room is None else [self._home(room, message)]
 
     def _by_home(self, inquire: Inquire) -> dict[int, list[Room]]:
-        """Split an inquiry by leader, since a leader reports unknown rooms as never arrived."""
+        """Split an inquiry by DP rank, since a leader reports rooms that it does not know as ended."""
         rooms: dict[int, list[Room]] = defaultdict(list)
         for room in inquire.rooms:
             rooms[self._home(room, inquire)].append(room)
         return rooms
 
     def _home(self, room: Room, message: Message) -> int:
-        """Return a room's DP rank. A new room goes to the DP rank that its request asks for, or that the policy picks.
-        A message that arrives before its request has no load to go by, so the room's number decides.
-
-        A message that precedes its request knows no load, and goes by the room's number.
+        """Return a room's DP rank. A new room goes to the rank that its request asks for, or that the policy picks. If
+        another message arrives before the request, the room's number decides.
         """
         if room not in self._homes:
             self._homes[room] = self._new_home(room, message)
@@ -186,12 +180,12 @@ class ReplicaLeader:
 
     def _new_home(self, room: Room, message: Message) -> int:
         for dp_rank, leader in enumerate(self._leaders):
-            if leader.has(room):  # it has outlived as many newer ones as are remembered
+            if leader.has(room):  # too old to be remembered
                 return dp_rank
         wanted = None
         if isinstance(message, Submit):
             if message.prompt_of is not None:
-                # It reads the pages of another choice.
+                # It shares the pages of another choice.
                 return self._homes.get(message.prompt_of, message.prompt_of % len(self._leaders))
             wanted = message.dp_rank
         elif isinstance(message, Ticket):
@@ -207,7 +201,7 @@ class ReplicaLeader:
         return work.index(min(work))
 
     def _numbered(self, dp_rank: int, address: str, message: Message) -> Message:
-        """Renumber a leader's reports. A router sees a single stream, which restarts when the first leader's does."""
+        """Renumber a leader's cache reports: a router gets one stream, which restarts with the first leader's."""
         if not isinstance(message, KvEvents):
             return message
         begins = dp_rank == 0 and message.number == 0
@@ -217,12 +211,12 @@ class ReplicaLeader:
 
 
 def _both(one: CommandResult, other: CommandResult) -> CommandResult:
-    """Combine two DP ranks' responses to one command. They accept or refuse it for the same reasons."""
+    """Combine two DP ranks' results of one command. All ranks accept it or refuse it for the same reason."""
     return replace(one, refusal=one.refusal or other.refusal, num_pinned=max(one.num_pinned, other.num_pinned))
 
 
 def outputs_together(outgoing: Iterable[tuple[str, Message]]) -> Iterator[tuple[str, Message]]:
-    """Join outputs for the same address into fewer messages, keeping each address's order."""
+    """Join each address's consecutive outputs into one message."""
     together: dict[str, list[Output]] = {}
     for address, message in outgoing:
         if isinstance(message, Output):

@@ -1,7 +1,7 @@
 """Step scheduling by continuous batching over one page pool. Sans I/O; serves both roles.
 
-A plan is made in phases: decode streams, which wait for one token each; then the oldest requests; then the others by
-rank. ``holders`` knows who has pages, ``turns`` the ranking.
+A plan is made in phases: streams, which decode one token each; then the oldest sequences; then the others by priority.
+``holders`` has the sequences and their pages, ``turns`` the priorities.
 """
 
 from collections.abc import Mapping
@@ -30,14 +30,14 @@ class StepLimits:
     chunk_tokens: int
     max_requests: int
     oldest_share: float = 0.25
-    """Share of a step's time reserved for the oldest sequences. At 0.25, a long prompt takes at most four times as long
-    as alone.
+    """Share of a step's time reserved for the oldest sequences. With 0.25, other requests delay a long prompt at most
+    fourfold.
     """
     depth: int = 1
     """Maximum number of steps under way; pipeline stages each compute a different one."""
     max_context_tokens: int | None = None
-    """Maximum number of tokens in a step including prefixes, where ranks exchange all of them. It bounds a step's
-    memory by that of one long prompt.
+    """Maximum number of tokens in a step including prefixes, if ranks exchange all of them; None for no limit. No step
+    then needs more memory than one long prompt.
     """
     runs_ahead: bool = False
     """Whether a step may use tokens that the previous step has yet to sample; ``depth`` is then 2."""
@@ -45,14 +45,14 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """Sequences, other than streams, that compete for the current step's tokens."""
+    """Sequences other than streams that can be computed in the next step."""
 
     sequences: list[TokenSequence]
     turns: Mapping[Room, Turn]
     is_alone: bool
-    """Whether there is one candidate and nobody else runs."""
+    """Whether there is one candidate, and no other sequence runs."""
     computed_by: dict[bytes, TokenSequence]
-    """Sequences by the keys of the pages they compute, in this step or in one under way."""
+    """Sequences by the keys of the pages that they compute in this step or one under way."""
 
     def by_priority(self) -> list[TokenSequence]:
         return sorted(self.sequences, key=lambda sequence: self.turns[sequence.room].sort_key)
@@ -66,7 +66,7 @@ class _Candidates:
 
 
 class StepScheduler:
-    """Scheduler that turns sequences into step plans, and sampled tokens into longer sequences."""
+    """Scheduler that plans steps and appends the sampled tokens to their sequences."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class StepScheduler:
         chunk: ChunkLen | None = None,
         tiers: Tiers | None = None,
     ) -> None:
-        """Build a scheduler; without ``chunk``, a token takes the same time whatever its prefix."""
+        """Build a scheduler. ``chunk`` returns a full step's tokens after a prefix; by default it is the limit."""
         self.holders = PageHolders(allocator, limits.page_size, tiers)
         self._limits = limits
         self._choose = choose
@@ -87,7 +87,6 @@ class StepScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of sequences without pages."""
         return len(self.holders.waiting)
 
     def has_work(self) -> bool:
@@ -144,10 +143,7 @@ class StepScheduler:
 
     def _schedule_streams(self, budget: Budget) -> None:
         """Grant one token to every stream, preempting others if pages run out. Only sequences without a token in this
-        step are preempted. With several steps under way, each step computes a part of the streams.
-
-        No sequence that has its token already is preempted, since it precedes those that may be. With several steps
-        under way at once, each has its part of the sequences.
+        step are preempted. With several pipeline stages, each step computes a part of the streams.
         """
         running = self.holders.running.values()
         streams = sorted((sequence for sequence in running if sequence.is_stream), key=urgency)
@@ -155,12 +151,11 @@ class StepScheduler:
             num_streams = -(-sum(sequence.num_outputs > 0 for sequence in running) // self._limits.depth)
             streams = streams[:num_streams]
         for sequence in streams:
-            # A sequence that was preempted meanwhile has no pages.
+            # A stream that an earlier one has preempted has no pages.
             if budget.is_open(sequence.room) and sequence.kv.pages and self.holders.grow(sequence, 1):
                 budget.grant_stream(sequence.room, sequence.kv.num_planned_tokens)
 
     def _find_candidates(self, budget: Budget) -> _Candidates:
-        """Find all other sequences, running or waiting, that can be computed now."""
         running = self.holders.running.values()
         pending = [
             sequence
@@ -180,7 +175,7 @@ class StepScheduler:
         return _Candidates(sequences, turns, is_alone, computed_by)
 
     def _schedule_oldest(self, candidates: _Candidates, budget: Budget) -> None:
-        """Grant a share of the step to the oldest sequence of each length class that has its pages or can have them."""
+        """Grant a share of the step to each length class's oldest sequence that has pages or can get them."""
         share = self._oldest_share
         groups = candidates.by_length() if share else {}
         for group in groups.values():
@@ -195,8 +190,8 @@ class StepScheduler:
 
     @property
     def _oldest_share(self) -> float:
-        """Return the oldest sequences' share of this step. If prompts may not fit together, they get it every other
-        step.
+        """Return the oldest sequences' share of this step. With a context limit, which keeps long prompts apart, every
+        other step has most of it.
         """
         share = self._limits.oldest_share
         if self._limits.max_context_tokens is None:
@@ -204,11 +199,8 @@ class StepScheduler:
         return max(2 * share - 1, 0.0) if self._step % 2 else min(2 * share, 1.0)
 
     def _schedule_by_priority(self, candidates: _Candidates, budget: Budget) -> None:
-        """Grant the rest of the step by rank. A sequence waits if another one computes its next page in this step: it
-        will find the page in the cache, so its share goes to the other one.
-
-        A sequence whose next page is computed in this very step waits, to find it in the cache, and passes its share
-        to the one that computes it.
+        """Grant the rest of the step in order of priority. If another sequence computes a sequence's next page, the
+        latter gives its share to the former, and finds the page in the cache later.
         """
         for sequence in candidates.by_priority():
             if sequence.waits_for_pages or not budget.is_open(sequence.room):
@@ -219,7 +211,7 @@ class StepScheduler:
                 self._note_computing(chosen, candidates, budget)
 
     def _who_computes(self, sequence: TokenSequence, candidates: _Candidates) -> TokenSequence | None:
-        """Return the sequence that computes on behalf of this one; None if this one lacks pages."""
+        """Return the sequence that computes this one's next page, mostly itself; None if it cannot get pages."""
         if sequence.kv.pages:
             return sequence
         key = self.holders.next_key(sequence)
@@ -228,7 +220,6 @@ class StepScheduler:
         return sequence if self.holders.start(sequence, is_alone=candidates.is_alone) else None
 
     def _make_plan(self, granted: Mapping[Room, int]) -> StepPlan:
-        """Build the step that computes the granted tokens."""
         self._step += 1
         self.num_under_way += 1
         running = [self.holders.running[room] for room in granted]
@@ -250,8 +241,8 @@ class StepScheduler:
 
     @property
     def _runs_ahead(self) -> bool:
-        """Return whether steps may run ahead. If any sample depends on earlier output, all sequences wait for it, so
-        that none starves.
+        """Return whether the next step may be planned before this one's tokens are known. If any sequence needs the
+        tokens for its sampling, all wait, so that none starves.
         """
         return self._limits.runs_ahead and not any(
             sequence.submit.sampling.looks_back for sequence in self.holders.running.values()
@@ -269,12 +260,11 @@ class StepScheduler:
         )
 
     def _note_computing(self, sequence: TokenSequence, candidates: _Candidates, budget: Budget) -> None:
-        """Record which sequences compute the pages that this step completes."""
         end = sequence.kv.num_planned_tokens + budget.granted.get(sequence.room, 0)
         candidates.computed_by.update(dict.fromkeys(self._pending_keys(sequence, end), sequence))
 
     def _pending_keys(self, sequence: TokenSequence, end: int) -> list[bytes]:
-        """Return keys of the incomplete pages before token ``end``."""
+        """Return the keys of the pages that are complete once the tokens before ``end`` are computed."""
         num_computed = sequence.kv.num_computed_tokens
         if end == num_computed:
             return []

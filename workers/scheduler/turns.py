@@ -1,8 +1,8 @@
-"""Ranking of sequences in a step, and their shares of its tokens. Pure.
+"""Order of sequences in a step, and their shares of its tokens. Pure.
 
-A step has a budget of tokens and of time. A share of the time belongs to the oldest sequences, one of each length,
-however unimportant they are: so the work that was there before a sequence bounds its end, and nothing that comes later
-does. The rest is granted by rank, and nothing is left over while a sequence wants it.
+A step has a budget of tokens and of time. A share of the time belongs to the oldest sequence of each length class,
+whatever its priority, so that later arrivals cannot delay a sequence without limit. The rest is granted by priority
+until the budget or the work is used up.
 """
 
 from typing import NamedTuple
@@ -11,22 +11,20 @@ from cluster.spec.ids import Room
 from workers.context_parallel.cost_model import ChunkLen
 
 WINDOW = 32
-"""Number of consecutive arrivals among which longer prefixes go first. A sequence overtakes fewer than this many others
-of its length.
-"""
+"""Number of consecutive arrivals among which sequences with longer prefixes go first."""
 _ROUNDING = 1e-6
 """Rounding error, in tokens, that a sum of shares may have."""
 
 SortKey = tuple[int, int, int, int, int]
-"""Sort key of sequences; no two have the same."""
+"""Sort key that no two sequences share."""
 _AGED = 2
-"""Shortest length class that waiting can lower a sequence to. Sequences of a single step stay ahead, since they delay
-others little.
+"""Lowest length class that a sequence reaches by waiting. Sequences of a single step stay ahead of it, since they delay
+it little.
 """
 
 
 class Turn(NamedTuple):
-    """Rank of a sequence among those that compete for a step's tokens."""
+    """Position of a sequence among those that compete for a step's tokens."""
 
     length: int
     """Length class: log2 of the number of steps that it takes."""
@@ -36,11 +34,15 @@ class Turn(NamedTuple):
 def turn(
     *, priority: int, arrival: int, prefix_len: int, pending_len: int, chunk_tokens: int, age_steps: int = 0
 ) -> Turn:
-    """Rank a sequence by lowest priority value, then least work, then longest prefix within a window, then arrival.
+    """Order a sequence by priority, then by least work, then by longest prefix within a window, then by arrival.
 
-    Work counts by the power of two of the steps it takes, so that sequences of similar length keep their order, and a
-    long prompt moves up as it is computed. It also moves up as it waits, by one for each doubling of the steps since
-    its arrival over those it needs. ``prefix_len`` tokens have KV already, ``pending_len`` tokens have not.
+    Work counts as the logarithm of the number of steps it takes, so that sequences of similar length keep their order.
+    A long prompt moves up as it is computed, and as it waits: by one class for each doubling of its age in relation to
+    the steps that it takes.
+
+    Args:
+        prefix_len: number of tokens that have KV.
+        pending_len: number of tokens without KV.
     """
     num_steps = max(1, -(-pending_len // chunk_tokens))
     length = num_steps.bit_length()
@@ -49,15 +51,13 @@ def turn(
 
 
 class Budget:
-    """Tokens, time and requests of one step, granted request by request."""
+    """Tokens, time and requests that one step may still take."""
 
     def __init__(
         self, num_tokens: int, max_requests: int, chunk: ChunkLen, max_context_tokens: int | None = None
     ) -> None:
-        """Build a budget. A request uses a share of the step's time: its tokens divided by its ``chunk``.
-        ``max_context_tokens`` limits the tokens of several requests including their prefixes.
-
-        ``max_context_tokens``: most tokens of all requests including their prefixes, where there are several.
+        """Build a budget. A request uses its tokens divided by its ``chunk`` of the step's time. ``max_context_tokens``
+        limits the tokens of several requests including their prefixes.
         """
         self._num_left = num_tokens
         self._context_left = max_context_tokens
@@ -69,8 +69,8 @@ class Budget:
 
     def is_open(self, room: Room) -> bool:
         """Return whether the room can still get tokens."""
-        has_place = room in self.granted or len(self.granted) < self._max_requests
-        return has_place and self._num_left > 0 and self._time_left > 0
+        has_slot = room in self.granted or len(self.granted) < self._max_requests
+        return has_slot and self._num_left > 0 and self._time_left > 0
 
     def grant(self, room: Room, prefix_len: int, num_tokens: int) -> None:
         """Raise a room's tokens to ``num_tokens``, or as far as the budget allows."""
@@ -84,7 +84,7 @@ class Budget:
         self._add(room, prefix_len, min(num_tokens, max(1, int(share * min(chunk, self._num_left)))), chunk)
 
     def grant_stream(self, room: Room, prefix_len: int) -> None:
-        """Grant one token to a room that has none and may still enter the step."""
+        """Grant one token to a room for which the step is open."""
         chunk = self._chunk(prefix_len)
         if self._time_left * chunk + _ROUNDING >= 1:
             self._num_left -= 1

@@ -1,48 +1,28 @@
-"""Requests that wait for pages, by arrival and priority. Younger ones may overtake the oldest a limited number of
-times.
-"""
+"""Sequences that wait for pages. Others may overtake the oldest one until they have taken as many pages as it needs."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from cluster.spec.ids import Room
+from workers.scheduler.sequence import TokenSequence
 
 LOOKAHEAD = 256
-"""Maximum number of waiters examined at once."""
-
-
-class Waiter(Protocol):
-    """Request or sequence without pages."""
-
-    @property
-    def room(self) -> Room: ...
-
-    @property
-    def priority(self) -> int:
-        """Priority; lower values go first."""
-        ...
-
-    @property
-    def arrival(self) -> int:
-        """Arrival number."""
-        ...
-
-
-W = TypeVar("W", bound=Waiter)
+"""Maximum number of sequences that are examined per step."""
+W = TypeVar("W", bound=TokenSequence)
 
 
 class Waiting(Generic[W]):
-    """Waiters by arrival and by priority; a preempted one returns to its old position."""
+    """Waiting sequences by arrival and by priority; a preempted one returns to its old position."""
 
     def __init__(self) -> None:
         self._by_room: dict[Room, W] = {}
         self._by_arrival: list[W] = []
         self._by_priority: list[W] = []
         self._num_passed_pages = 0
-        """Number of pages that others took while the oldest waiter needed them."""
+        """Number of pages that others took while the oldest sequence needed them."""
         self._in_vain: set[W] = set()
-        """Waiters that could not start. They are tried again when ``_num_gains`` or the oldest waiter changes."""
+        """Sequences that could not start. They are tried again when ``_num_gains`` or the oldest sequence changes."""
         self._num_gains = 0
 
     def __len__(self) -> int:
@@ -56,29 +36,27 @@ class Waiting(Generic[W]):
 
     @property
     def oldest(self) -> W | None:
-        """Return the waiter that arrived first."""
         return self._by_arrival[0] if self._by_arrival else None
 
-    def add(self, waiter: W) -> None:
+    def add(self, sequence: W) -> None:
         oldest = self.oldest
-        self._by_room[waiter.room] = waiter
-        insort(self._by_arrival, waiter, key=_arrival)
-        insort(self._by_priority, waiter, key=urgency)
-        self._spare_anew(oldest)
+        self._by_room[sequence.room] = sequence
+        insort(self._by_arrival, sequence, key=_arrival)
+        insort(self._by_priority, sequence, key=urgency)
+        self._reset_if_changed(oldest)
 
     def remove(self, room: Room) -> None:
-        """Remove a waiter, if present."""
-        waiter = self._by_room.pop(room, None)
-        if waiter is None:
+        sequence = self._by_room.pop(room, None)
+        if sequence is None:
             return
         oldest = self.oldest
-        self._in_vain.discard(waiter)
-        del self._by_arrival[bisect_left(self._by_arrival, _arrival(waiter), key=_arrival)]
-        del self._by_priority[bisect_left(self._by_priority, urgency(waiter), key=urgency)]
-        self._spare_anew(oldest)
+        self._in_vain.discard(sequence)
+        del self._by_arrival[bisect_left(self._by_arrival, _arrival(sequence), key=_arrival)]
+        del self._by_priority[bisect_left(self._by_priority, urgency(sequence), key=urgency)]
+        self._reset_if_changed(oldest)
 
     def candidates(self) -> list[W]:
-        """Return waiters that may start now: the most urgent ones, and the oldest."""
+        """Return the sequences to examine now: the most urgent ones and the oldest one."""
         first = self._by_priority[:LOOKAHEAD]
         if not first or urgency(self._by_arrival[0]) <= urgency(first[-1]):
             return first
@@ -87,32 +65,25 @@ class Waiting(Generic[W]):
     def untried(self, num_gains: int) -> list[W]:
         """Return candidates that have not failed since ``num_gains`` last changed."""
         in_vain = self._since(num_gains)
-        return [waiter for waiter in self.candidates() if waiter not in in_vain]
+        return [sequence for sequence in self.candidates() if sequence not in in_vain]
 
-    def is_in_vain(self, waiter: W, num_gains: int) -> bool:
-        """Return whether a waiter has failed to start and no page has become free since."""
-        return waiter in self._since(num_gains)
+    def is_in_vain(self, sequence: W, num_gains: int) -> bool:
+        """Return whether a sequence has failed to start and no page has become free since."""
+        return sequence in self._since(num_gains)
 
-    def note_in_vain(self, waiter: W) -> None:
-        """Skip a waiter until something may help it."""
-        self._in_vain.add(waiter)
-
-    def may_pass(self, num_pages: int, oldest_pages: int) -> bool:
-        """Return whether this many pages may be taken from the oldest waiter, which needs ``oldest_pages``.
-
-        No more pages pass it than it needs itself.
-        """
-        return num_pages <= self.most_passing(oldest_pages)
+    def note_in_vain(self, sequence: W) -> None:
+        """Skip a sequence until pages become free or another one is the oldest."""
+        self._in_vain.add(sequence)
 
     def most_passing(self, oldest_pages: int) -> int:
-        """Return the maximum number of pages that may be taken from the oldest waiter, which needs ``oldest_pages``."""
+        """Return how many of the ``oldest_pages`` pages that the oldest sequence needs may go to others first."""
         return max(0, oldest_pages - self._num_passed_pages)
 
     def note_passed(self, num_pages: int) -> None:
-        """Note that pages were taken that the oldest waiter may have to wait for."""
+        """Note that pages were taken that the oldest sequence may have to wait for."""
         self._num_passed_pages += num_pages
 
-    def _spare_anew(self, oldest: W | None) -> None:
+    def _reset_if_changed(self, oldest: W | None) -> None:
         if self.oldest is not oldest:
             self._num_passed_pages = 0
             self._in_vain.clear()
@@ -124,10 +95,10 @@ class Waiting(Generic[W]):
         return self._in_vain
 
 
-def _arrival(waiter: Waiter) -> int:
-    return waiter.arrival
+def _arrival(sequence: TokenSequence) -> int:
+    return sequence.arrival
 
 
-def urgency(waiter: Waiter) -> tuple[int, int]:
-    """Return a sort key: most urgent first, then by arrival."""
-    return waiter.priority, waiter.arrival
+def urgency(sequence: TokenSequence) -> tuple[int, int]:
+    """Return the key that sorts sequences by priority, then by arrival."""
+    return sequence.priority, sequence.arrival

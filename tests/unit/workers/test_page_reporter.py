@@ -44,21 +44,21 @@ def reporter_of(num_pages: int = 8) -> tuple[PageReporter, PageAllocator]:
 def test_a_router_is_told_everything_then_what_changes() -> None:
     reporter, allocator = reporter_of()
     cached(allocator, [1] * 8)
-    assert reporter.news() == []
+    assert reporter.changes() == []
     ((address, first),) = reporter.subscribe(ask(router()))
     assert address == "router.1"
     assert first == KvEvents(
         replica=ME.replica, incarnation=ME.incarnation, number=0, stored=page_keys([1] * 8, PAGE_SIZE), removed=[]
     )
     cached(allocator, [2] * 4)
-    ((_, second),) = reporter.news()
+    ((_, second),) = reporter.changes()
     assert isinstance(second, KvEvents)
     assert (second.number, second.stored) == (1, page_keys([2] * 4, PAGE_SIZE))
     allocator.flush()
-    ((_, third),) = reporter.news()
+    ((_, third),) = reporter.changes()
     assert isinstance(third, KvEvents)
     assert len(third.removed) == 3
-    assert reporter.news() == []
+    assert reporter.changes() == []
 
 
 def test_an_empty_cache_is_news_and_a_large_one_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +79,10 @@ def test_who_is_told() -> None:
     assert reporter.subscribe(ask(router(1))) == []
     reporter.subscribe(ask(router(1, "router-b")))
     cached(allocator, [1] * 4)
-    assert [address for address, _ in reporter.news()] == ["router.2", "router-b.1"]
+    assert [address for address, _ in reporter.changes()] == ["router.2", "router-b.1"]
     reporter.on_table(TableSnapshot(version=1, replicas=(), reaped={ROUTER: Incarnation(2)}))
     cached(allocator, [2] * 4)
-    assert [address for address, _ in reporter.news()] == ["router-b.1"]
+    assert [address for address, _ in reporter.changes()] == ["router-b.1"]
 
 
 def test_nothing_is_noted_while_nobody_follows() -> None:
@@ -90,7 +90,7 @@ def test_nothing_is_noted_while_nobody_follows() -> None:
     reporter.subscribe(ask(router()))
     reporter.on_table(TableSnapshot(version=1, replicas=(), reaped={ROUTER: Incarnation(1)}))
     cached(allocator, [1] * 4)
-    assert reporter.news() == []
+    assert reporter.changes() == []
     ((_, told),) = reporter.subscribe(ask(router(2)))
     assert isinstance(told, KvEvents)
     assert told.stored == page_keys([1] * 4, PAGE_SIZE)
@@ -136,11 +136,11 @@ def test_news_tell_of_every_tier_and_of_no_window(window: int | None) -> None:
     world.submit([1] * 6)
     world.drain()
     keys = page_keys([1] * 6, 2)
-    told = [message for _, message in reporter.news() if isinstance(message, KvEvents)]
+    told = [message for _, message in reporter.changes() if isinstance(message, KvEvents)]
     assert {message.tier: sorted(message.stored) for message in told} == {tier: sorted(keys) for tier in Tier}
     assert [message.number for message in told] == [3, 4, 5]
     world.tiers.flush()
-    (gone,) = [message for _, message in reporter.news() if isinstance(message, KvEvents)]
+    (gone,) = [message for _, message in reporter.changes() if isinstance(message, KvEvents)]
     assert (gone.tier, sorted(gone.removed)) == (Tier.HOST, sorted(keys))
     again = [message for _, message in reporter.subscribe(ask(router())) if isinstance(message, KvEvents)]
     assert [(message.number, message.tier, len(message.stored)) for message in again] == [
