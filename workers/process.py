@@ -1,4 +1,4 @@
-"""Worker processes on this machine, called over a pipe. This module imports nothing heavy."""
+"""Worker processes on this machine, called over a pipe."""
 
 import multiprocessing
 import os
@@ -13,23 +13,22 @@ from cluster.spec.errors import BatonError
 
 ANSWER_TIMEOUT_S = 600.0
 _EXIT_S = 10.0
-"""Maximum wait for an idle process to end."""
+"""Maximum time that an idle process may take to exit."""
 WORKER = "workers.worker:Worker"
 
 _context = multiprocessing.get_context("forkserver")
-# Modules that take workers seconds to import, torch above all, are imported once, by the process that they are forked
-# from.
+# The fork server imports modules such as torch, which take seconds, once for all workers.
 _context.set_forkserver_preload([WORKER.partition(":")[0]])
 
 
 class RemoteError(BatonError):
-    """Error of a worker process that answered a call with an error, or died."""
+    """Error of a call that a worker process answered with an error, or did not answer."""
 
 
 class WorkerProcess:
-    """Process that runs one worker after another, called over a pipe. It is reused because starting it takes seconds.
+    """Process that runs one worker after another, since starting a process takes seconds.
 
-    ``worker`` names the class as "module:class"; it has a ``close``. The process that calls does not import it.
+    ``worker`` names a class with a ``close`` method as "module:class". The calling process does not import it.
     """
 
     def __init__(self, worker: str = WORKER) -> None:
@@ -39,7 +38,7 @@ class WorkerProcess:
         theirs.close()
 
     def call(self, method: str, *args: Any) -> None:
-        """Start a method of the worker; ``result`` waits for it. Raises RemoteError when the process is dead."""
+        """Start a method of the worker; ``result`` waits for it. Raises RemoteError if the process has died."""
         try:
             self._pipe.send((method, args))
         except ConnectionError:
@@ -51,7 +50,7 @@ class WorkerProcess:
             if not self._pipe.poll(timeout_s):
                 raise RemoteError(f"worker process {self._process.pid} did not answer within {timeout_s} s")
             ok, value = self._pipe.recv()
-        # The latter if it has died before it took the call from the pipe.
+        # A ConnectionError if the process has died before it read the call.
         except (EOFError, ConnectionError):
             raise self._death() from None
         if not ok:
@@ -59,11 +58,10 @@ class WorkerProcess:
         return value
 
     def stop(self) -> None:
-        """Ask the process to end; ``close`` waits for it."""
+        """Make the process exit; ``close`` waits for it."""
         self._pipe.close()
 
     def close(self) -> None:
-        """End the process."""
         self.stop()
         self._process.join(_EXIT_S)
         if self._process.is_alive():
@@ -71,17 +69,17 @@ class WorkerProcess:
             self._process.join()
 
     def _death(self) -> RemoteError:
-        # The pipe breaks shortly before the exit code is known.
+        # The pipe breaks before the exit code is known.
         self._process.join(_EXIT_S)
         return RemoteError(f"worker process {self._process.pid} died, exit code {self._process.exitcode}")
 
 
 def _serve(pipe: Connection, name: str, environ: Mapping[str, str]) -> None:
-    """Run the worker process: answer calls until the pipe closes. ``make`` replaces the worker by a new one."""
-    # The process that it is forked from has an outdated environment.
+    """Answer calls until the pipe closes. The call ``make`` replaces the worker by a new one."""
+    # The fork server's environment is outdated.
     os.environ.clear()
     os.environ.update(environ)
-    # Ctrl-C reaches the whole terminal; the caller ends this process by closing the pipe.
+    # Ctrl-C reaches all processes of the terminal; the caller ends this one by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module, _, attribute = name.partition(":")
     make = getattr(import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""Device side of one worker: model, groups, page pool in transfer memory, and the runner over them."""
+"""Compute side of a worker: its model, process groups, page pool, and the runner that uses them."""
 
 import logging
 from collections.abc import Callable
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """Parts of one worker that live as long as its process."""
+    """Parts of a worker that it loads once and keeps between runs."""
 
     geometry: KvGeometry
     layout: PoolLayout
@@ -51,23 +51,23 @@ class Rank:
     """The page pool, and the memory by which peers reach it."""
     backend: TransferBackend
     host_region: Region | None
-    """Host memory for cached pages, if there is any."""
+    """Host memory for cached pages; None if there is none."""
     weights: str
-    """Digest of the weights, under which pages are stored; empty if they are not stored."""
+    """Digest of the weights, which is part of the keys of stored pages; empty if no pages are stored."""
     model: DecoderModel
     runner: ModelRunner
     step_recorder: StepRecorder
     model_shape: ModelShape
     rates: Rates
-    """Rates of the slowest rank of the replica. On decode, where nothing depends on them, they are the defaults."""
+    """Rates of the replica's slowest rank. Decode does not use them and has the defaults."""
     grammars: Grammars | None
-    """Grammars, on ranks that sample."""
+    """Grammars; None on ranks that do not sample."""
     groups: RankGroups
     pinned: PinnedMemory
-    """Pinned host memory of both regions, if there is a GPU."""
+    """Pinned host memory of both regions; empty without a GPU."""
 
     def close(self) -> None:
-        """Release the transfer memory. Later writes by peers fail."""
+        """Release the transfer memory; writes by peers fail from then on."""
         with ExitStack() as closing:  # the last one first
             if self.grammars is not None:
                 closing.callback(self.grammars.close)
@@ -78,9 +78,9 @@ class Rank:
 def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
     """Join the groups, load the weights, allocate the pool. Every rank of the replica calls this."""
     with ExitStack() as on_failure:
-        # Peers that wait for this rank, to join a group or warm up, end now, instead of after the timeout.
+        # Peers that wait for this rank, to join a group or warm up, fail now instead of after the timeout.
         on_failure.callback(leave_store, store, spec.global_rank)
-        # Before the groups, which only ranks that have their GPUs can join.
+        # Before the groups, because only ranks that have their GPUs can join them.
         device = open_device(spec.config.resources.device)
         model_config = read_model_config(folder)
         model_config.check_layout(spec.pool.parallel, f"{spec.role}.parallel")
@@ -101,39 +101,38 @@ def _load(
     store: ReplicaStore,
     on_failure: ExitStack,
 ) -> Rank:
-    config = spec.config
-    draws = groups.pipeline.is_last and groups.cp.rank == groups.model.tp.rank == 0
-    grammars = Grammars(folder, model_config.vocab_size) if draws else None
+    config, on_gpu = spec.config, device.type == "cuda"
+    is_sampling_rank = groups.pipeline.is_last and groups.cp.rank == groups.model.tp.rank == 0
+    grammars = Grammars(folder, model_config.vocab_size) if is_sampling_rank else None
     dtype_name = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
     geometry = model_config.kv_geometry(config.model.name, dtype_name, config.kv.page_size)
     dtype = torch_dtype(dtype_name)
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
-    attention = choose_backend(config.resources.attention, device, dtype, needs_of(geometry.groups))
-    _log.info("attention by %s: %s", attention.name, attention.reason)
-    if attention.name == "native":
-        elementwise.register("cpu", torch.bfloat16, Library.load())
-    is_windowed = any(model_config.windows)
-    make_capture = None if is_windowed else _make_captures(spec, device)
-    memory_gib = pool_memory_gib(spec, store, model, attention.backend, groups, geometry, make_capture)
+    attention = _open_attention(spec, device, dtype, geometry)
+    make_capture = _make_captures(spec, device) if not any(model_config.windows) else None
+    memory_gib = pool_memory_gib(spec, store, model, attention, groups, geometry, make_capture)
     layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
     backend = make_backend(config.transfer.backend, spec.host, config.transfer.protocol)
     memory = open_peer_memory(layout, device, backend, config.verify_by(), groups.head_copies)
-    pool, region = memory.pool, memory.region
     host_bytes = host_bytes_of(spec, layout)
     host_region = backend.allocate(host_bytes) if host_bytes else None
     is_stored = host_region is not None and config.hicache.storage.backend is not StorageBackendName.NONE
-    on_gpu = device.type == "cuda"
-    regions = [region, host_region] if host_region is not None else [region]
-    pinned = PinnedMemory([each.buffer for each in regions if each.buffer.nbytes] if on_gpu else [])
-    runner = _make_runner(spec, model, memory, attention.backend, groups, grammars)
+    regions = [region for region in (memory.region, host_region) if on_gpu and region and region.buffer.nbytes]
+    pinned = PinnedMemory([region.buffer for region in regions])
+    runner = ModelRunner(
+        model,
+        memory.pool,
+        attention,
+        groups.cp,
+        spec.ownership,
+        grammars,
+        pipeline=groups.pipeline,
+        peer_memory=memory,
+    )
+    runner.warm_up()
     on_failure.callback(runner.drop_graphs)
-    if make_capture is not None:
-        runner.capture_decode(config.decode.max_requests, make_capture())
-        _log.info("CUDA graphs of decode steps hold %.3g GiB", runner.graph_bytes / GIB)
-    elif reason := "sliding windows" if is_windowed else why_not_captured(config, spec.pool):
-        runner.why_not_captured = reason
-        _log.info("decode steps are not captured: %s", reason)
-    shape, rates = measured_rates(spec, store, model, pool, attention.backend, groups, dtype_name)
+    _capture_decode(spec, runner, make_capture, is_windowed=any(model_config.windows))
+    shape, rates = measured_rates(spec, store, model, memory.pool, attention, groups, dtype_name)
     return Rank(
         geometry=geometry,
         layout=layout,
@@ -152,27 +151,15 @@ def _load(
     )
 
 
-def _make_runner(
-    spec: WorkerSpec,
-    model: DecoderModel,
-    memory: PeerMemory,
-    attention: AttentionBackend,
-    groups: RankGroups,
-    grammars: Grammars | None,
-) -> ModelRunner:
-    """Return a runner after its warm-up."""
-    runner = ModelRunner(
-        model,
-        memory.pool,
-        attention,
-        groups.cp,
-        spec.ownership,
-        grammars,
-        pipeline=groups.pipeline,
-        peer_memory=memory,
-    )
-    runner.warm_up()
-    return runner
+def _open_attention(
+    spec: WorkerSpec, device: torch.device, dtype: torch.dtype, geometry: KvGeometry
+) -> AttentionBackend:
+    """Return the attention backend, and use its library's elementwise kernels too if it has them."""
+    choice = choose_backend(spec.config.resources.attention, device, dtype, needs_of(geometry.groups))
+    _log.info("attention by %s: %s", choice.name, choice.reason)
+    if choice.name == "native":
+        elementwise.register("cpu", torch.bfloat16, Library.load())
+    return choice.backend
 
 
 def _make_captures(spec: WorkerSpec, device: torch.device) -> Callable[[], Capture] | None:
@@ -182,10 +169,20 @@ def _make_captures(spec: WorkerSpec, device: torch.device) -> Callable[[], Captu
     return partial(GraphCapture, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
+def _capture_decode(
+    spec: WorkerSpec, runner: ModelRunner, make_capture: Callable[[], Capture] | None, *, is_windowed: bool
+) -> None:
+    """Capture decode steps, or log why they are not captured."""
+    if make_capture is not None:
+        runner.capture_decode(spec.config.decode.max_requests, make_capture())
+        _log.info("CUDA graphs of decode steps hold %.3g GiB", runner.graph_bytes / GIB)
+    elif reason := "sliding windows" if is_windowed else why_not_captured(spec.config, spec.pool):
+        runner.why_not_captured = reason
+        _log.info("decode steps are not captured: %s", reason)
+
+
 def host_bytes_of(spec: WorkerSpec, layout: PoolLayout) -> int:
-    """Return the size of this worker's host memory for cached pages, in bytes. It is a multiple of the page size, and 0
-    if nothing is cached.
-    """
+    """Return the bytes of host memory for cached pages: a whole number of pages, 0 if nothing is cached."""
     if not spec.config.kv.prefix_cache:
         return 0
     return spec.config.hicache.host_bytes // layout.page_bytes * layout.page_bytes

@@ -1,7 +1,7 @@
-"""Worker of one rank: its work loop and lifecycle. Plain Python, independent of what starts the process.
+"""Worker of one rank: its lifecycle and work loop. Nothing here depends on how the process was started.
 
-Every rank computes the steps that the leader plans, and sends its part of the finished KV. A rank that raises ends its
-replica.
+Every rank computes the steps that the leader plans, and sends its part of the computed KV. A rank that raises an error
+ends its replica.
 """
 
 import time
@@ -36,23 +36,23 @@ from workers.handoff.kv_sender import KvSender
 from workers.handoff.page_checker import PageChecker
 from workers.handoff.post import send_if_heard
 from workers.hicache.tier_worker import TierWorker
-from workers.loop.leader_link import LeaderLink, LocalLeader, RemoteLeader
+from workers.loop.leader_link import LeaderLink, LocalLink, RemoteLink
 from workers.loop.rank_steps import RankSteps
 from workers.loop.watch import BETWEEN_STEPS, Heartbeat
 from workers.parallel.groups import ReplicaStore, join_store, open_store
 from workers.rank import Rank, load_rank
 
 PAUSE_S = 1e-4
-"""Interval between checks of the inbox while a step runs on the GPU. It is short, so that the next plan arrives before
-the GPU is idle.
+"""Interval between checks of the inbox while a step runs on the GPU: short, so that the next plan is started before the
+GPU is idle.
 """
 
 
 class Worker:
-    """One process's part of a replica: ``load`` on every rank, then ``run`` on every rank with all ranks' records."""
+    """One process of a replica. ``load`` runs on every rank, then ``run`` with all ranks' records."""
 
     def __init__(self, spec: WorkerSpec, model_folder: Path, rendezvous: Rendezvous | None) -> None:
-        """Build a worker. Without a rendezvous nothing is registered, and the leader gets the table in messages."""
+        """Build a worker. Without a rendezvous it does not register, and the leader gets the table in messages."""
         use_cpu(spec.config.resources.threads_per_worker)
         self.spec = spec
         self.heartbeat = Heartbeat()
@@ -65,7 +65,7 @@ class Worker:
         self._store: ReplicaStore | None = None
         self._rank: Rank | None = None
         self._failure: Exception | None = None
-        """Error in another thread of this rank, which ends the rank."""
+        """Error in another thread, which ends the rank."""
 
     def open_store(self) -> str:
         """Open the store at which the ranks meet, on global rank 0; return its ``host:port``."""
@@ -84,7 +84,7 @@ class Worker:
         self.spec = replace(self.spec, config=config)
 
     def run(self, rows: list[RankRow]) -> None:
-        """Work until Shutdown; raise the error that ended this rank. ``rows``: all ranks' records, by global rank."""
+        """Work until Shutdown, or raise the error that ended this rank. ``rows`` are all ranks' records in order."""
         assert self._rank is not None, "run before load"
         outbox = Outbox(self._key)
         sender = make_kv_sender(self.spec, self._rank, rows, Outbox(self._key), self._fail)
@@ -98,7 +98,7 @@ class Worker:
             if self._failure is not None:
                 raise self._failure
         except BaseException:
-            # Peers that wait for this rank in a collective end now, instead of after its timeout.
+            # Peers that wait for this rank in a collective fail now instead of after its timeout.
             self._rank.runner.drop_graphs()
             self._rank.groups.leave()
             raise
@@ -109,7 +109,7 @@ class Worker:
             outbox.close()
 
     def stop(self, reason: str) -> None:
-        """Make ``run`` return after the current step; any thread may call this."""
+        """Make ``run`` return after the current step. Any thread may call this."""
         self._post(Shutdown(reason=reason))
 
     def drain(self) -> None:
@@ -117,7 +117,7 @@ class Worker:
         self._post(Drain())
 
     def close(self) -> None:
-        """Release the inbox and the transfer memory; call after ``run``."""
+        """Release the inbox and the transfer memory, after ``run`` has returned."""
         self._inbox.close()
         if self._rank is not None:
             self._rank.close()
@@ -125,17 +125,17 @@ class Worker:
     def _link(self, rank: Rank, rows: list[RankRow], tiers: TierWorker, outbox: Outbox) -> LeaderLink:
         if self.spec.is_leader:
             leader = make_leader(self.spec, rank, rows)
-            return LocalLeader(leader, self.spec, rank, rows, self._inbox, outbox, tiers, self._clock)
+            return LocalLink(leader, self.spec, rank, rows, self._inbox, outbox, tiers, self._clock)
         ahead = num_ahead(self.spec, rank)
-        return RemoteLeader(self.spec, rank, rows[0].address, ahead, self._inbox, outbox, self._clock)
+        return RemoteLink(self.spec, rank, rows[0].address, ahead, self._inbox, outbox, self._clock)
 
     def _work(self, link: LeaderLink, steps: RankSteps, parts: "_Parts") -> None:
-        """Run until Shutdown: dispatch messages, start planned steps, and end finished ones."""
+        """Handle messages, start planned steps and end finished ones until Shutdown."""
         is_stopping = False
         while not is_stopping:
             self.heartbeat.at(BETWEEN_STEPS)
             messages = self._inbox.receive(0.0 if steps.num_begun else link.idle_wait_s())
-            is_stopping = self._hand_out(messages, link, steps, parts)
+            is_stopping = self._handle(messages, link, steps, parts)
             plans = () if is_stopping else link.next_plans()
             _begin(plans, link, steps)
             if steps.is_due:
@@ -144,11 +144,11 @@ class Worker:
                 time.sleep(PAUSE_S)
             link.end_round(is_busy=steps.num_begun > 0)
 
-    def _hand_out(self, messages: Iterable[Message], link: LeaderLink, steps: RankSteps, parts: "_Parts") -> bool:
-        """Dispatch every message to the part that handles it; return whether the loop must end.
+    def _handle(self, messages: Iterable[Message], link: LeaderLink, steps: RankSteps, parts: "_Parts") -> bool:
+        """Pass every message to the part that handles it; return whether the loop must end.
 
-        Steps start in their order among the other messages: a tier job saves what the step before it computes, and
-        a dropped transfer must not begin with a step that came before.
+        Steps start in their order among the other messages: a tier job saves the pages of the step before it, and a
+        transfer that is dropped must not be opened by an earlier step.
         """
         for message in messages:
             match message:
@@ -172,10 +172,10 @@ class Worker:
 
     @contextmanager
     def _showing_life(self, rows: list[RankRow], link: LeaderLink) -> Iterator[None]:
-        """Return a context that renews the replica's lease, or reports that this rank is alive."""
+        """Renew the replica's lease, or report that this rank is alive, during the context."""
         if self._rendezvous is None:
             yield
-        elif isinstance(link, LocalLeader):
+        elif isinstance(link, LocalLink):
             lease = self._make_lease(self._rendezvous, rows, link)
             lease.start()
             try:
@@ -191,7 +191,7 @@ class Worker:
             finally:
                 keeper.stop()
 
-    def _make_lease(self, rendezvous: Rendezvous, rows: list[RankRow], link: LocalLeader) -> LeaseKeeper:
+    def _make_lease(self, rendezvous: Rendezvous, rows: list[RankRow], link: LocalLink) -> LeaseKeeper:
         outbox = Outbox(self._key)
 
         def on_table(snapshot: TableSnapshot) -> None:
@@ -203,7 +203,7 @@ class Worker:
         return lease
 
     def _fail(self, error: Exception) -> None:
-        """End the rank from another thread: its lease is lost, or one of its threads has failed."""
+        """End the rank from another thread, which has failed or lost the lease."""
         self._failure = error
         self.stop(str(error) or repr(error))
 
@@ -222,7 +222,7 @@ def _begin(plans: Iterable[StepPlan], link: LeaderLink, steps: RankSteps) -> Non
 
 
 class _Parts(NamedTuple):
-    """Parts of a worker other than its steps."""
+    """Parts of a worker that handle messages."""
 
     sender: KvSender
     checker: PageChecker

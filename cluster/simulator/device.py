@@ -78,7 +78,7 @@ class VirtualDevice:
     def end(self, plan: StepPlan) -> dict[Room, Sampled]:
         """Sample tokens and send complete pages."""
         sampled = {}
-        for row in plan.scheduled if self.draws else ():
+        for row in plan.scheduled if self.is_sampling_rank else ():
             if row.samples:
                 tokens = self._known[row.room].text.tokens(row.first_position + len(row.token_ids))
                 sampled[row.room] = Sampled(token_id=next_token(tokens, row.output_position))
@@ -86,7 +86,7 @@ class VirtualDevice:
         return sampled
 
     @property
-    def draws(self) -> bool:
+    def is_sampling_rank(self) -> bool:
         """Return whether this rank samples the tokens of its DP rank."""
         coords, sizes = self._memory.row.coords, self._memory.row.sizes
         return coords.cp == coords.tp == 0 and coords.pp == sizes.pp - 1

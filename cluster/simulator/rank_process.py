@@ -165,16 +165,16 @@ class RankProcess(Process):
     def _compute_rest(self) -> None:
         self.num_computed += 1
         self.end_if_over()
-        who_draws = next(rank for rank in self.shard if rank.device.draws)
-        if who_draws is not self:
-            who_draws.when_running(who_draws.end_if_over)
+        sampling_rank = next(rank for rank in self.shard if rank.device.is_sampling_rank)
+        if sampling_rank is not self:
+            sampling_rank.when_running(sampling_rank.end_if_over)
 
     def end_if_over(self) -> None:
         """End the step if it is computed; a rank that samples waits for all ranks of the step."""
         plan = self._step
         if plan is None or self.num_computed < self.num_begun:
             return
-        if self.device.draws and any(rank.num_computed < self.num_computed for rank in self._met(plan)):
+        if self.device.is_sampling_rank and any(rank.num_computed < self.num_computed for rank in self._met(plan)):
             return
         self._step = None
         self.on_ended(plan, self.device.end(plan))
@@ -199,8 +199,8 @@ class Follower(RankProcess):
 
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
         """Report the sampled tokens to the leader and continue."""
-        if self.device.draws and plan.scheduled:
-            result = StepResult(step=plan.step, dp_rank=self.row.coords.dp, sampled=sampled)
+        if self.device.is_sampling_rank and plan.scheduled:
+            result = StepResult(dp_rank=self.row.coords.dp, sampled=sampled)
             self.send(self.leader_address, result)
         self._turn()
 

@@ -81,7 +81,7 @@ class LeaderProcess(RankProcess):
         self.when_running(self._turn)
 
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
-        if self.device.draws and plan.scheduled:
+        if self.device.is_sampling_rank and plan.scheduled:
             self.leader.commit(0, sampled, self.around.now_s())
         self._close_turn()
         self.after(0.0, self._turn)

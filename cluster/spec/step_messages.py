@@ -12,51 +12,51 @@ from cluster.spec.wire import Struct, Tagged
 
 
 class Destination(Struct, frozen=True):
-    """Destination of one request's pages: a ticket, as the sender ranks need it."""
+    """Destination of a request's KV: the parts of its ticket that ranks need, and the decode ranks."""
 
     generation: int
     decode: Peer
     rows: list[RankRow]
-    """Decode ranks by global rank: endpoints and layouts of their pools."""
+    """Records of the decode ranks, by global rank."""
     num_tokens: int
-    """Tokens whose KV is sent: the prompt, and output of earlier attempts."""
+    """Number of tokens whose KV is sent: the prompt, and output of earlier attempts."""
     pages: list[list[int]]
     """Page ids by lifetime, as in the ticket."""
     num_held_pages: int
 
 
 class Admit(Struct, frozen=True):
-    """Request that the following steps refer to by its room only."""
+    """Announcement of a request, to which later messages refer by its room."""
 
     room: Room
     prompt_len: int
     owner_base: int
-    """Part that owns page 0 when pages are divided over the CP ranks."""
+    """Owner of page 0 if pages are divided over the CP ranks."""
     sampling: Sampling
     destination: Destination | None
-    """Destination; None if KV stays on this replica."""
+    """Destination; None if the KV stays on this replica."""
     history: list[int] = []
-    """Prompt and output so far; set only if sampling looks back."""
+    """Prompt and output so far, if sampling depends on them."""
     traced: bool = False
 
 
 class ScheduledRequest(Struct, frozen=True):
-    """One request's part of a step."""
+    """Part of a request that one step computes."""
 
     room: Room
     first_position: int
-    """Tokens of this request that already have KV."""
+    """Number of tokens that already have KV."""
     token_ids: list[int]
     new_pages: list[list[int]]
-    """Pages added to the request's page tables before this step, by lifetime; empty if there are none."""
+    """Pages to append to the request's page tables, by lifetime; empty if there are none."""
     samples: bool
-    """True if the last token's logits give an output token."""
+    """Whether an output token is sampled after the last token."""
     output_position: int
-    """Index of that output token in the request's output."""
+    """Index of the sampled token in the request's output."""
     input_from_previous_step: bool = False
-    """True if the one token here is sampled by the previous step; ``token_ids`` then holds a placeholder."""
+    """Whether the previous step samples this step's only token; ``token_ids`` then has a placeholder."""
     scored_ids: list[int] = []
-    """Prompt tokens that follow those here, if their log-probabilities are requested."""
+    """Prompt token that follows each of these tokens, if prompt log-probabilities are requested."""
 
 
 class StepShape(Struct, frozen=True):
@@ -66,15 +66,15 @@ class StepShape(Struct, frozen=True):
     passing: Passing | None = None
     """Passing, if KV is sharded; None if it is replicated."""
     shard_lens: tuple[int, ...] = (0,)
-    """Tokens of every attention shard, by dp * cp_size + cp; one entry if all shards have the same tokens."""
+    """Number of tokens per attention shard, by dp * cp_size + cp; one entry if all shards have the same tokens."""
     last_shard_lens: tuple[int, ...] = (0,)
-    """Tokens of every attention shard that have queries in the last layer."""
+    """Number of tokens per attention shard that have queries in the last layer."""
     is_decode: bool = True
-    """True if every request has one token, is sampled without prompt log-probabilities, and waits for no pages."""
+    """Whether every request has one token, is sampled without prompt log-probabilities, and waits for no pages."""
 
 
 class StepPlan(Tagged, frozen=True):
-    """One step of the whole replica: the leader decides, followers obey."""
+    """Step of one DP rank, which the leader sends to all of its ranks."""
 
     step: int
     shape: StepShape
@@ -83,65 +83,64 @@ class StepPlan(Tagged, frozen=True):
     releases: list[Room]
     """Requests to forget before this step."""
     arrived: list[int] = []
-    """Pages that prefill has written since the last plan. They are first copied to where they are read: on a GPU, and
-    to all ranks that hold the same heads.
+    """Pages received from prefill since the last plan. Ranks copy them to the GPU, and to ranks with the same heads,
+    before the step.
     """
     layerwise_load: TierJob | None = None
-    """Load of the cached pages that the step's one request reads, from host memory, layer by layer during the step."""
+    """Load of the only request's cached pages from host memory, layer by layer during the step."""
     estimate_s: float | None = None
-    """Expected time of the step; None if the strategy was not chosen by time."""
+    """Expected duration of the step; None if the strategy was not chosen by time."""
 
 
 class DropSend(Tagged, frozen=True):
-    """Instruction to stop writing for this room, then report."""
+    """Instruction to stop sending a room's KV, and to report when nothing more is written."""
 
     room: Room
     generation: int
 
 
 class ForgetPeer(Tagged, frozen=True):
-    """Proof that this start of a decode replica, and all before it, are gone: its memory can be closed."""
+    """Notice that a decode replica is gone, up to this incarnation, so that its memory can be closed."""
 
     replica: ReplicaId
     incarnation: Incarnation
 
 
 class ReportTrace(Tagged, frozen=True):
-    """Request of the router to every rank to send the trace of a request, and forget it."""
+    """Router's instruction to every rank to send its trace of a request, and to forget it."""
 
     room: Room
     reply_to: str
 
 
 class Shutdown(Tagged, frozen=True):
-    """Leave the loop."""
+    """Instruction to leave the work loop."""
 
     reason: str
 
 
 class StepResult(Tagged, frozen=True):
-    """Report that a step is computed, from the rank that samples, if that is not the leader itself."""
+    """Sampled tokens of a DP rank's oldest step under way, from the sampling rank if that is not the leader's."""
 
-    step: int
     dp_rank: int
     sampled: Mapping[Room, Sampled]
 
 
 class StepWork(Tagged, frozen=True):
-    """Work of one rank since it began to take requests."""
+    """Work of one rank since the replica started."""
 
     global_rank: int
     num_steps: int
     step_s: float
-    """Time of all these steps, including waits for other ranks."""
+    """Total duration of the steps, including waits for other ranks."""
     expert_tokens: Mapping[int, int] = {}
-    """Tokens by the model's expert, over all of the rank's layers."""
+    """Number of tokens by expert, over all of the rank's layers."""
     dropped: Mapping[str, int] = {}
-    """Messages that the rank's inbox rejected, by reason; the leader knows its own."""
+    """Number of messages that the rank's inbox dropped, by reason; empty from the leader's own rank."""
 
 
 class SendReport(Tagged, frozen=True):
-    """New state of one room's transfer on one rank."""
+    """Final state of one room's transfer on one rank."""
 
     room: Room
     generation: int
@@ -149,5 +148,6 @@ class SendReport(Tagged, frozen=True):
     state: SendState
     reason: str = ""
     num_bytes: int = 0
-    """Bytes that this rank wrote, and the time that took."""
+    """Number of bytes that this rank wrote."""
     write_s: float = 0.0
+    """Time spent writing."""

@@ -1,4 +1,4 @@
-"""Leader as seen from a rank's work loop: in the same process on global rank 0, behind messages on other ranks."""
+"""Link from a rank's work loop to the leader: direct on global rank 0, by messages on other ranks."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,18 +15,19 @@ from cluster.spec.tiers import TierJob
 from cluster.spec.worker_spec import WorkerSpec
 from workers.handoff.post import send_if_heard, send_to_ranks
 from workers.hicache.tier_worker import TierWorker
-from workers.loop.rank_steps import EndedStep, StepMeter, StepReports
+from workers.loop.rank_steps import EndedStep
+from workers.loop.step_counts import StepMeter, StepReports
 from workers.rank import Rank
 from workers.scheduler.replica_leader import ReplicaLeader, outputs_together
 
 LOAD_EVERY_S = 0.05
 """Interval between load samples for heartbeats while there is work."""
 IDLE_WAIT_S = 1.0
-"""Longest sleep of an idle loop, which is also the longest delay of a deadline."""
+"""Maximum sleep of an idle loop, and so the maximum delay of a deadline."""
 
 
-class LocalLeader:
-    """Leader in this process: its steps go to the followers too."""
+class LocalLink:
+    """Link to the leader in this process, which also sends its plans to the other ranks."""
 
     def __init__(
         self,
@@ -40,9 +41,9 @@ class LocalLeader:
         clock: Clock,
     ) -> None:
         self.num_ahead = leader.num_ahead
-        """Maximum number of steps that may start before the previous ones have ended."""
+        """Maximum number of steps that may start before earlier ones have ended."""
         self.load = ReplicaLoad()
-        """Load that heartbeats report; replaced as a whole, since another thread reads it."""
+        """Load that heartbeats report. It is replaced, not changed, because another thread reads it."""
         self.hurry: Callable[[], None] = lambda: None
         """Callback that sends the next heartbeat at once."""
         self._leader, self._rank, self._dp_rank = leader, rank, spec.coords.dp
@@ -55,7 +56,7 @@ class LocalLeader:
         self._load_due_s = 0.0
 
     def idle_wait_s(self) -> float:
-        """Return the longest wait for messages while no step is under way."""
+        """Return the maximum wait for messages while no step is under way."""
         if self._leader.has_work():
             return 0.0
         deadline_s = self._leader.next_deadline_s()
@@ -64,7 +65,7 @@ class LocalLeader:
     def on_message(self, message: Message) -> Sequence[StepPlan]:
         """Handle a message that is not for the rank itself; return steps to start before the next message."""
         if isinstance(message, Submit) and message.sampling.grammar and self._rank.grammars is not None:
-            # It takes long, and the request waits anyway.
+            # Compiling a grammar takes long, and can go on while the request waits.
             self._rank.grammars.prepare(message.sampling.grammar)
         self._leader.on_message(message, self._clock.now_s())
         return ()
@@ -73,7 +74,7 @@ class LocalLeader:
         """Return steps to start once all messages are handled."""
         self._leader.tick(self._clock.now_s())
         plans = self._leader.next_plans()
-        # First tokens, tickets and loaded pages do not wait for the step.
+        # First tokens, tickets and tier jobs do not wait for the step.
         self._send_outgoing()
         if self._leader.must_end:
             raise QuarantineError(self._leader.must_end)
@@ -90,19 +91,19 @@ class LocalLeader:
             self._leader.commit(self._dp_rank, step.sampled, self._clock.now_s())
 
     def end_round(self, *, is_busy: bool) -> None:
-        """Send pending messages at the end of each loop round. ``is_busy`` is true while a step is under way."""
+        """Report work and load, and send pending messages. ``is_busy`` is true while a step is under way."""
         is_idle = not is_busy and not self._leader.has_work()
         if report := self._reports.next(self._clock.now_s(), is_idle=is_idle):
             self._leader.on_message(report, self._clock.now_s())
         if self._clock.now_s() >= self._load_due_s or is_idle:
-            was_draining, self.load = self.load.draining, self._whole_load()
+            was_draining, self.load = self.load.draining, self._full_load()
             if self.load.draining != was_draining:
-                self.hurry()  # routers keep sending until they know
+                self.hurry()  # routers send requests until they know
             self._load_due_s = self._clock.now_s() + LOAD_EVERY_S
         self._send_outgoing()
 
-    def _whole_load(self) -> ReplicaLoad:
-        """Return the leader's load, completed with this process's own figures."""
+    def _full_load(self) -> ReplicaLoad:
+        """Return the leader's load with this process's counters."""
         load, runner = self._leader.load(), self._rank.runner
         return msgspec.structs.replace(
             load,
@@ -120,14 +121,14 @@ class LocalLeader:
                 send_if_heard(self._outbox, address, message)
 
 
-class RemoteLeader:
-    """Leader in another process, with the methods of ``LocalLeader``."""
+class RemoteLink:
+    """Link to the leader in another process, with the methods of ``LocalLink``."""
 
     def __init__(
         self, spec: WorkerSpec, rank: Rank, address: str, num_ahead: int, inbox: Inbox, outbox: Outbox, clock: Clock
     ) -> None:
         self.num_ahead = num_ahead
-        self._dp_rank, self._draws = spec.coords.dp, rank.runner.is_sampling_rank
+        self._dp_rank, self._runner = spec.coords.dp, rank.runner
         self._address, self._inbox, self._outbox, self._clock = address, inbox, outbox, clock
         self._reports = step_reports(spec, rank)
         self._had_plans = False
@@ -146,8 +147,8 @@ class RemoteLeader:
 
     def on_ended(self, step: EndedStep) -> None:
         self._reports.count(step.seconds)
-        if self._draws and step.plan.scheduled:
-            result = StepResult(step=step.plan.step, dp_rank=self._dp_rank, sampled=step.sampled)
+        if self._runner.is_sampling_rank and step.plan.scheduled:
+            result = StepResult(dp_rank=self._dp_rank, sampled=step.sampled)
             send_to_ranks(self._outbox, [self._address], result)
 
     def end_round(self, *, is_busy: bool) -> None:
@@ -161,5 +162,4 @@ def step_reports(spec: WorkerSpec, rank: Rank) -> StepReports:
     return StepReports(rank.model, rank.groups.model, spec.global_rank)
 
 
-LeaderLink = LocalLeader | RemoteLeader
-"""Source of a rank's step plans and receiver of their outcomes."""
+LeaderLink = LocalLink | RemoteLink

@@ -1,6 +1,4 @@
-"""Watchdog that ends a process whose work loop is stuck. A hung main thread raises no error, and the other threads stay
-alive.
-"""
+"""Watchdog that ends a process whose work loop is stuck, since a stuck main thread raises no error."""
 
 import logging
 import math
@@ -13,7 +11,7 @@ from typing import Self
 _log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Interval between checks of the loop, and time limit for writing the log line."""
+"""Interval between checks of the loop, and maximum time for writing the log line."""
 BETWEEN_STEPS = "between two steps"
 
 
@@ -22,11 +20,11 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self.count = 0
-        """Progress count: iterations of the loop, and starts and ends of its steps."""
+        """Number of places that the loop has reached."""
         self.place = BETWEEN_STEPS
 
     def at(self, place: str) -> None:
-        """Report that the loop has reached a location, possibly for another time."""
+        """Record that the loop has reached a place."""
         self.place = place
         self.count += 1
 
@@ -34,13 +32,13 @@ class Heartbeat:
 class LoopWatch:
     """Watchdog thread of a loop, between ``__enter__`` and ``__exit__``.
 
-    It counts its own checks, not seconds: a process that is stopped for an hour and resumes has missed one check.
+    It counts its checks, not seconds, so a process that was suspended for an hour has missed only one check.
     """
 
     def __init__(
         self, heartbeat: Heartbeat, name: str, limit_s: float, end: Callable[[], None], *, look_s: float = LOOK_S
     ) -> None:
-        """Prepare the thread, which calls ``end`` once when the loop ``name`` has not progressed for ``limit_s``."""
+        """Build a watchdog, which calls ``end`` once when the loop ``name`` has not progressed for ``limit_s``."""
         self._heartbeat, self._name, self._end, self._look_s = heartbeat, name, end, look_s
         self._max_looks = math.ceil(limit_s / look_s)
         self._seen_count = heartbeat.count
@@ -74,9 +72,7 @@ class LoopWatch:
                 return
 
     def _report(self) -> None:
-        """Log the stuck location. The loop may be stuck in logging itself, so this runs in another thread with a time
-        limit.
-        """
+        """Log where the loop is stuck: in another thread, since it may be stuck in logging."""
         line = "%s stood still for %g s (resources.step_timeout_s) %s; this process ends"
         args = (line, self._name, self._num_still * self._look_s, self._heartbeat.place)
         reporting = threading.Thread(target=_log.error, args=args, daemon=True)
@@ -85,5 +81,5 @@ class LoopWatch:
 
 
 def end_process() -> None:
-    """End the process at once, without notice to other threads."""
+    """End the process immediately, whatever its other threads do."""
     os._exit(1)

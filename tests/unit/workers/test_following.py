@@ -15,7 +15,7 @@ from cluster.spec.tiers import TierJob, TierJobKind
 from workers import worker as worker_module
 from workers.engine.step_state import BegunStep, SampledTokens
 from workers.loop import leader_link
-from workers.loop.leader_link import RemoteLeader
+from workers.loop.leader_link import RemoteLink
 from workers.loop.rank_steps import PATIENCE_S, RankSteps
 from workers.loop.watch import Heartbeat
 from workers.worker import Worker
@@ -48,7 +48,7 @@ class Rank:
         clock: Any = SimpleNamespace(now_s=lambda: self.now_s)
         inbox: Any = SimpleNamespace(receive=self.receive, dropped={})
         worker: Any = SimpleNamespace(heartbeat=Heartbeat(), _inbox=inbox)
-        worker._hand_out = partial(Worker._hand_out, worker)
+        worker._handle = partial(Worker._handle, worker)
         rank: Any = SimpleNamespace(
             runner=SimpleNamespace(begin=self.begin, requests={}, is_sampling_rank=False),
             step_recorder=SimpleNamespace(step=lambda _: nullcontext()),
@@ -58,7 +58,7 @@ class Rank:
         nobody: Any = None
         spec: Any = SimpleNamespace(coords=SimpleNamespace(dp=0))
         with patch.object(leader_link, "step_reports", lambda *_: reports):
-            link = RemoteLeader(spec, rank, "leader", 1, inbox, nobody, clock)
+            link = RemoteLink(spec, rank, "leader", 1, inbox, nobody, clock)
         tiers = SimpleNamespace(submit=lambda job: self.calls.append(("job", job.job_id)))
         parts: Any = SimpleNamespace(tiers=tiers)
         Worker._work(worker, link, RankSteps(rank, sender, nobody, clock, worker.heartbeat), parts)

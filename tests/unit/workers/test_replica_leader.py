@@ -287,7 +287,7 @@ def test_no_step_begins_before_all_ranks_of_the_last_one_have_told_its_outcome()
     assert len(replica.next_plans()) == 2
     replica.commit(0, {}, 0.0)
     assert not replica.has_work()
-    replica.on_message(StepResult(step=1, dp_rank=1, sampled={}), 0.0)
+    replica.on_message(StepResult(dp_rank=1, sampled={}), 0.0)
     assert [leader.committed for leader in leaders] == [[1], [1]]
     assert [plan.step for plan in replica.next_plans()] == [2, 2]
 
