@@ -1,4 +1,4 @@
-"""Functions that build a worker's parts from its spec."""
+"""Factories of a worker's parts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -56,11 +56,10 @@ def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
 
 
 def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> ReplicaLeader:
-    """Return the leader of the replica; called on rank 0."""
     me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address)
     depth, make = spec.sizes.pp, _make_decode_leader
     if spec.role is Role.PREFILL:
-        # One more than stages, so that none waits for the report that a step has ended.
+        # One step more than stages, so that no stage waits for the report of an ended step.
         depth, make = depth + (depth > 1), _make_prefill_leader
     ahead = num_ahead(spec, rank)
     leaders = [make(spec, rank, me, rows, dp_rank, depth + ahead) for dp_rank in range(spec.sizes.dp)]
@@ -68,15 +67,14 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> ReplicaLea
 
 
 def num_ahead(spec: WorkerSpec, rank: Rank) -> int:
-    """Return the maximum number of steps that a rank may start before the previous ones have ended there."""
+    """Return the maximum number of steps that a rank may start before earlier ones have ended there."""
     return int(spec.role is Role.DECODE and spec.sizes.pp == 1 and rank.runner.is_asynchronous)
 
 
 def _make_allocator(spec: WorkerSpec, rows: list[RankRow]) -> tuple[PageAllocator, Tiers | None]:
-    """Return the page allocator, and the tiers below it if there are any."""
     num_owners = rows[0].num_owners
     tree = PrefixTree(num_owners) if spec.config.kv.prefix_cache else None
-    # Stages differ in layers, and so in pages.
+    # Stages may differ in layers, and so in pages.
     pages_per_owner, lifetimes = min(row.layout.num_pages for row in rows), Lifetimes.of(rows[0].geometry)
     allocator = PageAllocator(pages_per_owner, tree, num_owners, lifetimes)
     return allocator, make_tiers(spec.config.hicache, tree, rows) if tree else None
@@ -149,7 +147,6 @@ def _make_prefill_leader(
 def make_tier_worker(
     spec: WorkerSpec, rank: Rank, rows: list[RankRow], open_outbox: Callable[[], Outbox]
 ) -> TierWorker:
-    """Return the tier worker for this rank's part of tier jobs."""
     if rank.host_region is None:
         return NoTierWorker()
     memory = TierMemory(rank.memory, rank.host_region)
@@ -159,7 +156,6 @@ def make_tier_worker(
 
 
 def make_page_store(spec: WorkerSpec, rank: Rank, row: RankRow) -> PageStore | None:
-    """Return this rank's page store, if there is storage."""
     backend = make_storage(spec.config.hicache.storage, spec.host)
     if backend is None:
         return None
@@ -167,9 +163,7 @@ def make_page_store(spec: WorkerSpec, rank: Rank, row: RankRow) -> PageStore | N
 
 
 def make_tiers(config: HicacheConfig, tree: PrefixTree, rows: list[RankRow]) -> Tiers | None:
-    """Return the tiers below the device cache, if every rank has host memory. The rank with the least memory sets their
-    size.
-    """
+    """Return the tiers if every rank has host memory. The rank with the least memory sets their size."""
     host_pages = min(row.host_endpoint.num_bytes // row.layout.page_bytes if row.host_endpoint else 0 for row in rows)
     return Tiers(config, tree, host_pages, rows) if host_pages else None
 
@@ -177,7 +171,6 @@ def make_tiers(config: HicacheConfig, tree: PrefixTree, rows: list[RankRow]) -> 
 def make_kv_sender(
     spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox, on_failure: Callable[[Exception], None]
 ) -> KvSender:
-    """Return the sender of this rank's part of finished KV."""
     return KvSender(
         prefill=Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address),
         row=rows[spec.global_rank],
@@ -193,12 +186,11 @@ def make_kv_sender(
 def make_page_checker(
     spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox, on_failure: Callable[[Exception], None]
 ) -> PageChecker:
-    """Return the checker that compares this rank's received pages with the senders' digests."""
     return PageChecker(rows[spec.global_rank], rank.memory.region.buffer, rows[0].address, outbox, on_failure)
 
 
 def make_rank_trace(spec: WorkerSpec, rank: Rank, room: Room, now_s: float) -> RankTrace:
-    """Return this rank's trace of a request, and forget it."""
+    """Return this rank's trace of a request, which the rank then forgets."""
     log = rank.step_recorder.recorder.take(room, now_s)
     return RankTrace(
         room=room,

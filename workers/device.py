@@ -1,4 +1,4 @@
-"""Device that a worker computes on: a CPU or a GPU, with its events and copies."""
+"""Device that a worker computes on, a CPU or a GPU, with events and copies."""
 
 import ctypes
 import platform
@@ -14,7 +14,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameter numbers of mallopt(3)."""
 _RETAINED_BYTES = 512 << 20
 _LARGEST_BYTES = 32 << 20
-"""Largest threshold that glibc allows."""
+"""Maximum threshold in glibc."""
 
 
 def open_device(device: Device) -> torch.device:
@@ -33,15 +33,13 @@ def open_device(device: Device) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything started on a GPU. On a CPU, nothing runs in the background."""
+    """Wait for all work on a GPU. On a CPU, nothing runs in the background."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 Event = torch.cuda.Event
-"""Event that completes when everything started on a GPU before it is done. Where an event is optional, None counts as
-complete.
-"""
+"""Event that completes after all GPU work started before it. An optional event that is None counts as complete."""
 
 
 def event_on(device: torch.device) -> Event | None:
@@ -50,7 +48,7 @@ def event_on(device: torch.device) -> Event | None:
 
 
 class Arriving:
-    """Tensors on their way to the host. Work started later does not delay them."""
+    """Copies of tensors to the host, which GPU work started later does not delay."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._on_host = tensors
@@ -64,27 +62,23 @@ class Arriving:
 
     @property
     def is_there(self) -> bool:
-        """Return whether `wait` would not block."""
         return self._there is None or bool(self._there.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """Wait for the tensors and return them."""
         if self._there is not None:
             self._there.synchronize()
         return self._on_host
 
 
 def on_device(on_cpu: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy on the device without making the host wait. Torch keeps the pinned copy until the transfer is
-    done.
-    """
+    """Return a copy on the device without blocking the host. Torch keeps the pinned memory until the copy is done."""
     if device.type == "cpu":
         return on_cpu
     return on_cpu.pin_memory().to(device, non_blocking=True) if on_cpu.numel() else on_cpu.to(device)
 
 
 def index_on(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return integers as a tensor on the device. Indexing with a list instead would make the host wait for the copy."""
+    """Return integers as a tensor on the device. Indexing with a list would block the host during the copy."""
     return on_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
 
 
@@ -94,10 +88,10 @@ def has_kernels(x: torch.Tensor) -> bool:
 
 
 def use_cpu(num_threads: int) -> None:
-    """Set the number of computing threads, and keep freed memory for the next layer.
+    """Set the number of compute threads, and keep freed memory for the next layer.
 
-    Otherwise every large activation would be new memory from the system, which clears it page by page: 6 % of the
-    time of a prefill step of 4096 tokens.
+    Otherwise each large activation is new memory, which the system clears page by page. That takes 6 % of a prefill
+    step of 4096 tokens.
     """
     torch.set_num_threads(num_threads)
     if platform.libc_ver()[0] == "glibc":
@@ -108,7 +102,7 @@ def use_cpu(num_threads: int) -> None:
 
 @cache
 def multiplies_bf16() -> bool:
-    """Return whether torch multiplies bf16 with the processor's own instructions; if not, fp32 is faster."""
+    """Return whether the processor has bf16 instructions that torch uses; if not, fp32 is faster."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if platform.machine() in ("aarch64", "arm64"):

@@ -1,11 +1,11 @@
-"""Page ownership in a replica: ids only, no memory.
+"""Page allocation in a replica: ids only, no memory.
 
-If every CP rank holds all KV there is one owner, and every rank uses the same ids. If pages are divided over n ranks,
+If every CP rank holds all KV, there is one owner, and all ranks use the same ids. If pages are divided over n ranks,
 page g belongs to owner g % n, which numbers it g // n in its own pool. Page j of a request belongs to owner (base + j)
 % n, so each demand names the owner of its first page.
 
-Pages of all lifetimes come from the same memory. A page that later tokens can see only for a while is cached under a
-key of its own: requests that continue right after it use it, and it needs no other page.
+Pages of all lifetimes come from the same memory. Pages of lifetimes after the first are cached under keys of their own
+and do not depend on other pages.
 """
 
 from collections import Counter, deque
@@ -16,7 +16,7 @@ from workers.cache.page_lists import ONE_LIFETIME, Lifetimes, PageLists, live_pa
 from workers.cache.prefix_tree import PageJournal, PrefixTree
 
 Demand = tuple[int, int]
-"""Consecutive pages requested, and the owner of the first."""
+"""Number of consecutive pages, and the owner of the first."""
 
 
 def _is_nowhere(_key: bytes) -> bool:
@@ -24,10 +24,10 @@ def _is_nowhere(_key: bytes) -> bool:
 
 
 class PageAllocator:
-    """Allocator of page ids 0 .. num_pages-1.
+    """Allocator of page ids 0 to num_pages - 1.
 
-    A page is free, held by one sequence, or cached and held by any number of them. A cached page is only read, and is
-    evicted when needed if nobody holds it. Owners are given modulo their number.
+    A page is free, held, or cached. Cached pages are read-only, and are evicted when needed if nothing holds them.
+    Owners are given modulo their number.
     """
 
     def __init__(
@@ -37,23 +37,23 @@ class PageAllocator:
         num_owners: int = 1,
         lifetimes: Lifetimes = ONE_LIFETIME,
     ) -> None:
-        """Build an allocator; without a tree nothing is cached."""
+        """Build an allocator. Without a tree, nothing is cached."""
         assert tree is None or tree.num_owners == num_owners, "tree and allocator divide pages differently"
         self.num_pages = pages_per_owner * num_owners
         self.lifetimes = lifetimes
         self._num_owners = num_owners
         self._free = [deque(range(owner, self.num_pages, num_owners)) for owner in range(num_owners)]
         self._held = Counter[int]()
-        """Holders of every page that is not cached: several if sequences share a prompt."""
+        """Number of holders of each page that is not cached; more than one if choices share a prompt."""
         self._tree = tree
         self.num_evicted = 0
         """Number of cached pages evicted for others."""
         self.num_gains = 0
-        """Number of pages released or shared so far: while it is unchanged, a failed allocation would fail again."""
+        """Number of pages released or shared so far. While it does not change, a failed allocation would fail again."""
 
     @property
     def num_free(self) -> int:
-        """Return how many consecutive pages can be allocated: the owner with the fewest unheld pages sets the limit."""
+        """Return how many consecutive pages can be allocated, limited by the owner with the fewest pages."""
         return self._num_owners * min(self._free_by_owner())
 
     @property
@@ -62,21 +62,19 @@ class PageAllocator:
 
     @property
     def is_caching(self) -> bool:
-        """Return whether pages are cached at all; if not, no keys are needed."""
         return self._tree is not None
 
     def is_cached(self, page: int) -> bool:
-        """Return whether this page is cached and so must not be written to."""
         return self._tree is not None and page in self._tree
 
     def is_held(self, page: int) -> bool:
-        """Return whether exactly one sequence holds this page, which may then write to it."""
+        """Return whether exactly one sequence holds this page, and so may write to it."""
         return self._held[page] == 1
 
     def find(self, keys: Sequence[bytes], is_below: Callable[[bytes], bool] = _is_nowhere) -> PageLists:
-        """Return the cached pages of the longest prefix that can be continued; pass them to ``allocate`` at once.
+        """Return the cached pages of the longest prefix that can be continued. Only ``allocate`` protects them.
 
-        ``is_below`` returns whether a lower tier has a page that is not cached; the result then has ``NO_PAGE``.
+        ``is_below`` returns whether a lower tier has a page. The result has ``NO_PAGE`` for pages that only it has.
         """
         num_pages = self.count_cached(keys, is_below)
         if self._tree is None or not num_pages:
@@ -98,32 +96,29 @@ class PageAllocator:
             keys, tree.count(keys), lambda key: tree.page_of(key) is not None or is_below(key)
         )
 
-    def would_fit(self, demands: Iterable[Demand], beside: Collection[int]) -> bool:
-        """Return whether all demands could be met if only the pages in ``beside`` were held."""
-        held = Counter(page % self._num_owners for page in beside)
+    def would_fit(self, demands: Iterable[Demand], held_pages: Collection[int]) -> bool:
+        """Return whether all demands could be met if only the given pages were held."""
+        held = Counter(page % self._num_owners for page in held_pages)
         each = self.num_pages // self._num_owners
         return self._covers([each - held[owner] for owner in range(self._num_owners)], demands)
 
     def can_allocate(self, demands: Iterable[Demand], shared: Iterable[int] = ()) -> bool:
         """Return whether all demands can be met while the ``shared`` pages are held.
 
-        Shared pages were returned by ``find`` or belong to another sequence.
+        Shared pages are cached or belong to another sequence.
         """
         num_idle = Counter(page % self._num_owners for page in shared if self._tree and self._tree.is_idle(page))
         return self._covers([free - num_idle[owner] for owner, free in enumerate(self._free_by_owner())], demands)
 
     def allocate(self, demands: Sequence[Demand], shared: Sequence[int] = ()) -> PageLists:
-        """Hold the shared pages and allocate new ones for each demand; evict cached ones as needed.
-
-        The caller has checked ``can_allocate``.
-        """
+        """Hold the shared pages, and return new pages for each demand after a successful ``can_allocate``."""
         assert self.can_allocate(demands, shared), f"{demands} requested, {self.num_free} of {self.num_pages} free"
         self._held.update(page for page in shared if not self.is_cached(page))
         if self._tree:
             self._tree.claim([page for page in shared if page in self._tree])
             needed = self._total_by_owner(demands)
             missing = [max(0, number - len(free)) for number, free in zip(needed, self._free, strict=True)]
-            # Leaves are evicted first; in reverse, neighbours of a prefix are in order again and are sent as one span.
+            # Leaves are evicted first. In reverse, neighbours in a prefix are neighbours again, and sent as one span.
             evicted = self._tree.evict(missing)
             self.num_evicted += len(evicted)
             for page in reversed(evicted):
@@ -136,10 +131,10 @@ class PageAllocator:
         return lists
 
     def share(self, pages: Sequence[Sequence[int]], keys: Sequence[bytes], num_shared: int = 0) -> int:
-        """Cache the leading pages of a running sequence that have keys; their KV must be complete.
+        """Cache the leading complete pages of a running sequence, and return how many of its pages are now cached.
 
-        Stop before the first page that the cache has a copy of: a holder of a page holds all pages above it. Return
-        how many pages are cached now; pass it as ``num_shared`` the next time, so that none is checked twice.
+        Stop before the first page that the cache has a copy of, because a holder of a page holds all pages above it.
+        ``num_shared`` is the last call's result.
         """
         self.num_gains += 1
         if self._tree is None:
@@ -152,7 +147,7 @@ class PageAllocator:
         return num_insertable
 
     def free(self, pages: Sequence[int]) -> None:
-        """Free held pages, each lifetime's in order of position. Cached pages stay cached."""
+        """Free held pages, given in order of position by lifetime. Cached pages stay cached."""
         self.num_gains += len(pages)
         own = [page for page in pages if not self.is_cached(page)]
         for page in own:
@@ -165,7 +160,7 @@ class PageAllocator:
             self._tree.release([page for page in pages if page in self._tree])
 
     def keep(self, pages: Sequence[Sequence[int]], keys: Sequence[bytes]) -> None:
-        """Free pages, and cache the leading ones that have keys; their KV must be complete."""
+        """Free pages after caching the leading ones that have keys, which must be complete."""
         if self._tree is None or not keys:
             self.free(live_pages(pages))
             return
@@ -180,7 +175,7 @@ class PageAllocator:
         self._tree.release(path)
 
     def cached_keys(self) -> list[bytes]:
-        """Return the keys of the first lifetime's cached pages, each page after the pages above it."""
+        """Return the keys of the first lifetime's cached pages, each after the pages above it."""
         keys = self._tree.keys() if self._tree else []
         return [key for key in keys if not lifetime_of(key)]
 
@@ -194,14 +189,14 @@ class PageAllocator:
             self._tree.journals.remove(journal)
 
     def flush(self) -> None:
-        """Evict every cached page that nobody holds."""
+        """Evict every cached page that nothing holds."""
         if self._tree:
             idle = [self._tree.num_idle(owner) for owner in range(self._num_owners)]
             for page in reversed(self._tree.evict(idle)):
                 self._put_back(page)
 
     def check_integrity(self, held: Sequence[int]) -> None:
-        """Prove that the given pages, each listed once per holder, are exactly the pages handed out."""
+        """Assert that the held pages are exactly these, each given once per holder."""
         holders = Counter(held)
         if self._tree:
             self._tree.check_integrity({page: holders[page] for page in holders if page in self._tree})
@@ -218,33 +213,33 @@ class PageAllocator:
         self, tree: PrefixTree, pages: Sequence[Sequence[int]], keys: Sequence[bytes], first: int = 0
     ) -> None:
         """Cache the pages of the lifetimes after the first, except pages that the cache has a copy of."""
-        place = first_place(keys[0]) if keys else 0
+        index = first_place(keys[0]) if keys else 0
         for lifetime, ids in list(enumerate(pages))[1:]:
             for at in range(first, len(keys)):
                 key, is_own = lifetime_key(keys[at], lifetime), self._held[ids[at]] == 1
-                if is_own and tree.insert_alone(key, ids[at], place + at, at):
+                if is_own and tree.insert_alone(key, ids[at], index + at, at):
                     self._forget_held([ids[at]])
 
     def _num_insertable(self, pages: Sequence[int], num_shared: int = 0) -> int:
-        """Return how many leading pages are cached or held by the caller alone, from ``num_shared`` known ones on.
+        """Return how many leading pages are cached or held by the caller only.
 
-        Other holders may hold such a page without the pages above it in the tree.
+        Another holder of a page may not hold the pages above it in the tree.
         """
         numbers = range(num_shared, len(pages))
         return next((number for number in numbers if self._held[pages[number]] > 1), len(pages))
 
     def _forget_held(self, pages: Sequence[int]) -> None:
-        """Leave counting the holders of these pages to the tree."""
+        """Let the tree count the holders of these pages."""
         for page in pages:
             self._held.pop(page, None)
 
     def _free_by_owner(self) -> list[int]:
-        """Return each owner's number of pages that nobody holds, cached or not."""
+        """Return each owner's number of pages that nothing holds, cached or not."""
         tree = self._tree
         return [len(free) + (tree.num_idle(owner) if tree else 0) for owner, free in enumerate(self._free)]
 
     def _by_owner(self, count: int, first_owner: int) -> list[int]:
-        """Return how many pages of a consecutive run each owner provides."""
+        """Return the number of pages from each owner in a run of consecutive pages."""
         each, rest = divmod(count, self._num_owners)
         return [each + ((owner - first_owner) % self._num_owners < rest) for owner in range(self._num_owners)]
 

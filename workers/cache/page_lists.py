@@ -1,4 +1,4 @@
-"""Page lists of one request by lifetime, and which pages later tokens can see. Pure arithmetic."""
+"""Page lists of a request by lifetime, and the pages that later tokens can see. Pure."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from cluster.spec.kv import NO_PAGE, KvGeometry, Lifetime, first_place, lifetime
 from cluster.spec.tiers import TierPage
 
 PageLists = list[list[int]]
-"""Page ids by lifetime, each in order of position, with ``NO_PAGE`` where no later token sees the page."""
+"""Page ids by lifetime, in order of position, with ``NO_PAGE`` where no later token can see the page."""
 
 
 class Gap(NamedTuple):
-    """Consecutive pages that a request lacks."""
+    """Consecutive missing pages of a request."""
 
     lifetime: int
     first: int
@@ -24,13 +24,13 @@ def live_pages(lists: Iterable[Iterable[int]]) -> list[int]:
 
 
 def tier_page(keys: Sequence[bytes], lifetime: int, at: int, device: int | None = None) -> TierPage:
-    """Return a lifetime's page at a position in the prefix with these keys."""
+    """Return the page of a lifetime at a position in a prefix."""
     return TierPage(key=lifetime_key(keys[at], lifetime), index=first_place(keys[0]) + at, depth=at, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class Lifetimes:
-    """Lifetimes of a model's KV groups, counted in pages."""
+    """Lifetimes of a model's KV groups, in pages."""
 
     page_size: int
     each: tuple[Lifetime, ...]
@@ -44,7 +44,7 @@ class Lifetimes:
         return len(self.each)
 
     def first_pages(self, num_tokens: int) -> list[int]:
-        """Return the first page by lifetime that a token after the first ``num_tokens`` can see."""
+        """Return, by lifetime, the first page that a token after the first ``num_tokens`` can see."""
         return [lifetime.first_page(num_tokens, self.page_size) for lifetime in self.each]
 
     def visible(self, pages: Sequence[Sequence[int]], num_tokens: int) -> PageLists:
@@ -53,7 +53,7 @@ class Lifetimes:
         return [[NO_PAGE] * min(first, len(ids)) + list(ids[first:]) for ids, first in zip(pages, firsts, strict=True)]
 
     def gaps(self, pages: Sequence[Sequence[int]], num_pages: int) -> list[Gap]:
-        """Return the pages that a request of ``num_pages`` lacks if it continues after these full pages."""
+        """Return the missing pages of a request of ``num_pages`` that continues after these full pages."""
         firsts = self.first_pages(len(pages[0]) * self.page_size)
         return [
             Gap(lifetime, *run)
@@ -62,7 +62,7 @@ class Lifetimes:
         ]
 
     def prefix_pages(self, keys: Sequence[bytes]) -> list[TierPage]:
-        """Return the pages that the token after these full pages can see, ordered by lifetime."""
+        """Return the pages that the token after a prefix of full pages can see, ordered by lifetime."""
         return [
             tier_page(keys, lifetime, at)
             for lifetime, first in enumerate(self.first_pages(len(keys) * self.page_size))
@@ -75,9 +75,11 @@ class Lifetimes:
         return [lifetime_key(key, lifetime) for lifetime, first in enumerate(firsts) for key in keys[first:]]
 
     def longest_prefix(self, keys: Sequence[bytes], num_known: int, has: Callable[[bytes], bool]) -> int:
-        """Return the number of full pages that a sequence can continue after.
+        """Return the number of leading full pages after which a sequence can continue.
 
-        ``has`` returns whether a page is there; the pages of the first ``num_known`` keys are known to be.
+        Args:
+            num_known: number of leading pages that exist.
+            has: returns whether another page exists.
         """
         num_pages = next((at for at in range(num_known, len(keys)) if not has(keys[at])), len(keys))
         lifetime = 1
@@ -85,18 +87,18 @@ class Lifetimes:
             first = self.first_pages(num_pages * self.page_size)[lifetime]
             lacking = (at for at in reversed(range(first, num_pages)) if not has(lifetime_key(keys[at], lifetime)))
             last = next(lacking, None)
-            # Every prefix that ends between the missing page and here needs that page.
+            # All prefixes that end after the missing page need it.
             num_pages, lifetime = (num_pages, lifetime + 1) if last is None else (last, 1)
         return num_pages
 
     def can_continue(self, pages: Sequence[Sequence[int]]) -> bool:
-        """Return whether these full pages include every page that the next token can see."""
+        """Return whether no page that the token after these full pages can see is missing."""
         firsts = self.first_pages(len(pages[0]) * self.page_size)
         return all(NO_PAGE not in ids[first:] for ids, first in zip(pages, firsts, strict=True))
 
 
 def _missing_runs(ids: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield runs of missing pages as (first, end), the last of which may be empty."""
+    """Yield runs of missing pages as (first, end); the last one may be empty."""
     start = first
     for at in range(first, len(ids)):
         if ids[at] != NO_PAGE:
@@ -107,4 +109,4 @@ def _missing_runs(ids: Sequence[int], first: int, end: int) -> Iterator[tuple[in
 
 
 ONE_LIFETIME = Lifetimes(1, (Lifetime(None),))
-"""Lifetimes of a model whose tokens see all earlier tokens; the page size does not matter."""
+"""Lifetimes of a model whose tokens see all earlier tokens, whatever the page size."""

@@ -1,9 +1,9 @@
 """Prefix tree of cached pages and their eviction order: ids only, no memory.
 
-A node is one full page under its chained key (``cluster.spec.kv``), so one look-up per page walks the tree. A holder of
-a page holds every page above it and releases the deepest first. In each owner's idle list, least recently used first, a
-page therefore precedes the pages above it, and everything below an idle page is idle too. Pages of lifetimes after the
-first have no pages above or below them.
+A node is a full page under its chained key (``cluster.spec.kv``). A holder of a page holds every page above it and
+releases the deepest first. In each owner's idle list, least recently used first, a page therefore precedes the pages
+above it, and all pages below an idle page are idle too. Pages of lifetimes after the first have no pages above or below
+them.
 """
 
 from bisect import bisect_left
@@ -16,13 +16,12 @@ from cluster.spec.kv import first_place
 
 
 class PageJournal:
-    """Net changes by page key: a page that was stored and removed again is no change."""
+    """Net changes by page key. Pages that were stored and removed again are not reported."""
 
     def __init__(self) -> None:
         self._changes: dict[bytes, bool] = {}
 
     def note(self, key: bytes, is_stored: bool) -> None:
-        """Record that a page was stored or removed."""
         if self._changes.pop(key, is_stored) is is_stored:
             self._changes[key] = is_stored
 
@@ -38,8 +37,8 @@ class _Node:
     key: bytes
     page: int
     parent: "_Node | None"
-    place: int
-    """Index that determines the owner wherever pages are divided (``cluster.spec.kv``)."""
+    index: int
+    """Index that determines the page's owner where pages are divided (``cluster.spec.kv``)."""
     depth: int
     """Number of pages above it."""
     num_holders: int = 1
@@ -47,18 +46,20 @@ class _Node:
 
 
 class PrefixTree:
-    """Tree of the pages of computed prefixes. A page without holders is idle and can be evicted."""
+    """Tree of the pages of computed prefixes. Idle pages have no holders and can be evicted.
+
+    Page g belongs to owner g modulo ``num_owners``.
+    """
 
     def __init__(self, num_owners: int = 1) -> None:
-        """Build a tree. Page g belongs to owner g modulo ``num_owners``."""
         self.num_owners = num_owners
         self._by_key: dict[bytes, _Node] = {}
         self._by_page: dict[int, _Node] = {}
         self._idle: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_owners)]
-        """Idle pages by owner, with their release times, oldest first."""
+        """Each owner's idle pages with the number of their release, oldest first."""
         self._turns = count()
         self.version = 0
-        """Version that changes whenever the next evictions might."""
+        """Number that changes when the next pages to evict may change."""
         self.journals: list[PageJournal] = []
 
     @property
@@ -75,7 +76,7 @@ class PrefixTree:
         return page in self._idle[page % self.num_owners]
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the pages of the longest cached prefix; claim them to protect them from eviction."""
+        """Return the pages of the longest cached prefix. Only claimed pages are safe from eviction."""
         pages = []
         for key in keys:
             node = self._by_key.get(key)
@@ -85,7 +86,7 @@ class PrefixTree:
         return pages
 
     def count(self, keys: Sequence[bytes]) -> int:
-        """Return how many pages ``find`` would return, by bisection: a cached page has all pages above it."""
+        """Return how many pages ``find`` would return, by bisection: the pages above a cached page are cached."""
         return bisect_left(keys, True, key=lambda key: key not in self._by_key)
 
     def page_of(self, key: bytes) -> int | None:
@@ -93,19 +94,18 @@ class PrefixTree:
         return node.page if node else None
 
     def stay(self, key: bytes) -> object | None:
-        """Return an object that identifies a page's current stay: the same one until the page is evicted."""
+        """Return an object that stays the same until the page is evicted."""
         return self._by_key.get(key)
 
-    def place_of(self, key: bytes) -> int:
-        """Return the index that decides who owns a cached page."""
-        return self._by_key[key].place
+    def index_of(self, key: bytes) -> int:
+        """Return the index that determines a cached page's owner."""
+        return self._by_key[key].index
 
     def depth_of(self, key: bytes) -> int:
-        """Return how many pages are above a cached page."""
         return self._by_key[key].depth
 
     def path(self, key: bytes) -> list[bytes]:
-        """Return the keys from the first page down to this one; empty if it is not cached."""
+        """Return the keys from the first page to this one; empty if it is not cached."""
         path: list[bytes] = []
         node = self._by_key.get(key)
         while node is not None:
@@ -114,7 +114,7 @@ class PrefixTree:
         return path[::-1]
 
     def oldest_idle(self, owner: int, count: int) -> list[bytes]:
-        """Return the keys of an owner's pages that would be evicted first."""
+        """Return the keys of an owner's next pages to evict."""
         return [self._by_page[page].key for page in islice(self._idle[owner], count)]
 
     def keys(self) -> list[bytes]:
@@ -139,33 +139,33 @@ class PrefixTree:
                 self._idle[page % self.num_owners][page] = next(self._turns)
 
     def insert(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> list[int]:
-        """Insert a computed prefix; return the cached pages from ``first`` on, each now held by the caller.
+        """Insert a computed prefix; return its cached pages from ``first`` on, which the caller now holds.
 
-        Where the tree already has another page of the same tokens, claim that page instead; the caller's page stays
-        its own. The pages before ``first`` are in the tree already.
+        If the tree has another page with the same tokens, claim it; the caller's page then stays out of the tree. The
+        pages before ``first`` are in the tree already.
         """
         path: list[int] = []
         parent = self._by_key[keys[first - 1]] if first else None
         for key, page in zip(keys[first:], pages[first:], strict=True):
             node = self._by_key.get(key)
             if node is None:
-                place, depth = (parent.place + 1, parent.depth + 1) if parent else (first_place(key), 0)
-                node = self._add(_Node(key, page, parent, place, depth))
+                index, depth = (parent.index + 1, parent.depth + 1) if parent else (first_place(key), 0)
+                node = self._add(_Node(key, page, parent, index, depth))
             elif node.page != page:
                 self.claim([node.page])
             path.append(node.page)
             parent = node
         return path
 
-    def insert_alone(self, key: bytes, page: int, place: int, depth: int) -> bool:
-        """Insert a page without a parent, held by the caller; return False if the tree has its key."""
+    def insert_alone(self, key: bytes, page: int, index: int, depth: int) -> bool:
+        """Insert a page without a parent that the caller holds; return False if the tree has its key."""
         if key in self._by_key:
             return False
-        self._add(_Node(key, page, None, place, depth))
+        self._add(_Node(key, page, None, index, depth))
         return True
 
     def num_own(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> int:
-        """Return how many leading pages are in the tree, or would be once inserted; those before ``first`` are."""
+        """Return how many leading pages the tree has or could insert. It has those before ``first``."""
         num_pages = min(len(keys), len(pages))
         for number in range(first, num_pages):
             node = self._by_key.get(keys[number])
@@ -174,9 +174,9 @@ class PrefixTree:
         return num_pages
 
     def evict(self, counts: Sequence[int]) -> list[int]:
-        """Evict at least this many idle pages per owner and hand them to the caller.
+        """Evict at least this many idle pages per owner, and return them.
 
-        Each eviction removes the owner's least recently used page and everything below it.
+        Each eviction removes the owner's least recently used page and all pages below it.
         """
         pages: list[int] = []
         num_taken = [0] * self.num_owners
@@ -192,7 +192,7 @@ class PrefixTree:
         return pages
 
     def check_integrity(self, holders: Mapping[int, int]) -> None:
-        """Prove that every page has the given number of holders, at most as many as the page above it."""
+        """Assert that every page has the given number of holders, and no more than the page above it."""
         turns = {page: turn for idle in self._idle for page, turn in idle.items()}
         assert self._by_page.keys() == {node.page for node in self._by_key.values()}
         for page, node in self._by_page.items():

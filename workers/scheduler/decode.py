@@ -1,8 +1,8 @@
 """Decode leader: from Submit to the last token. Sans I/O.
 
-A request waits for pages, sends prefill one ticket for them, joins the running batch when Result and every Done agree,
-and frees its pages only when nobody can still write to them. A request without prefill joins as soon as it has pages,
-and is computed here; so are further choices of a prompt, which begin with the pages of the first one.
+A request waits for pages, sends prefill a ticket for them, joins the running batch when the Result and every Done
+agree, and frees its pages only when nothing can write to them any more. A request without prefill joins as soon as it
+has pages. So do further choices of a prompt, which share the pages of the first one.
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ from workers.trace.recorder import Recorder
 
 
 class DecodeLeader(Leader):
-    """Decode leader of one DP rank; see the module's docstring."""
+    """Decode leader of one DP rank."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class DecodeLeader(Leader):
         self._queue = DecodeQueue(allocator, steps, settings.layout.page_size, tiers)
         self._arrived: list[int] = []
         """Received pages that no plan has announced yet."""
-        self._newest_step, self._unsent = 0, deque[tuple[int, DecodeRequest]]()
-        """Requests whose pages a step under way may still write to, as (newest such step, request)."""
+        self._newest_step = 0
+        self._unsent = deque[tuple[int, DecodeRequest]]()
+        """Unsent tickets whose pages a step under way may still write to, as (newest such step, request)."""
         self._num_arrivals = 0
         self._is_quarantined = False
         self._checks = PageChecks(settings.rank_addresses)
 
     def on_message(self, message: Message, now_s: float) -> None:
-        """Handle one message; late, foreign and unknown ones are counted and dropped."""
         self._now_s = now_s
         match message:
             case Submit():
@@ -88,7 +88,6 @@ class DecodeLeader(Leader):
         self._reserve(now_s)
 
     def tick(self, now_s: float) -> None:
-        """Handle expired deadlines of tickets, inquiries and settling bytes."""
         self._now_s = now_s
         for request in list(self._requests.values()):
             if request.session is not None and request.state is not DecodeState.RUNNING:
@@ -101,11 +100,10 @@ class DecodeLeader(Leader):
         self.report_cache()
 
     def has_work(self) -> bool:
-        """Return whether there is a step to compute now, or pages have arrived."""
         return super().has_work() or bool(self._arrived)
 
     def next_plan(self) -> StepPlan | None:
-        """Return the next step; None if there is nothing to do. It may only announce received pages."""
+        # Received pages are announced even if there is nothing to compute.
         plan = self._steps.next_plan() or (idle_plan() if self._arrived else None)
         self.report_cache()
         if plan is None:
@@ -116,12 +114,11 @@ class DecodeLeader(Leader):
         return replace(plan, arrived=arrived)
 
     def report_cache(self) -> None:
-        """Report cache changes, once the ranks know of all received pages."""
+        # Only once all received pages are announced to the ranks.
         if not self._arrived:
             super().report_cache()
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
-        """Stream the new tokens, and end requests that got their last token."""
         self._now_s = now_s
         for sequence in self._steps.commit(plan, sampled):
             request, token = self._requests[sequence.room], sampled[sequence.room]
@@ -180,14 +177,14 @@ class DecodeLeader(Leader):
             self._queue.add(request, self._now_s)
 
     def _must_await(self, first: Room | None) -> TypeGuard[Room]:
-        """Return whether this choice must wait for the one that brings its prompt, which may not have arrived yet."""
+        """Return whether a choice must wait for the first one, which may not have arrived yet, to have the prompt."""
         if first is None or first in self.ended:
             return False
         request = self._requests.get(first)
         return request is None or not request.has_prompt
 
     def _reserve(self, now_s: float) -> None:
-        """Grant pages to waiting requests, then send their tickets or compute them here."""
+        """Grant pages to waiting requests, and send their tickets or hand them to the step scheduler."""
         for request in self._queue.grant(now_s):
             request.granted_s = now_s
             if request.submit.prefill is not None:
@@ -205,7 +202,7 @@ class DecodeLeader(Leader):
             self.send(prefill.address, session.open(now_s))
 
     def _send_unsent(self, computed_step: int) -> None:
-        """Send the tickets whose pages no step of this replica writes to any more."""
+        """Send the tickets whose pages no step under way can write to."""
         while self._unsent and self._unsent[0][0] <= computed_step:
             _, request = self._unsent.popleft()
             if request.state is DecodeState.RECEIVING and request.session is not None:
@@ -236,10 +233,10 @@ class DecodeLeader(Leader):
             elif session.state is ReceiverState.READY:
                 self._verify(request, session)
         if request.state is DecodeState.STOPPING and session.may_free:
-            self._end(request, "nobody writes any more")
+            self._end(request, "nothing writes to its pages any more")
 
     def _verify(self, request: DecodeRequest, session: ReceiverSession) -> None:
-        """Start the request, after every rank has verified the received pages if that is configured."""
+        """Start the request, or ask every rank to compare the received pages with the senders' digests first."""
         if not session.digests:
             self._start(request, session)
             return
@@ -279,7 +276,7 @@ class DecodeLeader(Leader):
         self._emit_first(request, replace(output, prompt_logprobs=result.prompt_logprobs, cached=result.cached))
 
     def _run(self, request: DecodeRequest, num_computed: int) -> None:
-        """Hand a request to the step scheduler, which allocates pages if it has none."""
+        """Hand a request to the step scheduler, which allocates its pages if it has none."""
         request.kv = KvState.after(num_computed, request.kv.pages)
         self._steps.add(request)
 
@@ -295,7 +292,7 @@ class DecodeLeader(Leader):
         )
 
     def _emit_first(self, request: DecodeRequest, output: Output) -> None:
-        """Send a request's first token. Other choices of its prompt first take over its pages, as it may end here."""
+        """Send a request's first token. It may be the last, so other choices take their share of its pages first."""
         request.has_prompt = True
         for choice in self._queue.end_wait(request.room):
             self._queue.add(choice, self._now_s)
@@ -304,7 +301,6 @@ class DecodeLeader(Leader):
 
     def _emit(self, request: DecodeRequest, output: Output) -> None:
         if output.finish is not None:
-            self._steps.holders.retire(request.room)
             self._end(request, output.finish)
         self.send(request.submit.router.address, output)
 
@@ -318,7 +314,7 @@ class DecodeLeader(Leader):
             self._stop(request, "the request was cancelled", now_s)
 
     def _on_inquire(self, inquire: Inquire) -> None:
-        """Report ended rooms to a router that missed their end. Rooms that have not arrived yet count as ended."""
+        """Report ended rooms to a router that missed it. Rooms that are not known count as ended."""
         if inquire.incarnation != self.me.incarnation:
             self.drop(inquire)
             return
@@ -326,25 +322,22 @@ class DecodeLeader(Leader):
             request = self._requests.get(room)
             needed = request.submit.prompt_of if request else room
             if needed is not None and needed not in self._requests and needed not in self.ended:
-                self._close(needed, "it never came")
+                self._close(needed, "it never arrived")
             if room in self.ended:
                 self.say_over(inquire.sender, room)
 
     def _stop(self, request: DecodeRequest, reason: str, now_s: float) -> None:
-        """Stop a request that nobody waits for."""
+        """Stop a request whose output is no longer wanted."""
         if request.state is DecodeState.QUEUED:
             self._queue.remove(request)
             self._end(request, reason)
-        elif request.state is DecodeState.RUNNING:
-            self._steps.holders.retire(request.submit.room)
-            self._end(request, reason)
-        elif request.state is DecodeState.VERIFYING:
+        elif request.state in (DecodeState.RUNNING, DecodeState.VERIFYING):
             self._end(request, reason)
         elif request.session is not None:
             self._act_on(request, request.session, request.session.cancel(reason, now_s))
 
     def _on_table(self, snapshot: TableSnapshot, now_s: float) -> None:
-        """Stop waiting for prefill replicas that are proven gone. Replicas that are only silent may still write."""
+        """End transfers from prefill replicas that are proven gone, since silent ones may still write."""
         self.reporter.on_table(snapshot)
         for request in list(self._requests.values()):
             if self.has_no_router(request.submit, snapshot):
@@ -358,12 +351,12 @@ class DecodeLeader(Leader):
                 self._act_on(request, session, None)
 
     def _quarantined(self) -> list[DecodeRequest]:
-        """Return the requests in quarantine: given up longer ago than silence or settling bytes explain."""
+        """Return the requests that were stopped so long ago that prefill should have confirmed it."""
         settings = self._settings
         return stopping(self._requests.values(), self._now_s - settings.transfer_timeout_s - settings.settle_s)
 
     def _watch_quarantine(self) -> None:
-        """Refuse requests while too many pages are in quarantine; end the replica if nothing else can proceed."""
+        """Drain while too many pages are in quarantine; end the replica if no other request can proceed."""
         requests, num_pages, limit = self._quarantined(), self._allocator.num_pages, self._settings.quarantine_limit
         self._is_quarantined = count_pages(requests) > limit * num_pages
         others = [request for request in self._requests.values() if request not in requests]
@@ -371,27 +364,29 @@ class DecodeLeader(Leader):
             self.must_end = describe(requests, num_pages, limit)
 
     def _refuse(self, request: DecodeRequest, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
-        """Fail a request that holds no pages."""
+        """Fail a request that has no pages."""
         self._queue.remove(request)
         self.send_failure(request.submit, reason, retryable=retryable, blame=blame)
         self._end(request, reason)
 
     def _close(self, room: Room, event: str) -> None:
-        """Remember that a room has ended, and end the requests that wait for it."""
+        """Remember that a room has ended, and fail the choices that wait for its prompt."""
         self.ended.add(room, event)
         for choice in self._queue.end_wait(room):
             reason = f"the choice that was to bring its prompt ended: {event}"
             self._refuse(choice, reason, retryable=True, blame=Blame.NEITHER)
 
     def _end(self, request: DecodeRequest, event: str) -> None:
+        if request.state is DecodeState.RUNNING:
+            self._steps.holders.retire(request.room)
         self._move(request, DecodeState.ENDED, event)
         self.forget_in_tiers(request.room)
         self._allocator.free(live_pages(request.kv.pages))
         self._checks.forget(request.room)
-        del self._requests[request.submit.room]
+        del self._requests[request.room]
 
     def _move(self, request: DecodeRequest, state: DecodeState, event: str) -> None:
-        request.state = move(MOVES, request.state, state, event, f"room {request.submit.room}")
+        request.state = move(MOVES, request.state, state, event, f"room {request.room}")
         if state is DecodeState.STOPPING or state is DecodeState.ENDED:
             self._close(request.room, event)
-        self.recorder.enter(request.submit.room, None if state is DecodeState.ENDED else state.value, self._now_s)
+        self.recorder.enter(request.room, None if state is DecodeState.ENDED else state.value, self._now_s)

@@ -1,7 +1,7 @@
-"""Queue of decode requests without pages: the order in which they get pages, and which pages are cached. Sans I/O.
+"""Queue of decode requests that wait for pages. Sans I/O.
 
-A request that is computed here from its beginning gets pages from the step scheduler, which finds what it can in the
-tiers. It leaves this queue when there are enough, which stay promised to it until it has them.
+A request that is computed here from the start gets its pages from the step scheduler, which also uses the tiers. It
+leaves this queue when enough pages are free, and these stay promised to it until it has them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,25 +18,25 @@ from workers.scheduler.waiting import Waiting
 
 
 class _Space(NamedTuple):
-    """Pages that waiting requests may take."""
+    """Free pages that waiting requests may take."""
 
     num_free: int
     oldest: DecodeRequest
     oldest_pages: int
     """Number of free pages that the oldest request needs."""
     most_passing: int
-    """Maximum number of pages that other requests may take."""
+    """Maximum number of pages that other requests may take first."""
 
     def count_passing(self, request: DecodeRequest, needed: int) -> int:
-        """Return how many of the oldest request's pages this request would take; 0 if both fit."""
+        """Return how many of the oldest request's pages another one would take; 0 if both fit."""
         return 0 if request is self.oldest or needed + self.oldest_pages <= self.num_free else needed
 
 
 class DecodeQueue:
-    """Queue by priority, limited by free pages.
+    """Queue by priority.
 
-    Further choices of a prompt wait until the one that brings it has it, and a request computed here waits for its
-    pages in storage.
+    Further choices of a prompt wait until the first one has it. Requests that are computed here wait for their pages in
+    storage.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class DecodeQueue:
         self._tiers = tiers
         self._fetching: dict[Room, DecodeRequest] = {}
         self._promised: dict[Room, int] = {}
-        """Number of pages promised to requests that the step scheduler has taken over and not allocated for yet."""
+        """Number of pages promised to each request that waits in the step scheduler."""
         self._queue = Waiting[DecodeRequest]()
         self._choices: dict[Room, list[DecodeRequest]] = {}
-        """Waiting choices, by the room that brings their prompt."""
+        """Further choices by the room of the first one."""
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._fetching) + sum(map(len, self._choices.values()))
@@ -64,15 +64,14 @@ class DecodeQueue:
             self._queue.add(request)
 
     def add_choice(self, request: DecodeRequest, awaited: Room) -> None:
-        """Add a choice that waits for a room; it is not granted pages before ``end_wait``."""
+        """Add a choice that gets no pages before ``end_wait`` is called for its first choice."""
         self._choices.setdefault(awaited, []).append(request)
 
     def end_wait(self, awaited: Room) -> list[DecodeRequest]:
-        """Remove and return the requests that waited for a room."""
+        """Remove and return the choices that waited for a room."""
         return self._choices.pop(awaited, [])
 
     def remove(self, request: DecodeRequest) -> None:
-        """Remove a request, if it waits."""
         self._queue.remove(request.room)
         self._fetching.pop(request.room, None)
         awaited = request.submit.prompt_of
@@ -84,8 +83,8 @@ class DecodeQueue:
     def grant(self, now_s: float) -> Iterator[DecodeRequest]:
         """Yield requests that can start, with their pages unless the step scheduler allocates them.
 
-        A sequence that waits there goes before them all. If one does not fit, the next may, as long as the oldest one
-        is not starved.
+        Sequences that wait in the step scheduler go first. A request that does not fit may be overtaken, as long as the
+        oldest one does not starve.
         """
         self._take_fetched(now_s)
         self._promised = {room: pages for room, pages in self._promised.items() if room in self._steps.holders.waiting}
@@ -128,13 +127,13 @@ class DecodeQueue:
         return _Space(num_free, oldest, oldest_pages, most_passing)
 
     def _find_held(self, request: DecodeRequest, space: _Space) -> PageLists | None:
-        """Return the request's cached pages; None if it cannot get the rest of its pages now."""
+        """Return the request's cached or shared pages; None if it cannot get the rest of its pages now."""
         shared = self._shared_pages(request)
         if _total(self._demands(request, shared)) > space.most_passing and request is not space.oldest:
             return None
         held = self._seen(request, shared or self._allocator.find(self._keys(request)))
         demands = self._demands(request, held)
-        # Cheaper than the allocator's answer, and mostly enough.
+        # Cheaper than asking the allocator.
         if _total(demands) > space.num_free:
             return None
         promised = (self._num_promised, 0)
@@ -152,28 +151,24 @@ class DecodeQueue:
         return request.prompt_keys(self._page_size) if self._allocator.is_caching else []
 
     def _demands(self, request: DecodeRequest, held: PageLists) -> list[Demand]:
-        """Return each lifetime's demand after the held pages. A transfer brings only what later tokens can see."""
+        """Return each lifetime's demand after the held pages. A transfer fills only pages that later tokens can see."""
         num_held, lifetimes = len(held[0]) if held else 0, self._allocator.lifetimes
         num_seen = len(request.submit.prompt_ids) if request.submit.prefill is not None else 0
         return [(request.num_prompt_pages - max(num_held, first), 0) for first in lifetimes.first_pages(num_seen)]
 
     def _seen(self, request: DecodeRequest, held: PageLists) -> PageLists:
-        """Return the held pages that the first token computed here can see."""
+        """Return the held pages, with ``NO_PAGE`` where the first token computed here cannot see them."""
         num_tokens = (
             len(held[0]) * self._page_size if request.submit.prefill is None else len(request.submit.prompt_ids)
         )
         return self._allocator.lifetimes.visible(held, num_tokens)
 
     def _count_new(self, request: DecodeRequest) -> int:
-        """Return the number of pages that the request takes from the free ones, including cached pages that nobody
-        holds.
-        """
+        """Return the number of pages that the request needs in addition to those that other choices hold."""
         return _total(self._demands(request, self._shared_pages(request)))
 
     def _shared_pages(self, request: DecodeRequest) -> PageLists:
-        """Return the pages of the choice that brought the prompt, except the last token's; none if it has ended, or
-        is too far ahead.
-        """
+        """Return the first choice's full prompt pages; empty if it has ended, or has freed some that are needed."""
         submit = request.submit
         if submit.prompt_of is None:
             return []

@@ -16,22 +16,20 @@ from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.steps import StepScheduler
 
 QUARANTINE_LIMIT = 0.25
-"""Share of the pool in quarantine above which a replica drains and restarts. Below it, a restart costs more than the
-pages.
-"""
+"""Share of the pool in quarantine above which a replica drains and restarts. A restart costs more than fewer pages."""
 
 
 class DecodeState(Enum):
     QUEUED = "queued"
-    """Queued without pages: too few are free, or the choice that brings the prompt is still without them."""
+    """Queued: too few pages are free, or the first choice does not have the prompt yet."""
     RECEIVING = "receiving"
-    """Ticket sent: prefill may write to the pages."""
+    """Ticketed; prefill may write to the pages."""
     VERIFYING = "verifying"
-    """Received: every rank compares its pages with the senders' digests."""
+    """Received; every rank compares its pages with the senders' digests."""
     STOPPING = "stopping"
     """Failed or cancelled; pages are held until prefill can no longer write to them."""
     RUNNING = "running"
-    """Running in the step scheduler."""
+    """In the step scheduler."""
     ENDED = "ended"
     """Ended; holds no pages."""
 
@@ -50,15 +48,14 @@ MOVES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSettings:
-    """Facts about its replica that a leader needs."""
+    """Properties of a decode replica."""
 
     me: Peer
     dp_rank: int = 0
     geometry: KvGeometry
     layout: PoolLayout
     page_bytes: tuple[int, ...]
-    """Bytes per page by lifetime, summed over all ranks that hold a part of it. Ranks with the same heads count once.
-    """
+    """Bytes per page by lifetime, over all ranks. Ranks with the same heads count once."""
     num_copies: int = 1
     """Number of ranks that hold the same heads."""
     transfer_timeout_s: float
@@ -67,7 +64,7 @@ class DecodeSettings:
     """Addresses of all ranks, by global rank."""
     verify: Verify = Verify.COUNTS
     settle_s: float
-    """Maximum time that bytes may be in flight after their sender has failed or died."""
+    """Maximum time that bytes may still arrive after their sender has failed or died."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -87,7 +84,7 @@ class DecodeRequest(TokenSequence):
     stopping_since_s: float = 0.0
     """Time of entering STOPPING."""
     has_prompt: bool = False
-    """Whether the prompt's KV and the first token are here."""
+    """Whether the prompt's KV and the first token have arrived or been computed."""
 
     @property
     def new_pages(self) -> PageLists:
@@ -102,9 +99,7 @@ class DecodeRequest(TokenSequence):
         return self.keys_of(len(self.submit.prompt_ids) - num_computed_here, page_size)
 
     def phases(self, now_s: float) -> PhaseTimes | None:
-        """Return phase durations until now, once the first token is here; None for a choice that shares another's
-        prompt.
-        """
+        """Return the durations of the phases up to the first token; None for a choice that shares another's prompt."""
         submit, result = self.submit, self.session.result if self.session is not None else None
         if submit.prompt_of is not None:
             return None
@@ -151,7 +146,7 @@ def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: 
 
 
 def stopping(requests: Iterable[DecodeRequest], since_s: float = math.inf) -> list[DecodeRequest]:
-    """Return requests that were given up at ``since_s`` or before."""
+    """Return the requests that entered STOPPING at ``since_s`` or before."""
     return [
         request for request in requests if request.state is DecodeState.STOPPING and request.stopping_since_s <= since_s
     ]
@@ -162,13 +157,13 @@ def count_pages(requests: Iterable[DecodeRequest]) -> int:
 
 
 def all_wait(requests: Iterable[DecodeRequest], steps: StepScheduler) -> bool:
-    """Return whether none of these requests has pages or can get any now."""
+    """Return whether all these requests wait for pages, and none can get them now."""
     waiting = {DecodeState.QUEUED} if steps.holders.running else {DecodeState.QUEUED, DecodeState.RUNNING}
     return all(request.state in waiting for request in requests) and not steps.has_work()
 
 
 def describe(requests: Sequence[DecodeRequest], num_pages: int, limit: float) -> str:
-    """Return the reason why these requests end the replica: too many pages, or pages that all others wait for."""
+    """Return why these requests end the replica: they hold too many pages, or pages that all others wait for."""
     is_beyond = count_pages(requests) > limit * num_pages
     reason = f"more than {limit:g} of them" if is_beyond else "which a request waits for"
     names = ", ".join(sorted({request.session.prefill.replica for request in requests if request.session}))

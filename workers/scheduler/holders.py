@@ -250,7 +250,7 @@ class PageHolders:
         younger = [other for other in self.running.values() if other.arrival > oldest.arrival]
         taken = set(live_pages(cached)).union(*(live_pages(other.kv.pages) for other in younger))
         demands = [*_demands(sequence, self._gaps(sequence, cached)), *reserved]
-        return 0 if self._allocator.would_fit(demands, beside=taken) else self._pages_of(sequence)
+        return 0 if self._allocator.would_fit(demands, taken) else self._pages_of(sequence)
 
     def _continue_after(self, kv: KvState, cached: CachedTokens) -> None:
         """Count loaded tokens as computed."""

@@ -85,7 +85,7 @@ class PrefillLeader(Leader):
             if now_s >= deadline_s:
                 del self._early_tickets[room]
                 waited_s = self._settings.ticket_timeout_s
-                reason = f"the router's message with the request itself did not come within {waited_s:g} s"
+                reason = f"the request itself did not arrive from the router within {waited_s:g} s"
                 self.ended.add(room, reason)
                 self._refuse(ticket, reason)
         # All others have a ticket, so decode asks about their end too.

@@ -1,4 +1,4 @@
-"""One request in the step scheduler: its tokens, and the pages that hold their KV."""
+"""Request in a leader: its tokens, and the pages that hold their KV."""
 
 from dataclasses import dataclass, field
 
@@ -11,17 +11,17 @@ from cluster.spec.tiers import CachedTokens
 from workers.cache.page_lists import PageLists
 
 _UNKNOWN = 0
-"""Placeholder of a token that has yet to be sampled."""
+"""Placeholder for a token that has yet to be sampled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageLoad:
-    """Pages of a sequence that are being filled from host memory."""
+    """Load of a sequence's pages from host memory."""
 
     is_layerwise: bool
-    """Whether the first step reads each layer as it arrives. If not, the step waits for all pages."""
+    """Whether the first step reads each layer as it arrives. If not, it waits for the whole load."""
     cached: CachedTokens
-    """Number of leading tokens that have KV when the load ends."""
+    """Number of leading tokens that have KV after the load."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,19 +33,19 @@ class KvState:
     num_computed_tokens: int = 0
     """Number of leading tokens that have KV."""
     num_planned_tokens: int = 0
-    """Number of leading tokens that have KV or are in steps under way."""
+    """Number of leading tokens that have KV or are computed by steps under way."""
     cached: CachedTokens = field(default_factory=CachedTokens)
-    """Number of leading tokens whose KV was cached when the sequence started."""
+    """Number of leading tokens that were cached when the sequence started."""
     load: PageLoad | None = None
-    """Load in progress, until every rank has finished it or a later token has been sampled."""
+    """Load under way. A layerwise load also ends when a token is sampled."""
     admitted_step: int = 0
-    """Step in which the request was announced to the ranks; 0 before that."""
+    """Step that announced the request to the ranks; 0 before that."""
     num_announced_pages: int = 0
     """Number of leading pages announced to the ranks."""
     num_shared_pages: int = 0
     """Number of leading pages shared through the cache."""
     num_pending_samples: int = 0
-    """Number of tokens that steps under way will sample, if the next step is planned before they are known."""
+    """Number of tokens that steps under way will sample, if steps run ahead."""
 
     @classmethod
     def after(cls, num_tokens: int, pages: PageLists) -> "KvState":
@@ -74,14 +74,14 @@ class TokenSequence:
     destination: Destination | None = None
     """Destination of the KV that prefill sends while it computes."""
     page_keys: list[bytes] = field(default_factory=list)
-    """Keys of the leading full pages, computed on demand."""
+    """Keys of the full pages, computed when first needed."""
     kv: KvState = field(default_factory=KvState)
     arrival: int = 0
     """Arrival number in the queue or the step scheduler that has the sequence."""
     first_step: int = 0
-    """Number of the newest step at arrival."""
+    """Number of the newest step when the step scheduler got the sequence."""
     uses_host: bool = True
-    """Whether it may start from pages in host memory; false after a failed load."""
+    """Whether it may load pages from host memory; false after a failed load."""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.submit.prompt_ids) - self.submit.num_given
@@ -100,7 +100,7 @@ class TokenSequence:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Return the number of tokens not yet planned. Unsampled tokens count if more tokens may follow them."""
+        """Return the number of tokens that can be planned. A token yet to be sampled counts unless it is the last."""
         num_tokens, num_samples = len(self.tokens), self.kv.num_pending_samples
         if num_samples and self.num_outputs + num_samples < self.submit.stopping.max_tokens:
             num_tokens = min(num_tokens + num_samples, self.max_len - 1)
@@ -112,16 +112,16 @@ class TokenSequence:
 
     @property
     def waits_for_pages(self) -> bool:
-        """Return whether the sequence must wait for its pages to be loaded."""
+        """Return whether the sequence waits for a whole load."""
         return self.kv.load is not None and not self.kv.load.is_layerwise
 
     @property
     def is_stream(self) -> bool:
-        """Return whether the sequence is decoding and waits for one token."""
+        """Return whether the sequence decodes, one token per step."""
         return self.num_pending_tokens == 1 and self.num_outputs + self.kv.num_pending_samples > 0
 
     def keys_of(self, num_tokens: int, page_size: int) -> list[bytes]:
-        """Return the keys of the full pages among the first tokens; empty if the whole prompt must be computed."""
+        """Return the keys of the full pages in the first tokens; empty if the whole prompt must be computed."""
         if self.submit.sampling.num_prompt_logprobs is not None:
             return []
         if len(self.page_keys) < num_tokens // page_size:
@@ -130,8 +130,9 @@ class TokenSequence:
         return self.page_keys[: num_tokens // page_size]
 
     def finish_reason(self, *, is_last: bool = False) -> FinishReason | None:
-        """Return why the sequence ends with its latest token; None if it continues. ``is_last`` is true if the grammar
-        allows no further token.
+        """Return why the sequence ends with its last token; None if it continues.
+
+        is_last: whether the grammar allows no further token.
         """
         num_outputs, stopping = self.num_outputs, self.submit.stopping
         if num_outputs == 0:
@@ -144,7 +145,7 @@ class TokenSequence:
 
 
 def admit(sequence: TokenSequence, step: int) -> Admit:
-    """Announce the request to the ranks with this step."""
+    """Return the announcement of a request to the ranks, with this step."""
     submit, sequence.kv.admitted_step = sequence.submit, step
     return Admit(
         room=sequence.room,
@@ -158,7 +159,7 @@ def admit(sequence: TokenSequence, step: int) -> Admit:
 
 
 def schedule(sequence: TokenSequence, count: int) -> ScheduledRequest:
-    """Schedule the next ``count`` tokens of a sequence."""
+    """Plan the next ``count`` tokens of a sequence."""
     kv = sequence.kv
     start = kv.num_planned_tokens
     token_ids = sequence.tokens[start : start + count]
@@ -166,7 +167,7 @@ def schedule(sequence: TokenSequence, count: int) -> ScheduledRequest:
     is_longer = kv.num_pages > kv.num_announced_pages
     new_pages = [pages[kv.num_announced_pages :] for pages in kv.pages] if is_longer else []
     kv.num_announced_pages = kv.num_pages
-    # Only once, not when the prompt is computed again.
+    # Not when the prompt is computed again after a preemption.
     is_scored = sequence.submit.sampling.num_prompt_logprobs is not None and not sequence.num_outputs
     return ScheduledRequest(
         room=sequence.room,

@@ -41,7 +41,7 @@ def reason_of(pair: LeaderPair, room: Room) -> str:
 def test_a_request_that_never_came_need_not_come_any_more() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
-    assert reason_of(pair, submit.room) == "has nothing more to report about the request: it never came"
+    assert reason_of(pair, submit.room) == "has nothing more to report about the request: it never arrived"
     pair.tell(Role.DECODE, submit)
     assert pair.decode.is_idle()
 
@@ -88,7 +88,7 @@ def test_a_choice_does_not_wait_for_ever_for_one_that_never_comes() -> None:
     assert not pair.decode.is_idle()
     inquire = Inquire(rooms=[choice.room], sender=ME, incarnation=Incarnation(1))
     failures = [said for said in pair.tell(Role.DECODE, inquire) if isinstance(said, Failure)]
-    assert any("the choice that was to bring its prompt ended: it never came" in said.reason for said in failures)
+    assert any("the choice that was to bring its prompt ended: it never arrived" in said.reason for said in failures)
     assert {said.blame for said in failures} == {Blame.NEITHER}
     assert pair.decode.is_idle()
 

@@ -190,4 +190,4 @@ def test_a_ticket_whose_request_was_lost_says_whose_message_was_awaited_and_how_
     prefill.on_message(ticket, 0.0)
     prefill.tick(30.0)
     (refused,) = [message for _, message in prefill.outgoing if isinstance(message, Refused)]
-    assert refused.reason == "the router's message with the request itself did not come within 30 s"
+    assert refused.reason == "the request itself did not arrive from the router within 30 s"

@@ -136,7 +136,7 @@ class HostWriter:
             self._left[self._host_owner(key)].append(key)
 
     def _host_owner(self, key: bytes) -> int:
-        return self._tree.place_of(key) % self._host.num_owners
+        return self._tree.index_of(key) % self._host.num_owners
 
     def _only_on_device(self, keys: Iterable[bytes]) -> list[bytes]:
         return [key for key in keys if key not in self._host and self._tree.page_of(key) is not None]
@@ -158,7 +158,7 @@ class HostWriter:
                 continue
             device, host = self._tree.page_of(key), None
             if device is not None:
-                index, depth = self._tree.place_of(key), self._tree.depth_of(key)
+                index, depth = self._tree.index_of(key), self._tree.depth_of(key)
                 host = self._host.reserve(key, index, depth)
             if host is None:
                 self.num_lost += 1
