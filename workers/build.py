@@ -5,7 +5,6 @@ from functools import partial
 
 from cluster.channel import Outbox
 from cluster.spec.clock import read_clock
-from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import Peer, Role, Room
 from cluster.spec.messages import RankTrace
 from cluster.spec.registry import KvOwnership, RankRow
@@ -37,7 +36,6 @@ from workers.scheduler.steps import StepLimits, StepScheduler
 
 
 def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
-    """Return the record that this rank registers with the bootstrap service."""
     return RankRow(
         replica=spec.replica,
         incarnation=spec.incarnation,
@@ -77,7 +75,9 @@ def _make_allocator(spec: WorkerSpec, rows: list[RankRow]) -> tuple[PageAllocato
     # Stages may differ in layers, and so in pages.
     pages_per_owner, lifetimes = min(row.layout.num_pages for row in rows), Lifetimes.of(rows[0].geometry)
     allocator = PageAllocator(pages_per_owner, tree, num_owners, lifetimes)
-    return allocator, make_tiers(spec.config.hicache, tree, rows) if tree else None
+    # The rank with the least host memory sets the size of the host tier.
+    host_pages = min(row.host_endpoint.num_bytes // row.layout.page_bytes if row.host_endpoint else 0 for row in rows)
+    return allocator, Tiers(spec.config.hicache, tree, host_pages, rows) if tree and host_pages else None
 
 
 def _make_decode_leader(
@@ -151,21 +151,9 @@ def make_tier_worker(
         return NoTierWorker()
     memory = TierMemory(rank.memory, rank.host_region)
     copier = Copier(rows, spec.global_rank, memory, rank.backend)
-    store = make_page_store(spec, rank, rows[spec.global_rank])
+    row, storage = rows[spec.global_rank], make_storage(spec.config.hicache.storage, spec.host)
+    store = PageStore(storage, ObjectFormat(row, rank.weights), row.layout.page_bytes) if storage else None
     return PageTierWorker(copier, store, spec.global_rank, rows[0].address, open_outbox)
-
-
-def make_page_store(spec: WorkerSpec, rank: Rank, row: RankRow) -> PageStore | None:
-    backend = make_storage(spec.config.hicache.storage, spec.host)
-    if backend is None:
-        return None
-    return PageStore(backend, ObjectFormat(row, rank.weights), row.layout.page_bytes)
-
-
-def make_tiers(config: HicacheConfig, tree: PrefixTree, rows: list[RankRow]) -> Tiers | None:
-    """Return the tiers if every rank has host memory. The rank with the least memory sets their size."""
-    host_pages = min(row.host_endpoint.num_bytes // row.layout.page_bytes if row.host_endpoint else 0 for row in rows)
-    return Tiers(config, tree, host_pages, rows) if host_pages else None
 
 
 def make_kv_sender(

@@ -45,7 +45,6 @@ class WorkerProcess:
             raise self._death() from None
 
     def result(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-        """Return the last call's result; raises RemoteError with the worker's own message."""
         try:
             if not self._pipe.poll(timeout_s):
                 raise RemoteError(f"worker process {self._process.pid} did not answer within {timeout_s} s")

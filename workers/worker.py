@@ -6,7 +6,7 @@ ends its replica.
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -86,27 +86,24 @@ class Worker:
     def run(self, rows: list[RankRow]) -> None:
         """Work until Shutdown, or raise the error that ended this rank. ``rows`` are all ranks' records in order."""
         assert self._rank is not None, "run before load"
-        outbox = Outbox(self._key)
-        sender = make_kv_sender(self.spec, self._rank, rows, Outbox(self._key), self._fail)
-        checker = make_page_checker(self.spec, self._rank, rows, Outbox(self._key), self._fail)
-        tiers = make_tier_worker(self.spec, self._rank, rows, partial(Outbox, self._key))
-        try:
-            link = self._link(self._rank, rows, tiers, outbox)
-            steps = RankSteps(self._rank, sender, tiers, self._clock, self.heartbeat)
-            with self._showing_life(rows, link):
-                self._work(link, steps, _Parts(sender, checker, tiers, outbox))
-            if self._failure is not None:
-                raise self._failure
-        except BaseException:
-            # Peers that wait for this rank in a collective fail now instead of after its timeout.
-            self._rank.runner.drop_graphs()
-            self._rank.groups.leave()
-            raise
-        finally:
-            sender.close()
-            checker.close()
-            tiers.close()
-            outbox.close()
+        with (
+            closing(Outbox(self._key)) as outbox,
+            closing(make_tier_worker(self.spec, self._rank, rows, partial(Outbox, self._key))) as tiers,
+            closing(make_page_checker(self.spec, self._rank, rows, Outbox(self._key), self._fail)) as checker,
+            closing(make_kv_sender(self.spec, self._rank, rows, Outbox(self._key), self._fail)) as sender,
+        ):
+            try:
+                link = self._link(self._rank, rows, tiers, outbox)
+                steps = RankSteps(self._rank, sender, tiers, self._clock, self.heartbeat)
+                with self._showing_life(rows, link):
+                    self._work(link, steps, _Parts(sender, checker, tiers, outbox))
+                if self._failure is not None:
+                    raise self._failure
+            except BaseException:
+                # Peers that wait for this rank in a collective fail now instead of after its timeout.
+                self._rank.runner.drop_graphs()
+                self._rank.groups.leave()
+                raise
 
     def stop(self, reason: str) -> None:
         """Make ``run`` return after the current step. Any thread may call this."""
@@ -130,7 +127,6 @@ class Worker:
         return RemoteLink(self.spec, rank, rows[0].address, ahead, self._inbox, outbox, self._clock)
 
     def _work(self, link: LeaderLink, steps: RankSteps, parts: "_Parts") -> None:
-        """Handle messages, start planned steps and end finished ones until Shutdown."""
         is_stopping = False
         while not is_stopping:
             self.heartbeat.at(BETWEEN_STEPS)
@@ -175,29 +171,23 @@ class Worker:
         """Renew the replica's lease, or report that this rank is alive, during the context."""
         if self._rendezvous is None:
             yield
-        elif isinstance(link, LocalLink):
-            lease = self._make_lease(self._rendezvous, rows, link)
-            lease.start()
-            try:
-                yield
-            finally:
-                lease.stop()
-        else:
-            url, token, every_s = self._rendezvous.bootstrap_url, self._rendezvous.token, HEARTBEAT_S
-            keeper = RankKeeper(url, token, rows[self.spec.global_rank], every_s, self._fail)
-            keeper.start()
-            try:
-                yield
-            finally:
-                keeper.stop()
+            return
+        keeper = self._make_keeper(self._rendezvous, rows, link)
+        keeper.start()
+        try:
+            yield
+        finally:
+            keeper.stop()
 
-    def _make_lease(self, rendezvous: Rendezvous, rows: list[RankRow], link: LocalLink) -> LeaseKeeper:
+    def _make_keeper(self, rendezvous: Rendezvous, rows: list[RankRow], link: LeaderLink) -> LeaseKeeper | RankKeeper:
+        url, token = rendezvous.bootstrap_url, rendezvous.token
+        if isinstance(link, RemoteLink):
+            return RankKeeper(url, token, rows[self.spec.global_rank], HEARTBEAT_S, self._fail)
         outbox = Outbox(self._key)
 
         def on_table(snapshot: TableSnapshot) -> None:
             outbox.send(self._inbox.address, TableUpdate(snapshot=snapshot))
 
-        url, token = rendezvous.bootstrap_url, rendezvous.token
         lease = LeaseKeeper(url, token, rows, lambda: link.load, on_table, HEARTBEAT_S, self._fail)
         link.hurry = lease.hurry
         return lease

@@ -88,7 +88,6 @@ class PageAllocator:
         return lists
 
     def count_cached(self, keys: Sequence[bytes], is_below: Callable[[bytes], bool] = _is_nowhere) -> int:
-        """Return the length of the prefix that ``find`` would return, in pages."""
         tree = self._tree
         if tree is None:
             return 0
@@ -180,7 +179,6 @@ class PageAllocator:
         return [key for key in keys if not lifetime_of(key)]
 
     def add_journal(self, journal: PageJournal) -> None:
-        """Record pages that enter or leave the cache in a journal from now on."""
         if self._tree and journal not in self._tree.journals:
             self._tree.journals.append(journal)
 
@@ -189,7 +187,6 @@ class PageAllocator:
             self._tree.journals.remove(journal)
 
     def flush(self) -> None:
-        """Evict every cached page that nothing holds."""
         if self._tree:
             idle = [self._tree.num_idle(owner) for owner in range(self._num_owners)]
             for page in reversed(self._tree.evict(idle)):
@@ -234,7 +231,6 @@ class PageAllocator:
             self._held.pop(page, None)
 
     def _free_by_owner(self) -> list[int]:
-        """Return each owner's number of pages that nothing holds, cached or not."""
         tree = self._tree
         return [len(free) + (tree.num_idle(owner) if tree else 0) for owner, free in enumerate(self._free)]
 

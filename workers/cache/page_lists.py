@@ -70,7 +70,6 @@ class Lifetimes:
         ]
 
     def prefix_keys(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the keys of ``prefix_pages``."""
         firsts = self.first_pages(len(keys) * self.page_size)
         return [lifetime_key(key, lifetime) for lifetime, first in enumerate(firsts) for key in keys[first:]]
 

@@ -114,15 +114,12 @@ class PrefixTree:
         return path[::-1]
 
     def oldest_idle(self, owner: int, count: int) -> list[bytes]:
-        """Return the keys of an owner's next pages to evict."""
         return [self._by_page[page].key for page in islice(self._idle[owner], count)]
 
     def keys(self) -> list[bytes]:
-        """Return the keys of all pages, each page after the pages above it."""
         return list(self._by_key)
 
     def claim(self, pages: Sequence[int]) -> None:
-        """Hold the leading pages that ``find`` returned."""
         self.version += 1
         for page in pages:
             self._by_page[page].num_holders += 1
@@ -230,7 +227,6 @@ class PrefixTree:
 
 
 def _subtree(node: _Node) -> list[_Node]:
-    """Return a node and all nodes below it, each after its parent."""
     nodes = [node]
     for found in nodes:
         nodes.extend(found.children)

@@ -21,7 +21,6 @@ class StepReports:
     """Work reports of one rank. If several ranks hold parts of an expert, only the first reports its tokens."""
 
     def __init__(self, model: nn.Module, groups: ModelGroups, global_rank: int) -> None:
-        """Start counting, after warm-up."""
         self._num_steps, self._step_s = 0, 0.0
         self._reported: tuple[int, Mapping[str, int]] = (0, {})
         reports = groups.position.moe_tp == 0

@@ -276,7 +276,6 @@ class DecodeLeader(Leader):
         self._emit_first(request, replace(output, prompt_logprobs=result.prompt_logprobs, cached=result.cached))
 
     def _run(self, request: DecodeRequest, num_computed: int) -> None:
-        """Hand a request to the step scheduler, which allocates its pages if it has none."""
         request.kv = KvState.after(num_computed, request.kv.pages)
         self._steps.add(request)
 
@@ -327,7 +326,6 @@ class DecodeLeader(Leader):
                 self.say_over(inquire.sender, room)
 
     def _stop(self, request: DecodeRequest, reason: str, now_s: float) -> None:
-        """Stop a request whose output is no longer wanted."""
         if request.state is DecodeState.QUEUED:
             self._queue.remove(request)
             self._end(request, reason)
@@ -364,7 +362,6 @@ class DecodeLeader(Leader):
             self.must_end = describe(requests, num_pages, limit)
 
     def _refuse(self, request: DecodeRequest, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
-        """Fail a request that has no pages."""
         self._queue.remove(request)
         self.send_failure(request.submit, reason, retryable=retryable, blame=blame)
         self._end(request, reason)

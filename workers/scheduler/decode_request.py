@@ -118,7 +118,6 @@ class DecodeRequest(TokenSequence):
 
 
 def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: Peer) -> ReceiverSession:
-    """Return the session of a transfer into the request's new pages."""
     pages = request.new_pages
     counts = [len(live_pages([of_lifetime])) for of_lifetime in pages]
     ticket = Ticket(

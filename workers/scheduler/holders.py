@@ -34,7 +34,6 @@ class PageHolders:
         self.num_preemptions = 0
 
     def add(self, sequence: TokenSequence) -> None:
-        """Add a sequence, which runs if it has pages."""
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
         if not sequence.kv.pages:
@@ -61,7 +60,6 @@ class PageHolders:
         return sequence.kv.pages
 
     def retire(self, room: Room) -> None:
-        """Remove a sequence and cache its computed pages."""
         sequence = self._take_out(room)
         if sequence is None:
             return
@@ -81,7 +79,6 @@ class PageHolders:
         return sequence
 
     def whole_pages(self, room: Room) -> PageLists:
-        """Return a running sequence's pages with complete KV; empty if it does not run."""
         known = self.running.get(room)
         if known is None:
             return []
@@ -207,7 +204,6 @@ class PageHolders:
         return self._tiers.take_layerwise() if self._tiers else None
 
     def take_releases(self) -> list[Room]:
-        """Return the rooms that the ranks should forget, since the last call."""
         releases, self._releases = self._releases, []
         return releases
 
@@ -253,7 +249,6 @@ class PageHolders:
         return 0 if self._allocator.would_fit(demands, taken) else self._pages_of(sequence)
 
     def _continue_after(self, kv: KvState, cached: CachedTokens) -> None:
-        """Count loaded tokens as computed."""
         kv.cached = cached
         kv.num_computed_tokens = kv.num_planned_tokens = cached.total
 
@@ -288,7 +283,6 @@ class PageHolders:
         self._allocator.keep(kv.pages, self.keys(sequence, kv.num_computed_tokens))
 
     def _release(self, sequence: TokenSequence, kv: KvState) -> None:
-        """Let the ranks forget a sequence that they know."""
         if kv.admitted_step:
             self._releases.append(sequence.room)
 

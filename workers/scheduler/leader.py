@@ -133,7 +133,6 @@ class Leader(ABC):
             self.forget_in_tiers(admit.room)
 
     def forget_in_tiers(self, room: Room) -> None:
-        """Stop reading a request's pages from storage."""
         if self.tiers:
             self.tiers.forget(room, self._now_s)
 
@@ -160,14 +159,12 @@ class Leader(ABC):
                 self.drop(message)
 
     def record_arrival(self, submit: Submit, state: str) -> None:
-        """Record a new request's first state."""
         self.num_taken += 1
         if submit.traced:
             self.recorder.trace(submit.room)
         self.recorder.enter(submit.room, state, self._now_s)
 
     def send_failure(self, submit: Submit, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
-        """Report to the router that this attempt has failed."""
         self.send(submit.router.address, self._failure(submit.room, reason, retryable, blame))
 
     def say_over(self, router: Peer, room: Room) -> None:
@@ -233,11 +230,9 @@ class Leader(ABC):
             self.tiers.flush()
 
     def has_no_router(self, submit: Submit, table: TableSnapshot) -> bool:
-        """Return whether the request's router is proven gone."""
         return table.reaped.get(submit.router.replica, 0) >= submit.router.incarnation
 
     def drop(self, message: Message) -> None:
-        """Count a message that changes nothing."""
         self.dropped[type(message).__name__] += 1
 
     def too_large(self, prompt_pages: int) -> str | None:

@@ -34,7 +34,6 @@ class PageChecks:
         return self._ask(room, check)
 
     def repeat(self, now_s: float) -> Iterator[tuple[str, CheckPages]]:
-        """Yield the messages that ask silent ranks again."""
         for room, check in self._checks.items():
             if check.unchecked and check.again_s <= now_s:
                 check.again_s = now_s + AGAIN_S

@@ -163,7 +163,6 @@ class PrefillLeader(Leader):
             self.drop(ticket)
 
     def _accept(self, request: PrefillRequest, ticket: Ticket) -> None:
-        """Bind a ticket to its request, or fail the request if the ticket does not fit."""
         request.ticket = ticket
         mine = self._settings.row
         reason = geometry_refusal(
