@@ -18,7 +18,6 @@ from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import even_chunk
 from workers.context_parallel.strategy_choice import StrategyChooser, undivided
 from workers.handoff.kv_sender import KvSender
-from workers.handoff.page_checker import PageChecker
 from workers.hicache.copier import Copier
 from workers.hicache.storage.opening import make_storage
 from workers.hicache.storage.page_store import ObjectFormat, PageStore
@@ -169,12 +168,6 @@ def make_kv_sender(
         recorder=rank.step_recorder.recorder,
         memory=rank.memory,
     )
-
-
-def make_page_checker(
-    spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox, on_failure: Callable[[Exception], None]
-) -> PageChecker:
-    return PageChecker(rows[spec.global_rank], rank.memory.region.buffer, rows[0].address, outbox, on_failure)
 
 
 def make_rank_trace(spec: WorkerSpec, rank: Rank, room: Room, now_s: float) -> RankTrace:

@@ -109,7 +109,9 @@ def _load(
     dtype = torch_dtype(dtype_name)
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
     attention = _open_attention(spec, device, dtype, geometry)
-    make_capture = _make_captures(spec, device) if not any(model_config.windows) else None
+    make_capture: Callable[[], Capture] | None = None
+    if captures_decode(config, spec.pool) and not any(model_config.windows):
+        make_capture = partial(GraphCapture, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
     memory_gib = pool_memory_gib(spec, store, model, attention, groups, geometry, make_capture)
     layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
     backend = make_backend(config.transfer.backend, spec.host, config.transfer.protocol)
@@ -160,13 +162,6 @@ def _open_attention(
     if choice.name == "native":
         elementwise.register("cpu", torch.bfloat16, Library.load())
     return choice.backend
-
-
-def _make_captures(spec: WorkerSpec, device: torch.device) -> Callable[[], Capture] | None:
-    """Return a factory for captures of decode steps; None if decode steps are not captured."""
-    if not captures_decode(spec.config, spec.pool):
-        return None
-    return partial(GraphCapture, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def _capture_decode(

@@ -25,7 +25,6 @@ from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 from workers.build import (
     make_kv_sender,
     make_leader,
-    make_page_checker,
     make_rank_trace,
     make_row,
     make_tier_worker,
@@ -86,10 +85,11 @@ class Worker:
     def run(self, rows: list[RankRow]) -> None:
         """Work until Shutdown, or raise the error that ended this rank. ``rows`` are all ranks' records in order."""
         assert self._rank is not None, "run before load"
+        own, pool = rows[self.spec.global_rank], self._rank.memory.region.buffer
         with (
             closing(Outbox(self._key)) as outbox,
             closing(make_tier_worker(self.spec, self._rank, rows, partial(Outbox, self._key))) as tiers,
-            closing(make_page_checker(self.spec, self._rank, rows, Outbox(self._key), self._fail)) as checker,
+            closing(PageChecker(own, pool, rows[0].address, Outbox(self._key), self._fail)) as checker,
             closing(make_kv_sender(self.spec, self._rank, rows, Outbox(self._key), self._fail)) as sender,
         ):
             try:

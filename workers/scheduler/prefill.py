@@ -145,7 +145,8 @@ class PrefillLeader(Leader):
             self.drop(ticket)
             ticket = None
         if reason := self.too_large(pages_for(prompt_len, page_size)):
-            self._give_up(request, reason, ticket, retryable=False)
+            request.ticket = ticket
+            self._give_up(request, reason, retryable=False)
         elif ticket is not None:
             self._accept(request, ticket)
 
@@ -311,16 +312,8 @@ class PrefillLeader(Leader):
             self.send(address, message)
 
     def _give_up(
-        self,
-        request: PrefillRequest,
-        reason: str,
-        ticket: Ticket | None = None,
-        *,
-        retryable: bool = True,
-        blame: Blame = Blame.SENDER,
+        self, request: PrefillRequest, reason: str, *, retryable: bool = True, blame: Blame = Blame.SENDER
     ) -> None:
-        """Fail a request, and the ticket that arrived before it if there is one."""
-        request.ticket = request.ticket or ticket
         self.send_failure(request.submit, reason, retryable=retryable, blame=blame)
         self._stop(request, reason)
 

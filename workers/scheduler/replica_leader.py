@@ -7,7 +7,7 @@ requests to DP ranks and combines steps.
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from cluster.spec.ids import Room
 from cluster.spec.messages import CommandResult, Inquire, KvEvents, Message, Output, Outputs, Submit
@@ -20,22 +20,6 @@ from cluster.spec.tiers import TierJobResult, joined
 from cluster.spec.transfer_messages import Ticket
 from workers.context_parallel.shard_plan import idle_plan, join_shapes
 from workers.scheduler.leader import REMEMBERED_ROOMS, Leader
-
-_COUNTS = (
-    "num_waiting",
-    "num_running",
-    "num_tokens",
-    "free_pages",
-    "cached_pages",
-    "evicted_pages",
-    "total_pages",
-    "stopping_pages",
-    "quarantined_pages",
-    "wrong_pages",
-    "num_taken",
-    "num_preempted",
-)
-"""Fields of ReplicaLoad that are summed over DP ranks."""
 
 
 class ReplicaLeader:
@@ -133,7 +117,8 @@ class ReplicaLeader:
 
     def load(self) -> ReplicaLoad:
         loads = [leader.load() for leader in self._leaders]
-        sums = {field: sum(getattr(load, field) for load in loads) for field in _COUNTS}
+        counts = [name for name, value in asdict(loads[0]).items() if type(value) is int]
+        sums = {name: sum(getattr(load, name) for load in loads) for name in counts}
         parts = [*(load.dropped for load in loads), *(work.dropped for work in self._work.values())]
         dropped = sum(map(Counter[str], parts), Counter[str]())
         states = [load.tiers for load in loads if load.tiers is not None]
