@@ -26,7 +26,7 @@ def answer(prompt: bytes, count: int) -> bytes:
     return tokens[len(prompt) :]
 
 
-class _Known(Admit, kw_only=True):
+class _Known(Admit, frozen=True, kw_only=True):
     text: Text
     pages: list[list[int]]
     """Page ids by lifetime."""

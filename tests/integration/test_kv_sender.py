@@ -43,7 +43,7 @@ HELD = 1
 TICKETED = [3, 4, 0]
 
 
-class Known(Admit, kw_only=True):
+class Known(Admit, frozen=True, kw_only=True):
     """Request on a rank after a step."""
 
     pages: list[list[int]]

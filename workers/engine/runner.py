@@ -72,6 +72,8 @@ class ModelRunner:
         """Reason why a decode worker's GPU captures no steps; empty otherwise."""
         self._not_captured: Counter[str] = Counter()
         self.requests: dict[Room, KnownRequest] = {}
+        self._sampling_states: dict[Room, SamplingState] = {}
+        """States on the sampling rank, from each request's first sample on."""
         self._is_sharded = ownership is KvOwnership.SHARDED
         self._grammars = grammars
         self._model = model
@@ -207,6 +209,7 @@ class ModelRunner:
     def _update_requests(self, plan: StepPlan) -> None:
         for room in plan.releases:
             self.requests.pop(room, None)
+            self._sampling_states.pop(room, None)
         for admit in plan.admits:
             self.requests[admit.room] = KnownRequest.of(admit, self._pool.num_lifetimes)
         for scheduled in plan.scheduled:
@@ -288,7 +291,7 @@ class ModelRunner:
         logprobs = prompt_logprobs(self._model, self._cp_group, context.batch, hidden, asked)
         if self.is_sampling_rank:
             for request, added in zip(known, logprobs, strict=True):
-                request.prompt_logprobs += added
+                request.prompt_logprobs.extend(added)
 
     def _begin_sample(self, scheduled: Sequence[ScheduledRequest], logits: torch.Tensor) -> SampledTokens:
         states = [self._sampling_state(request.room) for request in scheduled]
@@ -299,11 +302,12 @@ class ModelRunner:
             # Prompt log-probabilities are reported with the first token.
             known = self.requests[room]
             if known.prompt_logprobs:
-                logprobs[room], known.prompt_logprobs = known.prompt_logprobs, []
+                logprobs[room] = list(known.prompt_logprobs)
+                known.prompt_logprobs.clear()
         return SampledTokens(rooms, draws, logprobs)
 
     def _sampling_state(self, room: Room) -> SamplingState:
-        known = self.requests[room]
-        if known.sampling_state is None:
-            known.sampling_state = SamplingState(known, self._model.config.vocab_size, self._grammars)
-        return known.sampling_state
+        if room not in self._sampling_states:
+            state = SamplingState(self.requests[room], self._model.config.vocab_size, self._grammars)
+            self._sampling_states[room] = state
+        return self._sampling_states[room]

@@ -20,7 +20,6 @@ from cluster.spec.kv import NO_PAGE
 from cluster.spec.sampling import Sampled, TokenLogprobs
 from cluster.spec.step_messages import Admit, ScheduledRequest
 from workers.device import Event, on_device
-from workers.engine.logits_processors import SamplingState
 from workers.engine.sampler import PendingSamples
 from workers.parallel.collectives import Communicator
 
@@ -46,13 +45,11 @@ class PageTable:
         return self._pages[: self._len]
 
 
-class KnownRequest(Admit, frozen=False, kw_only=True):
+class KnownRequest(Admit, frozen=True, kw_only=True):
     """Announced request with the state that a rank adds."""
 
     tables: list[PageTable]
     """Page tables by lifetime; page p of a sharded pool is page p // cp of CP rank p mod cp."""
-    sampling_state: SamplingState | None = None
-    """State on the sampling rank, from the first sample on."""
     prompt_logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     """Log-probabilities of the prompt so far, until the first sample."""
 
