@@ -42,9 +42,7 @@ from workers.parallel.groups import ReplicaStore, join_store, open_store
 from workers.rank import Rank, load_rank
 
 PAUSE_S = 1e-4
-"""Interval between checks of the inbox while a step runs on the GPU: short, so that the next plan is started before the
-GPU is idle.
-"""
+"""Interval between checks of the inbox during a step on the GPU: short, so that the GPU does not become idle."""
 
 
 class Worker:

@@ -83,9 +83,7 @@ class StepPlan(Tagged, frozen=True):
     releases: list[Room]
     """Requests to forget before this step."""
     arrived: list[int] = []
-    """Pages received from prefill since the last plan. Ranks copy them to the GPU, and to ranks with the same heads,
-    before the step.
-    """
+    """Pages received from prefill since the last plan, which ranks make readable before the step."""
     layerwise_load: TierJob | None = None
     """Load of the only request's cached pages from host memory, layer by layer during the step."""
     estimate_s: float | None = None

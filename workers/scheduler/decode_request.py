@@ -92,11 +92,10 @@ class DecodeRequest(TokenSequence):
         return [pages[self.num_held_pages :] for pages in self.kv.pages]
 
     def prompt_keys(self, page_size: int) -> list[bytes]:
-        """Return the keys of the prompt pages that the cache may provide. A prompt's last token is always computed, for
-        its logits.
-        """
-        num_computed_here = 1 if self.submit.prefill is None else 0
-        return self.keys_of(len(self.submit.prompt_ids) - num_computed_here, page_size)
+        """Return the keys of the prompt pages that the cache may provide."""
+        # A prompt that is computed here needs its last token's logits.
+        num_cacheable = len(self.submit.prompt_ids) - (self.submit.prefill is None)
+        return self.keys_of(num_cacheable, page_size)
 
     def phases(self, now_s: float) -> PhaseTimes | None:
         """Return the durations of the phases up to the first token; None for a choice that shares another's prompt."""

@@ -94,9 +94,12 @@ class PageHolders:
         if self._tiers and (key := self.next_key(sequence)) is not None and self._tiers.loader.is_loading(key):
             return False
         may_pass = self._count_passing(sequence, oldest) <= self.waiting.most_passing(self._pages_of(oldest))
-        can_start = may_pass and (
-            self._allocator.can_allocate(self._all_demands(sequence)) or self._can_start_after_cached(sequence)
-        )
+        can_start = may_pass and self._allocator.can_allocate(self._all_demands(sequence))
+        if may_pass and not can_start:
+            cached = self._find_cached(sequence)
+            can_start = self._allocator.can_allocate(
+                _demands(sequence, self._gaps(sequence, cached)), live_pages(cached)
+            )
         if not can_start:
             self.waiting.note_in_vain(sequence)
         return can_start
@@ -293,14 +296,8 @@ class PageHolders:
         return [(pages_for(len(sequence.tokens), self._page_size), sequence.owner_base)] * self._allocator.lifetimes.num
 
     def _gaps(self, sequence: TokenSequence, cached: PageLists) -> list[Gap]:
-        """Return the pages that a sequence needs in addition to the cached ones, for all its tokens, so that it never
-        waits between steps. Pages that no later token can see are freed meanwhile.
-        """
+        """Return the pages that a sequence needs in addition to the cached ones. It gets all before its first step."""
         return self._allocator.lifetimes.gaps(cached, pages_for(len(sequence.tokens), self._page_size))
-
-    def _can_start_after_cached(self, sequence: TokenSequence) -> bool:
-        cached = self._find_cached(sequence)
-        return self._allocator.can_allocate(_demands(sequence, self._gaps(sequence, cached)), live_pages(cached))
 
     def _find_cached(self, sequence: TokenSequence) -> PageLists:
         """Return the cached pages that a sequence starts after, with ``NO_PAGE`` for pages in host memory."""

@@ -15,7 +15,7 @@ from cluster.spec.messages import Blame, Cancel, Message, Submit, TableUpdate
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import Destination, DropSend, ForgetPeer, SendReport, StepPlan
-from cluster.spec.transfer_messages import Revoke, SendState, Ticket
+from cluster.spec.transfer_messages import Refused, Revoke, SendState, Ticket
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
@@ -27,7 +27,6 @@ from workers.scheduler.prefill_request import (
     PrefillState,
     SendMeter,
     drained,
-    refused,
     result_of,
 )
 from workers.scheduler.steps import StepScheduler
@@ -72,9 +71,6 @@ class PrefillLeader(Leader):
                 self.on_other(message)
 
     def tick(self, now_s: float) -> None:
-        """Handle expired deadlines: start requests that waited for storage, end stopped ones, refuse tickets without a
-        request, and ask routers about requests without a ticket.
-        """
         self._now_s = now_s
         for request in list(self._requests.values()):
             if request.state is PrefillState.STOPPING:
@@ -132,7 +128,7 @@ class PrefillLeader(Leader):
         if submit.prefill is None or submit.prefill.incarnation != self.me.incarnation or is_known:
             self.drop(submit)
             return
-        page_size, prompt_len = self._settings.layout.page_size, len(submit.prompt_ids)
+        page_size, prompt_len = self._settings.row.layout.page_size, len(submit.prompt_ids)
         base = owner_base(submit.prompt_ids, page_size, self._settings.row.sizes.cp, submit.cache_salt)
         request = PrefillRequest(submit, prompt_len + 1, owner_base=base, arrived_s=self._now_s)
         self._requests[room] = request
@@ -175,9 +171,7 @@ class PrefillLeader(Leader):
             self._start_if_ready(request)
 
     def _on_table(self, table: TableSnapshot) -> None:
-        """Start requests whose decode ranks have appeared, fail requests that can never start, and let the ranks forget
-        replicas that are gone.
-        """
+        """Start requests whose decode ranks have appeared, and fail requests that can never start."""
         self.reporter.on_table(table)
         known = self._table.reaped if self._table else {}
         self._table = table
@@ -197,9 +191,7 @@ class PrefillLeader(Leader):
                 self._stop(request, "its router is gone")
 
     def _start_if_ready(self, request: PrefillRequest) -> None:
-        """Hand a request to the step scheduler if it has its ticket, the table has the decode ranks, and no pages are
-        being read from storage.
-        """
+        """Hand a request to the step scheduler if its ticket, decode's rank records and stored pages are here."""
         ticket = request.ticket
         if request.state is not PrefillState.QUEUED or ticket is None:
             return
@@ -338,7 +330,14 @@ class PrefillLeader(Leader):
         self.recorder.enter(request.room, None if state is PrefillState.ENDED else state.value, self._now_s)
 
     def _refuse(self, ticket: Ticket, reason: str) -> None:
-        self.send(ticket.decode.address, refused(self.me, ticket, reason))
+        refused = Refused(
+            room=ticket.room,
+            generation=ticket.generation,
+            prefill=self.me,
+            decode_incarnation=ticket.decode.incarnation,
+            reason=reason,
+        )
+        self.send(ticket.decode.address, refused)
 
 
 def _is_from_decode(submit: Submit, message: Ticket | Revoke) -> bool:

@@ -4,20 +4,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cluster.spec.ids import Peer
-from cluster.spec.kv import PoolLayout
 from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import RankRow, SendTimes
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import SendReport
-from cluster.spec.transfer_messages import Drained, Refused, Result, Revoke, Ticket
+from cluster.spec.transfer_messages import Drained, Result, Revoke, Ticket
 from transfer.page_assignment import PageShare, receivers
 from workers.cache.page_lists import live_pages
 from workers.scheduler.sequence import TokenSequence
 
 TICKET_TIMEOUT_S = 30.0
-"""Maximum time that a ticket waits for its request. The router submits to both replicas at the same time, so a request
-that is still missing then is lost.
-"""
+"""Maximum time that a ticket waits for its request, which the router sends at the same time as decode's."""
 
 
 class PrefillState(Enum):
@@ -54,10 +51,6 @@ class PrefillSettings:
     ticket_timeout_s: float = TICKET_TIMEOUT_S
     settle_s: float
     """Maximum time that the backend may still move bytes after a failed write."""
-
-    @property
-    def layout(self) -> PoolLayout:
-        return self.row.layout
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -110,17 +103,6 @@ def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled
             for row in destination.rows
             for lifetime, pages in enumerate(destination.pages)
         ),
-    )
-
-
-def refused(me: Peer, ticket: Ticket, reason: str) -> Refused:
-    """Return the notice that a ticket's request has failed, and that nothing more is written for it."""
-    return Refused(
-        room=ticket.room,
-        generation=ticket.generation,
-        prefill=me,
-        decode_incarnation=ticket.decode.incarnation,
-        reason=reason,
     )
 
 

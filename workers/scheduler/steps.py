@@ -30,15 +30,11 @@ class StepLimits:
     chunk_tokens: int
     max_requests: int
     oldest_share: float = 0.25
-    """Share of a step's time reserved for the oldest sequences. With 0.25, other requests delay a long prompt at most
-    fourfold.
-    """
+    """Share of a step's time reserved for the oldest sequences, so that others delay one at most fourfold."""
     depth: int = 1
     """Maximum number of steps under way; pipeline stages each compute a different one."""
     max_context_tokens: int | None = None
-    """Maximum number of tokens in a step including prefixes, if ranks exchange all of them; None for no limit. No step
-    then needs more memory than one long prompt.
-    """
+    """Maximum number of tokens in a step including prefixes, which bounds its memory; None for no limit."""
     runs_ahead: bool = False
     """Whether a step may use tokens that the previous step has yet to sample; ``depth`` is then 2."""
 
@@ -190,9 +186,7 @@ class StepScheduler:
 
     @property
     def _oldest_share(self) -> float:
-        """Return the oldest sequences' share of this step. With a context limit, which keeps long prompts apart, every
-        other step has most of it.
-        """
+        """Return the oldest sequences' share of this step. Where long prompts do not fit together, steps alternate."""
         share = self._limits.oldest_share
         if self._limits.max_context_tokens is None:
             return share
@@ -241,9 +235,7 @@ class StepScheduler:
 
     @property
     def _runs_ahead(self) -> bool:
-        """Return whether the next step may be planned before this one's tokens are known. If any sequence needs the
-        tokens for its sampling, all wait, so that none starves.
-        """
+        """Return whether steps may run ahead. If any sample depends on earlier output, all sequences wait for it."""
         return self._limits.runs_ahead and not any(
             sequence.submit.sampling.looks_back for sequence in self.holders.running.values()
         )

@@ -18,9 +18,7 @@ _ROUNDING = 1e-6
 SortKey = tuple[int, int, int, int, int]
 """Sort key that no two sequences share."""
 _AGED = 2
-"""Lowest length class that a sequence reaches by waiting. Sequences of a single step stay ahead of it, since they delay
-it little.
-"""
+"""Lowest length class that a sequence reaches by waiting, so that sequences of one step stay ahead."""
 
 
 class Turn(NamedTuple):
@@ -56,9 +54,7 @@ class Budget:
     def __init__(
         self, num_tokens: int, max_requests: int, chunk: ChunkLen, max_context_tokens: int | None = None
     ) -> None:
-        """Build a budget. A request uses its tokens divided by its ``chunk`` of the step's time. ``max_context_tokens``
-        limits the tokens of several requests including their prefixes.
-        """
+        """Build a budget. ``max_context_tokens`` limits the tokens of several requests including their prefixes."""
         self._num_left = num_tokens
         self._context_left = max_context_tokens
         self._time_left = 1.0
