@@ -10,7 +10,6 @@ from cluster.spec.messages import RankTrace
 from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.version import VERSION
 from cluster.spec.worker_spec import WorkerSpec
-from transfer.page_assignment import copies_of
 from transfer.sender_thread import SenderThread
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_lists import Lifetimes
@@ -84,7 +83,6 @@ def _make_decode_leader(
 ) -> Leader:
     config, own = spec.config, [row for row in rows if row.coords.dp == dp_rank]
     allocator, tiers = _make_allocator(spec, own)
-    num_copies = copies_of(own[0])
     limits = StepLimits(
         rank.layout.page_size,
         config.decode.chunk_tokens,
@@ -94,16 +92,9 @@ def _make_decode_leader(
     )
     settings = DecodeSettings(
         me=me,
+        rows=rows,
         dp_rank=dp_rank,
-        geometry=rank.geometry,
-        layout=rank.layout,
-        page_bytes=tuple(
-            sum(row.layout.bytes_of(lifetime) for row in own) // num_copies
-            for lifetime in range(rank.layout.num_lifetimes)
-        ),
-        num_copies=num_copies,
         transfer_timeout_s=config.transfer.transfer_timeout_s,
-        rank_addresses=tuple(row.address for row in rows),
         verify=config.verify_by(),
         settle_s=rank.backend.settle_s,
     )

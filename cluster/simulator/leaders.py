@@ -13,7 +13,6 @@ from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import AxisSizes, Endpoint, KvOwnership, RankRow
 from cluster.spec.step_messages import ScheduledRequest
 from cluster.spec.strategy import Strategy
-from transfer.page_assignment import copies_of
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_lists import Lifetimes
 from workers.cache.prefix_tree import PrefixTree
@@ -136,25 +135,17 @@ def _make_decode_leader(
     allocator: PageAllocator,
     tiers: Tiers | None,
 ) -> Leader:
-    shape, first = around.shape, rows[0]
-    own, num_copies = shard_of(rows, dp_rank), copies_of(first)
+    shape = around.shape
     settings = DecodeSettings(
         me=me,
+        rows=rows,
         dp_rank=dp_rank,
-        geometry=first.geometry,
-        layout=first.layout,
-        page_bytes=tuple(
-            sum(row.layout.bytes_of(lifetime) for row in own) // num_copies
-            for lifetime in range(first.layout.num_lifetimes)
-        ),
-        num_copies=num_copies,
         transfer_timeout_s=shape.transfer_timeout_s,
         quarantine_limit=shape.quarantine_limit,
-        rank_addresses=tuple(row.address for row in rows),
         verify=shape.verify,
         settle_s=shape.settle_s,
     )
-    steps = StepScheduler(allocator, _limits(around, first), undivided, tiers=tiers)
+    steps = StepScheduler(allocator, _limits(around, rows[0]), undivided, tiers=tiers)
     return DecodeLeader(settings, steps, allocator, tiers=tiers)
 
 

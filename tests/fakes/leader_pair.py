@@ -7,7 +7,7 @@ from cluster.spec.messages import Message, Submit, TableUpdate
 from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.wire import TokenIds
-from tests.fakes.paged_ranks import GEOMETRY, PAGE_SIZE, row
+from tests.fakes.paged_ranks import PAGE_SIZE, row
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.strategy_choice import undivided
@@ -101,12 +101,9 @@ class LeaderPair:
     def _decode_settings(self) -> DecodeSettings:
         return DecodeSettings(
             me=self.decode_peer,
-            geometry=GEOMETRY,
-            layout=self._decode_row.layout,
-            page_bytes=(self._decode_row.layout.page_bytes,),
+            rows=[self._decode_row],
             transfer_timeout_s=60.0,
             quarantine_limit=0.25,
-            rank_addresses=(self._decode_row.address,),
             settle_s=0.5,
         )
 

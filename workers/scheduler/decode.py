@@ -58,7 +58,7 @@ class DecodeLeader(Leader):
         super().__init__(settings.me, steps, allocator, recorder, tiers)
         self._settings = settings
         self._requests: dict[Room, DecodeRequest] = {}
-        self._queue = DecodeQueue(allocator, steps, settings.layout.page_size, tiers)
+        self._queue = DecodeQueue(allocator, steps, settings.page_size, tiers)
         self._arrived: list[int] = []
         """Received pages that no plan has announced yet."""
         self._newest_step = 0
@@ -66,7 +66,7 @@ class DecodeLeader(Leader):
         """Unsent tickets whose pages a step under way may still write to, as (newest such step, request)."""
         self._num_arrivals = 0
         self._is_quarantined = False
-        self._checks = PageChecks(settings.rank_addresses)
+        self._checks = PageChecks([row.address for row in settings.rows])
 
     def on_message(self, message: Message, now_s: float) -> None:
         self._now_s = now_s
@@ -157,7 +157,7 @@ class DecodeLeader(Leader):
         if submit.decode.incarnation != self.me.incarnation or is_known:
             self.drop(submit)
             return
-        page_size = self._settings.layout.page_size
+        page_size = self._settings.page_size
         num_pages = pages_for(len(submit.prompt_ids), page_size)
         request = DecodeRequest(
             submit,
@@ -192,7 +192,7 @@ class DecodeLeader(Leader):
                 self._open(request, request.submit.prefill, now_s)
             else:
                 self._move(request, DecodeState.RUNNING, "pages")
-                self._run(request, request.num_held_pages * self._settings.layout.page_size)
+                self._run(request, request.num_held_pages * self._settings.page_size)
 
     def _open(self, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
         session = request.session = receiver_session(self._settings, request, prefill)
@@ -268,7 +268,7 @@ class DecodeLeader(Leader):
         self._checks.forget(request.room)
         self._move(request, DecodeState.RUNNING, "result and all done")
         if self.tiers:
-            self.tiers.note_received(request.prompt_keys(self._settings.layout.page_size))
+            self.tiers.note_received(request.prompt_keys(self._settings.page_size))
         self._arrived += live_pages(request.new_pages)
         request.tokens = [*submit.prompt_ids, *result.token_ids]
         self._run(request, len(submit.prompt_ids))

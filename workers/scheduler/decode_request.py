@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cluster.spec.ids import Peer
-from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.messages import PhaseTimes
-from cluster.spec.registry import Verify
+from cluster.spec.registry import RankRow, Verify
 from cluster.spec.transfer_messages import Ticket
+from transfer.page_assignment import copies_of
 from transfer.receiver_session import ReceiverSession
 from workers.cache.page_lists import PageLists, live_pages
 from workers.scheduler.sequence import TokenSequence
@@ -29,7 +29,7 @@ class DecodeState(Enum):
     STOPPING = "stopping"
     """Failed or cancelled; pages are held until prefill can no longer write to them."""
     RUNNING = "running"
-    """In the step scheduler."""
+    """Handed to the step scheduler."""
     ENDED = "ended"
     """Ended; holds no pages."""
 
@@ -51,20 +51,25 @@ class DecodeSettings:
     """Properties of a decode replica."""
 
     me: Peer
+    rows: Sequence[RankRow]
+    """Records of all ranks, by global rank."""
     dp_rank: int = 0
-    geometry: KvGeometry
-    layout: PoolLayout
-    page_bytes: tuple[int, ...]
-    """Bytes per page by lifetime, over all ranks. Ranks with the same heads count once."""
-    num_copies: int = 1
-    """Number of ranks that hold the same heads."""
     transfer_timeout_s: float
     quarantine_limit: float = QUARANTINE_LIMIT
-    rank_addresses: tuple[str, ...] = ()
-    """Addresses of all ranks, by global rank."""
     verify: Verify = Verify.COUNTS
     settle_s: float
     """Maximum time that bytes may still arrive after their sender has failed or died."""
+
+    @property
+    def page_size(self) -> int:
+        return self.rows[0].layout.page_size
+
+    @property
+    def page_bytes(self) -> list[int]:
+        """Return the bytes per page by lifetime, over the DP rank's ranks. Ranks with the same heads count once."""
+        own = [row.layout for row in self.rows if row.coords.dp == self.dp_rank]
+        lifetimes = range(own[0].num_lifetimes)
+        return [sum(layout.bytes_of(lifetime) for layout in own) // copies_of(self.rows[0]) for lifetime in lifetimes]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -128,18 +133,18 @@ def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: 
         num_held_pages=request.num_held_pages,
         dp_rank=settings.dp_rank,
         wanted_dp_rank=request.submit.dp_rank,
-        geometry=settings.geometry,
+        geometry=settings.rows[0].geometry,
     )
     return ReceiverSession(
         ticket,
         prefill,
         num_pages=sum(counts),
         num_bytes=sum(count * size for count, size in zip(counts, settings.page_bytes, strict=True)),
-        num_ranks=len(settings.rank_addresses),
+        num_ranks=len(settings.rows),
         silence_s=settings.transfer_timeout_s,
         settle_s=settings.settle_s,
         verify=settings.verify,
-        num_copies=settings.num_copies,
+        num_copies=copies_of(settings.rows[0]),
     )
 
 
