@@ -1,13 +1,17 @@
-"""The order of turns and the budget of a step, apart from pages."""
+"""The order of turns, the budget of a step, and bounds on how long a sequence waits."""
 
 from dataclasses import replace
+from itertools import count
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.ids import Room
+from cluster.spec.kv import pages_for
+from tests.fakes.prefill_steps import PAGE_SIZE, PrefillSteps
 from workers.context_parallel.cost_model import ModelShape, Rates, even_chunk, slowest
 from workers.scheduler.turns import WINDOW, Budget, turn
+from workers.scheduler.waiting import LOOKAHEAD
 
 CHUNK = 64
 SHAPE = ModelShape(
@@ -166,3 +170,200 @@ def test_no_rank_has_more_layers_and_is_slower_at_each_than_the_slowest(
 def test_the_stage_with_one_layer_more_is_the_slowest() -> None:
     stages = [(replace(SHAPE, num_layers=count), Rates()) for count in (8, 9, 8)]
     assert slowest(stages, 2, 512) == stages[1]
+
+
+SHARE = 16
+"""Tokens of a step that belong to the oldest sequences, with the share that PrefillSteps has by default."""
+LENGTHS = 3
+"""Powers of two of steps that prompts of up to 200 tokens take."""
+
+prompts = st.lists(st.tuples(st.integers(1, 200), st.integers(-3, 3)), min_size=1, max_size=6)
+
+
+@given(prompts=prompts, rivals=st.lists(st.tuples(st.integers(1, 200), st.integers(-9, 9)), min_size=1, max_size=6))
+def test_what_came_before_bounds_the_end_whatever_comes_after(
+    prompts: list[tuple[int, int]], rivals: list[tuple[int, int]]
+) -> None:
+    steps = PrefillSteps(chunk_tokens=CHUNK, max_requests=4)
+    rooms = [steps.add(length, priority) for length, priority in prompts]
+    bound = 0
+    for room, (length, _) in zip(rooms, prompts, strict=True):
+        bound += -(-length // (SHARE // LENGTHS))
+        while room not in steps.ended:
+            if steps.steps.num_waiting <= len(rivals):
+                for rival_length, rival_priority in rivals:
+                    steps.add(rival_length, rival_priority)
+            steps.run_step()
+            assert steps.num_steps <= bound
+
+
+@given(prompts=prompts, chunk_tokens=st.integers(8, 80))
+def test_every_step_is_full_but_the_last(prompts: list[tuple[int, int]], chunk_tokens: int) -> None:
+    steps = PrefillSteps(chunk_tokens=chunk_tokens)
+    for length, priority in prompts:
+        steps.add(length, priority)
+    steps.run()
+    assert steps.num_steps == -(-sum(length for length, _ in prompts) // chunk_tokens)
+
+
+def test_short_prompts_go_on_beside_a_long_one_and_it_goes_on_beside_them() -> None:
+    steps = PrefillSteps(chunk_tokens=CHUNK)
+    long = steps.add(100 * CHUNK)
+    alone = steps.run_step()
+    assert alone is not None
+    assert [len(row.token_ids) for row in alone.scheduled] == [CHUNK]
+    for _ in range(10):
+        shorts = [steps.add(SHARE) for _ in range(3)]
+        plan = steps.run_step()
+        assert plan is not None
+        assert all(steps.ended[short] == steps.num_steps for short in shorts)
+        assert {row.room: len(row.token_ids) for row in plan.scheduled}[long] == SHARE
+
+
+def test_a_prompt_of_a_few_steps_is_not_starved_by_shorter_ones_while_another_is_the_oldest() -> None:
+    steps = PrefillSteps(chunk_tokens=CHUNK)
+    oldest = steps.add(200 * CHUNK)
+    medium = steps.add(4 * CHUNK)
+    while medium not in steps.ended:
+        for _ in range(6):
+            steps.add(SHARE)
+        steps.run_step()
+        assert steps.num_steps <= 4 * CHUNK // (SHARE // LENGTHS)
+    assert oldest not in steps.ended
+
+
+def test_who_waits_for_a_page_gives_its_turn_to_whom_computes_it() -> None:
+    prompt = list(range(1000, 1000 + 40 * CHUNK))
+    steps = PrefillSteps(chunk_tokens=CHUNK, prefix_cache=True)
+    steps.add(prompt, priority=9)
+    urgent = steps.add([*prompt[: 4 * CHUNK], *range(SHARE)], priority=-1)
+    while urgent not in steps.ended:
+        for _ in range(6):
+            steps.add(CHUNK)
+        steps.run_step()
+    assert steps.num_steps <= 6
+
+
+def test_the_oldest_gets_what_the_others_leave_even_when_all_rows_are_taken() -> None:
+    steps = PrefillSteps(chunk_tokens=CHUNK, max_requests=2)
+    steps.add(10 * CHUNK)
+    steps.add(8)
+    steps.add(8)
+    plan = steps.run_step()
+    assert plan is not None
+    assert [len(row.token_ids) for row in plan.scheduled] == [CHUNK - 8, 8]
+
+
+def test_priorities_order_those_that_wait_and_the_oldest_keeps_its_share() -> None:
+    steps = PrefillSteps(chunk_tokens=CHUNK)
+    oldest = steps.add(10 * CHUNK, priority=9)
+    usual = steps.add(2 * CHUNK)
+    urgent = steps.add(2 * CHUNK, priority=-1)
+    while urgent not in steps.ended:
+        plan = steps.run_step()
+        assert plan is not None
+        assert {row.room: len(row.token_ids) for row in plan.scheduled}[oldest] >= SHARE // LENGTHS
+    steps.run()
+    assert steps.ended[urgent] < steps.ended[usual] < steps.ended[oldest]
+
+
+def test_an_urgent_sequence_is_seen_behind_any_number_of_others() -> None:
+    steps = PrefillSteps(chunk_tokens=CHUNK, max_requests=2)
+    for _ in range(2 * LOOKAHEAD):
+        steps.add(CHUNK)
+    urgent = steps.add(8, priority=-1)
+    steps.run_step()
+    assert urgent in steps.ended
+
+
+@given(
+    wanted=st.integers(1, 40),
+    running=st.lists(st.integers(1, 20), max_size=6),
+    rivals=st.lists(st.tuples(st.integers(1, 40), st.integers(-1, 1)), min_size=1, max_size=4),
+)
+def test_pages_come_to_who_waits_for_them_however_many_others_fit(
+    wanted: int, running: list[int], rivals: list[tuple[int, int]]
+) -> None:
+    """In a pool of 40 pages, under a stream of rivals that never ends."""
+    num_pages = 40
+    steps = PrefillSteps(num_pages=num_pages, chunk_tokens=CHUNK)
+    before = [steps.add(pages * PAGE_SIZE) for pages in running]
+    steps.run_step()
+    waiting = steps.add(wanted * PAGE_SIZE, priority=1)
+    # Those before; what passes and what was there, at most two pools; the sequence itself.
+    work = sum(running) + 2 * num_pages + wanted
+    most_ends = len(before) + 2 * num_pages + 1
+    bound = steps.num_steps + -(-work * PAGE_SIZE // SHARE) + most_ends
+    while waiting not in steps.ended:
+        for pages, priority in rivals:
+            steps.add(pages * PAGE_SIZE, priority)
+        steps.run_step()
+        assert steps.num_steps <= bound
+
+
+def test_short_prompts_pass_a_long_one_that_waits_for_another_long_one() -> None:
+    steps = PrefillSteps(num_pages=100, chunk_tokens=CHUNK)
+    first, second = steps.add(70 * PAGE_SIZE), steps.add(80 * PAGE_SIZE)
+    while first not in steps.ended:
+        short = steps.add(4 * PAGE_SIZE)
+        steps.run_step()
+        assert short in steps.ended or first in steps.ended
+    assert steps.num_steps > 70 * PAGE_SIZE // CHUNK
+    steps.run()
+    assert second in steps.ended
+
+
+def test_a_prompt_that_is_being_computed_is_waited_for_and_found_in_the_cache() -> None:
+    prompt = list(range(4 * CHUNK + 2))
+    steps = PrefillSteps(chunk_tokens=CHUNK, prefix_cache=True)
+    rooms = [steps.add(prompt) for _ in range(3)]
+    steps.run()
+    # The two that waited have only the tokens after the last full page left, and compute them beside the first.
+    assert steps.num_computed == len(prompt) + 2 * 2
+    assert {steps.ended[room] for room in rooms} == {5}
+
+
+def test_nobody_waits_for_a_prompt_that_has_no_full_page_in_common_or_no_cache() -> None:
+    page, numbers = list(range(PAGE_SIZE - 1)), count(100)
+    steps = PrefillSteps(chunk_tokens=CHUNK, prefix_cache=True)
+    rooms = [steps.add([*page, *(next(numbers) for _ in range(5))]) for _ in range(4)]
+    steps.run_step()
+    assert all(steps.ended[room] == 1 for room in rooms)
+    steps = PrefillSteps(chunk_tokens=CHUNK)
+    rooms = [steps.add(list(range(16))) for _ in range(4)]
+    steps.run_step()
+    assert all(steps.ended[room] == 1 for room in rooms)
+
+
+@given(prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1, max_size=8))
+def test_no_page_is_computed_twice_while_the_cache_lasts(prompts: list[list[int]]) -> None:
+    steps = PrefillSteps(chunk_tokens=CHUNK, prefix_cache=True)
+    rooms = {steps.add(prompt) for prompt in prompts}
+    steps.run()
+    assert steps.ended.keys() == rooms
+    full = {tuple(prompt[:end]) for prompt in prompts for end in range(PAGE_SIZE, len(prompt) + 1, PAGE_SIZE)}
+    # What no page can be found for: the rest after the last full page, or the last page where nothing comes after it.
+    rests = sum(len(prompt) % PAGE_SIZE or PAGE_SIZE for prompt in prompts)
+    assert steps.num_computed <= len(full) * PAGE_SIZE + rests
+
+
+def test_of_equally_long_prompts_the_longest_cached_prefix_goes_first() -> None:
+    document = list(range(1000, 1000 + 5 * PAGE_SIZE))
+    steps = PrefillSteps(chunk_tokens=6 * PAGE_SIZE, prefix_cache=True)
+    steps.add(document)
+    steps.run()
+    steps.add(100 * PAGE_SIZE)
+    fresh = steps.add(6 * PAGE_SIZE)
+    known = steps.add([*document, *range(PAGE_SIZE)])
+    steps.run()
+    assert steps.ended[known] < steps.ended[fresh]
+
+
+def test_nothing_is_hashed_where_nothing_is_cached() -> None:
+    steps = PrefillSteps()
+    steps.add(pages_for(100, PAGE_SIZE))
+    steps.run_step()
+    sequence = steps.add(1000)
+    steps.run_step()
+    assert sequence not in steps.ended
+    assert not any(held.page_keys for held in steps.steps.holders.running.values())
