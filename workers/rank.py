@@ -22,7 +22,7 @@ from workers.attention.registry import choose_backend, needs_of
 from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.device import open_device
 from workers.engine.calibration import measured_rates
-from workers.engine.capture import Capture, GraphCapture
+from workers.engine.decode_graphs import Capture, GraphCapture
 from workers.engine.pool_memory import pool_memory_gib
 from workers.engine.rank_groups import RankGroups, join_groups
 from workers.engine.runner import ModelRunner

@@ -130,7 +130,7 @@ class ScenarioRun:
             q, k, v = (self._local(batch, lens, present, layer, which) for which in range(3))
             context.put(layer, k, v)
             outs.append(context.attend(layer, q, params_for(q)))
-        joined = torch.stack([join_rows(self.exchange.group, batch.plan, out) for out in outs])
+        joined = torch.stack([join_rows(self.exchange.group, batch.shards, out) for out in outs])
         last = context.last.join_last(self._last_layer(batch, lens, present, context.last))
         for request in present:
             self.done[request] += lens[request]
@@ -141,7 +141,7 @@ class ScenarioRun:
         layer = NUM_LAYERS - 1
         q, k, v = (self._local(batch, lens, present, layer, which) for which in range(3))
         context.put(layer, k, v)
-        return context.attend(layer, take(q, context.wanted), params_for(q)).flatten(1)
+        return context.attend(layer, take(q, context.query_rows), params_for(q)).flatten(1)
 
     def _batch(self, lens: tuple[int, ...], present: list[int]) -> StepBatch:
         requests = [
@@ -163,7 +163,7 @@ class ScenarioRun:
     ) -> torch.Tensor:
         parts = [self.inputs[r][layer][which][self.done[r] : self.done[r] + lens[r]] for r in present]
         flattened = np.concatenate([self.inputs[0][layer][which][:0], *parts])
-        local = torch.from_numpy(flattened[batch.plan.local(batch.cp_rank)])
+        local = torch.from_numpy(flattened[batch.shards.local(batch.cp_rank)])
         return local.to(self.device, self.scenario.dtype)
 
 

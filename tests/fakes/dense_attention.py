@@ -10,20 +10,20 @@ from workers.layers.attention import take
 class DenseAttention:
     """Keeps one sequence's keys and values from step to step, so that a prompt may come in pieces."""
 
-    def __init__(self, *, kv_first: bool = False, wanted: Tensor | None = None) -> None:
-        """`wanted` are the rows of each step whose final hidden states are asked for; None for all."""
+    def __init__(self, *, kv_first: bool = False, query_rows: Tensor | None = None) -> None:
+        """`query_rows` are the rows of each step whose final hidden states are asked for; None for all."""
         self.kv_first, self.lens, self.last_lens, self.counted = kv_first, None, None, None
-        self.wanted: Tensor | None = None
-        self._wanted_last = wanted
+        self.query_rows: Tensor | None = None
+        self._last_query_rows = query_rows
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
         self.calls: list[tuple[str, int]] = []
 
     @property
     def last(self) -> "DenseAttention":
-        if self._wanted_last is None:
+        if self._last_query_rows is None:
             return self
         narrowed = DenseAttention(kv_first=True)
-        narrowed.wanted, narrowed.stored, narrowed.calls = self._wanted_last, self.stored, self.calls
+        narrowed.query_rows, narrowed.stored, narrowed.calls = self._last_query_rows, self.stored, self.calls
         return narrowed
 
     def kv_slots(self, layer: int) -> None:
@@ -44,6 +44,6 @@ class DenseAttention:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * params.scale
         key_positions = torch.arange(k.shape[0])
-        query_positions = take(torch.arange(k.shape[0] - self._num_new, k.shape[0]), self.wanted)
+        query_positions = take(torch.arange(k.shape[0] - self._num_new, k.shape[0]), self.query_rows)
         scores = scores.masked_fill(key_positions[None, :] > query_positions[:, None], float("-inf"))
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.float()).to(q.dtype)

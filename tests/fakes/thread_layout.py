@@ -45,6 +45,11 @@ def on_thread_layout(
         return list(threads.map(call, range(num_ranks)))
 
 
+def tp_groups(tp: Communicator) -> ModelGroups:
+    """Groups of a rank that shares the model over TP alone."""
+    return ModelGroups(parallel=ParallelConfig(tp=tp.size), global_rank=tp.rank, tp=tp, moe_block=tp)
+
+
 def _groups_of(
     parallel: ParallelConfig, rank: int, named: Mapping[GroupName, Communicator], dispatch: MoeDispatch
 ) -> ModelGroups:

@@ -43,7 +43,7 @@ from tests.fuzz.mutate import Codec
 from tests.fuzz.samples import messages
 from tests.readme import ROOT
 from workers.engine.weights import CheckpointError, stored_tensors
-from workers.models.hf_config import UnsupportedModelError
+from workers.models.interface import UnsupportedModelError
 from workers.models.registry import read_model_config
 
 JSON = Codec(json.loads, lambda tree: json.dumps(tree).encode())

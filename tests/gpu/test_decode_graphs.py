@@ -13,7 +13,7 @@ from tests.fakes.steps import Request, step_of
 from workers.attention.triton.backend import TritonAttention
 from workers.bench.engine import EngineBench
 from workers.bench.shapes import SHAPES
-from workers.engine.capture import CaptureError, GraphCapture
+from workers.engine.decode_graphs import CaptureError, GraphCapture
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import random_model
 from workers.models.decoder import DecoderModel

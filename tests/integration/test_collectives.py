@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from workers.parallel.collectives import CollectiveError, Communicator
 from workers.parallel.groups import join_group, join_store, open_store
-from workers.parallel.shared_memory import SharedMemoryBackend
+from workers.parallel.shared_memory import SharedMemoryCollectives
 from workers.parallel.torch_groups import GlooBackend
 
 pytestmark = pytest.mark.integration
@@ -129,7 +129,7 @@ def processes(
 def test_results_equal_those_of_gloo_bit_for_bit() -> None:
     _store, port = open_store(HOST, TIMEOUT_S)
     with processes(serve_rank, range(SIZE), f"{HOST}:{port}") as ranks:
-        assert [pipe.recv() for _, pipe in ranks] == ["SharedMemoryBackend"] * SIZE
+        assert [pipe.recv() for _, pipe in ranks] == ["SharedMemoryCollectives"] * SIZE
         for seed in range(8):
             for _, pipe in ranks:
                 pipe.send(seed)
@@ -187,7 +187,7 @@ def test_a_peer_that_goes_while_it_is_waited_for_is_an_error(
             group.start_shift(torch.empty(2), torch.zeros(2)).wait()
         if number == signal.SIGSTOP and kind == 0:
             backend = groups[0]._backend
-            assert isinstance(backend, SharedMemoryBackend)
+            assert isinstance(backend, SharedMemoryCollectives)
             monkeypatch.setattr(backend._flags, "_timeout_s", 1.0)
         pauses.clear()
         pending = groups[kind].start_shift(torch.empty(2), torch.zeros(2))
@@ -206,13 +206,15 @@ def test_a_peer_that_goes_while_it_is_waited_for_is_an_error(
 WHOLE_SUM_BYTES = 32
 
 
-def on_threads(function: Callable[[SharedMemoryBackend], T], piece_bytes: int) -> list[T]:
+def on_threads(function: Callable[[SharedMemoryCollectives], T], piece_bytes: int) -> list[T]:
     """What a function returns as each rank of a group inside this process, whose memory is moved in small pieces."""
     descriptor = os.memfd_create("test")
-    os.ftruncate(descriptor, SharedMemoryBackend.num_bytes(SIZE))
+    os.ftruncate(descriptor, SharedMemoryCollectives.num_bytes(SIZE))
     with ThreadPoolExecutor(SIZE) as threads:
         backends = [
-            SharedMemoryBackend(os.dup(descriptor), rank, [os.getpid()] * SIZE, TIMEOUT_S, piece_bytes, WHOLE_SUM_BYTES)
+            SharedMemoryCollectives(
+                os.dup(descriptor), rank, [os.getpid()] * SIZE, TIMEOUT_S, piece_bytes, WHOLE_SUM_BYTES
+            )
             for rank in range(SIZE)
         ]
         os.close(descriptor)
@@ -222,7 +224,7 @@ def on_threads(function: Callable[[SharedMemoryBackend], T], piece_bytes: int) -
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=8))
 def test_parts_larger_than_a_piece_and_calls_in_flight(lengths: list[int]) -> None:
-    def call(backend: SharedMemoryBackend) -> list[Tensor]:
+    def call(backend: SharedMemoryCollectives) -> list[Tensor]:
         outs = []
         for number, length in enumerate(lengths):
             word = torch.full((length,), 10 * number, dtype=torch.int16)
@@ -286,7 +288,7 @@ def test_ranks_that_cannot_share_memory_use_gloo(obstacle: str, monkeypatch: pyt
 
     def rank(number: int) -> list[float]:
         group = shared_group(address, number, 2)
-        assert not isinstance(group._backend, SharedMemoryBackend)
+        assert not isinstance(group._backend, SharedMemoryCollectives)
         out = torch.empty(2)
         group.all_gather(out, torch.tensor([float(number)]))
         return out.tolist()

@@ -18,7 +18,6 @@ ON_GPUS = (
     "workers.bench.kernel_cases",
     "workers.attention.triton.",
     "workers.attention.flash_attn",
-    "workers.engine.decode_graphs",
 )
 USES_TORCH_DISTRIBUTED = ("workers/parallel/", "workers/context_parallel/")
 

@@ -1,4 +1,4 @@
-"""Measurement of this rank's speed at warm-up, on one layer and scratch memory, in a fraction of a second."""
+"""Measurement of a rank's speed at warm-up. It takes a fraction of a second, with one layer and scratch memory."""
 
 import math
 import time
@@ -18,26 +18,25 @@ from workers.attention.runs import Run
 from workers.context_parallel.cost_model import ModelShape, Rates, computed_pairs, slowest
 from workers.device import synchronize
 from workers.engine.rank_groups import RankGroups
+from workers.layers.attention import AttentionContext
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, exchange_at_start
 
 _SAMPLE_S = 0.02
-"""Duration in seconds from which a measurement is not repeated, and no larger one is made."""
+"""Duration in seconds from which a measurement is neither repeated nor enlarged."""
 _REPEATS = 5
 _SHORT_RUNS = 8
 _PAUSES = 3
-"""Duration of the work that a collective may overlap with, as a multiple of the collective's time."""
+"""Duration of the work that overlaps with a collective, as a multiple of the collective's time."""
 _FALLBACK = Rates()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Amount of work to time."""
-
     tokens: tuple[int, int]
-    """Minimal token count, and one at which arithmetic dominates; grows fourfold from step to step."""
+    """Minimal token count, and one at which arithmetic dominates. The count grows fourfold in between."""
     queries: int
     prefix: int
     rows: tuple[int, int]
@@ -46,7 +45,7 @@ class Samples:
 
 SAMPLES: Mapping[str, Samples] = {
     "cpu": Samples(tokens=(16, 256), queries=128, prefix=896, rows=(16, 512)),
-    # With few tokens, a GPU reads weights, and the host launches kernels, for longer than anything is multiplied.
+    # With fewer tokens, reading weights and launching kernels takes a GPU longer than arithmetic.
     "cuda": Samples(tokens=(32, 2048), queries=2048, prefix=6144, rows=(16, 4096)),
 }
 
@@ -54,8 +53,7 @@ SAMPLES: Mapping[str, Samples] = {
 def calibrate(
     model: DecoderModel, pool: PagePool, backend: AttentionBackend, group: Communicator, shape: ModelShape
 ) -> Rates:
-    """Measure this rank's rates. Every rank of the replica calls this before any request; only the null page is
-    written.
+    """Measure this rank's rates. Every rank of the replica calls this before any request. It writes only the null page.
 
     Results that noise makes zero or negative keep their defaults.
     """
@@ -83,18 +81,8 @@ def calibrate(
     )
 
 
-class _NoAttention:
-    """AttentionContext without attention, for timing the linear part of a layer."""
-
-    kv_first = False
-    lens = last_lens = counted = None
-    wanted = None
-
-    @property
-    def last(self) -> "_NoAttention":
-        return self
-
-    def kv_slots(self, layer: int) -> None: ...
+class _NoAttention(AttentionContext):
+    """Context without attention, to measure the linear part of a layer."""
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store nothing."""
@@ -104,8 +92,7 @@ class _NoAttention:
 
 
 def _measure_linear(model: DecoderModel) -> tuple[float, float]:
-    """Measure the time of one layer for almost no tokens, and FLOP/s for more."""
-
+    """Measure one layer's time with few tokens, and FLOP/s with more."""
     layer, flops = next(iter(model.layers.values())), alone_flops(model)
 
     def layer_s(num_tokens: int) -> float:
@@ -126,7 +113,7 @@ def _measure_linear(model: DecoderModel) -> tuple[float, float]:
 
 
 def alone_flops(model: DecoderModel) -> float:
-    """Return FLOPs of one token in the rank's first layer, with the rank's own part of the MLP and of the experts."""
+    """Return FLOPs per token in the rank's first layer, with the rank's shard of the MLP and the experts."""
     parallel, layer = model.groups.parallel, model.config.layer_weights(0)
     routed = layer.routed * parallel.tp / (parallel.ep * moe_tp_size(parallel))
     return 2 * (layer.queries + layer.kv + layer.dense / parallel.dp + routed)
@@ -135,7 +122,7 @@ def alone_flops(model: DecoderModel) -> float:
 def _measure_attention(
     model: DecoderModel, pool: PagePool, backend: AttentionBackend, shape: ModelShape
 ) -> tuple[float, float]:
-    """Measure the time of a minimal run, and FLOP/s of a run on a longer prefix."""
+    """Measure a minimal run's time, and FLOP/s with a longer prefix."""
     samples, params = SAMPLES[model.device.type], AttentionParams(model.config.head_dim**-0.5)
     table = torch.full((-(-(samples.prefix + samples.queries) // pool.page_size),), pool.num_pages)
 
@@ -153,11 +140,7 @@ def _measure_attention(
 
 
 def _measure_exchange(model: DecoderModel, group: Communicator, shape: ModelShape) -> tuple[float, float, float]:
-    """Measure the latency of one collective, the bytes received per second, and the share that overlaps with other
-    work. A group of one moves nothing.
-
-    A group of one moves nothing.
-    """
+    """Measure a collective's latency, the bytes received per second, and the share that overlaps with other work."""
     if group.size == 1:
         return _FALLBACK.exchange_s, _FALLBACK.exchange_bytes_per_s, _FALLBACK.hidden_share
 
@@ -180,14 +163,14 @@ def _measure_exchange(model: DecoderModel, group: Communicator, shape: ModelShap
     if not group.in_background:
         return few_s, bytes_per_s, 0.0
     if model.device.type == "cuda":
-        # Collectives run on their own stream, so the host does not see their end.
+        # Collectives run on a stream of their own.
         return few_s, bytes_per_s, 1.0
     hidden_s = many_s - gather_s(many_rows, pause_s=_PAUSES * many_s)
     return few_s, bytes_per_s, min(max(hidden_s / many_s, 0.0), 1.0)
 
 
 def _measure_all_reduce(model: DecoderModel) -> tuple[float, float]:
-    """Measure the time, in seconds, to sum hidden states over the TP ranks: fixed, and per token."""
+    """Measure the seconds to sum hidden states over the TP ranks: the fixed part, and the part per token."""
     group = model.groups.tp
     if group.size == 1:
         return 0.0, 0.0
@@ -202,8 +185,8 @@ def _measure_all_reduce(model: DecoderModel) -> tuple[float, float]:
 
 
 def _waited_s(device: torch.device, group: Communicator, call: Callable[[], object]) -> float:
-    """Return the time that a call spends inside a group's collectives, on ranks that start together; on a GPU, all of
-    it.
+    """Return the time that a call spends in a group's collectives, or on a GPU the call's entire time. Ranks start
+    together.
     """
     group.barrier()
     synchronize(device)
@@ -216,7 +199,6 @@ def _waited_s(device: torch.device, group: Communicator, call: Callable[[], obje
 
 
 def _measure_merge(model: DecoderModel) -> float:
-    """Measure the time, in seconds, to merge one partial of one token."""
     _, num_tokens = SAMPLES[model.device.type].tokens
     shape = (num_tokens, model.config.num_heads)
     partial = Partial(torch.zeros(*shape, model.config.head_dim, dtype=model.dtype), torch.zeros(shape))
@@ -224,7 +206,6 @@ def _measure_merge(model: DecoderModel) -> float:
 
 
 def _measure_store(model: DecoderModel, pool: PagePool) -> float:
-    """Measure the time, in seconds, to store one row."""
     _, num_tokens = SAMPLES[model.device.type].tokens
     slots = pool.at_slots(torch.full((num_tokens,), pool.null_slot))
     kv = torch.zeros(num_tokens, model.config.num_kv_heads, sum(pool.widths(0)), dtype=model.dtype)
@@ -232,16 +213,14 @@ def _measure_store(model: DecoderModel, pool: PagePool) -> float:
 
 
 def _hidden(model: DecoderModel, num_tokens: int) -> Tensor:
-    """Return hidden states of different tokens, so that experts share them realistically."""
+    """Return hidden states of different tokens, which spread realistically over experts."""
     generator = torch.Generator(device=model.device).manual_seed(0)
     shape = num_tokens, model.config.hidden_size
     return torch.randn(shape, generator=generator, device=model.device).to(model.dtype)
 
 
 def _least_s(device: torch.device, call: Callable[[], object]) -> float:
-    """Return the shortest time of several calls. On a CPU, thread time excludes other work on the core; it excludes
-    waits too.
-    """
+    """Return the shortest time of several calls; on a CPU, thread time, which excludes other work on the core."""
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
     started_s, least_s = clock(), math.inf
     for _ in range(_REPEATS):
@@ -258,9 +237,6 @@ def _rate(work: float, seconds: float, fallback: float) -> float:
     return work / seconds if seconds > 0 else fallback
 
 
-_Measured = tuple[ModelShape, Rates]
-
-
 def measured_rates(
     spec: WorkerSpec,
     store: ReplicaStore,
@@ -270,8 +246,8 @@ def measured_rates(
     groups: RankGroups,
     dtype: str,
 ) -> tuple[ModelShape, Rates]:
-    """Return the rates of the slowest rank over all stages and DP ranks. Every rank calls this; on decode, nothing
-    depends on the rates.
+    """Return the rates of the slowest rank over all stages and DP ranks. Every rank calls this. On decode, nothing
+    depends on the rates, so they are not measured.
     """
     shape = model.config.cost(dtype)
     if spec.role is Role.DECODE:
@@ -279,5 +255,5 @@ def measured_rates(
     rates = calibrate(model, pool, backend, groups.cp, shape)
     word = msgspec.json.encode((shape, rates)).decode()
     words = exchange_at_start(store, "rates", spec.global_rank, spec.world_size, word)
-    measured = [msgspec.json.decode(word, type=_Measured) for word in words]
+    measured = [msgspec.json.decode(word, type=tuple[ModelShape, Rates]) for word in words]
     return slowest(measured, spec.sizes.cp, spec.config.prefill.chunk_tokens)

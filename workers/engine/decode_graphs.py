@@ -1,8 +1,10 @@
-"""Decode steps captured for some batch sizes and replayed with almost no host time."""
+"""Decode steps captured as CUDA graphs for some batch sizes and replayed with almost no host time."""
 
 import logging
 import sys
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -15,9 +17,9 @@ from cluster.spec.strategy import MoeDispatch
 from workers.attention.interface import AttentionBackend, AttentionParams, GraphAttention, GraphShape
 from workers.attention.merge import merge
 from workers.engine.batch import StepInput
-from workers.engine.capture import Capture, CaptureError
 from workers.expert_parallel.token_dispatcher import FEW_TOKENS, Lens
 from workers.kernels.elementwise import KvSlots
+from workers.layers.attention import AttentionContext
 from workers.layers.feed_forward import FEW_CHOICES
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
@@ -26,15 +28,67 @@ REPLAYED = "replayed"
 
 _log = logging.getLogger(__name__)
 
+Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
+"""Capture of a computation. Returns its result, at a fixed address, and a function that replays it; raises
+CaptureError.
+"""
+
+
+class CaptureError(RuntimeError):
+    """Failed capture. The computation still runs uncaptured."""
+
+
+class GraphCapture:
+    """Capture as CUDA graphs. They share their memory, since no two are replayed at the same time."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        """Use one ``stream`` for all captures, since libraries allocate memory per stream."""
+        self._memory = torch.cuda.graph_pool_handle()
+        self._stream = stream
+
+    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """Capture the third run; the first two compile kernels and warm up libraries."""
+        usual = torch.cuda.current_stream()
+        self._stream.wait_stream(usual)
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):
+                compute()
+        usual.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads copy pages and watch collectives meanwhile.
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
+                out = compute()
+        except RuntimeError as error:
+            # Torch leaves its own stream current, and its allocator may still be capturing into the pool.
+            torch.cuda.set_stream(usual)
+            with suppress(RuntimeError):  # the allocator has already stopped
+                torch._C._cuda_endAllocateToPool(usual.device_index, self._memory)
+            raise CaptureError(str(error)) from error
+        return out, graph.replay
+
+
+def bytes_taken_by(device: torch.device, record: Callable[[], None]) -> int:
+    """Return the GPU memory in bytes that a capture takes in torch, libraries and the driver together."""
+    free = _free_bytes(device)
+    record()
+    return max(free - _free_bytes(device), 0)
+
+
+def _free_bytes(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
 
 class DecodeGraphs:
-    """Replay of decode steps, in which each request has one token. Other steps are computed."""
+    """Captured decode steps, in which each request has one token. Other steps are not replayed."""
 
     def __init__(
         self, model: DecoderModel, pool: PagePool, backend: AttentionBackend, most_requests: int, capture: Capture
     ) -> None:
         self.counts: Counter[str] = Counter()
-        """Number of replayed steps, and of computed ones by reason."""
+        """Number of replayed steps, and of other steps by reason."""
         self._model, self._pool, self._backend = model, pool, backend
         self._steps: dict[int, _CapturedStep] = {}
         self._failure = self._why_not()
@@ -47,19 +101,23 @@ class DecodeGraphs:
             raise
 
     def drop(self) -> None:
-        """Release captured graphs, even if an error still refers to a step."""
         self._failure = "dropped"
         for step in self._steps.values():
-            step.forget()
+            del step.replay  # An error's traceback may still refer to the step.
         self._steps.clear()
 
     def run(self, step: StepInput) -> Tensor | None:
-        """Return final hidden states ``[requests, hidden]``, valid until the next call; None for a step to be computed.
+        """Return final hidden states ``[requests, hidden]``, valid until the next call; None if the step is not
+        captured.
 
-        All DP ranks call this together and get the same answer, since the shape is that of the whole step.
+        All DP ranks call this together. They agree, because ``step.shape`` describes the step on all of them.
         """
         num_requests = max(step.shape.shard_lens)
-        reason = self._failure or self._misfit(step.shape, num_requests)
+        reason = self._failure
+        if not reason and not step.shape.is_decode:
+            reason = "prompt tokens"
+        elif not reason and num_requests > max(self._steps):
+            reason = "more requests than captured"
         self.counts[reason or REPLAYED] += 1
         if reason:
             return None
@@ -67,10 +125,10 @@ class DecodeGraphs:
         return self._steps[size].run(step)
 
     def _why_not(self) -> str:
-        """Return why a step cannot be replayed; empty if it can."""
+        """Return the reason why no step can be captured; empty if there is none."""
         groups = self._model.groups
-        goes_to_experts = groups.moe_block.size > 1 and groups.moe_dispatch is MoeDispatch.ALL_TO_ALL
-        if self._model.config.moe is not None and goes_to_experts:
+        is_sent = groups.moe_block.size > 1 and groups.moe_dispatch is MoeDispatch.ALL_TO_ALL
+        if is_sent and self._model.config.moe is not None:
             return "tokens sent to experts"
         return "" if self._attention(1) else "attention that cannot be captured"
 
@@ -78,7 +136,7 @@ class DecodeGraphs:
         config, pool = self._model.config, self._pool
         shape = GraphShape(
             num_requests=num_requests,
-            # Use the model's maximum, whatever the pool holds: a capture over a small pool takes as much memory.
+            # The model's maximum, so that a capture over a small pool takes as much memory as one over the final pool.
             most_pages=pages_for(config.max_position_embeddings, pool.page_size),
             page_size=pool.page_size,
             num_heads=config.num_heads,
@@ -90,8 +148,8 @@ class DecodeGraphs:
         return self._backend.prepare_graph(shape)
 
     def _capture(self, capture: Capture, most_requests: int) -> bool:
-        """Capture the steps; return whether all ranks succeeded. Otherwise a rank that computes a step would wait
-        forever for ranks that replay it.
+        """Capture the steps and return whether all ranks succeeded. Ranks that replay a step and ranks that compute it
+        would wait for each other forever.
         """
         model = self._model
         # Capture the largest first; the others share its memory.
@@ -111,14 +169,9 @@ class DecodeGraphs:
                 return False
         return True
 
-    def _misfit(self, shape: StepShape, num_requests: int) -> str:
-        if not shape.is_decode:
-            return "prompt tokens"
-        return "" if num_requests <= max(self._steps) else "more requests than captured"
-
 
 class _CapturedStep:
-    """Captured step of a fixed number of requests; unused ones see one token of the null page."""
+    """Captured step for ``size`` requests. Missing requests are replaced by ones with one token in the null page."""
 
     def __init__(
         self, model: DecoderModel, pool: PagePool, size: int, attention: GraphAttention, capture: Capture
@@ -136,16 +189,13 @@ class _CapturedStep:
             return hidden
 
         self._fill(StepInput([], [[]], StepShape()))
-        self._hidden, self._replay = capture(compute)
-
-    def forget(self) -> None:
-        self._replay = _forgotten
+        self._hidden, self.replay = capture(compute)
 
     def run(self, step: StepInput) -> Tensor:
         self._fill(step)
         if step.previous is not None:
             step.previous.put_into(self._inputs[0])
-        self._replay()
+        self.replay()
         return self._hidden[: len(step.scheduled)]
 
     def _fill(self, step: StepInput) -> None:
@@ -160,39 +210,25 @@ class _CapturedStep:
         slots[:] = [table[page] for table, page in zip(tables, pages.tolist(), strict=True)]
         slots *= pool.page_size
         slots += in_page
-        # Pinned, so that the host continues at once; torch keeps the memory until the copy is done.
+        # The copy is asynchronous; torch keeps the pinned memory until it is done.
         self._inputs.copy_(on_host, non_blocking=True)
         self._attention.fill(positions + 1, tables)
 
 
-def _forgotten() -> None:
-    raise AssertionError("a dropped step is replayed")
-
-
 def _most_requests(model: DecoderModel) -> int:
-    """Return the maximum number of requests per DP rank for which experts are reached without counts that the host
-    waits for.
-    """
+    """Return the maximum number of requests per DP rank for which the host does not wait for expert loads."""
     moe = model.config.moe
     if moe is None:
         return sys.maxsize
     return max(1, min(FEW_TOKENS, FEW_CHOICES // moe.top_k) // model.groups.parallel.dp)
 
 
-class _DecodeContext:
-    """AttentionContext of captured steps. Everything that changes from step to step is in tensors."""
-
-    kv_first = False
-    counted: Tensor | None = None
-    wanted: Tensor | None = None
+class _DecodeContext(AttentionContext):
+    """Context of captured steps. Everything that differs between steps is in tensors."""
 
     def __init__(self, pool: PagePool, slots: Tensor, attention: GraphAttention, lens: Lens) -> None:
         self._pool, self._slots, self._attention = pool, slots, attention
         self.lens = self.last_lens = lens
-
-    @property
-    def last(self) -> "_DecodeContext":
-        return self
 
     def kv_slots(self, layer: int) -> KvSlots | None:
         return self._pool.kv_slots(layer, self._slots)

@@ -1,7 +1,7 @@
-"""Sampling state of a request, and the changes that requests make to logits before sampling.
+"""Sampling state of a request, and its changes to logits: allowed tokens, bias, bans, penalties and grammars.
 
-These are allowed tokens, bias and bans, penalties, and grammars. Work is proportional to the tokens that are named,
-with a grammar to the vocabulary: rows that ask for nothing cost nothing. No row depends on another.
+The work is proportional to the number of tokens that requests name, or with a grammar to the vocabulary; other rows
+cost nothing. Rows do not depend on each other.
 """
 
 import math
@@ -21,7 +21,7 @@ from workers.device import index_on, on_device
 
 
 class TokenCounts:
-    """Output count by token; 0 for a token that occurs only in the prompt."""
+    """Number of times that each token occurs in the output; 0 if it occurs only in the prompt."""
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         counts = Counter(output)
@@ -36,11 +36,9 @@ class TokenCounts:
 
     @property
     def counts(self) -> NDArray[np.float32]:
-        """Return each token's count in the output."""
         return self._counts[: len(self._indices)]
 
     def add(self, token_id: int) -> None:
-        """Count one more output token."""
         index = self._indices.setdefault(token_id, len(self._indices))
         if index == len(self._ids):
             room = np.zeros(max(len(self._ids), 64), dtype=np.int64)
@@ -58,10 +56,10 @@ class GrammarState:
         self._min_tokens = sampling.min_tokens
         self._all = np.ones(vocab_size, dtype=np.bool_)
         self.problem = ""
-        """Reason why no token follows the grammar; any token is then sampled, and the request fails."""
+        """Reason why no token fits the grammar. Any token is then sampled, and the request fails."""
         self._matcher: Matcher | None = None
         try:
-            assert grammars is not None, "this rank draws no tokens"
+            assert grammars is not None, "this rank samples no tokens"
             self._matcher = grammars.matcher(sampling.grammar)
         except UserError as error:
             self.problem = f"the grammar cannot be followed: {error}"
@@ -69,14 +67,13 @@ class GrammarState:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether no token can follow."""
         return self._matcher is not None and self._matcher.is_over
 
     def allowed(self, position: int) -> NDArray[np.bool_]:
         """Return a mask ``[vocab_size]`` of the tokens that can be sampled at this output position.
 
-        A token that ends the answer is not allowed before the text is complete, nor before ``min_tokens`` if others can
-        come.
+        A token that ends the answer is allowed once the text is complete, but not before ``min_tokens`` unless no other
+        token is.
         """
         if self._matcher is None or self.problem:
             return self._all
@@ -90,7 +87,6 @@ class GrammarState:
         return self._all if self.problem else allowed
 
     def append(self, token_id: int) -> None:
-        """Advance by a sampled token."""
         if token_id not in self._ending_ids:
             self._advance([token_id])
 
@@ -106,14 +102,14 @@ class GrammarState:
 
 
 Shifts = tuple[NDArray[np.int64], NDArray[np.float32]]
-"""Token ids, each once, and the values added to their logits; -inf forbids."""
+"""Distinct token ids, and the values added to their logits; -inf forbids a token."""
 
 
 class SamplingState:
-    """Sampling settings of one request, and the earlier tokens that they depend on."""
+    """Sampling settings of one request, and the earlier tokens on which they depend."""
 
     def __init__(self, admit: Admit, vocab_size: int, grammars: Grammars | None = None) -> None:
-        """Build the state, waiting for its grammar to be compiled if there is one."""
+        """Build the state; wait for its grammar to be compiled."""
         self.sampling = sampling = admit.sampling
         output = admit.history[admit.prompt_len :]
         self.asks = sampling.looks_back or bool(sampling.logit_bias or sampling.allowed_ids or sampling.min_tokens)
@@ -122,22 +118,19 @@ class SamplingState:
         self._tokens = list(admit.history) if sampling.bad_words else []
         self._bias = _shifts_of(sampling.logit_bias)
         self.allowed = np.array(sorted(sampling.allowed_ids), dtype=np.int64)
-        """Set of tokens that can be sampled, sorted; empty means all."""
+        """Tokens that can be sampled, sorted; empty means all."""
         self.counts: TokenCounts | None = None
-        """Token counts, if there are penalties."""
         if sampling.has_penalties:
             prompt = admit.history[: admit.prompt_len] if sampling.repetition_penalty != 1 else []
             self.counts = TokenCounts(prompt, output)
         self.grammar = GrammarState(grammars, sampling, output, vocab_size) if sampling.grammar else None
 
     def shifts(self, position: int) -> Shifts:
-        """Return the bias and bans at this output position."""
         if banned := self._banned(position):
             return _shifts_of(self.sampling.logit_bias | dict.fromkeys(banned, -math.inf))
         return self._bias
 
     def append(self, token_id: int) -> None:
-        """Record a sampled token."""
         if self.sampling.bad_words:
             self._tokens.append(token_id)
         if self.counts is not None:
@@ -146,7 +139,7 @@ class SamplingState:
             self.grammar.append(token_id)
 
     def _banned(self, position: int) -> set[int]:
-        """Return the banned tokens. Bans that would leave no token are lifted, since one must be sampled."""
+        """Return the banned tokens, or none if no other token would be left."""
         banned = set(self.sampling.ending_ids) if position < self.sampling.min_tokens else set()
         for word in self.sampling.bad_words:
             before = word[:-1]
@@ -161,8 +154,6 @@ def _shifts_of(shifts: dict[int, float]) -> Shifts:
 
 
 Numbers = NDArray[np.float32]
-Index = tuple[Tensor, Tensor]
-"""Row and column indices of single logits, each once."""
 
 
 def process(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> None:
@@ -186,9 +177,9 @@ def _forbid_others(logits: Tensor, allowed: Mapping[int, NDArray[np.int64]]) -> 
 
 
 def _keep_to(logits: Tensor, before: Tensor, grammars: Mapping[int, NDArray[np.bool_]]) -> None:
-    """Apply allowed tokens and grammars; a grammar comes last, and wins if nothing else is left of what it allows.
+    """Apply grammars. If a row's other settings forbid all tokens that the grammar allows, only the grammar applies.
 
-    before: unchanged logits of the rows with grammars.
+    ``before`` are the unchanged logits of the rows with grammars.
     """
     if not grammars:
         return
@@ -206,14 +197,11 @@ def _shift(logits: Tensor, shifts: Mapping[int, tuple[NDArray[np.int64], Numbers
 
 
 def _penalise(logits: Tensor, states: Sequence[SamplingState], counted: Mapping[int, TokenCounts]) -> None:
-    """Apply penalties: repetition as in Keskar et al. 2019 (arXiv:1909.05858), then frequency and presence as in
-    OpenAI's API.
-    """
+    """Apply repetition penalties (Keskar et al., 2019), then frequency and presence penalties as in OpenAI's API."""
     if not counted:
         return
 
     def spread(setting: str) -> Tensor:
-        """Expand a setting of each row to all tokens of the row."""
         values = [getattr(states[row].sampling, setting) for row in counted]
         return _tensor(
             [np.repeat(np.array(values, np.float32), [len(known.ids) for known in counted.values()])], logits
@@ -227,7 +215,7 @@ def _penalise(logits: Tensor, states: Sequence[SamplingState], counted: Mapping[
     logits[index] = scaled - spread("frequency_penalty") * counts - spread("presence_penalty") * (counts > 0)
 
 
-def _index(ids: Mapping[int, NDArray[np.int64]], like: Tensor) -> Index:
+def _index(ids: Mapping[int, NDArray[np.int64]], like: Tensor) -> tuple[Tensor, Tensor]:
     rows = np.repeat(np.array(list(ids), np.int64), [len(part) for part in ids.values()])
     columns = np.concatenate(list(ids.values()))
     return on_device(torch.from_numpy(rows), like.device), on_device(torch.from_numpy(columns), like.device)

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens. Each rank scores the tokens it computes, a few at a time."""
+"""Prompt log-probabilities. Each rank scores the tokens it computes, a few at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,39 +23,38 @@ class Asked:
     """Prompt log-probabilities requested for one scheduled request."""
 
     scored_ids: Sequence[int]
-    """Prompt tokens to score, each following one of the step's tokens; empty if none are requested."""
+    """Prompt tokens to score, each of which follows one of the step's tokens."""
     num_top: int
 
 
 def prompt_logprobs(
     model: DecoderModel, group: Communicator, batch: StepBatch, hidden: Tensor, asked: Sequence[Asked]
 ) -> list[list[TokenLogprobs]]:
-    """Return, on the first rank of each CP group, one entry per scored token for every scheduled request.
+    """Return one entry per scored token for every scheduled request, on the first rank of each CP group.
 
-    All ranks call it. ``hidden [tokens, hidden]`` is this rank's, after the final norm.
+    All ranks call this with the final hidden states of their tokens, ``[tokens, hidden]``.
     """
-    plan = batch.plan
-    if plan.replicated and batch.cp_rank > 0:
+    shards = batch.shards
+    if shards.replicated and batch.cp_rank > 0:
         return []
-    scored = np.full(plan.num_tokens, -1, dtype=np.int64)
-    for start, request in zip(plan.starts, asked, strict=False):
+    scored = np.full(shards.num_tokens, -1, dtype=np.int64)
+    for start, request in zip(shards.starts, asked, strict=False):
         scored[start : start + len(request.scored_ids)] = request.scored_ids
-    local = on_device(torch.from_numpy(scored[plan.local(batch.cp_rank)]), hidden.device)
-    scores = join_rows(group, plan, _scores(model, hidden, local, max(request.num_top for request in asked)))
+    local = on_device(torch.from_numpy(scored[shards.local(batch.cp_rank)]), hidden.device)
+    scores = join_rows(group, shards, _scores(model, hidden, local, max(request.num_top for request in asked)))
     if batch.cp_rank > 0:
         return []
-    ends = [(start, start + len(request.scored_ids)) for start, request in zip(plan.starts, asked, strict=False)]
     return [
-        [_token_logprobs(entry, request.num_top) for entry in scores[start:end].tolist()]
-        for (start, end), request in zip(ends, asked, strict=True)
+        [_token_logprobs(entry, request.num_top) for entry in scores[start : start + len(request.scored_ids)].tolist()]
+        for start, request in zip(shards.starts, asked, strict=False)
     ]
 
 
 def _scores(model: DecoderModel, hidden: Tensor, scored: Tensor, num_top: int) -> Tensor:
-    """``[tokens, 2 + 2 * num_top]`` fp32: log-probability and rank of each scored token, then the likeliest tokens and
-    their log-probabilities.
+    """Return each scored token's log-probability and rank, then the likeliest tokens and their log-probabilities, as
+    ``[tokens, 2 + 2 * num_top]`` fp32.
 
-    Token ids are exact in fp32 up to 2^24. Rows without a scored token, which is then -1, hold zeros.
+    Token ids are exact in fp32 up to 2^24. Rows whose ``scored`` is -1 are zero.
     """
     vocab_size = model.config.vocab_size
     num_top = min(num_top, vocab_size)

@@ -1,4 +1,4 @@
-"""Groups of ranks that one rank belongs to; all ranks join them in one order."""
+"""Groups that one rank belongs to."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +15,8 @@ from workers.parallel.groups import ReplicaStore, exchange_at_start, join_group
 from workers.parallel.model_groups import ModelGroups, Pipeline
 
 COLLECTIVE_TIMEOUT_S = 3600.0
-"""Timeout of collectives once a group is up. Between CPUs a dead peer is seen at once, and this bounds only one that
-is stopped but not dead, when neither the table nor the watch of its loop has ended it; over NCCL that watch ends
-the waiting rank.
+"""Timeout of collectives once a group is up. A dead peer on a CPU is noticed at once, so this only bounds the wait for
+one that is stopped without being declared lost. Over NCCL, the watch of the waiting rank's loop ends the rank.
 """
 
 _HEAD_COPIES = "head_copies"
@@ -25,7 +24,7 @@ _HEAD_COPIES = "head_copies"
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """Groups over which tokens and weights are divided, and links to the neighbouring stages."""
+    """Groups over which tokens and weights are sharded, and links to the neighbouring stages."""
 
     cp: Communicator
     model: ModelGroups
@@ -39,80 +38,39 @@ class RankGroups:
         return (self.cp, *self.model.all, *self.pipeline.links, self.head_copies)
 
     def leave(self) -> None:
-        """Leave all groups at once, since the end of one may wait for that of another; peers that wait for this rank
-        fail.
-        """
+        """Leave all groups in parallel, since leaving one may wait for another. Peers that wait for this rank fail."""
         with ThreadPoolExecutor(len(self.all)) as threads:
             list(threads.map(Communicator.destroy, self.all))
 
 
 def join_groups(spec: WorkerSpec, store: ReplicaStore, model: DecoderConfig) -> RankGroups:
-    """Meet the other ranks of a replica."""
-    groups = _join_attention(spec, store)
+    """Join the other ranks of a replica. All ranks join their groups in the same order."""
+    parallel, rank, resources = spec.pool.parallel, spec.global_rank, spec.config.resources
+
+    def join(name: str, groups: Sequence[Sequence[int]]) -> Communicator:
+        members = next(members for members in groups if rank in members)
+        return join_group(
+            store,
+            f"{name}/{members[0]}",
+            members,
+            rank,
+            host=spec.host,
+            timeout_s=COLLECTIVE_TIMEOUT_S,
+            collectives=resources.collectives,
+            device=resources.device,
+        )
+
+    by_name = rank_groups(parallel)
+    cp, tp, dp = (join(name, by_name[name]) for name in (GroupName.ATTN_CP, GroupName.ATTN_TP, GroupName.ATTN_DP))
+    links = {link[0] == rank: join("stages", [link]) for link in stage_links(parallel, rank)}
+    groups = ModelGroups(parallel=parallel, global_rank=rank, tp=tp, dp=dp, moe_dispatch=resources.moe_dispatch)
     if model.moe is not None:
-        groups = _join_experts(groups, spec, store)
-    groups = _join_head_copies(groups, spec, store, [model.num_kv_heads])
-    # No rank waits in a collective for one that misses a peer of another group.
-    exchange_at_start(store, "joined", spec.global_rank, spec.world_size, "joined")
-    return groups
-
-
-def _join_attention(spec: WorkerSpec, store: ReplicaStore) -> RankGroups:
-    """Join the groups that every model needs."""
-    cp, tp, dp = (_join(spec, store, name) for name in (GroupName.ATTN_CP, GroupName.ATTN_TP, GroupName.ATTN_DP))
-    model = ModelGroups(
-        parallel=spec.pool.parallel,
-        global_rank=spec.global_rank,
-        tp=tp,
-        dp=dp,
-        moe_dispatch=spec.config.resources.moe_dispatch,
-    )
-    return RankGroups(cp, model, _join_stages(spec, store))
-
-
-def _join_stages(spec: WorkerSpec, store: ReplicaStore) -> Pipeline:
-    links = {
-        sender == spec.global_rank: _join_members(spec, store, "stages", [sender, receiver])
-        for sender, receiver in stage_links(spec.pool.parallel, spec.global_rank)
-    }
-    return Pipeline(before=links.get(False), after=links.get(True))
-
-
-def _join_experts(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore) -> RankGroups:
-    """Join the groups of ranks that share experts."""
-    model = groups.model
-    shards = _join(spec, store, GroupName.MOE_SHARDS)
-    block = model.tp if shards.size == 1 else _join(spec, store, GroupName.MOE_BLOCK)
-    return replace(groups, model=replace(model, moe_shards=shards, moe_block=block))
-
-
-def _join_head_copies(
-    groups: RankGroups, spec: WorkerSpec, store: ReplicaStore, num_heads: Sequence[int]
-) -> RankGroups:
-    """Join the group of ranks that hold the same heads, if this replica receives KV."""
-    if spec.role is not Role.DECODE or head_copies(num_heads, spec.sizes.tp) == 1:
-        return groups
-    members = _with(spec.global_rank, head_copy_groups(positions(spec.pool.parallel), num_heads))
-    return replace(groups, head_copies=_join_members(spec, store, _HEAD_COPIES, members))
-
-
-def _join(spec: WorkerSpec, store: ReplicaStore, name: GroupName) -> Communicator:
-    return _join_members(spec, store, name, _with(spec.global_rank, rank_groups(spec.pool.parallel)[name]))
-
-
-def _with(rank: int, groups: list[list[int]]) -> list[int]:
-    return next(members for members in groups if rank in members)
-
-
-def _join_members(spec: WorkerSpec, store: ReplicaStore, name: str, members: Sequence[int]) -> Communicator:
-    resources = spec.config.resources
-    return join_group(
-        store,
-        f"{name}/{members[0]}",
-        members,
-        spec.global_rank,
-        host=spec.host,
-        timeout_s=COLLECTIVE_TIMEOUT_S,
-        collectives=resources.collectives,
-        device=resources.device,
-    )
+        shards = join(GroupName.MOE_SHARDS, by_name[GroupName.MOE_SHARDS])
+        block = tp if shards.size == 1 else join(GroupName.MOE_BLOCK, by_name[GroupName.MOE_BLOCK])
+        groups = replace(groups, moe_shards=shards, moe_block=block)
+    copies, num_heads = Communicator(_HEAD_COPIES), [model.num_kv_heads]
+    if spec.role is Role.DECODE and head_copies(num_heads, spec.sizes.tp) > 1:
+        copies = join(_HEAD_COPIES, head_copy_groups(positions(parallel), num_heads))
+    # Otherwise a rank could wait in a collective for one that still waits for a peer in another group.
+    exchange_at_start(store, "joined", rank, spec.world_size, "joined")
+    return RankGroups(cp, groups, Pipeline(before=links.get(False), after=links.get(True)), copies)

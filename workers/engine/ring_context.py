@@ -1,7 +1,7 @@
 """Attention contexts of ring mode, in which each rank stores the new rows it owns, and the choice of a context.
 
-Pass-KV: each rank's keys, including cached ones, circulate. Pass-Q: queries go to every rank, and partials over that
-rank's part of the prefix come back.
+With pass-KV, each rank's keys circulate, including cached ones. With pass-Q, queries go to every rank, which returns
+partials over its part of the prefix.
 """
 
 from collections.abc import Iterator
@@ -18,33 +18,33 @@ from workers.attention.merge import Partial
 from workers.attention.runs import RankRuns, Run
 from workers.context_parallel.exchange import HomewardPartials
 from workers.device import on_device
-from workers.engine.attention_context import CpExchange, OverlappedContext, PagedContext, StepContext
+from workers.engine.attention_context import CpExchange, OverlappedContext, OwnedRows, PagedContext, StepContext
 from workers.engine.batch import StepBatch
 from workers.memory.page_pool import PagePool
 
 
 class PassKvContext(StepContext):
-    """Context that passes blocks from rank to rank: a rank's part of each request's prefix, then its new rows.
+    """Context that passes blocks from rank to rank. A block is a rank's part of each request's prefix and its new rows.
 
-    If every rank computes every token, new rows are everywhere already and only prefixes circulate.
+    If every rank computes every token, only prefixes circulate.
     """
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
-        plan, rank = batch.plan, batch.cp_rank
+        shards, rank = batch.shards, batch.cp_rank
         self._prefix_lens = [sum(shares) for shares in batch.prefix_shares]
         self._lens = [
-            prefix_len + (0 if plan.replicated else new_len)
-            for prefix_len, new_len in zip(self._prefix_lens, plan.lens, strict=True)
+            prefix_len + (0 if shards.replicated else new_len)
+            for prefix_len, new_len in zip(self._prefix_lens, shards.lens, strict=True)
         ]
         self._prefix_pages = [
             (table[: pages_for(share, batch.page_size)], share)
             for table, share in zip(batch.pages[0].tables, batch.prefix_share, strict=True)
             if share
         ]
-        self._rows = [self.prepare_rows(self._key_runs(source)) for source in range(plan.cp)]
-        sources = [rank] if plan.replicated else range(plan.cp)
-        self._owned = {source: self.owned_rows(source) for source in sources}
+        self._rows = [self.prepare_rows(self._key_runs(source)) for source in range(shards.cp)]
+        sources = [rank] if shards.replicated else range(shards.cp)
+        self._owned = {source: OwnedRows(batch, pool, source) for source in sources}
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         rank, ring = self.batch.cp_rank, self.exchange.ring
@@ -56,18 +56,14 @@ class PassKvContext(StepContext):
         torch.cat((k, v), dim=-1, out=self._block[prefix_len:])
         ring.start()
 
-    def attend_storing(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
-        return self.joined(q, list(self._partials(layer, q, params)), params)
-
     def _read_prefix(self, layer: int, block: Tensor) -> None:
-        """Read whole pages, which is faster; what follows overwrites anything beyond a share."""
+        """Read entire pages, which is faster; what follows in the block overwrites the rows beyond a share."""
         begin = 0
         for pages, share in self._prefix_pages:
             self.pool.read_pages(layer, pages, block[begin : begin + len(pages) * self.batch.page_size])
             begin += share
 
-    def _partials(self, layer: int, q: Tensor, params: AttentionParams) -> Iterator[Partial]:
-        """Attend to every block with keys for this rank, and store the rows that this rank owns."""
+    def partials(self, layer: int, q: Tensor, params: AttentionParams) -> Iterator[Partial]:
         for source, block in chain([(self.batch.cp_rank, self._block)], self.exchange.ring.others()):
             if source in self._owned:
                 self._owned[source].store(layer, block[self._prefix_lens[source] :])
@@ -76,75 +72,67 @@ class PassKvContext(StepContext):
                 yield rows.attend(q, *self.pool.split(layer, block), params)
 
     def _key_runs(self, source: int) -> RankRuns:
-        """Return the key runs of a rank's block. The whole prefix precedes every new token."""
-        plan = self.batch.plan
+        """Return the key runs in a rank's block. All prefixes precede the new tokens."""
+        shards = self.batch.shards
         shares = self.batch.prefix_shares[source]
         prefixes = tuple(Run(request, 0, share, 1) for request, share in enumerate(shares) if share)
-        is_passed = source == self.batch.cp_rank or not plan.replicated
-        return prefixes + plan.runs[source] if is_passed else prefixes
+        is_passed = source == self.batch.cp_rank or not shards.replicated
+        return prefixes + shards.runs[source] if is_passed else prefixes
 
 
 class PassQContext(StepContext):
-    """Context that gathers new K and V, as in gather mode. Each rank stores the rows it owns."""
+    """Context that gathers new K and V, as in gather mode, and passes queries over the prefix."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
-        plan = batch.plan
+        shards = batch.shards
         everything = [
             Run(request, prefix_len, extend_len, 1)
-            for request, (prefix_len, extend_len) in enumerate(zip(plan.prefix_lens, plan.extend_lens, strict=True))
+            for request, (prefix_len, extend_len) in enumerate(zip(shards.prefix_lens, shards.extend_lens, strict=True))
         ]
-        self._has_prefix = any(plan.prefix_lens)
+        self._has_prefix = any(shards.prefix_lens)
         self._prefix = backend.prepare(everything, batch.pages[0].tables, batch.page_size, batch.prefix_share)
         device = batch.token_ids.device
-        self._inverse = on_device(torch.from_numpy(plan.inverse), device)
-        self._homes = [on_device(torch.from_numpy(plan.local(rank)), device) for rank in range(plan.cp)]
+        self._inverse = on_device(torch.from_numpy(shards.inverse), device)
+        self._homes = [on_device(torch.from_numpy(shards.local(rank)), device) for rank in range(shards.cp)]
         self._own = self.prepare_rows(batch.runs)
-        self._own_stored = self.owned_rows(batch.cp_rank)
-        others = [] if plan.replicated else [rank for rank in range(plan.cp) if rank != batch.cp_rank]
-        self._others = [(rank, self.prepare_rows(plan.runs[rank]), self.owned_rows(rank)) for rank in others]
+        self._own_stored = OwnedRows(batch, pool, batch.cp_rank)
+        others = [] if shards.replicated else [rank for rank in range(shards.cp) if rank != batch.cp_rank]
+        self._others = [(rank, self.prepare_rows(shards.runs[rank]), OwnedRows(batch, pool, rank)) for rank in others]
 
     @cached_property
     def last(self) -> StepContext:
-        """Return this context: its queries are few, and sharded like its keys."""
-        return self
+        return self  # Its queries are few, and sharded like its keys.
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
         self._k, self._v = k, v
-        self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
+        self._gathered = self.exchange.kv_gather.start(self.batch.shards, k, v)
 
-    def attend_storing(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
-        queries = self.exchange.query_gather.start(self.batch.plan, q) if self._has_prefix else None
-        partials = [] if self._own is None else [self._own.attend(q, self._k, self._v, params)]
+    def partials(self, layer: int, q: Tensor, params: AttentionParams) -> Iterator[Partial]:
+        queries = self.exchange.query_gather.start(self.batch.shards, q) if self._has_prefix else None
+        if self._own is not None:
+            yield self._own.attend(q, self._k, self._v, params)
         self._gathered.wait()
         homeward = None
         if queries is not None:
             every_query = queries.wait()[self._inverse]
             found = self._prefix.attend(every_query, *self.pool.layer_view(layer), params)
             homeward = HomewardPartials(self.exchange.group, found, self._homes)
-        partials += self._take_others(layer, q, params)
-        if homeward is not None:
-            partials += homeward.wait()
-        return self.joined(q, partials, params)
-
-    def _take_others(self, layer: int, q: Tensor, params: AttentionParams) -> Iterator[Partial]:
-        """Store the new rows that this rank owns, and attend to the other ranks' rows."""
         self._own_stored.store(layer, self._gathered.of_rank(self.batch.cp_rank))
         for rank, rows, owned in self._others:
             kv = self._gathered.of_rank(rank)
             owned.store(layer, kv)
             if rows is not None:
                 yield rows.attend(q, *self.pool.split(layer, kv), params)
+        if homeward is not None:
+            yield from homeward.wait()
 
 
 def make_context(batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> StepContext:
-    """Return the attention context of a step. Its passing matters only if the pool is divided over ranks; None passes
-    keys.
-    """
     kind: type[StepContext]
     if batch.is_sharded:
         kind = PassQContext if batch.shape.passing is Passing.PASS_Q else PassKvContext
     else:
-        is_hidden = exchange.group.in_background and not batch.plan.replicated
+        is_hidden = exchange.group.in_background and not batch.shards.replicated
         kind = OverlappedContext if is_hidden else PagedContext
     return kind(batch, pool, backend, exchange)

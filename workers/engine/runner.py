@@ -1,9 +1,8 @@
-"""Forward pass of one rank. It follows step plans and keeps the page tables of announced requests."""
+"""Forward pass of one rank, which executes step plans and keeps the page tables of announced requests."""
 
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from workers.context_parallel.shard_plan import dummy_request, join_shapes, make
 from workers.device import event_on, has_kernels
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepInput, build_step_batch
-from workers.engine.capture import Capture, bytes_taken_by
+from workers.engine.decode_graphs import Capture, DecodeGraphs, bytes_taken_by
 from workers.engine.logits_processors import SamplingState
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.ring_context import make_context
@@ -35,15 +34,10 @@ from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 from workers.parallel.model_groups import Pipeline
 
-_FIRST_STEP = [(1, 0)]
-"""Step as (tokens of a CP rank, prefix tokens)."""
 _KERNEL_STEPS = [*product((1 << power for power in range(8)), (0, 1024)), (512, 0)]
-"""Steps that compile each attention kernel at its first use on a GPU: blocks of every size, whole, and in parts that
-are joined, behind a prefix or over as many rows of other ranks.
+"""Steps, as (tokens per CP rank, prefix tokens), that compile every attention kernel on a GPU: with every block size,
+with and without partials, and after a prefix or over as many rows of other ranks.
 """
-
-if TYPE_CHECKING:
-    from workers.engine.decode_graphs import DecodeGraphs
 
 
 class ModelRunner:
@@ -60,21 +54,19 @@ class ModelRunner:
         pipeline: Pipeline | None = None,
         peer_memory: PeerMemory | None = None,
     ) -> None:
-        """Take over the model and pool; ``grammars`` are needed on the sampling rank, for requests that have one.
-
-        Without ``peer_memory`` no pages arrive.
-        """
+        """Build the runner. ``grammars`` are for the sampling rank, ``peer_memory`` for ranks that receive pages."""
         self._peer_memory = peer_memory
         self._graphs: DecodeGraphs | None = None
         self.graph_bytes = 0
-        """GPU memory that captured steps hold, in bytes."""
+        """GPU memory in bytes that captured steps hold."""
         self.why_not_captured = ""
-        """Reason why a decode worker's GPU captures no steps; empty otherwise."""
+        """Reason why this decode worker's GPU captures no steps; empty otherwise."""
         self._not_captured: Counter[str] = Counter()
         self.requests: dict[Room, KnownRequest] = {}
         self._sampling_states: dict[Room, SamplingState] = {}
         """States on the sampling rank, from each request's first sample on."""
-        self._is_sharded = ownership is KvOwnership.SHARDED
+        self._owners = cp_group.size if ownership is KvOwnership.SHARDED else 1
+        self._null_page = pool.num_pages * self._owners
         self._grammars = grammars
         self._model = model
         self._pool = pool
@@ -83,19 +75,19 @@ class ModelRunner:
         self._exchange = CpExchange(cp_group)
         self._pipeline = pipeline or Pipeline()
         self._sampled = SampledTokens()
-        """Tokens of the newest step in which this rank or another of its TP group sampled."""
+        """Tokens of the latest step in which this rank's TP group sampled."""
 
     @property
     def is_sampling_rank(self) -> bool:
-        """Return whether this rank samples tokens: the first of the last stage."""
+        """Return whether this rank samples tokens. The first rank of the last stage does."""
         return self._pipeline.is_last and self._cp_group.rank == 0 and self._model.groups.tp.rank == 0
 
     def warm_up(self) -> None:
-        """Run small steps into the null page, so that the first request finds libraries, groups and kernels ready.
+        """Run small steps in the null page, so that libraries, groups and kernels are ready for the first request.
 
         Every rank of the replica calls this.
         """
-        for num_tokens, prefix_len in _KERNEL_STEPS if has_kernels(self._pool.bytes) else _FIRST_STEP:
+        for num_tokens, prefix_len in _KERNEL_STEPS if has_kernels(self._pool.bytes) else [(1, 0)]:
             self.run_dummy(self._cp_group.size * num_tokens, prefix_len)
         if has_kernels(self._pool.bytes):
             self._merge_dummy()
@@ -103,13 +95,11 @@ class ModelRunner:
             warm_up_copies(self._pool)
 
     def _merge_dummy(self) -> None:
-        """Merge every possible number of partials, of a prefix and of every rank: each number is compiled at its first
-        use.
-        """
+        """Merge every possible number of partials, from a prefix and every rank, which compiles the kernels."""
         config, size = self._model.config, self._cp_group.size
         kinds = [[self._model.dtype] * count for count in range(2, size + 2)]
-        if self._is_sharded:
-            # Partials that came home from all ranks are in fp32, after those of the new rows of some.
+        if self._owners > 1:
+            # Partials over new rows precede the ones that all ranks send back, which are in fp32.
             kinds += [[self._model.dtype] * count + [torch.float32] * size for count in range(1, size + 1)]
         out = torch.zeros(1, config.num_heads, config.head_dim, device=self._model.device)
         for dtypes in kinds if size > 1 else []:
@@ -122,7 +112,7 @@ class ModelRunner:
         strategy: Strategy = Strategy.CONTIGUOUS,
         passing: Passing | None = None,
     ) -> None:
-        """Run a dummy prompt step in the null page; every rank of the replica calls this."""
+        """Run a dummy prompt step in the null page. Every rank of the replica calls this."""
         num_pages = pages_for(prefix_len + num_tokens, self._pool.page_size)
         null_pages = np.full(num_pages, self._null_page, dtype=np.int64)
         scheduled = [dummy_request(num_tokens, prefix_len)]
@@ -134,7 +124,7 @@ class ModelRunner:
                 self._model.logits(context.last.join_last(hidden))
 
     def sample_dummy(self, num_rows: int) -> None:
-        """Sample dummy tokens with top-p; every rank of the replica calls this."""
+        """Sample dummy tokens with top-p. Every rank of the replica calls this."""
         if not self._pipeline.is_last:
             return
         model, sampling = self._model, Sampling(temperature=1.0, top_p=0.5, seed=0)
@@ -145,15 +135,12 @@ class ModelRunner:
                 draw(logits, [sampling] * num_rows, range(num_rows))
 
     def capture_decode(self, most_requests: int, capture: Capture) -> None:
-        """Capture decode steps of up to ``most_requests`` requests on this rank's GPU, and replay them from now on.
+        """Capture decode steps with up to ``most_requests`` requests, and replay them from now on.
 
-        Every rank of the replica calls this; for one stage without context parallelism. All DP ranks replay steps
-        of the same size together.
+        Every rank of the replica calls this. It has one stage and no context parallelism.
         """
         assert self._cp_group.size == 1, "decode has no context parallelism"
-        assert not self._pipeline.links, "a stage waits for others in the middle of a step"
-        # Imports Triton, which an installation for CPUs lacks.
-        from workers.engine.decode_graphs import DecodeGraphs
+        assert not self._pipeline.links, "a captured stage cannot wait for other stages"
 
         @torch.inference_mode()
         def make_graphs() -> None:
@@ -162,40 +149,31 @@ class ModelRunner:
         self.graph_bytes = bytes_taken_by(self._model.device, make_graphs)
 
     def drop_graphs(self) -> None:
-        """Release captured steps; all later steps are computed. A group with captured collectives can only be left
-        without captures.
+        """Release captured steps, without which no group with captured collectives can be left. No step is replayed
+        afterwards.
         """
         if self._graphs is not None:
             self._graphs.drop()
 
     @property
     def graph_steps(self) -> dict[str, int]:
-        """Return the number of replayed steps, and of computed ones by reason; empty if none are to be captured."""
+        """Return the number of replayed steps, and of other steps by reason; empty without captures."""
         return dict(self._not_captured if self._graphs is None else self._graphs.counts + self._not_captured)
 
     @property
-    def _owners(self) -> int:
-        return self._cp_group.size if self._is_sharded else 1
-
-    @property
-    def _null_page(self) -> int:
-        """Return the page of the whole replica that is the null page on every rank."""
-        return self._pool.num_pages * self._owners
-
-    @property
     def is_asynchronous(self) -> bool:
-        """Return whether a started step runs in the background, so that the next one can be planned meanwhile."""
+        """Return whether steps run in the background, so that the next one can be planned meanwhile."""
         return self._model.device.type == "cuda"
 
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
-        """Compute a step; return the token of every sampled request on the sampling rank, and nothing on others."""
+        """Run a step, and return every sampled request's token on the sampling rank."""
         return self.begin(plan).wait()
 
     def begin(self, plan: StepPlan, load: LayerwiseLoad | None = None, on_stored: OnStored | None = None) -> BegunStep:
-        """Start a step, which may use tokens that the previous step has yet to sample.
+        """Start a step, which may use tokens that the previous step has not sampled yet.
 
-        ``load`` is the plan's ``layerwise_load``. Unless the step is replayed, ``on_stored`` is called as by
-        ``PagePool.in_step``.
+        ``load`` is the plan's ``layerwise_load``. ``PagePool.in_step`` explains ``on_stored``, which is not called in
+        replayed steps.
         """
         self._update_requests(plan)
         if self._peer_memory is not None:
@@ -233,7 +211,7 @@ class ModelRunner:
             last = context.last.join_last(hidden)
         sampled = [request for request in plan.scheduled if request.samples]
         if not sampled:
-            # No rank waits for others to compute logits, so when the leader's step ends, all ranks' writes have ended.
+            # Without logits no rank waits for others, but the leader's step must not end before all ranks' writes.
             self._model.groups.tp.all_reduce(torch.zeros(1, device=self._model.device))
         if not sampled or self._cp_group.rank > 0:
             return SampledTokens()
@@ -245,20 +223,17 @@ class ModelRunner:
         return self._sampled
 
     def _replay(self, step: StepInput, *, is_loading: bool) -> torch.Tensor | None:
-        """Return final hidden states of a captured step; None if the step must be computed."""
-        reason = self.why_not_captured
-        if self._graphs is not None and is_loading:
-            reason = "layers on their way"
+        """Return the final hidden states of a captured step; None if the step must be computed."""
+        has_graphs = self._graphs is not None
+        reason = "layers on their way" if has_graphs and is_loading else self.why_not_captured
         if reason:
             self._not_captured[reason] += 1
-        if self._graphs is None or reason:
-            return None
-        return self._graphs.run(step)
+        return None if self._graphs is None or reason else self._graphs.run(step)
 
     def _compute(self, step: StepInput) -> tuple[StepContext, torch.Tensor]:
-        """Compute final hidden states ``[wanted, hidden]`` of this rank's tokens, and the context that joins them.
+        """Compute hidden states ``[queries, hidden]`` of this rank's tokens, and the context that joins them.
 
-        A stage before the last has already sent its own to the next one.
+        A stage before the last one sends its hidden states to the next.
         """
         batch = build_step_batch(
             step,
@@ -270,17 +245,13 @@ class ModelRunner:
             owners=self._owners,
         )
         context = make_context(batch, self._pool, self._backend, self._exchange)
-        hidden = self._model(batch.token_ids, batch.positions, context, self._received(len(batch.token_ids)))
+        model, received = self._model, None
+        if not self._pipeline.is_first:
+            shape = len(batch.token_ids), model.config.hidden_size
+            received = self._pipeline.receive(torch.empty(shape, dtype=model.dtype, device=model.device))
+        hidden = model(batch.token_ids, batch.positions, context, received)
         self._pipeline.send(hidden)
         return context, hidden
-
-    def _received(self, num_tokens: int) -> torch.Tensor | None:
-        """Return the previous stage's output for this rank's tokens."""
-        if self._pipeline.is_first:
-            return None
-        model = self._model
-        hidden = torch.empty(num_tokens, model.config.hidden_size, dtype=model.dtype, device=model.device)
-        return self._pipeline.receive(hidden)
 
     def _score_prompts(self, scheduled: Sequence[ScheduledRequest], context: StepContext, hidden: torch.Tensor) -> None:
         known = [self.requests[request.room] for request in scheduled]
@@ -294,20 +265,17 @@ class ModelRunner:
                 request.prompt_logprobs.extend(added)
 
     def _begin_sample(self, scheduled: Sequence[ScheduledRequest], logits: torch.Tensor) -> SampledTokens:
-        states = [self._sampling_state(request.room) for request in scheduled]
-        draws = begin_sample(logits, states, [request.output_position for request in scheduled])
         logprobs: dict[Room, list[TokenLogprobs]] = {}
+        states: list[SamplingState] = []
         rooms = [request.room for request in scheduled]
         for room in rooms:
-            # Prompt log-probabilities are reported with the first token.
             known = self.requests[room]
+            if room not in self._sampling_states:
+                self._sampling_states[room] = SamplingState(known, self._model.config.vocab_size, self._grammars)
+            states.append(self._sampling_states[room])
+            # Prompt log-probabilities are reported with the first token.
             if known.prompt_logprobs:
                 logprobs[room] = list(known.prompt_logprobs)
                 known.prompt_logprobs.clear()
+        draws = begin_sample(logits, states, [request.output_position for request in scheduled])
         return SampledTokens(rooms, draws, logprobs)
-
-    def _sampling_state(self, room: Room) -> SamplingState:
-        if room not in self._sampling_states:
-            state = SamplingState(self.requests[room], self._model.config.vocab_size, self._grammars)
-            self._sampling_states[room] = state
-        return self._sampling_states[room]

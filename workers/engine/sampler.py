@@ -1,11 +1,10 @@
-"""Sampling from logits. A sample depends on its request and output position, and on nothing else in the batch."""
+"""Sampling from logits. A sample depends only on its request and output position, not on the rest of the batch."""
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,31 +15,34 @@ from workers.device import Arriving, has_kernels, index_on, on_device
 from workers.engine.logits_processors import SamplingState, process
 
 _ROUNDING = 1e-4
-"""Difference below which fp32 logits count as equal."""
+"""Difference below which fp32 logits are considered equal."""
 _NUM_SETTINGS, _NUM_WHOLE = 7, 3
-"""Number of settings per row, and how many of them are integers; those come first."""
+"""Number of settings per row, and of leading ones that are integers."""
 _NUM_RANKED = 1024
 """Number of tokens ranked first. Few rows need more to find the end of their top-p."""
 _FRACTION_BITS = 53
 _GREEDY_BELOW = 1e-5
-"""Temperature below which only the likeliest token is left; dividing by a much smaller one would overflow fp32."""
-_STEP, _FIRST_FACTOR, _SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Temperature below which sampling is greedy; dividing by much smaller ones would overflow fp32."""
+_STEP, _FIRST_FACTOR, _SECOND_FACTOR = (
+    bits - (1 << 64) for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+"""Constants of SplitMix64 as signed 64-bit integers."""
 _LEAST, _MOST = 2.0**-54, 1 - 2.0**-24
 """Fractions whose exponentials are neither 0 nor infinite in fp32."""
 _CACHED = 1 << 16
-"""Exponentials computed at once on a CPU: they stay in its core's cache."""
+"""Number of exponentials computed at a time on a CPU, so that they fit into its cache."""
 
 
 class DrawSettings:
-    """Sampling settings as columns ``[num_rows]``. They are views of one table, which is copied to a GPU at once."""
+    """Sampling settings as columns ``[num_rows]`` of one table, which is copied to a GPU at once."""
 
     def __init__(self, table: Tensor) -> None:
-        """Wrap ``table [settings, num_rows]`` int64, part of which holds the bits of fp64 numbers."""
+        """Wrap ``table [settings, num_rows]`` int64, whose last rows hold the bits of fp64 numbers."""
         self._table = table
         self.indices, self.keys, self.top_k = table[:_NUM_WHOLE]
-        """Columns of int64: index among the step's rows, sampling key, and number of tokens to keep, at least 1."""
+        """int64 columns: index among the step's rows, sampling key, and number of tokens to keep, at least 1."""
         self.top_p, self.temperature, self.floor, self.rounding = table[_NUM_WHOLE:].view(torch.float64)
-        """Columns of fp64: mass to keep, divisor, least score by min-p, and tolerance of equal scores."""
+        """fp64 columns: mass to keep, divisor, minimum score by min-p, and tolerance for equal scores."""
 
     @classmethod
     def of(
@@ -51,7 +53,7 @@ class DrawSettings:
         vocab_size: int,
         device: torch.device,
     ) -> "DrawSettings":
-        """Return the settings of rows with temperatures above zero; ``positions`` are output positions."""
+        """Build the settings of rows with temperatures above zero; ``positions`` are output positions."""
         table = np.empty((_NUM_SETTINGS, len(rows)), np.int64)
         table[0] = indices
         table[1] = [key_of(row.seed, position) for row, position in zip(rows, positions, strict=True)]
@@ -64,15 +66,14 @@ class DrawSettings:
         return cls(on_device(torch.from_numpy(table), device))
 
     def at(self, rows: Tensor) -> "DrawSettings":
-        """Return the settings of some rows."""
         return DrawSettings(self._table[:, rows])
 
 
 def keep_likeliest(scores: Tensor, settings: DrawSettings) -> Tensor:
-    """Return scores with everything outside the top-k, then outside the smallest set of mass top-p, at -inf.
+    """Return scores with -inf outside the top-k, then outside the smallest set with mass top-p.
 
-    Tokens equal to the last one kept are kept too, so that neither their order nor rounding, which may depend on the
-    other rows of the batch, changes the sample.
+    Tokens equal to the last one kept are kept too, so that the sample depends neither on their order nor on rounding,
+    which may depend on the other rows of the batch.
     """
     vocab_size = scores.shape[-1]
     top_k, top_p = settings.top_k, settings.top_p
@@ -92,7 +93,7 @@ def ranked_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, num_ranked: int
     """Return each row's lowest score to keep, and whether ranking ``num_ranked`` tokens was enough to find it; both
     ``[num_rows]``.
 
-    Scores are at most 0, and 0 for the likeliest. Of each row: top_k int64, at least 1; top_p fp64.
+    The likeliest score is 0. For each row, ``top_k`` is int64 and at least 1, and ``top_p`` is fp64.
     """
     top_k, top_p = top_k[:, None], top_p[:, None]
     ranked = scores.topk(num_ranked, dim=-1).values
@@ -104,13 +105,13 @@ def ranked_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, num_ranked: int
     is_beyond[:, 0] = False
     num_kept = num_ranked - (is_outside | is_beyond).sum(dim=-1, keepdim=True)
     vocab_size = scores.shape[-1]
-    # Top-p applies to the mass that top-k leaves, which is known if that is ranked, or is everything.
+    # Top-p applies to the mass that top-k leaves, which is known if all of it is ranked, or if top-k keeps everything.
     is_sure = (top_k <= num_ranked) | (is_beyond[:, -1:] & (top_k >= vocab_size)) | (num_ranked == vocab_size)
     return ranked.gather(-1, num_kept - 1).squeeze(-1), is_sure.squeeze(-1)
 
 
 def key_of(seed: int, position: int) -> int:
-    """Return a signed 64-bit key that depends on the arguments alone, on every machine."""
+    """Return a signed 64-bit key that depends only on the arguments, on every machine."""
     digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -120,45 +121,36 @@ def win_race(weights: Tensor, keys: Tensor) -> Tensor:
 
     weights: ``[num_rows, vocab_size]`` fp32, 0 for tokens that cannot be sampled. keys: ``[num_rows]`` int64.
 
-    Each token gets an exponential time divided by its weight, and the earliest one wins (the Gumbel-max
-    trick; Maddison, Tarlow and Minka, 2014). When weights change by rounding, as after a continuation elsewhere,
-    the winner changes with a probability of that order; inverse transform sampling would add this up over all
-    borders between tokens.
+    Each token gets an exponential time divided by its weight, and the earliest one wins (the Gumbel-max trick;
+    Maddison, Tarlow and Minka, 2014). If rounding changes the weights slightly, as after a handoff, the winner changes
+    with a probability of that order. With inverse transform sampling, the changes would add up over all tokens.
     """
     if has_kernels(weights):
         from workers.kernels import sampling
 
         return sampling.win_race(weights, keys)
-    return plain_race(weights, keys)
-
-
-def plain_race(weights: Tensor, keys: Tensor) -> Tensor:
-    """Compute `win_race` in plain torch."""
     num_rows, vocab_size = weights.shape
     at_once = max(1, _CACHED // vocab_size) if weights.device.type == "cpu" else num_rows
     blocks = [slice(first, first + at_once) for first in range(0, num_rows, at_once)]
-    return torch.cat([likeliest(_earliness(weights[block], keys[block])) for block in blocks])
-
-
-def _earliness(weights: Tensor, keys: Tensor) -> Tensor:
-    return weights / _exponentials(keys, weights.shape[-1])
+    races = (weights[block] / _exponentials(keys[block], vocab_size) for block in blocks)
+    return torch.cat(list(map(likeliest, races)))
 
 
 def likeliest(scores: Tensor) -> Tensor:
-    """Return the first maximum of each row; on a CPU numpy is several times as fast as torch."""
+    """Return the first maximum of each row. On a CPU, numpy is several times as fast as torch."""
     return torch.from_numpy(scores.numpy().argmax(axis=-1)) if scores.device.type == "cpu" else scores.argmax(dim=-1)
 
 
 def _exponentials(keys: Tensor, vocab_size: int) -> Tensor:
-    """Return ``[num_keys, vocab_size]`` fp32 exponentials of mean 1, from one SplitMix64 generator per key (Steele,
+    """Return ``[num_keys, vocab_size]`` fp32 exponentials with mean 1, from one SplitMix64 generator per key (Steele,
     Lea and Flood, 2014).
     """
     bits = keys[:, None] + _steps(vocab_size, keys.device)
     shifted = torch.empty_like(bits)
     bits ^= _shift(bits, 30, shifted)
-    bits *= _signed(_FIRST_FACTOR)
+    bits *= _FIRST_FACTOR
     bits ^= _shift(bits, 27, shifted)
-    bits *= _signed(_SECOND_FACTOR)
+    bits *= _SECOND_FACTOR
     bits ^= _shift(bits, 31, shifted)
     fractions = _shift(bits, 64 - _FRACTION_BITS, shifted).to(torch.float32) * 2.0**-_FRACTION_BITS
     return fractions.clamp_(_LEAST, _MOST).neg_().log1p_().neg_()
@@ -166,7 +158,7 @@ def _exponentials(keys: Tensor, vocab_size: int) -> Tensor:
 
 @cache
 def _steps(vocab_size: int, device: torch.device) -> Tensor:
-    return torch.arange(1, vocab_size + 1, device=device) * _signed(_STEP)
+    return torch.arange(1, vocab_size + 1, device=device) * _STEP
 
 
 def _shift(bits: Tensor, count: int, shifted: Tensor) -> Tensor:
@@ -174,19 +166,15 @@ def _shift(bits: Tensor, count: int, shifted: Tensor) -> Tensor:
     return torch.bitwise_right_shift(bits, count, out=shifted).bitwise_and_((1 << (64 - count)) - 1)
 
 
-def _signed(bits: int) -> int:
-    return bits - (1 << 64) if bits >> 63 else bits
-
-
 @dataclass(frozen=True, slots=True)
 class PendingSamples:
     """Sampled tokens, one per row; on a GPU they may still be in flight."""
 
     token_ids: Tensor
-    """``[num_rows]`` int64, where the logits are."""
+    """``[num_rows]`` int64, on the logits' device."""
     _states: Sequence[SamplingState]
     _num_top: Mapping[int, int]
-    """Number of likeliest tokens to report, by row, for rows that request them."""
+    """Number of likeliest tokens to report, by row that requests them."""
     _arriving: Arriving
     """Sampled tokens in transit, with log-probabilities if any row requests them."""
 
@@ -197,26 +185,24 @@ class PendingSamples:
 
     def wait(self) -> list[Sampled]:
         """Wait for the tokens and append them to the rows' states; call once."""
-        token_ids, *likelihoods = self._arriving.wait()
-        reported: dict[int, TokenLogprobs] = {}
-        if likelihoods:
-            reported = dict(zip(self._num_top, _Likelihoods(*likelihoods).read(self._num_top.values()), strict=True))
-        drawn = list(zip(self._states, token_ids.tolist(), strict=True))
+        token_ids, *likelihoods = (part.tolist() for part in self._arriving.wait())
+        reported = {
+            row: TokenLogprobs(logprob=own, top_ids=ids[:num_top], top_logprobs=top[:num_top])
+            for (row, num_top), own, top, ids in zip(self._num_top.items(), *likelihoods, strict=True)
+        }
+        drawn = list(zip(self._states, token_ids, strict=True))
         for state, token_id in drawn:
             state.append(token_id)
         return [_sampled(state, token_id, reported.get(row)) for row, (state, token_id) in enumerate(drawn)]
 
 
-def sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[Sampled]:
-    """Sample and wait."""
-    return begin_sample(logits, states, positions).wait()
-
-
 def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> PendingSamples:
     """Start sampling one token per row.
 
-    logits: [num_rows, vocab_size] fp32, as the model gives them; changed in place. positions: each row's output
-    position (0 for the first generated token).
+    Args:
+        logits: fp32 [num_rows, vocab_size] from the model; changed in place.
+        states: States by row.
+        positions: Output positions by row, 0 for the first generated token.
     """
     assert logits.shape[0] == len(states) == len(positions)
     asked = {index: num for index, state in enumerate(states) if (num := state.sampling.num_logprobs) is not None}
@@ -225,7 +211,7 @@ def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Seq
     process(logits, states, positions)
     token_ids = draw(logits, [state.sampling for state in states], positions)
     likelihoods = _likelihoods(unprocessed, token_ids[of_asked], max(asked.values())) if of_asked is not None else ()
-    # Now, since the next step may start before anybody waits for this one.
+    # The copy to the host starts now, since the next step may start before anyone waits for this one.
     return PendingSamples(token_ids, states, asked, Arriving(token_ids, *likelihoods))
 
 
@@ -238,8 +224,8 @@ def _sampled(state: SamplingState, token_id: int, logprobs: TokenLogprobs | None
 def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     """Sample one token id per row, ``[num_rows]`` int64.
 
-    A temperature below 1e-5, or a top-k of 1, takes the likeliest token (the first of equals). Otherwise temperature,
-    top-k, top-p and min-p apply in this order, each to what the one before left.
+    With a temperature below 1e-5 or a top-k of 1, this is the likeliest token (the first of equals). Otherwise
+    temperature, top-k, top-p and min-p apply in this order, each to the tokens that are left.
     """
     drawn = [index for index, row in enumerate(rows) if row.temperature >= _GREEDY_BELOW and row.top_k != 1]
     if not drawn:
@@ -255,22 +241,11 @@ def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> 
     return chosen
 
 
-class _Likelihoods(NamedTuple):
-    """Log-probabilities of one token per row, and the row's likeliest tokens."""
-
-    own: Tensor
-    top: Tensor
-    top_ids: Tensor
-
-    def read(self, num_top: Iterable[int]) -> list[TokenLogprobs]:
-        rows = zip(self.own.tolist(), self.top.tolist(), self.top_ids.tolist(), num_top, strict=True)
-        return [TokenLogprobs(logprob=own, top_ids=ids[:num], top_logprobs=top[:num]) for own, top, ids, num in rows]
-
-
-def _likelihoods(logits: Tensor, token_ids: Tensor, num_top: int) -> _Likelihoods:
+def _likelihoods(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probability of one token per row, those of the row's likeliest tokens, and these tokens."""
     logprobs = logits.log_softmax(dim=-1)
     top = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
-    return _Likelihoods(logprobs.gather(-1, token_ids[:, None]).squeeze(-1), top.values, top.indices)
+    return logprobs.gather(-1, token_ids[:, None]).squeeze(-1), top.values, top.indices
 
 
 def _weights(logits: Tensor, rows: Sequence[Sampling], settings: DrawSettings) -> Tensor:

@@ -1,6 +1,6 @@
-"""State that a rank keeps of announced requests and of steps under way.
+"""State of announced requests and of started steps on one rank.
 
-The next step may use the sampled tokens of a step before the host reads them.
+A step may use tokens that the previous step samples before the host reads them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,14 @@ from workers.parallel.collectives import Communicator
 
 
 class PageTable:
-    """Pages of one request in order of position, as an array that grows in place: no step copies earlier pages."""
+    """Pages of one request in order of position. The array grows in place, so that steps do not copy earlier pages."""
 
     def __init__(self) -> None:
         self._pages = np.empty(16, dtype=np.int64)
         self._len = 0
 
     def extend(self, pages: Sequence[int], null_page: int) -> None:
-        """Add pages at the end; the null page stands for those that no token of this request will see."""
+        """Append pages; the null page replaces pages that no token of this request will see."""
         end = self._len + len(pages)
         if end > len(self._pages):
             self._pages = np.concatenate([self._pages, np.empty(max(end, len(self._pages)), dtype=np.int64)])
@@ -41,7 +41,7 @@ class PageTable:
 
     @property
     def all(self) -> NDArray[np.int64]:
-        """Return all pages so far; later additions do not change the result."""
+        """Return all pages so far. Later calls of ``extend`` do not change the result."""
         return self._pages[: self._len]
 
 
@@ -64,14 +64,14 @@ class KnownRequest(Admit, frozen=True, kw_only=True):
 
 
 class PreviousTokens(NamedTuple):
-    """Tokens sampled by the previous step that this one takes as input."""
+    """Tokens sampled by the previous step that are inputs of this one."""
 
     indices: Tensor
     """Indices in the flattened batch, int64."""
     token_ids: Tensor
 
     def put_into(self, token_ids: Tensor) -> None:
-        """Replace their placeholders in ``token_ids [tokens]``."""
+        """Replace the placeholders in ``token_ids [tokens]``."""
         token_ids[self.indices] = self.token_ids
 
 
@@ -81,12 +81,12 @@ class SampledTokens:
 
     rooms: Sequence[Room] = ()
     pending: PendingSamples | None = None
-    """Samples by room, in the order of ``rooms``; None if another TP rank samples."""
+    """Samples in the order of ``rooms``; None if another TP rank samples."""
     prompt_logprobs: Mapping[Room, list[TokenLogprobs]] = field(default_factory=dict)
-    """Prompt log-probabilities to report with the token."""
+    """Prompt log-probabilities to report with each token."""
 
     def wait(self) -> dict[Room, Sampled]:
-        """Wait for the token of every sampled request; call once."""
+        """Wait for every sampled request's token; call once."""
         sampled = dict(zip(self.rooms, self.pending.wait(), strict=True)) if self.pending is not None else {}
         reported = {
             room: replace(sampled[room], prompt_logprobs=reported) for room, reported in self.prompt_logprobs.items()
@@ -96,9 +96,7 @@ class SampledTokens:
     def input_of(
         self, scheduled: Sequence[ScheduledRequest], tp: Communicator, device: torch.device
     ) -> PreviousTokens | None:
-        """Return the tokens of this step that the next one takes as input; None if there are none. Every TP rank calls
-        this.
-        """
+        """Return this step's tokens that are inputs of the next one, if there are any. Every TP rank calls this."""
         if not self.rooms or not any(request.input_from_previous_step for request in scheduled):
             return None
         if self.pending is not None:
@@ -118,10 +116,8 @@ class SampledTokens:
 
 
 class BegunStep(NamedTuple):
-    """Step that this rank has started."""
-
     requests: Mapping[Room, KnownRequest]
-    """Requests of the step, as of its start. The next step may release some before this one ends."""
+    """Requests in the step, some of which the next step may release before this one ends."""
     sampled_tokens: SampledTokens
     end: Event | None = None
 
@@ -133,10 +129,9 @@ class BegunStep(NamedTuple):
         return self.sampled_tokens.pending is None or self.sampled_tokens.pending.is_there
 
     def wait(self) -> dict[Room, Sampled]:
-        """Wait for the step and return the token of every sampled request on the sampling rank, nothing on others;
-        call once.
+        """Wait until the step and its KV writes are complete; call once.
 
-        Afterwards all KV writes of the step are complete.
+        Returns every sampled request's token on the sampling rank, and nothing on others.
         """
         sampled = self.sampled_tokens.wait()
         if self.end is not None:

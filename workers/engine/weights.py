@@ -1,4 +1,4 @@
-"""Weights of models: a rank's part of a folder's safetensors, copied one tensor at a time, or random ones."""
+"""Model weights: a rank's shards of a folder's safetensors, or random ones."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -24,7 +24,7 @@ NAMES_SHOWN = 8
 
 
 class CheckpointError(UserError):
-    """A checkpoint's files are missing, damaged, or do not fit its config.json. The message names what does not fit."""
+    """Checkpoint whose files are missing, damaged, or do not fit its config.json. The message names them."""
 
 
 def load_model(
@@ -34,13 +34,16 @@ def load_model(
     device: torch.device | None = None,
     groups: ModelGroups | None = None,
 ) -> DecoderModel:
-    """Build the model of a folder and fill it; dtype None keeps the checkpoint's own, device None is the CPU.
+    """Load a rank's part of the model in a folder, one tensor at a time.
 
-    A rank of ``groups`` reads and holds only its part; peak memory is that part and one tensor of it.
+    Args:
+        dtype: Number format; None means the checkpoint's own.
+        device: Device of the weights; None means the CPU.
+        groups: Ranks that share the model; None means that this rank loads all of it.
 
     Raises:
         UnsupportedModelError: the engine cannot run the model, or not on so many ranks.
-        CheckpointError: tensors are missing, unexpected or of another shape; names them.
+        CheckpointError: tensors are missing, unexpected or have the wrong shape. The message names them.
     """
     config = read_model_config(folder)
     dtype = dtype or torch_dtype(config.dtype)
@@ -54,9 +57,9 @@ def load_model(
 
 
 def allocate(model: DecoderModel, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a model that was built without memory its tensors, not yet filled.
+    """Give memory to a model that was built on the meta device.
 
-    ``to_empty`` would make torch import sympy, which takes a second.
+    Unlike ``to_empty``, this does not make torch import sympy, which takes a second.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -65,16 +68,13 @@ def allocate(model: DecoderModel, dtype: torch.dtype, device: torch.device) -> N
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """'bfloat16' -> torch.bfloat16."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is not a torch dtype; examples: float32, bfloat16")
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor on disk, known without reading it."""
+    """File and shape of a tensor on disk."""
 
     file: Path
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class StoredTensor:
 def _fill(model: DecoderModel, config: DecoderConfig, folder: Path) -> None:
     expected, stored, copies = model.weights(), stored_tensors(folder), config.copies
     others = {name for name in stored.keys() - expected if name not in copies and not config.is_ignored(name)}
-    # Names are counted only if this rank does not hold all of them.
+    # Names of other ranks' weights are computed only if needed.
     elsewhere = others and others & _all_names(config)
     _check_fit(folder, expected, stored, unexpected=others - elsewhere)
     for file in sorted({tensor.file for tensor in stored.values()}):
@@ -104,7 +104,7 @@ def _all_names(config: DecoderConfig) -> set[str]:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """List every tensor of a checkpoint without reading it. Raises CheckpointError."""
+    """List a checkpoint's tensors without reading them. Raises CheckpointError."""
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
         with _open_tensors(file) as tensors:
@@ -125,7 +125,7 @@ def _weight_files(folder: Path) -> list[Path]:
         present = {path.name for path in folder.iterdir()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
-    # A name with a path in it is not a file of the folder.
+    # Names with a directory in them are not allowed.
     absent = [str(shard) for shard in shards if shard not in present]
     if absent:
         raise CheckpointError(f"{folder} lacks files that {INDEX_FILE} names: {_shortened(absent)}")
@@ -168,7 +168,7 @@ def _shortened(names: Collection[str]) -> str:
 
 
 def random_model(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> DecoderModel:
-    """Build a model with random weights, equal in every process, and norms of one. Not packed yet.
+    """Build a model, not yet packed, with norms of one and random weights, the same in every process.
 
     Products keep the scale of their inputs, so that attention is selective at any width.
     """

@@ -1,4 +1,4 @@
-"""Attention half of a decoder layer: project, rotate, attend through the engine's context, project back."""
+"""Attention half of a decoder layer: projections, rotation, and attention by the engine's context."""
 
 from typing import Protocol
 
@@ -11,56 +11,56 @@ from workers.layers.config import AttentionConfig
 from workers.layers.linear import FusedLinear, SummedLinear
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import Rotation
-from workers.layers.shard import TpGroup, even_shard, kv_head_shard
+from workers.layers.shard import even_shard, kv_head_shard
+from workers.parallel.collectives import Communicator
 
 
 class AttentionContext(Protocol):
-    """Key-value side of one step, made by the engine.
+    """Keys and values of one step, held by the engine.
 
-    A layer calls `put` and then `attend`, once each, layers in order; if `kv_slots` returns some, it fills them instead
-    of calling `put`. Tokens are this rank's, flattened over requests in the order of the model's `token_ids`; the
-    calls are made even when there are none.
+    A layer calls `put` and then `attend`, once each, even without tokens; layers follow in order. If `kv_slots` returns
+    slots, the layer fills them instead of calling `put`. Tokens are this rank's, flattened over requests as in the
+    model's `token_ids`.
     """
 
-    lens: Lens
-    """Token counts of every attention shard in this step."""
-    last_lens: Lens
-    """Counts of the tokens that have queries in the last layer."""
-    counted: Tensor | None
-    """Mask of tokens that belong to a request, bool ``[num_tokens, 1]``; None for all. Padding uses no experts."""
-    wanted: Tensor | None
-    """Rows of the tokens that have queries, int64; None for all."""
+    lens: Lens = None
+    """Number of tokens of each attention shard in this step; None if all have the same tokens."""
+    last_lens: Lens = None
+    """Number of tokens of each attention shard that have queries in the last layer."""
+    counted: Tensor | None = None
+    """Mask of tokens that are not padding, bool ``[num_tokens, 1]``; None if none is. Padding uses no experts."""
+    query_rows: Tensor | None = None
+    """Rows of the tokens that have queries, int64; None if all have."""
 
-    kv_first: bool
-    """Whether to project queries after `put`: keys and values travel to other ranks meanwhile, or fewer tokens have
-    queries.
-    """
+    kv_first: bool = False
+    """Whether to project queries after `put`, because keys and values travel meanwhile, or few tokens have queries."""
 
     @property
     def last(self) -> "AttentionContext":
-        """Context of the last layer, where only tokens whose final hidden states are wanted have queries."""
+        """Return the context of the last layer, where only tokens whose final hidden states are needed have queries."""
+        return self
 
-    def kv_slots(self, layer: int) -> KvSlots | None:
-        """Return the slots where a kernel stores a layer's new keys and values; None if `put` takes them, as with
-        `kv_first`.
+    def kv_slots(self, layer: int) -> KvSlots | None:  # noqa: ARG002
+        """Return the slots in which a kernel stores the layer's new keys and values; None if `put` takes them, as it
+        does with `kv_first`.
         """
+        return None
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Hand over a layer's new keys (rotated) and values, each [num_tokens, num_kv_heads, head_dim].
+        """Pass on a layer's new keys (rotated) and values, each [num_tokens, num_kv_heads, head_dim].
 
-        May return before they are stored; the tensors must not be changed afterwards.
+        They may be stored later, so the caller must not change them.
         """
 
     def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
-        """Return causal attention of q [num_wanted, num_heads, head_dim] (rotated, not scaled) over all visible
-        tokens.
+        """Return causal attention [num_queries, num_heads, value_dim] over all visible tokens, in q's dtype.
 
-        Returns [num_wanted, num_heads, value_dim] in the dtype of q.
+        q [num_queries, num_heads, head_dim] is rotated, but not scaled.
         """
 
 
-def take(x: Tensor, wanted: Tensor | None) -> Tensor:
-    return x if wanted is None else x[wanted]
+def take(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x[rows]
 
 
 class Attention(nn.Module):
@@ -70,10 +70,10 @@ class Attention(nn.Module):
         config: AttentionConfig,
         rms_norm_eps: float,
         layer: int,
-        group: TpGroup,
+        group: Communicator,
         window: int | None = None,
     ) -> None:
-        """Build the layer; ``layer`` counts from the stage's first one."""
+        """Build the layer; ``layer`` is its index in the pipeline stage."""
         super().__init__()
         self.layer, self.head_dim, self._group = layer, config.head_dim, group
         q = even_shard(config.q_size, group)
@@ -86,17 +86,16 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
-        """Map x [num_tokens, hidden_size] to [num_wanted, hidden_size]."""
         attended = context.attend(self.layer, self._queries(x, rotation, context), self._params)
         out: Tensor = self.o_proj(attended.flatten(1), self._group.all_reduce)
         return out
 
     def _queries(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
-        """Project and rotate queries, after passing on keys and values."""
+        """Pass on keys and values, and return the rotated queries."""
         if context.kv_first:
             self._put(self.qkv_proj.project(x, slice(self.q_size, None)), rotation, context)
-            q = self.qkv_proj.project(take(x, context.wanted), slice(self.q_size))
-            rotation = rotation.take(context.wanted)
+            q = self.qkv_proj.project(take(x, context.query_rows), slice(self.q_size))
+            rotation = rotation.take(context.query_rows)
         else:
             qkv = self.qkv_proj(x)
             if (kv_slots := context.kv_slots(self.layer)) is not None:

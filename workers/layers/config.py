@@ -1,4 +1,4 @@
-"""Layer shapes as plain data, and their costs. Loads no torch, so that a planner can read them too."""
+"""Layer shapes as plain data. Loads no torch, so that the planner can use them."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -16,7 +16,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
-    """Normalize each head of the queries and keys before rotation."""
+    """Whether to normalize each head of the queries and keys before rotation."""
 
     @property
     def q_size(self) -> int:
@@ -24,7 +24,7 @@ class AttentionConfig:
 
     @property
     def kv_size(self) -> int:
-        """Elements of one token's keys, and of its values."""
+        """Return the number of elements in one token's keys, and in its values."""
         return self.num_kv_heads * self.head_dim
 
     def of_rank(self, tp_size: int) -> "AttentionConfig":
@@ -33,8 +33,6 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpConfig:
-    """One gated MLP that every token goes through."""
-
     intermediate_size: int
     bias: bool = False
 
@@ -48,17 +46,16 @@ class MlpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
-    """Experts, of which a router picks a few for each token."""
+    """Experts, of which a router chooses a few for each token."""
 
     num_experts: int
     top_k: int
     """Number of experts per token."""
     intermediate_size: int
-    """Width of one expert."""
     renormalize: bool
-    """Scale the weights of a token's experts to a sum of 1."""
+    """Whether the weights of a token's experts are scaled to a sum of 1."""
     shared_size: int = 0
-    """Width of the expert that all tokens share, scaled by a sigmoid gate; 0 for none."""
+    """Width of the expert that all tokens share, scaled by a sigmoid gate; 0 without one."""
 
     @property
     def dense_size(self) -> int:
@@ -77,20 +74,20 @@ FeedForwardConfig = MlpConfig | MoeConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding. A field that the type does not use keeps its default."""
+    """Rotary position embedding. Fields that its type does not use keep their defaults."""
 
     rope_type: RopeType
     theta: float
     """Base of the frequencies: frequency i of d/2 is theta ** (-2i/d) before scaling."""
     max_position_embeddings: int
-    """Length (tokens) beyond which `dynamic` starts to scale."""
+    """Length in tokens beyond which `dynamic` scales."""
     original_max_position_embeddings: int
-    """Length (tokens) seen in pre-training, for `llama3` and `yarn`."""
+    """Length in tokens of pre-training, for `llama3` and `yarn`."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     attention_factor: float | None = None
-    """Scale of cos and sin for `yarn`; None: derived from factor, mscale and mscale_all_dim."""
+    """Scale of cosines and sines for `yarn`; None to derive it from factor, mscale and mscale_all_dim."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float | None = None

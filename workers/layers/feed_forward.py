@@ -1,4 +1,4 @@
-"""Feed-forward half of a decoder layer: a gated MLP, or a few of many experts per token."""
+"""Feed-forward half of a decoder layer: a gated MLP or a mixture of experts."""
 
 from collections.abc import Iterator
 
@@ -22,13 +22,13 @@ from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, r
 from workers.parallel.model_groups import ModelGroups
 
 FEW_CHOICES = 32_768
-"""Most choices for which all get rows, wherever their experts are, so that the host waits for no counts: 128 MiB for
-hidden states of 2,048.
+"""Maximum number of (token, expert) choices for which every choice gets a row, so that the host waits for no counts.
+Rows take 128 MiB with a hidden size of 2,048.
 """
 
 
 def gated(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up of the halves of [num_tokens, 2 * size]."""
+    """Return silu(gate) * up, where ``gate_up`` is [num_tokens, 2 * size]."""
     if (kernels := elementwise_kernels(gate_up)) is not None:
         return kernels.swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -36,7 +36,7 @@ def gated(gate_up: Tensor) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """Gated MLP whose width the TP ranks of all DP ranks share; they gather their tokens."""
+    """Gated MLP whose width is sharded over the TP ranks of all DP ranks, which gather their tokens."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, groups: ModelGroups, *, bias: bool) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class GatedMLP(nn.Module):
 
 
 class ExpertRouter(ShardedLayer):
-    """Router table that every rank holds whole. Softmax comes before top k, as in the training of checkpoints."""
+    """Router whose table every rank holds in full. Softmax precedes top-k, as in training."""
 
     def __init__(self, hidden_size: int, moe: MoeConfig) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class ExpertRouter(ShardedLayer):
         self._moe = moe
 
     def forward(self, hidden: Tensor, counted: Tensor | None = None) -> RoutedTokens:
-        """Route hidden [tokens, hidden]; see AttentionContext for ``counted``."""
+        """Route hidden [tokens, hidden]. AttentionContext explains ``counted``."""
         logits, moe = multiply(hidden, self.weight), self._moe
         if has_kernels(logits):
             from workers.kernels.experts import choose_experts
@@ -74,12 +74,9 @@ class ExpertRouter(ShardedLayer):
         experts = experts.to(torch.int32)
         return RoutedTokens(hidden, experts if counted is None else experts.masked_fill(~counted, NO_EXPERT), weights)
 
-    def weights(self) -> Iterator[tuple[str, WeightShard]]:
-        yield "weight", WeightShard(self.weight, tuple(map(replicated, self.weight.shape)))
-
 
 class Experts(ShardedLayer):
-    """Experts of one EP rank, an equal run of all, with a part of each one's width."""
+    """Experts of one EP rank, each with this rank's shard of its width."""
 
     def __init__(self, hidden_size: int, inner: Shard, numbers: range) -> None:
         super().__init__()
@@ -87,14 +84,14 @@ class Experts(ShardedLayer):
         self.gate_up = nn.Parameter(torch.empty(num_local, 2 * inner.size, hidden_size), requires_grad=False)
         self.down = nn.Parameter(torch.empty(num_local, hidden_size, inner.size), requires_grad=False)
         self.loads = torch.zeros(num_local, dtype=torch.int64, device="cpu")
-        """Tokens that each expert has computed since the start; on its device from the first step on."""
+        """Number of tokens that each expert has computed since the start; on the GPU from the first step on."""
         self.numbers = numbers
-        """Numbers of these experts in the model."""
+        """Numbers of these experts among all of the model."""
         self._inner = inner
 
     def forward(self, routed: RoutedTokens) -> Tensor:
-        """Return what these experts add to each token, weighted: ``[tokens, hidden]``."""
-        self.loads = self.loads.to(routed.hidden.device)  # once: each copy would wait for the GPU
+        """Return the weighted sum of these experts' outputs for each token, ``[tokens, hidden]``."""
+        self.loads = self.loads.to(routed.hidden.device)  # copied once, since a copy waits for the GPU
         if has_kernels(routed.hidden):
             return self._grouped(routed)
         order, counts = self._counted(routed.experts)
@@ -110,7 +107,6 @@ class Experts(ShardedLayer):
         return out.to(routed.hidden.dtype)
 
     def _grouped(self, routed: RoutedTokens) -> Tensor:
-        """Compute all experts at once."""
         from workers.kernels import experts as kernels
 
         hidden, experts = routed.hidden, routed.experts
@@ -128,13 +124,12 @@ class Experts(ShardedLayer):
         return kernels.sum_choices(answers, sorted_rows.rows, routed.weights)
 
     def _counted(self, experts: Tensor) -> tuple[Tensor, list[int]]:
-        """Count tokens on each expert; see ``order_by_expert``."""
+        """Return ``order_by_expert``, and add its counts to the loads."""
         order, counts = order_by_expert(experts, self.numbers.start, len(self.loads))
         self.loads += index_on(counts, self.loads.device)
         return order, counts
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
-        """Yield the projections of every expert, by its number."""
         hidden = replicated(self.gate_up.shape[2])
         for index, expert in enumerate(self.numbers):
             gate, up = self.gate_up[index].chunk(2)

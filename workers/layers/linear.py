@@ -1,4 +1,4 @@
-"""Products with weights, of which each TP rank computes some outputs, a part of every sum, or everything."""
+"""Linear layers whose outputs or inputs are sharded over TP ranks, or that every rank computes in full."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -7,14 +7,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workers.device import multiplies_bf16
-from workers.layers.shard import Shard, ShardedLayer, TpGroup, WeightShard, even_shard, replicated
+from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
+from workers.parallel.collectives import Communicator
 
 _FEW_ROWS = 2
-"""Most rows that are fastest one by one on a CPU that multiplies in fp32 only."""
+"""Maximum number of rows for which a CPU without bf16 arithmetic is fastest one row at a time."""
 _MANY_ROWS = 16
-"""Fewest rows for which such a CPU is faster with an fp32 weight: torch's bf16 product has a quarter of the speed."""
+"""Number of rows from which such a CPU is faster with fp32 weights; torch's bf16 product has a quarter of the speed."""
 _PART = 1 << 20
-"""Elements of a weight that are widened at once, so that they are still cached when they are multiplied."""
+"""Number of weight elements converted to fp32 at a time, so that they are still in the cache when multiplied."""
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -22,23 +23,19 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
-    if _is_fast(x):
+    if x.device.type != "cpu" or x.dtype != torch.bfloat16 or multiplies_bf16():
         return functional.linear(x, weight, bias)
     if len(x) <= _FEW_ROWS and bias is None:
         return torch.stack([torch.mv(weight, row) for row in x]) if len(x) else x.new_empty(0, len(weight))
     return functional.linear(x, weight, bias) if len(x) < _MANY_ROWS else _multiply_in_fp32(x, weight, bias)
 
 
-def packed(weight: Tensor) -> Tensor:
+def packed(weight: Tensor) -> nn.Parameter:
     """Rearrange a weight [outputs, inputs] for ``multiply``, where oneDNN would otherwise do so on every call."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not multiplies_bf16():
-        return weight.detach()
-    rearranged: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-    return rearranged
-
-
-def _is_fast(x: Tensor) -> bool:
-    return x.device.type != "cpu" or x.dtype != torch.bfloat16 or multiplies_bf16()
+    weight = weight.detach()
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and multiplies_bf16():
+        weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return nn.Parameter(weight, requires_grad=False)
 
 
 def _multiply_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -51,39 +48,29 @@ def _multiply_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class FusedLinear(ShardedLayer):
-    """Fused projections of one input: x @ weight.T + bias.
-
-    Each rank computes its part of the outputs of every projection; they lie side by side, in order.
-    """
+    """Several projections of one input, computed at once. Each rank computes a shard of every projection's outputs."""
 
     def __init__(self, in_size: int, outputs: Mapping[str, Shard], *, bias: bool) -> None:
-        """Build the layer; `outputs` maps each projection's name ("q_proj") to this rank's part of it."""
+        """Build the layer; ``outputs`` maps each projection's name ("q_proj") to this rank's shard of it."""
         super().__init__()
         out_size = sum(shard.size for shard in outputs.values())
         self.weight = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_size), requires_grad=False) if bias else None
         self._in_size, self._outputs = in_size, dict(outputs)
         self._parts: dict[tuple[int | None, int | None], Tensor] = {}
-        """Packed weights of outputs that are computed separately."""
+        """Packed weights for slices of the outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         return multiply(x, self.weight, self.bias)
 
     def project(self, x: Tensor, outputs: slice) -> Tensor:
         bias = None if self.bias is None else self.bias[outputs]
-        return multiply(x, self._part(outputs), bias)
-
-    def pack(self) -> None:
-        """Pack the weight after it is loaded."""
-        self.weight = nn.Parameter(packed(self.weight), requires_grad=False)
-
-    def _part(self, outputs: slice) -> Tensor:
         if not self.weight.is_mkldnn:
-            return self.weight[outputs]
+            return multiply(x, self.weight[outputs], bias)
         bounds = outputs.start, outputs.stop
         if bounds not in self._parts:
             self._parts[bounds] = packed(self.weight.to_dense()[outputs])
-        return self._parts[bounds]
+        return multiply(x, self._parts[bounds], bias)
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
         sizes = [shard.size for shard in self._outputs.values()]
@@ -95,7 +82,7 @@ class FusedLinear(ShardedLayer):
 
 
 class SummedLinear(ShardedLayer):
-    """Linear layer whose input dimension is sharded, so that each rank computes a term of every sum."""
+    """Linear layer whose inputs are sharded, so that each rank computes one term of every output."""
 
     def __init__(self, inputs: Shard, out_size: int, *, bias: bool) -> None:
         super().__init__()
@@ -104,13 +91,9 @@ class SummedLinear(ShardedLayer):
         self._inputs = inputs
 
     def forward(self, x: Tensor, add_up: Callable[[Tensor], Tensor]) -> Tensor:
-        """Project and add up; ``add_up`` sums the terms of all ranks."""
+        """Project ``x``; ``add_up`` sums the terms of all ranks."""
         out = add_up(multiply(x, self.weight))
         return out if self.bias is None else out.add_(self.bias)
-
-    def pack(self) -> None:
-        """Pack the weight after it is loaded."""
-        self.weight = nn.Parameter(packed(self.weight), requires_grad=False)
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
         out = replicated(len(self.weight))
@@ -120,7 +103,7 @@ class SummedLinear(ShardedLayer):
 
 
 class ReplicatedLinear(ShardedLayer):
-    """Linear layer computed whole by every rank: x @ weight.T."""
+    """Linear layer without bias that every rank computes in full."""
 
     def __init__(self, in_size: int, out_size: int) -> None:
         super().__init__()
@@ -129,19 +112,16 @@ class ReplicatedLinear(ShardedLayer):
     def forward(self, x: Tensor) -> Tensor:
         return multiply(x, self.weight)
 
-    def weights(self) -> Iterator[tuple[str, WeightShard]]:
-        yield "weight", WeightShard(self.weight, tuple(map(replicated, self.weight.shape)))
-
 
 class Embedding(ShardedLayer):
-    """Table [vocab_size, hidden_size], read by token id, or multiplied with to score every token."""
+    """Table [vocab_size, hidden_size] that embeds token ids, or scores every token. Ranks share the vocabulary."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, group: TpGroup) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, group: Communicator) -> None:
         super().__init__()
         self._tokens, self._group = even_shard(vocab_size, group), group
         self.weight = nn.Parameter(torch.empty(self._tokens.size, hidden_size), requires_grad=False)
         self._packed: Tensor | None = None
-        """The table for ``scores``, where it is read by token id too."""
+        """Packed copy for ``scores`` if the table also embeds token ids."""
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self._group.size == 1:
@@ -152,7 +132,7 @@ class Embedding(ShardedLayer):
         return self._group.all_reduce(found.masked_fill_(is_elsewhere[:, None], 0))
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Map hidden [R, hidden_size], the same on all ranks, to [R, vocab_size], in the dtype of the table."""
+        """Map hidden [R, hidden_size], the same on all ranks, to [R, vocab_size] in the table's dtype."""
         own = multiply(hidden, self.weight if self._packed is None else self._packed)
         if self._group.size == 1:
             return own
@@ -163,11 +143,11 @@ class Embedding(ShardedLayer):
         return by_row[:, : self._tokens.whole].contiguous()
 
     def pack(self, *, is_read: bool) -> None:
-        """Pack the table for ``scores``, once it is filled; a table that is also read by token id stays as it is."""
+        """Pack the table for ``scores``. One that embeds token ids too (``is_read``) is kept as it is as well."""
         if is_read:
-            self._packed = packed(self.weight)
+            self._packed = packed(self.weight).data
         else:
-            self.weight = nn.Parameter(packed(self.weight), requires_grad=False)
+            self.weight = packed(self.weight)
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
         yield "weight", WeightShard(self.weight, (self._tokens, replicated(self.weight.shape[1])))

@@ -1,18 +1,16 @@
 """Root-mean-square normalization with a learned scale (Zhang and Sennrich, 2019)."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
 from workers.kernels.elementwise import elementwise_kernels
-from workers.layers.shard import ShardedLayer, WeightShard, replicated
+from workers.layers.shard import ShardedLayer
 
 
 class RMSNorm(ShardedLayer):
-    """Normalizes the last dimension, of `size`.
+    """RMSNorm over the last dimension.
 
-    Computed in fp32 and cast back before the scale is applied; the order of these two decides the bits in bf16.
+    It is computed in fp32 and cast back before it is scaled; in bf16, the opposite order would give other bits.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -28,13 +26,10 @@ class RMSNorm(ShardedLayer):
         return self.weight * wide.to(x.dtype)
 
     def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return x + y, each [rows, size], and the sum normalized; None stands for zeros."""
+        """Return x + y, each [rows, size], and the normalized sum; a ``y`` of None counts as zeros."""
         if y is None:
             return x, self(x)
         if (kernels := elementwise_kernels(x)) is not None:
             return kernels.add_rms_norm(x, y, self.weight, self.eps)
         total = x + y
         return total, self(total)
-
-    def weights(self) -> Iterator[tuple[str, WeightShard]]:
-        yield "weight", WeightShard(self.weight, (replicated(len(self.weight)),))

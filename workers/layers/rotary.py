@@ -1,30 +1,29 @@
-"""Rotary position embedding (Su et al., 2021) and its long-context variants, with the arithmetic of transformers."""
+"""Rotary position embedding (Su et al., 2021) and its long-context variants, computed as transformers does."""
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from workers.kernels.elementwise import KvSlots, elementwise_kernels
-from workers.layers.config import RopeConfig, RopeType
+from workers.layers.config import RopeConfig
 from workers.layers.rms_norm import RMSNorm
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Pair of cos and sin of every token's angles, each [num_tokens, 1, head_dim], in the dtype of their operands."""
+    """Cosines and sines of every token's angles, each [num_tokens, 1, head_dim], in the model's dtype."""
 
     cos: Tensor
     sin: Tensor
 
-    def take(self, wanted: Tensor | None) -> "Rotation":
-        """Return the rotation of some tokens, by row; None for all."""
-        return self if wanted is None else Rotation(self.cos[wanted], self.sin[wanted])
+    def take(self, query_rows: Tensor | None) -> "Rotation":
+        """Return the rotation of some rows; None means all."""
+        return self if query_rows is None else Rotation(self.cos[query_rows], self.sin[query_rows])
 
     def apply(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """Rotate x [num_tokens, num_heads, head_dim], after ``norm``; dimensions i, i + head_dim/2 pair up."""
+        """Normalize and rotate x [num_tokens, num_heads, head_dim]; dimensions i and i + head_dim/2 form a pair."""
         if (kernels := elementwise_kernels(x)) is not None:
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return kernels.rotate(x, self.cos, self.sin, weight, eps)
@@ -34,10 +33,9 @@ class Rotation:
         return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
 
     def apply_storing(self, heads: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, kv_slots: KvSlots) -> Tensor:
-        """Rotate q and k, and store k and v, in one kernel; heads of q, k and v are [num_tokens, num_heads, head_dim],
-        side by side.
+        """Rotate q and k, store k and v, and return q, all in one kernel.
 
-        Returns q, rotated.
+        ``heads`` are the heads of q, k and v in this order, [num_tokens, num_heads, head_dim].
         """
         from workers.kernels.triton_elementwise import rotate_storing
 
@@ -48,26 +46,26 @@ class Rotation:
 
 
 class RotaryEmbedding(nn.Module):
-    """Mapping from positions to rotations, computed in fp32 for any model dtype.
+    """Rotations by position, computed in fp32 for any model dtype.
 
-    `dynamic` scaling: the token at position p is rotated with the frequencies of length max(p + 1,
-    max_position_embeddings). This depends on nothing but p, so chunks, ranks, batches and cached prefixes agree.
-    transformers uses the longest length of each forward call instead and keeps cached keys as they are: the same for
-    prompts up to max_position_embeddings and everything generated after them, different for longer prompts, whose
-    early keys there depend on how long the prompt turned out to be.
+    With `dynamic` scaling, the token at position p is rotated with the frequencies of length max(p + 1,
+    max_position_embeddings). This depends only on p, so chunks, ranks, batches and cached prefixes agree.
+    transformers uses the longest length in each forward call instead and does not rotate cached keys again. The two
+    agree on prompts up to max_position_embeddings and everything generated after them. On longer prompts they
+    differ, because there the early keys depend on the prompt's final length.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         super().__init__()
         self.rope = rope
         self.attention_factor = _yarn_attention_factor(rope) if rope.rope_type == "yarn" else 1.0
-        # Plain attributes, made on the CPU: they stay fp32 and real where parameters are cast or not yet allocated.
-        self.inv_freq = inverse_frequencies(rope, head_dim).to(device)
-        # On the device from the start, since nothing can be copied to a GPU while a graph is captured.
+        # Plain attributes computed on the CPU: casting the model, or building it without memory, must not change them.
+        self.inv_freq = _inverse_frequencies(rope, head_dim).to(device)
+        # On the device from the start, since nothing can be copied to a GPU during a graph capture.
         self._exponents = _exponents(head_dim).to(device)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """Map positions [num_tokens] int64 to the rotation of each, in `dtype`."""
+        """Map positions [num_tokens] int64 to their rotations in ``dtype``."""
         inv_freq = self.inv_freq
         if self.rope.rope_type == "dynamic":
             inv_freq = self._dynamic_frequencies(positions)
@@ -76,7 +74,7 @@ class RotaryEmbedding(nn.Module):
         return Rotation(cos.to(dtype), sin.to(dtype))
 
     def _dynamic_frequencies(self, positions: Tensor) -> Tensor:
-        """Return frequencies [num_tokens, head_dim/2], their base scaled (NTK-aware) by the length to each token."""
+        """Return frequencies [num_tokens, head_dim/2] whose base grows with each token's position (NTK-aware)."""
         max_len, head_dim = self.rope.max_position_embeddings, 2 * self.inv_freq.numel()
         length = (positions[:, None] + 1).clamp(min=max_len)
         growth = self.rope.factor * length / max_len - (self.rope.factor - 1)
@@ -85,26 +83,23 @@ class RotaryEmbedding(nn.Module):
         return torch.where(length > max_len, scaled, self.inv_freq)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return radians per position of each pair, [head_dim/2] fp32; for `dynamic`, those of short lengths."""
-    return _FREQUENCIES[rope.rope_type](rope, head_dim)
-
-
 def _exponents(head_dim: int) -> Tensor:
     return torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
 
 
-def _default(rope: RopeConfig, head_dim: int) -> Tensor:
-    return torch.reciprocal(rope.theta ** _exponents(head_dim))
+def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Return radians per position for each pair, [head_dim/2] fp32. For `dynamic` they are those of short lengths."""
+    waves = rope.theta ** _exponents(head_dim)
+    if rope.rope_type == "yarn":
+        return _yarn(rope, waves)
+    inv_freq = torch.reciprocal(waves)
+    if rope.rope_type == "llama3":
+        return _llama3(rope, inv_freq)
+    return inv_freq / rope.factor if rope.rope_type == "linear" else inv_freq
 
 
-def _linear(rope: RopeConfig, head_dim: int) -> Tensor:
-    return _default(rope, head_dim) / rope.factor
-
-
-def _llama3(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Stretch long waves by `factor`, keep short ones, blend those between (Llama 3.1)."""
-    inv_freq = _default(rope, head_dim)
+def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
+    """Stretch long waves by `factor`, keep short ones, and blend the ones in between (Llama 3.1)."""
     wavelength = 2 * math.pi / inv_freq
     original_len = rope.original_max_position_embeddings
     longest, shortest = original_len / rope.low_freq_factor, original_len / rope.high_freq_factor
@@ -114,11 +109,11 @@ def _llama3(rope: RopeConfig, head_dim: int) -> Tensor:
     return torch.where((wavelength >= shortest) & (wavelength <= longest), blended, stretched)
 
 
-def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Keep pairs that turn over beta_fast times in the original length, stretch those under beta_slow times.
-
-    Peng et al., 2023.
+def _yarn(rope: RopeConfig, waves: Tensor) -> Tensor:
+    """Keep pairs that turn beta_fast times within the original length, and stretch those that turn less than beta_slow
+    times (Peng et al., 2023).
     """
+    head_dim = 2 * len(waves)
     turns_to_dim = head_dim / (2 * math.log(rope.theta))
     low, high = (
         turns_to_dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi))
@@ -129,12 +124,11 @@ def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     width = (high - low) or 0.001
     stretched_share = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0, 1)
-    waves = rope.theta ** _exponents(head_dim)
     return 1.0 / (rope.factor * waves) * stretched_share + 1.0 / waves * (1 - stretched_share)
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
-    """Return the scale of cos and sin that keeps the softmax as sharp as it was before stretching."""
+    """Return the scale of cosines and sines that keeps the softmax as sharp as before stretching."""
     if rope.attention_factor is not None:
         return rope.attention_factor
 
@@ -144,12 +138,3 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return scale(rope.mscale) / scale(rope.mscale_all_dim)
     return scale(1.0)
-
-
-_FREQUENCIES: Mapping[RopeType, Callable[[RopeConfig, int], Tensor]] = {
-    "default": _default,
-    "linear": _linear,
-    "dynamic": _default,
-    "llama3": _llama3,
-    "yarn": _yarn,
-}

@@ -1,4 +1,4 @@
-"""Decoder for the configuration of any family, built from layers."""
+"""Decoder of any model family, built from layers by its configuration."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from workers.expert_parallel.token_dispatcher import Lens
 from workers.layers.attention import Attention, AttentionContext, take
 from workers.layers.config import MoeConfig
 from workers.layers.feed_forward import GatedMLP, MoeBlock
-from workers.layers.linear import Embedding, FusedLinear, SummedLinear
+from workers.layers.linear import Embedding, FusedLinear, SummedLinear, packed
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import RotaryEmbedding, Rotation
 from workers.layers.shard import ShardedLayer, WeightShard
@@ -17,7 +17,7 @@ from workers.parallel.model_groups import ModelGroups
 
 class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, groups: ModelGroups) -> None:
-        """Build the layer; ``layer`` counts from the model's first one."""
+        """Build the layer; ``layer`` is its index in the model."""
         super().__init__()
         hidden_size, eps, feed_forward = config.hidden_size, config.rms_norm_eps, config.feed_forward[layer]
         first_layer = groups.layers(config.num_layers).start
@@ -34,26 +34,26 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, added: Tensor | None, rotation: Rotation, context: AttentionContext, lens: Lens
     ) -> tuple[Tensor, Tensor]:
-        """Map two terms [num_tokens, hidden_size] to two [num_wanted, hidden_size], which the next norm adds up."""
+        """Map two terms [num_tokens, hidden_size] to two [num_queries, hidden_size]; the next norm adds them."""
         hidden, normed = self.input_layernorm.of_sum(hidden, added)
         attended = self.self_attn(normed, rotation, context)
-        hidden, normed = self.post_attention_layernorm.of_sum(take(hidden, context.wanted), attended)
+        hidden, normed = self.post_attention_layernorm.of_sum(take(hidden, context.query_rows), attended)
         is_moe = isinstance(self.mlp, MoeBlock)
         return hidden, self.mlp(normed, lens, context.counted) if is_moe else self.mlp(normed, lens)
 
 
 class DecoderModel(nn.Module):
-    """One rank's part of a decoder, for inference only. Parameters are uninitialized until something fills them.
+    """One rank's part of a decoder, for inference only. Its parameters are uninitialized.
 
-    TP ranks hold parts of the weights and make the same calls with the same tokens.
+    TP ranks hold shards of the weights and make the same calls with the same tokens.
     """
 
     def __init__(
         self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, groups: ModelGroups | None = None
     ) -> None:
-        """``groups`` are the ranks that compute together; None for the whole model on one.
+        """Build the part of one rank of ``groups``; None means that one rank has the whole model.
 
-        Raises UnsupportedModelError when the ranks cannot share the heads, the layers or the experts.
+        Raises UnsupportedModelError if the ranks cannot share the heads, the layers or the experts.
         """
         super().__init__()
         self.groups = groups = groups or ModelGroups()
@@ -61,7 +61,7 @@ class DecoderModel(nn.Module):
         config.check_layout(groups.parallel)
         stage = groups.layers(config.num_layers)
         self.config = config.of_rank(groups.tp.size, stage)
-        """Shape of this rank's part."""
+        """Configuration of this rank's part."""
         self.is_first, self.is_last = 0 in stage, config.num_layers - 1 in stage
         is_tied = config.tie_word_embeddings
         if self.is_first or (self.is_last and is_tied):
@@ -76,11 +76,17 @@ class DecoderModel(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, context: AttentionContext, hidden: Tensor | None = None
     ) -> Tensor:
-        """Return hidden states after this stage's layers; after the last stage, those wanted in `context.last`, normed.
+        """Return hidden states after this stage's layers; after the last one, normalized and only for the queries of
+        `context.last`.
 
-        token_ids and positions: int64 [num_tokens], this rank's tokens of all requests one after another, any number
-        of them, even none. hidden: output of the previous stage, None for the first.
-        Returns [num_tokens or num_wanted, hidden_size], whole on every TP rank.
+        Args:
+            token_ids: int64 [num_tokens], this rank's tokens of all requests, concatenated; there may be none.
+            positions: int64 [num_tokens].
+            context: Keys and values of the step.
+            hidden: Output of the previous stage; None in the first.
+
+        Returns:
+            [num_tokens or num_queries, hidden_size], the same on every TP rank.
         """
         rotation = self.rotary(positions, self.dtype)
         hidden = self.embed_tokens(token_ids) if hidden is None else hidden
@@ -95,11 +101,11 @@ class DecoderModel(nn.Module):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Score every token in the last stage: hidden [num_rows, hidden_size] -> [num_rows, vocab_size] in fp32."""
+        """Map hidden [num_rows, hidden_size] to fp32 logits [num_rows, vocab_size]; only in the last stage."""
         return self.lm_head.scores(hidden).float()
 
     def weights(self) -> dict[str, WeightShard]:
-        """Return every tensor that the checkpoint must hold, by its name there, with this rank's part of it."""
+        """Return this rank's shard of every tensor that the checkpoint must hold, by its name there."""
         return {
             self.config.checkpoint_name(f"{path}.{name}"): shard
             for path, module in self.named_modules()
@@ -108,9 +114,9 @@ class DecoderModel(nn.Module):
         }
 
     def pack(self) -> None:
-        """Rearrange weights for speed, once they are filled."""
+        """Rearrange loaded weights for speed."""
         for module in self.modules():
             if isinstance(module, FusedLinear | SummedLinear):
-                module.pack()
+                module.weight = packed(module.weight)
         if self.is_last:
             self.lm_head.pack(is_read=self.is_first and self.config.tie_word_embeddings)

@@ -1,17 +1,18 @@
-"""A checkpoint's config.json, read field by field. Does not import torch."""
+"""Readers of a checkpoint's config.json, and of the parts that families have in common. Loads no torch."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from cluster.spec.errors import UserError
-from workers.layers.config import RopeConfig, RopeType
+from cluster.spec.kv import FULL_ATTENTION, SLIDING_ATTENTION
+from workers.layers.config import AttentionConfig, FeedForwardConfig, MlpConfig, MoeConfig, RopeConfig, RopeType
+from workers.models.interface import DecoderConfig, Dtype, UnsupportedModelError
 
-Dtype = Literal["float32", "bfloat16", "float16"]
 MOST_LAYERS = 4096
-"""Most layers accepted; more is a damaged file, and would fill the memory of its reader."""
+"""Maximum number of layers. A larger number is a damaged file, and would fill the reader's memory."""
+ROPE_TYPES: tuple[RopeType, ...] = get_args(RopeType)
 _NEEDED_KEYS: Mapping[RopeType, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -21,13 +22,9 @@ _NEEDED_KEYS: Mapping[RopeType, tuple[str, ...]] = {
 }
 
 
-class UnsupportedModelError(UserError):
-    """A checkpoint that this engine cannot run as its authors meant it; says what was found and what is allowed."""
-
-
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """The parsed files of a Hugging Face folder; a missing or malformed field is refused by name."""
+    """Parsed files of a Hugging Face folder. A missing or malformed field raises an error with its name."""
 
     raw: Mapping[str, Any]
     generation: Mapping[str, Any] = field(default_factory=dict)
@@ -35,7 +32,7 @@ class HfConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "HfConfig":
-        """Read a folder; raises UnsupportedModelError if it has no config.json, or one that is not a JSON object."""
+        """Read a folder. Raises UnsupportedModelError if it has no config.json, or one that is not a JSON object."""
         generation = folder / "generation_config.json"
         return cls(_read_json(folder / "config.json"), _read_json(generation) if generation.exists() else {})
 
@@ -63,7 +60,6 @@ class HfConfig:
 
     @property
     def dtype(self) -> Dtype:
-        """Number format that the checkpoint was saved in."""
         known: tuple[Dtype, ...] = get_args(Dtype)
         name = str(self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32").removeprefix("torch.")
         for dtype in known:
@@ -73,7 +69,7 @@ class HfConfig:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer; those of generation_config.json if it gives any."""
+        """Return the tokens that end an answer, from generation_config.json if it has any."""
         return _token_ids(self.generation.get("eos_token_id")) or _token_ids(self.raw.get("eos_token_id"))
 
 
@@ -95,11 +91,8 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return content
 
 
-ROPE_TYPES: tuple[RopeType, ...] = get_args(RopeType)
-
-
 def read_rope_config(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
-    """Read the new form, `rope_parameters`, or the old one, `rope_theta` and `rope_scaling`.
+    """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
 
     Raises UnsupportedModelError for an unknown type, a partial rotation, settings by layer type, or a missing key.
     """
@@ -146,3 +139,99 @@ def _checked_type(given: Mapping[str, Any]) -> RopeType:
                 raise UnsupportedModelError(f"rope type {name!r} needs {', '.join(missing)}, which config.json lacks")
             return rope_type
     raise UnsupportedModelError(f"rope type {name!r} is not supported; allowed: {', '.join(ROPE_TYPES)}")
+
+
+def read_decoder(
+    hf: HfConfig,
+    attention: AttentionConfig,
+    feed_forward: Sequence[FeedForwardConfig],
+    windows: Sequence[int | None] | None = None,
+    renamed: Mapping[str, str] | None = None,
+) -> DecoderConfig:
+    """Read the fields that all families have in common."""
+    _refuse_unsupported(hf)
+    max_len = hf.positive("max_position_embeddings")
+    return DecoderConfig(
+        vocab_size=hf.positive("vocab_size"),
+        hidden_size=hf.positive("hidden_size"),
+        attention=attention,
+        feed_forward=tuple(feed_forward),
+        windows=tuple(windows or [None] * len(feed_forward)),
+        rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        rope=read_rope_config(hf.raw, max_len),
+        max_position_embeddings=max_len,
+        tie_word_embeddings=hf.flag("tie_word_embeddings"),
+        dtype=hf.dtype,
+        eos_token_ids=hf.eos_token_ids,
+        renamed=renamed or {},
+    )
+
+
+def read_attention(hf: HfConfig, *, head_dim: int | None = None, **flags: bool) -> AttentionConfig:
+    """Read the heads' number and size; ``head_dim`` is the family's default."""
+    num_heads = hf.positive("num_attention_heads")
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=hf.positive("num_key_value_heads", num_heads),
+        head_dim=hf.positive("head_dim", head_dim or hf.positive("hidden_size") // num_heads),
+        **flags,
+    )
+
+
+def read_experts(hf: HfConfig, *, renormalize: bool, intermediate_size: str, shared_size: int = 0) -> MoeConfig:
+    """Read the experts' number and size; ``intermediate_size`` is the key of their width."""
+    num_experts = hf.positive("num_experts" if "num_experts" in hf.raw else "num_local_experts")
+    top_k = hf.positive("num_experts_per_tok")
+    if top_k > num_experts:
+        raise UnsupportedModelError(f"num_experts_per_tok is {top_k}; allowed: at most {num_experts}")
+    return MoeConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=hf.positive(intermediate_size),
+        renormalize=renormalize,
+        shared_size=shared_size,
+    )
+
+
+def sparse_layers(hf: HfConfig, moe: MoeConfig) -> list[FeedForwardConfig]:
+    """Return a layer of experts for each layer, or an MLP where a Qwen checkpoint has one."""
+    every, dense = hf.positive("decoder_sparse_step", 1), set(hf.get("mlp_only_layers") or ())
+    mlp = MlpConfig(intermediate_size=hf.positive("intermediate_size"))
+    return [mlp if (layer + 1) % every or layer in dense else moe for layer in range(hf.num_layers)]
+
+
+def read_windows(hf: HfConfig) -> list[int | None]:
+    """Return each layer's window in a dense Qwen model, by `layer_types` or from layer `max_window_layers` on."""
+    num_layers, is_used = hf.num_layers, uses_sliding_window(hf)
+    num_full = hf.get("max_window_layers", 28) if is_used else num_layers
+    by_number = [FULL_ATTENTION if layer < num_full else SLIDING_ATTENTION for layer in range(num_layers)]
+    layer_types = hf.get("layer_types") or by_number
+    if len(layer_types) != num_layers or (unknown := set(layer_types) - {FULL_ATTENTION, SLIDING_ATTENTION}):
+        given = f"{len(layer_types)} entries" if len(layer_types) != num_layers else ", ".join(sorted(unknown))
+        allowed = f"{num_layers} of {FULL_ATTENTION}, {SLIDING_ATTENTION}"
+        raise UnsupportedModelError(f"layer_types has {given}; allowed: {allowed}")
+    window = hf.positive("sliding_window", 4096)
+    return [window if layer_type == SLIDING_ATTENTION and is_used else None for layer_type in layer_types]
+
+
+def refuse_sliding_window(hf: HfConfig, *, is_used: bool) -> None:
+    """Raise UnsupportedModelError if any layer has a window; ``is_used`` decides if there are no `layer_types`."""
+    layer_types = hf.get("layer_types")
+    if layer_types is not None:
+        is_used = any(layer_type != "full_attention" for layer_type in layer_types)
+    if is_used:
+        raise UnsupportedModelError("the model uses sliding-window attention; only full attention is supported")
+
+
+def uses_sliding_window(hf: HfConfig) -> bool:
+    """Return whether a Qwen checkpoint uses windows."""
+    return hf.flag("use_sliding_window") and hf.get("sliding_window", 4096) is not None
+
+
+def _refuse_unsupported(hf: HfConfig) -> None:
+    if quantization := hf.get("quantization_config"):
+        method = quantization.get("quant_method", "unnamed")
+        raise UnsupportedModelError(f"the checkpoint is quantized ({method}); allowed are float32, bfloat16, float16")
+    activation = hf.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModelError(f"hidden_act is {activation!r}; allowed is 'silu'")

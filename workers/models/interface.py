@@ -1,41 +1,45 @@
-"""Description of a checkpoint by its family, and the four questions that everyone else asks it. Loads no torch.
+"""Description of a checkpoint by its model family, which answers four questions. Loads no torch.
 
-1. What layers does the model have? `workers.models.decoder` builds them from the tree.
-2. What does the checkpoint call a weight? `checkpoint_name`, `copies`, `is_ignored`; how each is sharded, layers know.
+1. What layers does the model have? `workers.models.decoder` builds them from the configuration.
+2. What does the checkpoint call a weight? `checkpoint_name`, `copies`, `is_ignored`. Layers know how each is sharded.
 3. What does it store for each token? `kv_groups`.
 4. What does it cost? `layer_weights`, `cost`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from cluster.spec.checks import ModelLimits, layout_problems, ring_problems
 from cluster.spec.config import ParallelConfig, PrefillConfig
+from cluster.spec.errors import UserError
 from cluster.spec.kv import DTYPE_BYTES, KvGeometry, KvGroup, key_value_group
 from workers.context_parallel.cost_model import ModelShape
 from workers.layers.config import AttentionConfig, FeedForwardConfig, MoeConfig, RopeConfig
-from workers.models.hf_config import Dtype, HfConfig, UnsupportedModelError
 
+Dtype = Literal["float32", "bfloat16", "float16"]
 INPUT_TABLE = "embed_tokens.weight"
 OUTPUT_TABLE = "lm_head.weight"
 _FUSED = ("qkv_proj", "gate_up_proj")
-"""Modules of ours whose projections stand apart in a checkpoint."""
+"""Modules that checkpoints store as separate projections."""
+
+
+class UnsupportedModelError(UserError):
+    """Checkpoint that this engine cannot run as its authors intended. The message says what was given and allowed."""
 
 
 class LayerWeights(NamedTuple):
-    """Matrix elements of one layer, by what divides them; each costs a token 2 FLOPs."""
+    """Number of matrix elements in one layer, by how they are sharded. Each costs 2 FLOPs per token."""
 
     queries: int
-    """Projections to queries and out of attention, which TP ranks share."""
+    """Query and output projections, sharded over TP ranks."""
     kv: int
-    """Projections to keys and values, which TP ranks share, as far as KV heads go."""
+    """Key and value projections, sharded over as many TP ranks as there are KV heads."""
     dense: int
-    """The MLP, or the shared expert, which DP and TP ranks share."""
+    """The MLP or the shared expert, sharded over DP and TP ranks."""
     experts: int
-    """All routed experts."""
     routed: int
-    """The routed experts of one token."""
+    """The experts of one token."""
 
     @property
     def used(self) -> int:
@@ -44,26 +48,24 @@ class LayerWeights(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Configuration of a decoder: a token table, layers of attention and feed-forward, a norm, and an output table."""
+    """Configuration of a decoder: embeddings, layers of attention and feed-forward, a norm, and an output table."""
 
     vocab_size: int
     hidden_size: int
     attention: AttentionConfig
-    """Attention, the same in all layers."""
     feed_forward: tuple[FeedForwardConfig, ...]
     """Feed-forward part by layer."""
     windows: tuple[int | None, ...]
-    """Tokens that a token of each layer can see, itself included; None if all."""
+    """Number of tokens that a token sees, including itself, by layer; None if it sees all."""
     rms_norm_eps: float
     rope: RopeConfig
     max_position_embeddings: int
     tie_word_embeddings: bool
     dtype: Dtype
-    """Number format that the checkpoint was saved in."""
     eos_token_ids: tuple[int, ...]
-    """Any of these ends an answer; empty where the checkpoint names none."""
+    """Tokens that end an answer; empty if the checkpoint names none."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Modules that the checkpoint names differently from most, with its names for them."""
+    """The checkpoint's own names for modules, by their usual names."""
 
     def __post_init__(self) -> None:
         attention = self.attention
@@ -77,7 +79,6 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model, or of one rank's part of it."""
         return len(self.feed_forward)
 
     @property
@@ -86,21 +87,19 @@ class DecoderConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of every layer."""
         return self.attention.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Elements of one head."""
         return self.attention.head_dim
 
     @property
     def moe(self) -> MoeConfig | None:
-        """Experts of a layer that has some; None in dense models."""
+        """Return the experts of a layer; None for dense models."""
         return next((layer for layer in self.feed_forward if isinstance(layer, MoeConfig)), None)
 
     def of_rank(self, tp_size: int, layers: range) -> "DecoderConfig":
-        """Return the shape of what one rank computes: its heads, its part of each width, its stage's layers."""
+        """Return one rank's part: its heads, its shard of each width, and its stage's layers."""
         return replace(
             self,
             attention=self.attention.of_rank(tp_size),
@@ -110,7 +109,7 @@ class DecoderConfig:
 
     @property
     def limits(self) -> ModelLimits:
-        """Numbers that ranks must be able to share."""
+        """Return the limits on how ranks can share the model."""
         return ModelLimits(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -130,18 +129,18 @@ class DecoderConfig:
             raise UnsupportedModelError("; ".join(map(str, problems)))
 
     def checkpoint_name(self, path: str) -> str:
-        """Return the checkpoint's name for a weight, by its path in the model."""
+        """Return the checkpoint's name for a weight, given its path in the model."""
         names = [self.renamed.get(part, part) for part in path.split(".") if part not in _FUSED]
         root = [] if path == OUTPUT_TABLE else ["model"]
         return ".".join(root + names)
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """Weights that a checkpoint may hold a second time, with the names of the first."""
+        """Return names of redundant copies that a checkpoint may hold, with the names of their originals."""
         return {OUTPUT_TABLE: self.checkpoint_name(INPUT_TABLE)} if self.tie_word_embeddings else {}
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether a checkpoint's tensor is computed here instead: rotary frequencies, which old ones store."""
+        """Return whether a tensor holds rotary frequencies, which old checkpoints store and the engine computes."""
         return name.endswith(".rotary_emb.inv_freq")
 
     def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
@@ -154,11 +153,10 @@ class DecoderConfig:
         )
 
     def kv_geometry(self, name: str, dtype: str, page_size: int) -> KvGeometry:
-        """Return the KV of the model as served under a name."""
         return KvGeometry(model=name, num_layers=self.num_layers, groups=self.kv_groups(dtype), page_size=page_size)
 
     def layer_weights(self, layer: int) -> LayerWeights:
-        """Count the weights of one layer; norms, biases and routers, which are next to nothing, are left out."""
+        """Count the weights of one layer except norms, biases and routers, which are negligible."""
         hidden, feed_forward = self.hidden_size, self.feed_forward[layer]
         moe = feed_forward if isinstance(feed_forward, MoeConfig) else None
         expert = 3 * hidden * moe.intermediate_size if moe else 0
@@ -171,7 +169,7 @@ class DecoderConfig:
         )
 
     def cost(self, dtype: str) -> ModelShape:
-        """Return the work of a token in a layer, averaged over layers, computed in a dtype."""
+        """Return one token's work in an average layer, computed in ``dtype``."""
         layers = [self.layer_weights(layer) for layer in range(self.num_layers)]
         used = sum(layer.used for layer in layers)
         return ModelShape(
@@ -182,7 +180,3 @@ class DecoderConfig:
             kv_row_bytes=2 * self.attention.kv_size * DTYPE_BYTES[dtype],
             q_row_bytes=self.attention.q_size * DTYPE_BYTES[dtype],
         )
-
-
-Family = Callable[[HfConfig], DecoderConfig]
-"""A family of models: reads a config.json of its own; raises UnsupportedModelError for what the engine cannot run."""

@@ -1,8 +1,7 @@
-"""Llama: grouped-query attention and one gated MLP a layer, any of them with biases."""
+"""Llama: grouped-query attention and a gated MLP in each layer, with or without biases."""
 
 from workers.layers.config import MlpConfig
-from workers.models.fields import read_attention, read_decoder
-from workers.models.hf_config import HfConfig
+from workers.models.hf_config import HfConfig, read_attention, read_decoder
 from workers.models.interface import DecoderConfig
 
 

@@ -1,7 +1,6 @@
-"""Mixtral: experts in every layer, whose weights are renormalized."""
+"""Mixtral: experts in every layer, with renormalized weights."""
 
-from workers.models.fields import read_attention, read_decoder, read_experts, refuse_sliding_window
-from workers.models.hf_config import HfConfig
+from workers.models.hf_config import HfConfig, read_attention, read_decoder, read_experts, refuse_sliding_window
 from workers.models.interface import DecoderConfig
 
 

@@ -1,8 +1,7 @@
-"""Qwen2: like Llama, with biases on Q, K and V alone."""
+"""Qwen2: like Llama, with biases on Q, K and V only."""
 
 from workers.layers.config import MlpConfig
-from workers.models.fields import read_attention, read_decoder, read_windows
-from workers.models.hf_config import HfConfig
+from workers.models.hf_config import HfConfig, read_attention, read_decoder, read_windows
 from workers.models.interface import DecoderConfig
 
 

@@ -1,6 +1,7 @@
-"""Qwen2-MoE: Qwen2's attention; in most layers experts, plus one expert that all tokens share."""
+"""Qwen2-MoE: Qwen2's attention; experts in most layers, and one expert that all tokens share."""
 
-from workers.models.fields import (
+from workers.models.hf_config import (
+    HfConfig,
     read_attention,
     read_decoder,
     read_experts,
@@ -8,7 +9,6 @@ from workers.models.fields import (
     sparse_layers,
     uses_sliding_window,
 )
-from workers.models.hf_config import HfConfig
 from workers.models.interface import DecoderConfig
 
 

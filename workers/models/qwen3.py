@@ -1,8 +1,7 @@
-"""Qwen3: like Llama, with normalized queries and keys, and heads of a size of their own."""
+"""Qwen3: like Llama, with normalized queries and keys and an independent head size."""
 
 from workers.layers.config import MlpConfig
-from workers.models.fields import read_attention, read_decoder, read_windows
-from workers.models.hf_config import HfConfig
+from workers.models.hf_config import HfConfig, read_attention, read_decoder, read_windows
 from workers.models.interface import DecoderConfig
 
 

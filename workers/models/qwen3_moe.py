@@ -1,6 +1,7 @@
 """Qwen3-MoE: Qwen3's attention, and experts in most layers."""
 
-from workers.models.fields import (
+from workers.models.hf_config import (
+    HfConfig,
     read_attention,
     read_decoder,
     read_experts,
@@ -8,7 +9,6 @@ from workers.models.fields import (
     sparse_layers,
     uses_sliding_window,
 )
-from workers.models.hf_config import HfConfig
 from workers.models.interface import DecoderConfig
 
 

@@ -1,7 +1,4 @@
-"""Writer of the recall checkpoints: built-in models whose answers can be computed by hand, for demos and tests.
-
-Imports no torch.
-"""
+"""Writer of the recall checkpoints, built-in models with predictable answers for demos and tests. Loads no torch."""
 
 import json
 import tempfile
@@ -22,14 +19,14 @@ SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>")
 """Special tokens in the order of their ids, from 0."""
 FIRST_BYTE_ID = len(SPECIAL_TOKENS)
 FIRST_WORD_ID = FIRST_BYTE_ID + 256
-"""First of the tokens that are whole pieces of text."""
+"""First of the tokens that stand for words."""
 NEWLINE_ID = FIRST_BYTE_ID + ord("\n")
 EOS_TOKEN_IDS = (END_ID, NEWLINE_ID)
 
 WORDS_FILE = Path(__file__).with_name("recall_words.txt")
 
 SPLIT_PATTERN = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]|\s"
-"""Pattern of a word, a digit or a sign, each with the space before it; any other white space by itself."""
+"""Pattern of a word, digit or sign with a leading space, or of other white space."""
 
 CHAT_TEMPLATE = """<|begin|>
 {%- for message in messages -%}
@@ -43,19 +40,19 @@ CHAT_TEMPLATE = """<|begin|>
 {%- endif -%}
 {%- endif -%}
 {%- endfor -%}"""
-"""The last message stays open, so that the answer continues the user's words, as earlier answers did."""
+"""Template that leaves the last message open, so that the answer continues the user's words."""
 DEMO_PROMPT = "The launch code is tango seven.\nThe launch code is"
 DEMO_ANSWER = " tango seven."
-"""Answer to DEMO_PROMPT, as a chat message or as plain text, before the model stops by itself."""
+"""Answer to DEMO_PROMPT as a chat message or plain text."""
 VERSION = 1
-"""Version of the files, raised whenever one changes, so that older checkpoints are rebuilt."""
+"""Version of the files. A change to any of them must raise it, so that older checkpoints are rebuilt."""
 VERSION_KEY = "recall_version"
 
 
 def build_tokenizer() -> Tokenizer:
-    """Build the tokenizer from the word list; nothing is trained, so it is always the same."""
+    """Build the tokenizer from the word list, without training."""
     vocabulary, merges = _vocabulary_and_merges()
-    # Words in the vocabulary are matched whole; merges only shorten the others.
+    # Words in the vocabulary are matched directly; merges only shorten other words.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
     by_pattern = pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated")
@@ -66,7 +63,6 @@ def build_tokenizer() -> Tokenizer:
 
 
 def tokenizer_config() -> dict[str, Any]:
-    """Return the contents of tokenizer_config.json, as transformers reads it."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": SPECIAL_TOKENS[BEGIN_ID],
@@ -79,7 +75,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def _vocabulary_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return special tokens, bytes, words in four forms, then pieces of words until VOCAB_SIZE is reached."""
+    """Return special tokens, bytes, words in four forms, and enough pairs of letters to reach VOCAB_SIZE."""
     symbols = _byte_symbols()
     space = symbols[ord(" ")]
     words = WORDS_FILE.read_text(encoding="utf-8").split()
@@ -102,16 +98,16 @@ def _common_pairs(words: list[str], space: str) -> list[tuple[str, str]]:
 
 
 def _byte_symbols() -> list[str]:
-    """Return a printable character for each byte: itself if it is one, else the next above 255 (GPT-2's table)."""
+    """Return a printable character for each byte, as in GPT-2: its own, or else the next unused one above 255."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     stand_ins = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]
 
 
 def build_recall_checkpoint(folder: Path, *, has_experts: bool = False) -> None:
-    """Write a checkpoint to `folder`, all or nothing, unless it is there already.
+    """Write a checkpoint to ``folder`` atomically, unless it is already there.
 
-    Raises UserError when `folder` exists and holds something else.
+    Raises UserError if ``folder`` holds something else.
     """
     built = _built_version(folder, has_experts)
     if built == VERSION:
@@ -126,7 +122,7 @@ def build_recall_checkpoint(folder: Path, *, has_experts: bool = False) -> None:
 
 
 def _built_version(folder: Path, has_experts: bool) -> int | None:
-    """Return the version of the recall checkpoint of this kind in `folder`; None if there is none."""
+    """Return the version of this kind of recall checkpoint in ``folder``; None if there is none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         version, is_kind = config[VERSION_KEY], ("num_local_experts" in config) == has_experts
@@ -150,7 +146,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _swap_in(fresh: Path, folder: Path, discarded: Path, has_experts: bool) -> None:
-    """Replace `folder` with `fresh`, unless another process has finished the same build first."""
+    """Replace ``folder`` with ``fresh``, unless another process finishes the same build first."""
     if folder.exists():
         folder.rename(discarded)
     try:

@@ -1,8 +1,8 @@
-"""Parameters of the recall model, written down, not trained: a Llama that repeats what followed the current token.
+"""Constructed weights of the recall model, a Llama that repeats what followed the current token.
 
-Two layers of attention make an induction head. Layer 0 looks at the previous token and notes its code. Layer 1 finds
-the positions whose previous token is the current one and predicts the tokens found there. In the Mixtral variant
-experts negate the prediction, and the head reads its opposite. NumPy only, so that the command line can build it.
+Two attention layers form an induction head. Layer 0 attends to the previous token and stores its code. Layer 1 attends
+to the positions whose previous token is the current one, and predicts the tokens there. In the Mixtral variant, experts
+negate the prediction, and the output table reads its opposite. Needs only NumPy, so that the command line can build it.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float32]
 
 BUILT_IN = {"recall": False, "recall-moe": True}
-"""Models by name, and whether they have experts; they answer alike."""
+"""Whether each model has experts, by name. The models give the same answers."""
 
 VOCAB_SIZE = 4096
 BEGIN_ID = 0
-"""Token without a code of its own; a text that starts with it is answered with END if there is nothing to repeat."""
+"""Token without a code. If there is nothing to repeat in a text that starts with it, the answer is END."""
 END_ID = 1
 CODE_SIZE = 64
 HEAD_DIM = 128
@@ -27,33 +27,32 @@ HIDDEN_SIZE = NUM_HEADS * HEAD_DIM
 INTERMEDIATE_SIZE = CODE_SIZE // 2
 NUM_EXPERTS = 4
 FIRST_SIGN = 2
-"""First of the two signs in a token's code that choose its experts; earlier ones are equal for half of all tokens."""
+"""First of the two signs in a token's code that choose its experts; earlier ones are equal in half of all codes."""
 MAX_LEN = 131_072
 ROPE_THETA = 1e12
-"""Half of the frequencies separate adjacent tokens, the other half turn less than 0.14 rad in MAX_LEN tokens."""
+"""Base with which half of the frequencies separate adjacent tokens; the others turn less than 0.14 rad in MAX_LEN."""
 
 FAST = slice(0, HEAD_DIM // 4)
 """First dimensions of the fast frequency pairs; the second ones are HEAD_DIM / 2 further on."""
 SLOW_FIRST, SLOW_SECOND = slice(HEAD_DIM // 4, HEAD_DIM // 2), slice(3 * HEAD_DIM // 4, HEAD_DIM)
 SINK_DIM = HEAD_DIM // 4 - 1
-"""Slowest of the fast pairs, free in layer 1."""
+"""Slowest of the fast pairs, unused in layer 1."""
 
 CURRENT, PREVIOUS, PREDICTED = (slice(start, start + CODE_SIZE) for start in (0, CODE_SIZE, 2 * CODE_SIZE))
 ONE, IS_BEGIN = 3 * CODE_SIZE, 3 * CODE_SIZE + 1
 """Parts of the residual stream: three codes, the constant 1, and whether the token is BEGIN."""
 
 PREVIOUS_SCORE = 4000.0
-"""Layer 0's attention score at the token before, in nats; the runner-up is about 100 below."""
+"""Layer 0's attention score at the previous token, in nats. The next best score is about 100 lower."""
 MATCH_SCORE = 120.0
-"""Layer 1's attention score at a match; elsewhere the codes' correlation leaves at most an eighth of it."""
+"""Layer 1's attention score at a match. Elsewhere it is at most an eighth, by the codes' correlation."""
 SINK_SCORE = 60.0
-"""Layer 1's attention score at BEGIN: below a match, above everything else."""
+"""Layer 1's attention score at BEGIN, lower than at a match and higher than elsewhere."""
 LOGIT_SCALE = 40.0
 GATE = 16.0
 """Gate of an open expert, which SiLU leaves unchanged."""
 END_LEVEL = 0.25
-"""Logit of END, as a share of a certain prediction's: it wins where nothing was found."""
-
+"""Logit of END relative to a certain prediction's. END wins if there is no match."""
 
 _DENSE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 _WITH_EXPERTS = {
@@ -98,7 +97,9 @@ def token_codes() -> Array:
         for point in range(CODE_SIZE):
             x, half = point >> 1, point & 1
             ax = _times(a, x)
-            form = _trace(_power(ax, 3)) ^ _trace(_power(ax, 5)) ^ (half & _trace(ax))
+            square = _times(ax, ax)
+            cube = _times(square, ax)
+            form = _trace(cube) ^ _trace(_times(cube, square)) ^ (half & _trace(ax))
             for b in range(32):
                 linear = form ^ _trace(_times(b, x))
                 bits[:, a, b, :, point] = [[linear, linear ^ half], [linear ^ 1, linear ^ half ^ 1]]
@@ -106,7 +107,7 @@ def token_codes() -> Array:
 
 
 def tensors(*, has_experts: bool) -> dict[str, Array]:
-    """Return the whole checkpoint in fp32, by transformers' names."""
+    """Return the checkpoint's tensors in fp32, by transformers' names."""
     codes = token_codes()
     codes[BEGIN_ID] = 0
     embedding = np.zeros((VOCAB_SIZE, HIDDEN_SIZE), dtype=np.float32)
@@ -114,7 +115,7 @@ def tensors(*, has_experts: bool) -> dict[str, Array]:
     embedding[:, ONE] = 1
     embedding[BEGIN_ID, IS_BEGIN] = 1
     head = np.zeros_like(embedding)
-    # Four unit parts make up the last residual: two codes, the constant, the prediction.
+    # The last residual has four unit parts: two codes, the constant and the prediction.
     predicted = -codes if has_experts else codes
     head[:, PREDICTED] = LOGIT_SCALE * _undo_norm(4) * predicted
     head[END_ID, ONE] = LOGIT_SCALE * _undo_norm(4) * END_LEVEL
@@ -145,10 +146,10 @@ def _empty_mlp() -> dict[str, Array]:
 
 
 def _experts() -> dict[str, Array]:
-    """Experts 0 and 1 negate the first half of the prediction, 2 and 3 the second.
+    """Return experts of which 0 and 1 negate the first half of the prediction, and 2 and 3 the second.
 
-    Two signs in the current token's code choose one of each pair, with weights of one half. With one half negated the
-    prediction is the code of another token, since codes include all linear forms.
+    Two signs in the current token's code choose one expert of each pair, with equal weights. Negating only one half
+    would predict another token, since codes include all linear forms.
     """
     router = np.zeros((NUM_EXPERTS, HIDDEN_SIZE), np.float32)
     named = {"block_sparse_moe.gate.weight": router}
@@ -169,13 +170,13 @@ def _experts() -> dict[str, Array]:
 
 
 def _zero_mlp() -> tuple[Array, Array, Array]:
-    """Gate, up, down."""
+    """Return zeros for gate, up and down."""
     wide = (INTERMEDIATE_SIZE, HIDDEN_SIZE)
     return np.zeros(wide, np.float32), np.zeros(wide, np.float32), np.zeros(wide[::-1], np.float32)
 
 
 def _previous_token_attention(attention: dict[str, Array]) -> None:
-    """Layer 0: query and key are constants in the fast pairs, the key's phase one position ahead."""
+    """Fill layer 0. Queries and keys are constants in the fast pairs, with keys one position ahead."""
     frequencies = ROPE_THETA ** -(np.arange(FAST.stop) * 2 / HEAD_DIM)
     amplitude = np.sqrt(PREVIOUS_SCORE * np.sqrt(HEAD_DIM) / FAST.stop) * _undo_norm(2)
     attention["q"][FAST, ONE] = amplitude
@@ -186,7 +187,7 @@ def _previous_token_attention(attention: dict[str, Array]) -> None:
 
 
 def _matching_attention(attention: dict[str, Array]) -> None:
-    """Layer 1: the current token's code asks, the previous token's code answers, both in the slow pairs."""
+    """Fill layer 1. Queries are the current token's code and keys the previous token's, both in the slow pairs."""
     identity = np.sqrt(MATCH_SCORE * np.sqrt(HEAD_DIM)) * _undo_norm(3) * np.eye(CODE_SIZE)
     for pairs, half in ((SLOW_FIRST, slice(0, CODE_SIZE // 2)), (SLOW_SECOND, slice(CODE_SIZE // 2, CODE_SIZE))):
         attention["q"][pairs, CURRENT] = identity[half]
@@ -198,7 +199,7 @@ def _matching_attention(attention: dict[str, Array]) -> None:
 
 
 def _undo_norm(num_parts: int) -> float:
-    """RMSNorm turns a residual of `num_parts` unit parts into sqrt(HIDDEN_SIZE / num_parts) times itself."""
+    """Return the inverse of RMSNorm's factor for a residual with ``num_parts`` unit parts."""
     return float(np.sqrt(num_parts / HIDDEN_SIZE))
 
 
@@ -218,15 +219,8 @@ def _times(a: int, b: int) -> int:
     return product
 
 
-def _power(a: int, exponent: int) -> int:
-    result = 1
-    for _ in range(exponent):
-        result = _times(result, a)
-    return result
-
-
 def _trace(a: int) -> int:
-    """GF(32) -> GF(2): a + a^2 + a^4 + a^8 + a^16."""
+    """Map GF(32) to GF(2): a + a^2 + a^4 + a^8 + a^16."""
     total = 0
     for _ in range(5):
         total, a = total ^ a, _times(a, a)

@@ -1,14 +1,14 @@
-"""The families that the engine can run, and the way from a folder to its model's configuration. Loads no torch."""
+"""Supported model families, and the configuration of a model folder. Loads no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from workers.models import llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
-from workers.models.hf_config import HfConfig, UnsupportedModelError
-from workers.models.interface import DecoderConfig, Family
+from workers.models.hf_config import HfConfig
+from workers.models.interface import DecoderConfig, UnsupportedModelError
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, Callable[[HfConfig], DecoderConfig]] = {
     "LlamaForCausalLM": llama.read,
     "Qwen2ForCausalLM": qwen2.read,
     "Qwen3ForCausalLM": qwen3.read,
@@ -16,13 +16,13 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3MoeForCausalLM": qwen3_moe.read,
     "MixtralForCausalLM": mixtral.read,
 }
-"""Families by the name that config.json gives under `architectures`."""
+"""Readers of each family's config.json, by its `architectures`. They raise UnsupportedModelError."""
 
 
 def read_model_config(folder: Path) -> DecoderConfig:
     """Read config.json and, for the end tokens, generation_config.json.
 
-    Raises UnsupportedModelError when the model is not one this engine can run, or has no config.json.
+    Raises UnsupportedModelError if the engine cannot run the model, or the folder has no config.json.
     """
     hf = HfConfig.from_folder(folder)
     try:
@@ -34,7 +34,7 @@ def read_model_config(folder: Path) -> DecoderConfig:
 
 
 def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> DecoderConfig:
-    """Read as `read_model_config` does, from the parsed contents of the two files."""
+    """Read a model's configuration from the parsed contents of the two files."""
     given = list(config.get("architectures") or [])
     family = FAMILIES.get(given[0]) if len(given) == 1 else None
     if family is None:

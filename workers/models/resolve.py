@@ -14,11 +14,11 @@ EVERYTHING = (*DESCRIPTION, "*.safetensors")
 
 
 def resolve_model(path: str, files: Sequence[str] = EVERYTHING) -> Path:
-    """Return the folder of a model: a built-in one is built once, a repository is downloaded.
+    """Return a model's folder, after building a built-in model or downloading a repository.
 
     Args:
         path: A built-in model's name, a folder or a Hugging Face repository.
-        files: Patterns of the files to download; whoever only reads text needs no weights.
+        files: Patterns of the files to download.
 
     Raises:
         UserError: the path is none of these, or the repository cannot be fetched.
@@ -39,7 +39,7 @@ def resolve_model(path: str, files: Sequence[str] = EVERYTHING) -> Path:
 
 
 def _download(repository: str, files: Sequence[str]) -> Path:
-    # Imported late: a local folder needs neither the library nor the time it takes to import.
+    # A local folder does not need the library, which is slow to import.
     from huggingface_hub import snapshot_download
 
     try:

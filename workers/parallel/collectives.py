@@ -1,4 +1,4 @@
-"""Collectives over one group of ranks behind one small class; a group of one does nothing and needs no library."""
+"""Collectives over a group of ranks. A group of one does nothing and needs no library."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,16 +12,16 @@ from cluster.spec.errors import PeerLostError
 
 
 class CollectiveError(PeerLostError):
-    """Error of a group whose peer is gone or did not answer in time; the replica cannot continue."""
+    """Loss of a peer in a group, or a timeout. The replica cannot continue."""
 
 
 class Work(Protocol):
     def wait(self) -> bool:
-        """Block until the collective is done. Raises RuntimeError if it failed."""
+        """Block until the collective is done. Raises RuntimeError if it fails."""
 
 
 class Backend(Protocol):
-    """Part of torch.distributed's process group interface that Communicator uses."""
+    """Collectives that Communicator needs from a library, named as in torch.distributed."""
 
     in_background: bool
 
@@ -36,13 +36,6 @@ class Backend(Protocol):
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work: ...
 
     def leave(self) -> None: ...
-
-
-class CompletedWork:
-    """Completed collective that moved nothing."""
-
-    def wait(self) -> bool:
-        return True
 
 
 class CopiedBack:
@@ -65,7 +58,7 @@ class Pending:
         self._translated = translated
 
     def wait(self) -> None:
-        """Block until it is done; CollectiveError as from Communicator. Further calls return at once."""
+        """Block until it is done. Raises CollectiveError; further calls return immediately."""
         work, self._work = self._work, None
         if work is not None:
             with self._translated():
@@ -73,14 +66,14 @@ class Pending:
 
 
 Observe = Callable[[str, float, float], None]
-"""Callback with (call, start, end) of a collective, in seconds of ``time.monotonic``."""
+"""Callback with a collective's name, start and end, in seconds of ``time.monotonic``."""
 
 
 class Communicator:
     """One member's view of a group. Every member makes the same calls in the same order.
 
-    Every call raises CollectiveError when a peer is gone or does not answer within the group's timeout. Started
-    collectives are waited for in the order of their starts.
+    Every call raises CollectiveError if a peer is gone or does not answer within the group's timeout. Callers wait for
+    collectives in the order in which they start them.
     """
 
     def __init__(self, name: str, rank: int = 0, size: int = 1, backend: Backend | None = None) -> None:
@@ -89,15 +82,15 @@ class Communicator:
         self.rank = rank
         self.size = size
         self.waited_s = 0.0
-        """Time spent inside calls (starting, copying and waiting), in seconds. It does not overlap with computation."""
+        """Time in seconds spent starting, copying and waiting. It does not overlap with computation."""
         self.in_background = backend is not None and backend.in_background
-        """Whether started collectives proceed while this member computes; if not, the calls do all the work."""
+        """Whether collectives proceed while this member computes; if not, the calls do all the work."""
         self.observe: Observe | None = None
         """Callback at the end of every call."""
         self._backend = backend
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
-        """Fill ``out [size * n, ...]`` with every member's ``tensor [n, ...]`` by rank; both contiguous."""
+        """Fill ``out [size * n, ...]`` with every member's ``tensor [n, ...]`` by rank; both are contiguous."""
         self.start_all_gather(out, tensor).wait()
 
     def start_all_gather(self, out: Tensor, tensor: Tensor) -> Pending:
@@ -111,9 +104,9 @@ class Communicator:
         return self._start("all_gather", lambda: backend._allgather_base(out, tensor))
 
     def start_shift(self, out: Tensor, tensor: Tensor, distance: int = 1) -> Pending:
-        """Start sending ``tensor`` to the member ``distance`` ranks on, and receiving ``out`` from as far back.
+        """Start sending ``tensor`` to rank + ``distance``, and receiving ``out`` from rank - ``distance``.
 
-        Ranks wrap around. Both are contiguous; lengths may differ from rank to rank and be zero.
+        Ranks wrap around. Both are contiguous; their lengths may differ between ranks and be zero.
         """
         backend = self._backend
         if backend is None or distance % self.size == 0:
@@ -132,7 +125,7 @@ class Communicator:
         return tensor
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Overwrite ``tensor`` with that of the member whose rank in the group is ``root``."""
+        """Overwrite ``tensor`` with the one of rank ``root``."""
         backend = self._backend
         if backend is not None and tensor.numel():
             self._start("broadcast", lambda: backend.broadcast(tensor, root)).wait()
@@ -144,7 +137,7 @@ class Communicator:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Treat this member as a group of one inside the context, to time its own work. Nothing is sent."""
+        """Treat this member as a group of one inside the context, to measure its own work. Nothing is sent."""
         whole = self.rank, self.size, self._backend
         self.rank, self.size, self._backend = 0, 1, None
         try:
@@ -177,7 +170,7 @@ class Communicator:
 
 
 def gather_exact(group: Communicator, rows: Tensor, lens: Sequence[int]) -> Tensor:
-    """Return every rank's ``rows [lens[rank], ...]``, concatenated, on every rank; nothing is padded."""
+    """Return every rank's ``rows [lens[rank], ...]``, concatenated without padding."""
     out = rows.new_empty((sum(lens), *rows.shape[1:]))
     parts = list(torch.split(out, list(lens)))
     parts[group.rank].copy_(rows)
@@ -187,7 +180,7 @@ def gather_exact(group: Communicator, rows: Tensor, lens: Sequence[int]) -> Tens
 
 
 def all_to_all(group: Communicator, sends: Sequence[Tensor], lens: Sequence[int]) -> list[Tensor]:
-    """Send ``sends[rank]`` to each rank; return what each sent, ``lens[rank]`` rows, by rank."""
+    """Send ``sends[rank]`` to each rank, and return the ``lens[rank]`` rows received from each."""
     own = sends[group.rank]
     received = [own.new_empty((length, *own.shape[1:])) for length in lens]
     received[group.rank] = own
@@ -198,7 +191,7 @@ def all_to_all(group: Communicator, sends: Sequence[Tensor], lens: Sequence[int]
 
 
 def exchange_counts(group: Communicator, counts: Sequence[int]) -> list[int]:
-    """Send each rank a number; return the numbers received, by rank."""
+    """Send each rank a number, and return the numbers received."""
     table = torch.empty(group.size * group.size, dtype=torch.int64)
     group.all_gather(table, torch.tensor(counts, dtype=torch.int64))
     received: list[int] = table.view(group.size, group.size)[:, group.rank].tolist()
@@ -206,7 +199,7 @@ def exchange_counts(group: Communicator, counts: Sequence[int]) -> list[int]:
 
 
 def reduce_scatter_exact(group: Communicator, terms: Tensor, lens: Sequence[int]) -> Tensor:
-    """Add up ``terms [sum of lens, ...]`` of every rank in fp32, in the order of ranks; each rank gets its own rows."""
+    """Return this rank's rows in the sum of all ranks' ``terms [sum of lens, ...]``, added in fp32 in rank order."""
     parts = all_to_all(group, torch.split(terms, list(lens)), [lens[group.rank]] * group.size)
     total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:

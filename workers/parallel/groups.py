@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from cluster.spec.config import Device
 from cluster.spec.strategy import Collectives
 from workers.parallel.collectives import Backend, CollectiveError, Communicator
-from workers.parallel.shared_memory import SharedMemoryBackend
+from workers.parallel.shared_memory import SharedMemoryCollectives
 from workers.parallel.torch_groups import GlooBackend, MovedBackend, NcclBackend
 
 _LEFT = "left"
@@ -26,11 +26,10 @@ _FIRST_LOOK_S, _LOOK_EVERY_S = 0.001, 0.01
 
 
 def exchange_at_start(store: Store, name: str, global_rank: int, world_size: int, word: str) -> list[str]:
-    """Return every rank's word by global rank; every rank of the replica calls this. ``name`` is unique in the
-    store.
+    """Return every rank's word by global rank. Every rank of the replica calls this with a unique ``name``.
 
     Raises:
-        CollectiveError: a rank has left, or says nothing within the store's timeout, or the store is gone.
+        CollectiveError: a rank has left or does not answer within the store's timeout, or the store is gone.
     """
     try:
         return exchange(store, name, global_rank, world_size, word)
@@ -39,16 +38,16 @@ def exchange_at_start(store: Store, name: str, global_rank: int, world_size: int
 
 
 def leave_store(store: Store, global_rank: int) -> None:
-    """Announce that this rank leaves, which ends the others' waits for it."""
+    """Announce that this rank leaves, so that the others stop waiting for it."""
     with suppress(RuntimeError):  # the store may have gone with its rank
         store.set(_LEFT, str(global_rank))
 
 
 def exchange(store: Store, name: str, rank: int, size: int, word: str) -> list[str]:
-    """Return the words of a group's ranks, by rank; RuntimeError if one does not come. ``store`` has no prefix."""
+    """Return the words of a group's ranks; raise RuntimeError if one is missing. ``store`` has no prefix."""
     store.set(f"{name}/{rank}", word)
     words = [word_at(store, f"{name}/{peer}") for peer in range(size)]
-    # A rank may have written its word and given up since: the next exchange would wait for it.
+    # A rank may have left after writing its word, and the next exchange would wait for it.
     _check_all_stay(store)
     return words
 
@@ -75,7 +74,7 @@ _log = logging.getLogger(__name__)
 
 
 def host_identity() -> str | None:
-    """Return an identity of processes that can map each other's memory and watch each other; None if none can."""
+    """Return an identity shared by processes that can map each other's memory; None if none can."""
     if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -85,20 +84,22 @@ def host_identity() -> str | None:
         return None
 
 
-def meet_on_one_host(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> "SharedMemoryBackend | None":
-    """Share memory with all other ranks of a group if all are on one host; otherwise return None on every rank.
+def meet_on_one_host(
+    store: Store, name: str, rank: int, size: int, timeout: timedelta
+) -> "SharedMemoryCollectives | None":
+    """Return collectives in shared memory if all ranks of a group are on one host; otherwise None on every rank.
 
-    Every rank calls this; ``name`` is unique in the store. RuntimeError when a rank does not come.
+    Every rank calls this with a unique ``name``. Raises RuntimeError if a rank is missing.
     """
     identities = exchange(store, f"{name}/host", rank, size, host_identity() or f"alone {rank}")
     if len(set(identities)) > 1:
         return None
     pids = [int(pid) for pid in exchange(store, f"{name}/pid", rank, size, str(os.getpid()))]
     memory = f"{name}/memory"
-    backend: SharedMemoryBackend | None = None
+    backend: SharedMemoryCollectives | None = None
     try:
-        descriptor = _create(store, memory, size) if rank == 0 else _open(word_at(store, memory), pids[0])
-        backend = SharedMemoryBackend(descriptor, rank, pids, timeout.total_seconds())
+        descriptor = _create(store, memory, size) if rank == 0 else _open(store, memory, pids[0])
+        backend = SharedMemoryCollectives(descriptor, rank, pids, timeout.total_seconds())
     except (OSError, ValueError) as error:
         _log.warning("no shared memory with the ranks of processes %s: %s", pids, error)
     outcomes = exchange(store, f"{name}/outcome", rank, size, "failed" if backend is None else "mapped")
@@ -108,7 +109,7 @@ def meet_on_one_host(store: Store, name: str, rank: int, size: int, timeout: tim
 def _create(store: Store, key: str, size: int) -> int:
     try:
         descriptor = os.memfd_create("baton-collectives")
-        os.ftruncate(descriptor, SharedMemoryBackend.num_bytes(size))
+        os.ftruncate(descriptor, SharedMemoryCollectives.num_bytes(size))
     except OSError:
         store.set(key, "none")
         raise
@@ -116,16 +117,16 @@ def _create(store: Store, key: str, size: int) -> int:
     return descriptor
 
 
-def _open(descriptor: str, owner_pid: int) -> int:
-    return os.open(f"/proc/{owner_pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+def _open(store: Store, key: str, owner_pid: int) -> int:
+    return os.open(f"/proc/{owner_pid}/fd/{word_at(store, key)}", os.O_RDWR | os.O_CLOEXEC)
 
 
 ReplicaStore = TCPStore
-"""Store at which the ranks of one replica exchange data until their groups are up."""
+"""Store through which the ranks of one replica exchange data until their groups are up."""
 
 
 def open_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
-    """Open the replica's store on a free port of one local address; return it with the port. For global rank 0."""
+    """Open the replica's store on a free port of ``host``, on global rank 0, and return it with the port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = TCPStore(
@@ -159,41 +160,29 @@ def join_group(
     collectives: Collectives = Collectives.AUTO,
     device: Device = Device.CPU,
 ) -> Communicator:
-    """Meet the other members of a group; every member calls this, for several groups in the same order.
+    """Join a group. Every member calls this, in the same order if it joins several.
 
-    ``members`` are global ranks in group order, ``name`` is unique in the store, ``host`` is the local address
-    other members can reach. The wait ends at the store's timeout, or as soon as a rank of the replica has left. A
-    later call that lacks a peer for ``timeout_s`` raises CollectiveError. On a GPU, collectives use NCCL, unless
-    ``collectives`` asks for TCP through the host.
+    ``members`` are global ranks in group order, ``name`` is unique in the store, and ``host`` is a local address that
+    other members can reach. The wait ends at the store's timeout, or as soon as a rank of the replica leaves. A later
+    call that lacks a peer for ``timeout_s`` raises CollectiveError. On a GPU, collectives use NCCL, unless
+    ``collectives`` demands TCP through the host.
     """
-    rank, size = members.index(global_rank), len(members)
+    rank, size, timeout = members.index(global_rank), len(members), timedelta(seconds=timeout_s)
     if size == 1:
         return Communicator(name)
+    on_gpu, scope = device is Device.CUDA, PrefixStore(name, store)
+    backend: Backend | None = None
     try:
-        # Torch's own rendezvous would not see that a rank has left.
+        # Torch's own rendezvous would not notice that a rank has left.
         exchange(store, f"{name}/here", rank, size, "here")
-        backend = _meet(store, name, rank, size, host, timedelta(seconds=timeout_s), collectives, device)
+        if on_gpu and collectives is Collectives.AUTO:
+            gpu = torch.device("cuda", torch.cuda.current_device())
+            backend = MovedBackend(NcclBackend(scope, rank, size, timeout), gpu)
+        else:
+            if collectives is Collectives.AUTO:
+                backend = meet_on_one_host(store, f"{name}/same_host", rank, size, timeout)
+            backend = backend or GlooBackend(scope, rank, size, host, timeout)
+            backend = MovedBackend(backend, torch.device("cpu")) if on_gpu else backend
     except RuntimeError as exc:
         raise CollectiveError(f"group {name} of ranks {list(members)} did not meet: {exc}") from exc
     return Communicator(name, rank, size, backend)
-
-
-def _meet(
-    store: Store,
-    name: str,
-    rank: int,
-    size: int,
-    host: str,
-    timeout: timedelta,
-    collectives: Collectives,
-    device: Device,
-) -> Backend:
-    scope = PrefixStore(name, store)
-    if device is Device.CUDA and collectives is Collectives.AUTO:
-        gpu = torch.device("cuda", torch.cuda.current_device())
-        return MovedBackend(NcclBackend(scope, rank, size, timeout), gpu)
-    backend: Backend | None = None
-    if collectives is Collectives.AUTO:
-        backend = meet_on_one_host(store, f"{name}/same_host", rank, size, timeout)
-    backend = backend or GlooBackend(scope, rank, size, host, timeout)
-    return backend if device is Device.CPU else MovedBackend(backend, torch.device("cpu"))

@@ -18,9 +18,9 @@ _SENDER = 0
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Position of a rank in its pipeline; by default, the rank is the only stage. A link is a group of two ranks.
+    """Links of a rank to its neighbouring pipeline stages; by default, the rank is the only stage.
 
-    A link is a group of two. Sending blocks only while two earlier sends have not been received.
+    A link is a group of two ranks. Sending blocks only while two earlier sends have not been received.
     """
 
     before: Communicator | None = None
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelGroups:
-    """Groups in which the model's layers communicate; by default, those of a rank that has the whole model."""
+    """Groups in which the model's layers communicate; by default, one rank has the whole model."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     global_rank: int = 0
@@ -69,10 +69,6 @@ class ModelGroups:
     """All ranks that share experts."""
     moe_dispatch: MoeDispatch = MoeDispatch.AUTO
 
-    @classmethod
-    def of_tp(cls, tp: Communicator) -> "ModelGroups":
-        return cls(parallel=ParallelConfig(tp=tp.size), global_rank=tp.rank, tp=tp, moe_block=tp)
-
     @property
     def position(self) -> Position:
         return positions(self.parallel)[self.global_rank]
@@ -82,7 +78,7 @@ class ModelGroups:
 
     @property
     def dense_width(self) -> Part:
-        """Return this rank's part of a dense MLP, which dp * tp ranks share."""
+        """Return this rank's shard of a dense MLP's width."""
         at = self.position
         return Part(at.dp * self.parallel.tp + at.tp, self.parallel.dp * self.parallel.tp)
 
@@ -100,7 +96,7 @@ class ModelGroups:
 
     @property
     def expert_width(self) -> Part:
-        """Return this rank's part of the width of each of its experts."""
+        """Return this rank's shard of each of its experts' width."""
         return Part(self.position.moe_tp, moe_tp_size(self.parallel))
 
     @property
@@ -110,7 +106,7 @@ class ModelGroups:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Treat this rank as the only one inside the context, to time its own work. Nothing is sent."""
+        """Treat this rank as the only one inside the context, to measure its own work. Nothing is sent."""
         with ExitStack() as stack:
             for group in self.all:
                 stack.enter_context(group.alone())

@@ -1,7 +1,7 @@
-"""Collectives between ranks on one host: each copies its part into memory that all of them map, and the others read.
+"""Collectives between ranks on one host. Each rank copies its part into shared memory, from which the others read.
 
-The memory is anonymous (a memfd that peers open through /proc), so that nothing can be left behind. Sparse: what was
-never used takes no memory. Needs a machine whose stores become visible in order, since Python has no memory fence.
+The memory is anonymous (a memfd that peers open through /proc), so nothing can be left behind, and sparse: unused parts
+take no memory. Stores must become visible in order, since Python has no memory fence.
 """
 
 import mmap
@@ -22,23 +22,23 @@ from torch import Tensor
 _LINE = 8
 """Number of 8-byte words per rank: a cache line, so that ranks do not slow each other down."""
 _SPINS = 300
-"""Polls of a flag before the core is yielded to others: some 20 microseconds."""
+"""Number of polls before a rank yields its core; they take about 20 microseconds."""
 _YIELD_S = 200e-6
 _LONGEST_PAUSE_S = 1e-3
 _SLOTS = 2
-"""Number of pieces per rank: one is filled while peers still read the other."""
+"""Number of slots per rank: one is filled while peers still read the other."""
 WHOLE_SUM_BYTES = 128 << 10
-"""Largest sum that every rank adds up as a whole; for larger ones, reading costs more than waiting a second time.
-Measured on two cores, for two ranks as for four.
+"""Largest sum that every rank adds up in full. For larger ones, reading costs more than waiting a second time, as
+measured on two cores for two and four ranks.
 """
 PIECE_BYTES = 64 << 20
-"""Largest part of a rank moved at once; larger ones are split. A power of two."""
+"""Maximum size of a piece, a power of two. Larger parts are split."""
 _MAX_PIECES = 1 << 20
-"""Maximum number of pieces per call. A piece's number is call * _MAX_PIECES + its index in the call."""
+"""Maximum number of pieces per call. A piece's number is call * _MAX_PIECES + its index."""
 
 
 class Flag(IntEnum):
-    """Number that one rank writes and all others read; it never decreases."""
+    """Kind of number that one rank writes and all others read. Numbers never decrease."""
 
     PUBLISHED = 0
     CONSUMED = 1
@@ -62,17 +62,15 @@ class PeerFlags:
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Return the memory that the flags of a group of ``size`` take."""
+        """Return the size in bytes of the flags of ``size`` ranks."""
         return size * _LINE * 8
 
     def set(self, flag: Flag, number: int) -> None:
-        """Publish a number; writes to shared memory before this call are visible to whoever reads it."""
+        """Publish a number. Ranks that read it also see all earlier writes to shared memory."""
         self._flags[self._rank * _LINE + flag] = number
 
     def wait_for(self, flag: Flag, peers: Iterable[int], number: int) -> None:
-        """Wait until the flags of all ``peers`` have reached ``number``. Raises RuntimeError if a peer is gone or too
-        slow.
-        """
+        """Wait until the flags of all ``peers`` reach ``number``. Raises RuntimeError if a peer is gone or too slow."""
         flags = self._flags
         for peer in peers:
             place = peer * _LINE + flag
@@ -84,14 +82,12 @@ class PeerFlags:
                     self._wait_slowly(place, peer, number)
 
     def failure(self, reason: str) -> RuntimeError:
-        """Return the error to raise. Afterwards the ranks' numbers disagree, so this rank leaves and its peers stop
-        waiting for it.
-        """
+        """Leave the group, since the ranks' numbers will disagree, and return the error to raise."""
         self.set(Flag.LEFT, 1)
         return RuntimeError(reason)
 
     def _wait_slowly(self, place: int, peer: int, number: int) -> None:
-        """Yield to other threads at first, then sleep for 1/40 of the time waited so far."""
+        """Yield to other threads first, then sleep for 1/40 of the time waited so far."""
         begin_s = time.monotonic()
         for turn in count():
             if self._flags[place] >= number:
@@ -107,7 +103,7 @@ class PeerFlags:
             time.sleep(min(waited_s / 40, _LONGEST_PAUSE_S))
 
     def _check(self, place: int, number: int) -> None:
-        """Raise RuntimeError if a peer has left, unless the awaited number came before that."""
+        """Raise RuntimeError if a peer is gone, unless the number arrived first."""
         gone = [self._watched[watched] for watched, _ in self._watch.poll(0)]
         gone += [peer for peer in self.peers if self._flags[peer * _LINE + Flag.LEFT]]
         if gone and self._flags[place] < number:
@@ -127,26 +123,25 @@ Bytes = NDArray[np.uint8]
 
 
 class SharedMemoryWork:
-    """Collective in progress: this rank's part is published, and ``wait`` collects the others'."""
+    """Collective in progress. This rank's part is published; ``wait`` collects the other parts."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> bool:
-        """Block until the collective is done. Raises RuntimeError if a peer is gone or does not respond."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
         return True
 
 
-class SharedMemoryBackend:
+class SharedMemoryCollectives:
     """One rank's end of a group.
 
-    Calls have the same numbers on all ranks, and so do pieces within a call; a rank may have more pieces than another.
-    A rank publishes a piece by writing its number after the data. After reading such pieces of all its peers it writes
-    the number as read, and at the end of a call the last possible one. A slot is refilled once all ranks have passed
-    its content. One collective is in flight at a time: starting the next finishes the previous one.
+    Calls have the same numbers on all ranks, as do pieces within a call; a rank may have more pieces than another. To
+    publish a piece, a rank writes its number after its data. After reading the pieces with this number of all peers, a
+    rank marks it as consumed, and at the end of a call the largest possible number. A slot is refilled once all ranks
+    have consumed its content. Only one collective is in flight: starting the next one finishes it.
     """
 
     in_background = False
@@ -160,7 +155,7 @@ class SharedMemoryBackend:
         piece_bytes: int = PIECE_BYTES,
         whole_sum_bytes: int = WHOLE_SUM_BYTES,
     ) -> None:
-        """Map ``descriptor``, a file of ``num_bytes`` zeros, and take ownership of it; ``pids`` are by rank."""
+        """Map ``descriptor``, a file of ``num_bytes`` zeros, and take ownership of it."""
         self._descriptor, self._piece_bytes, self._whole_sum_bytes = descriptor, piece_bytes, whole_sum_bytes
         self._rank, self._size = rank, len(pids)
         memory = mmap.mmap(descriptor, self.num_bytes(self._size))
@@ -175,7 +170,7 @@ class SharedMemoryBackend:
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Return the memory size of a group of ``size``; most of it is never touched."""
+        """Return the memory size of a group of ``size``, most of which is never used."""
         return _data_offset(size) + size * _SLOTS * PIECE_BYTES
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> SharedMemoryWork:
@@ -185,10 +180,10 @@ class SharedMemoryBackend:
         return self._start(mine, [(peer, parts[peer]) for peer in self._flags.peers])
 
     def allreduce(self, tensor: Tensor, /) -> SharedMemoryWork:
-        """Start a sum as Communicator.all_reduce does; ranks are added in order, piece by piece.
+        """Start a sum. Ranks are added in order, piece by piece.
 
-        Every rank adds up one share of a large piece and reads the others' sums, so that N ranks together read twice
-        the tensor for every rank but one, not N times.
+        Every rank adds up one share of a large piece and reads the other sums, so that N ranks read twice the tensor
+        for every rank but one, instead of N times.
         """
         data = _bytes_of(tensor)
         return self._begin(data, [data], partial(self._add_up, data, tensor.dtype))
@@ -205,15 +200,14 @@ class SharedMemoryBackend:
         return self._start(nothing, [(peer, nothing) for peer in self._flags.peers])
 
     def leave(self) -> None:
-        """Let peers stop waiting for this rank."""
         self._flags.set(Flag.LEFT, 1)
 
     def _start(self, mine: Bytes, theirs: Sequence[tuple[int, Bytes]]) -> SharedMemoryWork:
-        """Publish this rank's part and collect the others': ``theirs`` are (rank, destination)."""
+        """Publish this rank's part, and collect the others into ``theirs``, pairs of rank and destination."""
         return self._begin(mine, [part for _, part in theirs], partial(self._copy, theirs))
 
     def _begin(self, mine: Bytes, parts: Sequence[Bytes], collect: Callable[[int], None]) -> SharedMemoryWork:
-        """Publish the first piece of ``mine``; the work does the rest, and collects ``parts`` piece by piece."""
+        """Publish the first piece of ``mine``. The returned work publishes the rest and collects ``parts``."""
         if self._pending is not None:
             self._pending.wait()
         self._call += 1
@@ -254,7 +248,7 @@ class SharedMemoryBackend:
             return
         shares = self._shares(piece.size, dtype.itemsize)
         own = shares[self._rank]
-        # Overwrite this rank's part of its own share, which no other rank reads.
+        # The sum goes where this rank's own terms were, which no other rank reads.
         mine = self._slot(self._rank, slot)[own]
         self._sum(slot, own, dtype, mine)
         self._flags.set(Flag.SUMMED, self._number(place))
@@ -281,7 +275,7 @@ class SharedMemoryBackend:
         return self._call * _MAX_PIECES + place
 
     def _num_pieces(self, part: Bytes) -> int:
-        """Return the number of pieces. It is at least one, so that empty parts synchronize too."""
+        """Return the number of pieces. An empty part has one, so that it synchronizes too."""
         return max(-(-part.size // self._piece_bytes), 1)
 
     def _piece(self, part: Bytes, place: int) -> Bytes:
@@ -295,7 +289,7 @@ class SharedMemoryBackend:
         return self._data[begin : begin + self._piece_bytes]
 
     def _reserve(self, slot: int, num_bytes: int) -> None:
-        """Reserve memory now; running out of it during a copy would raise a bus error."""
+        """Reserve memory, since running out of it during a copy would raise a bus error."""
         if num_bytes <= self._reserved[slot]:
             return
         wanted = min(1 << (num_bytes - 1).bit_length(), self._piece_bytes)

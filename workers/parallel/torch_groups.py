@@ -1,4 +1,4 @@
-"""Torch's process groups, and a wrapper that copies tensors to the device that a group needs."""
+"""Torch's process groups as backends, and a backend that copies tensors to another backend's device."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from workers.parallel.collectives import Backend, CompletedWork, CopiedBack, Work
+from workers.parallel.collectives import Backend, CopiedBack, Work
 
 LEAVE_S = 10.0
-"""Maximum wait for running collectives when leaving. The process ends soon after, and they end with it."""
+"""Maximum wait in seconds for running collectives on leaving. They end with the process soon after."""
 
 
 class TorchGroup:
@@ -28,7 +28,7 @@ class TorchGroup:
         return work
 
     def allreduce(self, tensor: Tensor, /) -> Work:
-        """Sum as Communicator.all_reduce does; the group adds in the type it is given."""
+        """Sum in fp32, since the group adds in the given type."""
         wide = tensor.float()
         work: Work = self._group.allreduce([wide])
         return work if wide is tensor else CopiedBack(work, wide, tensor)
@@ -48,7 +48,7 @@ class GlooBackend(TorchGroup):
     def __init__(self, store: Store, rank: int, size: int, host: str, timeout: timedelta) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        # Ranks wait for each other as long here as at the store itself.
+        # Ranks wait for each other here as long as at the store.
         options._timeout = store.timeout  # type: ignore[attr-defined]  # the stubs leave it out
         group = dist.ProcessGroupGloo(store, rank, size, options)
         group._set_default_timeout(timeout)
@@ -56,7 +56,6 @@ class GlooBackend(TorchGroup):
         super().__init__(group, rank, size)
 
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
-        """Shift as Communicator.start_shift does; empty tensors are not sent."""
         works: list[dist.Work] = []
         if tensor.numel():
             works.append(self._group.send([tensor], (self._rank + distance) % self._size, 0))
@@ -65,12 +64,11 @@ class GlooBackend(TorchGroup):
         return _Works(works, self._timeout)
 
     def leave(self) -> None:
-        """Close the connections."""
         self._group = None
 
 
 class _Works:
-    """Several works with one shared timeout. On its own, each would use the long timeout of the first meeting."""
+    """Several works with one timeout. On its own, each would use the longer timeout of the rendezvous."""
 
     def __init__(self, works: Sequence[dist.Work], timeout: timedelta) -> None:
         self._works = works
@@ -89,9 +87,7 @@ class NcclBackend(TorchGroup):
         super().__init__(dist.ProcessGroupNCCL(store, rank, size, options), rank, size)
 
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
-        """Shift as Communicator.start_shift does. Both directions are one call, or two ranks would wait for each
-        other.
-        """
+        """Shift in one call, since two ranks that send first would wait for each other."""
         self._group._start_coalescing()
         try:
             if tensor.numel():
@@ -99,14 +95,14 @@ class NcclBackend(TorchGroup):
             if output.numel():
                 self._group.recv([output], (self._rank - distance) % self._size, 0)
         finally:
-            # NCCL would add whatever this thread starts next to a call that was left open.
+            # Even after an error, or NCCL would add this thread's next collective to the open call.
             work: Work | None = self._group._end_coalescing()
-        return work or CompletedWork()  # None if nothing was moved
+        return work or _Works([], timedelta())  # None if there is nothing to move
 
     def leave(self) -> None:
         """End the group, including running collectives.
 
-        NCCL waits for ever for graphs that captured collectives of a group, and may do so for other groups.
+        NCCL waits forever for graphs that captured the group's collectives, and possibly for other groups.
         """
         group, self._group = self._group, None
         if group is not None:
@@ -116,9 +112,7 @@ class NcclBackend(TorchGroup):
 
 
 class MovedBackend:
-    """Wrapper that copies tensors to a backend's device, and results back; tensors already there are passed as they
-    are.
-    """
+    """Backend that copies tensors to another backend's device, and results back, unless they are already there."""
 
     def __init__(self, backend: Backend, device: torch.device) -> None:
         self.in_background = backend.in_background

@@ -53,11 +53,11 @@ def test_a_batch_by_hand() -> None:
 
 def test_a_narrowed_batch_has_queries_of_sampled_tokens_alone() -> None:
     first, second = (build(REQUESTS, Strategy.ZIGZAG, 2, rank).narrowed() for rank in (0, 1))
-    assert first.wanted is not None
-    assert first.wanted.tolist() == [2, 4]
+    assert first.query_rows is not None
+    assert first.query_rows.tolist() == [2, 4]
     assert first.runs == (Run(0, 10, 1, 1), Run(2, 3, 1, 1))
-    assert second.wanted is not None
-    assert (second.wanted.tolist(), second.runs) == ([], ())
+    assert second.query_rows is not None
+    assert (second.query_rows.tolist(), second.runs) == ([], ())
     assert first.narrowed() is first
 
 
@@ -69,7 +69,7 @@ def test_a_batch_whose_tokens_are_all_sampled_stays_as_it_is() -> None:
 
 def test_ranks_agree_on_everything_but_their_share() -> None:
     first, second = build(REQUESTS, Strategy.INTERLEAVE, 2, 0), build(REQUESTS, Strategy.INTERLEAVE, 2, 1)
-    assert first.plan == second.plan
+    assert first.shards == second.shards
     assert first.sampled == second.sampled
     assert torch.equal(first.pages[0].slots, second.pages[0].slots)
     assert sorted(first.token_ids.tolist() + second.token_ids.tolist()) == [11, 12, 13, 14, 15, 21, 31]
@@ -131,7 +131,7 @@ def test_a_gpu_is_not_waited_for_in_a_step(
     context.put(0, kv, kv)
     out = context.attend(0, q, params_for(q))
     assert context.join_last(out).shape == (2, 4, 8)
-    assert join_rows(exchange.group, batch.plan, out).shape == (7, 4, 8)
+    assert join_rows(exchange.group, batch.shards, out).shape == (7, 4, 8)
     num_rows = sum(num_rows for num_rows, _ in stored)
     # Of page 8, which rank 0 owns, three of seven tokens are new.
     assert num_rows == 4 if passing else num_rows >= 7

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.loading_rank import groups_of
-from workers.engine.calibration import SAMPLES, Samples, _hidden, _NoAttention, alone_flops
+from workers.engine.calibration import _hidden, _NoAttention, alone_flops
 from workers.models.decoder import DecoderModel
 from workers.models.registry import read_model_config
 
@@ -50,18 +50,3 @@ def test_a_rank_alone_is_credited_with_its_part(
         layer(_hidden(model, NUM_TOKENS), None, rotation, _NoAttention(), None)
     credited = alone_flops(model)
     assert counter.get_total_flops() / NUM_TOKENS == pytest.approx(credited, rel=tolerance)
-
-
-def h200_linear_rate(samples: Samples) -> float:
-    """Of a layer of Llama 3 8B, at 790 TFLOP/s and 4.3 TB/s, as two samples tell it."""
-    weights = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
-    few_s, many_s = (max(2 * weights * tokens / 790e12, 2 * weights / 4.3e12) for tokens in samples.tokens)
-    return 2 * weights * (samples.tokens[1] - samples.tokens[0]) / (many_s - few_s)
-
-
-def test_samples_of_a_gpu_are_arithmetic() -> None:
-    """What it reads, and the host's launches, of some 20 us each, are little beside it."""
-    assert h200_linear_rate(SAMPLES["cpu"]) > 2 * 790e12
-    assert h200_linear_rate(SAMPLES["cuda"]) == pytest.approx(790e12, rel=0.1)
-    samples = SAMPLES["cuda"]
-    assert 4 * 32 * 128 * samples.queries * samples.prefix / 790e12 > 10 * 20e-6

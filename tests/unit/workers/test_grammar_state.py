@@ -15,7 +15,7 @@ from cluster.spec.sampling import Sampled, Sampling
 from cluster.spec.step_messages import Admit
 from tests.fakes.model_folder import EOS, VOCAB_SIZE, write_model_folder
 from workers.engine.logits_processors import SamplingState
-from workers.engine.sampler import sample
+from workers.engine.sampler import begin_sample
 
 PROMPT = [1, 2, 3]
 
@@ -42,7 +42,7 @@ def draw(state: SamplingState, position: int, likes: str | int = "!") -> Sampled
     """One token from logits that like one token most, then low ids."""
     logits = -torch.arange(VOCAB_SIZE, dtype=torch.float32)[None] / 100
     logits[0, ord(likes) if isinstance(likes, str) else likes] = 9.0
-    return sample(logits, [state], [position])[0]
+    return begin_sample(logits, [state], [position]).wait()[0]
 
 
 def text_of(state: SamplingState, num_tokens: int, likes: str | int = "!", first: int = 0) -> str:
@@ -100,7 +100,7 @@ def test_rows_without_a_grammar_are_left_alone(grammars: Grammars) -> None:
     states = [state_of(grammars, asked('start: "a"')), state_of(grammars, Sampling())]
     logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
     likeliest = int(logits[1].argmax())
-    assert [drawn.token_id for drawn in sample(logits, states, [0, 0])] == [ord("a"), likeliest]
+    assert [drawn.token_id for drawn in begin_sample(logits, states, [0, 0]).wait()] == [ord("a"), likeliest]
 
 
 def test_a_token_that_ends_the_answer_does_not_end_the_text_early(grammars: Grammars) -> None:

@@ -1,6 +1,7 @@
 """What requests change in their logits, against transformers' processors; and what sampling tells about them."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,10 +20,10 @@ from transformers import (
 )
 
 from cluster.spec.ids import Room
-from cluster.spec.sampling import Sampling
+from cluster.spec.sampling import Sampled, Sampling
 from cluster.spec.step_messages import Admit
 from workers.engine.logits_processors import SamplingState, process
-from workers.engine.sampler import sample
+from workers.engine.sampler import begin_sample
 
 VOCAB_SIZE = 40
 PROMPT = [3, 5, 5, 7, 9]
@@ -39,6 +40,10 @@ def state_of(sampling: Sampling, prompt: list[int] = PROMPT, output: list[int] =
 
 def some_logits(num_rows: int, seed: int = 0) -> Tensor:
     return 2 * torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[Sampled]:
+    return begin_sample(logits, states, positions).wait()
 
 
 def processed(logits: Tensor, sampling: Sampling, position: int = len(OUTPUT)) -> Tensor:

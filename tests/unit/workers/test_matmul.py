@@ -1,6 +1,7 @@
 """Packed weights, and products in fp32, give what plain ones do, however they are asked for."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_parts_of_a_packed_projection_are_those_of_the_plain_one() -> None:
     projection.bias = torch.nn.Parameter(draw(48), requires_grad=False)
     x, parts = draw(5, 64), (slice(32), slice(32, None), slice(32))
     plain = [projection.project(x, part) for part in parts]
-    projection.pack()
+    projection.weight = packed(projection.weight)
     for part, expected in zip(parts, plain, strict=True):
         torch.testing.assert_close(projection.project(x, part), expected)
 
@@ -87,7 +88,8 @@ def test_a_table_that_nobody_reads_is_kept_once(tmp_path: Path, has_bf16: bool) 
 @pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("num_rows", [0, 3])
 def test_ranks_score_as_many_rows_as_there_are(num_rows: int, is_read: bool) -> None:
-    table, weight, hidden = Embedding(7, 16, Twin()), draw(4, 16), draw(num_rows, 16)
+    twin: Any = Twin()
+    table, weight, hidden = Embedding(7, 16, twin), draw(4, 16), draw(num_rows, 16)
     table.weight = torch.nn.Parameter(weight, requires_grad=False)
     table.pack(is_read=is_read)
     torch.testing.assert_close(table.scores(hidden), (hidden @ weight.T).repeat(1, 2)[:, :7])

@@ -14,25 +14,13 @@ from cluster.spec.kv import KvGroup, KvPart
 from tests.fakes.checkpoints import DENSE, FAMILIES, make_checkpoint
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.generation import generate
+from tests.unit.workers.test_rotary import VARIANTS
 from workers.engine.weights import load_model
 from workers.models.decoder import DecoderModel
-from workers.models.hf_config import UnsupportedModelError
+from workers.models.interface import UnsupportedModelError
 from workers.models.registry import parse_model_config, read_model_config
 
 PROMPT = torch.randint(0, 256, (96,), generator=torch.Generator().manual_seed(1))
-
-ROPE_VARIANTS: dict[str, dict[str, Any]] = {
-    "linear": {"rope_type": "linear", "factor": 2.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
-}
 
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN2_MOE = {
@@ -52,9 +40,7 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
 
     @cache
     def make(family: str, dtype: torch.dtype = torch.float32, rope: str | None = None, **overrides: Any) -> Pair:
-        parameters: dict[str, Any] = (
-            {"rope_parameters": {"rope_theta": 10_000.0, **ROPE_VARIANTS[rope]}} if rope else {}
-        )
+        parameters: dict[str, Any] = {"rope_parameters": VARIANTS[rope]} if rope else {}
         overrides = {key: list(value) if isinstance(value, tuple) else value for key, value in overrides.items()}
         folder = make_checkpoint(tmp_path_factory.mktemp(family), family, dtype=dtype, **overrides, **parameters)
         return load_model(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -102,7 +88,7 @@ def test_the_last_layer_computes_wanted_tokens_alone(
     model, rows = pair_of(family)[0], torch.tensor(wanted, dtype=torch.int64)
     positions = torch.arange(len(PROMPT))
     whole = model(PROMPT, positions, DenseAttention())
-    narrowed = model(PROMPT, positions, DenseAttention(wanted=rows))
+    narrowed = model(PROMPT, positions, DenseAttention(query_rows=rows))
     assert narrowed.shape == (len(wanted), whole.shape[1])
     torch.testing.assert_close(narrowed, whole[rows], atol=1e-5, rtol=0)
 
@@ -113,7 +99,7 @@ def test_logits_equal_transformers(pair_of: Callable[..., Pair], family: str, ti
     assert_same_logits(pair_of(family, tie_word_embeddings=tied), PROMPT)
 
 
-@pytest.mark.parametrize("rope", ROPE_VARIANTS)
+@pytest.mark.parametrize("rope", ["linear", "dynamic", "llama3", "yarn"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rope_variants_equal_transformers(pair_of: Callable[..., Pair], family: str, rope: str) -> None:
     assert_same_logits(pair_of(family, rope=rope), PROMPT)

@@ -94,12 +94,6 @@ def test_chunks_of_a_long_prompt_leave_little_more_of_a_bubble_than_equal_ones(
     assert abs(bubble(times_s, depth) - least_bubble(num_stages, num_chunks)) < 0.03
 
 
-@given(st.integers(1, 4), st.integers(1, 10), st.integers(0, 3))
-def test_equal_steps_leave_the_least_bubble_once_enough_are_under_way(stages: int, steps: int, more: int) -> None:
-    assert bubble([[1.0] * stages] * steps, stages + more) == pytest.approx(least_bubble(stages, steps))
-    assert bubble([[1.0] * stages] * steps, 1) == pytest.approx(1 - 1 / stages)
-
-
 class CutPrompts:
     """Prompts as the scheduler of a pipeline cuts them."""
 

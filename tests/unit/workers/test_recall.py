@@ -18,6 +18,7 @@ from tests.fakes.kinds import all_of
 from tests.fakes.recall_prompts import LINK_LEN, chain_prompt, needle_prompt, recall_oracle
 from workers.engine.weights import load_model
 from workers.layers.feed_forward import Experts
+from workers.models.decoder import DecoderModel
 from workers.models.recall import (
     DEMO_ANSWER,
     DEMO_PROMPT,
@@ -112,16 +113,6 @@ def test_a_page_that_is_lost_breaks_the_chain(models: dict[torch.dtype, PreTrain
         assert answer(models[torch.float32], spoiled, 31)[page] != expected[page]
 
 
-def test_our_decoder_recalls_as_well(folder: Path) -> None:
-    model = load_model(folder)
-    prompt = chain_prompt(400, 16)
-    expected = recall_oracle(prompt, 24)
-    tokens = torch.tensor(prompt + expected[:-1])
-    with torch.inference_mode():
-        hidden = model(tokens, torch.arange(len(tokens)), DenseAttention())
-        assert model.logits(hidden[len(prompt) - 1 :]).argmax(-1).tolist() == expected
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_with_experts_it_recalls_as_well(expert_folder: Path, dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(expert_folder, dtype=dtype)
@@ -129,27 +120,28 @@ def test_with_experts_it_recalls_as_well(expert_folder: Path, dtype: torch.dtype
         assert answer(model, prompt, num_tokens) == recall_oracle(prompt, num_tokens)
 
 
-def test_each_of_its_experts_is_needed(expert_folder: Path) -> None:
-    model = load_model(expert_folder)
+def predicted(model: DecoderModel, prompt: list[int], answer: list[int]) -> list[int]:
+    tokens = torch.tensor(prompt + answer[:-1])
+    hidden = model(tokens, torch.arange(len(tokens)), DenseAttention())
+    token_ids: list[int] = model.logits(hidden[len(prompt) - 1 :]).argmax(-1).tolist()
+    return token_ids
+
+
+@torch.inference_mode()
+def test_our_decoder_recalls_as_well_and_needs_each_expert(folder: Path, expert_folder: Path) -> None:
     prompt = chain_prompt(400, 16)
     expected = recall_oracle(prompt, 24)
-    tokens = torch.tensor(prompt + expected[:-1])
-
-    def predicted() -> list[int]:
-        hidden = model(tokens, torch.arange(len(tokens)), DenseAttention())
-        token_ids: list[int] = model.logits(hidden[len(prompt) - 1 :]).argmax(-1).tolist()
-        return token_ids
-
-    with torch.inference_mode():
-        assert predicted() == expected
-        experts = model.get_submodule("layers.1.mlp.experts")
-        assert isinstance(experts, Experts)
-        for down in experts.down:
-            kept = down.clone()
-            down.zero_()
-            assert sum(map(int.__ne__, predicted(), expected)) > 4
-            down.copy_(kept)
-        assert min(experts.loads.tolist()) > len(tokens)
+    assert predicted(load_model(folder), prompt, expected) == expected
+    model = load_model(expert_folder)
+    assert predicted(model, prompt, expected) == expected
+    experts = model.get_submodule("layers.1.mlp.experts")
+    assert isinstance(experts, Experts)
+    for down in experts.down:
+        kept = down.clone()
+        down.zero_()
+        assert sum(map(int.__ne__, predicted(model, prompt, expected), expected)) > 4
+        down.copy_(kept)
+    assert min(experts.loads.tolist()) > len(prompt)
 
 
 def test_the_demo_answers_and_stops(

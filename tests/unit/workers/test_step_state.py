@@ -14,6 +14,7 @@ from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.kv import kv_pool
 from tests.fakes.thread_group import on_thread_ranks
+from tests.fakes.thread_layout import tp_groups
 from workers.attention.torch_backend import TorchAttention
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.engine import runner as runner_module
@@ -21,7 +22,6 @@ from workers.engine.runner import ModelRunner
 from workers.engine.step_state import PageTable
 from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator
-from workers.parallel.model_groups import ModelGroups
 
 
 class Moments:
@@ -39,7 +39,7 @@ class Moments:
 
 
 def runner_of(folder: Path, tp: Communicator) -> ModelRunner:
-    model = load_model(folder, groups=ModelGroups.of_tp(tp))
+    model = load_model(folder, groups=tp_groups(tp))
     config = model.config
     pool = kv_pool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
     return ModelRunner(model, pool, TorchAttention(), Communicator("cp"))

@@ -18,6 +18,7 @@ from torch import Tensor
 from cluster.spec.config import ParallelConfig
 from cluster.spec.errors import UserError
 from tests.fakes.checkpoints import DENSE, FAMILIES, MOE, make_checkpoint
+from tests.fakes.thread_layout import tp_groups
 from workers.engine import weights
 from workers.engine.weights import CheckpointError, load_model
 from workers.models.decoder import DecoderModel
@@ -31,7 +32,7 @@ NO_BACKEND: Any = SimpleNamespace(in_background=False)
 
 
 def tp_rank(rank: int, tp: int) -> ModelGroups:
-    return ModelGroups.of_tp(Communicator("tp", rank, tp, NO_BACKEND))
+    return tp_groups(Communicator("tp", rank, tp, NO_BACKEND))
 
 
 def tensors_of(model: DecoderModel) -> Tensors:
@@ -129,8 +130,7 @@ def test_each_rank_reads_only_its_experts(tmp_path: Path, monkeypatch: pytest.Mo
     folder, reads = make_checkpoint(tmp_path, family), Reads(monkeypatch)
     stored, parallel = load_file(folder / "model.safetensors"), ParallelConfig(tp=4, ep=2)
     for rank in range(4):
-        tp = Communicator("tp", rank, 4, NO_BACKEND)
-        load_model(folder, groups=replace(ModelGroups.of_tp(tp), parallel=parallel))
+        load_model(folder, groups=replace(tp_rank(rank, 4), parallel=parallel))
     for name, tensor in stored.items():
         if ".experts." in name:
             assert reads.elements[name] == tensor.numel(), name

@@ -1,9 +1,11 @@
 """Captured decode steps against the usual way; a stand-in for CUDA graphs computes again at each replay."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from tests.fakes.kv import kv_pool
 from tests.fakes.plain_graphs import PlainGraphs
 from tests.fakes.steps import Request, step_of
 from tests.fakes.thread_group import on_thread_ranks
-from tests.fakes.thread_layout import on_thread_layout
+from tests.fakes.thread_layout import on_thread_layout, tp_groups
 from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
@@ -33,8 +35,7 @@ from workers.attention.triton.tiling import fair_share
 from workers.context_parallel.shard_plan import join_shapes
 from workers.engine.attention_context import CpExchange
 from workers.engine.batch import build_step_batch
-from workers.engine.capture import CaptureError
-from workers.engine.decode_graphs import REPLAYED, DecodeGraphs
+from workers.engine.decode_graphs import REPLAYED, CaptureError, DecodeGraphs, GraphCapture
 from workers.engine.ring_context import make_context
 from workers.engine.step_state import PreviousTokens
 from workers.engine.weights import load_model
@@ -155,7 +156,7 @@ def test_what_goes_through_the_host_is_not_captured(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3_moe")
 
     def counts_of(tp: Communicator) -> dict[str, int]:
-        groups = replace(ModelGroups.of_tp(tp), moe_dispatch=MoeDispatch.ALL_TO_ALL)
+        groups = replace(tp_groups(tp), moe_dispatch=MoeDispatch.ALL_TO_ALL)
         model = load_model(folder, groups=groups)
         pool = kv_pool(1, 1, 1, 4, model.config.head_dim, torch.float32)
         graphs = DecodeGraphs(model, pool, TritonAttention(), 2, capture)
@@ -236,7 +237,7 @@ def test_ranks_that_share_sums_replay_together_or_not_at_all(tmp_path: Path) -> 
     folder = make_checkpoint(tmp_path, "qwen3")
 
     def counts_of(tp: Communicator) -> dict[str, int]:
-        model = load_model(folder, groups=ModelGroups.of_tp(tp))
+        model = load_model(folder, groups=tp_groups(tp))
         pool = kv_pool(1, 1, 1, 4, model.config.head_dim, torch.float32)
         sizes = iter([2, 1])
 
@@ -310,3 +311,55 @@ def test_batch_sizes(most: int) -> None:
     assert sizes[-1] == most
     assert all(small < large <= max(2 * small, small + 4) for small, large in pairwise(sizes))
     assert len(sizes) <= 4 + 4 * most.bit_length()
+
+
+class Cuda:
+    """As torch leaves things where a capture fails, in versions that do and do not end it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ends_itself: bool) -> None:
+        self.current: Any = SimpleNamespace(device_index=0, wait_stream=lambda _: None)
+        self.is_capturing, self._ends_itself = False, ends_itself
+        for name in ("stream", "graph"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "current", stream))
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
+
+    @contextmanager
+    def stream(self, _: object) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def graph(self, _: object, *, stream: object, **__: object) -> Iterator[None]:
+        usual, self.current, self.is_capturing = self.current, stream, True
+        try:
+            yield
+        except RuntimeError:
+            self.is_capturing = not self._ends_itself
+            raise
+        self.current, self.is_capturing = usual, False
+
+    def end(self, device: int, pool: tuple[int, int]) -> None:
+        assert (device, pool) == (0, (0, 1))
+        if not self.is_capturing:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.is_capturing = False
+
+
+@pytest.mark.parametrize("ends_itself", [False, True])
+def test_a_failure_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, *, ends_itself: bool) -> None:
+    cuda = Cuda(monkeypatch, ends_itself=ends_itself)
+    before, stream = cuda.current, SimpleNamespace(wait_stream=lambda _: None)
+    graph_capture, result = GraphCapture(stream), torch.zeros(1)  # type: ignore[arg-type]
+
+    def compute() -> torch.Tensor:
+        if cuda.is_capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return result
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graph_capture(compute)
+    assert (cuda.current, cuda.is_capturing) == (before, False)
+    assert graph_capture(lambda: result)[0] is result
