@@ -1,6 +1,6 @@
 """Receiving end of one transfer as a state machine: events and clock values in, states and revokes out; no I/O.
 
-The decode leader has one per (room, generation). Its rule: pages are not free while any process may write to them.
+The decode leader has one per room. Its rule: pages are not free while any process may write to them.
 """
 
 from collections import Counter
@@ -81,7 +81,7 @@ class ReceiverSession:
 
     Prefill may take any time until its first message (Result or a Done): it has a queue, and a long prompt to compute.
     After that, it may be silent for ``silence_s`` at most. Each event returns the message for the prefill leader, if
-    any. Messages from another generation or incarnation, duplicates and late messages change nothing and are counted.
+    any. Messages from another room or incarnation, duplicates and late messages change nothing and are counted.
     """
 
     def __init__(
@@ -264,9 +264,8 @@ class ReceiverSession:
         return None
 
     def _is_foreign(self, message: Result | Done | Refused | Drained) -> bool:
-        return (message.room, message.generation, message.decode_incarnation) != (
+        return (message.room, message.decode_incarnation) != (
             self.ticket.room,
-            self.ticket.generation,
             self.ticket.decode.incarnation,
         ) or (message.prefill.replica, message.prefill.incarnation) != (
             self.prefill.replica,
@@ -284,7 +283,6 @@ class ReceiverSession:
         self._wake_at_s = now_s + REVOKE_AGAIN_S
         return Revoke(
             room=self.ticket.room,
-            generation=self.ticket.generation,
             decode=self.ticket.decode,
             prefill_incarnation=self.prefill.incarnation,
         )

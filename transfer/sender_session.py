@@ -1,6 +1,6 @@
 """Sending end of one transfer as a state machine: events in, page pairs and messages out; no I/O.
 
-Each prefill rank has one per (room, generation). It never hands out a page once it is over.
+Each prefill rank has one per room. It never hands out a page once it is over.
 """
 
 from bisect import bisect_left
@@ -137,7 +137,6 @@ class SenderSession:
         """Return this rank's state, for its leader."""
         return SendReport(
             room=self.room,
-            generation=self.destination.generation,
             sender_rank=self._sender_rank,
             state=self.state,
             reason=self.reason,
@@ -151,7 +150,6 @@ class SenderSession:
             return None
         return Done(
             room=self.room,
-            generation=self.destination.generation,
             prefill=self._prefill,
             decode_incarnation=self.destination.decode.incarnation,
             sender_rank=self._sender_rank,

@@ -14,8 +14,6 @@ from cluster.spec.transfer_messages import PageDigests
 from transfer.backends.interface import Region, TransferBackend
 from transfer.page_range import Span, batches, total_bytes
 
-_Key = tuple[Room, int]
-
 BATCH_SPANS = 256
 """Spans handed to the backend at once: enough to keep a network busy, few enough that a cancellation, which waits
 for one batch, is quick."""
@@ -34,7 +32,6 @@ class SendJob:
     """Pages of one transfer, as the spans that carry them."""
 
     room: Room
-    generation: int
     make_writes: Callable[[], Sequence[Write]]
     """Function that creates the writes, called on the sender thread when the job starts: it takes a while for many
     pages.
@@ -50,7 +47,6 @@ class Written:
     """Outcome of a completed job: everything is at its target."""
 
     room: Room
-    generation: int
     num_pages: int
     num_bytes: int
     digests: list[PageDigests] = field(default_factory=list)
@@ -64,7 +60,6 @@ class WriteFailed:
     """Outcome of a failed job; nothing of this transfer is written any more."""
 
     room: Room
-    generation: int
     reason: str
 
 
@@ -73,7 +68,6 @@ class Cancelled:
     """Response to ``cancel``: nothing of this transfer is queued or running."""
 
     room: Room
-    generation: int
 
 
 Outcome = Written | WriteFailed | Cancelled
@@ -83,7 +77,7 @@ class Writer(Protocol):
     """Interface of ``SenderThread``, which documents its methods."""
 
     def send(self, job: SendJob) -> None: ...
-    def cancel(self, room: Room, generation: int) -> None: ...
+    def cancel(self, room: Room) -> None: ...
     def forget(self, peer: Endpoint) -> None: ...
     def close(self) -> None: ...
 
@@ -115,7 +109,7 @@ class SenderThread:
         self._on_outcome = on_outcome
         self._on_failure = on_failure
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._barred: set[_Key] = set()
+        self._barred: set[Room] = set()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
         self._thread.start()
@@ -124,10 +118,10 @@ class SenderThread:
         """Queue one job; answered by Written or WriteFailed, or by nothing if the transfer was cancelled or failed."""
         self._queue.put(partial(self._send, job))
 
-    def cancel(self, room: Room, generation: int) -> None:
+    def cancel(self, room: Room) -> None:
         """Stop writing for a transfer; answered by Cancelled once that is certain."""
-        self._barred.add((room, generation))
-        self._queue.put(partial(self._confirm_cancel, room, generation))
+        self._barred.add(room)
+        self._queue.put(partial(self._confirm_cancel, room))
 
     def forget(self, peer: Endpoint) -> None:
         """Let the backend forget a peer that is gone, after the jobs queued so far."""
@@ -146,9 +140,9 @@ class SenderThread:
         except Exception as error:  # a rank that cannot send must not live on
             self._on_failure(error)
 
-    def _confirm_cancel(self, room: Room, generation: int) -> None:
-        self._barred.discard((room, generation))
-        self._on_outcome(Cancelled(room, generation))
+    def _confirm_cancel(self, room: Room) -> None:
+        self._barred.discard(room)
+        self._on_outcome(Cancelled(room))
 
     def _send(self, job: SendJob) -> None:
         start_s = time.monotonic()
@@ -158,21 +152,21 @@ class SenderThread:
             is_whole = self._write(job, writes)
         # other transfers continue, and this one reports the reason
         except Exception as error:
-            self._barred.add((job.room, job.generation))
-            self._on_outcome(WriteFailed(job.room, job.generation, str(error) or repr(error)))
+            self._barred.add(job.room)
+            self._on_outcome(WriteFailed(job.room, str(error) or repr(error)))
             # Queued after every job of the transfer.
-            self._queue.put(partial(self._barred.discard, (job.room, job.generation)))
+            self._queue.put(partial(self._barred.discard, job.room))
             return
         if is_whole:
             num_bytes = sum(total_bytes(write.spans) for write in writes)
             end_s = time.monotonic()
-            self._on_outcome(Written(job.room, job.generation, job.num_pages, num_bytes, digests, start_s, end_s))
+            self._on_outcome(Written(job.room, job.num_pages, num_bytes, digests, start_s, end_s))
 
     def _write(self, job: SendJob, writes: Sequence[Write]) -> bool:
         """Return whether the whole job was written: it ends early if the transfer is barred."""
         for write in writes:
             for batch in batches(write.spans, self._batch_spans):
-                if self._is_closing or (job.room, job.generation) in self._barred:
+                if self._is_closing or job.room in self._barred:
                     return False
                 self._backend.write(self._source, write.peer, batch)
-        return not (self._is_closing or (job.room, job.generation) in self._barred)
+        return not (self._is_closing or job.room in self._barred)

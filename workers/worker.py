@@ -18,7 +18,7 @@ from cluster.spec.clock import HEARTBEAT_S, SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.messages import Drain, Message, TableUpdate
 from cluster.spec.registry import RankRow, TableSnapshot
-from cluster.spec.step_messages import DropSend, ForgetPeer, ReportTrace, Shutdown, StepPlan
+from cluster.spec.step_messages import CancelSend, ForgetPeer, ReportTrace, Shutdown, StepPlan
 from cluster.spec.tiers import TierJob
 from cluster.spec.transfer_messages import CheckPages
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
@@ -148,8 +148,8 @@ class Worker:
             match message:
                 case Shutdown():
                     return True
-                case DropSend():
-                    parts.sender.drop(message)
+                case CancelSend():
+                    parts.sender.cancel(message)
                 case ForgetPeer():
                     parts.sender.forget(message)
                 case TierJob():

@@ -155,7 +155,6 @@ def copy_spans(source: bytes | bytearray, target: bytearray, spans: Sequence[Spa
 @dataclass(frozen=True, slots=True)
 class _Permission:
     room: Room
-    generation: int
     lifetime: int
     number: int
     """Number of the page within the prompt."""
@@ -189,12 +188,12 @@ class Tickets:
                     continue
                 if not allocator.is_held(page):
                     raise Violation(f"room {ticket.room}: page {page} of its ticket is not its own")
-                permissions[page] = _Permission(ticket.room, ticket.generation, lifetime, number)
+                permissions[page] = _Permission(ticket.room, lifetime, number)
 
-    def check_write(self, memory: Memory, page: int, room: Room, generation: int) -> None:
+    def check_write(self, memory: Memory, page: int, room: Room) -> None:
         """Check that prefill may write to a page."""
         permission = self._permissions.get(memory.allocator, {}).get(page)
-        if permission is None or (permission.room, permission.generation) != (room, generation):
+        if permission is None or permission.room != room:
             raise Violation(f"room {room} writes into page {page} of {memory.session}, for which it has no ticket")
         if not memory.allocator.is_held(page):
             raise Violation(f"room {room} writes into page {page} of {memory.session}, which is free or shared")

@@ -15,7 +15,7 @@ from cluster.spec.ids import Peer, Room
 from cluster.spec.messages import Message
 from cluster.spec.registry import RankRow
 from cluster.spec.sampling import Sampled
-from cluster.spec.step_messages import DropSend, ForgetPeer, StepPlan, StepResult
+from cluster.spec.step_messages import CancelSend, ForgetPeer, StepPlan, StepResult
 from cluster.spec.strategy import Strategy
 from cluster.spec.tiers import TierJob
 from cluster.spec.transfer_messages import CheckPages, PagesChecked
@@ -73,8 +73,8 @@ class RankProcess(Process):
         match message:
             case TierJob():
                 self.tier_worker.submit(message)
-            case DropSend():
-                self.sender.drop(message)
+            case CancelSend():
+                self.sender.cancel(message)
             case ForgetPeer():
                 self.sender.forget(message)
             case CheckPages():

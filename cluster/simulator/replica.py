@@ -180,10 +180,9 @@ class LeaderProcess(RankProcess):
 
 
 def _send_late_message(around: Surroundings, ticket: Ticket, page_bytes: int) -> None:
-    """Sometimes deliver a response to another ticket of the room after this one was sent.
+    """Sometimes deliver a response that an earlier start of either replica would have left in flight.
 
-    A room has one ticket, handled by one start of either replica. The simulator therefore makes up what an earlier
-    ticket, or one between earlier starts, would have left in flight.
+    A room has one ticket, handled by one start of each replica, so the simulator makes the response up.
     """
     random = around.random
     if random.random() >= around.hazards.stale:
@@ -193,14 +192,12 @@ def _send_late_message(around: Surroundings, ticket: Ticket, page_bytes: int) ->
     assert prefill is not None, f"room {ticket.room} has a ticket and no prefill"
     earlier, writer = random.choice(
         [
-            (replace(ticket, generation=ticket.generation - 1), prefill),
             (replace(ticket, decode=_earlier(ticket.decode)), prefill),
             (ticket, _earlier(prefill)),
         ]
     )
     names: dict[str, Any] = {
         "room": earlier.room,
-        "generation": earlier.generation,
         "prefill": writer,
         "decode_incarnation": earlier.decode.incarnation,
     }

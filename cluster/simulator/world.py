@@ -21,7 +21,7 @@ from cluster.spec.messages import Message, Submit
 
 HOME = "home"
 """Machine on which supervisor, bootstrap service and router run."""
-_SHOWN = ("room", "generation", "sender_rank", "pages", "num_held_pages", "num_pages", "first_index", "state", "reason")
+_SHOWN = ("room", "sender_rank", "pages", "num_held_pages", "num_pages", "first_index", "state", "reason")
 
 Event = Callable[[], None]
 Deliver = Callable[[Message], None]

@@ -20,8 +20,6 @@ from transfer.sender_thread import Cancelled, Outcome, SendJob, Write, WriteFail
 WRITE_TIMEOUT_S = 5.0
 """Time for which a write to an unreachable machine is retried."""
 
-_Key = tuple[Room, int]
-
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
@@ -63,9 +61,9 @@ class VirtualWriter:
         self._source = source
         self._when_running = when_running
         self._on_outcome = on_outcome
-        self._queue: deque[SendJob | Cancelled | _Key] = deque()
-        """Jobs and cancellations in order. The key of a failed transfer follows its last job."""
-        self._barred: set[_Key] = set()
+        self._queue: deque[SendJob | Cancelled | Room] = deque()
+        """Jobs and cancellations in order. The room of a failed transfer follows its last job."""
+        self._barred: set[Room] = set()
         self._is_busy = False
         self._on_way: tuple[SendJob, _Copy] | None = None
         """Copy in flight."""
@@ -77,9 +75,9 @@ class VirtualWriter:
     def send(self, job: SendJob) -> None:
         self._enqueue(job)
 
-    def cancel(self, room: Room, generation: int) -> None:
-        self._barred.add((room, generation))
-        self._enqueue(Cancelled(room, generation))
+    def cancel(self, room: Room) -> None:
+        self._barred.add(room)
+        self._enqueue(Cancelled(room))
 
     def forget(self, target: Endpoint) -> None:
         """Do nothing: no connection is held open."""
@@ -91,7 +89,7 @@ class VirtualWriter:
             self._straggle(*self._on_way)
         self._on_way = None
 
-    def _enqueue(self, item: SendJob | Cancelled | _Key) -> None:
+    def _enqueue(self, item: SendJob | Cancelled | Room) -> None:
         self._queue.append(item)
         if not self._is_busy:
             self._is_busy = True
@@ -105,12 +103,12 @@ class VirtualWriter:
             return
         item = self._queue.popleft()
         if isinstance(item, Cancelled):
-            self._barred.discard((item.room, item.generation))
+            self._barred.discard(item.room)
             self._end(item)
-        elif isinstance(item, tuple):
+        elif isinstance(item, int):
             self._barred.discard(item)
             self._next()
-        elif (item.room, item.generation) in self._barred:
+        elif item.room in self._barred:
             self._next()
         else:
             digests, writes = item.make_ready(), item.make_writes()
@@ -123,12 +121,12 @@ class VirtualWriter:
         job = work.job
         if self._source.is_gone:
             return
-        if (job.room, job.generation) in self._barred:
+        if job.room in self._barred:
             self._next()
             return
         copy = next(work.copies, None)
         if copy is None:
-            self._end(Written(job.room, job.generation, job.num_pages, work.num_bytes, work.digests))
+            self._end(Written(job.room, job.num_pages, work.num_bytes, work.digests))
             return
         self._on_way = (job, copy)
         hazards, random = self._around.hazards, self._around.random
@@ -156,11 +154,11 @@ class VirtualWriter:
     def _fail(self, job: SendJob, copy: _Copy) -> None:
         if self._source.is_gone:
             return
-        self._barred.add((job.room, job.generation))
-        self._queue.append((job.room, job.generation))
+        self._barred.add(job.room)
+        self._queue.append(job.room)
         self._straggle(job, copy)
         self._on_way = None
-        self._end(WriteFailed(job.room, job.generation, f"page {copy.page} of {copy.session} could not be written"))
+        self._end(WriteFailed(job.room, f"page {copy.page} of {copy.session} could not be written"))
 
     def _end(self, outcome: Outcome) -> None:
         self._on_outcome(outcome)
@@ -178,7 +176,7 @@ class VirtualWriter:
         target = self._around.memories[copy.session]
         if target.is_gone:
             return
-        self._around.tickets.check_write(target, copy.page, job.room, job.generation)
+        self._around.tickets.check_write(target, copy.page, job.room)
         self._around.trace.add(copy.session, "page", copy.page, "<-", self._source.session, "room", job.room)
         copy_spans(source, target.pool, copy.spans)
         self._flip(target, copy.spans)

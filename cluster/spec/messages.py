@@ -10,7 +10,7 @@ from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
 from cluster.spec.step_messages import (
-    DropSend,
+    CancelSend,
     ForgetPeer,
     ReportTrace,
     SendReport,
@@ -227,7 +227,7 @@ Message = (
     | Done
     | Drained
     | StepPlan
-    | DropSend
+    | CancelSend
     | ForgetPeer
     | CheckPages
     | ReportTrace

@@ -14,7 +14,6 @@ from cluster.spec.wire import Struct, Tagged
 class Destination(Struct, frozen=True):
     """Destination of a request's KV: the parts of its ticket that ranks need, and the decode ranks."""
 
-    generation: int
     decode: Peer
     rows: list[RankRow]
     """Records of the decode ranks, by global rank."""
@@ -90,11 +89,10 @@ class StepPlan(Tagged, frozen=True):
     """Expected duration of the step; None if the strategy was not chosen by time."""
 
 
-class DropSend(Tagged, frozen=True):
+class CancelSend(Tagged, frozen=True):
     """Instruction to stop sending a room's KV, and to report when nothing more is written."""
 
     room: Room
-    generation: int
 
 
 class ForgetPeer(Tagged, frozen=True):
@@ -141,7 +139,6 @@ class SendReport(Tagged, frozen=True):
     """Final state of one room's transfer on one rank."""
 
     room: Room
-    generation: int
     sender_rank: int
     state: SendState
     reason: str = ""

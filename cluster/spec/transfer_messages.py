@@ -1,8 +1,7 @@
 """Messages between prefill and decode leaders about a handoff, and from decode to its ranks about arrived pages.
 
-Every message between replicas that concerns pages carries room, generation and incarnation, so that a late or
-misdirected one is recognized and dropped. Within a replica, whose ranks start and end together at addresses of their
-own, the room is enough.
+A room has one ticket. Messages between replicas that concern pages carry the room and incarnations, so that late and
+misdirected ones are recognized and dropped. Within a replica, whose ranks start and end together, the room is enough.
 """
 
 from enum import StrEnum
@@ -33,7 +32,6 @@ class Ticket(Tagged, frozen=True):
     """Decode's permission to write the given pages."""
 
     room: Room
-    generation: int
     decode: Peer
     prefill_incarnation: Incarnation
     pages: list[list[int]]
@@ -51,7 +49,6 @@ class Revoke(Tagged, frozen=True):
     """Request to stop writing for this ticket, and to confirm once that is certain."""
 
     room: Room
-    generation: int
     decode: Peer
     prefill_incarnation: Incarnation
 
@@ -62,7 +59,6 @@ class Refused(Tagged, frozen=True):
     """
 
     room: Room
-    generation: int
     prefill: Peer
     decode_incarnation: Incarnation
     reason: str
@@ -72,7 +68,6 @@ class Result(Tagged, frozen=True):
     """Outcome of the forward pass; sent once by the prefill leader."""
 
     room: Room
-    generation: int
     prefill: Peer
     decode_incarnation: Incarnation
     token_ids: list[int]
@@ -113,7 +108,6 @@ class Done(Tagged, frozen=True):
     """Report that one sender rank has written its part and the transport acknowledged it."""
 
     room: Room
-    generation: int
     prefill: Peer
     decode_incarnation: Incarnation
     sender_rank: int
@@ -124,10 +118,9 @@ class Done(Tagged, frozen=True):
 
 
 class Drained(Tagged, frozen=True):
-    """Confirmation that no rank of this prefill replica writes, or will write, for this generation."""
+    """Confirmation that no rank of this prefill replica writes, or will write, for this room."""
 
     room: Room
-    generation: int
     prefill: Peer
     decode_incarnation: Incarnation
 

@@ -16,8 +16,8 @@ from cluster.spec.registry import KvOwnership, RankRow, Verify
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import (
     Admit,
+    CancelSend,
     Destination,
-    DropSend,
     ForgetPeer,
     ScheduledRequest,
     SendReport,
@@ -96,7 +96,6 @@ def admit_to(decode: Inbox, target: Region, owner_base: int = 0) -> Admit:
         owner_base=owner_base,
         sampling=Sampling(),
         destination=Destination(
-            generation=1,
             decode=Peer(replica=theirs.replica, incarnation=Incarnation(1), address=decode.address),
             rows=[theirs],
             num_tokens=4 * PAGE_SIZE,
@@ -188,7 +187,7 @@ def test_what_has_failed_does_not_begin_again_with_the_next_chunk(decode: Inbox,
         sender.before_step(replace(last, admits=[]))
         sender.after_step(replace(last, admits=[]), known)
         assert not leader.receive(0.3), "it began again"
-        sender.drop(DropSend(room=ROOM, generation=1))
+        sender.cancel(CancelSend(room=ROOM))
         (report,) = messages(leader, 1)
         assert isinstance(report, SendReport)
         assert report.state is SendState.DRAINED

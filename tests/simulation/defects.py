@@ -48,16 +48,6 @@ def free_on_timeout(patch: Patch) -> None:
     patch.setattr(ReceiverSession, "_revoke", revoke_and_free)
 
 
-def skip_the_generation_check(patch: Patch) -> None:
-    """A message of an earlier ticket counts for this one."""
-    is_foreign = ReceiverSession._is_foreign
-
-    def is_of_another_replica(self: ReceiverSession, message: Any) -> bool:
-        return is_foreign(self, replace(message, generation=self.ticket.generation))
-
-    patch.setattr(ReceiverSession, "_is_foreign", is_of_another_replica)
-
-
 def count_the_same_sender_twice(patch: Patch) -> None:
     """Done are counted, whoever sends them."""
 

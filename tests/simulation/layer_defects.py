@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from cluster.spec.ids import Room
-from cluster.spec.step_messages import DropSend, SendReport, StepPlan
+from cluster.spec.step_messages import CancelSend, SendReport, StepPlan
 from cluster.spec.tiers import TierPage
 from cluster.spec.transfer_messages import SendState
 from transfer.page_assignment import PagePair, PageShare
@@ -92,12 +92,12 @@ def count_pages_with_their_first_layers(patch: Patch) -> None:
 def report_drained_at_once(patch: Patch) -> None:
     """A rank that is to stop says that it has, while its writer goes on."""
 
-    def drop(self: KvSender, message: DropSend) -> None:
+    def cancel(self: KvSender, message: CancelSend) -> None:
         rank = self._row.global_rank
-        report = SendReport(room=message.room, generation=message.generation, sender_rank=rank, state=SendState.DRAINED)
+        report = SendReport(room=message.room, sender_rank=rank, state=SendState.DRAINED)
         send_if_heard(self._outbox, self._prefill.address, report)
 
-    patch.setattr(KvSender, "drop", drop)
+    patch.setattr(KvSender, "cancel", cancel)
 
 
 def begin_again_after_a_failure(patch: Patch) -> None:

@@ -219,7 +219,6 @@ def windows_below(scenario: Scenario) -> Scenario:
         (window_defects.leave_the_window_below, windows_below, EARLY_READ),
         (window_defects.take_all_pages_for_the_first_lifetimes, windows_below, EARLY_READ),
         (defects.free_on_timeout, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
-        (defects.skip_the_generation_check, late_words, FOREIGN_WRITE),
         (defects.count_the_same_sender_twice, repeated_messages, EARLY_READ),
         (router_defects.reuse_a_room, as_drawn, f"{FAILS_IN_CALM}|{EARLY_READ}"),
         (defects.start_again_beside_what_is_left, ranks_that_die_elsewhere, FOREIGN_WRITE),

@@ -17,7 +17,7 @@ from cluster.spec.config import TransferConfig
 from cluster.spec.ids import Peer, ReplicaId, Role, Room
 from cluster.spec.kv import pages_for
 from cluster.spec.registry import RankRow, Verify
-from cluster.spec.step_messages import Admit, Destination, DropSend, ForgetPeer, SendReport, StepPlan
+from cluster.spec.step_messages import Admit, CancelSend, Destination, ForgetPeer, SendReport, StepPlan
 from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.digests import digest_pages
 from transfer.page_assignment import (
@@ -101,8 +101,8 @@ class KvSender:
         self._memory = memory
         self._lock = threading.Lock()
         """Lock of the transfers and the outbox, which both threads use."""
-        self._transfers: dict[tuple[Room, int], _Transfer] = {}
-        """Open transfers by room and generation."""
+        self._transfers: dict[Room, _Transfer] = {}
+        """Open transfers by room."""
         self._early_ends = early_ends(row.layout, least_span_bytes) if row.role is Role.PREFILL else []
         self._failed: set[Room] = set()
         """Rooms of failed transfers, kept until no plan under way computes them."""
@@ -169,8 +169,7 @@ class KvSender:
         """Return the request's open transfer, or open it."""
         row, mode, destination = self._row, self._config.mode, admit.destination
         assert destination is not None
-        key = (admit.room, destination.generation)
-        if key not in self._transfers:
+        if admit.room not in self._transfers:
             self._forget_older(destination)
             ranks = receivers(mode, row.coords, row.sizes, destination.rows)
             owned = owned_pages(
@@ -191,8 +190,8 @@ class KvSender:
                 share=PageShare.of(ranks),
                 sends=bool(ranks),
             )
-            self._transfers[key] = _Transfer(session, ranks)
-        return self._transfers[key]
+            self._transfers[admit.room] = _Transfer(session, ranks)
+        return self._transfers[admit.room]
 
     def _send(self, transfer: _Transfer, pairs: list[PagePair], end: int | None = None) -> None:
         if pairs:
@@ -217,7 +216,6 @@ class KvSender:
         after = self._memory.event() if self._memory is not None else None
         return SendJob(
             room=transfer.session.room,
-            generation=transfer.session.destination.generation,
             make_writes=partial(_writes, parts),
             num_pages=len(pairs) if is_complete else 0,
             make_ready=partial(self._make_ready, sources, after, parts if is_complete else []),
@@ -253,7 +251,7 @@ class KvSender:
 
     def _on_outcome(self, outcome: Outcome) -> None:
         with self._lock:
-            transfer = self._transfers.get((outcome.room, outcome.generation))
+            transfer = self._transfers.get(outcome.room)
             if transfer is None:
                 return
             session = transfer.session
@@ -277,24 +275,22 @@ class KvSender:
         """
         if not session.is_over:
             return
-        del self._transfers[session.room, session.destination.generation]
+        del self._transfers[session.room]
         if session.state is SendState.FAILED and not session.saw_last_chunk:
             self._failed.add(session.room)
         if done := session.done():
             send_if_heard(self._outbox, session.destination.decode.address, done)
         send_if_heard(self._outbox, self._prefill.address, session.report())
 
-    def drop(self, message: DropSend) -> None:
+    def cancel(self, message: CancelSend) -> None:
         """Stop writing for a transfer, and report once no write is in flight. An unknown transfer has already ended."""
-        key = (message.room, message.generation)
         with self._lock:
-            if (transfer := self._transfers.get(key)) is not None:
+            if (transfer := self._transfers.get(message.room)) is not None:
                 transfer.session.cancel()
-                self._writer.cancel(*key)
+                self._writer.cancel(message.room)
                 return
             report = SendReport(
                 room=message.room,
-                generation=message.generation,
                 sender_rank=self._row.global_rank,
                 state=SendState.DRAINED,
             )

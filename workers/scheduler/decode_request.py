@@ -126,7 +126,6 @@ def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: 
     counts = [len(live_pages([of_lifetime])) for of_lifetime in pages]
     ticket = Ticket(
         room=request.room,
-        generation=1,
         decode=settings.me,
         prefill_incarnation=prefill.incarnation,
         pages=pages,

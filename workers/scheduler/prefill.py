@@ -14,7 +14,7 @@ from cluster.spec.kv import owner_base, pages_for
 from cluster.spec.messages import Blame, Cancel, Message, Submit, TableUpdate
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
-from cluster.spec.step_messages import Destination, DropSend, ForgetPeer, SendReport, StepPlan
+from cluster.spec.step_messages import CancelSend, Destination, ForgetPeer, SendReport, StepPlan
 from cluster.spec.transfer_messages import Refused, Revoke, SendState, Ticket
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 from workers.cache.page_allocator import PageAllocator
@@ -204,7 +204,6 @@ class PrefillLeader(Leader):
             self._give_up(request, reason, blame=Blame.BOTH)
             return
         request.destination = Destination(
-            generation=ticket.generation,
             decode=ticket.decode,
             rows=rows,
             num_tokens=len(request.submit.prompt_ids),
@@ -227,9 +226,7 @@ class PrefillLeader(Leader):
             self.drop(revoke)
             return
         request = self._requests.get(revoke.room)
-        ticket = request.ticket if request is not None else None
-        is_other = ticket is not None and ticket.generation != revoke.generation
-        if is_other or (request is not None and not _is_from_decode(request.submit, revoke)):
+        if request is not None and not _is_from_decode(request.submit, revoke):
             self.drop(revoke)
             return
         self._early_tickets.pop(revoke.room, None)
@@ -259,7 +256,7 @@ class PrefillLeader(Leader):
 
     def _on_report(self, report: SendReport) -> None:
         request = self._requests.get(report.room)
-        if request is None or request.ticket is None or request.ticket.generation != report.generation:
+        if request is None or request.ticket is None:
             self.drop(report)
             return
         request.reported.add(report.sender_rank)
@@ -295,8 +292,7 @@ class PrefillLeader(Leader):
                 self._steps.holders.remove(request.room)
             self._move(request, PrefillState.STOPPING, reason)
             request.stop_reason = reason
-            assert request.ticket is not None
-            self._send_to_ranks(DropSend(room=request.room, generation=request.ticket.generation))
+            self._send_to_ranks(CancelSend(room=request.room))
         self._settle(request)
 
     def _send_to_ranks(self, message: Message) -> None:
@@ -332,7 +328,6 @@ class PrefillLeader(Leader):
     def _refuse(self, ticket: Ticket, reason: str) -> None:
         refused = Refused(
             room=ticket.room,
-            generation=ticket.generation,
             prefill=self.me,
             decode_incarnation=ticket.decode.incarnation,
             reason=reason,

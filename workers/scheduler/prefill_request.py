@@ -86,7 +86,6 @@ def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled
     parts = {(coords[rank].tp, coords[rank].pp): ranks for rank, ranks in receivers_of.items()}
     return Result(
         room=request.room,
-        generation=destination.generation,
         prefill=settings.me,
         decode_incarnation=destination.decode.incarnation,
         token_ids=[first.token_id],
@@ -110,7 +109,6 @@ def drained(me: Peer, asked: Revoke | Ticket) -> Drained:
     """Return the confirmation that nothing more is written for a ticket."""
     return Drained(
         room=asked.room,
-        generation=asked.generation,
         prefill=me,
         decode_incarnation=asked.decode.incarnation,
     )

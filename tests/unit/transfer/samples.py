@@ -19,10 +19,8 @@ def geometry(**changes: object) -> KvGeometry:
 
 
 def ticket(pages: list[int], num_held_pages: int = 0) -> Ticket:
-    """A ticket of generation 1."""
     return Ticket(
         room=ROOM,
-        generation=1,
         decode=DECODE,
         prefill_incarnation=PREFILL.incarnation,
         pages=[pages],

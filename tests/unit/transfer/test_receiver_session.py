@@ -33,7 +33,6 @@ def _session(*, is_open: bool = True) -> ReceiverSession:
 def _result(num_pages: int = 3, num_bytes: int = 30, token: int = 9) -> Result:
     return Result(
         room=ROOM,
-        generation=1,
         prefill=PREFILL,
         decode_incarnation=DECODE.incarnation,
         token_ids=[token],
@@ -46,7 +45,6 @@ def _result(num_pages: int = 3, num_bytes: int = 30, token: int = 9) -> Result:
 def _done(rank: int, num_pages: int) -> Done:
     return Done(
         room=ROOM,
-        generation=1,
         prefill=PREFILL,
         decode_incarnation=DECODE.incarnation,
         sender_rank=rank,
@@ -56,11 +54,11 @@ def _done(rank: int, num_pages: int) -> Done:
 
 
 def _drained() -> Drained:
-    return Drained(room=ROOM, generation=1, prefill=PREFILL, decode_incarnation=DECODE.incarnation)
+    return Drained(room=ROOM, prefill=PREFILL, decode_incarnation=DECODE.incarnation)
 
 
 def _refused() -> Refused:
-    return Refused(room=ROOM, generation=1, prefill=PREFILL, decode_incarnation=DECODE.incarnation, reason="no room")
+    return Refused(room=ROOM, prefill=PREFILL, decode_incarnation=DECODE.incarnation, reason="no room")
 
 
 def _state(session: ReceiverSession) -> ReceiverState:
@@ -101,8 +99,6 @@ def test_repeated_messages_count_once() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"generation": 0},
-        {"generation": 2},
         {"room": Room(42)},
         {"decode_incarnation": Incarnation(6)},
         {"prefill": Peer(replica=PREFILL.replica, incarnation=Incarnation(2), address=PREFILL.address)},
@@ -135,7 +131,7 @@ def test_a_mismatch_fails_and_must_still_be_drained(messages: list[Result | Done
     session = _session()
     revokes = [session.handle(message, 1.0) for message in messages]
     assert revokes[:-1] == [None] * (len(messages) - 1)
-    assert revokes[-1] == Revoke(room=ROOM, generation=1, decode=DECODE, prefill_incarnation=PREFILL.incarnation)
+    assert revokes[-1] == Revoke(room=ROOM, decode=DECODE, prefill_incarnation=PREFILL.incarnation)
     assert _kind(session) is FailureKind.MISMATCH
     for message in (_result(), _done(0, 2), _done(1, 1)):
         session.handle(message, 1.0)

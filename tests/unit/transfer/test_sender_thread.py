@@ -28,7 +28,7 @@ class _Rig:
     def job(self, room: int, pages: list[int], *targets: Region) -> SendJob:
         spans = [Span(PAGE * page, PAGE * page, PAGE) for page in pages]
         writes = [Write(target.endpoint, spans) for target in targets]
-        return SendJob(room=Room(room), generation=1, make_writes=lambda: writes, num_pages=len(pages))
+        return SendJob(room=Room(room), make_writes=lambda: writes, num_pages=len(pages))
 
     def next(self) -> Outcome:
         return self.outcomes.get(timeout=10)
@@ -45,7 +45,7 @@ def rig() -> Iterator[_Rig]:
 def test_a_job_reaches_every_target_in_bounded_batches(rig: _Rig) -> None:
     one, two = rig.backend.allocate(64), rig.backend.allocate(64)
     rig.thread.send(rig.job(1, [0, 2, 3], one, two))
-    assert rig.next() == Written(Room(1), 1, 3, 2 * 3 * PAGE)
+    assert rig.next() == Written(Room(1), 3, 2 * 3 * PAGE)
     expected = bytes([0, 1, 2, 3, 0, 0, 0, 0, *range(8, 16)])
     assert bytes(one.buffer[:16]) == bytes(two.buffer[:16]) == expected
     assert rig.backend.batch_sizes == [2, 1, 2, 1]
@@ -58,11 +58,11 @@ def test_a_cancellation_lets_the_running_batch_end_and_skips_the_rest(rig: _Rig)
     rig.thread.send(rig.job(1, [4], target))
     rig.thread.send(rig.job(2, [5], target))
     assert rig.backend.is_writing.wait(10)
-    rig.thread.cancel(Room(1), 1)
+    rig.thread.cancel(Room(1))
     assert rig.outcomes.empty()
     rig.backend.gate.set()
-    assert rig.next() == Written(Room(2), 1, 1, PAGE)
-    assert rig.next() == Cancelled(Room(1), 1)
+    assert rig.next() == Written(Room(2), 1, PAGE)
+    assert rig.next() == Cancelled(Room(1))
     written = [bool(any(target.buffer[PAGE * page : PAGE * (page + 1)])) for page in range(6)]
     assert written == [True, True, False, False, False, True]
 
@@ -73,11 +73,11 @@ def test_a_failure_bars_its_transfer_and_no_other(rig: _Rig) -> None:
     rig.thread.send(rig.job(1, [0], bad))
     rig.thread.send(rig.job(1, [1], good))
     rig.thread.send(rig.job(2, [2], good))
-    assert rig.next() == WriteFailed(Room(1), 1, "loopback-1 fails")
-    assert rig.next() == Written(Room(2), 1, 1, PAGE)
+    assert rig.next() == WriteFailed(Room(1), "loopback-1 fails")
+    assert rig.next() == Written(Room(2), 1, PAGE)
     assert not any(good.buffer[PAGE : 2 * PAGE])
-    rig.thread.cancel(Room(1), 1)
-    assert rig.next() == Cancelled(Room(1), 1)
+    rig.thread.cancel(Room(1))
+    assert rig.next() == Cancelled(Room(1))
     assert rig.outcomes.empty()
 
 
@@ -93,7 +93,7 @@ def test_forget_comes_after_the_jobs_before_it(rig: _Rig) -> None:
     target = rig.backend.allocate(64)
     rig.thread.send(rig.job(1, [0], target))
     rig.thread.forget(target.endpoint)
-    rig.thread.cancel(Room(9), 1)
+    rig.thread.cancel(Room(9))
     assert [type(rig.next()) for _ in range(2)] == [Written, Cancelled]
     assert rig.backend.forgotten == ["loopback-1"]
 
@@ -101,7 +101,7 @@ def test_forget_comes_after_the_jobs_before_it(rig: _Rig) -> None:
 def test_close_skips_what_is_queued(rig: _Rig) -> None:
     target = rig.backend.allocate(64)
     rig.thread.send(rig.job(1, [0], target))
-    assert rig.next() == Written(Room(1), 1, 1, PAGE)
+    assert rig.next() == Written(Room(1), 1, PAGE)
     rig.thread.close()
     rig.thread.close()
     rig.thread.send(rig.job(2, [1], target))
@@ -114,8 +114,8 @@ def test_nothing_is_remembered_of_transfers_that_failed(rig: _Rig) -> None:
     for room in range(5):
         rig.thread.send(rig.job(room, [7], target))
         assert isinstance(rig.next(), WriteFailed)
-    rig.thread.cancel(Room(9), 1)
-    assert rig.next() == Cancelled(Room(9), 1)
+    rig.thread.cancel(Room(9))
+    assert rig.next() == Cancelled(Room(9))
     assert not rig.thread._barred
 
 

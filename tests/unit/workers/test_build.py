@@ -90,7 +90,6 @@ def submit(room: Room, rows: list[RankRow], prompt_len: int) -> Submit:
 def ticket(room: Room, prompt_len: int) -> Ticket:
     return Ticket(
         room=room,
-        generation=1,
         decode=peer(DECODE),
         prefill_incarnation=Incarnation(1),
         pages=[list(range(-(-prompt_len // GEOMETRY.page_size)))],

@@ -24,7 +24,7 @@ def tickets_of(pair: LeaderPair, *messages: Message) -> list[Room]:
 def drained(pair: LeaderPair, room: Room) -> tuple[Message, ...]:
     """The request is cancelled, and prefill says that it writes no more."""
     incarnation = Incarnation(1)
-    said = Drained(room=room, generation=1, prefill=pair.prefill_peer, decode_incarnation=incarnation)
+    said = Drained(room=room, prefill=pair.prefill_peer, decode_incarnation=incarnation)
     return Cancel(room=room, incarnation=incarnation), said
 
 

@@ -192,9 +192,7 @@ def test_sends_are_summed_by_rank() -> None:
     meter = SendMeter()
     for rank, num_bytes, write_s in ((1, 10, 0.5), (0, 4, 0.25), (1, 20, 0.5), (2, 0, 0.0)):
         meter.add(
-            SendReport(
-                room=Room(1), generation=1, sender_rank=rank, state=SendState.SENT, num_bytes=num_bytes, write_s=write_s
-            )
+            SendReport(room=Room(1), sender_rank=rank, state=SendState.SENT, num_bytes=num_bytes, write_s=write_s)
         )
     assert meter.times == (
         SendTimes(global_rank=0, num_transfers=1, num_bytes=4, write_s=0.25),

@@ -114,7 +114,6 @@ def ticket(room: int, wanted: int | None = None) -> Ticket:
     geometry = kv_geometry(model="m", num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", page_size=4)
     return Ticket(
         room=Room(room),
-        generation=1,
         decode=PEER,
         prefill_incarnation=Incarnation(1),
         pages=[[]],
