@@ -1,4 +1,4 @@
-"""Assignment of a transfer's pages to ranks: who sends which pages to whom, and when. Pure arithmetic."""
+"""Assignment of a transfer's pages to ranks: which rank sends which pages where, and when. Pure arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,9 @@ from cluster.spec.registry import AxisSizes, RankCoords, RankRow, TransferMode
 from transfer.page_range import intersect
 
 MOST_GROUPS = 4
-"""Maximum number of layer groups. The last group is sent after the step, so the step's end leaves a quarter of the
-bytes to send.
-"""
+"""Maximum number of layer groups. Only the last one, a quarter of the bytes, is sent after the step ends."""
 LEAST_SPAN_BYTES = 64 << 10
-"""Minimum span size; smaller spans would cost more than early sending hides."""
+"""Minimum span size for early sending; smaller spans cost more time than they hide."""
 
 
 def early_ends(layout: PoolLayout, least_span_bytes: int = LEAST_SPAN_BYTES) -> list[int]:
@@ -34,16 +32,11 @@ class PagePair(NamedTuple):
     """Page id in the target pool."""
 
 
-def is_sender(mode: TransferMode, cp_rank: int) -> bool:
-    """Return whether a CP rank sends KV at all and therefore ends every transfer with a Done."""
-    return mode is TransferMode.ALL_RANKS or cp_rank == 0
-
-
 def receivers(
     mode: TransferMode, coords: RankCoords, sizes: AxisSizes, decode_ranks: Sequence[RankRow]
 ) -> list[RankRow]:
-    """Return the decode ranks that a prefill rank sends some of its heads and layers to."""
-    if not is_sender(mode, coords.cp):
+    """Return the decode ranks to which a prefill rank sends heads and layers, ending each transfer with a Done."""
+    if mode is TransferMode.RANK0 and coords.cp != 0:
         return []
     return [rank for rank in decode_ranks if sent_groups(coords, sizes, rank)]
 
@@ -76,7 +69,7 @@ def _sends_heads(group: KvGroup, coords: RankCoords, sizes: AxisSizes, decode_ra
 
 @dataclass(frozen=True, slots=True)
 class PageShare:
-    """The part of the pages that one rank sends to some decode ranks.
+    """Part of the pages that one rank sends to some decode ranks.
 
     If ``num_copies`` decode ranks hold the same KV heads, each is sent the pages whose id modulo ``num_copies`` is its
     own remainder, and gets the others from its peers.
@@ -92,16 +85,12 @@ class PageShare:
         num_copies = copies_of(ranks[0]) if ranks else 1
         return PageShare(num_copies, frozenset(row.coords.tp % num_copies for row in ranks))
 
-    @property
-    def is_all(self) -> bool:
-        return len(self.remainders) == self.num_copies
-
     def has(self, page: int) -> bool:
-        """Return whether the page with this id in decode is sent."""
+        """Return whether a page is sent, by its id in decode."""
         return page % self.num_copies in self.remainders
 
     def count(self, pages: Sequence[int]) -> int:
-        return len(pages) if self.is_all else sum(map(self.has, pages))
+        return sum(map(self.has, pages))
 
 
 def copies_of(row: RankRow) -> int:

@@ -15,9 +15,9 @@ from cluster.spec.transfer_messages import Done, Drained, PageDigests, Refused, 
 from transfer.digests import coverage_problem
 
 TICKET_AGAIN_S = 10.0
-"""Interval of sending an unacknowledged ticket again: prefill may be at work, or may not have received it."""
+"""Interval at which a ticket is sent again until prefill responds; the ticket may have been lost."""
 REVOKE_AGAIN_S = 1.0
-"""Interval of sending an unanswered Revoke again; it is idempotent."""
+"""Interval at which an unanswered Revoke is sent again; it is idempotent."""
 
 
 class ReceiverState(Enum):
@@ -73,14 +73,14 @@ class TransferFailure:
 
     kind: FailureKind
     reason: str
-    """Sentence that names both sides."""
+    """Sentence that names both replicas."""
 
 
 class ReceiverSession:
     """State of one transfer on the decode leader.
 
-    Prefill may take any time until its first message (Result or a Done): it has a queue, and a long prompt to compute.
-    After that, it may be silent for ``silence_s`` at most. Each event returns the message for the prefill leader, if
+    Prefill can take any time until its first message (Result or a Done), since it queues and computes the prompt.
+    After that, it can be silent for at most ``silence_s``. Each event returns the message for the prefill leader, if
     any. Messages from another room or incarnation, duplicates and late messages change nothing and are counted.
     """
 
@@ -186,14 +186,10 @@ class ReceiverSession:
             return None
         if self.state is ReceiverState.REVOKING:
             return self._revoke_message(now_s)
-        if not self._has_begun:
+        if self.result is None and not self._dones:
             self._wake_at_s = now_s + TICKET_AGAIN_S
             return self.ticket
         return self._revoke(FailureKind.TIMED_OUT, self._missing(), now_s)
-
-    @property
-    def _has_begun(self) -> bool:
-        return self.result is not None or bool(self._dones)
 
     def _missing(self) -> str:
         """Describe what is missing, and from which sender."""
@@ -264,10 +260,10 @@ class ReceiverSession:
         return None
 
     def _is_foreign(self, message: Result | Done | Refused | Drained) -> bool:
-        return (message.room, message.decode_incarnation) != (
+        sender = (message.prefill.replica, message.prefill.incarnation)
+        return (message.room, message.decode_incarnation, *sender) != (
             self.ticket.room,
             self.ticket.decode.incarnation,
-        ) or (message.prefill.replica, message.prefill.incarnation) != (
             self.prefill.replica,
             self.prefill.incarnation,
         )

@@ -15,8 +15,9 @@ from transfer.backends.interface import Region, TransferBackend
 from transfer.page_range import Span, batches, total_bytes
 
 BATCH_SPANS = 256
-"""Spans handed to the backend at once: enough to keep a network busy, few enough that a cancellation, which waits
-for one batch, is quick."""
+"""Maximum spans handed to the backend in one call: enough to keep a network busy, few enough that a cancellation,
+which waits for the call to return, is quick.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +34,29 @@ class SendJob:
 
     room: Room
     make_writes: Callable[[], Sequence[Write]]
-    """Function that creates the writes, called on the sender thread when the job starts: it takes a while for many
-    pages.
-    """
+    """Function that creates the writes. The sender thread calls it, since it is slow for many pages."""
     num_pages: int
-    """Number of pages complete at their targets after it, for the outcome."""
+    """Number of pages that this job completes at their targets."""
     make_ready: Callable[[], list[PageDigests]] = list
-    """Function called right before the writes are created; returns the digests of these pages, for the outcome."""
+    """Function called right before ``make_writes``; returns the digests of the completed pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Outcome of a completed job: everything is at its target."""
+    """Outcome of a completed job, all of whose bytes have reached their targets."""
 
     room: Room
     num_pages: int
     num_bytes: int
     digests: list[PageDigests] = field(default_factory=list)
     start_s: float = field(default=0.0, compare=False)
-    """Start of its writing, by ``time.monotonic``."""
+    """Time at which writing started, by ``time.monotonic``."""
     end_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """Outcome of a failed job; nothing of this transfer is written any more."""
+    """Outcome of a failed job. Later jobs of its transfer are skipped."""
 
     room: Room
     reason: str
@@ -65,7 +64,7 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Response to ``cancel``: nothing of this transfer is queued or running."""
+    """Response to ``cancel``: no job of this transfer is queued or running."""
 
     room: Room
 
@@ -73,7 +72,7 @@ class Cancelled:
 Outcome = Written | WriteFailed | Cancelled
 
 
-class Writer(Protocol):
+class SpanWriter(Protocol):
     """Interface of ``SenderThread``, which documents its methods."""
 
     def send(self, job: SendJob) -> None: ...
@@ -83,7 +82,7 @@ class Writer(Protocol):
 
 
 class SenderThread:
-    """Writes jobs in order. Outcomes are reported on this thread, so the callback must only pass them on.
+    """Writer of jobs, in order. It reports outcomes on its own thread, so the callback must return quickly.
 
     The caller sends no job of a transfer that was cancelled or has failed.
     """
@@ -94,18 +93,15 @@ class SenderThread:
         source: Region,
         on_outcome: Callable[[Outcome], None],
         on_failure: Callable[[Exception], None],
-        batch_spans: int = BATCH_SPANS,
     ) -> None:
         """Start the thread.
 
         Args:
-            source: base of all spans; its bytes must not change until the outcome.
-            batch_spans: maximum spans given to the backend at once; a cancellation waits for one such batch.
-            on_failure: called with the exception if the thread ends without ``close``; nothing is written after it.
+            source: region that all spans are read from; their bytes must not change until the outcome.
+            on_failure: called with the exception that ended the thread, after which nothing is written.
         """
         self._backend = backend
         self._source = source
-        self._batch_spans = batch_spans
         self._on_outcome = on_outcome
         self._on_failure = on_failure
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -115,16 +111,16 @@ class SenderThread:
         self._thread.start()
 
     def send(self, job: SendJob) -> None:
-        """Queue one job; answered by Written or WriteFailed, or by nothing if the transfer was cancelled or failed."""
+        """Queue a job. Its outcome is Written or WriteFailed; a job of a cancelled or failed transfer has none."""
         self._queue.put(partial(self._send, job))
 
     def cancel(self, room: Room) -> None:
-        """Stop writing for a transfer; answered by Cancelled once that is certain."""
+        """Stop writing for a transfer; the outcome Cancelled confirms it."""
         self._barred.add(room)
         self._queue.put(partial(self._confirm_cancel, room))
 
     def forget(self, peer: Endpoint) -> None:
-        """Let the backend forget a peer that is gone, after the jobs queued so far."""
+        """Let the backend forget a peer that is gone, once the jobs queued so far are done."""
         self._queue.put(partial(self._backend.forget, peer))
 
     def close(self) -> None:
@@ -163,10 +159,13 @@ class SenderThread:
             self._on_outcome(Written(job.room, job.num_pages, num_bytes, digests, start_s, end_s))
 
     def _write(self, job: SendJob, writes: Sequence[Write]) -> bool:
-        """Return whether the whole job was written: it ends early if the transfer is barred."""
+        """Return whether the whole job was written; a barred transfer ends it early."""
         for write in writes:
-            for batch in batches(write.spans, self._batch_spans):
-                if self._is_closing or job.room in self._barred:
+            for batch in batches(write.spans, BATCH_SPANS):
+                if self._is_stopped(job):
                     return False
                 self._backend.write(self._source, write.peer, batch)
-        return not (self._is_closing or job.room in self._barred)
+        return not self._is_stopped(job)
+
+    def _is_stopped(self, job: SendJob) -> bool:
+        return self._is_closing or job.room in self._barred

@@ -20,7 +20,7 @@ from workers.handoff.kv_sender import KvSender
 from workers.hicache.copier import Copier
 from workers.hicache.storage.opening import make_storage
 from workers.hicache.storage.page_store import ObjectFormat, PageStore
-from workers.hicache.tier_worker import NoTierWorker, PageTierWorker, TierWorker
+from workers.hicache.tier_worker import TierWorker
 from workers.hicache.tiers import Tiers
 from workers.memory.tier_memory import TierMemory
 from workers.rank import Rank
@@ -136,14 +136,14 @@ def _make_prefill_leader(
 
 def make_tier_worker(
     spec: WorkerSpec, rank: Rank, rows: list[RankRow], open_outbox: Callable[[], Outbox]
-) -> TierWorker:
+) -> TierWorker | None:
     if rank.host_region is None:
-        return NoTierWorker()
+        return None
     memory = TierMemory(rank.memory, rank.host_region)
     copier = Copier(rows, spec.global_rank, memory, rank.backend)
     row, storage = rows[spec.global_rank], make_storage(spec.config.hicache.storage, spec.host)
     store = PageStore(storage, ObjectFormat(row, rank.weights), row.layout.page_bytes) if storage else None
-    return PageTierWorker(copier, store, spec.global_rank, rows[0].address, open_outbox)
+    return TierWorker(copier, store, spec.global_rank, rows[0].address, open_outbox)
 
 
 def make_kv_sender(

@@ -6,7 +6,7 @@ ends its replica.
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -84,9 +84,10 @@ class Worker:
         """Work until Shutdown, or raise the error that ended this rank. ``rows`` are all ranks' records in order."""
         assert self._rank is not None, "run before load"
         own, pool = rows[self.spec.global_rank], self._rank.memory.region.buffer
+        tiers = make_tier_worker(self.spec, self._rank, rows, partial(Outbox, self._key))
         with (
             closing(Outbox(self._key)) as outbox,
-            closing(make_tier_worker(self.spec, self._rank, rows, partial(Outbox, self._key))) as tiers,
+            closing(tiers) if tiers is not None else nullcontext(),
             closing(PageChecker(own, pool, rows[0].address, Outbox(self._key), self._fail)) as checker,
             closing(make_kv_sender(self.spec, self._rank, rows, Outbox(self._key), self._fail)) as sender,
         ):
@@ -117,7 +118,7 @@ class Worker:
         if self._rank is not None:
             self._rank.close()
 
-    def _link(self, rank: Rank, rows: list[RankRow], tiers: TierWorker, outbox: Outbox) -> LeaderLink:
+    def _link(self, rank: Rank, rows: list[RankRow], tiers: TierWorker | None, outbox: Outbox) -> LeaderLink:
         if self.spec.is_leader:
             leader = make_leader(self.spec, rank, rows)
             return LocalLink(leader, self.spec, rank, rows, self._inbox, outbox, tiers, self._clock)
@@ -153,6 +154,7 @@ class Worker:
                 case ForgetPeer():
                     parts.sender.forget(message)
                 case TierJob():
+                    assert parts.tiers is not None, "a tier job for a rank without host memory"
                     parts.tiers.submit(message)
                 case CheckPages():
                     parts.checker.check(message)
@@ -214,5 +216,5 @@ class _Parts(NamedTuple):
 
     sender: KvSender
     checker: PageChecker
-    tiers: TierWorker
+    tiers: TierWorker | None
     outbox: Outbox

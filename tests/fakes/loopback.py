@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from cluster.spec.config import TransferBackendName
 from cluster.spec.errors import TransferError
 from cluster.spec.registry import Endpoint
-from transfer.backends.interface import Region, out_of_bounds
+from transfer.backends.interface import Region, check_bounds
 from transfer.page_range import Span
 
 
@@ -44,8 +44,7 @@ class Loopback:
         assert self.gate.wait(10)
         if target.session in self.failing:
             raise TransferError(f"{target.session} fails")
-        if wrong := out_of_bounds(spans, len(source.buffer), target.num_bytes):
-            raise TransferError(wrong)
+        check_bounds(spans, len(source.buffer), target.num_bytes, target)
         self.batch_sizes.append(len(spans))
         for source_offset, target_offset, num_bytes in spans:
             self.memory[target.session][target_offset : target_offset + num_bytes] = source.buffer[
@@ -57,8 +56,7 @@ class Loopback:
     def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
         if source.session in self.failing:
             raise TransferError(f"{source.session} fails")
-        if wrong := out_of_bounds(spans, source.num_bytes, len(target.buffer)):
-            raise TransferError(wrong)
+        check_bounds(spans, source.num_bytes, len(target.buffer), source)
         for source_offset, target_offset, num_bytes in spans:
             target.buffer[target_offset : target_offset + num_bytes] = self.memory[source.session][
                 source_offset : source_offset + num_bytes

@@ -93,7 +93,8 @@ class TierWorld:
         self.lifetimes = Lifetimes.of(rows[0].geometry)
         self.tree = PrefixTree(self.num_owners)
         self.allocator = PageAllocator(pages_per_owner, self.tree, self.num_owners, self.lifetimes)
-        self.tiers = Tiers(self._config, self.tree, host_pages, rows, min_prefetch_tokens=1)
+        self.tiers = Tiers(self._config, self.tree, host_pages, rows)
+        self.tiers.prefetcher.min_tokens = 1
         self.waiting: list[tuple[Room, list[int], float]] = []
         """Those that wait for storage, since when."""
         self.requests: list[Request] = []
@@ -110,11 +111,13 @@ class TierWorld:
 
     def start_waiting(self) -> None:
         """Those that wait no longer have their turn; who gets no pages goes without an answer."""
-        for request in [request for request in self.waiting if not self.tiers.is_waiting(request[0], self.now_s)]:
+        for request in [
+            request for request in self.waiting if not self.tiers.prefetcher.is_waiting(request[0], self.now_s)
+        ]:
             self.waiting.remove(request)
             room, tokens, _ = request
             self.start(tokens)
-            self.tiers.forget(room, self.now_s)
+            self.tiers.prefetcher.forget(room, self.now_s)
             self.advance()
         for room, tokens, since_s in self.waiting:
             assert self.now_s - since_s < self._longest_wait_s(len(tokens)), f"{room} waits too long for storage"
@@ -172,7 +175,7 @@ class TierWorld:
             is_done = [self._move(rank, job.kind, page, fails=fails) for page in job.pages]
             failures = {"error": 1} if fails else {}
             result = TierJobResult(job_id=job.job_id, global_rank=rank.cp_rank, done=is_done, failures=failures)
-            assert self.tiers.on_result(result, self.now_s)
+            assert self.tiers.jobs.on_result(result, self.now_s)
             self.advance()
 
     def drain(self) -> None:
@@ -199,7 +202,7 @@ class TierWorld:
         """Every id is where it should be, and every host page that can be found has its bytes."""
         held = [page for pages, _ in (*self.requests, *self.loading) for page in live_pages(pages)]
         self.allocator.check_integrity(held)
-        self.tiers.check_integrity()
+        self.tiers.host.check_integrity()
         for key in self.tiers.host.filled_keys():
             page = self.tiers.host.page_of(key)
             assert page is not None

@@ -123,18 +123,20 @@ def test_pages_are_there_for_what_is_started_next(world: World) -> None:
 
 def test_tiers_keep_pages_and_bring_them_back(world: World) -> None:
     expected = world.write_late([1, 2, 3])
-    event = world.copier.record_event()
+    event = world.copier.memory.record_event()
     with ThreadPoolExecutor(1) as thread:
         thread.submit(world.copier.save, pages_of([(1, 2), (2, 0), (3, 3)]), event).result()
         assert torch.equal(world.host[[2, 0, 3]], expected)
         world.write_late([4, 5, 6])
-        thread.submit(world.copier.load, pages_of([(4, 2), (5, 0), (6, 3)]), world.copier.record_event()).result()
+        thread.submit(
+            world.copier.load, pages_of([(4, 2), (5, 0), (6, 3)]), world.copier.memory.record_event()
+        ).result()
     assert torch.equal(world.pool.group("full_attention")[4:7].cpu(), expected)
 
 
 def test_layers_are_read_while_others_come(world: World) -> None:
     world.host.copy_(torch.randn(world.host.shape))
-    load, event = LayerwiseLoad(), world.copier.record_event()
+    load, event = LayerwiseLoad(), world.copier.memory.record_event()
     with ThreadPoolExecutor(1) as thread, world.pool.in_step(load):
         loaded = thread.submit(world.copier.load_layerwise, pages_of([(0, 1), (4, 3)]), event, load)
         seen = [torch.stack(world.pool.layer_view(layer), dim=2)[[0, 4]].cpu() for layer in range(LAYOUT.num_layers)]

@@ -1,22 +1,22 @@
 """Interface and selection of transfer backends, which move bytes and do not know pages, rooms or states."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.spec.config import TransferBackendName, TransferProtocol
-from cluster.spec.errors import UserError
+from cluster.spec.errors import TransferError, UserError
 from cluster.spec.registry import Endpoint
 from transfer.page_range import Span
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory of this process that peers may write to and read."""
+    """Memory of this process that peers may read and write."""
 
     buffer: memoryview
-    """Writable bytes, initially zero; valid while referenced, even after the backend is closed. Empty for device
-    memory, which the CPU cannot access.
+    """Writable bytes, initially zero. They stay valid while referenced, even after the backend is closed. Empty for
+    device memory, which the CPU cannot access.
     """
     endpoint: Endpoint
     """Address that a peer passes to ``write`` and ``read``."""
@@ -37,7 +37,7 @@ class TransferBackend(Protocol):
         """Allocate a region and open it to peers.
 
         Raises:
-            UserError: too little memory; the message says where it was looked for.
+            UserError: there is too little memory.
         """
         ...
 
@@ -82,26 +82,10 @@ def make_backend(
     Raises:
         UserError: a requirement of the backend is not installed or not available.
     """
-    return _MAKERS[name](host, protocol)
+    if name is TransferBackendName.SHARED_MEMORY:
+        from transfer.backends.shared_memory import SharedMemoryBackend
 
-
-def out_of_bounds(spans: Sequence[Span], source_bytes: int, target_bytes: int) -> str | None:
-    """Return a description of the first span outside either region; None if all fit."""
-    for span in spans:
-        if span.num_bytes < 0 or not 0 <= span.source_offset <= source_bytes - span.num_bytes:
-            return f"{span} does not lie in the {source_bytes} bytes of the source"
-        if not 0 <= span.target_offset <= target_bytes - span.num_bytes:
-            return f"{span} does not lie in the {target_bytes} bytes of the target"
-    return None
-
-
-def _shared_memory(host: str, protocol: TransferProtocol) -> TransferBackend:  # noqa: ARG001 - peers reach it by path
-    from transfer.backends.shared_memory import SharedMemoryBackend
-
-    return SharedMemoryBackend()
-
-
-def _mooncake(host: str, protocol: TransferProtocol) -> TransferBackend:
+        return SharedMemoryBackend()
     try:
         from transfer.backends.mooncake import MooncakeBackend
     except ImportError as error:
@@ -112,7 +96,14 @@ def _mooncake(host: str, protocol: TransferProtocol) -> TransferBackend:
     return MooncakeBackend(host, protocol)
 
 
-_MAKERS: dict[TransferBackendName, Callable[[str, TransferProtocol], TransferBackend]] = {
-    TransferBackendName.SHARED_MEMORY: _shared_memory,
-    TransferBackendName.MOONCAKE: _mooncake,
-}
+def check_bounds(spans: Sequence[Span], source_bytes: int, target_bytes: int, peer: Endpoint) -> None:
+    """Check that spans lie within both regions, one of which is the peer's.
+
+    Raises:
+        TransferError: names the first span that does not.
+    """
+    for span in spans:
+        if span.num_bytes < 0 or not 0 <= span.source_offset <= source_bytes - span.num_bytes:
+            raise TransferError(f"{peer.session}: {span} does not lie in the {source_bytes} bytes of the source")
+        if not 0 <= span.target_offset <= target_bytes - span.num_bytes:
+            raise TransferError(f"{peer.session}: {span} does not lie in the {target_bytes} bytes of the target")

@@ -3,7 +3,7 @@
 import json
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from mooncake.engine import TransferEngine
 from cluster.spec.config import TransferBackendName, TransferProtocol
 from cluster.spec.errors import TransferError, UserError
 from cluster.spec.registry import Endpoint
-from transfer.backends.interface import Region, out_of_bounds
+from transfer.backends.interface import Region, check_bounds
 from transfer.page_range import Span, batches
 
 _MAX_SPANS = 512
@@ -62,13 +62,12 @@ class MooncakeBackend:
             buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise UserError(f"no room for {num_bytes} bytes of memory ({error.strerror})") from error
-        address = _address(memoryview(buffer))
+        address = int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
         if self._engine.register_memory(address, num_bytes) != 0:
             raise UserError(
                 f"transfer.backend: mooncake cannot register {num_bytes} bytes of memory; lower kv.memory_gib"
             )
-        endpoint = Endpoint(backend=self.name, session=self._session, base_address=address, num_bytes=num_bytes)
-        return self._own(Region(memoryview(buffer), endpoint))
+        return self._own(memoryview(buffer), address, num_bytes)
 
     def register(self, address: int, num_bytes: int) -> Region:
         """Register GPU memory, which a network card then reads and writes directly."""
@@ -80,39 +79,36 @@ class MooncakeBackend:
                 f"mooncake cannot register {num_bytes} bytes of the GPU (status {status}); "
                 "is the kernel module nvidia_peermem loaded?"
             )
-        endpoint = Endpoint(backend=self.name, session=self._session, base_address=address, num_bytes=num_bytes)
-        return self._own(Region(memoryview(bytearray()), endpoint))
+        return self._own(memoryview(bytearray()), address, num_bytes)
 
-    def _own(self, region: Region) -> Region:
-        self._owned.append(region)
-        return region
+    def _own(self, buffer: memoryview, address: int, num_bytes: int) -> Region:
+        endpoint = Endpoint(backend=self.name, session=self._session, base_address=address, num_bytes=num_bytes)
+        self._owned.append(Region(buffer, endpoint))
+        return self._owned[-1]
 
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
         """Write spans to the peer's memory; return when the peer has acknowledged them."""
-        if wrong := out_of_bounds(spans, source.endpoint.num_bytes, target.num_bytes):
-            raise TransferError(f"{target.session}: {wrong}")
-        for batch in batches(spans, _MAX_SPANS):
-            status = self._engine.batch_transfer_sync_write(
-                target.session,
-                [source.endpoint.base_address + span.source_offset for span in batch],
-                [target.base_address + span.target_offset for span in batch],
-                [span.num_bytes for span in batch],
-            )
-            if status != 0:
-                raise TransferError(f"mooncake could not write {len(batch)} spans to {target.session}")
+        check_bounds(spans, source.endpoint.num_bytes, target.num_bytes, target)
+        self._transfer("write", self._engine.batch_transfer_sync_write, source, target, spans)
 
     def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
-        if wrong := out_of_bounds(spans, source.num_bytes, target.endpoint.num_bytes):
-            raise TransferError(f"{source.session}: {wrong}")
+        check_bounds(spans, source.num_bytes, target.endpoint.num_bytes, source)
+        mirrored = [Span(ours, theirs, num_bytes) for theirs, ours, num_bytes in spans]
+        self._transfer("read", self._engine.batch_transfer_sync_read, target, source, mirrored)
+
+    def _transfer(
+        self, verb: str, call: Callable[..., int], local: Region, peer: Endpoint, spans: Sequence[Span]
+    ) -> None:
+        """Transfer spans whose source offsets are local, whichever way the bytes go."""
         for batch in batches(spans, _MAX_SPANS):
-            status = self._engine.batch_transfer_sync_read(
-                source.session,
-                [target.endpoint.base_address + span.target_offset for span in batch],
-                [source.base_address + span.source_offset for span in batch],
+            status = call(
+                peer.session,
+                [local.endpoint.base_address + span.source_offset for span in batch],
+                [peer.base_address + span.target_offset for span in batch],
                 [span.num_bytes for span in batch],
             )
             if status != 0:
-                raise TransferError(f"mooncake could not read {len(batch)} spans of {source.session}")
+                raise TransferError(f"mooncake could not {verb} {len(batch)} spans; the peer is {peer.session}")
 
     def forget(self, target: Endpoint) -> None:
         """Do nothing: the engine closes connections to dead peers itself."""
@@ -126,7 +122,3 @@ class MooncakeBackend:
 def _has_rdma(topology: str) -> bool:
     """Return whether any memory has a network card; without one the engine falls back to TCP, and only logs it."""
     return any(cards for near_and_far in json.loads(topology).values() for cards in near_and_far)
-
-
-def _address(buffer: memoryview) -> int:
-    return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)

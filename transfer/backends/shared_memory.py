@@ -18,11 +18,13 @@ from cluster.machine_memory import machine_memory
 from cluster.spec.config import TransferBackendName
 from cluster.spec.errors import TransferError, UserError
 from cluster.spec.registry import Endpoint
-from transfer.backends.interface import Region, out_of_bounds
+from transfer.backends.interface import Region, check_bounds
 from transfer.page_range import Span
 
+_Bytes = npt.NDArray[np.uint8]
+
 _SESSION = re.compile(r"^(/proc/\d+/fd/\d+) (baton-[0-9a-f]{16})$")
-"""Path of the owner's descriptor, and the memory's unique name: descriptors are reused."""
+"""Path of the owner's descriptor, and a unique name of the memory, since descriptors are reused."""
 
 
 class SharedMemoryBackend:
@@ -33,7 +35,7 @@ class SharedMemoryBackend:
 
     def __init__(self) -> None:
         self._owned: list[int] = []
-        self._peers: dict[str, npt.NDArray[np.uint8]] = {}
+        self._peers: dict[str, _Bytes] = {}
 
     def allocate(self, num_bytes: int) -> Region:
         """Allocate a region and reserve its memory."""
@@ -58,25 +60,15 @@ class SharedMemoryBackend:
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         return Region(memoryview(mmap.mmap(descriptor, num_bytes, flags=flags)), endpoint)
 
-    def register(self, address: int, num_bytes: int) -> Region:  # noqa: ARG002 - of no GPU
+    def register(self, address: int, num_bytes: int) -> Region:  # noqa: ARG002 - no GPU memory
         """Raise TransferError: processes only share memory that this backend allocates."""
         raise TransferError("transfer.backend: shared_memory reaches only host memory")
 
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
-        if wrong := out_of_bounds(spans, len(source.buffer), target.num_bytes):
-            raise TransferError(f"{target.session}: {wrong}")
-        peer = self._map(target)
-        ours = np.frombuffer(source.buffer, dtype=np.uint8)
-        for source_offset, target_offset, num_bytes in spans:
-            np.copyto(peer[target_offset : target_offset + num_bytes], ours[source_offset : source_offset + num_bytes])
+        _copy(np.frombuffer(source.buffer, dtype=np.uint8), self._map(target), spans, target)
 
     def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
-        if wrong := out_of_bounds(spans, source.num_bytes, len(target.buffer)):
-            raise TransferError(f"{source.session}: {wrong}")
-        peer = self._map(source)
-        ours = np.frombuffer(target.buffer, dtype=np.uint8)
-        for source_offset, target_offset, num_bytes in spans:
-            np.copyto(ours[target_offset : target_offset + num_bytes], peer[source_offset : source_offset + num_bytes])
+        _copy(self._map(source), np.frombuffer(target.buffer, dtype=np.uint8), spans, source)
 
     def forget(self, target: Endpoint) -> None:
         """Unmap a peer's memory, which frees it if the peer is gone."""
@@ -88,13 +80,19 @@ class SharedMemoryBackend:
         while self._owned:
             os.close(self._owned.pop())
 
-    def _map(self, target: Endpoint) -> npt.NDArray[np.uint8]:
+    def _map(self, target: Endpoint) -> _Bytes:
         if target.session not in self._peers:
             self._peers[target.session] = _open(target)
         return self._peers[target.session]
 
 
-def _open(target: Endpoint) -> npt.NDArray[np.uint8]:
+def _copy(source: _Bytes, target: _Bytes, spans: Sequence[Span], peer: Endpoint) -> None:
+    check_bounds(spans, len(source), len(target), peer)
+    for source_offset, target_offset, num_bytes in spans:
+        np.copyto(target[target_offset : target_offset + num_bytes], source[source_offset : source_offset + num_bytes])
+
+
+def _open(target: Endpoint) -> _Bytes:
     match = _SESSION.match(target.session)
     if match is None:
         raise TransferError(f"{target.session} is not the name of a shared memory region")

@@ -97,13 +97,13 @@ class OwnedRows:
     """Rows that one rank computes and this rank stores, in every layer."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, cp_rank: int) -> None:
-        self._rows, slots = batch.owned_rows(cp_rank, pool.null_slot)
-        self._slots = pool.at_slots(slots)
+        self._pool = pool
+        self._rows, self._slots = batch.owned_rows(cp_rank, pool.null_slot)
 
     def store(self, layer: int, kv: Tensor) -> None:
         """Store ``kv [tokens, heads, width]``, the rows of the rank that computes them."""
         if len(self._rows):
-            self._slots.write(layer, kv[self._rows])
+            self._pool.write(layer, self._slots, kv[self._rows])
 
 
 class PagedContext(StepContext):
@@ -112,7 +112,6 @@ class PagedContext(StepContext):
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
         self._attention = [backend.prepare(batch.runs, pages.tables, batch.page_size) for pages in batch.pages]
-        self._slots = [pool.at_slots(pages.slots) for pages in batch.pages]
         self._gathered: Gathered | None = None
 
     def kv_slots(self, layer: int) -> KvSlots | None:
@@ -125,7 +124,7 @@ class PagedContext(StepContext):
     def partials(self, layer: int, q: Tensor, params: AttentionParams) -> Iterator[Partial]:
         lifetime = self.pool.lifetime_of(layer)
         if self._gathered is not None:
-            self._slots[lifetime].write(layer, self._gathered.wait())
+            self.pool.write(layer, self.batch.pages[lifetime].slots, self._gathered.wait())
             self._gathered = None
         yield self._attention[lifetime].attend(q, *self.pool.layer_view(layer), params)
 
@@ -136,7 +135,6 @@ class OverlappedContext(StepContext):
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
         shards = batch.shards
-        self._slots = [pool.at_slots(pages.slots) for pages in batch.pages]
         self._prefix = [
             backend.prepare(batch.runs, pages.tables, batch.page_size, shards.prefix_lens)
             for pages in (batch.pages if any(shards.prefix_lens) else ())
@@ -155,6 +153,6 @@ class OverlappedContext(StepContext):
             yield self._prefix[lifetime].attend(q, *self.pool.layer_view(layer), params)
         if self._own is not None:
             yield self._own.attend(q, self._k, self._v, params)
-        self._slots[lifetime].write(layer, self._gathered.wait())
+        self.pool.write(layer, self.batch.pages[lifetime].slots, self._gathered.wait())
         for rank, rows in self._others:
             yield rows.attend(q, *self.pool.split(layer, self._gathered.of_rank(rank)), params)

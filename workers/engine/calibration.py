@@ -207,9 +207,9 @@ def _measure_merge(model: DecoderModel) -> float:
 
 def _measure_store(model: DecoderModel, pool: PagePool) -> float:
     _, num_tokens = SAMPLES[model.device.type].tokens
-    slots = pool.at_slots(torch.full((num_tokens,), pool.null_slot))
+    slots = torch.full((num_tokens,), pool.null_slot)
     kv = torch.zeros(num_tokens, model.config.num_kv_heads, sum(pool.widths(0)), dtype=model.dtype)
-    return _least_s(model.device, lambda: slots.write(0, kv)) / num_tokens
+    return _least_s(model.device, lambda: pool.write(0, slots, kv)) / num_tokens
 
 
 def _hidden(model: DecoderModel, num_tokens: int) -> Tensor:

@@ -32,7 +32,7 @@ from transfer.page_assignment import (
 )
 from transfer.page_range import PageRange
 from transfer.sender_session import SenderSession
-from transfer.sender_thread import Cancelled, Outcome, SendJob, Write, WriteFailed, Writer, Written
+from transfer.sender_thread import Cancelled, Outcome, SendJob, SpanWriter, Write, WriteFailed, Written
 from workers.handoff.post import Post, send_if_heard
 from workers.trace.recorder import KV_SENDER, Recorder
 
@@ -78,7 +78,7 @@ class KvSender:
         pool: memoryview,
         config: TransferConfig,
         outbox: Post,
-        start_writer: Callable[[Callable[[Outcome], None]], Writer],
+        start_writer: Callable[[Callable[[Outcome], None]], SpanWriter],
         recorder: Recorder | None = None,
         memory: "PeerMemory | None" = None,
         least_span_bytes: int = LEAST_SPAN_BYTES,

@@ -28,7 +28,7 @@ class Copier:
         """Build the copier of one rank; ``rows`` are the records of all ranks of the replica."""
         self._row = rows[rank]
         self._backend = backend
-        self._memory = memory
+        self.memory = memory
         self._peers = {row.coords.cp: row for row in rows if _is_peer(row, self._row)}
 
     def bytes_of(self, page: TierPage) -> int:
@@ -41,16 +41,12 @@ class Copier:
 
     def host_page(self, page: TierPage) -> memoryview:
         """Return the bytes of an owned host page."""
-        return self._memory.host_page(self._slot(page))[: self.bytes_of(page)]
-
-    def record_event(self) -> "Event | None":
-        """Record the event after which the copies of a new job start; call it on the computing thread."""
-        return self._memory.record_event()
+        return self.memory.host_page(self._slot(page))[: self.bytes_of(page)]
 
     def save(self, pages: Sequence[TierPage], after: "Event | None") -> int:
         """Copy the pages that this rank owns to host memory; return the bytes copied."""
         local, slots = self._owned(pages)
-        self._memory.save(local, slots, after)
+        self.memory.save(local, slots, after)
         return len(local) * self._row.layout.page_bytes
 
     def load(self, pages: Sequence[TierPage], after: "Event | None") -> int:
@@ -61,7 +57,7 @@ class Copier:
         """
         pages = self._held(pages)
         self._load(pages, None, after)
-        self._memory.wait_loads()
+        self.memory.wait_loads()
         return len(pages) * self._row.layout.page_bytes
 
     def load_layerwise(self, pages: Sequence[TierPage], after: "Event | None", load: LayerwiseLoad) -> int:
@@ -82,7 +78,7 @@ class Copier:
         for layers in layer_groups(self._row.layout.layers):
             load.add(len(layers), self._load(pages, layers, after))
             yield
-        self._memory.wait_loads()
+        self.memory.wait_loads()
 
     def _load(self, pages: Sequence[TierPage], layers: range | None, after: "Event | None") -> "Event | None":
         for lifetime in range(self._row.layout.num_lifetimes):
@@ -94,7 +90,7 @@ class Copier:
         self, pages: Sequence[TierPage], lifetime: int, layers: range | None, after: "Event | None"
     ) -> "Event | None":
         local, slots = self._owned(pages)
-        loaded = self._memory.load(local, slots, lifetime, layers, after)
+        loaded = self.memory.load(local, slots, lifetime, layers, after)
         elsewhere = [page for page in pages if not self.owns(page)]
         if not elsewhere:
             return loaded
@@ -102,7 +98,7 @@ class Copier:
             # Earlier data that the region held for these pages is on the GPU after this event.
             loaded.synchronize()
         self._read(elsewhere, layers)
-        return self._memory.take_in([self._local(page) for page in elsewhere], lifetime, layers, loaded)
+        return self.memory.take_in([self._local(page) for page in elsewhere], lifetime, layers, loaded)
 
     def _held(self, pages: Sequence[TierPage]) -> Sequence[TierPage]:
         """Return the pages that belong on this rank's device."""
@@ -132,7 +128,7 @@ class Copier:
             assert source is not None, f"CP rank {cp_rank} has no host memory"
             spans = [span for page in owned for span in self._spans(page, layers)]
             for batch in batches(spans, READ_SPANS):
-                self._backend.read(source, self._memory.region, batch)
+                self._backend.read(source, self.memory.region, batch)
 
     def _spans(self, page: TierPage, layers: range | None) -> list[Span]:
         host, device = (

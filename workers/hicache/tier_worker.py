@@ -1,12 +1,11 @@
 """Tier jobs on one rank, run concurrently with the forward pass."""
 
 import logging
-import queue
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Protocol
+from math import inf
 
 from cluster.channel import Outbox
 from cluster.spec.errors import PeerUnreachableError, TransferError
@@ -31,36 +30,7 @@ _QUEUES = {
 }
 
 
-class TierWorker(Protocol):
-    """The worker loop's interface to the tiers."""
-
-    def submit(self, job: TierJob) -> None:
-        """Queue a job to run after all earlier steps."""
-        ...
-
-    def submit_layerwise(self, job: TierJob) -> LayerwiseLoad:
-        """Queue a load for the next step, which waits for each layer that it reads."""
-        ...
-
-    def close(self) -> None:
-        """Finish running jobs, and discard queued ones."""
-        ...
-
-
-class NoTierWorker:
-    """Tier worker of a rank without host memory, which never gets a job."""
-
-    def submit(self, job: TierJob) -> None:
-        raise AssertionError(f"tier job {job.job_id} for a worker without host memory")
-
-    def submit_layerwise(self, job: TierJob) -> LayerwiseLoad:
-        raise AssertionError(f"tier job {job.job_id} for a worker without host memory")
-
-    def close(self) -> None:
-        pass
-
-
-class PageTierWorker:
+class TierWorker:
     """Tier worker that moves pages between device, host memory and storage, with one queue per kind of move."""
 
     def __init__(
@@ -87,7 +57,7 @@ class PageTierWorker:
     def submit(self, job: TierJob) -> None:
         """Queue a job; called between steps, so that every page to be saved has its KV."""
         if job.kind in _COPIES:
-            self._events[job.job_id] = self._copier.record_event()
+            self._events[job.job_id] = self._copier.memory.record_event()
         self._queues[_QUEUES[job.kind]].put(job)
 
     def submit_layerwise(self, job: TierJob) -> LayerwiseLoad:
@@ -179,88 +149,82 @@ Refuse = Callable[[TierJob], TierJobResult]
 
 
 class _JobQueue:
-    """Queue of jobs of one kind, with a thread that runs them in order and a thread that reports the results.
+    """Queue of jobs of one kind, with a thread that runs them in order and a thread that refuses late ones.
 
-    A hanging job stays open, since its pages may still be written to; the jobs queued after it are refused once their
-    timeout has passed.
+    A hanging job stays open, since its pages may still be written to. Jobs queued after it are refused once their
+    timeouts have passed.
     """
 
     def __init__(self, name: str, leader_address: str, outbox: Outbox, work: Work, refuse: Refuse) -> None:
-        """Start the threads; the queue closes the outbox."""
+        """Start the threads, and take ownership of the outbox."""
         self._leader_address = leader_address
         self._outbox = outbox
         self._work = work
         self._refuse = refuse
-        self._events = queue.SimpleQueue[tuple[TierJob, float] | TierJobResult | None]()
-        """Jobs with their arrival times, results, and None to stop."""
-        self._running = queue.SimpleQueue[tuple[TierJob, float] | None]()
+        self._changed = threading.Condition()
+        """Lock of the fields below and of the outbox."""
         self._waiting: deque[tuple[TierJob, float]] = deque()
-        self._is_busy = False
+        """Jobs with their arrival times."""
+        self._is_stopped = False
         self._threads = [
-            threading.Thread(target=self._do_jobs, name=f"{name}-work", daemon=True),
-            threading.Thread(target=self._run, name=name, daemon=True),
+            threading.Thread(target=self._do_jobs, name=name, daemon=True),
+            threading.Thread(target=self._refuse_jobs, name=f"{name}-late", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
 
     def put(self, job: TierJob) -> None:
-        self._events.put((job, time.monotonic()))
+        with self._changed:
+            self._waiting.append((job, time.monotonic()))
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Finish the running job, and discard the others."""
-        self._events.put(None)
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Return whether the running job ends in time after ``stop``; if not, its thread ends with the process."""
         until_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        if any(thread.is_alive() for thread in self._threads):
+            return False
+        self._outbox.close()
+        return True
 
     def _do_jobs(self) -> None:
-        while (item := self._running.get()) is not None:
+        while (item := self._next()) is not None:
             job, since_s = item
-            self._events.put(self._work(job, time.monotonic() - since_s))
+            result = self._work(job, time.monotonic() - since_s)
+            with self._changed:
+                self._report(result)
 
-    def _run(self) -> None:
-        is_stopped = False
-        try:
-            while self._is_busy or not is_stopped:
-                try:
-                    event = self._events.get(timeout=self._time_left_s())
-                except queue.Empty:
-                    self._refuse_late()
-                    continue
-                if isinstance(event, TierJobResult):
-                    self._is_busy = False
-                    self._report(event)
-                elif event is not None:
-                    self._waiting.append(event)
-                is_stopped = is_stopped or event is None
-                if is_stopped:
-                    self._waiting.clear()
-                elif self._waiting and not self._is_busy:
-                    self._is_busy = True
-                    self._running.put(self._waiting.popleft())
-            self._running.put(None)
-        finally:
-            self._outbox.close()
+    def _next(self) -> tuple[TierJob, float] | None:
+        """Wait for the next job; return None once the queue is stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_stopped)
+            return None if self._is_stopped else self._waiting.popleft()
 
-    def _time_left_s(self) -> float | None:
-        """Return the seconds until the next waiting job is refused."""
-        ends_s = [since_s + job.timeout_s for job, since_s in self._waiting if job.timeout_s is not None]
-        return max(0.0, min(ends_s) - time.monotonic()) if ends_s else None
-
-    def _refuse_late(self) -> None:
-        now_s = time.monotonic()
-        for item in list(self._waiting):
-            job, since_s = item
-            if job.timeout_s is not None and since_s + job.timeout_s <= now_s:
-                self._waiting.remove(item)
-                self._report(self._refuse(job))
+    def _refuse_jobs(self) -> None:
+        with self._changed:
+            while not self._is_stopped:
+                now_s = time.monotonic()
+                for item in [item for item in self._waiting if _end_s(item) <= now_s]:
+                    self._waiting.remove(item)
+                    self._report(self._refuse(item[0]))
+                end_s = min(map(_end_s, self._waiting), default=inf)
+                self._changed.wait(end_s - now_s if end_s < inf else None)
 
     def _report(self, result: TierJobResult) -> None:
         try:
             self._outbox.send(self._leader_address, result)
         except PeerUnreachableError as error:
             _log.warning("%s", error)
+
+
+def _end_s(item: tuple[TierJob, float]) -> float:
+    """Return the time at which a waiting job is refused."""
+    job, since_s = item
+    return inf if job.timeout_s is None else since_s + job.timeout_s

@@ -12,46 +12,33 @@ from cluster.spec.config import TransferBackendName
 from cluster.spec.hicache_config import HicacheConfig, StorageBackendName
 from cluster.spec.ids import Room
 from cluster.spec.registry import KvOwnership, RankRow
-from cluster.spec.tiers import RankTiers, Tier, TierJob, TierJobKind, TierJobResult, TierPage, TierState
+from cluster.spec.tiers import RankTiers, Tier, TierJob, TierJobKind, TierPage, TierState
 from workers.cache.page_lists import Lifetimes
 from workers.cache.prefix_tree import PageJournal, PrefixTree
 from workers.hicache.policy.host_index import HostIndex
 from workers.hicache.policy.host_writer import HostWriter
 from workers.hicache.policy.jobs import Breaker, Outcome, TierJobs
-from workers.hicache.policy.prefetcher import MIN_TOKENS, Prefetcher
+from workers.hicache.policy.prefetcher import Prefetcher
 from workers.hicache.policy.storage_writer import StorageWriter
 
 
 class Tiers:
     """Host and storage tiers of one replica, as its leader sees them."""
 
-    def __init__(
-        self,
-        config: HicacheConfig,
-        tree: PrefixTree,
-        host_pages: int,
-        rows: Sequence[RankRow],
-        min_prefetch_tokens: int = MIN_TOKENS,
-    ) -> None:
+    def __init__(self, config: HicacheConfig, tree: PrefixTree, host_pages: int, rows: Sequence[RankRow]) -> None:
         """Build the tiers with ``host_pages`` per rank; ``rows`` are the records of all ranks of the replica."""
         self._lifetimes = Lifetimes.of(rows[0].geometry)
         self.host = HostIndex(host_pages, rows[0].sizes.cp, self._lifetimes)
         self._tree = tree
         self._addresses = [row.address for row in rows]
         self._owners = {row.global_rank: row.coords.cp for row in rows}
-        self._jobs = TierJobs(len(rows))
-        self.loader = HostLoader(self.host, self._jobs)
-        self._host_writer = HostWriter(config.write, tree, self.host, self._jobs)
+        self.jobs = TierJobs(len(rows))
+        self.loader = HostLoader(self.host, self.jobs)
+        self._host_writer = HostWriter(config.write, tree, self.host, self.jobs)
         self._writes, self._reads = Breaker(), Breaker()
-        self._storage_writer = StorageWriter(config.write, self.host, self._jobs, self._writes)
-        self._prefetcher = Prefetcher(
-            config.storage.prefetch,
-            self._lifetimes,
-            self._is_here,
-            self.host,
-            self._jobs,
-            self._reads,
-            min_prefetch_tokens,
+        self._storage_writer = StorageWriter(config.write, self.host, self.jobs, self._writes)
+        self.prefetcher = Prefetcher(
+            config.storage.prefetch, self._lifetimes, self._is_here, self.host, self.jobs, self._reads
         )
         self._has_storage = config.storage.backend is not StorageBackendName.NONE
         self._is_attached = self._has_storage
@@ -62,13 +49,9 @@ class Tiers:
         self.can_load_layerwise = sizes.dp == 1 and (is_own or _share_memory(rows))
         """True if every rank finds its pages on its own host, so that no copy fails, and no DP rank has to wait."""
 
-    def on_result(self, result: TierJobResult, now_s: float) -> bool:
-        """Handle one rank's result; return False if it belongs to no open job."""
-        return self._jobs.on_result(result, now_s)
-
     def advance(self, now_s: float) -> list[tuple[str, TierJob]]:
         """Advance after any event; return the jobs to send as (address, job)."""
-        stuck = self._jobs.stuck_pages(now_s)
+        stuck = self.jobs.stuck_pages(now_s)
         self._reads.note_hangs(hangs=stuck[TierJobKind.LOOK_UP] + stuck[TierJobKind.FETCH] > 0)
         self._writes.note_hangs(hangs=stuck[TierJobKind.STORE] > 0)
         self._num_stuck = stuck[TierJobKind.FETCH] + stuck[TierJobKind.STORE]
@@ -79,7 +62,7 @@ class Tiers:
                 self._storage_writer.note_saved(key)
             self._storage_writer.advance(now_s)
         self._is_storing = self._is_attached and not self._writes.is_open(now_s) and self._has_more_to_store()
-        return [(address, job) for job in self._jobs.take_outgoing(now_s) for address in self._addresses]
+        return [(address, job) for job in self.jobs.take_outgoing(now_s) for address in self._addresses]
 
     def expect(self, room: Room, keys: Sequence[bytes], now_s: float) -> None:
         """Note a new request that starts with these pages, and prefetch what is worthwhile."""
@@ -91,18 +74,7 @@ class Tiers:
             return
         self._storage_writer.note_used(used, now_s)
         if num_here < len(keys):
-            self._prefetcher.expect(room, keys, num_here, now_s)
-
-    def is_waiting(self, room: Room, now_s: float) -> bool:
-        """Return whether a request should wait for pages that are being read from storage."""
-        return self._prefetcher.is_waiting(room, now_s)
-
-    def next_deadline_s(self) -> float | None:
-        return self._prefetcher.next_deadline_s()
-
-    def forget(self, room: Room, now_s: float) -> None:
-        """Note that a request starts or has ended before it could."""
-        self._prefetcher.forget(room, now_s)
+            self.prefetcher.expect(room, keys, num_here, now_s)
 
     def note_hits(self, keys: Sequence[bytes]) -> None:
         """Note that a request continues after these pages."""
@@ -111,10 +83,6 @@ class Tiers:
     def note_received(self, keys: Sequence[bytes]) -> None:
         """Note that the newly cached pages of a prompt came from a replica that saves them itself."""
         self._host_writer.note_received(self._lifetimes.prefix_keys(keys))
-
-    def take_layerwise(self) -> TierJob | None:
-        """Return the layerwise load of the next step, if there is one."""
-        return self._jobs.take_layerwise()
 
     def keys_below(self) -> dict[Tier, list[bytes]]:
         """Return the keys of the pages in host memory, and of the pages that this replica has stored."""
@@ -138,10 +106,6 @@ class Tiers:
         self._storage_writer.drain(is_draining=is_draining)
         self._host_writer.drain(is_draining=is_draining and self._is_attached)
 
-    def refusal_to_pin(self, keys: Sequence[bytes]) -> str:
-        """Return why a prompt cannot be pinned; empty if it can."""
-        return self.host.pins.refusal(keys)
-
     def refusal_of_storage(self) -> str:
         """Return why storage cannot be attached or detached; empty if it can."""
         return "" if self._has_storage else "no storage is configured (hicache.storage.backend)"
@@ -163,13 +127,13 @@ class Tiers:
             num_pinned=self.host.num_pinned,
             num_evicted=sum(self.host.num_evicted),
             num_lost=self._host_writer.num_lost + self._storage_writer.num_lost,
-            num_late=self._prefetcher.num_late,
+            num_late=self.prefetcher.num_late,
             num_stuck=self._num_stuck,
             num_waiting=self._host_writer.num_waiting + self._host_writer.num_left + self._storage_writer.num_waiting,
             is_attached=self._is_attached,
             is_storing=self._is_storing,
             num_opened=self._writes.num_opened + self._reads.num_opened,
-            work=self._jobs.counters.work,
+            work=self.jobs.counters.work,
             ranks=tuple(self._rank_state(rank, owner) for rank, owner in self._owners.items()),
         )
 
@@ -182,19 +146,13 @@ class Tiers:
             host_pages=self.host.num_pages // self.host.num_owners,
             used_host_pages=self.host.num_used_of(owner),
             num_evicted=self.host.num_evicted[owner],
-            num_open=self._jobs.num_unreported(global_rank),
-            storage=self._jobs.counters.storage.get(global_rank),
+            num_open=self.jobs.num_unreported(global_rank),
+            storage=self.jobs.counters.storage.get(global_rank),
         )
 
     def _has_more_to_store(self) -> bool:
-        num_open = self._jobs.num_open(TierJobKind.SAVE) + self._jobs.num_open(TierJobKind.STORE)
+        num_open = self.jobs.num_open(TierJobKind.SAVE) + self.jobs.num_open(TierJobKind.STORE)
         return num_open + self._host_writer.num_waiting + self._storage_writer.num_waiting > 0
-
-    def flush(self) -> None:
-        self.host.flush()
-
-    def check_integrity(self) -> None:
-        self.host.check_integrity()
 
 
 class HostLoader:
@@ -202,7 +160,7 @@ class HostLoader:
 
     def __init__(self, host: HostIndex, jobs: TierJobs) -> None:
         self._host = host
-        self._jobs = jobs
+        self.jobs = jobs
         self._loading: set[bytes] = set()
 
     def is_loading(self, key: bytes) -> bool:
@@ -234,9 +192,9 @@ class HostLoader:
             on_end(all(outcome.done))
 
         if layerwise:
-            self._jobs.submit_layerwise(pages, on_loaded)
+            self.jobs.submit_layerwise(pages, on_loaded)
         else:
-            self._jobs.submit(TierJobKind.LOAD, pages, on_loaded)
+            self.jobs.submit(TierJobKind.LOAD, pages, on_loaded)
         return len({page.depth for page, is_fetched in zip(pages, fetched, strict=True) if is_fetched})
 
 

@@ -37,7 +37,7 @@ class LocalLink:
         rows: Sequence[RankRow],
         inbox: Inbox,
         outbox: Outbox,
-        tiers: TierWorker,
+        tiers: TierWorker | None,
         clock: Clock,
     ) -> None:
         self.num_ahead = leader.num_ahead
@@ -116,6 +116,7 @@ class LocalLink:
     def _send_outgoing(self) -> None:
         for address, message in outputs_together(self._leader.take_outgoing()):
             if isinstance(message, TierJob) and address == self._inbox.address:
+                assert self._tiers is not None, "a tier job for a rank without host memory"
                 self._tiers.submit(message)
             else:
                 send_if_heard(self._outbox, address, message)

@@ -29,7 +29,9 @@ class EndedStep(NamedTuple):
 class RankSteps:
     """Steps of one rank, which end in the order in which they started."""
 
-    def __init__(self, rank: Rank, sender: KvSender, tiers: TierWorker, clock: Clock, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self, rank: Rank, sender: KvSender, tiers: TierWorker | None, clock: Clock, heartbeat: Heartbeat
+    ) -> None:
         self._rank, self._sender, self._tiers, self._clock, self._heartbeat = rank, sender, tiers, clock, heartbeat
         self._begun: deque[tuple[StepPlan, BegunStep, float]] = deque()
         self._ended_s = -math.inf
@@ -51,7 +53,10 @@ class RankSteps:
         start_s = self._clock.now_s()
         self._heartbeat.at(f"in step {plan.step}")
         self._sender.before_step(plan)
-        load = self._tiers.submit_layerwise(plan.layerwise_load) if plan.layerwise_load is not None else None
+        load = None
+        if plan.layerwise_load is not None:
+            assert self._tiers is not None, "a tier job for a rank without host memory"
+            load = self._tiers.submit_layerwise(plan.layerwise_load)
         with self._rank.step_recorder.step(plan):
             runner = self._rank.runner
             on_stored = self._sender.during_step(plan, runner.requests)

@@ -76,16 +76,18 @@ class PagePool(PageMemory):
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
         """Store ``kv [N, heads, width]`` of one layer at ``slots [N]`` int64; only the null slot may repeat."""
-        self.at_slots(slots).write(layer, kv)
+        pages = self.layer_pages(layer)
+        if pages is not None and (kernels := elementwise_kernels(pages)) is not None:
+            kernels.store_kv(pages, slots, kv.view(*kv.shape[:2], 2, -1).transpose(1, 2))
+            return
+        page, slot = slots // self.page_size, slots % self.page_size
+        for view, rows in zip(self._layers[layer][:2], self.split(layer, kv), strict=True):
+            view.transpose(1, 2)[page, slot] = rows
 
     def kv_slots(self, layer: int, slots: Tensor) -> KvSlots | None:
         """Return the slots for a kernel that stores the K and V it computes; None if there is no such kernel."""
         pages = self.layer_pages(layer)
         return KvSlots(pages, slots) if has_kernels(self.bytes) and pages is not None else None
-
-    def at_slots(self, slots: Tensor) -> "PoolSlots":
-        """Return a writer for all layers of a step, which share their slots."""
-        return PoolSlots(self, slots)
 
     @contextmanager
     def in_step(self, load: LayerwiseLoad | None, on_stored: OnStored | None = None) -> Iterator[None]:
@@ -117,47 +119,6 @@ class PagePool(PageMemory):
     def _wait_for(self, layer: int) -> None:
         if self._load is not None:
             self._load.wait_for(layer)
-
-
-class PoolSlots:
-    """Pool slots to which a step writes K and V of every layer."""
-
-    def __init__(self, pool: PagePool, slots: Tensor) -> None:
-        self._pool, self._slots = pool, slots
-        self._rows: dict[tuple[int, ...], Tensor] = {}
-        """Target rows by the strides of a layer."""
-
-    def write(self, layer: int, kv: Tensor) -> None:
-        """Store ``kv [N, heads, width]`` of one layer."""
-        pages = self._pool.layer_pages(layer)
-        if pages is not None and (kernels := elementwise_kernels(pages)) is not None:
-            kernels.store_kv(pages, self._slots, kv.view(*kv.shape[:2], 2, -1).transpose(1, 2))
-            return
-        if pages is None or any(stride % pages.shape[-1] for stride in (*pages.stride()[:4], pages.storage_offset())):
-            self._assign(layer, kv)
-            return
-        dim = pages.shape[-1]
-        # Treat a token's heads as rows of all memory from the layer's first on: twice as fast as the assignment.
-        num_rows = (pages.untyped_storage().nbytes() // pages.itemsize - pages.storage_offset()) // dim
-        heads = torch.as_strided(pages, (num_rows, dim), (dim, 1))
-        rows = self._rows_of(pages)
-        _words_of(heads).index_copy_(0, rows, _words_of(kv.reshape(len(rows), dim)))
-
-    def _assign(self, layer: int, kv: Tensor) -> None:
-        page, slot = self._slots // self._pool.page_size, self._slots % self._pool.page_size
-        pages = self._pool._layers[layer]
-        for view, rows in zip((pages.key, pages.value), self._pool.split(layer, kv), strict=True):
-            view.transpose(1, 2)[page, slot] = rows
-
-    def _rows_of(self, pages: Tensor) -> Tensor:
-        """Return the rows of the slots, from the layer's first."""
-        if pages.stride() not in self._rows:
-            page, head, which, slot = (stride // pages.shape[-1] for stride in pages.stride()[:4])
-            heads = torch.arange(pages.shape[1])[:, None] * head + torch.arange(2) * which
-            page_size = self._pool.page_size
-            first = self._slots // page_size * page + self._slots % page_size * slot
-            self._rows[pages.stride()] = (first[:, None] + heads.view(-1)).view(-1)
-        return self._rows[pages.stride()]
 
 
 class _LayerPages(NamedTuple):
@@ -209,10 +170,3 @@ def _attention_layers(memory: Tensor, layout: PoolLayout) -> dict[int, _LayerPag
                 joint = whole[:, :, index] if is_joint else None
                 layers[layer - layout.first_layer] = _LayerPages(key, value, joint, group.lifetime)
     return layers
-
-
-def _words_of(rows: Tensor) -> Tensor:
-    """Return the same bytes as the largest words that divide a row, since a copy moves one word at a time."""
-    num_bytes = rows.shape[1] * rows.itemsize
-    word = next(word for word in (torch.int64, torch.int32, torch.int16, torch.int8) if num_bytes % word.itemsize == 0)
-    return rows.view(word)

@@ -116,7 +116,7 @@ class DecodeQueue:
 
     def _take_fetched(self, now_s: float) -> None:
         for room in list(self._fetching):
-            if self._tiers is None or not self._tiers.is_waiting(room, now_s):
+            if self._tiers is None or not self._tiers.prefetcher.is_waiting(room, now_s):
                 self._queue.add(self._fetching.pop(room))
 
     def _look(self) -> _Space:

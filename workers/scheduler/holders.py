@@ -204,7 +204,7 @@ class PageHolders:
 
     def take_layerwise_load(self) -> TierJob | None:
         """Return the load of cached pages that the next step reads from host memory layer by layer, if any."""
-        return self._tiers.take_layerwise() if self._tiers else None
+        return self._tiers.jobs.take_layerwise() if self._tiers else None
 
     def take_releases(self) -> list[Room]:
         releases, self._releases = self._releases, []

@@ -109,7 +109,7 @@ class Leader(ABC):
         holders = self._steps.holders
         holders.check_integrity()
         if self.tiers:
-            self.tiers.check_integrity()
+            self.tiers.host.check_integrity()
         others = [request for room, request in self._requests.items() if room not in holders.running]
         own = [page for request in others for page in live_pages(request.kv.pages)]
         self._allocator.check_integrity(holders.all_pages + own)
@@ -119,7 +119,7 @@ class Leader(ABC):
 
     def next_deadline_s(self) -> float | None:
         """Return the time until which the next request waits for storage; None if none waits."""
-        return self.tiers.next_deadline_s() if self.tiers else None
+        return self.tiers.prefetcher.next_deadline_s() if self.tiers else None
 
     def report_cache(self) -> None:
         """Report cache changes to routers, and send copy jobs to ranks."""
@@ -134,7 +134,7 @@ class Leader(ABC):
 
     def forget_in_tiers(self, room: Room) -> None:
         if self.tiers:
-            self.tiers.forget(room, self._now_s)
+            self.tiers.prefetcher.forget(room, self._now_s)
 
     def on_other(self, message: Message) -> None:
         """Handle a message that does not depend on the role; drop any other."""
@@ -149,7 +149,7 @@ class Leader(ABC):
                 self.tiers.pin(message.keys, is_pinned=message.is_pinned)
             case UseStorage() if self.tiers:
                 self.tiers.attach(is_attached=message.is_attached)
-            case TierJobResult() if self.tiers and self.tiers.on_result(message, self._now_s):
+            case TierJobResult() if self.tiers and self.tiers.jobs.on_result(message, self._now_s):
                 pass
             case Command() if message.incarnation == self.me.incarnation:
                 self._on_command(message)
@@ -217,7 +217,7 @@ class Leader(ABC):
             case PinPages() | UseStorage() if self.tiers is None:
                 return "no host memory is configured for cached pages (hicache.host_gib)"
             case PinPages(is_pinned=True) if self.tiers:
-                return self.tiers.refusal_to_pin(wanted.keys)
+                return self.tiers.host.pins.refusal(wanted.keys)
             case UseStorage() if self.tiers:
                 return self.tiers.refusal_of_storage()
             case _:
@@ -227,7 +227,7 @@ class Leader(ABC):
         if Tier.DEVICE in message.tiers:
             self._allocator.flush()
         if Tier.HOST in message.tiers and self.tiers:
-            self.tiers.flush()
+            self.tiers.host.flush()
 
     def has_no_router(self, submit: Submit, table: TableSnapshot) -> bool:
         return table.reaped.get(submit.router.replica, 0) >= submit.router.incarnation

@@ -195,7 +195,7 @@ class PrefillLeader(Leader):
         ticket = request.ticket
         if request.state is not PrefillState.QUEUED or ticket is None:
             return
-        if self.tiers and self.tiers.is_waiting(request.room, self._now_s):
+        if self.tiers and self.tiers.prefetcher.is_waiting(request.room, self._now_s):
             return
         rows = self._decode_rows(ticket)
         if not rows:

@@ -7,6 +7,7 @@ import pytest
 
 from cluster.spec.ids import Room
 from tests.fakes.loopback import Loopback
+from transfer import sender_thread
 from transfer.backends.interface import Region
 from transfer.page_range import Span
 from transfer.sender_thread import Cancelled, Outcome, SenderThread, SendJob, Write, WriteFailed, Written
@@ -21,9 +22,7 @@ class _Rig:
         self.source.buffer[:] = bytes(range(64))
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self.failures: queue.SimpleQueue[Exception] = queue.SimpleQueue()
-        self.thread = SenderThread(
-            self.backend, self.source, batch_spans=2, on_outcome=self.outcomes.put, on_failure=self.failures.put
-        )
+        self.thread = SenderThread(self.backend, self.source, self.outcomes.put, self.failures.put)
 
     def job(self, room: int, pages: list[int], *targets: Region) -> SendJob:
         spans = [Span(PAGE * page, PAGE * page, PAGE) for page in pages]
@@ -35,7 +34,8 @@ class _Rig:
 
 
 @pytest.fixture
-def rig() -> Iterator[_Rig]:
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Rig]:
+    monkeypatch.setattr(sender_thread, "BATCH_SPANS", 2)
     rig = _Rig()
     yield rig
     rig.backend.gate.set()

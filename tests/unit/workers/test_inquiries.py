@@ -18,9 +18,8 @@ from cluster.spec.messages import (
     Resume,
     Wanted,
 )
-from cluster.spec.step_messages import SendReport
 from cluster.spec.tiers import PinPages, UseStorage
-from cluster.spec.transfer_messages import Drained, Revoke, SendState, Ticket
+from cluster.spec.transfer_messages import Drained, Revoke, Ticket
 from tests.fakes.leader_pair import ME, PROMPT, LeaderPair
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
 from tests.unit.workers.test_tiers import world_of
@@ -204,7 +203,6 @@ def pair_with_ticket() -> tuple[LeaderPair, Ticket]:
 def revoke_of(ticket: Ticket) -> Revoke:
     return Revoke(
         room=ticket.room,
-        generation=ticket.generation,
         decode=ticket.decode,
         prefill_incarnation=ticket.prefill_incarnation,
     )
@@ -240,13 +238,6 @@ def test_a_foreign_message_is_dropped_and_counted(name: str, *, has_ticket: bool
     assert [admit.room for admit in plan.admits] == [ticket.room]
 
 
-def test_a_revoke_of_another_ticket_is_dropped() -> None:
-    pair, ticket = pair_with_ticket()
-    pair.tell(Role.PREFILL, ticket)
-    assert pair.tell(Role.PREFILL, replace(revoke_of(ticket), generation=ticket.generation + 1)) == []
-    assert pair.prefill.load().dropped == {"Revoke": 1}
-
-
 def test_a_foreign_ticket_that_comes_early_is_dropped_with_the_request() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
@@ -257,24 +248,9 @@ def test_a_foreign_ticket_that_comes_early_is_dropped_with_the_request() -> None
     assert pair.prefill.load().dropped == {"Ticket": 1}
 
 
-def test_reports_of_another_ticket_prove_nothing() -> None:
-    """Every rank says of another generation that it writes nothing more; decode must not hear so of this one."""
-    pair, ticket = pair_with_ticket()
-    pair.tell(Role.PREFILL, ticket)
-    pair.prefill.next_plan()
-    reports = [
-        SendReport(room=ticket.room, generation=ticket.generation + 1, sender_rank=rank, state=SendState.DRAINED)
-        for rank in range(2)
-    ]
-    pair.tell(Role.PREFILL, revoke_of(ticket), *reports)
-    assert pair.prefill.load().dropped == {"SendReport": 2}
-    pair.prefill.tick(1.0)
-    assert not any(isinstance(message, Drained) for _, message in pair.prefill.outgoing)
-
-
 def test_decode_counts_what_comes_twice_or_of_another_ticket() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
-    late = Drained(room=submit.room, generation=7, prefill=pair.prefill_peer, decode_incarnation=Incarnation(1))
+    late = Drained(room=submit.room, prefill=pair.prefill_peer, decode_incarnation=Incarnation(7))
     pair.tell(Role.DECODE, submit, submit, late, late)
     assert pair.decode.load().dropped == {"Submit": 1, "Drained": 2}

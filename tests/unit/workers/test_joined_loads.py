@@ -68,7 +68,7 @@ class Prefill:
     def answer(self, order: TierJob, *, is_done: bool = True) -> None:
         for rank in range(self.num_ranks):
             done = [is_done] * len(order.pages)
-            assert self.tiers.on_result(TierJobResult(job_id=order.job_id, global_rank=rank, done=done), 0.0)
+            assert self.tiers.jobs.on_result(TierJobResult(job_id=order.job_id, global_rank=rank, done=done), 0.0)
         self.check()
 
     def orders(self) -> list[TierJob]:
@@ -89,7 +89,7 @@ class Prefill:
     def check(self) -> None:
         self.steps.holders.check_integrity()
         self.allocator.check_integrity(self.steps.holders.all_pages)
-        self.tiers.check_integrity()
+        self.tiers.host.check_integrity()
 
 
 OVER_A_NETWORK, ON_ONE_HOST = TransferBackendName.MOONCAKE, TransferBackendName.SHARED_MEMORY
@@ -172,7 +172,7 @@ def test_pages_of_who_leaves_are_held_until_they_are_loaded_and_sent(
         assert prefill.allocator.num_free == free, "a rank may still be copying"
     for rank in range(cp):
         done = [True] * CACHED
-        assert prefill.tiers.on_result(
+        assert prefill.tiers.jobs.on_result(
             TierJobResult(job_id=plan.layerwise_load.job_id, global_rank=rank, done=done), 0.0
         )
     if not is_sent:
@@ -261,6 +261,6 @@ def test_what_came_from_below_before_a_preemption_is_not_told_afterwards() -> No
     prefill.answer(plan.layerwise_load)
     prefill.steps.holders._preempt(sequence)
     prefill.allocator.flush()
-    prefill.tiers.flush()
+    prefill.tiers.host.flush()
     prefill.plan()
     assert sequence.kv.cached == CachedTokens()

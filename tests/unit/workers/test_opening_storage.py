@@ -9,6 +9,7 @@ import pytest
 from cluster.spec.errors import UserError
 from cluster.spec.hicache_config import StorageConfig
 from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
+from workers.hicache.storage import opening
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import StorageBackend, StorageError
 from workers.hicache.storage.opening import OpeningStorage, make_storage
@@ -55,7 +56,8 @@ def test_storage_that_is_away_at_the_start_is_used_when_it_comes(
     assert opener.num_tries == num_tries
 
 
-def test_nobody_waits_for_storage_that_takes_long_to_open(tmp_path: Path) -> None:
+def test_nobody_waits_for_storage_that_takes_long_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "_FIRST_S", 0.01)
     go_on, closed = threading.Event(), list[bool]()
 
     class Closing(FileStorage):
@@ -67,7 +69,7 @@ def test_nobody_waits_for_storage_that_takes_long_to_open(tmp_path: Path) -> Non
         assert go_on.wait(10.0)
         return Closing(tmp_path, 1 << 20)
 
-    storage = OpeningStorage(open_slowly, first_s=0.01)
+    storage = OpeningStorage(open_slowly)
     with pytest.raises(StorageError, match="still being opened"):
         storage.present({"n/aa": 0})
     storage.close()

@@ -139,7 +139,7 @@ def test_news_tell_of_every_tier_and_of_no_window(window: int | None) -> None:
     told = [message for _, message in reporter.changes() if isinstance(message, KvEvents)]
     assert {message.tier: sorted(message.stored) for message in told} == {tier: sorted(keys) for tier in Tier}
     assert [message.number for message in told] == [3, 4, 5]
-    world.tiers.flush()
+    world.tiers.host.flush()
     (gone,) = [message for _, message in reporter.changes() if isinstance(message, KvEvents)]
     assert (gone.tier, sorted(gone.removed)) == (Tier.HOST, sorted(keys))
     again = [message for _, message in reporter.subscribe(ask(router())) if isinstance(message, KvEvents)]

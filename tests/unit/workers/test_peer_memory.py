@@ -173,12 +173,12 @@ def test_pages_of_peers_are_read_right_into_the_pool(fabric: FakeFabric) -> None
     before = made[0].pool.group("full_attention").clone()
     pages = [TierPage(key=bytes([place]), index=place, device=place, host=place) for place in range(4)]
     for copier in copiers:
-        copier.save(pages, copier.record_event())
+        copier.save(pages, copier.memory.record_event())
     for one in made:
         one.pool.group("full_attention").zero_()
     fabric.moved.clear()
     for copier in copiers:
-        copier.load(pages, copier.record_event())
+        copier.load(pages, copier.memory.record_event())
     assert len(fabric.moved) == 4
     for one in made:
         assert torch.equal(one.pool.group("full_attention")[:4], before[:4])

@@ -131,8 +131,6 @@ class FakeCopier:
     def host_page(self, page: object) -> memoryview:  # noqa: ARG002 - as a copier's
         return memoryview(bytearray(1))
 
-    def record_event(self) -> None: ...
-
 
 class ReportingOutbox(FakeOutbox):
     """Keeps what was sent."""
@@ -161,9 +159,7 @@ def test_jobs_behind_one_that_hangs_are_refused_when_their_time_is_over() -> Non
         def close(self) -> None: ...
 
     outbox = ReportingOutbox()
-    worker = tier_worker.PageTierWorker(
-        cast(Any, FakeCopier()), cast(Any, Store()), 3, "leader", lambda: cast(Any, outbox)
-    )
+    worker = tier_worker.TierWorker(cast(Any, FakeCopier()), cast(Any, Store()), 3, "leader", lambda: cast(Any, outbox))
     worker.submit(TierJob(job_id=0, kind=TierJobKind.FETCH, pages=PAGES, timeout_s=0.0))
     assert entered.wait(10.0)
     for number, timeout_s in ((1, 60.0), (2, 0.02), (3, 0.01)):
@@ -205,7 +201,7 @@ def test_a_worker_ends_though_storage_hangs(
             calls.append("close")
 
     monkeypatch.setattr(tier_worker, "CLOSE_S", 0.05 if hangs else 10.0)
-    worker = tier_worker.PageTierWorker(cast(Any, FakeCopier()), cast(Any, Store()), 0, "leader", cast(Any, FakeOutbox))
+    worker = tier_worker.TierWorker(cast(Any, FakeCopier()), cast(Any, Store()), 0, "leader", cast(Any, FakeOutbox))
     for number in range(3):
         worker.submit(TierJob(job_id=number, kind=TierJobKind.STORE, pages=PAGES, timeout_s=1.0))
     assert entered.wait(10.0)

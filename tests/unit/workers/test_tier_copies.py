@@ -59,7 +59,7 @@ class Replica:
 
     def order(self, kind: str, pages: Sequence[TierPage]) -> None:
         for copier in self.copiers:
-            getattr(copier, kind)(pages, copier.record_event())
+            getattr(copier, kind)(pages, copier.memory.record_event())
 
     def page(self, rank: int, page: int) -> bytes:
         return self.pools[rank].bytes[page].numpy().tobytes()
@@ -119,7 +119,7 @@ def test_layers_come_one_after_another(
                         assert torch.equal(now[6 - place], then[place + 1] if is_there else torch.zeros_like(now[0]))
 
         load = WatchedLoad(look)
-        assert copier.load_layerwise(wanted, copier.record_event(), load) == 3 * pool.page_bytes
+        assert copier.load_layerwise(wanted, copier.memory.record_event(), load) == 3 * pool.page_bytes
         assert reported[-1] == num_layers
         assert len(reported) <= MOST_LAYER_GROUPS
         assert torch.equal(pool.bytes[:4], before[:4])

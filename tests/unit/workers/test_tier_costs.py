@@ -98,5 +98,5 @@ def test_storage_that_takes_nothing_in_time_is_left_alone(
         (order,) = orders
         world.ranks[0].copies.remove(order)
         answer = TierJobResult(job_id=order.job_id, global_rank=0, done=done(len(order.pages)), failures=failures)
-        world.tiers.on_result(answer, world.now_s)
+        world.tiers.jobs.on_result(answer, world.now_s)
     assert bool(world.tiers.state().num_opened) is is_broken

@@ -34,7 +34,7 @@ def stored_world(**settings: Any) -> TierWorld:
 
 
 def check_nothing_is_held(world: TierWorld) -> None:
-    world.tiers.flush()
+    world.tiers.host.flush()
     assert world.tiers.host.num_used == 0, "host pages are held for nobody"
 
 
@@ -44,9 +44,9 @@ def test_host_pages_are_held_for_a_request_until_it_starts_and_no_longer() -> No
     world.tiers.expect(room, KEYS, world.now_s)
     world.advance()
     world.drain()
-    world.tiers.flush()
+    world.tiers.host.flush()
     assert [world.tiers.host.page_of(key) for key in KEYS] == [0, 1, 2, 3]
-    world.tiers.forget(room, world.now_s)
+    world.tiers.prefetcher.forget(room, world.now_s)
     check_nothing_is_held(world)
 
 
@@ -56,7 +56,7 @@ def test_what_comes_for_a_request_that_is_over_is_held_for_nobody() -> None:
     world.advance()
     while not any(job.kind is TierJobKind.FETCH for job in world.ranks[0].copies):
         world.step(0, fails=False)
-    world.tiers.forget(Room(9), world.now_s)
+    world.tiers.prefetcher.forget(Room(9), world.now_s)
     world.drain()
     assert [world.tiers.host.page_of(key) for key in KEYS] == [0, 1, 2, 3]
     check_nothing_is_held(world)
@@ -70,7 +70,7 @@ def test_host_pages_are_held_while_they_are_loaded_and_no_longer(*, fails: bool)
     world.finish(0)
     world.allocator.flush()
     world.start([0] * 8)
-    world.tiers.flush()
+    world.tiers.host.flush()
     assert world.tiers.host.num_used == 4
     while world.loading:
         world.step(0, fails=fails)
@@ -196,7 +196,7 @@ def test_writes_that_fail_do_not_keep_requests_from_reading() -> None:
             world.step(0, fails=bool(rank.copies) and rank.copies[0].kind is TierJobKind.STORE)
     assert world.tiers.state().num_opened == 1
     world.tiers.expect(Room(9), KEYS, world.now_s)
-    assert world.tiers.is_waiting(Room(9), world.now_s)
+    assert world.tiers.prefetcher.is_waiting(Room(9), world.now_s)
 
 
 @pytest.mark.parametrize("prefetch", PrefetchPolicy)
@@ -206,20 +206,20 @@ def test_pages_of_a_read_that_hangs_are_held_and_counted_and_nothing_more_is_rea
     world.advance()
     while not any(job.kind is TierJobKind.FETCH for job in world.ranks[0].copies):
         world.step(0, fails=False)
-    world.tiers.forget(Room(9), world.now_s)
+    world.tiers.prefetcher.forget(Room(9), world.now_s)
     world.advance()
     assert world.tiers.state().num_stuck == 0
     world.now_s += 1000.0
     world.advance()
     state = world.tiers.state()
     assert (state.num_stuck, state.used_host_pages, state.num_opened) == (4, 4, 1)
-    world.tiers.flush()
+    world.tiers.host.flush()
     assert world.tiers.state().used_host_pages == 4, "pages that may still be written to are given up"
     for number in range(10, 13):
         world.tiers.expect(Room(number), page_keys([number] * 8, PAGE_SIZE), world.now_s)
         world.advance()
     assert not world.ranks[0].inbox
-    assert not any(world.tiers.is_waiting(Room(number), world.now_s) for number in range(10, 13))
+    assert not any(world.tiers.prefetcher.is_waiting(Room(number), world.now_s) for number in range(10, 13))
     world.drain()
     assert [world.tiers.host.page_of(key) for key in KEYS] == [0, 1, 2, 3]
     assert (world.tiers.state().num_stuck, world.tiers.state().num_opened) == (0, 1)

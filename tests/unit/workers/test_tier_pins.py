@@ -46,11 +46,11 @@ def test_a_pinned_prompt_is_kept_whatever_the_policy_and_whenever_it_is_computed
     if not is_pinned_first:
         pin(world, ONE)
     assert world.tiers.num_pinned_of(keys_of(ONE)) == world.tiers.state().num_pinned == 4
-    world.tiers.flush()
+    world.tiers.host.flush()
     assert num_here(world, ONE) == 4
     pin(world, ONE, is_pinned=False)
     assert world.tiers.num_pinned_of(keys_of(ONE)) == world.tiers.state().num_pinned == 0
-    world.tiers.flush()
+    world.tiers.host.flush()
     assert num_here(world, ONE) == 0
 
 
@@ -76,7 +76,7 @@ def test_what_two_pinned_prompts_share_stays_while_one_is_pinned(policy: WritePo
     assert world.tiers.state().num_pinned == 6
     pin(world, SYSTEM, is_pinned=False)
     pin(world, ONE, is_pinned=False)
-    world.tiers.flush()
+    world.tiers.host.flush()
     assert (num_here(world, ONE), num_here(world, OTHER)) == (2, 4)
     pin(world, OTHER, is_pinned=False)
     assert world.tiers.state().num_pinned == 0

@@ -56,8 +56,8 @@ def test_a_request_waits_for_storage_as_long_as_the_policy_says(policy: Prefetch
     world.restart()
     world.submit([0] * 8)
     waited_s = 0.0
-    while world.tiers.is_waiting(Room(2), waited_s):
-        deadline_s = world.tiers.next_deadline_s()
+    while world.tiers.prefetcher.is_waiting(Room(2), waited_s):
+        deadline_s = world.tiers.prefetcher.next_deadline_s()
         assert deadline_s is not None
         waited_s = deadline_s
     expected = {PrefetchPolicy.BEST_EFFORT: 0.0, PrefetchPolicy.TIMEOUT: 1.0 + 0.25 * 8 / 1000}
@@ -67,17 +67,17 @@ def test_a_request_waits_for_storage_as_long_as_the_policy_says(policy: Prefetch
 def test_storage_that_fails_or_is_late_is_left_alone_for_a_while() -> None:
     world = world_of(prefetch=PrefetchPolicy.TIMEOUT, backend="files")
     for number in range(3):
-        assert not world.tiers.next_deadline_s()
+        assert not world.tiers.prefetcher.next_deadline_s()
         world.submit([number + 1] * 8)
-        assert world.tiers.is_waiting(Room(number + 1), world.now_s)
+        assert world.tiers.prefetcher.is_waiting(Room(number + 1), world.now_s)
         world.now_s += 2.0
         world.start_waiting()
     world.submit([9] * 8)
-    assert not world.tiers.is_waiting(Room(4), world.now_s)
+    assert not world.tiers.prefetcher.is_waiting(Room(4), world.now_s)
     world.drain()
     world.now_s += 100.0
     world.submit([8] * 8)
-    assert world.tiers.is_waiting(Room(5), world.now_s)
+    assert world.tiers.prefetcher.is_waiting(Room(5), world.now_s)
 
 
 def test_what_a_request_will_find_in_host_memory_is_not_given_up_for_others() -> None:

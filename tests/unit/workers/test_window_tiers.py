@@ -184,9 +184,9 @@ def test_pages_of_two_lifetimes_come_back_on_every_rank(cp: int, *, is_staged: b
         pool.bytes[1:5].zero_()
         moved = [msgspec.structs.replace(page, device=4 - page.index) for page in pages]
         if is_layerwise:
-            copier.load_layerwise(moved, copier.record_event(), LayerwiseLoad())
+            copier.load_layerwise(moved, copier.memory.record_event(), LayerwiseLoad())
         else:
-            copier.load(moved, copier.record_event())
+            copier.load(moved, copier.memory.record_event())
         for page in pages:
             end = layout.bytes_of(page.lifetime)
             assert torch.equal(pool.bytes[4 - page.index, :end], before[page.index + 1, :end])

@@ -67,11 +67,10 @@ class Prefetcher:
         host: HostIndex,
         jobs: TierJobs,
         breaker: Breaker,
-        min_tokens: int = MIN_TOKENS,
     ) -> None:
         """Build a prefetcher; ``is_here`` returns whether the device or host memory has a page."""
+        self.min_tokens = MIN_TOKENS
         self._policy = policy
-        self._min_tokens = min_tokens
         self._lifetimes = lifetimes
         self._is_here = is_here
         self._host = host
@@ -84,7 +83,7 @@ class Prefetcher:
     def expect(self, room: Room, keys: Sequence[bytes], num_here: int, now_s: float) -> None:
         """Read a request's missing pages; without them it could continue after ``num_here`` pages."""
         tokens = (len(keys) - num_here) * self._lifetimes.page_size
-        if tokens < self._min_tokens or self._breaker.is_open(now_s):
+        if tokens < self.min_tokens or self._breaker.is_open(now_s):
             return
         keys = keys[: num_here + self._host.num_pages // 2]
         pages = self._lacking(keys)
@@ -134,7 +133,7 @@ class Prefetcher:
             # Every longer prefix up to the one that was looked up needs the missing page.
             prefetch.keys = prefetch.keys[: prefetch.pages[outcome.num_leading].depth]
             prefetch.pages = self._lacking(prefetch.keys)
-        if (len(prefetch.keys) - prefetch.num_here) * self._lifetimes.page_size >= self._min_tokens:
+        if (len(prefetch.keys) - prefetch.num_here) * self._lifetimes.page_size >= self.min_tokens:
             prefetch.num_wanted = len(prefetch.pages)
             self._fetch_more(prefetch, outcome.now_s)
 

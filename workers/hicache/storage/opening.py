@@ -35,8 +35,8 @@ class OpeningStorage:
     A call after a failed attempt starts the next one, so the leader's breakers set the pace.
     """
 
-    def __init__(self, open_storage: Callable[[], StorageBackend], first_s: float = _FIRST_S) -> None:
-        """Start the first attempt, and wait for it for up to ``first_s``.
+    def __init__(self, open_storage: Callable[[], StorageBackend]) -> None:
+        """Start the first attempt, and wait for it for a few seconds.
 
         Raises:
             UserError: the configuration is wrong.
@@ -46,7 +46,7 @@ class OpeningStorage:
         """Lock of the fields below."""
         self._is_closed = False
         self._attempt = self._start()
-        wait([self._attempt], first_s)
+        wait([self._attempt], _FIRST_S)
         error = self._attempt.exception() if self._attempt.done() else "it is still being opened"
         if isinstance(error, UserError):
             raise error

@@ -86,7 +86,7 @@ def test_layers_of_all_pages_and_heads_come_by_one_launch_a_group(launches: _Cou
     rows = [msgspec.structs.replace(row(Role.PREFILL, 0, 1, 4), layout=LAYOUT)]
     copier = Copier(rows, 0, TierMemory(PeerMemory(pool, region), host), loopback)
     pages = [TierPage(key=b"", index=0, device=page, host=slot) for page, slot in [(1, 3), (2, 0), (0, 1)]]
-    copier.load_layerwise(pages, copier.record_event(), LayerwiseLoad())
+    copier.load_layerwise(pages, copier.memory.record_event(), LayerwiseLoad())
     assert launches == [3] * MOST_LAYER_GROUPS
     assert torch.equal(pool.bytes[[1, 2, 0]], kept[[3, 0, 1]])
     assert not pool.bytes[3:].any()
