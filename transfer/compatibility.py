@@ -1,9 +1,8 @@
-"""Compatibility check of two replicas when they first meet, with the reason for a refusal."""
+"""Compatibility of a prefill and a decode replica, and of a ticket with its prompt."""
 
 from collections.abc import Callable
 
 from cluster.spec.kv import NO_PAGE, KvGeometry, pages_for
-from cluster.spec.ranks import kv_heads_of
 from cluster.spec.registry import KvOwnership, RankRow, TransferMode
 from cluster.spec.transfer_messages import Ticket
 
@@ -11,8 +10,8 @@ from cluster.spec.transfer_messages import Ticket
 def geometry_refusal(prefill: str, prefill_kv: KvGeometry, decode: str, decode_kv: KvGeometry) -> str | None:
     """Return the first difference between two replicas' KV, or None if they agree."""
 
-    def unequal(words: str, value: Callable[[KvGeometry], object]) -> str | None:
-        return _unequal(words, prefill, value(prefill_kv), decode, value(decode_kv))
+    def unequal(name: str, value: Callable[[KvGeometry], object]) -> str | None:
+        return _unequal(name, prefill, value(prefill_kv), decode, value(decode_kv))
 
     return (
         unequal("model", lambda kv: kv.model)
@@ -25,7 +24,7 @@ def geometry_refusal(prefill: str, prefill_kv: KvGeometry, decode: str, decode_k
 def refusal(prefill: RankRow, decode: RankRow) -> str | None:
     """Return why a prefill and a decode replica cannot exchange KV, or None if they can.
 
-    Any row represents its whole replica, except for the heads in its pool. Prefill may shard its KV; decode may not.
+    Any rank's record represents its whole replica. Prefill can shard its KV; decode cannot.
     """
     if decode.sizes.cp != 1:
         return f"{decode.replica} has cp {decode.sizes.cp}; a decode replica must have cp 1"
@@ -38,8 +37,6 @@ def refusal(prefill: RankRow, decode: RankRow) -> str | None:
         )
     return (
         geometry_refusal(prefill.replica, prefill.geometry, decode.replica, decode.geometry)
-        or _wrong_heads(prefill)
-        or _wrong_heads(decode)
         or _unequal("transfer mode", prefill.replica, prefill.transfer_mode, decode.replica, decode.transfer_mode)
         or _unequal(
             "transfer backend", prefill.replica, prefill.endpoint.backend, decode.replica, decode.endpoint.backend
@@ -64,23 +61,7 @@ def ticket_refusal(ticket: Ticket, prompt_len: int) -> str | None:
     return None
 
 
-def _unequal(words: str, prefill: str, ours: object, decode: str, theirs: object) -> str | None:
+def _unequal(name: str, prefill: str, ours: object, decode: str, theirs: object) -> str | None:
     if ours == theirs:
         return None
-    return f"{prefill} has {words} {ours}, {decode} has {theirs}; they must be equal"
-
-
-def _wrong_heads(row: RankRow) -> str | None:
-    """Return which heads a rank holds against its axes, which decide who sends what."""
-    held = {group.name: group.heads for group in row.layout.groups}
-    for group in row.geometry.groups:
-        try:
-            heads = kv_heads_of(group.num_heads, row.sizes.tp, row.coords.tp)
-        except ValueError as error:
-            return f"{row.replica}: {error}"
-        if (has := held.get(group.name, heads)) != heads:
-            return (
-                f"{row.replica} holds {group.name} heads {has.start} to {has.stop - 1} on tp_rank {row.coords.tp}; "
-                f"by its axes it must hold {heads.start} to {heads.stop - 1}"
-            )
-    return None
+    return f"{prefill} has {name} {ours}, {decode} has {theirs}; they must be equal"

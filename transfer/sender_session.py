@@ -1,4 +1,4 @@
-"""Sending end of one transfer as a state machine: events in, page pairs and messages out; no I/O.
+"""Sending end of one transfer as a state machine: events in, page pairs and messages out. No I/O.
 
 Each prefill rank has one per room. It never hands out a page once it is over.
 """
@@ -25,9 +25,9 @@ _MOVES: Moves[SendState] = {
 class SenderSession:
     """One prefill rank's part of one transfer.
 
-    The worker calls ``advance`` after each chunk and hands the pages to the sender thread, whose outcomes it feeds
-    back by ``written``, ``failed`` and ``drained``. Once ``is_over``, it sends ``report`` to its leader and
-    ``done``, if there is one, to decode; until then the source pages must stay as they are.
+    The KV sender calls ``advance`` after each chunk and gives the pages to the sender thread, whose outcomes it passes
+    to ``written``, ``failed`` and ``drained``. Once ``is_over``, it sends ``report`` to its leader and ``done``, if
+    there is one, to decode. Until then the source pages must not change.
     """
 
     def __init__(
@@ -40,14 +40,12 @@ class SenderSession:
         page_size: int,
         owned: Sequence[int],
         share: PageShare,
-        sends: bool,
     ) -> None:
-        """Begin a transfer.
+        """Start a transfer.
 
         Args:
-            owned: positions of the request's pages that this rank owns.
-            share: which of them it sends, by their ids in decode.
-            sends: True if this rank sends anything at all.
+            owned: positions in the request of the pages that this rank owns.
+            share: pages among them that it sends, by their ids in decode.
         """
         self.num_pages = pages_for(destination.num_tokens, page_size)
         for pages in destination.pages:
@@ -68,24 +66,23 @@ class SenderSession:
         self._page_size = page_size
         self._owned = owned
         self._share = share
-        self._sends = sends
         self._next_owned = 0
-        """Number of owned pages that are complete, sent or not."""
+        """Number of complete owned pages, whether or not they are sent."""
         self._num_handed = 0
         self.saw_last_chunk = False
-        """True once nothing of the prompt remains to be computed."""
+        """True once the whole prompt is computed."""
 
     @property
     def is_over(self) -> bool:
-        """Return whether this rank will never write for this transfer again."""
+        """Return whether this rank has stopped writing for this transfer for good."""
         return not _MOVES[self.state]
 
     def advance(self, page_tables: Sequence[Sequence[int]], computed_len: int) -> list[PagePair]:
         """Return the newly complete pages that this rank must send now.
 
         Args:
-            page_tables: the request's page ids here by lifetime, from its first page on; at least the computed ones.
-            computed_len: leading tokens that have KV. Once all do, the partial last page is sent too.
+            page_tables: the request's local page ids by lifetime, at least up to the computed ones.
+            computed_len: number of leading tokens that have KV. With the last token the partial last page is sent too.
         """
         assert computed_len <= self.destination.num_tokens, (
             f"room {self.room}: {computed_len} of {self.destination.num_tokens} tokens"
@@ -101,14 +98,14 @@ class SenderSession:
         return pairs
 
     def rest(self, page_tables: Sequence[Sequence[int]]) -> list[PagePair]:
-        """Return the pages that the final ``advance`` will return, without changing anything."""
+        """Return the pages that the final ``advance`` will return, without a state change."""
         pages = self._owned[self._next_owned :] if self.state is SendState.SENDING else ()
         return self._pairs(page_tables, pages)
 
     def written(
         self, num_pages: int, num_bytes: int, digests: Iterable[PageDigests] = (), seconds: float = 0.0
     ) -> None:
-        """Record that pages handed out earlier have reached their target, and the time that took."""
+        """Record that pages have reached their targets, and the time that took."""
         self.write_s += seconds
         self.num_pages_written += num_pages
         self.num_bytes_written += num_bytes
@@ -118,13 +115,13 @@ class SenderSession:
             self._end_if_written("written")
 
     def failed(self, reason: str) -> None:
-        """Record a failed write; the sender thread skips the rest."""
+        """Record a failed write, after which the sender thread skips the rest."""
         if not self.is_over:
             self.reason = reason
             self._move(SendState.FAILED, "failed")
 
     def cancel(self) -> None:
-        """Hand out nothing more. The transfer is over once the sender thread has confirmed it."""
+        """Send no more pages. The transfer is over once the sender thread confirms this."""
         if self.state is SendState.SENDING:
             self._move(SendState.DRAINING, "cancel")
 
@@ -134,7 +131,7 @@ class SenderSession:
             self._move(SendState.DRAINED, "drained")
 
     def report(self) -> SendReport:
-        """Return this rank's state, for its leader."""
+        """Return this rank's report to its leader."""
         return SendReport(
             room=self.room,
             sender_rank=self._sender_rank,
@@ -145,8 +142,8 @@ class SenderSession:
         )
 
     def done(self) -> Done | None:
-        """Return the last message to decode; None unless everything was sent, or if this rank sends nothing."""
-        if self.state is not SendState.SENT or not self._sends:
+        """Return the final message to decode; None unless all pages were sent, or if this rank sends none."""
+        if self.state is not SendState.SENT or not self._share.remainders:
             return None
         return Done(
             room=self.room,

@@ -19,7 +19,7 @@ from workers.context_parallel.strategy_choice import StrategyChooser, undivided
 from workers.handoff.kv_sender import KvSender
 from workers.hicache.copier import Copier
 from workers.hicache.storage.opening import make_storage
-from workers.hicache.storage.page_store import ObjectFormat, PageStore
+from workers.hicache.storage.page_store import PageStore
 from workers.hicache.tier_worker import TierWorker
 from workers.hicache.tiers import Tiers
 from workers.memory.tier_memory import TierMemory
@@ -142,7 +142,7 @@ def make_tier_worker(
     memory = TierMemory(rank.memory, rank.host_region)
     copier = Copier(rows, spec.global_rank, memory, rank.backend)
     row, storage = rows[spec.global_rank], make_storage(spec.config.hicache.storage, spec.host)
-    store = PageStore(storage, ObjectFormat(row, rank.weights), row.layout.page_bytes) if storage else None
+    store = PageStore(storage, row, rank.weights) if storage else None
     return TierWorker(copier, store, spec.global_rank, rows[0].address, open_outbox)
 
 

@@ -120,7 +120,9 @@ def _make_tiers(shape: TierShape | None, tree: PrefixTree | None, own: list[Rank
     if shape is None or tree is None:
         return None
     storage = StorageConfig(backend=StorageBackendName.FILES, prefetch=shape.prefetch)
-    return Tiers(HicacheConfig(write=shape.write, storage=storage), tree, shape.host_pages, own, PAGE_SIZE)
+    tiers = Tiers(HicacheConfig(write=shape.write, storage=storage), tree, shape.host_pages, own)
+    tiers.prefetcher.min_tokens = PAGE_SIZE
+    return tiers
 
 
 def _limits(around: Surroundings, row: RankRow) -> StepLimits:

@@ -17,15 +17,15 @@ class SendState(StrEnum):
     """State of one transfer on one sender rank."""
 
     SENDING = "sending"
-    """Finished pages are handed to the backend."""
+    """Completed pages are written."""
     DRAINING = "draining"
-    """Cancelled; a write that was handed out earlier may still run."""
+    """Cancelled; an earlier write may still be in flight."""
     SENT = "sent"
-    """Every page of this rank's part is written and acknowledged; final."""
+    """All pages of this rank's part are written and acknowledged; final."""
     DRAINED = "drained"
-    """Stopped early, and nothing runs any more; final."""
+    """Stopped early, with no write in flight; final."""
     FAILED = "failed"
-    """A write failed, and nothing was handed out since; final."""
+    """A write failed, and nothing was written after it; final."""
 
 
 class Ticket(Tagged, frozen=True):
@@ -35,18 +35,18 @@ class Ticket(Tagged, frozen=True):
     decode: Peer
     prefill_incarnation: Incarnation
     pages: list[list[int]]
-    """Page ids by lifetime, for the tokens after the held ones; ``NO_PAGE`` where no later token sees them."""
+    """Page ids by lifetime, for the tokens after the held ones; ``NO_PAGE`` for pages that no later token sees."""
     num_held_pages: int
-    """Leading pages of the prompt that decode already has."""
+    """Number of leading prompt pages that decode already has."""
     geometry: KvGeometry
     dp_rank: int = 0
     """DP rank that owns the pages."""
     wanted_dp_rank: int | None = None
-    """DP rank that the Submit asks for."""
+    """DP rank that the Submit requests."""
 
 
 class Revoke(Tagged, frozen=True):
-    """Request to stop writing for this ticket, and to confirm once that is certain."""
+    """Request to stop writing for a ticket, which Drained confirms."""
 
     room: Room
     decode: Peer
@@ -54,9 +54,7 @@ class Revoke(Tagged, frozen=True):
 
 
 class Refused(Tagged, frozen=True):
-    """Notice that the ticket will not be used: the pair does not fit, or the request failed. Nothing more is
-    written.
-    """
+    """Refusal of a ticket: the replicas do not match, or the request failed. Nothing more is written."""
 
     room: Room
     prefill: Peer
@@ -75,24 +73,24 @@ class Result(Tagged, frozen=True):
     senders: list[int]
     """Global ranks whose Done must arrive."""
     num_pages: int
-    """Filled pages of the ticket, over all lifetimes; each counts once per rank that sends a part of it."""
+    """Number of written pages over all lifetimes. A page counts once per rank that sends a part of it."""
     num_bytes: int
-    """Written bytes of KV, over all senders."""
+    """Bytes of KV written by all senders."""
     is_last: bool = False
-    """True if the request's grammar allows nothing after it."""
+    """True if the request's grammar allows no further token."""
     logprobs: list[TokenLogprobs] = []
-    """Log-probabilities of every token here; empty unless Sampling asks for them."""
+    """Log-probabilities of these tokens; empty unless requested."""
     prompt_logprobs: list[TokenLogprobs] = []
-    """Log-probabilities of every token of the prompt but the first, if Sampling asks for them."""
+    """Log-probabilities of all prompt tokens except the first; empty unless requested."""
     cached: CachedTokens = CachedTokens()
-    """Tokens of the prompt that were not computed."""
+    """Prompt tokens that were not computed."""
     bootstrap_s: float = 0.0
     """Bootstrap time, as in ``PhaseTimes``."""
     prefill_s: float = 0.0
 
 
 class PageDigests(Struct, frozen=True):
-    """Digests of what one sender wrote into the pool of one decode rank, page by page."""
+    """Digests of the pages that one sender wrote into one decode rank's pool."""
 
     rank: int
     """Global rank of the decode rank."""
@@ -105,7 +103,7 @@ class PageDigests(Struct, frozen=True):
 
 
 class Done(Tagged, frozen=True):
-    """Report that one sender rank has written its part and the transport acknowledged it."""
+    """Report that one sender rank has written its part, and that the transport acknowledged it."""
 
     room: Room
     prefill: Peer
@@ -114,11 +112,11 @@ class Done(Tagged, frozen=True):
     num_pages: int
     num_bytes: int
     digests: list[PageDigests] = []
-    """Digests of everything that was written, if `transfer.verify` asks for it."""
+    """Digests of all written pages, if `transfer.verify` is `digest`."""
 
 
 class Drained(Tagged, frozen=True):
-    """Confirmation that no rank of this prefill replica writes, or will write, for this room."""
+    """Confirmation that no rank of this prefill replica will write for this room again."""
 
     room: Room
     prefill: Peer
@@ -126,7 +124,7 @@ class Drained(Tagged, frozen=True):
 
 
 class CheckPages(Tagged, frozen=True):
-    """Request to compare pages of the rank's pool with their senders' digests."""
+    """Request to compare pages in a rank's pool with their senders' digests."""
 
     room: Room
     digests: list[PageDigests]
@@ -138,4 +136,4 @@ class PagesChecked(Tagged, frozen=True):
     room: Room
     rank: int
     wrong: list[int]
-    """Pages that differ from what was sent."""
+    """Pages whose bytes differ from those sent."""

@@ -14,7 +14,7 @@ from cluster.spec.tiers import TierPage
 from tests.fakes.kv import kv_geometry
 from tests.fakes.paged_ranks import row
 from workers.hicache.storage.interface import StorageBackend, StorageObject
-from workers.hicache.storage.page_store import ObjectFormat, PageStore
+from workers.hicache.storage.page_store import PageStore
 
 GEOMETRY = kv_geometry(model="m", num_layers=2, num_kv_heads=4, head_dim=2, dtype="float32", page_size=2)
 FOREVER_S = float("inf")
@@ -78,7 +78,7 @@ class RankStore:
 
     def __init__(self, backend: StorageBackend, row: RankRow, weights: str = "w") -> None:
         self.row = row
-        self.store = PageStore(backend, ObjectFormat(row, weights), row.layout.page_bytes)
+        self.store = PageStore(backend, row, weights)
         self.memory: dict[int, bytearray] = {}
         self.failures: Counter[str] = Counter()
 

@@ -188,7 +188,6 @@ class KvSender:
                 page_size=row.layout.page_size,
                 owned=owned,
                 share=PageShare.of(ranks),
-                sends=bool(ranks),
             )
             self._transfers[admit.room] = _Transfer(session, ranks)
         return self._transfers[admit.room]

@@ -1,4 +1,4 @@
-"""Copies between the device pool and the host pools of a replica, by owner and peer."""
+"""Copies between a rank's device pool and the host pools of its replica."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,10 +22,10 @@ MOST_LAYER_GROUPS = 8
 
 
 class Copier:
-    """Copier of one rank. A host page belongs to one CP rank; if KV is replicated, the others read it from there."""
+    """Copier of one rank. Each host page belongs to one CP rank, from which other ranks read it if KV is replicated."""
 
     def __init__(self, rows: Sequence[RankRow], rank: int, memory: "TierMemory", backend: TransferBackend) -> None:
-        """Build the copier of one rank; ``rows`` are the records of all ranks of the replica."""
+        """Build a rank's copier; ``rows`` are the records of all ranks of the replica."""
         self._row = rows[rank]
         self._backend = backend
         self.memory = memory
@@ -44,13 +44,13 @@ class Copier:
         return self.memory.host_page(self._slot(page))[: self.bytes_of(page)]
 
     def save(self, pages: Sequence[TierPage], after: "Event | None") -> int:
-        """Copy the pages that this rank owns to host memory; return the bytes copied."""
+        """Copy the pages that this rank owns to host memory; return the number of bytes."""
         local, slots = self._owned(pages)
         self.memory.save(local, slots, after)
         return len(local) * self._row.layout.page_bytes
 
     def load(self, pages: Sequence[TierPage], after: "Event | None") -> int:
-        """Copy the pages that belong on this rank's device there; return the bytes copied.
+        """Copy the pages that belong on this rank's device to it; return the number of bytes.
 
         Raises:
             TransferError: a peer's memory cannot be read.
@@ -61,7 +61,7 @@ class Copier:
         return len(pages) * self._row.layout.page_bytes
 
     def load_layerwise(self, pages: Sequence[TierPage], after: "Event | None", load: LayerwiseLoad) -> int:
-        """Load pages as ``load`` does, but report one layer group after the other; return the bytes copied.
+        """Load pages as ``load`` does, and report one layer group at a time; return the number of bytes.
 
         Raises:
             TransferError: a peer's memory cannot be read.
@@ -73,7 +73,7 @@ class Copier:
         """Load and report one layer group per iteration."""
         pages = self._held(pages)
         if after is not None and not all(map(self.owns, pages)):
-            # The region may still hold earlier data for these pages that must reach the GPU first.
+            # The region may still hold earlier data for these pages, which must reach the GPU first.
             after.synchronize()
         for layers in layer_groups(self._row.layout.layers):
             load.add(len(layers), self._load(pages, layers, after))
@@ -95,7 +95,7 @@ class Copier:
         if not elsewhere:
             return loaded
         if layers is None and loaded is not None:
-            # Earlier data that the region held for these pages is on the GPU after this event.
+            # After this event, earlier data in the region for these pages is on the GPU.
             loaded.synchronize()
         self._read(elsewhere, layers)
         return self.memory.take_in([self._local(page) for page in elsewhere], lifetime, layers, loaded)
@@ -145,6 +145,6 @@ def layer_groups(layers: range) -> Iterator[range]:
 
 
 def _is_peer(row: RankRow, mine: RankRow) -> bool:
-    """Return whether a rank holds the same heads and layers, of other pages."""
+    """Return whether a rank holds the same heads and layers as this one, but of other pages."""
     here, there = mine.coords, row.coords
     return (here.dp, here.tp, here.pp) == (there.dp, there.tp, there.pp)

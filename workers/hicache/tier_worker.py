@@ -1,4 +1,4 @@
-"""Tier jobs on one rank, run concurrently with the forward pass."""
+"""Tier jobs on one rank, which run concurrently with the forward pass."""
 
 import logging
 import threading
@@ -18,7 +18,7 @@ from workers.memory.layerwise_load import LayerwiseLoad
 _log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
-"""Maximum wait for running jobs when a worker ends, since storage may hang."""
+"""Maximum wait for running jobs at shutdown, since storage may hang."""
 
 _COPIES = (TierJobKind.SAVE, TierJobKind.LOAD)
 _QUEUES = {
@@ -31,7 +31,7 @@ _QUEUES = {
 
 
 class TierWorker:
-    """Tier worker that moves pages between device, host memory and storage, with one queue per kind of move."""
+    """Worker that moves pages between device, host memory and storage, with one queue per kind of move."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class TierWorker:
         leader_address: str,
         open_outbox: Callable[[], Outbox],
     ) -> None:
-        """Start the queues, each with its own outbox; without a store there are no storage jobs."""
+        """Start the queues, each with its own outbox; ``store`` is None without storage."""
         self._copier = copier
         self._store = store
         self._global_rank = global_rank
@@ -55,17 +55,19 @@ class TierWorker:
         }
 
     def submit(self, job: TierJob) -> None:
-        """Queue a job; called between steps, so that every page to be saved has its KV."""
+        """Queue a job to run after all earlier steps; call this between steps."""
         if job.kind in _COPIES:
             self._events[job.job_id] = self._copier.memory.record_event()
         self._queues[_QUEUES[job.kind]].put(job)
 
     def submit_layerwise(self, job: TierJob) -> LayerwiseLoad:
+        """Queue a load for the next step, which waits for each layer that it reads."""
         load = self._loads[job.job_id] = LayerwiseLoad()
         self.submit(job)
         return load
 
     def close(self) -> None:
+        """Finish running jobs, and discard queued ones."""
         if self._store is not None:
             self._store.stop()
         for each in self._queues.values():
@@ -85,7 +87,7 @@ class TierWorker:
                 done, num_bytes = self._copy(job)
             else:
                 done, num_bytes = self._use_storage(job, start_s - waited_s, failures)
-        except Exception as error:  # the leader must learn that these pages are missing
+        except Exception as error:  # the leader must know that these pages are missing
             _log.warning("tier job %d (%s) failed: %r", job.job_id, job.kind, error)
             failures["transfer" if isinstance(error, TransferError) else "error"] += 1
             done, num_bytes = [False] * len(job.pages), 0
@@ -127,7 +129,7 @@ class TierWorker:
         return [True] * len(job.pages), num_bytes
 
     def _use_storage(self, job: TierJob, since_s: float, failures: Counter[str]) -> tuple[list[bool], int]:
-        """Run a storage job for the pages that this rank owns; the others need nothing from it."""
+        """Run a storage job for the pages that this rank owns; it has nothing to do for the others."""
         assert self._store is not None, f"{job.kind} without storage"
         assert job.timeout_s is not None, f"{job.kind} without a timeout"
         until_s = since_s + job.timeout_s
@@ -165,7 +167,7 @@ class _JobQueue:
         """Lock of the fields below and of the outbox."""
         self._waiting: deque[tuple[TierJob, float]] = deque()
         """Jobs with their arrival times."""
-        self._is_stopped = False
+        self._is_busy = self._is_stopped = False
         self._threads = [
             threading.Thread(target=self._do_jobs, name=name, daemon=True),
             threading.Thread(target=self._refuse_jobs, name=f"{name}-late", daemon=True),
@@ -204,17 +206,23 @@ class _JobQueue:
     def _next(self) -> tuple[TierJob, float] | None:
         """Wait for the next job; return None once the queue is stopped."""
         with self._changed:
+            self._is_busy = False
             self._changed.wait_for(lambda: self._waiting or self._is_stopped)
-            return None if self._is_stopped else self._waiting.popleft()
+            if self._is_stopped:
+                return None
+            self._is_busy = True
+            self._changed.notify_all()
+            return self._waiting.popleft()
 
     def _refuse_jobs(self) -> None:
         with self._changed:
             while not self._is_stopped:
                 now_s = time.monotonic()
-                for item in [item for item in self._waiting if _end_s(item) <= now_s]:
+                late = [item for item in self._waiting if self._is_busy and _end_s(item) <= now_s]
+                for item in late:
                     self._waiting.remove(item)
                     self._report(self._refuse(item[0]))
-                end_s = min(map(_end_s, self._waiting), default=inf)
+                end_s = min(map(_end_s, self._waiting), default=inf) if self._is_busy else inf
                 self._changed.wait(end_s - now_s if end_s < inf else None)
 
     def _report(self, result: TierJobResult) -> None:

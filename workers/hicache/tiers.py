@@ -1,7 +1,7 @@
 """Control of the tiers below a replica's device cache, by its leader. Sans I/O.
 
-A page can be in device memory, host memory and storage at the same time, under one key. Only the leader knows where a
-page is; it decides what is copied, and every rank does its part of each tier job.
+A page can be in device memory, host memory and storage at the same time, under one key. Only the leader knows where
+pages are. It decides what is copied, and every rank does its part of each tier job.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class Tiers:
     """Host and storage tiers of one replica, as its leader sees them."""
 
     def __init__(self, config: HicacheConfig, tree: PrefixTree, host_pages: int, rows: Sequence[RankRow]) -> None:
-        """Build the tiers with ``host_pages`` per rank; ``rows`` are the records of all ranks of the replica."""
+        """Build tiers of ``host_pages`` per rank; ``rows`` are the records of all ranks of the replica."""
         self._lifetimes = Lifetimes.of(rows[0].geometry)
         self.host = HostIndex(host_pages, rows[0].sizes.cp, self._lifetimes)
         self._tree = tree
@@ -47,7 +47,7 @@ class Tiers:
         sizes, ownership = rows[0].sizes, rows[0].ownership
         is_own = sizes.cp == 1 or ownership is KvOwnership.SHARDED
         self.can_load_layerwise = sizes.dp == 1 and (is_own or _share_memory(rows))
-        """True if every rank finds its pages on its own host, so that no copy fails, and no DP rank has to wait."""
+        """True if every rank's pages are on its own host, so that no copy fails, and no DP rank would have to wait."""
 
     def advance(self, now_s: float) -> list[tuple[str, TierJob]]:
         """Advance after any event; return the jobs to send as (address, job)."""
@@ -65,7 +65,7 @@ class Tiers:
         return [(address, job) for job in self.jobs.take_outgoing(now_s) for address in self._addresses]
 
     def expect(self, room: Room, keys: Sequence[bytes], now_s: float) -> None:
-        """Note a new request that starts with these pages, and prefetch what is worthwhile."""
+        """Note a new request that starts with these pages, and prefetch them if that is worthwhile."""
         num_here = self._lifetimes.longest_prefix(keys, self._tree.count(keys), self._is_here)
         used = [*keys, *self._lifetimes.prefix_keys(keys[:num_here])[num_here:]]
         # Fetched pages must not evict what the request will find here.
@@ -77,20 +77,19 @@ class Tiers:
             self.prefetcher.expect(room, keys, num_here, now_s)
 
     def note_hits(self, keys: Sequence[bytes]) -> None:
-        """Note that a request continues after these pages."""
+        """Note that a request starts after these cached pages."""
         self._host_writer.note_hits(self._lifetimes.prefix_keys(keys))
 
     def note_received(self, keys: Sequence[bytes]) -> None:
-        """Note that the newly cached pages of a prompt came from a replica that saves them itself."""
+        """Note newly cached pages from a replica that saves them itself."""
         self._host_writer.note_received(self._lifetimes.prefix_keys(keys))
 
     def keys_below(self) -> dict[Tier, list[bytes]]:
-        """Return the keys of the pages in host memory, and of the pages that this replica has stored."""
+        """Return the keys of the pages in host memory, and of those that this replica has stored."""
         return {Tier.HOST: self.host.filled_keys(), Tier.STORAGE: self._storage_writer.stored_keys}
 
     @property
     def journals(self) -> dict[Tier, PageJournal]:
-        """Return the journals of pages that enter and leave these tiers."""
         return {Tier.HOST: self.host.journal, Tier.STORAGE: self._storage_writer.journal}
 
     def attach(self, *, is_attached: bool) -> None:
@@ -101,7 +100,7 @@ class Tiers:
         self.drain(is_draining=self._is_draining)
 
     def drain(self, *, is_draining: bool) -> None:
-        """Start or stop storing everything that is only in this replica's memory, since the replica may end soon."""
+        """Start or stop storing all pages that only this replica's memory has, since the replica may end soon."""
         self._is_draining = is_draining
         self._storage_writer.drain(is_draining=is_draining)
         self._host_writer.drain(is_draining=is_draining and self._is_attached)
@@ -111,16 +110,16 @@ class Tiers:
         return "" if self._has_storage else "no storage is configured (hicache.storage.backend)"
 
     def pin(self, keys: Sequence[bytes], *, is_pinned: bool) -> None:
-        """Keep a prompt's present and later pages in host memory under every write policy, or unpin them."""
+        """Pin a prompt's present and later pages in host memory under every write policy, or unpin them."""
         self.host.pin(keys, is_pinned=is_pinned)
         self._host_writer.note_pinned(self._lifetimes.prefix_keys(keys))
 
     def num_pinned_of(self, keys: Sequence[bytes]) -> int:
-        """Count the pages that are pinned and in host memory."""
+        """Count the pages among these that are pinned and in host memory."""
         return sum(key in self.host.pins and self.host.page_of(key) is not None for key in keys)
 
     def state(self) -> TierState:
-        """Return the state that heartbeats report."""
+        """Return the state for heartbeats."""
         return TierState(
             host_pages=self.host.num_pages,
             used_host_pages=self.host.num_used,
@@ -156,7 +155,7 @@ class Tiers:
 
 
 class HostLoader:
-    """Loads from host memory into the device pages of sequences, which keep these pages until the load has ended."""
+    """Loads from host memory into the device pages of sequences, which hold these pages until the load ends."""
 
     def __init__(self, host: HostIndex, jobs: TierJobs) -> None:
         self._host = host
@@ -174,7 +173,7 @@ class HostLoader:
         *,
         layerwise: bool = False,
     ) -> int:
-        """Load pages of a prefix from host memory; return how many of its positions were filled from storage.
+        """Load pages of a prefix from host memory; return how many positions of it came from storage.
 
         ``on_end`` receives whether all pages were loaded. A layerwise load runs during the next step, which waits for
         each layer.

@@ -1,4 +1,4 @@
-"""Recording of one worker's work for traced requests. It costs almost nothing while no request is traced."""
+"""Trace of one worker: intervals of traced requests. It costs almost nothing while no request is traced."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -11,9 +11,9 @@ REQUEST, COMPUTE, COLLECTIVES, KV_SENDER = "request", "compute", "collectives", 
 """Names of the lanes in a trace."""
 
 MAX_ROOMS = 8
-"""Maximum number of requests recorded at once. The oldest log that nobody fetched is replaced."""
+"""Maximum number of logs. A further request replaces the oldest one."""
 MAX_INTERVALS = 20_000
-"""Maximum number of intervals recorded per request."""
+"""Maximum number of recorded intervals per request."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,6 @@ class Log:
     since_s: float = 0.0
 
     def add(self, interval: Interval) -> None:
-        """Record an interval, while there is room."""
         if len(self.intervals) < MAX_INTERVALS:
             self.intervals.append(interval)
         else:
@@ -35,9 +34,7 @@ class Log:
 
 
 class Recorder:
-    """Logs of one worker, by room. Only the worker's thread calls it, except ``add``, which the KV sender's thread
-    calls too.
-    """
+    """Logs of one worker by room. The worker's thread uses it; the KV sender's thread only calls ``add``."""
 
     def __init__(self) -> None:
         self._logs: OrderedDict[Room, Log] = OrderedDict()
@@ -51,9 +48,7 @@ class Recorder:
             self._logs.popitem(last=False)
 
     def begin(self, plan: StepPlan) -> bool:
-        """Start a step; return whether one of its requests is traced. Until ``end``, intervals belong to all its traced
-        requests.
-        """
+        """Start a step; return whether any of its requests is traced. ``note`` adds to the logs of these."""
         for admit in plan.admits:
             if admit.traced:
                 self.trace(admit.room)
@@ -61,12 +56,11 @@ class Recorder:
         return bool(self._current)
 
     def note(self, interval: Interval) -> None:
-        """Record an interval of the current step, if a request in it is traced."""
+        """Record an interval of the current step."""
         for log in self._current:
             log.add(interval)
 
     def end(self) -> None:
-        """End the step."""
         self._current = []
 
     def add(self, room: Room, interval: Interval) -> None:
@@ -75,15 +69,13 @@ class Recorder:
             log.add(interval)
 
     def enter(self, room: Room, state: str | None, now_s: float) -> None:
-        """Record that a request enters a state at the leader, or has ended. The time in the previous state becomes an
-        interval.
-        """
+        """Record that a request enters a state at the leader, or ends. Its previous state becomes an interval."""
         if (log := self._logs.get(room)) is not None:
             if log.state:
                 log.add(Interval(REQUEST, log.state, log.since_s, now_s))
             log.state, log.since_s = state or "", now_s
 
     def take(self, room: Room, now_s: float) -> Log:
-        """Remove and return the log of a request; empty if it was not traced."""
+        """Remove and return a request's log, which is empty if the request was not traced."""
         self.enter(room, None, now_s)
         return self._logs.pop(room, None) or Log()

@@ -1,8 +1,8 @@
-"""Timing inside a traced step: layers (through hooks added for that step), collectives, and the step itself."""
+"""Times of a traced step, its layers (through hooks added for that step) and its collectives."""
 
 import time
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -15,35 +15,35 @@ from workers.trace.recorder import COLLECTIVES, COMPUTE, Recorder
 
 
 class StepRecorder:
-    """Recorder of one rank. On a GPU, every layer of a traced step waits for the device, so that the times measure the
-    work itself.
+    """Recorder of one rank. On a GPU, every layer of a traced step waits for the device, so that the times are those of
+    the computation.
     """
 
     def __init__(self, model: DecoderModel, others: Iterable[Communicator]) -> None:
-        """Wrap a model; ``others`` are the groups that its own layers do not use."""
+        """Observe a model; ``others`` are the groups that its layers do not use."""
         self.recorder = Recorder()
         self._parts = list(_named_parts(model))
         self._on_gpu = model.device.type == "cuda"
         for group in (*others, *model.groups.all):
             group.observe = self._note_collective
 
-    def step(self, plan: StepPlan) -> AbstractContextManager[None]:
-        """Return a context around the computation of one step, on every rank."""
-        return self._timed(plan) if self.recorder.begin(plan) else nullcontext()
-
     @contextmanager
-    def _timed(self, plan: StepPlan) -> Generator[None]:
+    def step(self, plan: StepPlan) -> Generator[None]:
+        """Return a context around the computation of one step, on every rank."""
+        if not self.recorder.begin(plan):
+            yield
+            return
         start_s = time.monotonic()
         try:
             with ExitStack() as hooks:
                 for name, module in self._parts:
-                    self._hang(hooks, name, module)
+                    self._add_hooks(hooks, name, module)
                 yield
         finally:
             self._note(f"step {plan.step}", start_s, _facts(plan))
             self.recorder.end()
 
-    def _hang(self, hooks: ExitStack, name: str, module: nn.Module) -> None:
+    def _add_hooks(self, hooks: ExitStack, name: str, module: nn.Module) -> None:
         starts_s: list[float] = []
 
         def before(*_: object) -> None:

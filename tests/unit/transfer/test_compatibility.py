@@ -10,8 +10,8 @@ from tests.unit.transfer.samples import geometry, pool, ticket
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 
 
-def _row(name: str, *, cp: int = 1, tp: int = 1, heads: range | None = None, **changes: object) -> RankRow:
-    layout = pool(2, heads or range(max(1, 4 // tp)), range(2))
+def _row(name: str, *, cp: int = 1, tp: int = 1, **changes: object) -> RankRow:
+    layout = pool(2, range(max(1, 4 // tp)), range(2))
     endpoint = Endpoint(backend="shared_memory", session="s", base_address=0, num_bytes=1)
     row = make_row(name, 0, sizes(cp=cp, tp=tp), geometry=geometry(), layout=layout, endpoint=endpoint, build="1")
     return msgspec.structs.replace(row, **changes)
@@ -48,19 +48,6 @@ def test_every_field_of_the_geometry_is_compared() -> None:
 def test_decode_with_cp_is_refused() -> None:
     assert refusal(_row("prefill-0", cp=2), _row("decode-1", cp=2)) == (
         "decode-1 has cp 2; a decode replica must have cp 1"
-    )
-
-
-def test_heads_that_do_not_divide_are_refused_on_either_side() -> None:
-    words = "4 KV heads cannot be divided over tp = 3; one must divide the other"
-    assert refusal(_row("prefill-0", tp=3), _row("decode-1")) == f"prefill-0: {words}"
-    assert refusal(_row("prefill-0"), _row("decode-1", tp=3)) == f"decode-1: {words}"
-    assert refusal(_row("prefill-0", tp=8), _row("decode-1", tp=16)) is None
-
-
-def test_pools_must_hold_the_heads_that_their_axes_say() -> None:
-    assert refusal(_row("prefill-0", tp=2), _row("decode-1", tp=2, heads=range(2, 4))) == (
-        "decode-1 holds full_attention heads 2 to 3 on tp_rank 0; by its axes it must hold 0 to 1"
     )
 
 

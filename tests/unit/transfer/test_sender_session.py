@@ -30,8 +30,7 @@ def _session(prompt_len: int, owned: range, *, held: int = 0, sends: bool = True
         sender_rank=1,
         page_size=PAGE,
         owned=owned,
-        share=PageShare(1, frozenset({0})),
-        sends=sends,
+        share=PageShare(1, frozenset({0} if sends else ())),
     )
 
 

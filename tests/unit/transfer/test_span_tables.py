@@ -1,4 +1,4 @@
-"""Spans, receivers, page owners and early sends equal the committed tables, byte for byte.
+"""Spans, receivers and early sends equal the committed tables, byte for byte.
 
 The tables hold what a rewrite of the arithmetic must still answer; only the adapters at the head of this file may
 change with its signatures. Write them anew, on purpose, with ``python -m tests.unit.transfer.test_span_tables``.
@@ -18,7 +18,7 @@ from cluster.spec.memory import GIB, pool_layout
 from cluster.spec.registry import AxisSizes, RankCoords, RankRow, TransferMode
 from tests.fakes.kv import kv_geometry, make_spans
 from tests.fakes.rows import make_row
-from transfer.page_assignment import PagePair, PageShare, early_ends, owned_pages, receivers
+from transfer.page_assignment import PagePair, early_ends, receivers
 
 TABLES = Path(__file__).parents[2] / "data" / "span_tables.json"
 SOURCE_PAGES, TARGET_PAGES = 40, 50
@@ -80,13 +80,6 @@ def receivers_of(geometry: Geometry, sender: Rank, cp_rank: int, mode: TransferM
     """Global ranks of the targets that a sender, one of two CP ranks, sends to."""
     coords, sizes = _coords(sender, cp=cp_rank), _sizes(sender.side, cp=2)
     return [row.global_rank for row in receivers(mode, coords, sizes, _rows(geometry, target))]
-
-
-def shared_pages_of(geometry: Geometry, target: Side, ranks: Iterable[int]) -> list[int]:
-    """Those of the pages 0 to 11 that a sender sends to any of these ranks of its target."""
-    rows = _rows(geometry, target)
-    share = PageShare.of([rows[rank] for rank in ranks])
-    return [page for page in range(12) if share.has(page)]
 
 
 def early_ends_of(geometry: Geometry, rank: Rank) -> list[int]:
@@ -204,28 +197,6 @@ def _receivers(geometry: Geometry, source: Side, target: Side, mode: TransferMod
     ]
 
 
-def share_tables() -> dict[str, list[int]]:
-    """Pages that single ranks, and groups of ranks, are sent of a head that several hold."""
-    groups = ([0], [1], [0, 1], [0, 2], [3, 5], [4, 5, 6, 7])
-    return {
-        f"heads{heads} tp{tp} to {group}": shared_pages_of(geometry_of(heads), Side(tp), group)
-        for heads, tp, group in product(KV_HEADS, (1, 2, 4, 8), groups)
-        if group[-1] < tp
-    }
-
-
-def owner_tables() -> dict[str, list[list[int]]]:
-    """Pages that each CP rank sends, by position in the request."""
-    wanted = [(0, 0, 0), (1, 2, 0), (7, 1, 0), (11, 5, 3), (6, 0, 6)]
-    return {
-        f"{mode} cp{cp} of {num_pages} pages, base {base}, {first}:": [
-            list(owned_pages(mode, num_pages=num_pages, cp_rank=rank, cp_size=cp, base=base, first=first))
-            for rank in range(cp)
-        ]
-        for mode, cp, (num_pages, base, first) in product(TransferMode, (1, 2, 3, 8), wanted)
-    }
-
-
 def early_tables() -> dict[str, list[list[int]]]:
     """Early sends of each stage."""
     models = {
@@ -247,8 +218,6 @@ MAKERS: dict[str, Any] = {
     "hashes": span_hashes,
     "spans": whole_tables,
     "receivers": receiver_tables,
-    "shared pages": share_tables,
-    "owned pages": owner_tables,
     "early ends": early_tables,
 }
 

@@ -21,7 +21,7 @@ from tests.fakes.paged_ranks import row
 from tests.fakes.watched_load import WatchedLoad
 from workers.hicache.copier import MOST_LAYER_GROUPS, Copier
 from workers.hicache.storage.files import FileStorage
-from workers.hicache.storage.page_store import ObjectFormat, PageStore
+from workers.hicache.storage.page_store import PageStore
 from workers.memory.page_pool import PagePool
 from workers.memory.peer_memory import PeerMemory
 from workers.memory.tier_memory import TierMemory
@@ -166,8 +166,7 @@ def test_pages_of_two_kv_groups_come_back_from_files(tmp_path: Path, *, is_stage
 
     def made() -> tuple[Replica, PageStore]:
         replica = Replica(1, KvOwnership.REPLICATED, is_staged=is_staged, geometry=two_groups())
-        backend, page_bytes = FileStorage(tmp_path, 1 << 20), replica.pools[0].page_bytes
-        return replica, PageStore(backend, ObjectFormat(replica.rows[0], "weights"), page_bytes)
+        return replica, PageStore(FileStorage(tmp_path, 1 << 20), replica.rows[0], "weights")
 
     writer, store = made()
     writer.order("save", pages)

@@ -22,7 +22,7 @@ from tests.fakes.tier_world import PAGE_SIZE, TierWorld
 from tests.unit.workers.test_tier_copies import Replica
 from workers.hicache.copier import Copier
 from workers.hicache.storage.files import FileStorage
-from workers.hicache.storage.page_store import HEADER_BYTES, ObjectFormat, PageStore
+from workers.hicache.storage.page_store import HEADER_BYTES, PageStore
 from workers.memory.layerwise_load import LayerwiseLoad
 
 WINDOW = 2 * PAGE_SIZE + 1
@@ -221,7 +221,7 @@ def test_only_the_groups_of_its_lifetime_are_stored_of_a_page_by_ranks_that_have
         mine = rank_of(rank, sizes)
         there, here = Slots(mine.layout.page_bytes), Slots(mine.layout.page_bytes)
         source, target = (Copier([mine], 0, slots, None) for slots in (there, here))  # type: ignore[arg-type]
-        store = PageStore(backend, ObjectFormat(mine, "w"), mine.layout.page_bytes)
+        store = PageStore(backend, mine, "w")
         owned = [page for page in pages if source.owns(page)]
         assert len(owned) == (0 if mine.coords.cp else 1 if pp == 4 else 2)
         for page in owned:

@@ -1,7 +1,7 @@
-"""Index of the host pools: which page holds which tokens. Ids only, no memory.
+"""Index of the host pools by page key. Ids only, no memory.
 
-A page is reserved, then filled; only filled pages are found. The least recently used are evicted first, except those
-that are held or pinned. Pages are divided over owners as in ``page_allocator``.
+A page is reserved, then filled; look-ups find only filled pages. The least recently used page is evicted first, unless
+it is held or pinned. Pages are divided among owners as in ``page_allocator``.
 """
 
 from collections import OrderedDict, deque
@@ -22,21 +22,19 @@ STORING_S = inf
 
 @dataclass(slots=True)
 class HostPage:
-    """Host page and its tokens."""
-
     page: int
     index: int
     depth: int
     is_filled: bool = False
     num_holders: int = 0
     stored_s: float = NEVER_S
-    """Latest time at which storage is known to have had it."""
+    """Latest time at which storage is known to have had the page."""
     is_fetched: bool = False
-    """Whether it came from storage and no request has used it yet."""
+    """True if the page came from storage and no request has used it yet."""
 
     @property
     def is_idle(self) -> bool:
-        """Return whether it may be evicted, unless it is pinned."""
+        """Return whether the page may be evicted if it is not pinned."""
         return self.is_filled and self.num_holders == 0
 
 
@@ -61,7 +59,6 @@ class HostIndex:
 
     @property
     def num_used(self) -> int:
-        """Pages that are reserved or filled."""
         return len(self._pages)
 
     def num_used_of(self, owner: int) -> int:
@@ -101,7 +98,7 @@ class HostIndex:
         return page is not None and key in self._busy[page.page % self.num_owners]
 
     def reserve(self, key: bytes, index: int, depth: int = 0) -> int | None:
-        """Return a page to be filled for a new key; None if all pages of its owner are in use.
+        """Return a page to fill for a new key; None if all pages of its owner are in use.
 
         ``index`` and ``depth`` are as in ``TierPage``.
         """
@@ -119,7 +116,9 @@ class HostIndex:
         return page
 
     def make_room(self, owner: int, wanted: int) -> int:
-        """Evict an owner's pages that storage was offered until ``wanted`` are free; return how many of those are."""
+        """Evict an owner's pages that were offered to storage until ``wanted`` pages are free; return the number freed,
+        at most ``wanted``.
+        """
         lacking = wanted - len(self._free[owner])
         offered = (key for key, page in self._by_use[owner].items() if page.stored_s != NEVER_S and page.is_idle)
         for key in list(islice(offered, max(0, lacking))):
@@ -133,24 +132,22 @@ class HostIndex:
         self.journal.note(key, True)
 
     def note_fetched(self, key: bytes, now_s: float) -> None:
-        """Note that a filled page was read from storage."""
         page = self._pages[key]
         page.stored_s, page.is_fetched = now_s, True
 
     def note_stored(self, key: bytes, stored_s: float) -> None:
-        """Note when storage had a copy of a filled page."""
         self._pages[key].stored_s = stored_s
         self.version += stored_s == NEVER_S
 
     def doubt_storage(self) -> list[bytes]:
-        """Forget which pages storage has, since it may have lost them; return these pages."""
+        """Forget which pages storage has, since it may have lost them; return those pages."""
         doubted = [key for key, page in self._pages.items() if isfinite(page.stored_s)]
         for key in doubted:
             self.note_stored(key, NEVER_S)
         return doubted
 
     def note_used(self, keys: Sequence[bytes]) -> list[bool]:
-        """Note that a request uses these pages; return one flag per page: it was fetched since its last use."""
+        """Note that a request uses these pages; return for each whether it was fetched since its last use."""
         pages = [self._pages[key] for key in keys]
         fetched = [page.is_fetched for page in pages]
         for page in pages:
@@ -170,7 +167,7 @@ class HostIndex:
             self.journal.note(key, False)
 
     def hold(self, keys: Iterable[bytes]) -> None:
-        """Keep filled pages until they are released as often."""
+        """Hold filled pages, once more each, until they are released as often."""
         for key in keys:
             page = self._pages[key]
             assert page.is_filled, f"host page {page.page} is held before it has its bytes"
@@ -186,7 +183,7 @@ class HostIndex:
         self.version += 1
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note that the pages of a prefix were used, as far as they are here; the deepest are evicted first."""
+        """Note the use of a prefix's pages that are here; the deepest are evicted first."""
         for key in reversed(keys):
             page = self._pages.get(key)
             if page is not None and key not in self.pins:
@@ -194,20 +191,20 @@ class HostIndex:
         self.version += 1
 
     def pin(self, keys: Sequence[bytes], *, is_pinned: bool) -> None:
-        """Never evict a prompt's pages, present and later ones, or unpin them."""
+        """Pin or unpin a prompt's present and later pages; pinned pages are never evicted."""
         for key in self.pins.add(keys) if is_pinned else self.pins.remove(keys):
             if key in self._pages:
                 self._settle(key)
         self.version += 1
 
     def flush(self) -> None:
-        """Free everything that is neither held nor pinned."""
+        """Free all pages that are neither held nor pinned."""
         for pages in self._by_use:
             for key in [key for key, page in pages.items() if page.is_idle]:
                 self.free(key)
 
     def check_integrity(self) -> None:
-        """Prove that every page is free or has one key, and is listed with its owner."""
+        """Assert that every page is free or has one key, and is listed with its owner."""
         used = [page.page for page in self._pages.values()]
         free = [page for pages in self._free for page in pages]
         assert sorted(used + free) == list(range(self.num_pages)), "a host page is lost, or has two keys"
@@ -225,7 +222,7 @@ class HostIndex:
         self.free(key)
 
     def _settle(self, key: bytes) -> None:
-        """Update the lists of a page after a change to its pins, holders or bytes."""
+        """Update a page's lists after it was pinned, unpinned, held, released or filled."""
         page = self._pages[key]
         owner = page.page % self.num_owners
         if key in self.pins:

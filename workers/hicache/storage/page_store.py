@@ -1,4 +1,4 @@
-"""One rank's pages in storage: the format of their objects, and look-up, reading and writing."""
+"""One rank's pages in storage."""
 
 import hashlib
 import logging
@@ -19,13 +19,13 @@ FORMAT_VERSION = 5
 """Version of the names, headers and byte order of pages. Objects of other versions are not found."""
 HEADER_BYTES = 256
 _LOOK_UP_PAGES = 128
-"""Maximum pages looked up in one call; time and shutdown are checked between calls."""
+"""Maximum pages per look-up; the deadline and shutdown are checked between look-ups."""
 _BATCH_PAGES = 16
 _BATCH_BYTES = 16 << 20
-"""Maximum bytes read or written in one call, unless a single page has more."""
+"""Maximum bytes per read or write of several pages."""
 
 Buffer = Callable[[TierPage], memoryview]
-"""Function that returns the memory a page's bytes are read into or written from."""
+"""Function that returns the host memory of a page."""
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -36,50 +36,30 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     digest: bytes
 
 
-class ObjectFormat:
-    """Format of one rank's objects: its heads and layers of pages.
+class PageStore:
+    """Reader and writer of one rank's pages in storage: its heads and layers of them, one object per page.
 
     A page's bytes do not depend on CP, so replicas share objects if they divide heads and layers alike. Page keys
-    depend on the salt, so tenants share nothing.
+    depend on the salt, so tenants share nothing. Each call returns one flag per page, and counts failures. No call to
+    storage starts after ``until_s``, a time of the monotonic clock.
     """
 
-    def __init__(self, row: RankRow, weights: str) -> None:
-        """Build the format; ``weights`` is a digest of the model's weights."""
+    def __init__(self, backend: StorageBackend, row: RankRow, weights: str) -> None:
+        """Build the store of a rank; ``weights`` is a digest of the model's weights."""
         geometry, layout = row.geometry, row.layout
-        self.is_writer = row.coords.tp % copies_of(row) == 0
+        self._backend = backend
+        self._batch = max(1, min(_BATCH_PAGES, _BATCH_BYTES // layout.page_bytes))
+        self._is_writer = row.coords.tp % copies_of(row) == 0
         """True if this rank writes: the first of the TP ranks with the same heads. All of them read."""
         # Fields that must be equal for KV to be interchangeable; the model's served name need not be.
         facts = (FORMAT_VERSION, weights, geometry.page_size, geometry.num_layers, geometry.groups)
         self._namespace = hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=16).hexdigest()
         heads = "_".join(f"h{group.heads.start}-{group.heads.stop - 1}" for group in layout.groups)
         self._shard = f"{heads}.l{layout.layers.start}-{layout.layers.stop - 1}"
-
-    def name(self, page: TierPage) -> str:
-        return f"{self._namespace}/{page.key.hex()}.{self._shard}"
-
-    def header(self, page: TierPage, data: memoryview) -> bytes:
-        """Return the header of a page's object: MessagePack, padded with zeros."""
-        # Only workers with storage need the library, whose digest detects accidents, not attacks.
-        from xxhash import xxh3_128_digest
-
-        header = _Header(namespace=self._namespace, key=page.key, shard=self._shard, digest=xxh3_128_digest(data))
-        return msgspec.msgpack.encode(header).ljust(HEADER_BYTES, b"\0")
-
-
-class PageStore:
-    """Reader and writer of one rank's pages. Each call returns one flag per page, and counts failures.
-
-    No call to storage starts after ``until_s``, a time of the monotonic clock.
-    """
-
-    def __init__(self, backend: StorageBackend, format_: ObjectFormat, page_bytes: int) -> None:
-        self._backend = backend
-        self._format = format_
-        self._batch = max(1, min(_BATCH_PAGES, _BATCH_BYTES // page_bytes))
         self._is_stopping = False
 
     def look_up(self, pages: Sequence[TierPage], until_s: float, failures: Counter[str]) -> list[bool]:
-        """Look up pages; only leading ones count as stored."""
+        """Look up pages. A page counts as stored only if all pages before it do."""
         done = list[bool]()
         while all(done) and len(done) < len(pages):
             batch = pages[len(done) : len(done) + _LOOK_UP_PAGES]
@@ -102,13 +82,11 @@ class PageStore:
         def store_batch(batch: Sequence[TierPage]) -> list[bool]:
             is_stored = self._present(batch)
             missing = [page for page, is_there in zip(batch, is_stored, strict=True) if not is_there]
-            objects = [self._object(page, self._format.header(page, buffer(page)), buffer(page)) for page in missing]
+            objects = [self._object(page, self._header(page, buffer(page)), buffer(page)) for page in missing]
             errors = iter(self._backend.write(objects) if objects else ())
             return [is_there or _noted(next(errors), failures) for is_there in is_stored]
 
-        return (
-            self._in_batches(store_batch, pages, until_s, failures) if self._format.is_writer else [True] * len(pages)
-        )
+        return self._in_batches(store_batch, pages, until_s, failures) if self._is_writer else [True] * len(pages)
 
     def figures(self) -> StorageFigures | None:
         return self._backend.figures()
@@ -138,7 +116,7 @@ class PageStore:
         until_s: float,
         failures: Counter[str],
     ) -> list[bool]:
-        """Use storage for a batch unless it is too late; an error of the whole call fails every page."""
+        """Use storage for a batch unless it is too late. An error of the whole call fails all pages."""
         if self._is_stopping or time.monotonic() >= until_s:
             failures["late"] += len(batch)
             return [False] * len(batch)
@@ -147,20 +125,31 @@ class PageStore:
         except StorageError as error:
             return [_noted(error, failures) for _ in batch]
 
+    def _name(self, page: TierPage) -> str:
+        return f"{self._namespace}/{page.key.hex()}.{self._shard}"
+
+    def _header(self, page: TierPage, data: memoryview) -> bytes:
+        """Return the header of a page's object: MessagePack, padded with zeros."""
+        # Only workers with storage need the library, whose digest detects accidents, not attacks.
+        from xxhash import xxh3_128_digest
+
+        header = _Header(namespace=self._namespace, key=page.key, shard=self._shard, digest=xxh3_128_digest(data))
+        return msgspec.msgpack.encode(header).ljust(HEADER_BYTES, b"\0")
+
     def _present(self, pages: Sequence[TierPage]) -> list[bool]:
-        depths = {self._format.name(page): page.depth for page in pages}
+        depths = {self._name(page): page.depth for page in pages}
         there = set(self._backend.present(depths))
         return [name in there for name in depths]
 
     def _object(self, page: TierPage, header: bytes | bytearray, data: memoryview) -> StorageObject:
-        return StorageObject(self._format.name(page), [memoryview(header), data], page.depth)
+        return StorageObject(self._name(page), [memoryview(header), data], page.depth)
 
     def _accept(self, page: TierPage, item: StorageObject, outcome: Read, failures: Counter[str]) -> bool:
         """Return whether the requested page was read; delete a corrupt object."""
         if outcome is False or isinstance(outcome, StorageError):
             return outcome is not False and _noted(outcome, failures)
         header, data = item.parts
-        if outcome is True and header == self._format.header(page, data):
+        if outcome is True and header == self._header(page, data):
             return True
         reason = f"{item.name} does not match its header" if outcome is True else str(outcome)
         _log.warning("deleting a corrupt object: %s", reason)
