@@ -15,6 +15,7 @@ class Span(NamedTuple):
     num_bytes: int
 
 
+Item = TypeVar("Item")
 Memory = TypeVar("Memory")
 """A torch tensor or numpy array of bytes ``[page, byte]``."""
 
@@ -126,9 +127,9 @@ def total_bytes(spans: Iterable[Span]) -> int:
     return sum(span.num_bytes for span in spans)
 
 
-def batches(spans: Sequence[Span], max_spans: int) -> Iterator[Sequence[Span]]:
-    """Yield the spans in order, at most ``max_spans`` at a time."""
-    return (spans[start : start + max_spans] for start in range(0, len(spans), max_spans))
+def batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    """Divide items into batches of at most ``size``."""
+    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 def _offset(group: GroupLayout, head: int, layer: int) -> int:

@@ -54,17 +54,14 @@ class FailureKind(Enum):
     """Reason why a transfer failed."""
 
     CANCELLED = "cancelled"
-    """Cancelled by this side."""
     TIMED_OUT = "timed out"
     """Only a part arrived in time."""
     REFUSED = "refused"
-    """Prefill will not use the ticket."""
     STOPPED = "stopped"
     """Prefill stopped writing before it was asked to."""
     MISMATCH = "mismatch"
     """The data sent differs from what was promised."""
     PREFILL_GONE = "prefill gone"
-    """The sending processes are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +136,6 @@ class ReceiverSession:
         return self.ticket
 
     def handle(self, message: Result | Done | Refused | Drained, now_s: float) -> Revoke | None:
-        """Handle a message from prefill about this room."""
         if self._is_foreign(message):
             self.num_dropped["foreign"] += 1
             return None
@@ -192,7 +188,6 @@ class ReceiverSession:
         return self._revoke(FailureKind.TIMED_OUT, self._missing(), now_s)
 
     def _missing(self) -> str:
-        """Describe what is missing, and from which sender."""
         missing = "its result"
         if self.result is not None:
             ranks = ", ".join(str(rank) for rank in sorted(set(self.result.senders) - self._dones.keys()))

@@ -131,7 +131,6 @@ class SenderSession:
             self._move(SendState.DRAINED, "drained")
 
     def report(self) -> SendReport:
-        """Return this rank's report to its leader."""
         return SendReport(
             room=self.room,
             sender_rank=self._sender_rank,

@@ -33,12 +33,12 @@ class SendJob:
     """Pages of one transfer, as the spans that carry them."""
 
     room: Room
-    make_writes: Callable[[], Sequence[Write]]
-    """Function that creates the writes. The sender thread calls it, since it is slow for many pages."""
+    prepare: Callable[[], tuple[Sequence[Write], list[PageDigests]]]
+    """Function that returns the writes, and digests of the completed pages for the outcome. The sender thread calls it
+    when the job starts, since it is slow for many pages.
+    """
     num_pages: int
     """Number of pages that this job completes at their targets."""
-    make_ready: Callable[[], list[PageDigests]] = list
-    """Function called right before ``make_writes``; returns the digests of the completed pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,7 @@ class SenderThread:
     def _send(self, job: SendJob) -> None:
         start_s = time.monotonic()
         try:
-            digests = job.make_ready()
-            writes = job.make_writes()
+            writes, digests = job.prepare()
             is_whole = self._write(job, writes)
         # other transfers continue, and this one reports the reason
         except Exception as error:

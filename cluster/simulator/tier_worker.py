@@ -194,9 +194,6 @@ class _TierMemory:
         self._memory = memory
         self.region = Region(memoryview(memory.pool), memory.row.endpoint)
 
-    def record_event(self) -> None:
-        """Return None: all operations complete immediately."""
-
     def host_page(self, slot: int) -> memoryview:
         return self._memory.host_page(slot)
 

@@ -111,7 +111,7 @@ class VirtualWriter:
         elif item.room in self._barred:
             self._next()
         else:
-            digests, writes = item.make_ready(), item.make_writes()
+            writes, digests = item.prepare()
             num_bytes = sum(total_bytes(write.spans) for write in writes)
             self._around.moved["early"] += not item.num_pages
             self._write(_Work(item, digests, num_bytes, self._copies(writes)))

@@ -99,7 +99,6 @@ class PageDigests(Struct, frozen=True):
     pages: list[int]
     """Page ids in decode."""
     digests: list[bytes]
-    """Digest of each page."""
 
 
 class Done(Tagged, frozen=True):

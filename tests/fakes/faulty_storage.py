@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cluster.spec.hicache_config import StorageBackendName, StorageConfig
 from tests.fakes.eager_worker import EagerWorker
-from workers.hicache.storage import opening
+from workers.hicache.storage import interface
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import Read, StorageError, StorageObject, Written
 
@@ -53,4 +53,4 @@ class WorkerWithFaultyStorage(EagerWorker):
     """Its module, which only its process imports, puts the backend in place."""
 
 
-opening.MAKERS[StorageBackendName.FILES] = _faulty
+interface.MAKERS[StorageBackendName.FILES] = _faulty

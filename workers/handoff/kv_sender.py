@@ -62,9 +62,7 @@ class SentRequest(Protocol):
     @property
     def destination(self) -> Destination | None: ...
     @property
-    def pages(self) -> Sequence[Sequence[int]]:
-        """Page ids by lifetime."""
-        ...
+    def pages(self) -> Sequence[Sequence[int]]: ...
 
 
 class KvSender:
@@ -113,7 +111,6 @@ class KvSender:
 
     @property
     def num_open(self) -> int:
-        """Return the number of open transfers."""
         return len(self._transfers)
 
     def before_step(self, plan: StepPlan) -> None:
@@ -193,14 +190,12 @@ class KvSender:
         return self._transfers[admit.room]
 
     def _send(self, transfer: _Transfer, pairs: list[PagePair], end: int | None = None) -> None:
-        if pairs:
-            self._writer.send(self._job(transfer, pairs, end))
-
-    def _job(self, transfer: _Transfer, pairs: list[PagePair], end: int | None) -> SendJob:
-        """Build the job that sends the unsent layers of these pages to every decode rank that this rank sends to.
+        """Send the unsent layers of these pages to the decode ranks.
 
         Layers from ``end`` on follow in a later job; without ``end`` the pages are complete.
         """
+        if not pairs:
+            return
         is_complete = end is None
         layers = self._row.layout.layers[transfer.num_layers_sent : end]
         transfer.num_layers_sent = end or 0
@@ -213,12 +208,12 @@ class KvSender:
         ]
         sources = [self._source(of_one, layers) for of_one in by_lifetime]
         after = self._memory.event() if self._memory is not None else None
-        return SendJob(
+        job = SendJob(
             room=transfer.session.room,
-            make_writes=partial(_writes, parts),
+            prepare=partial(self._prepare, sources, after, parts, is_complete=is_complete),
             num_pages=len(pairs) if is_complete else 0,
-            make_ready=partial(self._make_ready, sources, after, parts if is_complete else []),
         )
+        self._writer.send(job)
 
     def _source(self, pairs: Sequence[PagePair], layers: range) -> PageRange:
         """Return the range of these pages, which share a lifetime, in this rank's pool."""
@@ -236,16 +231,19 @@ class KvSender:
             return None
         return rank, source, PageRange(rank.layout, [pair.target for pair in sent], lifetime=source.lifetime)
 
-    def _make_ready(self, sources: Sequence[PageRange], after: Any, complete: Sequence[_Part]) -> list[PageDigests]:
-        """Publish the pages, and return digests of the complete ones. The sender thread calls this before it writes."""
+    def _prepare(
+        self, sources: Sequence[PageRange], after: Any, parts: Sequence[_Part], *, is_complete: bool
+    ) -> tuple[list[Write], list[PageDigests]]:
+        """Publish the pages; return their writes, and digests if they are complete. Runs on the sender thread."""
         if self._memory is not None:
             for source in sources:
                 self._memory.publish(source, after)
-        if self._config.verify is not Verify.DIGEST:
-            return []
-        return [
+        writes = [Write(rank.endpoint, source.spans_to(target)) for rank, source, target in parts]
+        if not is_complete or self._config.verify is not Verify.DIGEST:
+            return writes, []
+        return writes, [
             digest_pages(self._pool, replace(source, layers=None), rank.global_rank, target)
-            for rank, source, target in complete
+            for rank, source, target in parts
         ]
 
     def _on_outcome(self, outcome: Outcome) -> None:
@@ -317,7 +315,3 @@ class KvSender:
         """Stop the writer and discard its queue."""
         self._writer.close()
         self._outbox.close()
-
-
-def _writes(parts: Sequence[_Part]) -> list[Write]:
-    return [Write(rank.endpoint, source.spans_to(target)) for rank, source, target in parts]

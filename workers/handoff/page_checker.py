@@ -11,7 +11,7 @@ from workers.handoff.post import Post, send_if_heard
 
 
 class PageChecker:
-    """Checker that answers the leader's CheckPages in order; a request's pages stay unchanged until its answer."""
+    """Checker that answers the leader's CheckPages in order. A request's pages must not change until the answer."""
 
     def __init__(
         self,
@@ -21,13 +21,7 @@ class PageChecker:
         outbox: Post,
         on_failure: Callable[[Exception], None],
     ) -> None:
-        """Take ownership of the outbox, and start the thread.
-
-        Args:
-            row: this rank's record.
-            pool: memory of its pages.
-            on_failure: called with what ended the thread when nobody closed it; nothing is answered any more.
-        """
+        """Take ownership of the outbox, and start the thread. ``on_failure`` is called with the error that ends it."""
         self._row = row
         self._pool = pool
         self._leader_address = leader_address
@@ -52,5 +46,5 @@ class PageChecker:
                 wrong = wrong_pages(self._pool, self._row.layout, message.digests)
                 answer = PagesChecked(room=message.room, rank=self._row.global_rank, wrong=wrong)
                 send_if_heard(self._outbox, self._leader_address, answer)
-        except Exception as error:  # whatever it is, a rank that cannot check pages must end
+        except Exception as error:  # a rank that cannot check pages must end
             self._on_failure(error)

@@ -40,7 +40,6 @@ class Copier:
         return page.index % self._row.sizes.cp == self._row.coords.cp and self.bytes_of(page) > 0
 
     def host_page(self, page: TierPage) -> memoryview:
-        """Return the bytes of an owned host page."""
         return self.memory.host_page(self._slot(page))[: self.bytes_of(page)]
 
     def save(self, pages: Sequence[TierPage], after: "Event | None") -> int:

@@ -106,7 +106,6 @@ class Tiers:
         self._host_writer.drain(is_draining=is_draining and self._is_attached)
 
     def refusal_of_storage(self) -> str:
-        """Return why storage cannot be attached or detached; empty if it can."""
         return "" if self._has_storage else "no storage is configured (hicache.storage.backend)"
 
     def pin(self, keys: Sequence[bytes], *, is_pinned: bool) -> None:
@@ -115,11 +114,9 @@ class Tiers:
         self._host_writer.note_pinned(self._lifetimes.prefix_keys(keys))
 
     def num_pinned_of(self, keys: Sequence[bytes]) -> int:
-        """Count the pages among these that are pinned and in host memory."""
         return sum(key in self.host.pins and self.host.page_of(key) is not None for key in keys)
 
     def state(self) -> TierState:
-        """Return the state for heartbeats."""
         return TierState(
             host_pages=self.host.num_pages,
             used_host_pages=self.host.num_used,
@@ -132,7 +129,7 @@ class Tiers:
             is_attached=self._is_attached,
             is_storing=self._is_storing,
             num_opened=self._writes.num_opened + self._reads.num_opened,
-            work=self.jobs.counters.work,
+            work=tuple(self.jobs.work.values()),
             ranks=tuple(self._rank_state(rank, owner) for rank, owner in self._owners.items()),
         )
 
@@ -146,7 +143,7 @@ class Tiers:
             used_host_pages=self.host.num_used_of(owner),
             num_evicted=self.host.num_evicted[owner],
             num_open=self.jobs.num_unreported(global_rank),
-            storage=self.jobs.counters.storage.get(global_rank),
+            storage=self.jobs.storage.get(global_rank),
         )
 
     def _has_more_to_store(self) -> bool:
@@ -159,7 +156,7 @@ class HostLoader:
 
     def __init__(self, host: HostIndex, jobs: TierJobs) -> None:
         self._host = host
-        self.jobs = jobs
+        self._jobs = jobs
         self._loading: set[bytes] = set()
 
     def is_loading(self, key: bytes) -> bool:
@@ -171,7 +168,7 @@ class HostLoader:
         pages: Sequence[TierPage],
         on_end: Callable[[bool], None],
         *,
-        layerwise: bool = False,
+        is_layerwise: bool = False,
     ) -> int:
         """Load pages of a prefix from host memory; return how many positions of it came from storage.
 
@@ -190,10 +187,7 @@ class HostLoader:
             self._loading.difference_update(wanted)
             on_end(all(outcome.done))
 
-        if layerwise:
-            self.jobs.submit_layerwise(pages, on_loaded)
-        else:
-            self.jobs.submit(TierJobKind.LOAD, pages, on_loaded)
+        self._jobs.submit(TierJobKind.LOAD, pages, on_loaded, is_layerwise=is_layerwise)
         return len({page.depth for page, is_fetched in zip(pages, fetched, strict=True) if is_fetched})
 
 

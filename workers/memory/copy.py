@@ -1,4 +1,4 @@
-"""Page copies within a device, or between a GPU and pinned host memory."""
+"""Copies of pages within a device, or between a GPU and pinned host memory."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -13,8 +13,8 @@ from transfer.page_range import PageRange
 from workers.device import Event, has_kernels, index_on
 
 LEAST_PIECE_BYTES = 448 << 10
-"""Smallest piece for the copy engine; a kernel copies smaller ones. An estimate: at 50 GB/s this takes 9 µs, the time
-in which the host issues one copy.
+"""Minimum piece size for the copy engine; a kernel copies smaller pieces. An estimate: at 50 GB/s the piece takes 9 µs,
+which is how long the host takes to issue one copy.
 """
 
 
@@ -45,7 +45,7 @@ class PinnedMemory:
 
 
 class Pages(NamedTuple):
-    """Pages, or some layers of them, in one memory."""
+    """Whole pages, or some layers of them, in a memory."""
 
     memory: Tensor
     """``[page, byte]`` uint8."""
@@ -53,10 +53,10 @@ class Pages(NamedTuple):
 
 
 class PageMemory:
-    """Memory laid out in pages: a pool on a device, a host tier, or a region that peers write to."""
+    """Memory divided into pages: a device pool, a host tier, or a region that peers write to."""
 
     def __init__(self, memory: Tensor, layout: PoolLayout) -> None:
-        """Wrap flat uint8 memory; bytes after its last whole page are not used."""
+        """Wrap flat uint8 memory; bytes after its last whole page are unused."""
         assert memory.dtype == torch.uint8, f"not bytes: {memory.dtype}"
         assert memory.ndim == 1, f"not flat: {memory.shape}"
         num_pages = len(memory) // layout.page_bytes
@@ -65,20 +65,20 @@ class PageMemory:
         """``[page, byte]``."""
 
     def at(self, pages: Sequence[int], layers: range | None = None, lifetime: int = 0) -> Pages:
-        """Return pages by index, whole or restricted to some layers of one lifetime's groups."""
+        """Return pages by index: whole, or some layers of one lifetime's groups."""
         return Pages(self.bytes, PageRange(self.layout, pages, layers, lifetime=lifetime))
 
 
 def copy(
     source: Pages, target: Pages, after: Event | None = None, stream: torch.cuda.Stream | None = None
 ) -> Event | None:
-    """Copy pages to as many pages of another memory of the same layout; each target page occurs once.
+    """Copy pages to the same number of pages in a memory of the same layout. No target page occurs twice.
 
     On a CPU the copy is complete on return. On a GPU it runs after ``after`` on ``stream``, by default the current
-    one, and is complete when the returned event is.
+    one; the returned event completes with it.
 
-    Large pieces, mostly whole pages, use the copy engine, which does not delay kernels. Small ones, and all copies
-    within a GPU, are one kernel launch.
+    Large pieces, mostly whole pages, use the copy engine, which does not delay kernels. Small pieces, and all copies
+    within a GPU, take one kernel launch.
     """
     device = next((pages.memory.device for pages in (source, target) if pages.memory.is_cuda), None)
     with torch.cuda.stream(stream) if stream is not None else nullcontext():
@@ -92,12 +92,12 @@ def copy(
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a high-priority stream for copies on a GPU: they start before the rest of a large kernel."""
+    """Return a high-priority stream for copies on a GPU, which need not wait for a large kernel to end."""
     return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def warm_up_copies(memory: PageMemory) -> None:
-    """Compile the copy kernel by copying the unused null page onto itself."""
+    """Compile the copy kernel by copying the null page onto itself."""
     if has_kernels(memory.bytes):
         null = memory.at([len(memory.bytes) - 1])
         copy(null, null)
@@ -121,7 +121,7 @@ def _is_for_a_kernel(source: Tensor, target: Tensor) -> bool:
 
 
 def _pieces(source: Tensor, of: Sequence[int], target: Tensor, to: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (target, source) pairs that are contiguous on both sides: torch waits for copies of others."""
+    """Yield (target, source) pairs that are contiguous on both sides, since torch waits for other copies."""
     heads: Sequence[slice | int] = [slice(None)] if _is_adjacent(source) else range(source.shape[1])
     return (
         (target[target_page, head], source[source_page, head])

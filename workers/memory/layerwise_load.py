@@ -1,4 +1,4 @@
-"""Layerwise loading: a thread copies cached pages into the pool while the step that reads them runs."""
+"""Layerwise load of cached pages into the pool, by a thread that runs while a step reads them."""
 
 import threading
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ if TYPE_CHECKING:  # the simulator has no torch
 
 
 class LayerwiseLoad:
-    """Progress of one load: the copying thread reports each layer, and the computing thread waits for what it reads."""
+    """Progress of one load. The copying thread reports layers, and the computing thread waits for those it reads."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -17,28 +17,28 @@ class LayerwiseLoad:
         self._error: Exception | None = None
 
     def add(self, num_layers: int, event: "Event | None") -> None:
-        """Report that the next layers are loaded, or will be when the event completes."""
+        """Report that the next layers are loaded once the event completes."""
         with self._changed:
             self._events += [event] * num_layers
             self._changed.notify_all()
 
     @property
     def num_here(self) -> int:
-        """Number of layers for which `wait_for` returns at once."""
+        """Return the number of layers reported so far."""
         with self._changed:
             return len(self._events)
 
     def fail(self, error: Exception) -> None:
-        """Report that no more layers will arrive."""
+        """Report that the load has failed."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def wait_for(self, layer: int) -> None:
-        """Wait for a layer before anything that this thread runs, or starts on its GPU, from now on.
+        """Wait for a layer, ahead of any work that this thread does or starts on its GPU from now on.
 
         Raises:
-            Exception: the error that the copying thread failed with.
+            Exception: the error of a failed load.
         """
         with self._changed:
             self._changed.wait_for(lambda: len(self._events) > layer or self._error is not None)

@@ -1,4 +1,4 @@
-"""KV memory of one rank: the pages of all its KV groups. Page ownership is tracked elsewhere."""
+"""KV memory of one rank: the pages of all its KV groups. Other modules track who holds which page."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ class PagePool(PageMemory):
     """
 
     def __init__(self, layout: PoolLayout, memory: Tensor | None = None, device: torch.device | None = None) -> None:
-        """Lay the pool over ``memory`` (flat uint8, at least ``layout.pool_bytes``), or over zeroed memory."""
+        """Build the pool in ``memory`` (flat uint8, at least ``layout.pool_bytes``), or in new zeroed memory."""
         if memory is None:
             memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=device or torch.device("cpu"))
         assert len(memory) >= layout.pool_bytes, f"a pool of {layout.pool_bytes} bytes does not fit into {len(memory)}"
@@ -51,7 +51,7 @@ class PagePool(PageMemory):
         return self.num_pages * self.page_size
 
     def group(self, name: str) -> Tensor:
-        """Return the pages of one KV group as ``[page, head, layer, part, slot, dim]``, null page included."""
+        """Return one KV group as ``[page, head, layer, part, slot, dim]``, including the null page."""
         return self._groups[name]
 
     @property
@@ -70,7 +70,7 @@ class PagePool(PageMemory):
         return layer_pages.key.shape[-1], layer_pages.value.shape[-1]
 
     def split(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views of the K and V in ``kv [..., width]``, which holds them side by side."""
+        """Split ``kv [..., width]`` into views of K and V."""
         key, value = kv.split_with_sizes(self.widths(layer), -1)
         return key, value
 
@@ -85,13 +85,13 @@ class PagePool(PageMemory):
             view.transpose(1, 2)[page, slot] = rows
 
     def kv_slots(self, layer: int, slots: Tensor) -> KvSlots | None:
-        """Return the slots for a kernel that stores the K and V it computes; None if there is no such kernel."""
+        """Return the slots for a kernel that computes and stores K and V; None without such a kernel."""
         pages = self.layer_pages(layer)
         return KvSlots(pages, slots) if has_kernels(self.bytes) and pages is not None else None
 
     @contextmanager
     def in_step(self, load: LayerwiseLoad | None, on_stored: OnStored | None = None) -> Iterator[None]:
-        """Let readers of a layer wait for its ``load``, and report each stored layer to ``on_stored``."""
+        """Make readers of a layer wait for its ``load``, and report each stored layer to ``on_stored``."""
         self._load, self._on_stored = load, on_stored
         try:
             yield
@@ -100,18 +100,18 @@ class PagePool(PageMemory):
             self._load = self._on_stored = None
 
     def note_stored(self, layer: int) -> None:
-        """Report that the current step writes nothing more to this layer."""
+        """Report that the current step has stored a layer."""
         if self._on_stored is not None:
             self._on_stored(layer)
 
     def read_pages(self, layer: int, pages: Tensor, out: Tensor) -> None:
-        """Copy K and V of one layer's pages to ``out [slots, heads, width]``, in order of position."""
+        """Copy K and V of a layer's pages to ``out [slots, heads, width]``, in order of position."""
         rows = self.split(layer, out.view(len(pages), self.page_size, *out.shape[1:]))
         for view, target in zip(self.layer_view(layer), rows, strict=True):
             torch.index_select(view.transpose(1, 2), 0, pages, out=target)
 
     def layer_view(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return K and V of one layer, each a strided view ``[page, head, slot, dim]`` that includes the null page."""
+        """Return a layer's K and V as strided views ``[page, head, slot, dim]``, including the null page."""
         self._wait_for(layer)
         pages = self._layers[layer]
         return pages.key, pages.value
@@ -122,7 +122,7 @@ class PagePool(PageMemory):
 
 
 class _LayerPages(NamedTuple):
-    """Views of one layer's K and V, ``[page, head, slot, dim]``, null page included."""
+    """Views of one layer's K and V, ``[page, head, slot, dim]``, including the null page."""
 
     key: Tensor
     value: Tensor
@@ -132,14 +132,14 @@ class _LayerPages(NamedTuple):
 
 
 def _group_bytes(memory: Tensor, layout: PoolLayout, group: GroupLayout) -> Tensor:
-    """Return ``[page, head, layer, byte]`` of a group."""
+    """Return a group as ``[page, head, layer, byte]``."""
     (view,) = PageRange(layout, (), groups=[group.name], lifetime=group.lifetime).views(memory)
-    # A whole page may end in bytes that only other lifetimes use.
+    # A page may end in bytes that only other lifetimes use.
     return view[..., : group.num_bytes].view(len(memory), group.num_heads, len(group.layers), group.layer_bytes)
 
 
 def _group_view(memory: Tensor, layout: PoolLayout, group: GroupLayout) -> Tensor:
-    """Return a group's ``[page, head, layer, part, slot, dim]``, or ``[page, head, layer, byte]`` if parts differ."""
+    """Return a group as ``[page, head, layer, part, slot, dim]``, or ``[page, head, layer, byte]`` if parts differ."""
     view = _group_bytes(memory, layout, group)
     if len({(part.dim, part.dtype) for part in group.parts}) > 1:
         return view
@@ -149,7 +149,7 @@ def _group_view(memory: Tensor, layout: PoolLayout, group: GroupLayout) -> Tenso
 
 
 def _part_views(memory: Tensor, layout: PoolLayout, group: GroupLayout) -> list[Tensor]:
-    """Return ``[page, head, layer, slot, dim]`` of each part of a group."""
+    """Return each part of a group as ``[page, head, layer, slot, dim]``."""
     whole = _group_bytes(memory, layout, group)
     parts = whole.split_with_sizes([layout.page_size * part.slot_bytes for part in group.parts], -1)
     return [
@@ -159,7 +159,7 @@ def _part_views(memory: Tensor, layout: PoolLayout, group: GroupLayout) -> list[
 
 
 def _attention_layers(memory: Tensor, layout: PoolLayout) -> dict[int, _LayerPages]:
-    """Return the pages of K and V by layer; a layer that stores several groups attends to the first one."""
+    """Return views of K and V by layer; a layer that stores several groups attends to the first one."""
     layers: dict[int, _LayerPages] = {}
     for group in layout.groups:
         whole, parts = _group_view(memory, layout, group), _part_views(memory, layout, group)

@@ -1,7 +1,7 @@
-"""Pages of one rank as peers access them: the pool itself if they can reach it, or a copy on the host."""
+"""Memory through which peers access a rank's pages: the pool itself if they can reach it, or a copy on the host."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -9,16 +9,16 @@ from cluster.spec.errors import TransferError
 from cluster.spec.kv import PoolLayout
 from cluster.spec.registry import Verify
 from transfer.backends.interface import Region, TransferBackend
-from transfer.page_range import PageRange
+from transfer.page_range import PageRange, batches
 from workers.device import Event, event_on
 from workers.memory.copy import PageMemory, Pages, copy, copy_stream
 from workers.memory.page_pool import PagePool
 from workers.parallel.collectives import Communicator
 
 _ORDERS_WRITES = (9, 0)
-"""Lowest compute capability that sees writes of a network card in order; NCCL flushes on older ones."""
+"""Lowest compute capability that sees a network card's writes in order; NCCL flushes on older ones."""
 _MOST_SPREAD_BYTES = 64 << 20
-"""Most bytes gathered at a time, in addition to the pool."""
+"""Maximum bytes broadcast at a time, which need memory in addition to the pool."""
 
 _log = logging.getLogger(__name__)
 
@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 class PeerMemory:
     """Pool of one rank, and the memory region through which peers read and write its pages.
 
-    A page has the same index in both. Where the two are separate, a page is copied out after it is computed, and
-    copied in before anything reads it.
+    A page has the same index in both. If the two are separate, computed pages are copied to the region, and received
+    pages to the pool before anything reads them.
     """
 
     def __init__(self, pool: PagePool, region: Region, head_copies: Communicator | None = None) -> None:
@@ -35,7 +35,7 @@ class PeerMemory:
 
         Args:
             head_copies: ranks of a decode replica that hold the same heads, by TP rank; each is sent its part of the
-                pages, as ``transfer.page_assignment.PageShare`` says.
+                pages (``transfer.page_assignment.PageShare``).
         """
         self.pool = pool
         self.region = region
@@ -45,11 +45,11 @@ class PeerMemory:
         self._stream = copy_stream(pool.bytes.device)
 
     def event(self) -> Event | None:
-        """Record an event after everything that the computing thread has started so far."""
+        """Record an event on the computing thread, after all work that it has started so far."""
         return event_on(self.pool.bytes.device)
 
     def publish(self, pages: PageRange, after: Event | None) -> None:
-        """Publish pages to peers once ``after`` completes; the calling thread may send them on return."""
+        """Make pages visible to peers once ``after`` completes; they can be sent on return."""
         if self.host is None:
             if after is not None:
                 after.synchronize()
@@ -59,7 +59,7 @@ class PeerMemory:
             copied.synchronize()
 
     def receive(self, pages: Sequence[int]) -> None:
-        """Copy in pages that peers wrote, ahead of anything that the computing thread starts from now on.
+        """Copy pages that peers wrote to the pool, before any work that the computing thread starts from now on.
 
         Every rank with the same heads calls this with the same pages.
         """
@@ -69,9 +69,10 @@ class PeerMemory:
             self._spread(pages, self._head_copies)
 
     def _spread(self, pages: Sequence[int], group: Communicator) -> None:
-        """Complete pages on every rank of the group; page p was sent to member p modulo its size."""
+        """Broadcast pages within the group; page p was sent to member p modulo its size."""
+        most = max(1, _MOST_SPREAD_BYTES // self.pool.page_bytes)
         for member in range(group.size if group.size > 1 else 0):
-            for part in self._parts([page for page in pages if page % group.size == member]):
+            for part in batches([page for page in pages if page % group.size == member], most):
                 content = PageMemory(self.pool.bytes.new_empty(len(part) * self.pool.page_bytes), self.pool.layout)
                 whole = content.at(range(len(part)))
                 if member == group.rank:
@@ -79,10 +80,6 @@ class PeerMemory:
                 group.broadcast(content.bytes, member)
                 if member != group.rank:
                     copy(whole, self.pool.at(part))
-
-    def _parts(self, pages: Sequence[int]) -> Iterator[Sequence[int]]:
-        at_once = max(1, _MOST_SPREAD_BYTES // self.pool.page_bytes)
-        return (pages[first : first + at_once] for first in range(0, len(pages), at_once))
 
 
 def open_peer_memory(
@@ -92,7 +89,7 @@ def open_peer_memory(
     verify: Verify,
     head_copies: Communicator | None = None,
 ) -> PeerMemory:
-    """Allocate a pool: on a CPU in the region itself, on a GPU as in ``open_apart``."""
+    """Allocate a pool: in the region itself on a CPU, or as in ``open_apart`` on a GPU."""
     if device.type == "cuda":
         return open_apart(layout, device, backend, verify, head_copies)
     region = backend.allocate(layout.pool_bytes)
@@ -106,7 +103,7 @@ def open_apart(
     verify: Verify,
     head_copies: Communicator | None = None,
 ) -> PeerMemory:
-    """Allocate a pool in device memory; peers access it there if the backend can, or else through the host."""
+    """Allocate a pool in device memory. Peers access it directly if the backend can, or else through the host."""
     memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=device)
     pool = PagePool(layout, memory)
     try:
@@ -128,7 +125,7 @@ def _host_copy(pool: PagePool, region: Region) -> PageMemory | None:
 
 
 def _check_reachable(device: torch.device, verify: Verify) -> None:
-    """Raise TransferError if what peers write to this GPU's memory could not be used safely."""
+    """Raise TransferError if peers cannot safely write to this GPU's memory."""
     if verify is Verify.DIGEST:
         raise TransferError("transfer.verify: digest reads pages on the host")
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _ORDERS_WRITES:

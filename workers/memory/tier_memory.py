@@ -14,7 +14,7 @@ class TierMemory:
     """Copies between the pages of one rank and its slots of the host tier.
 
     On a GPU, copies between the pool and pinned host memory run on their own streams. Pages read from peers pass
-    through a separate region; saved pages do not, since peers may be writing to it.
+    through the transfer region if that is separate; saved pages do not, since peers may be writing to it.
     """
 
     def __init__(self, memory: PeerMemory, host: Region) -> None:
@@ -28,7 +28,7 @@ class TierMemory:
         self._inward, self._outward = copy_stream(device), copy_stream(device)
 
     def record_event(self) -> Event | None:
-        """Record the event after which the copies of a new job start; call it on the computing thread."""
+        """Record the event after which a new job's copies start; call it on the computing thread."""
         return self._memory.event()
 
     def host_page(self, slot: int) -> memoryview:
@@ -44,12 +44,12 @@ class TierMemory:
     def load(
         self, pages: Sequence[int], slots: Sequence[int], lifetime: int, layers: range | None, after: Event | None
     ) -> Event | None:
-        """Copy slots to pages of a lifetime, all layers or some; complete when the returned event is."""
+        """Copy all or some layers of slots to pages of a lifetime; the returned event completes with the copy."""
         source, target = self._host.at(slots, layers, lifetime), self._memory.pool.at(pages, layers, lifetime)
         return copy(source, target, after, self._inward)
 
     def take_in(self, pages: Sequence[int], lifetime: int, layers: range | None, after: Event | None) -> Event | None:
-        """Copy pages that were read from peers from the region to the pool, if the two are separate."""
+        """Copy pages read from peers from the region to the pool, if the two are separate."""
         if self._memory.host is None:
             return after
         source, target = (memory.at(pages, layers, lifetime) for memory in (self._memory.host, self._memory.pool))

@@ -142,7 +142,7 @@ class PageHolders:
             return
         on_end = partial(self._on_loaded, sequence, kv)
         num_fetched = tiers.loader.load(
-            self._allocator.lifetimes.prefix_keys(prefix), pages, on_end, layerwise=is_layerwise
+            self._allocator.lifetimes.prefix_keys(prefix), pages, on_end, is_layerwise=is_layerwise
         )
         num_loaded = len({page.depth for page in pages})
         cached = CachedTokens(

@@ -42,7 +42,6 @@ class Recorder:
         """Logs of the requests in the current step."""
 
     def trace(self, room: Room) -> None:
-        """Record this request from now on."""
         self._logs.setdefault(room, Log())
         if len(self._logs) > MAX_ROOMS:
             self._logs.popitem(last=False)
@@ -56,7 +55,6 @@ class Recorder:
         return bool(self._current)
 
     def note(self, interval: Interval) -> None:
-        """Record an interval of the current step."""
         for log in self._current:
             log.add(interval)
 
@@ -64,7 +62,6 @@ class Recorder:
         self._current = []
 
     def add(self, room: Room, interval: Interval) -> None:
-        """Record an interval, if this request is traced."""
         if (log := self._logs.get(room)) is not None:
             log.add(interval)
 

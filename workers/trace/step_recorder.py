@@ -68,7 +68,6 @@ class StepRecorder:
 
 
 def _named_parts(model: DecoderModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every layer with its two halves."""
     for number, layer in model.layers.items():
         assert isinstance(layer, DecoderLayer)
         yield from ((f"layer {number}", layer), ("attention", layer.self_attn), ("mlp", layer.mlp))

@@ -27,7 +27,7 @@ class _Rig:
     def job(self, room: int, pages: list[int], *targets: Region) -> SendJob:
         spans = [Span(PAGE * page, PAGE * page, PAGE) for page in pages]
         writes = [Write(target.endpoint, spans) for target in targets]
-        return SendJob(room=Room(room), make_writes=lambda: writes, num_pages=len(pages))
+        return SendJob(room=Room(room), prepare=lambda: (writes, []), num_pages=len(pages))
 
     def next(self) -> Outcome:
         return self.outcomes.get(timeout=10)

@@ -286,7 +286,7 @@ def test_every_rank_tells_of_its_own_pages_and_of_storage() -> None:
     jobs = TierJobs(2)
     jobs.submit(TierJobKind.STORE, [], lambda _: None)
     jobs.on_result(TierJobResult(job_id=1, global_rank=1, done=[], storage=figures), 0.0)
-    assert jobs.counters.storage == {1: figures}
+    assert jobs.storage == {1: figures}
     first, second = world.tiers.state().ranks
     assert (first.global_rank, second.global_rank) == (0, 1)
     assert first.host_pages == second.host_pages == first.used_host_pages == second.used_host_pages == 1

@@ -155,7 +155,6 @@ class HostIndex:
         return fetched
 
     def free(self, key: bytes) -> None:
-        """Free a page that nothing holds."""
         page = self._pages.pop(key)
         assert page.num_holders == 0, f"host page {page.page} is freed but held"
         owner = page.page % self.num_owners
@@ -198,7 +197,6 @@ class HostIndex:
         self.version += 1
 
     def flush(self) -> None:
-        """Free all pages that are neither held nor pinned."""
         for pages in self._by_use:
             for key in [key for key, page in pages.items() if page.is_idle]:
                 self.free(key)

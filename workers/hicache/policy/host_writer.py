@@ -80,7 +80,6 @@ class HostWriter:
 
     @property
     def num_waiting(self) -> int:
-        """Pages that are due and in no job yet."""
         return len(self._waiting)
 
     @property
@@ -108,7 +107,6 @@ class HostWriter:
                 self._jobs.submit(TierJobKind.SAVE, pages, partial(self._on_saved, pages, stays))
 
     def take_saved(self) -> list[bytes]:
-        """Return the pages saved since the last call."""
         saved, self._saved = self._saved, []
         return saved
 

@@ -1,4 +1,4 @@
-"""Tier jobs of one replica, their outcomes, and the circuit breaker that judges storage by them. Sans I/O."""
+"""Tier jobs of one replica, and the circuit breaker that their outcomes control. Sans I/O."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -25,10 +25,10 @@ LATE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a finished job, whose pages no rank accesses any more."""
+    """Outcome of a finished job, whose pages no rank is accessing."""
 
     done: list[bool]
-    """One flag per page: every rank has done its part."""
+    """One flag per page, true if every rank has done its part."""
     failures: Counter[str]
     """Failed pages by reason, over all ranks."""
     now_s: float
@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def num_leading(self) -> int:
-        """Number of pages before the first that is not done."""
+        """Return the number of pages before the first failed one."""
         return next((number for number, is_done in enumerate(self.done) if not is_done), len(self.done))
 
 
@@ -51,11 +51,11 @@ class _Open:
     failures: Counter[str] = field(default_factory=Counter)
     reported: set[int] = field(default_factory=set)
     due_s: float | None = None
-    """Time after which it is considered hanging."""
+    """Time after which the job is considered hanging."""
 
 
 class TierJobs:
-    """Open jobs. Every rank reports every job exactly once."""
+    """Open jobs, and totals of finished ones. Every rank reports every job exactly once."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -64,21 +64,31 @@ class TierJobs:
         self._layerwise: TierJob | None = None
         self.outgoing: list[TierJob] = []
         """Jobs for all ranks."""
-        self.counters = JobCounters()
+        self.work: dict[tuple[TierJobKind, int], RankWork] = {}
+        """Totals of all results by kind and global rank."""
+        self.storage: dict[int, StorageFigures] = {}
+        """Latest figures by global rank."""
 
     def submit(
-        self, kind: TierJobKind, pages: Sequence[TierPage], on_end: OnEnd, timeout_s: float | None = None
+        self,
+        kind: TierJobKind,
+        pages: Sequence[TierPage],
+        on_end: OnEnd,
+        timeout_s: float | None = None,
+        *,
+        is_layerwise: bool = False,
     ) -> None:
-        """Give all ranks a job; ``on_end`` is called with its outcome."""
-        self.outgoing.append(self._make(kind, pages, on_end, timeout_s))
-
-    def submit_layerwise(self, pages: Sequence[TierPage], on_end: OnEnd) -> None:
-        """Load pages layer by layer with the next step."""
-        assert self._layerwise is None, "two layerwise loads for one step"
-        self._layerwise = self._make(TierJobKind.LOAD, pages, on_end, None)
+        """Give all ranks a job, with the next step if it is layerwise; ``on_end`` is called with its outcome."""
+        self._last_id += 1
+        self._open[self._last_id] = _Open(kind, [True] * len(pages), on_end)
+        job = TierJob(job_id=self._last_id, kind=kind, pages=list(pages), timeout_s=timeout_s)
+        if is_layerwise:
+            assert self._layerwise is None, "two layerwise loads for one step"
+            self._layerwise = job
+        else:
+            self.outgoing.append(job)
 
     def take_layerwise(self) -> TierJob | None:
-        """Return the layerwise load of the next step, if there is one."""
         job, self._layerwise = self._layerwise, None
         return job
 
@@ -95,7 +105,7 @@ class TierJobs:
         job = self._open.get(result.job_id)
         if job is None or result.global_rank in job.reported:
             return False
-        self.counters.add(job.kind, result)
+        self._count(job.kind, result)
         job.reported.add(result.global_rank)
         job.done = [ours and theirs for ours, theirs in zip(job.done, result.done, strict=True)]
         job.failures.update(result.failures)
@@ -105,7 +115,7 @@ class TierJobs:
         return True
 
     def stuck_pages(self, now_s: float) -> Counter[TierJobKind]:
-        """Count the pages of jobs whose storage calls hang; they are not reused until the calls return."""
+        """Count the pages of hanging jobs by kind; they cannot be reused until the calls to storage return."""
         pages = Counter[TierJobKind]()
         for job in self._open.values():
             if job.due_s is not None and now_s >= job.due_s:
@@ -116,34 +126,20 @@ class TierJobs:
         return sum(job.kind is kind for job in self._open.values())
 
     def num_unreported(self, global_rank: int) -> dict[TierJobKind, int]:
-        """Count the jobs that a rank has yet to report, by kind."""
+        """Count the jobs by kind that a rank has not reported yet."""
         counts = dict.fromkeys(TierJobKind, 0)
         for job in self._open.values():
             counts[job.kind] += global_rank not in job.reported
         return counts
 
-    def _make(self, kind: TierJobKind, pages: Sequence[TierPage], on_end: OnEnd, timeout_s: float | None) -> TierJob:
-        self._last_id += 1
-        self._open[self._last_id] = _Open(kind, [True] * len(pages), on_end)
-        return TierJob(job_id=self._last_id, kind=kind, pages=list(pages), timeout_s=timeout_s)
-
-
-class JobCounters:
-    """Totals of all results, by rank."""
-
-    def __init__(self) -> None:
-        self._work: dict[tuple[TierJobKind, int], RankWork] = {}
-        self.storage: dict[int, StorageFigures] = {}
-        """Latest figures by global rank."""
-
-    def add(self, kind: TierJobKind, result: TierJobResult) -> None:
+    def _count(self, kind: TierJobKind, result: TierJobResult) -> None:
         if result.storage is not None:
             self.storage[result.global_rank] = result.storage
         key = kind, result.global_rank
-        before = self._work.get(key, RankWork(kind=kind, global_rank=result.global_rank))
+        before = self.work.get(key, RankWork(kind=kind, global_rank=result.global_rank))
         within = list(before.num_within)
         within[bisect_left(JOB_BOUNDS_S, result.waited_s + result.busy_s)] += 1
-        self._work[key] = RankWork(
+        self.work[key] = RankWork(
             kind=kind,
             global_rank=result.global_rank,
             num_jobs=before.num_jobs + 1,
@@ -153,10 +149,6 @@ class JobCounters:
             num_within=tuple(within),
             failures=dict(Counter(before.failures) + Counter(result.failures)),
         )
-
-    @property
-    def work(self) -> tuple[RankWork, ...]:
-        return tuple(self._work.values())
 
 
 class Breaker:
@@ -184,7 +176,7 @@ class Breaker:
             self._open_until_s = 0.0
             return
         if now_s < self._open_until_s:
-            return  # it was running when another attempt opened the breaker
+            return  # a call that started before the breaker opened
         self._num_failures += 1
         if self._num_failures >= _MOST_FAILURES and not self._hangs:
             wait_s = _FIRST_PAUSE_S * 2.0 ** min(self._num_failures - _MOST_FAILURES, 10)

@@ -70,5 +70,4 @@ class Pins:
         return removed
 
     def _owned(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
-        """Pair each page with its owner."""
         return [(page.index % len(self._num_pages), page.key) for page in self._lifetimes.prefix_pages(keys)]

@@ -49,7 +49,6 @@ class StorageWriter:
         """Pages that were due and could not be stored."""
 
     def note_saved(self, key: bytes) -> None:
-        """Note that a page was saved to host memory."""
         if self._policy is not WritePolicy.WRITE_BACK:
             self._wait([key])
 
@@ -75,7 +74,6 @@ class StorageWriter:
 
     @property
     def num_waiting(self) -> int:
-        """Pages that are due and in no job yet."""
         return len(self._waiting)
 
     @property

@@ -45,7 +45,6 @@ class MooncakeStorage:
         return [name for name, status in zip(depths, found, strict=True) if status]
 
     def read(self, objects: Sequence[StorageObject]) -> list[Read]:
-        """Read objects in one call."""
         handles = self._client.batch_get_buffer([item.name for item in objects])
         # Missing objects and unreadable objects both have no handle.
         there = self.present({item.name: 0 for item, handle in zip(objects, handles, strict=True) if handle is None})

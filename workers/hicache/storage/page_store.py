@@ -11,6 +11,7 @@ import msgspec
 from cluster.spec.registry import RankRow
 from cluster.spec.tiers import StorageFigures, TierPage
 from transfer.page_assignment import copies_of
+from transfer.page_range import batches
 from workers.hicache.storage.interface import Read, StorageBackend, StorageError, StorageObject
 
 _log = logging.getLogger(__name__)
@@ -105,9 +106,9 @@ class PageStore:
         until_s: float,
         failures: Counter[str],
     ) -> list[bool]:
-        starts = range(0, len(pages), self._batch)
-        batches = (pages[start : start + self._batch] for start in starts)
-        return [is_done for batch in batches for is_done in self._try(use, batch, until_s, failures)]
+        return [
+            is_done for batch in batches(pages, self._batch) for is_done in self._try(use, batch, until_s, failures)
+        ]
 
     def _try(
         self,

@@ -71,7 +71,6 @@ class Sweeper:
             self._due.wait(_EVERY_S)
 
     def close(self) -> None:
-        """Let ``run`` return."""
         self._closed.set()
         self._due.set()
 
