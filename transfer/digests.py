@@ -1,4 +1,4 @@
-"""Digests of transferred pages: the sender computes them, the receiver checks them. No I/O."""
+"""Digests of transferred pages, which the sender computes and the receiver checks. No I/O."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -9,12 +9,7 @@ from transfer.page_range import PageRange
 
 
 def digest_pages(pool: memoryview, source: PageRange, rank: int, target: PageRange) -> PageDigests:
-    """Return digests of the bytes that one sender writes to one decode rank, page by page.
-
-    Args:
-        pool: memory of the source.
-        rank: global rank of the decode rank.
-    """
+    """Return digests of the bytes that one sender writes from its pool to one decode rank, for each page."""
     piece = replace(source, pages=[0]).spans_to(replace(target, pages=[0]))
     page_bytes = source.layout.page_bytes
     return PageDigests(
@@ -29,7 +24,7 @@ def digest_pages(pool: memoryview, source: PageRange, rank: int, target: PageRan
 
 
 def wrong_pages(pool: memoryview, layout: PoolLayout, reported: Iterable[PageDigests]) -> list[int]:
-    """Return the pages of the receiver's pool whose bytes do not match the reported digests, ascending."""
+    """Return the page ids, ascending, whose bytes in the receiver's pool do not match the reported digests."""
     return sorted(
         {
             page
@@ -46,10 +41,8 @@ def coverage_problem(
     """Return why digests do not cover every byte of a ticket's pages exactly once, or None if they do.
 
     Args:
-        pages: pages of the ticket; each decode rank has its own part of each.
         num_bytes: bytes of these pages on all ranks; ranks that hold the same heads count once.
-        num_ranks: ranks of the decode replica.
-        num_copies: ranks that hold the same heads; each is sent its part of the pages.
+        num_copies: ranks that hold the same heads; each is sent its share of the pages.
     """
     ranges = sorted(
         ((part.rank, page), offset, length) for part in reported for page in part.pages for offset, length in part.spans
@@ -60,7 +53,7 @@ def coverage_problem(
         return f"pages {sorted(unknown)} are not in the ticket"
     if strangers := {part.rank for part in reported if not 0 <= part.rank < num_ranks}:
         return f"there are no ranks {sorted(strangers)}; allowed: 0 to {num_ranks - 1}"
-    # Ranks that hold the same heads are neighbours.
+    # Ranks that hold the same heads have consecutive numbers.
     if astray := {(rank, page) for (rank, page), _, _ in ranges if (rank - page) % num_copies}:
         return f"these pages were sent to the wrong ranks, as (rank, page): {sorted(astray)}"
     ends: dict[tuple[int, int], int] = {}
@@ -73,8 +66,7 @@ def coverage_problem(
 
 
 def _digest(pool: memoryview, start: int, spans: Iterable[tuple[int, int]]) -> bytes:
-    """Return the XXH3 digest of byte ranges: twenty times as fast as SHA-256, but no protection against attackers."""
-    # Imported only where digests are computed.
+    """Return the XXH3 digest of byte ranges. It is twenty times as fast as SHA-256, but does not stop attackers."""
     from xxhash import xxh3_128
 
     digest = xxh3_128()

@@ -16,7 +16,7 @@ LEAST_SPAN_BYTES = 64 << 10
 
 
 def early_ends(layout: PoolLayout, least_span_bytes: int = LEAST_SPAN_BYTES) -> list[int]:
-    """Return the layer counts after which a rank sends its finished layers; empty if it sends all of them together."""
+    """Return the numbers of stored layers after which a rank sends early; empty if it sends all layers together."""
     least = -(-least_span_bytes // min(group.layer_bytes for group in layout.groups))
     size = max(least, -(-layout.num_layers // MOST_GROUPS))
     return list(range(size, layout.num_layers - least + 1, size))
@@ -42,7 +42,7 @@ def receivers(
 
 
 def sent_groups(coords: RankCoords, sizes: AxisSizes, decode_rank: RankRow) -> list[str]:
-    """Return the KV groups from which a prefill rank sends heads and layers to a decode rank.
+    """Return the KV groups whose heads and layers a prefill rank sends to a decode rank.
 
     If several prefill ranks hold the same head, they take turns: copy c of the head in decode is sent by prefill copy
     c modulo their number.
@@ -77,11 +77,11 @@ class PageShare:
 
     num_copies: int
     remainders: frozenset[int]
-    """Page ids modulo ``num_copies`` that are sent."""
+    """Remainders of the sent page ids modulo ``num_copies``."""
 
     @staticmethod
     def of(ranks: Sequence[RankRow]) -> "PageShare":
-        """Return the share of pages for these ranks of one replica."""
+        """Return the share for these ranks of one replica."""
         num_copies = copies_of(ranks[0]) if ranks else 1
         return PageShare(num_copies, frozenset(row.coords.tp % num_copies for row in ranks))
 
@@ -94,7 +94,7 @@ class PageShare:
 
 
 def copies_of(row: RankRow) -> int:
-    """Return how many ranks of a replica hold the same KV heads as this one, itself included."""
+    """Return how many ranks of a replica hold the same KV heads as this one, including itself."""
     return head_copies((group.num_heads for group in row.geometry.groups), row.sizes.tp)
 
 
@@ -109,11 +109,10 @@ def owned_pages(
 ) -> range:
     """Return the positions in a request of the pages that a CP rank sends.
 
-    Page j belongs to rank (base + j) mod cp, so a growing prompt never changes an owner. A rank of sharded KV holds
+    Page j belongs to rank (base + j) mod cp, so a growing prompt never changes an owner. With sharded KV a rank holds
     the same pages.
 
     Args:
-        num_pages: pages of the whole request.
         base: owner of page 0.
         first: first page that decode does not hold already.
     """
@@ -124,7 +123,7 @@ def owned_pages(
 
 
 def local_page(row: RankRow, page: int) -> int:
-    """Return the index of a replica's page in the pool of one rank, which must hold it."""
+    """Return a page's index in the pool of one rank, which must hold it."""
     num_owners = row.num_owners
     assert num_owners == 1 or page % num_owners == row.coords.cp, f"page {page} is not one of cp_rank {row.coords.cp}"
     return page // num_owners

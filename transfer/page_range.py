@@ -1,4 +1,4 @@
-"""Byte layout of pages: the only module that knows the byte order in a page. Pure arithmetic."""
+"""Byte layout of pages. No other module knows the order of bytes in a page. Pure arithmetic."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ class PageRange:
     layout: PoolLayout
     pages: Sequence[int]
     layers: range | None = None
-    """Layers of the model; None for all."""
+    """Layer numbers in the model; None for all."""
     groups: Collection[str] | None = None
     """Names of KV groups; None for all."""
     lifetime: int = 0
-    """Index of the lifetime whose groups are in the pages."""
+    """Index of the lifetime whose groups the pages hold."""
 
     @property
     def is_whole(self) -> bool:
@@ -47,7 +47,7 @@ class PageRange:
     def spans_to(self, target: "PageRange") -> list[Span]:
         """Return the spans that copy each page to the target page at the same index, for the heads that both hold.
 
-        Spans adjacent on both sides are joined, so equal layouts give at most one span per page.
+        Spans adjacent in both pools are joined, so equal layouts give at most one span per page.
         """
         assert self.layout.page_size == target.layout.page_size, f"page sizes of {self.layout} and {target.layout}"
         assert len(self.pages) == len(target.pages), f"{len(self.pages)} pages to {len(target.pages)}"
@@ -66,7 +66,7 @@ class PageRange:
         )
 
     def views(self, memory: Memory) -> list[Memory]:
-        """Return views ``[page, head, layer, byte]`` of all pages in a memory, one for each KV group.
+        """Return a view ``[page, head, layer, byte]`` of all pages in a memory for each KV group.
 
         Whole pages give a single view ``[page, 1, 1, byte]``.
         """
@@ -80,7 +80,7 @@ class PageRange:
         return found
 
     def _page_spans(self, target: "PageRange") -> Iterator[Span]:
-        """Yield the spans that copy page 0 to page 0."""
+        """Yield the spans that copy one page, from offset 0 to offset 0."""
         shards = {group.name: (group, start, layers) for group, start, layers in target._shards()}
         for group, start, layers in self._shards():
             if group.name not in shards:
@@ -118,7 +118,7 @@ class PageRange:
 
 
 def intersect(a: range, b: range) -> range:
-    """Return the numbers in both of two ranges of step 1."""
+    """Return the intersection of two ranges of step 1."""
     start = max(a.start, b.start)
     return range(start, max(start, min(a.stop, b.stop)))
 
@@ -133,12 +133,12 @@ def batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
 
 
 def _offset(group: GroupLayout, head: int, layer: int) -> int:
-    """Return the offset of a model's head and a layer index from the start of their group in a page."""
+    """Return the offset of a head, by its number in the model, and a layer, by its index, within their group."""
     return (head - group.first_head) * group.head_bytes + layer * group.layer_bytes
 
 
 def _coalesce(spans: Iterable[Span]) -> Iterator[Span]:
-    """Join spans that are adjacent on both sides."""
+    """Join spans that are adjacent in both source and target."""
     held: Span | None = None
     for span in spans:
         if held is None:

@@ -1,6 +1,6 @@
-"""Receiving end of one transfer as a state machine: events and clock values in, states and revokes out; no I/O.
+"""Receiving end of one transfer as a state machine: events and times in, states and revokes out. No I/O.
 
-The decode leader has one per room. Its rule: pages are not free while any process may write to them.
+The decode leader has one per room. Pages are never free while any process may write to them.
 """
 
 from collections import Counter
@@ -24,17 +24,17 @@ class ReceiverState(Enum):
     """State of one transfer on the decode leader."""
 
     RESERVED = "reserved"
-    """Pages are reserved; no other process knows of them."""
+    """Pages are reserved, and no ticket was sent."""
     TICKETED = "ticketed"
-    """The ticket is sent; senders may write."""
+    """The ticket was sent, and senders may write."""
     READY = "ready"
-    """The result and every Done have arrived and agree; no sender writes again; final."""
+    """The result and every Done have arrived and agree, so no sender writes again; final."""
     REVOKING = "revoking"
-    """The ticket is revoked; senders may write until they confirm that they stopped."""
+    """The ticket is revoked, but senders may write until they confirm."""
     SETTLING = "settling"
-    """The senders are gone; bytes in flight get time to land."""
+    """The senders are gone, but bytes in flight may still arrive."""
     RELEASED = "released"
-    """Failed, and no sender writes again; final."""
+    """The transfer failed, and no sender writes again; final."""
 
 
 _RECEIVER_MOVES: Moves[ReceiverState] = {
@@ -94,23 +94,23 @@ class ReceiverSession:
         verify: Verify = Verify.COUNTS,
         num_copies: int = 1,
     ) -> None:
-        """Reserve pages; no ticket is sent yet.
+        """Start in state RESERVED.
 
         Args:
-            num_pages: ticketed pages; each is sent in the same number of parts, so all Done must report a multiple.
-            num_bytes: bytes that all Done together must report.
-            num_ranks: ranks of the decode replica.
-            silence_s: maximum time between two messages of prefill, after the first one.
-            settle_s: seconds in which bytes may still arrive after their sender has died.
-            verify: how pages are checked; with DIGEST every Done must include digests.
-            num_copies: ranks that hold the same heads; each is sent its part of the pages.
+            num_pages: ticketed pages. Each is sent in the same number of parts, so the Dones must report a multiple.
+            num_bytes: bytes that the Dones must report in total.
+            num_ranks: number of decode ranks.
+            silence_s: maximum time between messages from prefill, after the first one.
+            settle_s: time in which bytes may still arrive after their sender has died.
+            verify: check of the pages; DIGEST requires digests in every Done.
+            num_copies: number of ranks that hold the same heads; each is sent its share of the pages.
         """
         self.ticket, self.prefill = ticket, prefill
         self.state = ReceiverState.RESERVED
         self.failure: TransferFailure | None = None
         self.result: Result | None = None
         self.num_dropped: Counter[str] = Counter()
-        """Ignored messages by reason: foreign, duplicate, or the state in which they arrived too late."""
+        """Ignored messages by reason: foreign, duplicate, or the state in which they arrived late."""
         self._expected = (num_pages, num_bytes)
         self._num_ranks, self._num_copies = num_ranks, num_copies
         self._verify = verify
@@ -121,7 +121,7 @@ class ReceiverSession:
 
     @property
     def may_free(self) -> bool:
-        """Return whether no sender can write to the pages any more. If ready, they belong to the request."""
+        """Return whether no sender can write to the pages any more."""
         return not _RECEIVER_MOVES[self.state]
 
     @property
@@ -130,7 +130,7 @@ class ReceiverSession:
         return [part for done in self._dones.values() for part in done.digests]
 
     def open(self, now_s: float) -> Ticket:
-        """Return the ticket to send to the prefill leader, which permits it to write."""
+        """Return the ticket to send to the prefill leader."""
         self._move(ReceiverState.TICKETED, "open")
         self._wake_at_s = now_s + TICKET_AGAIN_S
         return self.ticket
@@ -163,7 +163,7 @@ class ReceiverSession:
         return self._revoke(FailureKind.CANCELLED, reason, now_s)
 
     def prefill_gone(self, incarnation: Incarnation, now_s: float) -> None:
-        """Handle proof that every process of the prefill replica, up to this incarnation, is gone."""
+        """Handle proof that all processes of the prefill replica up to this incarnation are gone."""
         if incarnation < self.prefill.incarnation or self.may_free or self.state is ReceiverState.SETTLING:
             return
         self._fail(FailureKind.PREFILL_GONE, f"{self.prefill.replica} ended before the transfer was complete")
@@ -219,7 +219,7 @@ class ReceiverSession:
         return self._revoke(FailureKind.MISMATCH, reason, now_s)
 
     def _check_complete(self, now_s: float) -> Revoke | None:
-        """Check for a mismatch and end the transfer, once the result and every Done have arrived."""
+        """End the transfer once the result and every Done have arrived, or revoke it if they do not agree."""
         if self.state is ReceiverState.TICKETED:
             self._wake_at_s = now_s + self._silence_s
         if self.result is None or not self._dones.keys() >= set(self.result.senders):

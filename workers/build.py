@@ -22,7 +22,7 @@ from workers.hicache.storage.interface import make_storage
 from workers.hicache.storage.page_store import PageStore
 from workers.hicache.tier_worker import TierWorker
 from workers.hicache.tiers import Tiers
-from workers.memory.tier_memory import TierMemory
+from workers.memory.peer_memory import TierMemory
 from workers.rank import Rank
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeSettings

@@ -188,7 +188,7 @@ class VirtualTierWorker:
 
 
 class _TierMemory:
-    """Pages of a rank as the copier sees them, in place of ``workers.memory.tier_memory``."""
+    """Pages of a rank as the copier sees them, in place of ``workers.memory.peer_memory``."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory

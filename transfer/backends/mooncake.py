@@ -1,4 +1,4 @@
-"""Transfers between hosts through Mooncake's transfer engine, over RDMA or over TCP with acknowledged writes."""
+"""Transfers between hosts by Mooncake's transfer engine, over RDMA, or over TCP with acknowledged writes."""
 
 import json
 import mmap
@@ -27,7 +27,7 @@ _CALL_TIMEOUT_S = 120
 
 
 class MooncakeBackend:
-    """One engine per process; the session of an endpoint is ``host:port`` of its owner's engine."""
+    """Backend with one engine per process. An endpoint's session is ``host:port`` of its owner's engine."""
 
     name = TransferBackendName.MOONCAKE
     # The engine ends a stalled span after 30 s, and after a failed one continues with the rest of its batch. Data
@@ -70,9 +70,9 @@ class MooncakeBackend:
         return self._own(memoryview(buffer), address, num_bytes)
 
     def register(self, address: int, num_bytes: int) -> Region:
-        """Register GPU memory, which a network card then reads and writes directly."""
+        """Register GPU memory, which network cards access directly."""
         if self._protocol is not TransferProtocol.RDMA:
-            # The engine would accept it, and copy with the CPU, which cannot access it.
+            # The engine would accept it, and then copy with the CPU, which cannot access it.
             raise TransferError(f"transfer.protocol: {self._protocol} reaches only host memory")
         if (status := self._engine.register_memory(address, num_bytes)) != 0:
             raise TransferError(
@@ -114,11 +114,11 @@ class MooncakeBackend:
         """Do nothing: the engine closes connections to dead peers itself."""
 
     def close(self) -> None:
-        """Unregister local memory; later writes from peers are rejected."""
+        """Unregister local memory, so that later writes from peers are rejected."""
         while self._owned:
             self._engine.unregister_memory(self._owned.pop().endpoint.base_address)
 
 
 def _has_rdma(topology: str) -> bool:
-    """Return whether any memory has a network card; without one the engine falls back to TCP, and only logs it."""
+    """Return whether a network card is near any memory; without one the engine only logs that it falls back to TCP."""
     return any(cards for near_and_far in json.loads(topology).values() for cards in near_and_far)

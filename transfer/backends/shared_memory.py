@@ -1,7 +1,7 @@
-"""Transfers within one host: regions are anonymous shared memory, and a write is a memcpy into the peer's region.
+"""Transfers within one host: regions are anonymous shared memory, and a write copies into the peer's region.
 
-The memory is a memfd that peers open through its owner's ``/proc`` entry. It has no name in any file system, so nothing
-remains, however its owner ends.
+The memory is a memfd that peers open through its owner's ``/proc`` entry. It has no name in any file system, so none
+of it remains, however its owner ends.
 """
 
 import mmap
@@ -56,12 +56,12 @@ class SharedMemoryBackend:
             base_address=0,
             num_bytes=num_bytes,
         )
-        # Populated, since the first prompts would otherwise pay a page fault for every 4 KiB of KV that they write.
+        # Populated, since the first prompts would otherwise cause a page fault for every 4 KiB of KV.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         return Region(memoryview(mmap.mmap(descriptor, num_bytes, flags=flags)), endpoint)
 
     def register(self, address: int, num_bytes: int) -> Region:  # noqa: ARG002 - no GPU memory
-        """Raise TransferError: processes only share memory that this backend allocates."""
+        """Raise TransferError, since processes only share memory that this backend allocates."""
         raise TransferError("transfer.backend: shared_memory reaches only host memory")
 
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:

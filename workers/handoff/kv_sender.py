@@ -1,8 +1,7 @@
-"""Sender of one rank's part of finished KV: a session per transfer, a writer thread, and the final reports.
+"""Sender of one rank's part of computed KV.
 
-When a step ends, each transfer's session says which pages are complete and are this rank's to send. A job describes
-them for each receiving decode rank, and the writer thread copies them. After the last copy, decode and the leader get
-their reports.
+When a step ends, each transfer's session returns the complete pages that this rank must send. A job describes them for
+every receiving decode rank, and the sender thread writes them. After the last write, decode and the leader get reports.
 """
 
 import threading
@@ -66,7 +65,7 @@ class SentRequest(Protocol):
 
 
 class KvSender:
-    """Sending half of one rank. The worker's thread calls the methods; outcomes arrive on the sender thread."""
+    """Sender of one rank. The worker's thread calls its methods; outcomes arrive on the sender thread."""
 
     def __init__(
         self,
@@ -84,12 +83,11 @@ class KvSender:
         """Take ownership of the outbox and the writer.
 
         Args:
-            prefill: the replica this rank is part of; its leader gets the reports.
+            prefill: replica of this rank, whose leader gets the reports.
             pool: memory that holds this rank's pages.
             memory: publishes computed pages to peers before they are sent; None where computed pages are visible.
             least_span_bytes: smallest span worth sending before a step ends.
-            start_writer: makes the writer, which never reports an outcome before the call that asks for it has
-            returned.
+            start_writer: makes the writer, which reports outcomes only after ``send`` or ``cancel`` has returned.
         """
         self._prefill = prefill
         self._row = row
@@ -103,9 +101,9 @@ class KvSender:
         """Open transfers by room."""
         self._early_ends = early_ends(row.layout, least_span_bytes) if row.role is Role.PREFILL else []
         self._failed: set[Room] = set()
-        """Rooms of failed transfers, kept until no plan under way computes them."""
+        """Rooms of failed transfers, until no step computes them any more."""
         self._newest_starts: dict[ReplicaId, Destination] = {}
-        """Newest start of each decode replica that received KV."""
+        """Latest start of each decode replica that received KV."""
         self._outbox = outbox
         self._writer = start_writer(self._on_outcome)
 
@@ -116,7 +114,7 @@ class KvSender:
     def before_step(self, plan: StepPlan) -> None:
         """Send the cached pages of requests that start in this step, while the step computes."""
         if plan.layerwise_load is not None:
-            return  # not loaded yet
+            return  # the cached pages are not loaded yet
         admits = {admit.room: admit for admit in plan.admits if self._is_sent(admit)}
         with self._lock:
             for scheduled in plan.scheduled:
@@ -190,12 +188,14 @@ class KvSender:
         return self._transfers[admit.room]
 
     def _send(self, transfer: _Transfer, pairs: list[PagePair], end: int | None = None) -> None:
-        """Send the unsent layers of these pages to the decode ranks.
+        if pairs:
+            self._writer.send(self._job(transfer, pairs, end))
+
+    def _job(self, transfer: _Transfer, pairs: list[PagePair], end: int | None) -> SendJob:
+        """Build the job that sends the unsent layers of these pages to the decode ranks.
 
         Layers from ``end`` on follow in a later job; without ``end`` the pages are complete.
         """
-        if not pairs:
-            return
         is_complete = end is None
         layers = self._row.layout.layers[transfer.num_layers_sent : end]
         transfer.num_layers_sent = end or 0
@@ -208,12 +208,11 @@ class KvSender:
         ]
         sources = [self._source(of_one, layers) for of_one in by_lifetime]
         after = self._memory.event() if self._memory is not None else None
-        job = SendJob(
+        return SendJob(
             room=transfer.session.room,
             prepare=partial(self._prepare, sources, after, parts, is_complete=is_complete),
             num_pages=len(pairs) if is_complete else 0,
         )
-        self._writer.send(job)
 
     def _source(self, pairs: Sequence[PagePair], layers: range) -> PageRange:
         """Return the range of these pages, which share a lifetime, in this rank's pool."""

@@ -12,14 +12,14 @@ _log = logging.getLogger(__name__)
 
 
 class Post(Protocol):
-    """Part of ``Outbox`` that code which only sends messages needs."""
+    """Methods of ``Outbox`` that send to one address."""
 
     def send(self, address: str, message: Message) -> None: ...
     def close(self) -> None: ...
 
 
 def send_if_heard(post: Post, address: str, message: Message) -> None:
-    """Send a message. If the peer does not listen, leases and deadlines deal with it."""
+    """Send a message; only log if the peer does not listen, since leases and deadlines handle that."""
     try:
         post.send(address, message)
     except PeerUnreachableError as error:
@@ -27,7 +27,7 @@ def send_if_heard(post: Post, address: str, message: Message) -> None:
 
 
 def send_to_ranks(outbox: Outbox, addresses: Iterable[str], message: Message) -> None:
-    """Send to other ranks of the same replica. Raises PeerLostError if one no longer listens; that rank logs why."""
+    """Send to other ranks of the same replica; raise PeerLostError if one no longer listens."""
     try:
         outbox.broadcast(addresses, message)
     except PeerUnreachableError as error:

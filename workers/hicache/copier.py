@@ -13,7 +13,7 @@ from workers.memory.layerwise_load import LayerwiseLoad
 
 if TYPE_CHECKING:  # the simulator has no torch
     from workers.device import Event
-    from workers.memory.tier_memory import TierMemory
+    from workers.memory.peer_memory import TierMemory
 
 READ_SPANS = 64
 """Maximum spans read from a peer in one call."""

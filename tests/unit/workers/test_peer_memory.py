@@ -22,8 +22,7 @@ from tests.fakes.paged_ranks import row
 from transfer.backends.interface import TransferBackend, make_backend
 from transfer.page_range import PageRange, Span
 from workers.hicache.copier import Copier
-from workers.memory.peer_memory import PeerMemory, _check_reachable, open_apart
-from workers.memory.tier_memory import TierMemory
+from workers.memory.peer_memory import PeerMemory, TierMemory, _check_reachable, open_apart
 
 LAYOUT = row(Role.PREFILL, 0, 1, num_pages=5).layout
 PAGE = LAYOUT.page_bytes

@@ -23,8 +23,7 @@ from workers.hicache.copier import MOST_LAYER_GROUPS, Copier
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.page_store import PageStore
 from workers.memory.page_pool import PagePool
-from workers.memory.peer_memory import PeerMemory
-from workers.memory.tier_memory import TierMemory
+from workers.memory.peer_memory import PeerMemory, TierMemory
 
 NUM_PAGES, HOST_PAGES = 7, 4
 ONE_GROUP = kv_geometry()

@@ -1,6 +1,6 @@
-"""Copies of device pages to host memory, and when they are made. Sans I/O.
+"""Policy for copying device pages to host memory. Sans I/O.
 
-A copy holds nothing on the device and delays no eviction. If its page is evicted before every rank has reported, the
+A copy does not hold its device page and delays no eviction. If the page is evicted before every rank has reported, the
 copy is discarded.
 """
 
@@ -17,15 +17,15 @@ from workers.hicache.policy.jobs import Outcome, TierJobs
 BATCH_PAGES = 64
 """Maximum pages per job."""
 MAX_OPEN = 4
-"""Maximum open jobs; further pages wait as keys, which hold nothing."""
+"""Maximum open jobs. Further pages wait as keys, without being held."""
 SELECTIVE_HITS = 2
-"""Requests that must find a page before ``write_through_selective`` copies it, as in SGLang."""
+"""Number of requests that must find a page before ``write_through_selective`` copies it, as in SGLang."""
 MARGIN = 1024
-"""Pages per owner that ``write_back`` saves ahead of their eviction."""
+"""Number of next pages to be evicted, per owner, that ``write_back`` saves."""
 
 
 class HostWriter:
-    """Saves pages by the write policy. ``advance`` is called after every possible change to the device cache."""
+    """Writer of pages by policy. Call ``advance`` after every possible change to the device cache."""
 
     def __init__(self, policy: WritePolicy, tree: PrefixTree, host: HostIndex, jobs: TierJobs) -> None:
         self._policy = policy
@@ -36,15 +36,15 @@ class HostWriter:
         tree.journals.append(self._journal)
         self._waiting: deque[bytes] = deque()
         self._seen = -1, -1
-        """Versions of both caches at the last look at the next pages to be evicted."""
+        """Versions of both caches when ``_look_ahead`` last looked."""
         self._hits: Counter[bytes] = Counter()
         self.num_lost = 0
-        """Pages that were evicted before they could be saved."""
+        """Number of pages that were evicted before they could be saved."""
         self._saved: list[bytes] = []
         self._received: set[bytes] = set()
         self._is_draining = False
         self._left: list[deque[bytes]] = [deque() for _ in range(host.num_owners)]
-        """Pages by owner that only the device has, while the replica drains under ``write_back``."""
+        """Pages by owner that only the device has, while a replica drains under ``write_back``."""
 
     def note_hits(self, keys: list[bytes]) -> None:
         """Note that a request found these device pages."""
@@ -65,9 +65,9 @@ class HostWriter:
         self._received.update(keys)
 
     def drain(self, *, is_draining: bool) -> None:
-        """Start or stop saving all pages that only the device has, on their way to storage.
+        """Start or stop saving all pages that only the device has, so that they can be stored.
 
-        Under other policies, everything to be preserved is already saved.
+        Other policies than ``write_back`` have already saved the pages worth keeping.
         """
         if is_draining == self._is_draining or self._policy is not WritePolicy.WRITE_BACK:
             return
@@ -84,7 +84,7 @@ class HostWriter:
 
     @property
     def num_left(self) -> int:
-        """Pages that wait for storage to make room in host memory."""
+        """Return the number of pages that wait until host memory has room for them."""
         return sum(map(len, self._left))
 
     def advance(self) -> None:
@@ -111,13 +111,13 @@ class HostWriter:
         return saved
 
     def _look_ahead(self) -> None:
-        """Queue the next pages to be evicted, unless nothing has changed since the last look."""
+        """Queue the next pages to be evicted, unless nothing has changed since the last call."""
         if self._seen != (self._tree.version, self._host.version):
             self._waiting += self._next_left() if self._is_draining else self._next_to_go()
             self._seen = self._tree.version, self._host.version
 
     def _next_to_go(self) -> list[bytes]:
-        """Return the next pages to be evicted, as many as host memory can take, and renew the copies that it has."""
+        """Return the next pages to be evicted, as many as fit into host memory; touch those that it already has."""
         room = [self._host.num_movable(owner) for owner in range(self._host.num_owners)]
         wanted = []
         for owner in range(self._tree.num_owners):
@@ -140,7 +140,7 @@ class HostWriter:
         return [key for key in keys if key not in self._host and self._tree.page_of(key) is not None]
 
     def _next_left(self) -> list[bytes]:
-        """Return as many pages as fit into the open jobs and into host memory without evicting unstored pages."""
+        """Return as many left pages as fit into the open jobs, and into host memory without evicting unstored pages."""
         limit = max(1, MAX_OPEN * BATCH_PAGES // self._host.num_owners)
         return [
             left.popleft()
@@ -175,7 +175,7 @@ class HostWriter:
         self._renew_prefixes(pages)
 
     def _renew_prefixes(self, pages: list[TierPage]) -> None:
-        """Touch prefix pages before the pages they lead to: a page whose prefix is evicted can never be found."""
+        """Touch the prefixes of saved pages, since a page whose prefix is evicted cannot be found."""
         renewed: set[bytes] = set()
         for page in sorted(pages, key=lambda page: page.index, reverse=True):
             if page.key not in renewed:

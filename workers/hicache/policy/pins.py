@@ -1,4 +1,4 @@
-"""Pinned prompts, whose pages stay in host memory: keys only."""
+"""Pinned prompts, whose pages stay in host memory. Keys only."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from workers.cache.page_lists import ONE_LIFETIME, Lifetimes
 class Pins:
     """Set of pinned prompts, each identified by the key of its last page.
 
-    A page is pinned while it belongs to any of them, whether or not it is in host memory yet.
+    A page is pinned while any of them contains it, even before it is in host memory.
     """
 
     def __init__(self, pages_per_owner: int, num_owners: int, lifetimes: Lifetimes = ONE_LIFETIME) -> None:
         self._lifetimes = lifetimes
         self._pages_per_owner = pages_per_owner
         self.limit = pages_per_owner // 2
-        """Maximum pinned pages per owner; the rest is for other prompts."""
+        """Maximum number of pinned pages per owner, which leaves room for other prompts."""
         self._prompts: set[bytes] = set()
         self._num_prompts: Counter[bytes] = Counter()
         """Number of pinned prompts per pinned page."""

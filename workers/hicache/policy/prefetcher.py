@@ -1,6 +1,6 @@
 """Prefetches of stored pages into host memory for waiting requests. Sans I/O.
 
-Storage is asked first which pages it has, so that host memory evicts nothing for absent pages.
+A look-up comes first, so that host memory evicts nothing for pages that storage lacks.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ BATCH_PAGES = 32
 MAX_OPEN = 2
 """Maximum open jobs per request."""
 MIN_TOKENS = 256
-"""Minimum tokens to prefetch, as in SGLang: fewer are computed faster than looked up."""
+"""Minimum number of tokens to prefetch, as in SGLang: computing fewer is faster than looking them up."""
 BASE_S = 1.0
-"""Constant part of the wait under ``timeout``: a few look-ups and reads from a slow disk."""
+"""Constant part of the wait under ``timeout``, enough for a few look-ups and reads from a slow disk."""
 S_PER_1K_TOKENS = 0.25
-"""Additional wait under ``timeout`` per 1000 tokens, as in SGLang: about as long as computing them takes."""
+"""Additional wait under ``timeout`` per 1000 tokens, as in SGLang. Computing them takes about as long."""
 LONGEST_S = 30.0
-"""Maximum time that storage is read for one request under the other policies."""
+"""Maximum reading time per request under the other policies."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,18 +37,18 @@ class _Prefetch:
     keys: Sequence[bytes]
     """Keys of all leading pages of the request, of the first lifetime."""
     num_here: int
-    """Leading pages after which it could continue without storage."""
+    """Number of leading pages after which the request could start without storage."""
     pages: list[TierPage]
-    """Pages that the tiers above lack, in order."""
+    """Pages that device and host memory lack, in order."""
     deadline_s: float
     """Time when the request stops waiting."""
     late_s: float
-    """Time after which nothing more is read."""
+    """Time after which no further read starts."""
     num_wanted: int = 0
-    """Leading pages that are known to be stored."""
+    """Number of leading pages that are known to be stored."""
     num_submitted: int = 0
     num_open: int = 1
-    """Open jobs; the first one looks up what is stored."""
+    """Number of open jobs, the first of which is a look-up."""
     shared: list[bytes] = field(default_factory=list)
     """Pages being read for another request."""
     held: list[bytes] = field(default_factory=list)
@@ -78,10 +78,10 @@ class Prefetcher:
         self._breaker = breaker
         self._prefetches: dict[Room, _Prefetch] = {}
         self.num_late = 0
-        """Requests that started without pages that storage did not deliver in time."""
+        """Number of requests that started without pages that storage did not deliver in time."""
 
     def expect(self, room: Room, keys: Sequence[bytes], num_here: int, now_s: float) -> None:
-        """Read a request's missing pages; without them it could continue after ``num_here`` pages."""
+        """Prefetch a request's missing pages; without them it could start after ``num_here`` pages."""
         tokens = (len(keys) - num_here) * self._lifetimes.page_size
         if tokens < self.min_tokens or self._breaker.is_open(now_s):
             return
@@ -102,7 +102,7 @@ class Prefetcher:
         return min((each.deadline_s for each in self._prefetches.values() if self._is_open(each)), default=None)
 
     def forget(self, room: Room, now_s: float) -> None:
-        """Note that the request starts or has ended before it could; reads that are running continue."""
+        """Note that a request starts, or never will. Open reads continue."""
         prefetch = self._prefetches.pop(room, None)
         if prefetch is None:
             return
@@ -130,7 +130,7 @@ class Prefetcher:
         prefetch.num_open -= 1
         self._note(prefetch, outcome)
         if outcome.num_leading < len(prefetch.pages):
-            # Every longer prefix up to the one that was looked up needs the missing page.
+            # Every longer prefix needs the missing page.
             prefetch.keys = prefetch.keys[: prefetch.pages[outcome.num_leading].depth]
             prefetch.pages = self._lacking(prefetch.keys)
         if (len(prefetch.keys) - prefetch.num_here) * self._lifetimes.page_size >= self.min_tokens:
@@ -151,7 +151,7 @@ class Prefetcher:
                 self._jobs.submit(TierJobKind.FETCH, pages, on_end, prefetch.late_s - now_s)
 
     def _next_batch(self, prefetch: _Prefetch) -> list[TierPage]:
-        """Reserve host pages for the next pages, except pages that are here or being read for another request."""
+        """Reserve host pages for the next pages, except for pages that are here or being read for another request."""
         batch: list[TierPage] = []
         while prefetch.num_submitted < prefetch.num_wanted and len(batch) < BATCH_PAGES:
             page = prefetch.pages[prefetch.num_submitted]
@@ -180,7 +180,7 @@ class Prefetcher:
         self._fetch_more(prefetch, outcome.now_s)
 
     def _lacking(self, keys: Sequence[bytes]) -> list[TierPage]:
-        """Return the pages that the tiers above lack for a request to continue after these."""
+        """Return the pages that device and host memory lack for a request to start after these."""
         return [page for page in self._lifetimes.prefix_pages(keys) if not self._is_here(page.key)]
 
     def _touch(self, prefetch: _Prefetch) -> None:
@@ -194,6 +194,6 @@ class Prefetcher:
             prefetch.held.append(key)
 
     def _note(self, prefetch: _Prefetch, outcome: Outcome) -> None:
-        """Note an outcome for the breaker, unless it is late, which already counts as a failure."""
+        """Report an outcome to the breaker. A late one already counts as a failure."""
         if outcome.now_s < prefetch.late_s:
             self._breaker.note(outcome.now_s, is_success=not outcome.failures["error"])

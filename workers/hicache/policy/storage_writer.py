@@ -1,4 +1,4 @@
-"""Copies of host pages to storage, and when they are made. Sans I/O."""
+"""Policy for copying host pages to storage. Sans I/O."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,22 +13,22 @@ from workers.hicache.policy.jobs import Breaker, Outcome, TierJobs
 BATCH_PAGES = 16
 """Maximum pages per job."""
 MAX_OPEN = 2
-"""Maximum open jobs; their pages stay in host memory meanwhile."""
+"""Maximum open jobs, whose pages are held in host memory."""
 MARGIN = 1024
-"""Pages per owner that ``write_back`` stores ahead of their eviction."""
+"""Number of next pages to be evicted, per owner, that ``write_back`` stores."""
 TIMEOUT_S = 60.0
-"""Timeout of a job: it fails if pages arrive faster than storage takes them."""
+"""Timeout of a job, which it exceeds if pages arrive faster than storage can write them."""
 RENEW_S = 60.0
-"""Age of the last known copy at which a used page is offered again, since storage does not report evictions."""
+"""Age of the last known copy after which a used page is offered again, since storage does not report evictions."""
 MAX_REPORTED = 1 << 18
-"""Maximum keys of stored pages that are sent to a new router."""
+"""Maximum number of stored pages' keys that are sent to a new router."""
 
 
 class StorageWriter:
     """Writer of pages by policy. A page that cannot be written is counted, and retried when it is next used.
 
-    ``write_back`` retries it when it is next due for eviction. While the breaker is open, up to as many pages as host
-    memory has wait. Offering a page that storage has costs only a look-up: ranks write what is missing.
+    ``write_back`` retries it when it is next due for eviction. While the breaker is open, pages wait, up to as many as
+    host memory has. Offering a stored page again costs only a look-up, since ranks write only missing pages.
     """
 
     def __init__(self, policy: WritePolicy, host: HostIndex, jobs: TierJobs, breaker: Breaker) -> None:
@@ -38,22 +38,22 @@ class StorageWriter:
         self._breaker = breaker
         self._waiting: OrderedDict[bytes, None] = OrderedDict()
         self._seen = -1
-        """Version of host memory at the last look at the next pages to be evicted."""
+        """Version of the host index when ``advance`` last looked for pages due for eviction."""
         self._is_draining = False
         self._doubted: set[bytes] = set()
-        """Pages that storage once had; they are offered after pages that it never had."""
+        """Pages that storage once had, which are offered after those that it never had."""
         self._stored: OrderedDict[bytes, None] = OrderedDict()
         self.journal = PageJournal()
-        """Pages stored; storage does not report what it evicts."""
+        """Stored pages. Storage does not report evictions."""
         self.num_lost = 0
-        """Pages that were due and could not be stored."""
+        """Number of pages that were due and could not be stored."""
 
     def note_saved(self, key: bytes) -> None:
         if self._policy is not WritePolicy.WRITE_BACK:
             self._wait([key])
 
     def note_used(self, keys: Sequence[bytes], now_s: float) -> None:
-        """Note that a request starts with these pages; those in host memory that storage may lack are due again."""
+        """Note that a request starts with these pages. Those in host memory become due if storage may lack them."""
         here = [key for key in keys if self._host.page_of(key) is not None]
         for key in here:
             if NEVER_S < self._host[key].stored_s <= now_s - RENEW_S:
@@ -62,7 +62,7 @@ class StorageWriter:
             self._wait(key for key in here if self._is_missing(key))
 
     def doubt(self) -> None:
-        """Offer all pages again, as far as the policy or a drain asks for them: storage may have lost any."""
+        """Forget which pages are stored, since storage may have lost any. The policy or a drain offers them again."""
         self._doubted = set(self._host.doubt_storage())
 
     def drain(self, *, is_draining: bool) -> None:
@@ -97,7 +97,7 @@ class StorageWriter:
         return self._host[key].stored_s == NEVER_S
 
     def _wait(self, keys: Iterable[bytes]) -> None:
-        """Queue pages, up to as many as host memory has; the oldest entries are removed first."""
+        """Queue pages, at most as many as host memory has; drop the oldest entries first."""
         for key in keys:
             self._waiting[key] = None
             if len(self._waiting) > self._host.num_pages:
@@ -134,7 +134,7 @@ class StorageWriter:
         self.num_lost += len(pages) - sum(outcome.done)
 
     def _report(self, key: bytes) -> None:
-        """Report a stored page to routers, once."""
+        """Report a stored page to routers, unless it was reported before."""
         if key in self._stored:
             return
         self.journal.note(key, True)

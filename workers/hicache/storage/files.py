@@ -1,7 +1,7 @@
-"""Objects as files in a private folder that any number of processes may share.
+"""Storage of objects as files in a private folder that any number of processes can share.
 
 A file is written under a temporary name and then renamed, so it is either complete or absent. Its modification time is
-the time of last use, which reads and look-ups renew. Deeper objects get earlier times, so that the end of a prompt is
+its time of last use, which reads and look-ups update. Deeper objects get earlier times, so that the end of a prompt is
 evicted before its beginning.
 """
 
@@ -26,21 +26,21 @@ _log = logging.getLogger(__name__)
 
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _DEPTH_S = 0.1
-"""Age difference between a page and its predecessor in the prompt: the maximum time for one page."""
+"""Difference in recorded use between a page and the next one in its prompt; no page takes longer to read."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FOREIGN = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
-"""Errors from foreign entries at an object's path: a link, a socket, a folder."""
+"""Errors from opening a link, a socket or a folder at an object's path."""
 
 
 class FileStorage:
     """Folder as a ``StorageBackend``."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Create the folder; an existing read-only folder is only read.
+        """Create the folder. An existing one may be read-only.
 
         Raises:
-            UserError: a file exists at its path.
-            StorageError: the folder cannot be used at present.
+            UserError: the path is a file.
+            StorageError: the folder cannot be used now.
         """
         self._folder = folder
         self.sweeper = Sweeper(folder, max_bytes)
@@ -54,7 +54,7 @@ class FileStorage:
             raise StorageError(f"{folder} cannot be used: {os.strerror(errno.EACCES)}")
 
     def start_sweeper(self) -> None:
-        """Keep the folder below its limit until closed, if it can be written to."""
+        """Keep the folder below its limit until ``close``, unless it is read-only."""
         if os.access(self._folder, os.W_OK):
             threading.Thread(target=self.sweeper.run, name="hicache-sweep", daemon=True).start()
         else:
@@ -94,7 +94,7 @@ class FileStorage:
         self.sweeper.close()
 
     def _path(self, name: str) -> Path:
-        """Return an object's path: each namespace is spread over folders, since very large folders are slow."""
+        """Return an object's path. Subfolders divide a namespace, since very large folders are slow."""
         namespace, _, file = name.rpartition("/")
         return self._folder / namespace / file[:2] / file
 
@@ -154,12 +154,12 @@ class FileStorage:
 
 
 def _open_object(path: str, flags: int) -> int:
-    """Open without following a link or waiting for the writer of a pipe."""
+    """Open a file without following a link or waiting for a pipe's writer."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _move_aside(folder: Path) -> None:
-    """Move a folder that blocks an object's path, which is not ours to remove."""
+    """Rename a folder that blocks an object's path, since it is not ours to delete."""
     folder.rename(folder.with_name(f".displaced-{secrets.token_hex(4)}-{folder.name}"))
 
 
@@ -176,9 +176,9 @@ def _read(file: io.FileIO, item: StorageObject) -> Read:
 
 
 def _renew(file: int | Path, depth: int) -> None:
-    """Note that a file is used. Its predecessors in the prompt count as used later, although they are read earlier."""
+    """Update a file's time of use. Earlier pages of the prompt count as used later, although they are read first."""
     used_s = time.time() - depth * _DEPTH_S
-    with contextlib.suppress(OSError):  # a reader need not be allowed to
+    with contextlib.suppress(OSError):  # a reader may lack the permission
         os.utime(file, times=(used_s, used_s))
 
 

@@ -30,12 +30,12 @@ class CorruptObjectError(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class StorageObject:
-    """Name of an object, and the memory its bytes are read into or written from, one part after another."""
+    """Name of an object, and the memory that its bytes are read into or written from, part by part."""
 
     name: str
     parts: Sequence[memoryview]
     depth: int = 0
-    """Number of objects that this one needs: a page needs the pages before it in its prompt."""
+    """Number of objects without which this one is useless, such as the earlier pages of a prompt."""
 
     @property
     def num_bytes(self) -> int:
@@ -43,61 +43,61 @@ class StorageObject:
 
 
 Read = bool | CorruptObjectError | StorageError
-"""Outcome of reading an object: true if it was read, false if there is no such object, or an error."""
+"""Outcome of reading an object: True if it was read, False if it does not exist, or an error."""
 Written = StorageError | None
 """Outcome of writing an object: an error, or None on success."""
 
 
 class StorageBackend(Protocol):
-    """Objects by name: letters, digits, dots and dashes, in folders divided by slashes. Objects never change.
+    """Store of named objects, which never change. Names have letters, digits, dots and dashes; slashes divide folders.
 
-    Several threads, and several processes on the same storage, may call all methods at once; the names of one call
-    differ. An object is either complete or absent, whatever happens to its writer. Every method raises ``StorageError``
-    if storage cannot answer.
+    Threads, and processes on the same storage, may call all methods concurrently; the names in one call differ. An
+    object is either complete or absent, even if its writer dies. Every method raises ``StorageError`` if storage does
+    not respond.
     """
 
     def present(self, depths: Mapping[str, int]) -> list[str]:
-        """Return which of these objects are there, and count them as used where storage evicts by use.
+        """Return the objects that exist, and mark them as used if storage evicts by use.
 
         ``depths`` maps names to ``StorageObject.depth``.
         """
         ...
 
     def read(self, objects: Sequence[StorageObject]) -> list[Read]:
-        """Fill the parts of objects; return an outcome for each. An object of another size is corrupt."""
+        """Read objects into their parts; return an outcome for each. An object of another size is corrupt."""
         ...
 
     def write(self, objects: Sequence[StorageObject]) -> list[Written]:
-        """Write objects in the form that ``read`` reads; one that exists may be kept or replaced by its equal."""
+        """Write objects; return an outcome for each. An existing object may be kept or replaced by an equal one."""
         ...
 
     def delete(self, name: str) -> None:
-        """Remove an object, if it is there."""
+        """Delete an object, if it exists."""
         ...
 
     def figures(self) -> StorageFigures | None:
-        """Return what this process knows about storage as a whole, without a request to it; None if nothing."""
+        """Return what this process knows about the storage, without querying it; None if it knows nothing."""
         ...
 
     def close(self) -> None:
-        """Release everything; safe to call twice."""
+        """Release all resources; safe to call twice."""
         ...
 
 
 def make_storage(config: StorageConfig, host: str) -> StorageBackend | None:
-    """Return the configured backend, if there is one; ``host`` is the address at which peers reach this process.
+    """Return the configured backend, if any; ``host`` is this process's address for peers.
 
     Raises:
-        UserError: the configuration is wrong. Unavailable storage is not an error here.
+        UserError: the configuration is wrong. Unavailable storage raises nothing.
     """
     maker = MAKERS.get(config.backend)
     return OpeningStorage(partial(maker, config, host)) if maker else None
 
 
 class OpeningStorage:
-    """Wrapper that opens another ``StorageBackend`` on a thread, since that may take minutes.
+    """Wrapper that opens another ``StorageBackend`` on a thread, which may take minutes. Until then calls fail.
 
-    A call after a failed attempt starts the next one, so the leader's breakers set the pace.
+    A call after a failed attempt starts the next one, so the leader's breakers limit the rate of attempts.
     """
 
     def __init__(self, open_storage: Callable[[], StorageBackend]) -> None:
@@ -135,7 +135,7 @@ class OpeningStorage:
         return self._attempt.result().figures() if is_open else None
 
     def close(self) -> None:
-        """Close the backend, or close it as soon as it is open."""
+        """Close the backend, as soon as it is open."""
         with self._lock:
             self._is_closed = True
         self._attempt.add_done_callback(_close)
@@ -160,7 +160,7 @@ class OpeningStorage:
     def _try(self, attempt: Future[StorageBackend]) -> None:
         try:
             attempt.set_result(self._open_storage())
-        except Exception as error:  # callers must learn of it
+        except Exception as error:  # raised by the next call
             attempt.set_exception(error)
 
 
@@ -169,7 +169,7 @@ def _close(attempt: Future[StorageBackend]) -> None:
         attempt.result().close()
 
 
-def _files(config: StorageConfig, host: str) -> StorageBackend:  # noqa: ARG001 - a folder is the same for all
+def _files(config: StorageConfig, host: str) -> StorageBackend:  # noqa: ARG001 - a folder has no address
     from workers.hicache.storage.files import FileStorage
 
     folder = Path(config.folder).expanduser() if config.folder else CACHE_DIR.get() / "hicache"

@@ -1,4 +1,4 @@
-"""Objects in a Mooncake Store cluster: memory on many hosts, whose master evicts the least used objects."""
+"""Storage of objects in a Mooncake Store cluster: memory of many hosts, whose master evicts the least used objects."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ _MISSING = -704
 """Status for removing an object that is not there."""
 _REACH_S = 3.0
 _NONSENSE = bytes(64)
-"""Invalid request, after which a master closes the connection at once."""
+"""Invalid request, on which a master closes the connection."""
 
 
 class MooncakeStorage:
@@ -30,7 +30,7 @@ class MooncakeStorage:
         """Join the cluster, and lend it memory of this process.
 
         Raises:
-            StorageError: no master is available at present.
+            StorageError: no master is available now.
         """
         _reach(master)
         self._client = MooncakeDistributedStore()
@@ -46,7 +46,7 @@ class MooncakeStorage:
 
     def read(self, objects: Sequence[StorageObject]) -> list[Read]:
         handles = self._client.batch_get_buffer([item.name for item in objects])
-        # Missing objects and unreadable objects both have no handle.
+        # Neither missing nor unreadable objects have a handle.
         there = self.present({item.name: 0 for item, handle in zip(objects, handles, strict=True) if handle is None})
         return [
             _take(memoryview(handle).cast("B"), item)
@@ -56,7 +56,7 @@ class MooncakeStorage:
         ]
 
     def write(self, objects: Sequence[StorageObject]) -> list[Written]:
-        """Write objects; the store keeps existing ones."""
+        """Write objects, except those that the store already has."""
         statuses = [self._client.put_parts(item.name, *item.parts) for item in objects]
         return [
             StorageError(f"{item.name} cannot be written to Mooncake Store (status {status})") if status else None
@@ -64,7 +64,7 @@ class MooncakeStorage:
         ]
 
     def delete(self, name: str) -> None:
-        """Remove an object, even while the store keeps it for readers."""
+        """Delete an object, even while the store holds it for readers."""
         status = self._client.remove(name, True)
         if status not in (0, _MISSING):
             raise StorageError(f"{name} cannot be deleted from Mooncake Store (status {status})")
@@ -87,10 +87,10 @@ def _take(data: memoryview, item: StorageObject) -> Read:
 
 
 def _reach(master: str) -> None:
-    """Check that a master responds, since the client blocks the interpreter until it has joined or given up.
+    """Check that a master responds, since a client that joins blocks the interpreter until it succeeds or gives up.
 
     Raises:
-        StorageError: nothing listens there, or nothing responds.
+        StorageError: nothing listens or responds there.
     """
     host, _, port = master.rpartition(":")
     try:

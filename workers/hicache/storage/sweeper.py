@@ -14,13 +14,13 @@ UNFINISHED = ".unfinished-"
 """Prefix of files that are being written."""
 LOCK = ".lock"
 _KEEP = 0.9
-"""Part of the limit that a sweep leaves in use."""
+"""Fraction of the limit that a sweep leaves in use."""
 _BETWEEN_SWEEPS = 64
-"""A process sweeps after writing the limit divided by this, so that a few writers do not exceed it by much."""
+"""A process sweeps after writing the limit divided by this, so that several writers exceed it only slightly."""
 _EVERY_S = 600.0
 """Maximum time between two sweeps."""
 _ABANDONED_S = 600.0
-"""Age at which an unfinished file belongs to a killed writer."""
+"""Age at which an unfinished file must belong to a killed writer."""
 
 _Object = tuple[float, int, Path]
 """Time of last use, size and path."""
@@ -29,15 +29,15 @@ _Object = tuple[float, int, Path]
 class Sweeper:
     """Sweeper that removes the least recently used objects until the folder is below its limit.
 
-    Each writing process has a sweeper; a lock file admits one of them at a time. Writers never wait for it, so the
-    folder may exceed its limit for a short while. Other files in the folder are neither counted nor removed.
+    Each writing process has a sweeper; a lock file lets only one sweep at a time. Writers never wait for it, so the
+    folder may briefly exceed its limit. Other files in the folder are neither counted nor removed.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        """Lock for the three fields below."""
+        """Lock of the three fields below."""
         self._found_bytes = self._written_bytes = 0
         self._is_disk_full = False
         self._due, self._closed = threading.Event(), threading.Event()
@@ -45,19 +45,19 @@ class Sweeper:
 
     @property
     def used_bytes(self) -> int:
-        """Return the bytes that the last sweep left, plus those that this process has written since."""
+        """Return the bytes that the last sweep left, plus those written by this process since."""
         with self._lock:
             return self._found_bytes + self._written_bytes
 
     def note_written(self, num_bytes: int) -> None:
-        """Count a new object; a sweep becomes due periodically."""
+        """Count a new object, and request a sweep if enough was written."""
         with self._lock:
             self._written_bytes += num_bytes
             if self._written_bytes * _BETWEEN_SWEEPS >= self._max_bytes:
                 self._due.set()
 
     def note_disk_full(self) -> None:
-        """Request a sweep that removes objects even below the limit."""
+        """Request a sweep that also removes objects below the limit."""
         with self._lock:
             self._is_disk_full = True
             self._due.set()
@@ -75,7 +75,7 @@ class Sweeper:
         self._due.set()
 
     def sweep(self) -> None:
-        """Bring the folder below its limit, one process at a time."""
+        """Remove objects until the folder is below its limit, while no other process sweeps."""
         try:
             lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
             try:
@@ -99,7 +99,7 @@ class Sweeper:
             self._written_bytes -= written_bytes
 
     def _list(self) -> tuple[list[_Object], int]:
-        """List all objects and add up their bytes, unfinished ones included; remove files of killed writers.
+        """List all objects, and sum their bytes and those of unfinished files; remove files of killed writers.
 
         Objects are in ``namespace/aa/`` under names that start with ``aa``.
         """
@@ -110,7 +110,7 @@ class Sweeper:
                 continue
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 stat = path.lstat()
-                # A file's time of use can be set freely; only its change time says when it was last written.
+                # A file's modification time is its time of use; only its change time tells when it was last written.
                 if path.name.startswith(UNFINISHED) and stat.st_ctime < abandoned_s:
                     path.unlink()
                     continue

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _NOT_WEIGHTS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-"""Keys of config.json that do not affect KV or are part of the namespace anyway."""
+"""Keys of config.json that do not affect KV or are compared elsewhere."""
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -35,7 +35,7 @@ def weights_digest(folder: Path, known: Path) -> str:
 def _sha256(path: Path, known: Path) -> str:
     real = path.resolve()
     if real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
-        return real.name  # the cache of Hugging Face names large files by their digests
+        return real.name  # Hugging Face's cache names large files by their digests
     stat = real.stat()
     facts = (str(real), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     note = known / hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
@@ -51,7 +51,7 @@ def _sha256(path: Path, known: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; if the folder is read-only, every rank reads for itself."""
+    """Hold the folder's lock, unless the folder is read-only; then every rank reads the files itself."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)

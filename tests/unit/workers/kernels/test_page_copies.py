@@ -21,8 +21,7 @@ from workers.memory import copy as memory_copy
 from workers.memory.copy import PageMemory, copy, warm_up_copies
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import PagePool
-from workers.memory.peer_memory import PeerMemory
-from workers.memory.tier_memory import TierMemory
+from workers.memory.peer_memory import PeerMemory, TierMemory
 
 LAYOUT = kv_layout(
     num_pages=4,
