@@ -1,4 +1,4 @@
-"""`python -m cluster.cli`: an alias of `baton`."""
+"""Alias of `baton` for `python -m cluster.cli`."""
 
 from cluster.cli.main import main
 

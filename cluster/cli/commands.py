@@ -1,36 +1,151 @@
-"""`baton drain`, `resume`, `restart` and `scale`: commands for the driver of a cluster on this machine."""
+"""Commands for a cluster on this machine: `baton status`, `down`, `drain`, `resume`, `restart` and `scale`."""
 
+import os
+import signal
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.spec.errors import UserError
+from cluster.spec.errors import PeerUnreachableError, UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cluster.cli.running import RunningCluster
+    from cluster.spec.registry import TableSnapshot
     from cluster.supervisor.commands import Command
 
+_NAME_HELP = "Name of the cluster; needed if several are running on this machine."
 Replica = Annotated[str, typer.Argument(help="Name of the replica, such as decode-0.", show_default=False)]
-Name = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster", metavar="NAME", help="Name of the cluster, if several are running here.", show_default=False
-    ),
-]
+Name = Annotated[str | None, typer.Argument(help=_NAME_HELP, show_default=False)]
+NameOption = Annotated[str | None, typer.Option("--cluster", metavar="NAME", help=_NAME_HELP, show_default=False)]
 Grace = Annotated[
     float | None,
-    typer.Option("--grace", min=0, help="Maximum wait for open requests, in seconds; router.drain_s by default."),
+    typer.Option("--grace", min=0, help="Maximum wait for open requests, in seconds. Default: router.drain_s."),
 ]
 
 
-def drain(replica: Replica, cluster: Name = None, grace_s: Grace = None) -> None:
-    """Drain a replica: stop routing to it and wait for its requests in flight."""
+def status(
+    name: Name = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show the state of a cluster that was started on this machine."""
+    from cluster.cli.running import find_running
+
+    cluster = find_running(name)
+    snapshot, troubles = _read_table(cluster), _ask_driver(cluster)
+    if as_json:
+        typer.echo(_json(cluster, snapshot, troubles))
+        return
+    from rich.console import Console
+
+    endpoint = f"{cluster.router_url}/v1" if cluster.router_url else "starting"
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{cluster.name}   {endpoint}   model {cluster.model}   driver {cluster.process.pid}", markup=False)
+    if snapshot is None:
+        console.print("the bootstrap service does not respond; it is starting, or being replaced")
+    else:
+        console.print(_replicas(snapshot))
+        console.print(_ranks(snapshot))
+    for line in troubles:
+        console.print(line, markup=False)
+
+
+def _ask_driver(cluster: "RunningCluster") -> list[str]:
+    """Return the driver's lines about members that are not running; none if it does not respond."""
+    from cluster.cli.control import send_command
+    from cluster.cli.running import control_path
+    from cluster.supervisor.commands import StatusCommand
+
+    try:
+        (answer,) = send_command(control_path(cluster.name), StatusCommand())
+    except PeerUnreachableError:
+        return []
+    return answer.line.splitlines()
+
+
+def _read_table(cluster: "RunningCluster") -> "TableSnapshot | None":
+    from cluster.bootstrap.client import BootstrapClient
+
+    if cluster.bootstrap_url is None:
+        return None
+    client = BootstrapClient(cluster.bootstrap_url, cluster.token)
+    try:
+        return client.table()
+    except PeerUnreachableError:
+        return None
+    finally:
+        client.close()
+
+
+def _json(cluster: "RunningCluster", snapshot: "TableSnapshot | None", troubles: list[str]) -> str:
+    import msgspec
+
+    fields = {
+        "name": cluster.name,
+        "model": cluster.model,
+        "driver_pid": cluster.process.pid,
+        "router_url": cluster.router_url,
+        "bootstrap_url": cluster.bootstrap_url,
+        "not_running": troubles,
+        "table": snapshot,
+    }
+    return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode()
+
+
+def _replicas(snapshot: "TableSnapshot") -> "Table":
+    from rich.table import Table
+
+    # Short headers: the table must fit into 80 columns without truncating names.
+    table = Table("replica", "state", "incarnation", "wait", "run", "tokens", "free pages", "cached", box=None)
+    for entry in snapshot.replicas:
+        load = entry.load
+        state = "draining" if load.draining else "ready" if entry.ready else "not ready"
+        counts = [load.num_waiting, load.num_running, load.num_tokens]
+        pages = f"{load.free_pages}/{load.total_pages}"
+        table.add_row(entry.replica, state, str(entry.incarnation), *map(str, counts), pages, str(load.cached_pages))
+    return table
+
+
+def _ranks(snapshot: "TableSnapshot") -> "Table":
+    from rich.table import Table
+
+    table = Table("replica", "rank", "dp", "cp", "tp", "pp", "address", "transfer", box=None)
+    for entry in snapshot.replicas:
+        for row in entry.rows:
+            ranks = (row.global_rank, row.coords.dp, row.coords.cp, row.coords.tp, row.coords.pp)
+            table.add_row(entry.replica, *map(str, ranks), row.address, row.endpoint.backend)
+    return table
+
+
+def down(
+    name: Name = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0, help="Maximum wait for the cluster to stop, in seconds.")
+    ] = 120.0,
+) -> None:
+    """Drain and stop a cluster that was started on this machine."""
+    from cluster.cli.running import find_running
+    from cluster.processes import wait_gone
+
+    cluster = find_running(name)
+    os.kill(cluster.process.pid, signal.SIGTERM)
+    typer.echo(f"{cluster.name}: draining", err=True)
+    if not wait_gone([cluster.process], timeout_s):
+        typer.echo(f"{cluster.name}: process {cluster.process.pid} is still running after {timeout_s:g} s", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"{cluster.name}: stopped", err=True)
+
+
+def drain(replica: Replica, cluster: NameOption = None, grace_s: Grace = None) -> None:
+    """Stop routing to a replica and wait for its open requests."""
     from cluster.spec.ids import ReplicaId
     from cluster.supervisor.commands import DrainCommand
 
     _give(cluster, DrainCommand(replica=ReplicaId(replica), grace_s=grace_s))
 
 
-def resume(replica: Replica, cluster: Name = None) -> None:
+def resume(replica: Replica, cluster: NameOption = None) -> None:
     """Resume routing to a drained replica."""
     from cluster.spec.ids import ReplicaId
     from cluster.supervisor.commands import ResumeCommand
@@ -41,12 +156,13 @@ def resume(replica: Replica, cluster: Name = None) -> None:
 def restart(
     replicas: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[REPLICA]...", help="Names of the replicas; all by default.", show_default=False),
+        typer.Argument(metavar="[REPLICA]...", help="Names of the replicas. Default: all.", show_default=False),
     ] = None,
     is_rolling: Annotated[
-        bool, typer.Option("--rolling", help="Restart one replica at a time, while another of its role takes requests.")
+        bool,
+        typer.Option("--rolling", help="Restart one replica at a time, while another one of its role takes requests."),
     ] = False,
-    cluster: Name = None,
+    cluster: NameOption = None,
     grace_s: Grace = None,
 ) -> None:
     """Restart replicas after draining them."""
@@ -61,10 +177,12 @@ def scale(
     numbers: Annotated[
         list[str],
         typer.Argument(
-            metavar="ROLE=NUMBER...", help="Numbers of replicas, such as prefill=2 decode=1.", show_default=False
+            metavar="ROLE=NUMBER...",
+            help="Number of replicas per role, such as prefill=2 decode=1.",
+            show_default=False,
         ),
     ],
-    cluster: Name = None,
+    cluster: NameOption = None,
     grace_s: Grace = None,
 ) -> None:
     """Start more replicas, or drain and stop those with the highest numbers."""
@@ -85,10 +203,9 @@ def _number(text: str) -> tuple[str, int]:
 
 
 def _give(name: str | None, command: "Command") -> None:
-    """Print the driver's responses; exit code 2 if it refuses, 1 if the command was not fully carried out."""
+    """Print the driver's answers. Exit with code 2 if it refuses the command, 1 if it fails."""
     from cluster.cli.control import send_command
     from cluster.cli.running import control_path, find_running
-    from cluster.spec.errors import PeerUnreachableError
     from cluster.supervisor.events import Outcome
 
     cluster = find_running(name)

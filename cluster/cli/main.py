@@ -1,23 +1,13 @@
-"""The `baton` command and its sub-commands. A user error ends it with a message on stderr and exit code 2.
+"""The `baton` command line. A user error is printed on stderr, with exit code 2.
 
-Modules imported here are light; each command imports what it needs when it runs.
+Modules imported here are light. Each command imports what it needs when it runs.
 """
 
 import sys
 
 import typer
 
-from cluster.cli import (
-    bench,
-    bench_serve,
-    chat,
-    commands,
-    doctor,
-    plan,
-    simulate,
-    status,
-    up,
-)
+from cluster.cli import bench, bench_serve, chat, commands, doctor, plan, simulate, up
 from cluster.spec.errors import UserError
 
 app = typer.Typer(
@@ -29,8 +19,8 @@ app = typer.Typer(
 )
 app.command("plan")(plan.plan)
 app.command("up")(up.up)
-app.command("status")(status.status)
-app.command("down")(status.down)
+app.command("status")(commands.status)
+app.command("down")(commands.down)
 app.command("drain")(commands.drain)
 app.command("resume")(commands.resume)
 app.command("restart")(commands.restart)
@@ -48,7 +38,6 @@ app.command("schema")(plan.schema)
 
 
 def main() -> None:
-    """Run the command line; never returns normally."""
     try:
         app()
     except UserError as exc:

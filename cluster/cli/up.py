@@ -15,6 +15,7 @@ from cluster.cli.plan import overrides
 from cluster.spec.clock import HEARTBEAT_S, LEASE_S
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError, ConfigError, Problem, UserError
+from cluster.spec.ids import Incarnation
 from cluster.spec.ranks import sizes_of, world_size
 
 if TYPE_CHECKING:
@@ -27,18 +28,18 @@ if TYPE_CHECKING:
     from cluster.supervisor.loop import Supervisor
 
 _WATCH_S = 5.0
-"""Longest wait for a change of the table: a service that hangs is only noticed when its response is late."""
+"""Maximum wait for a change of the table. A service that hangs is noticed only when this wait is over."""
 
 
 def up(
     file: Annotated[Path, typer.Argument(help="Deploy YAML.", show_default=False)],
-    model: Annotated[str | None, typer.Option(help="Serve this model instead of the file's.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to serve instead of the file's.")] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the file; repeatable.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the file. Repeatable.")
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(envvar="RAY_ADDRESS", help="Ray cluster to join; by default one is started on this machine."),
+        typer.Option(envvar="RAY_ADDRESS", help="Ray cluster to join. Default: start one on this machine."),
     ] = None,
     worker_logs: Annotated[bool, typer.Option("--worker-logs", help="Show the workers' output.")] = False,
 ) -> None:
@@ -59,7 +60,7 @@ def up(
 
 
 def _check_port(config: DeployConfig) -> None:
-    """Check the port before anything starts; the router would report it half a minute later."""
+    """Check that the port is free before anything starts."""
     host, port = config.router.host, config.router.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -95,20 +96,20 @@ def _run(config: DeployConfig, address: str | None, worker_logs: bool) -> None:
         from cluster.ray_adapter import RaySystem
 
         signals.check()
-        if address:  # that Ray cluster is not ours to stop
+        if address:  # the Ray cluster is not ours to stop
             signals.leave_at_second(partial(_leave, note, progress))
         with RaySystem(f"baton-{config.name}", address, _num_cpus(config), worker_logs) as system:
             signals.check()
             progress.stage("ray", "ready")
             _check_alone(system, config.name)
-            if address:  # no machine can join a cluster of our own
+            if address:  # no machine can join a Ray cluster that we have started
                 await_room(system, config, progress.line, signals.check)
             _supervise(system, config, model, note, progress, signals)
     progress.line("stopped")
 
 
 def _leave(note: "Note", progress: "StartProgress", number: int) -> None:
-    """End the process at once, with a shell's exit code for the signal."""
+    """End the process immediately, with the exit code that a shell reports for the signal."""
     progress.finish()
     note.remove()
     os._exit(128 + number)
@@ -128,6 +129,7 @@ def _supervise(
     from cluster.launch.launcher import Launcher
     from cluster.launch.services import follow_router
     from cluster.launch.tools import Tools, send
+    from cluster.supervisor.events import Failed, RouterSeen
     from cluster.supervisor.loop import Supervisor
     from cluster.supervisor.reconcile import RESTART_BACKOFF_S
 
@@ -137,17 +139,17 @@ def _supervise(
     def on_up() -> None:
         _announce(launcher, config, note, progress)
         for name in launcher.routers:
-            url, on_seen = partial(launcher.own_router_url, name), partial(supervisor.saw_router, name=name)
-            arguments = (url, on_seen, LEASE_S, HEARTBEAT_S)
+            arguments = (partial(launcher.own_router_url, name), partial(saw_router, name), LEASE_S, HEARTBEAT_S)
             threading.Thread(target=follow_router, args=arguments, daemon=True).start()
 
-    supervisor = Supervisor(
-        RESTART_BACKOFF_S,
-        on_up,
-        progress.line,
-        config.resources.silence_s - LEASE_S,
-    )
-    launcher = Launcher(tools, config, model, note.cluster.token, supervisor.failed)
+    def saw_router(name: str, responds: bool) -> None:
+        supervisor.post(RouterSeen(name, responds))
+
+    def on_failed(name: str, incarnation: Incarnation, error: BaseException) -> None:
+        supervisor.post(Failed(name, incarnation, error))
+
+    supervisor = Supervisor(RESTART_BACKOFF_S, on_up, progress.line, config.resources.silence_s - LEASE_S)
+    launcher = Launcher(tools, config, model, note.cluster.token, on_failed)
     signals.pass_on(supervisor.request_stop)
     threading.Thread(target=_follow_table, args=(launcher, tools, supervisor, note), daemon=True).start()
     try:
@@ -164,7 +166,7 @@ def _follow_table(launcher: "Launcher", tools: "Tools", supervisor: "Supervisor"
     try:
         rendezvous = launcher.rendezvous.result()
     except BatonError:
-        return  # the supervisor handles it too
+        return  # the supervisor handles this error
     note.update(bootstrap_url=rendezvous.bootstrap_url)
     table = tools.connect(rendezvous)
     for snapshot in follow_table(table.watch, lambda: _WATCH_S, lambda: supervisor.post(TableLost())):
@@ -184,13 +186,11 @@ def _announce(launcher: "Launcher", config: DeployConfig, note: "Note", progress
 
 
 def _resolve(config: DeployConfig, progress: "StartProgress") -> str:
-    """Return the model's folder, for a cluster on this machine only: downloaded and checked once, before anything
-    starts.
-    """
+    """Download and check the model of a cluster on this machine only; return its folder."""
     from cluster.cli.start import check_model
     from workers.models.resolve import resolve_model
 
-    progress.stage("model", "looking for it")
+    progress.stage("model", "searching")
     folder = resolve_model(config.model.path).absolute()
     check_model(config, folder, progress.line)
     progress.stage("model", "ready")
@@ -198,7 +198,7 @@ def _resolve(config: DeployConfig, progress: "StartProgress") -> str:
 
 
 def _num_cpus(config: DeployConfig) -> int:
-    """Return the logical CPUs of a cluster on this machine: the larger of what workers ask for and what it has."""
+    """Return the logical CPUs of our own Ray cluster: this machine's, or more if the workers request more."""
     workers = sum(pool.replicas * world_size(sizes_of(pool.parallel)) for pool in (config.prefill, config.decode))
     return max(math.ceil(workers * config.resources.cpus_per_worker), os.cpu_count() or 1)
 
@@ -212,7 +212,7 @@ def _check_alone(system: "RaySystem", name: str) -> None:
 
 
 def _explain(error: BaseException) -> None:
-    """Print one line naming the source of the error, then the output of its process."""
+    """Print the error in one line, then the output of the process that caused it."""
     typer.echo(f"error: {error}", err=True)
     cause: BaseException | None = error
     while cause is not None:

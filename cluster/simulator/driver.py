@@ -14,7 +14,7 @@ from cluster.spec.clock import HEARTBEAT_S
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.spec.messages import Drain, Resume
-from cluster.supervisor import events as words
+from cluster.supervisor import events
 from cluster.supervisor.commands import Command
 from cluster.supervisor.events import Action, Event
 from cluster.supervisor.reconcile import reconcile
@@ -56,7 +56,7 @@ class Driver:
             patience_s=_PATIENCE_S,
         )
         self._seen_version = 0
-        self.post(words.Tick())
+        self.post(events.Tick())
         self._follow_table()
 
     @property
@@ -90,13 +90,13 @@ class Driver:
 
     def report_failed(self, name: str, incarnation: Incarnation, reason: str) -> None:
         """Report after a short delay that a process of a member has ended."""
-        event = words.Failed(name, incarnation, BatonError(reason))
+        event = events.Failed(name, incarnation, BatonError(reason))
         self._around.after(self._around.random.uniform(0.05, 2.0), partial(self.post, event))
 
     def give(self, command: Command) -> None:
         number = next(self._commands)
         self.open_commands.add(number)
-        self.post(words.CommandReceived(number, command))
+        self.post(events.CommandReceived(number, command))
 
     def fail_member(self, name: str) -> None:
         self.report_failed(name, self._cluster.members[name].incarnation, "its process died")
@@ -104,46 +104,46 @@ class Driver:
     def _follow_table(self) -> None:
         table = self.bootstrap.table
         if table is None:
-            self.post(words.TableLost())
+            self.post(events.TableLost())
         elif table.version != self._seen_version:
             self._seen_version = table.version
-            self.post(words.TableSeen.of(table.snapshot(self._around.now_s())))
+            self.post(events.TableSeen.of(table.snapshot(self._around.now_s())))
         self._around.after(_LOOK_S, self._follow_table)
 
     def _wake(self, wake_s: float) -> None:
         if self._cluster.next_wake_s() == wake_s:
-            self.post(words.Tick())
+            self.post(events.Tick())
 
     def _carry_out(self, action: Action) -> None:
         random = self._around.random
         match action:
-            case words.Start(name, incarnation):
+            case events.Start(name, incarnation):
                 self._around.after(random.uniform(0.1, 1.5), partial(self._start, name, incarnation))
-            case words.End(name, incarnation):
+            case events.End(name, incarnation):
                 proven = self._end(name, incarnation)
-                event = words.Ended(name, incarnation, proven)
+                event = events.Ended(name, incarnation, proven)
                 self._around.after(random.uniform(0.05, 0.5), partial(self.post, event))
-            case words.Prove(name, incarnation):
+            case events.Prove(name, incarnation):
                 self._prove(name, incarnation)
-            case words.MarkEnded(name, incarnation, proven):
+            case events.MarkEnded(name, incarnation, proven):
                 self._mark_ended(ReplicaId(name), incarnation, proven)
-            case words.DrainReplica(name, incarnation):
+            case events.DrainReplica(name, incarnation):
                 self.replicas[name].leader.take(Drain())
                 watch = DrainWatch(ReplicaId(name), incarnation, HEARTBEAT_S)
                 self._wait_drained(watch, name, incarnation, self._around.now_s() + DRAIN_S)
-            case words.Place():
-                self._around.after(random.uniform(0.01, 0.1), partial(self.post, words.Placed(None)))
-            case words.ResumeReplica(name, incarnation):
+            case events.Place():
+                self._around.after(random.uniform(0.01, 0.1), partial(self.post, events.Placed(None)))
+            case events.ResumeReplica(name, incarnation):
                 self.replicas[name].leader.take(Resume())
                 self._around.after(
-                    random.uniform(0.05, 2.0), partial(self.post, words.ReplicaResumed(name, incarnation, True))
+                    random.uniform(0.05, 2.0), partial(self.post, events.ReplicaResumed(name, incarnation, True))
                 )
-            case words.Answer(number, _, outcome) if outcome is not words.Outcome.GOING_ON:
+            case events.Answer(number, _, outcome) if outcome is not events.Outcome.GOING_ON:
                 self.open_commands.discard(number)
-            case words.Drain():
+            case events.Drain():
                 is_idle = self.router is not None and self.router.is_idle
-                self._around.after(random.uniform(0.05, 0.5), partial(self.post, words.Drained(is_idle)))
-            case words.Stop():
+                self._around.after(random.uniform(0.05, 0.5), partial(self.post, events.Drained(is_idle)))
+            case events.Stop():
                 self._stop()
             case _:
                 pass
@@ -153,17 +153,17 @@ class Driver:
         now_s, table = self._around.now_s(), self.bootstrap.table
         watch.saw(table.snapshot(now_s) if table is not None else None, now_s)
         if watch.is_over(now_s) or now_s >= end_s:
-            self.post(words.ReplicaDrained(name, incarnation, watch.is_over(now_s)))
+            self.post(events.ReplicaDrained(name, incarnation, watch.is_over(now_s)))
         else:
             self._around.after(_LOOK_S, partial(self._wait_drained, watch, name, incarnation, end_s))
 
     def _start(self, name: str, incarnation: Incarnation) -> None:
         if name == BOOTSTRAP:
             self.bootstrap.start()
-            self._around.after(_READY_S, partial(self.post, words.Started(name, incarnation)))
+            self._around.after(_READY_S, partial(self.post, events.Started(name, incarnation)))
         elif name == ROUTER:
             self.router = RouterProcess(self._around, self.bootstrap, incarnation)
-            self._around.after(_READY_S, partial(self.post, words.Started(name, incarnation)))
+            self._around.after(_READY_S, partial(self.post, events.Started(name, incarnation)))
         else:
             rows = make_rows(self._around.shape, ReplicaId(name), incarnation, self._machine_for(name))
             on_failed = partial(self.report_failed, name, incarnation)
@@ -177,9 +177,9 @@ class Driver:
             table = self.bootstrap.table
             entry = table.snapshot(self._around.now_s()).find(ReplicaId(name)) if table is not None else None
             if entry is not None and entry.ready and entry.incarnation == incarnation:
-                self.post(words.Started(name, incarnation))
+                self.post(events.Started(name, incarnation))
             elif self._around.now_s() >= end_s:
-                self.post(words.Failed(name, incarnation, BatonError("not ready in the rank table in time")))
+                self.post(events.Failed(name, incarnation, BatonError("not ready in the rank table in time")))
             else:
                 self._wait_ready(name, incarnation, end_s)
 
@@ -209,7 +209,7 @@ class Driver:
         for member in (self.router, *self.replicas.values()):
             if member is not None:
                 member.kill()
-        self._around.after(self._around.random.uniform(0.05, 0.5), partial(self.post, words.Stopped()))
+        self._around.after(self._around.random.uniform(0.05, 0.5), partial(self.post, events.Stopped()))
 
     def _prove(self, name: str, incarnation: Incarnation) -> None:
         """Kill an unreachable start once it can be reached."""
@@ -219,7 +219,7 @@ class Driver:
         else:
             replica.kill()
             del self._unproven[name, incarnation]
-            self.post(words.Proven(name, incarnation))
+            self.post(events.Proven(name, incarnation))
 
     def _mark_ended(self, replica: ReplicaId, incarnation: Incarnation, proven: bool) -> None:
         def ask(table: BootstrapTable) -> None:

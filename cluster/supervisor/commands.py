@@ -1,4 +1,4 @@
-"""Operator commands for a running cluster; struct names are tags on the wire to the driver."""
+"""Operator commands for a running cluster. Struct names are tags on the wire to the driver."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from cluster.spec.ids import ReplicaId
 
 
 class _Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all commands."""
+    pass
 
 
 class DrainCommand(_Command, frozen=True):
@@ -14,7 +14,7 @@ class DrainCommand(_Command, frozen=True):
 
     replica: ReplicaId
     grace_s: float | None = None
-    """Maximum wait for open requests in seconds. Default here and below: `router.drain_s`."""
+    """Maximum wait for open requests in seconds; None, here and below, stands for `router.drain_s`."""
 
 
 class ResumeCommand(_Command, frozen=True):
@@ -27,9 +27,9 @@ class RestartCommand(_Command, frozen=True):
     """Drain and restart replicas."""
 
     replicas: tuple[ReplicaId, ...] = ()
-    """Replicas to restart; if empty, all running ones."""
+    """Replicas to restart; all running ones if empty."""
     is_rolling: bool = False
-    """Restart one replica at a time, each only while another one of its role takes requests."""
+    """Restart one replica at a time, and only while another one of its role takes requests."""
     grace_s: float | None = None
 
 

@@ -1,18 +1,18 @@
-"""Events that the supervisor handles, and the actions it requests in return."""
+"""Events that the supervisor handles, and the actions that it requests in return."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from cluster.spec.errors import BatonError
-from cluster.spec.ids import ROUTER, Incarnation
+from cluster.spec.ids import Incarnation
 from cluster.spec.registry import TableSnapshot
 from cluster.supervisor.commands import Command
 
 
 @dataclass(frozen=True, slots=True)
 class _OfStart:
-    """Base of events and actions about one start of a member."""
+    """Base class for events and actions that concern one start of a member."""
 
     name: str
     incarnation: Incarnation
@@ -40,26 +40,26 @@ class Failed(_OfStart):
 
 @dataclass(frozen=True, slots=True)
 class Ended(_OfStart):
-    """A failed member has ended; ``proven`` if it is certain that none of its processes is left."""
+    """The processes of a member were killed; ``proven`` if it is certain that none is left."""
 
     proven: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Proven(_OfStart):
-    """Processes of a start that ended without a proof are gone."""
+    """All processes of a start that ended without proof are gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The cluster was asked to stop; the second time, at once."""
+    """The cluster was asked to stop. A second request stops it immediately."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """The router has finished its open requests, or its time ran out."""
+    """The router has finished its open requests, or timed out."""
 
     complete: bool
 
@@ -92,23 +92,22 @@ class TableSeen:
 
 @dataclass(frozen=True, slots=True)
 class TableLost:
-    """The bootstrap service does not respond, or not with a table."""
+    """The bootstrap service did not respond with a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSeen:
     """Result of a liveness check of a router process."""
 
-    answers: bool
-    name: str = ROUTER
+    name: str
+    responds: bool
 
 
 @dataclass(frozen=True, slots=True)
 class CommandReceived:
-    """An operator's command arrived; respond with Answer, as often as there is something to report."""
+    """An operator's command arrived. Its answers carry the same number."""
 
     number: int
-    """Number that identifies the command."""
     command: Command
 
 
@@ -121,14 +120,14 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDrained(_OfStart):
-    """A replica has finished its open requests, or its time ran out."""
+    """A replica has finished its open requests, or timed out."""
 
     complete: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaResumed(_OfStart):
-    """A replica takes new requests again, or did not confirm it in time."""
+    """A replica takes new requests again, or timed out before confirming it."""
 
     complete: bool
 
@@ -167,14 +166,12 @@ class End(_OfStart):
 
 @dataclass(frozen=True, slots=True)
 class Prove(_OfStart):
-    """Check repeatedly whether the processes of an ended start are gone; answer with Proven once they are."""
+    """Check repeatedly until the processes of an ended start are gone; then answer with Proven."""
 
 
 @dataclass(frozen=True, slots=True)
 class MarkEnded(_OfStart):
-    """Report to the rank table that an incarnation, and all before it, are over; ``proven`` if their processes are
-    gone.
-    """
+    """Mark this and all earlier incarnations as ended in the rank table; ``proven`` if their processes are gone."""
 
     proven: bool
 
@@ -191,12 +188,12 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Stop everything in order; answer with Stopped."""
+    """Stop all members in order; answer with Stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Kill everything at once; answer with Stopped."""
+    """Kill all members immediately; answer with Stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +215,7 @@ class DrainReplica(_OfStart):
     """Drain a replica; answer with ReplicaDrained."""
 
     grace_s: float | None
-    """Maximum wait; `router.drain_s` by default."""
+    """Maximum wait; None stands for `router.drain_s`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Driver's loop: passes events to `reconcile` and its actions to threads. Sleeps until something happens."""
+"""Driver loop, which passes events to `reconcile` and carries out the actions in threads."""
 
 import math
 import queue
@@ -10,8 +10,8 @@ from itertools import count
 
 from cluster.launch.launcher import Launcher
 from cluster.spec.errors import BatonError, PeerUnreachableError
-from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
-from cluster.supervisor import events as words
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.supervisor import events
 from cluster.supervisor.commands import Command
 from cluster.supervisor.events import Action, Answer, Event, Outcome
 from cluster.supervisor.reconcile import reconcile
@@ -19,7 +19,7 @@ from cluster.supervisor.state import Cluster, Member, Now, Phase
 
 _RETRY_S = 1.0
 _PROVE_S = 30.0
-"""Interval between checks of a machine that could not prove its processes gone."""
+"""Interval between attempts to prove that the processes of a start are gone."""
 
 
 class Supervisor:
@@ -32,64 +32,53 @@ class Supervisor:
         report: Callable[[str], None],
         patience_s: float = math.inf,
     ) -> None:
-        """Prepare; nothing starts yet.
+        """Prepare without starting anything.
 
         Args:
-            announce: called once, in a thread of its own, when the cluster is up.
-            report: prints lines for the user.
-            patience_s: maximum silence of a member, from when the rank table shows it.
+            announce: called once when the cluster is up, in a separate thread.
+            report: prints one line for the user.
+            patience_s: maximum time for which the rank table may show a member as silent.
         """
         self._cluster = Cluster(members={}, backoff_s=backoff_s, patience_s=patience_s)
         self._announce = announce
         self._report = report
-        self._is_urgent = False
+        self.is_urgent = False
+        """The operator has asked for an immediate stop."""
         # A SimpleQueue may be filled from a signal handler.
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._answers: dict[int, queue.SimpleQueue[Answer]] = {}
         self._command_numbers = count()
 
-    @property
-    def is_urgent(self) -> bool:
-        return self._is_urgent
-
     def post(self, event: Event) -> None:
-        """Queue an event; from any thread, and from signal handlers."""
+        """Queue an event. Safe in any thread and in signal handlers."""
         self._events.put(event)
 
     def run(self, launcher: Launcher) -> None:
-        """Start everything, and keep it running until a stop is requested and done.
+        """Start all members and keep them running until the cluster has stopped.
 
         Raises:
-            Exception: the failure of the first start, usually a BatonError.
+            Exception: a member failed during the first start, usually with a BatonError.
         """
         self._cluster = replace(self._cluster, members={name: Member(name=name) for name in launcher.names})
-        self._handle(words.Tick(), launcher)
+        self._handle(events.Tick(), launcher)
         while self._cluster.phase is not Phase.STOPPED:
             self._handle(self._next_event(), launcher)
         if self._cluster.failure is not None:
             raise self._cluster.failure
 
-    def failed(self, name: str, incarnation: Incarnation, error: BaseException) -> None:
-        """Report that one process of a member has ended; from any thread."""
-        self.post(words.Failed(name, incarnation, error))
-
     def request_stop(self, reason: str) -> None:
-        """Drain and stop; the second time, stop at once. Safe in any thread and in signal handlers."""
-        self.post(words.StopRequested(reason))
-
-    def saw_router(self, answers: bool, name: str = ROUTER) -> None:
-        """Report the result of a liveness check of a router process; from any thread."""
-        self.post(words.RouterSeen(answers, name))
+        """Drain and stop; on the second call, stop immediately. Safe in any thread and in signal handlers."""
+        self.post(events.StopRequested(reason))
 
     def give(self, command: Command) -> Iterator[Answer]:
-        """Carry out an operator's command; yields its responses as they arrive, up to the last one. From any thread.
+        """Carry out an operator's command and yield its answers as they arrive. Safe in any thread.
 
-        The command continues when its responses are no longer read.
+        The command continues even if its answers are no longer read.
         """
         number = next(self._command_numbers)
         answers = self._answers[number] = queue.SimpleQueue[Answer]()
         try:
-            self.post(words.CommandReceived(number, command))
+            self.post(events.CommandReceived(number, command))
             while (answer := answers.get()).outcome is Outcome.GOING_ON:
                 yield answer
             yield answer
@@ -101,16 +90,16 @@ class Supervisor:
         try:
             return self._events.get(timeout=None if wake_s is None else max(0.0, wake_s - time.monotonic()))
         except queue.Empty:
-            return words.Tick()
+            return events.Tick()
 
     def _handle(self, event: Event, launcher: Launcher) -> None:
         now = Now(s=time.monotonic(), unix_ms=time.time_ns() // 1_000_000)
         self._cluster, actions = reconcile(self._cluster, event, now)
         for action in actions:
-            self._is_urgent |= isinstance(action, words.Kill)
-            if isinstance(action, words.Report):
+            self.is_urgent |= isinstance(action, events.Kill)
+            if isinstance(action, events.Report):
                 self._report(action.line)
-            elif isinstance(action, words.Answer):
+            elif isinstance(action, events.Answer):
                 if answers := self._answers.get(action.number):
                     answers.put(action)
             else:
@@ -120,43 +109,43 @@ class Supervisor:
     def _do(self, action: Action, launcher: Launcher) -> None:
         try:
             answer = self._carry_out(action, launcher)
-        except Exception as error:  # whatever it is, the supervisor must learn that the action is over
+        except Exception as error:  # the supervisor must learn that the action is over
             answer = _answer_to_failure(action, error)
-            if not isinstance(action, words.Start | words.Place):
-                self._report(f"{type(action).__name__}: {_told(error)}")
+            if not isinstance(action, events.Start | events.Place):
+                self._report(f"{type(action).__name__}: {_describe(error)}")
         if answer is not None:
             self.post(answer)
 
     def _carry_out(self, action: Action, launcher: Launcher) -> Event | None:
         match action:
-            case words.Start(name, incarnation):
+            case events.Start(name, incarnation):
                 launcher.start(name, incarnation)
-                return words.Started(name, incarnation)
-            case words.End(name, incarnation):
-                return words.Ended(name, incarnation, launcher.end(name, incarnation))
-            case words.Prove(name, incarnation):
+                return events.Started(name, incarnation)
+            case events.End(name, incarnation):
+                return events.Ended(name, incarnation, launcher.end(name, incarnation))
+            case events.Prove(name, incarnation):
                 return self._prove(name, incarnation, launcher)
-            case words.MarkEnded(name, incarnation, proven):
+            case events.MarkEnded(name, incarnation, proven):
                 self._mark_ended(ReplicaId(name), incarnation, proven, launcher)
-            case words.Announce():
+            case events.Announce():
                 self._announce()
-            case words.Place(names):
+            case events.Place(names):
                 launcher.place(names)
-                return words.Placed(None)
-            case words.DrainReplica(name, incarnation, grace_s):
-                return words.ReplicaDrained(name, incarnation, launcher.drain_replica(name, grace_s))
-            case words.ResumeReplica(name, incarnation):
-                return words.ReplicaResumed(name, incarnation, launcher.resume_replica(name))
-            case words.Drain():
-                return words.Drained(launcher.drain())
-            case words.Stop():
+                return events.Placed(None)
+            case events.DrainReplica(name, incarnation, grace_s):
+                return events.ReplicaDrained(name, incarnation, launcher.drain_replica(name, grace_s))
+            case events.ResumeReplica(name, incarnation):
+                return events.ReplicaResumed(name, incarnation, launcher.resume_replica(name))
+            case events.Drain():
+                return events.Drained(launcher.drain())
+            case events.Stop():
                 launcher.stop()
-                return words.Stopped()
-            case words.Kill():
+                return events.Stopped()
+            case events.Kill():
                 launcher.kill()
-                return words.Stopped()
-            case words.Report() | words.Answer():
-                raise AssertionError("told on the supervisor's own thread")
+                return events.Stopped()
+            case events.Report() | events.Answer():
+                raise AssertionError("handled in the supervisor's own thread")
         return None
 
     def _prove(self, name: str, incarnation: Incarnation, launcher: Launcher) -> Event | None:
@@ -164,13 +153,13 @@ class Supervisor:
             time.sleep(_PROVE_S)
             try:
                 if launcher.prove(name, incarnation):
-                    return words.Proven(name, incarnation)
-            except Exception as error:  # whatever it is, the pages of this start wait for its proof
-                self._report(f"{name}: no proof that incarnation {incarnation} is gone: {_told(error)}")
+                    return events.Proven(name, incarnation)
+            except Exception as error:  # the pages of this start stay reserved until the proof succeeds
+                self._report(f"{name}: no proof that incarnation {incarnation} is gone: {_describe(error)}")
         return None
 
     def _mark_ended(self, replica: ReplicaId, incarnation: Incarnation, proven: bool, launcher: Launcher) -> None:
-        """Report the end until the table has it; a table that restarts gets it again."""
+        """Retry until the rank table has recorded the end."""
         while self._cluster.phase is Phase.SERVING:
             try:
                 launcher.mark_ended(replica, incarnation, proven=proven)
@@ -179,25 +168,25 @@ class Supervisor:
                 time.sleep(_RETRY_S)
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
 def _answer_to_failure(action: Action, error: Exception) -> Event | None:
     match action:
-        case words.Start(name, incarnation):
-            return words.Failed(name, incarnation, error)
-        case words.End(name, incarnation):
-            return words.Ended(name, incarnation, False)
-        case words.Place():
-            return words.Placed(error if isinstance(error, BatonError) else BatonError(_told(error)))
-        case words.DrainReplica(name, incarnation):
-            return words.ReplicaDrained(name, incarnation, False)
-        case words.ResumeReplica(name, incarnation):
-            return words.ReplicaResumed(name, incarnation, False)
-        case words.Drain():
-            return words.Drained(False)
-        case words.Stop() | words.Kill():
-            return words.Stopped()
+        case events.Start(name, incarnation):
+            return events.Failed(name, incarnation, error)
+        case events.End(name, incarnation):
+            return events.Ended(name, incarnation, False)
+        case events.Place():
+            return events.Placed(error if isinstance(error, BatonError) else BatonError(_describe(error)))
+        case events.DrainReplica(name, incarnation):
+            return events.ReplicaDrained(name, incarnation, False)
+        case events.ResumeReplica(name, incarnation):
+            return events.ReplicaResumed(name, incarnation, False)
+        case events.Drain():
+            return events.Drained(False)
+        case events.Stop() | events.Kill():
+            return events.Stopped()
         case _:
             return None

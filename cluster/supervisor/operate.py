@@ -1,14 +1,14 @@
-"""Execution of operator commands: pure, as the rest of `reconcile`; one at a time, and each comes to an end.
+"""Execution of operator commands, one at a time, in pure functions.
 
-A replica that a command removes or restarts is drained first, within the grace period. Any failure on the way ends the
-command with an error; the supervisor still restores every desired replica.
+A replica that a command removes or restarts is drained first, within the grace period. A failure ends the command with
+an error. The supervisor still restores every desired replica.
 """
 
 from collections.abc import Collection
 from dataclasses import replace
 
 from cluster.spec.ids import ReplicaId, Role, replica_id, role_of
-from cluster.supervisor import events as words
+from cluster.supervisor import events
 from cluster.supervisor.commands import (
     Command,
     DrainCommand,
@@ -24,26 +24,26 @@ Step = tuple[Cluster, list[Action]]
 _MAX_REPLICAS = 4096
 
 
-def on_command(cluster: Cluster, event: words.CommandReceived, now: Now) -> Step:
+def on_command(cluster: Cluster, event: events.CommandReceived, now: Now) -> Step:
     if isinstance(event.command, StatusCommand):
-        return cluster, [words.Answer(event.number, "\n".join(_troubles(cluster)), Outcome.DONE)]
-    if reason := refusal(cluster, event.command):
-        return cluster, [words.Answer(event.number, reason, Outcome.REFUSED)]
+        return cluster, [events.Answer(event.number, "\n".join(_troubles(cluster)), Outcome.DONE)]
+    if reason := _refusal(cluster, event.command):
+        return cluster, [events.Answer(event.number, reason, Outcome.REFUSED)]
     opened = replace(cluster, open_command=OpenCommand(number=event.number, command=event.command))
     match event.command:
         case DrainCommand(replica=name):
             drain = _drain(opened, cluster.members[name])
             return _with_command(opened, at_work=frozenset({name}), is_waiting=True), [drain]
         case ResumeCommand(replica=name):
-            resume = words.ResumeReplica(name, cluster.members[name].incarnation)
+            resume = events.ResumeReplica(name, cluster.members[name].incarnation)
             return _with_command(opened, at_work=frozenset({name}), is_waiting=True), [resume]
         case RestartCommand():
-            names = tuple(dict.fromkeys(event.command.replicas)) or running(cluster)
+            names = tuple(dict.fromkeys(event.command.replicas)) or _running(cluster)
             return _with_command(opened, todo=names), []
         case ScaleCommand():
-            missing, _ = difference(cluster, event.command)
+            missing, _ = _difference(cluster, event.command)
             if missing:
-                return _with_command(opened, is_waiting=True), [words.Place(missing)]
+                return _with_command(opened, is_waiting=True), [events.Place(missing)]
             return _rescale(opened, event.command, now)
 
 
@@ -56,15 +56,15 @@ def _troubles(cluster: Cluster) -> list[str]:
 
 
 def failures_of(member: Member) -> str:
-    """Return the end of a line about a member: consecutive failures, and the first error."""
+    """Return the number of consecutive failures and the first error, to append to a line about a member."""
     if not member.num_failures:
         return ""
     times = "once" if member.num_failures == 1 else f"{member.num_failures} times in a row"
     return f"; failed {times}, at first: {member.first_error}"
 
 
-def on_placed(cluster: Cluster, event: words.Placed, now: Now) -> Step:
-    """Continue the command with new replicas placed, or end it without a change."""
+def on_placed(cluster: Cluster, event: events.Placed, now: Now) -> Step:
+    """Continue scaling with the new replicas placed, or refuse the command."""
     opened = cluster.open_command
     if opened is None or not isinstance(opened.command, ScaleCommand) or not opened.is_waiting:
         return cluster, []
@@ -73,16 +73,15 @@ def on_placed(cluster: Cluster, event: words.Placed, now: Now) -> Step:
     return _rescale(_with_command(cluster), opened.command, now)
 
 
-def on_replica_drained(cluster: Cluster, event: words.ReplicaDrained) -> Step:
-    """Continue after a replica has drained or its time ran out."""
+def on_replica_drained(cluster: Cluster, event: events.ReplicaDrained) -> Step:
     member = cluster.addressed(event.name, event.incarnation, MemberState.RUNNING, MemberState.DRAINING)
     opened = cluster.open_command
     if member is None:
         return cluster, []
-    late = [] if event.complete else [words.Report(f"{event.name}: some open requests did not end in time")]
+    late = [] if event.complete else [events.Report(f"{event.name}: some open requests did not end in time")]
     if member.state is MemberState.DRAINING:
         ending = replace(member.moved(MemberState.ENDING, "drained"), num_failures=0)
-        return cluster.with_member(ending), [*late, words.End(event.name, event.incarnation)]
+        return cluster.with_member(ending), [*late, events.End(event.name, event.incarnation)]
     if opened is None or not isinstance(opened.command, DrainCommand) or opened.command.replica != event.name:
         return cluster, []
     if event.complete:
@@ -91,8 +90,7 @@ def on_replica_drained(cluster: Cluster, event: words.ReplicaDrained) -> Step:
     return _close(cluster, reason, Outcome.FAILED)
 
 
-def on_replica_resumed(cluster: Cluster, event: words.ReplicaResumed) -> Step:
-    """Continue after a replica takes requests again, or did not confirm it."""
+def on_replica_resumed(cluster: Cluster, event: events.ReplicaResumed) -> Step:
     opened = cluster.open_command
     is_running = cluster.addressed(event.name, event.incarnation, MemberState.RUNNING) is not None
     if (
@@ -111,13 +109,17 @@ def advance(cluster: Cluster, event: Event) -> Step:
     """End members that are no longer desired and continue the open command, after each event."""
     if cluster.phase is not Phase.SERVING:
         return (cluster, []) if cluster.open_command is None else _close(cluster, "the cluster stops", Outcome.FAILED)
-    cluster, actions = _let_go(cluster)
+    actions: list[Action] = []
+    for member in list(cluster.members.values()):
+        if member.state is MemberState.RUNNING and not member.is_desired:
+            cluster, begun = _begin_end(cluster, member.name)
+            actions += begun
     opened = cluster.open_command
     if opened is None:
         return cluster, actions
     if name := _failed_with(cluster, opened, event):
         left = f"; not restarted: {', '.join(opened.todo)}" if opened.todo else ""
-        why = event.error if isinstance(event, words.Failed) else cluster.members[name].first_error
+        why = event.error if isinstance(event, events.Failed) else cluster.members[name].first_error
         line = f"{name}: failed, and is started again: {why}{left}"
         cluster, more = _close(cluster, line, Outcome.FAILED)
     elif opened.is_waiting or not all(_is_settled(cluster.members[name]) for name in opened.at_work):
@@ -127,35 +129,26 @@ def advance(cluster: Cluster, event: Event) -> Step:
     return cluster, [*actions, *more]
 
 
-def _let_go(cluster: Cluster) -> Step:
-    actions: list[Action] = []
-    for member in list(cluster.members.values()):
-        if member.state is MemberState.RUNNING and not member.is_desired:
-            cluster, begun = _begin(cluster, member.name)
-            actions += begun
-    return cluster, actions
-
-
 def _next_turn(cluster: Cluster, opened: OpenCommand) -> Step:
-    """Restart the next replica, or all of them."""
+    """Restart the next replica if the restart is rolling, otherwise all."""
     assert isinstance(opened.command, RestartCommand)
     number = 1 if opened.command.is_rolling else len(opened.todo)
     names, todo = opened.todo[:number], opened.todo[number:]
     for name in names:
-        reason = why_not_running(cluster, name) or (opened.command.is_rolling and why_needed(cluster, name))
+        reason = _why_not_running(cluster, name) or (opened.command.is_rolling and _why_needed(cluster, name))
         if reason:
             return _close(cluster, f"{reason}; not restarted: {', '.join(opened.todo)}", Outcome.FAILED)
     cluster = _with_command(cluster, at_work=frozenset(names), todo=todo)
     actions: list[Action] = []
     for name in names:
-        cluster, begun = _begin(cluster, name)
-        actions += [*begun, words.Answer(opened.number, f"{name}: restarting", Outcome.GOING_ON)]
+        cluster, begun = _begin_end(cluster, name)
+        actions += [*begun, events.Answer(opened.number, f"{name}: restarting", Outcome.GOING_ON)]
     return cluster, actions
 
 
 def _rescale(cluster: Cluster, command: ScaleCommand, now: Now) -> Step:
     """Add missing replicas and drain surplus ones; ``advance`` completes the command."""
-    missing, extra = difference(cluster, command)
+    missing, extra = _difference(cluster, command)
     for name in missing:
         member = cluster.members.get(name, Member(name=name))
         if member.state is MemberState.REMOVED:
@@ -169,27 +162,26 @@ def _rescale(cluster: Cluster, command: ScaleCommand, now: Now) -> Step:
     return _with_command(cluster, at_work=frozenset([*missing, *extra])), []
 
 
-def _begin(cluster: Cluster, name: str) -> Step:
-    """Drain a replica, as the first step to its end."""
+def _begin_end(cluster: Cluster, name: str) -> Step:
+    """Drain a replica before ending it."""
     member = cluster.members[name].moved(MemberState.DRAINING, "command")
-    return cluster.with_member(member), [words.Report(f"{name}: draining"), _drain(cluster, member)]
+    return cluster.with_member(member), [events.Report(f"{name}: draining"), _drain(cluster, member)]
 
 
-def _drain(cluster: Cluster, member: Member) -> words.DrainReplica:
+def _drain(cluster: Cluster, member: Member) -> events.DrainReplica:
     command = cluster.open_command.command if cluster.open_command is not None else None
     grace_s = None if command is None or isinstance(command, ResumeCommand | StatusCommand) else command.grace_s
-    return words.DrainReplica(member.name, member.incarnation, grace_s)
+    return events.DrainReplica(member.name, member.incarnation, grace_s)
 
 
 def _failed_with(cluster: Cluster, opened: OpenCommand, event: Event) -> str | None:
-    """Return the replica of a command that this event made fail: by itself, or by its silence at a Tick."""
-    names = {event.name} & opened.at_work if isinstance(event, words.Failed) else opened.at_work
-    is_due = isinstance(event, words.Failed | words.Tick)
+    """Return the command's replica that failed with this event: it reported a failure, or was silent at a Tick."""
+    names = {event.name} & opened.at_work if isinstance(event, events.Failed) else opened.at_work
+    is_due = isinstance(event, events.Failed | events.Tick)
     return next((name for name in sorted(names) if is_due and _has_failed(cluster, name)), None)
 
 
 def _has_failed(cluster: Cluster, name: str) -> bool:
-    """Return whether a desired replica is being ended because of its own failure."""
     member = cluster.members[name]
     return member.state is MemberState.ENDING and member.num_failures > 0 and member.is_desired
 
@@ -199,11 +191,9 @@ def _is_settled(member: Member) -> bool:
 
 
 def _summary(opened: OpenCommand) -> str:
-    match opened.command:
-        case ScaleCommand():
-            return ", ".join(f"{role}: {number}" for role, number in numbers_of(opened.command).items())
-        case _:
-            return "restarted"
+    if isinstance(opened.command, ScaleCommand):
+        return ", ".join(f"{role}: {number}" for role, number in _numbers_of(opened.command).items())
+    return "restarted"
 
 
 def _with_command(
@@ -216,25 +206,25 @@ def _with_command(
 
 def _close(cluster: Cluster, line: str, outcome: Outcome = Outcome.DONE) -> Step:
     assert cluster.open_command is not None
-    return replace(cluster, open_command=None), [words.Answer(cluster.open_command.number, line, outcome)]
+    return replace(cluster, open_command=None), [events.Answer(cluster.open_command.number, line, outcome)]
 
 
-def refusal(cluster: Cluster, command: Command) -> str | None:
-    """Return why a command cannot be carried out; None if it can."""
+def _refusal(cluster: Cluster, command: Command) -> str | None:
+    """Return why a command cannot be carried out, or None."""
     if cluster.phase is not Phase.SERVING:
         return f"the cluster is {cluster.phase}; commands are accepted while it is {Phase.SERVING}"
     if cluster.open_command is not None:
         return "another command is being carried out; try again when it has finished"
     match command:
         case DrainCommand(replica=name):
-            return why_not_running(cluster, name) or why_needed(cluster, name)
+            return _why_not_running(cluster, name) or _why_needed(cluster, name)
         case ResumeCommand(replica=name):
-            return why_not_running(cluster, name)
+            return _why_not_running(cluster, name)
         case RestartCommand():
-            names = command.replicas or running(cluster)
-            reasons = [why_not_running(cluster, name) for name in names]
+            names = command.replicas or _running(cluster)
+            reasons = [_why_not_running(cluster, name) for name in names]
             if command.is_rolling and not any(reasons):
-                reasons = [why_needed(cluster, name) for name in names]
+                reasons = [_why_needed(cluster, name) for name in names]
             return next(filter(None, reasons), None)
         case ScaleCommand():
             return _scale_refusal(cluster, command)
@@ -242,11 +232,10 @@ def refusal(cluster: Cluster, command: Command) -> str | None:
             return None
 
 
-def difference(cluster: Cluster, command: ScaleCommand) -> tuple[list[str], list[str]]:
-    """Return the replicas that a command adds, and those that it removes."""
-    missing: list[str] = []
-    extra: list[str] = []
-    for role, number in numbers_of(command).items():
+def _difference(cluster: Cluster, command: ScaleCommand) -> tuple[list[str], list[str]]:
+    """Return the replicas that a command adds and those that it removes."""
+    missing, extra = list[str](), list[str]()
+    for role, number in _numbers_of(command).items():
         desired = [str(replica_id(role, index)) for index in range(number)]
         there = [name for name in _replicas(cluster, role) if cluster.members[name].is_desired]
         missing += [name for name in desired if name not in there]
@@ -254,19 +243,17 @@ def difference(cluster: Cluster, command: ScaleCommand) -> tuple[list[str], list
     return missing, extra
 
 
-def numbers_of(command: ScaleCommand) -> dict[Role, int]:
-    """Return the numbers of replicas in a command, by role."""
+def _numbers_of(command: ScaleCommand) -> dict[Role, int]:
     given = {Role.PREFILL: command.prefill, Role.DECODE: command.decode}
     return {role: number for role, number in given.items() if number is not None}
 
 
-def running(cluster: Cluster) -> tuple[str, ...]:
+def _running(cluster: Cluster) -> tuple[str, ...]:
     names = [name for role in Role for name in _replicas(cluster, role)]
     return tuple(name for name in names if cluster.members[name].state is MemberState.RUNNING)
 
 
-def why_not_running(cluster: Cluster, name: str) -> str | None:
-    """Return the state of a replica that is not running; None if it runs."""
+def _why_not_running(cluster: Cluster, name: str) -> str | None:
     names = [name for role in Role for name in _replicas(cluster, role)]
     if name not in names:
         return f"replica: there is no {name!r}; there are: {', '.join(names)}"
@@ -274,29 +261,27 @@ def why_not_running(cluster: Cluster, name: str) -> str | None:
     return None if state is MemberState.RUNNING else f"{name}: it is {state}; allowed: a running replica"
 
 
-def why_needed(cluster: Cluster, name: str) -> str | None:
-    """Return why a replica is needed; None if it is not."""
+def _why_needed(cluster: Cluster, name: str) -> str | None:
     role = role_of(ReplicaId(name))
-    if _is_served(cluster, role, without=[name]):
-        return None
-    return f"{name}: no other {role} replica takes requests; `baton scale {role}=2` adds one"
+    is_needed = not _is_served(cluster, role, without=[name])
+    return f"{name}: no other {role} replica takes requests; `baton scale {role}=2` adds one" if is_needed else None
 
 
 def _scale_refusal(cluster: Cluster, command: ScaleCommand) -> str | None:
-    numbers = numbers_of(command)
+    numbers = _numbers_of(command)
     if not numbers or not all(1 <= number <= _MAX_REPLICAS for number in numbers.values()):
         given = ", ".join(f"{role}={number}" for role, number in numbers.items()) or "nothing"
         return f"scale: got {given}; allowed: prefill and decode from 1 to {_MAX_REPLICAS}"
-    _, extra = difference(cluster, command)
+    _, extra = _difference(cluster, command)
     for role in numbers:
-        going = [name for name in extra if role_of(ReplicaId(name)) is role]
-        if going and not _is_served(cluster, role, without=going):
-            return f"scale: no {role} replica that remains takes requests; those to be removed: {', '.join(going)}"
+        leaving = [name for name in extra if role_of(ReplicaId(name)) is role]
+        if leaving and not _is_served(cluster, role, without=leaving):
+            return f"scale: no {role} replica that remains takes requests; those to be removed: {', '.join(leaving)}"
     return None
 
 
 def _is_served(cluster: Cluster, role: Role, without: Collection[str]) -> bool:
-    """Return whether some replica of a role, other than these, takes new requests."""
+    """Return whether another replica of the role takes new requests."""
     others = [cluster.members[name] for name in _replicas(cluster, role) if name not in without]
     return any(
         member.state is MemberState.RUNNING and (member.name, member.incarnation) not in cluster.draining

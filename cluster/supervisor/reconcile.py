@@ -1,11 +1,11 @@
-"""Rules of the supervisor, one function per event: `reconcile` is pure. The types are in state.py."""
+"""Rules of the supervisor, with one pure function per event. The types are in state.py."""
 
 from dataclasses import replace
 
 from cluster.launch.services import BOOTSTRAP
 from cluster.spec.errors import PeerLostError
 from cluster.spec.ids import Incarnation
-from cluster.supervisor import events as words
+from cluster.supervisor import events
 from cluster.supervisor.events import Action, Event
 from cluster.supervisor.operate import (
     Step,
@@ -16,66 +16,64 @@ from cluster.supervisor.operate import (
     on_replica_drained,
     on_replica_resumed,
 )
-from cluster.supervisor.silence import on_look, on_router_seen, on_table_lost, on_table_seen, out_of_patience
+from cluster.supervisor.silence import on_router_seen, on_table_lost, on_table_seen, restart_after_suspension
 from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, MemberState, Now, Phase
 
 RESTART_BACKOFF_S = 1.0
-"""Wait before the first restart of a failed replica. It doubles up to a minute, and starts short as one restart is
-often enough."""
+"""Wait before the first restart of a failed replica. It is short because one restart is often enough."""
 
 
 def next_incarnation(previous: Incarnation, unix_ms: int) -> Incarnation:
-    """Return a number above the previous one and above those of an earlier cluster with this name."""
+    """Return a number above the previous one and above those of earlier clusters with the same name."""
     return Incarnation(max(previous + 1, unix_ms))
 
 
 def backoff_s(first_s: float, num_failures: int) -> float:
-    """Return the wait after a number of consecutive failures. It doubles up to a minute."""
+    """Return the wait after a number of consecutive failures. It doubles up to ``MAX_BACKOFF_S``."""
     return float(min(MAX_BACKOFF_S, first_s * 2.0 ** min(num_failures - 1, 16)))
 
 
 def reconcile(cluster: Cluster, event: Event, now: Now) -> Step:
-    """Return the state after an event and the actions to take.
-
-    Reports about an earlier start of a member change nothing.
-    """
-    cluster, told = on_look(cluster, now)
+    """Return the state after an event and the actions to take. An event of an earlier start changes nothing."""
+    cluster, reports = restart_after_suspension(cluster, now)
     cluster, actions = _react(cluster, event, now)
     cluster, more = advance(cluster, event)
-    return cluster, [*told, *actions, *more]
+    return cluster, [*reports, *actions, *more]
 
 
 def _react(cluster: Cluster, event: Event, now: Now) -> Step:
     match event:
-        case words.Tick():
+        case events.Tick():
             return _on_tick(cluster, now)
-        case words.Started():
+        case events.Started():
             return _on_started(cluster, event, now)
-        case words.Failed():
+        case events.Failed():
             return _on_failed(cluster, event, now)
-        case words.Ended():
+        case events.Ended():
             return _on_ended(cluster, event, now)
-        case words.Proven():
+        case events.Proven():
             return _on_proven(cluster, event)
-        case words.StopRequested():
+        case events.StopRequested():
             return _on_stop_requested(cluster, event)
-        case words.Drained():
+        case events.Drained():
             return _on_drained(cluster, event)
-        case words.Stopped():
-            return _on_stopped(cluster, event)
-        case words.TableSeen():
+        case events.Stopped():
+            # An orderly stop and a kill may both finish.
+            is_new = cluster.phase is not Phase.STOPPED
+            return cluster.moved(Phase.STOPPED, "Stopped") if is_new else cluster, []
+        case events.TableSeen():
             return on_table_seen(cluster, event, now), []
-        case words.TableLost():
+        case events.TableLost():
             return on_table_lost(cluster, now), []
-        case words.RouterSeen():
+        case events.RouterSeen():
             return on_router_seen(cluster, event, now), []
-        case words.CommandReceived():
+        case events.CommandReceived():
             return on_command(cluster, event, now)
-        case words.Placed():
+        case events.Placed():
             return on_placed(cluster, event, now)
-        case words.ReplicaDrained():
+        case events.ReplicaDrained():
             return on_replica_drained(cluster, event)
-        case words.ReplicaResumed():
+        case events.ReplicaResumed():
             return on_replica_resumed(cluster, event)
 
 
@@ -84,54 +82,57 @@ def _on_tick(cluster: Cluster, now: Now) -> Step:
     wake_s = cluster.next_wake_s()
     if wake_s is None or wake_s > now.s:
         return cluster, actions
-    for member, reason in out_of_patience(cluster, now):
-        error = PeerLostError(f"{reason}, for longer than resources.silence_s allows")
-        cluster, failed = _on_failed(cluster, words.Failed(member.name, member.incarnation, error), now)
-        actions += failed
+    for member, silence in cluster.silences():
+        if now.s >= silence.since_s + cluster.patience_s:
+            error = PeerLostError(f"{silence.reason}, for longer than resources.silence_s allows")
+            cluster, more = _on_failed(cluster, events.Failed(member.name, member.incarnation, error), now)
+            actions += more
     for member in cluster.members.values():
         if member.state is MemberState.WAITING and member.wake_s <= now.s:
             incarnation = next_incarnation(member.incarnation, now.unix_ms)
             starting = replace(member.moved(MemberState.STARTING, "tick"), incarnation=incarnation)
             cluster = cluster.with_member(starting)
-            actions.append(words.Start(member.name, incarnation))
+            actions.append(events.Start(member.name, incarnation))
     return cluster, actions
 
 
-def _on_started(cluster: Cluster, event: words.Started, now: Now) -> Step:
+def _on_started(cluster: Cluster, event: events.Started, now: Now) -> Step:
     member = cluster.addressed(event.name, event.incarnation, MemberState.STARTING)
     if member is None:
         return cluster, []
     running = replace(member.moved(MemberState.RUNNING, "started"), running_since_s=now.s)
     cluster = cluster.with_member(running)
     actions: list[Action] = []
-    if event.name == BOOTSTRAP:  # a new table knows neither dead nor unproven starts
-        actions += [words.MarkEnded(name, incarnation, True) for name, incarnation in cluster.reaped.items()]
-        actions += [words.MarkEnded(name, max(starts), False) for name, starts in cluster.unproven.items() if starts]
+    if event.name == BOOTSTRAP:  # a new table has no record of ended starts
+        actions += [events.MarkEnded(name, incarnation, True) for name, incarnation in cluster.reaped.items()]
+        actions += [events.MarkEnded(name, max(starts), False) for name, starts in cluster.unproven.items() if starts]
     if cluster.phase is Phase.SERVING:
-        actions.append(words.Report(f"{event.name}: running, incarnation {event.incarnation}"))
-    elif cluster.phase is Phase.STARTING and _all_running(cluster):
+        actions.append(events.Report(f"{event.name}: running, incarnation {event.incarnation}"))
+    elif cluster.phase is Phase.STARTING and all(
+        member.state is MemberState.RUNNING for member in cluster.members.values()
+    ):
         cluster = cluster.moved(Phase.SERVING, type(event).__name__)
-        actions.append(words.Announce())
+        actions.append(events.Announce())
     return cluster, actions
 
 
-def _on_failed(cluster: Cluster, event: words.Failed, now: Now) -> Step:
+def _on_failed(cluster: Cluster, event: events.Failed, now: Now) -> Step:
     living = (MemberState.STARTING, MemberState.RUNNING, MemberState.DRAINING)
     member = cluster.addressed(event.name, event.incarnation, *living)
     if member is None or cluster.phase not in (Phase.STARTING, Phase.SERVING):
         return cluster, []
     if cluster.phase is Phase.STARTING:
-        return replace(cluster.moved(Phase.STOPPING, type(event).__name__), failure=event.error), [words.Stop()]
+        return replace(cluster.moved(Phase.STOPPING, type(event).__name__), failure=event.error), [events.Stop()]
     was_stable = member.state is not MemberState.STARTING and now.s - member.running_since_s >= STABLE_S
     num_failures = 1 if was_stable else member.num_failures + 1
     first_error = str(event.error) if num_failures == 1 else member.first_error
     ending = replace(member.moved(MemberState.ENDING, "failed"), num_failures=num_failures, first_error=first_error)
     cluster = replace(cluster, silent={name: s for name, s in cluster.silent.items() if name != event.name})
     line = f"{event.name}: failed, incarnation {event.incarnation}: {event.error}"
-    return cluster.with_member(ending), [words.Report(line), words.End(event.name, event.incarnation)]
+    return cluster.with_member(ending), [events.Report(line), events.End(event.name, event.incarnation)]
 
 
-def _on_ended(cluster: Cluster, event: words.Ended, now: Now) -> Step:
+def _on_ended(cluster: Cluster, event: events.Ended, now: Now) -> Step:
     member = cluster.addressed(event.name, event.incarnation, MemberState.ENDING)
     if member is None:
         return cluster, []
@@ -140,22 +141,22 @@ def _on_ended(cluster: Cluster, event: words.Ended, now: Now) -> Step:
     cluster = cluster.with_member(replace(member.moved(target, "ended"), wake_s=now.s + wait_s))
     actions: list[Action] = []
     if event.name == BOOTSTRAP:
-        pass  # nothing asks whether an earlier table is gone
+        pass  # no process needs a proof that an earlier table is gone
     elif event.proven:
         proven = {**cluster.proven, event.name: event.incarnation}
         cluster, actions = _reap(replace(cluster, proven=proven), event.name)
-    else:  # other processes can know of a start before the driver does
+    else:
         unproven = cluster.unproven.get(event.name, frozenset()) | {event.incarnation}
         cluster = replace(cluster, unproven={**cluster.unproven, event.name: unproven})
-        actions = [words.Prove(event.name, event.incarnation)]
+        actions = [events.Prove(event.name, event.incarnation)]
     if cluster.phase is Phase.SERVING:
         times = failures_of(member) if member.num_failures > 1 else ""
         line = f"restarts in {wait_s:g} s{times}" if member.is_desired else "removed"
-        actions.append(words.Report(f"{event.name}: {line}"))
+        actions.append(events.Report(f"{event.name}: {line}"))
     return cluster, actions
 
 
-def _on_proven(cluster: Cluster, event: words.Proven) -> Step:
+def _on_proven(cluster: Cluster, event: events.Proven) -> Step:
     unproven = cluster.unproven.get(event.name, frozenset()) - {event.incarnation}
     proven = Incarnation(max(event.incarnation, cluster.proven.get(event.name, NEVER)))
     cluster = replace(
@@ -167,43 +168,32 @@ def _on_proven(cluster: Cluster, event: words.Proven) -> Step:
 
 
 def _reap(cluster: Cluster, name: str) -> Step:
-    """Mark newly proven incarnations. A mark covers all earlier starts, so none of them may be unproven."""
+    """Mark the highest proven incarnation as ended. The mark covers all earlier starts, so each must be proven."""
     proven = cluster.proven[name]
     if proven <= cluster.reaped.get(name, NEVER) or any(
         incarnation < proven for incarnation in cluster.unproven.get(name, ())
     ):
         return cluster, []
-    return replace(cluster, reaped={**cluster.reaped, name: proven}), [words.MarkEnded(name, proven, True)]
+    return replace(cluster, reaped={**cluster.reaped, name: proven}), [events.MarkEnded(name, proven, True)]
 
 
-def _on_stop_requested(cluster: Cluster, event: words.StopRequested) -> Step:
+def _on_stop_requested(cluster: Cluster, event: events.StopRequested) -> Step:
     match cluster.phase:
         case Phase.STARTING:
-            return cluster.moved(Phase.STOPPING, type(event).__name__), [
-                words.Report(f"{event.reason}: stopping"),
-                words.Stop(),
-            ]
+            line = f"{event.reason}: stopping"
+            return cluster.moved(Phase.STOPPING, type(event).__name__), [events.Report(line), events.Stop()]
         case Phase.SERVING:
             line = f"{event.reason}: draining; repeat to stop immediately"
-            return cluster.moved(Phase.DRAINING, type(event).__name__), [words.Report(line), words.Drain()]
+            return cluster.moved(Phase.DRAINING, type(event).__name__), [events.Report(line), events.Drain()]
         case Phase.DRAINING | Phase.STOPPING:
             line = f"{event.reason}: stopping immediately"
-            return cluster.moved(Phase.KILLING, type(event).__name__), [words.Report(line), words.Kill()]
+            return cluster.moved(Phase.KILLING, type(event).__name__), [events.Report(line), events.Kill()]
         case Phase.KILLING | Phase.STOPPED:
             return cluster, []
 
 
-def _on_drained(cluster: Cluster, event: words.Drained) -> Step:
+def _on_drained(cluster: Cluster, event: events.Drained) -> Step:
     if cluster.phase is not Phase.DRAINING:
         return cluster, []  # a second request to stop has ended the wait
     line = "drained: stopping" if event.complete else "some open requests have not ended: stopping anyway"
-    return cluster.moved(Phase.STOPPING, type(event).__name__), [words.Report(line), words.Stop()]
-
-
-def _on_stopped(cluster: Cluster, event: words.Stopped) -> Step:
-    """Finish after an orderly stop or a kill, whichever ends first."""
-    return cluster if cluster.phase is Phase.STOPPED else cluster.moved(Phase.STOPPED, type(event).__name__), []
-
-
-def _all_running(cluster: Cluster) -> bool:
-    return all(member.state is MemberState.RUNNING for member in cluster.members.values())
+    return cluster.moved(Phase.STOPPING, type(event).__name__), [events.Report(line), events.Stop()]

@@ -1,7 +1,7 @@
-"""State of the supervisor: the desired and actual state of every member. Pure data.
+"""State of the supervisor: the desired and the actual state of every member, as immutable data.
 
-The members are the bootstrap service, the routers and the replicas. When a member fails, all its processes are ended
-and it is restarted with exponential backoff. A failure during the first start ends the cluster.
+The members are the bootstrap service, the routers and the replicas. When a member fails, its processes are killed and
+it is restarted with exponential backoff. A failure during the first start ends the cluster.
 """
 
 import math
@@ -23,18 +23,16 @@ LOOK_S = 1.0
 
 
 class MemberState(StrEnum):
-    """State of one member."""
-
     WAITING = "waiting"
-    """No process; started at ``wake_s``."""
+    """No process exists; starts at ``wake_s``."""
     STARTING = "starting"
-    """Processes exist; not ready yet."""
+    """Processes exist, but are not ready yet."""
     RUNNING = "running"
     """Ready for use."""
     DRAINING = "draining"
-    """Finishing its open requests; ends after that."""
+    """Finishing its open requests before it ends."""
     ENDING = "ending"
-    """Failed, or drained; its processes are being killed."""
+    """Failed or drained; its processes are being killed."""
     REMOVED = "removed"
     """No process exists, and none is desired."""
 
@@ -50,10 +48,8 @@ MEMBER_MOVES: Moves[MemberState] = {
 
 
 class Phase(StrEnum):
-    """Phase of the whole cluster."""
-
     STARTING = "starting"
-    """Some member has never been up."""
+    """Some member has not been up yet."""
     SERVING = "serving"
     """Requests are accepted, and failed members are restarted."""
     DRAINING = "draining"
@@ -78,8 +74,6 @@ PHASE_MOVES: Moves[Phase] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Now:
-    """Time of an event."""
-
     s: float
     """Monotonic seconds."""
     unix_ms: int
@@ -87,8 +81,6 @@ class Now:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """Part of the cluster that has to run."""
-
     name: str
     state: MemberState = MemberState.WAITING
     incarnation: Incarnation = NEVER
@@ -97,11 +89,11 @@ class Member:
     """Start time, while waiting."""
     running_since_s: float = 0.0
     num_failures: int = 0
-    """Number of failures without a stable run in between."""
+    """Number of failures since the last stable run."""
     first_error: str = ""
     """First error of these failures."""
     is_desired: bool = True
-    """The member is restarted after it ends."""
+    """Restart the member after it ends."""
 
     def moved(self, target: MemberState, event: str) -> "Member":
         return replace(self, state=move(MEMBER_MOVES, self.state, target, event, self.name))
@@ -109,8 +101,6 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """Silence of one start of a member."""
-
     incarnation: Incarnation
     since_s: float
     reason: str
@@ -118,23 +108,18 @@ class Silence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenCommand:
-    """Command in progress."""
-
     number: int
-    """Number that identifies the command."""
     command: Command
     at_work: frozenset[str] = frozenset()
-    """Replicas that are being drained, ended or started for this command."""
+    """Replicas that this command is draining, ending or starting."""
     todo: tuple[str, ...] = ()
-    """Replicas that follow once those have settled."""
+    """Replicas to restart afterwards."""
     is_waiting: bool = False
     """The command waits for the result of an action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Complete state of the cluster."""
-
     members: Mapping[str, Member]
     backoff_s: float
     """Wait before the first restart of a failed member."""
@@ -142,9 +127,9 @@ class Cluster:
     proven: Mapping[str, Incarnation] = field(default_factory=dict)
     """Highest incarnation of each member whose own processes are proven gone."""
     unproven: Mapping[str, frozenset[Incarnation]] = field(default_factory=dict)
-    """Starts that have ended without proof: their processes may still write."""
+    """Starts that ended without proof, so that their processes may still write."""
     reaped: Mapping[str, Incarnation] = field(default_factory=dict)
-    """Highest incarnation of each member that is proven gone together with all earlier ones."""
+    """Highest incarnation of each member that is proven gone, as are all earlier ones."""
     failure: BaseException | None = None
     """Error that ended the first start."""
     patience_s: float = math.inf
@@ -154,7 +139,7 @@ class Cluster:
     looked_s: float = 0.0
     """Time of the latest event."""
     draining: frozenset[tuple[str, Incarnation]] = frozenset()
-    """Starts of replicas that take no new requests according to the rank table."""
+    """Starts of replicas that, according to the rank table, take no new requests."""
     open_command: OpenCommand | None = None
 
     def with_member(self, member: Member) -> "Cluster":
@@ -164,12 +149,12 @@ class Cluster:
         return replace(self, phase=move(PHASE_MOVES, self.phase, target, event, "the cluster"))
 
     def addressed(self, name: str, incarnation: Incarnation, *states: MemberState) -> Member | None:
-        """Return the member that an event is about; None if the event is about an earlier start or state."""
+        """Return the member that an event concerns; None if the event belongs to an earlier start or state."""
         member = self.members[name]
         return member if member.incarnation == incarnation and member.state in states else None
 
     def next_wake_s(self) -> float | None:
-        """Return the time of the next Tick; None if none is needed."""
+        """Return the time of the next Tick, or None."""
         if self.phase not in (Phase.STARTING, Phase.SERVING):
             return None
         waiting = [member.wake_s for member in self.members.values() if member.state is MemberState.WAITING]
@@ -177,15 +162,15 @@ class Cluster:
         return min([*waiting, *([] if look_s is None else [look_s])], default=None)
 
     def next_look_s(self) -> float | None:
-        """Return the time of the next check of silent members; None if there are none.
+        """Return the time of the next check of silent members, or None.
 
-        Checks are frequent, so that the driver notices when it is suspended.
+        Checks are frequent so that the driver notices its own suspension.
         """
         patience_ends = [silence.since_s + self.patience_s for _, silence in self.silences()]
         return min([*patience_ends, self.looked_s + LOOK_S]) if patience_ends else None
 
     def silences(self) -> list[tuple[Member, Silence]]:
-        """Return the silent members that can be given up, with their silence."""
+        """Return the silent members that may be restarted."""
         if self.phase is not Phase.SERVING:
             return []
         states = (MemberState.RUNNING, MemberState.DRAINING)

@@ -15,6 +15,7 @@ from cluster.spec.config import (
     ResourcesConfig,
 )
 from cluster.spec.ids import Incarnation
+from cluster.supervisor.events import Failed
 from cluster.supervisor.loop import Supervisor
 from tests.fakes.ray import World
 
@@ -34,7 +35,9 @@ class Driver:
         self.lines: list[str] = []
         self.announced = threading.Event()
         self.supervisor = Supervisor(0.01, self.announced.set, self.lines.append)
-        self.launcher = Launcher(tools, config, model, "token-of-the-test", self.supervisor.failed)
+        self.launcher = Launcher(
+            tools, config, model, "token-of-the-test", lambda *failure: self.supervisor.post(Failed(*failure))
+        )
         self.ended: Future[None] = Future()
         threading.Thread(target=self._run, daemon=True).start()
 

@@ -289,7 +289,7 @@ def test_tables_show_every_part(baton: RunBaton, tmp_path: Path, monkeypatch: py
         "prefill-0 to prefill-1, each: 2 workers",
         "decode-0: 1 worker",
         "attn_cp      {0,1}",
-        "KV memory: 2 KiB a token, pages of 64 tokens\n  full_attention (2 layers, 1 head, k 128 + v 128 float32)\n",
+        "KV memory: 2 KiB per token, 64 tokens per page\n  full_attention (2 layers, 1 head, k 128 + v 128 float32)\n",
         "HTTP for clients",
         "decode runs without context parallelism",
         "only ring mode has a choice of tensors to pass on",

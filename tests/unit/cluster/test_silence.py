@@ -152,23 +152,23 @@ def test_nobody_is_ended_for_silence_before_all_is_up_or_when_it_stops() -> None
 def test_a_router_that_does_not_answer_is_ended_whatever_the_table_shows() -> None:
     run = Run().serve()
     incarnation = run.incarnation("router")
-    run.step(RouterSeen(answers=False))
+    run.step(RouterSeen("router", responds=False))
     run.now_s = 1.0
     see(run)
     run.step(TableLost())
     see(run)
-    run.step(RouterSeen(answers=False))
+    run.step(RouterSeen("router", responds=False))
     assert at(run, PATIENCE_S - 0.1) == []
     assert at(run, PATIENCE_S) == [End("router", incarnation)]
-    run.step(RouterSeen(answers=False))
+    run.step(RouterSeen("router", responds=False))
     assert run.cluster.silent == {}, "it is being ended"
 
 
 def test_a_router_that_answers_again_stays_and_excuses_nobody_else() -> None:
     run = Run().serve()
-    run.step(RouterSeen(answers=False))
+    run.step(RouterSeen("router", responds=False))
     see(run, "decode-0")
     run.now_s = 1.0
-    run.step(RouterSeen(answers=True))
+    run.step(RouterSeen("router", responds=True))
     assert at(run, PATIENCE_S) == [End("decode-0", run.incarnation("decode-0"))]
     assert at(run, 3 * PATIENCE_S) == []
