@@ -1,4 +1,4 @@
-"""`baton bench cp`: the time of one prefill step under every strategy, measured in plain processes. Loads no torch.
+"""Benchmark of one prefill step with each CP strategy, in plain processes. This module does not load torch.
 
 Each round measures one rank alone and then the group, so that a change in the machine's speed affects both.
 """
@@ -26,11 +26,9 @@ _RANK = "workers.bench.cp_rank:CpBenchRank"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpBench:
-    """Options of one run."""
-
     prompt_lens: Sequence[int]
     prefix_len: int
-    """Number of cached tokens in front of each prompt."""
+    """Number of cached tokens before each prompt."""
     cp: int
     mode: CpMode
     strategies: Sequence[StrategySetting]
@@ -43,32 +41,32 @@ class CpBench:
         return self.prefix_len + max(self.prompt_lens)
 
     def ways(self) -> list[Way]:
-        """Return the ways in order of measuring, starting with one rank alone."""
+        """Return the ways in the order in which they are measured, beginning with one rank alone."""
         group = [Way(cp=self.cp, strategy=strategy) for strategy in self.strategies]
         return list(dict.fromkeys([Way(cp=1, strategy=StrategySetting.NONE), *group]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpResult:
-    """Result line; times are medians over all rounds."""
+    """Result for one way and prompt length. All values are medians over the rounds."""
 
     prompt_len: int
     cp: int
     strategy: StrategySetting
     chosen: str
-    """Strategy that ran, and in ring mode the tensors that were passed on."""
+    """Strategy that ran, and the tensors passed around in ring mode."""
     prefill_ms: float
-    """Time that the slowest rank took from the common start to the first token."""
+    """The slowest rank's time from the common start to the first token."""
     estimate_ms: float | None
-    """Time that the cost model expects."""
+    """Time according to the cost model."""
     efficiency: float
-    """Median over the rounds of: time of one rank / (cp * time of the group)."""
+    """Time of one rank alone, divided by cp times the group's time."""
     exposed_comm_share: float
-    """Fraction of the time spent inside collectives by the rank that waits least; others also wait for its work."""
+    """Fraction of the time in collectives, on the rank that waits least. The other ranks also wait for its work."""
 
 
 def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:
-    """Yield the results of one prompt length after another.
+    """Yield the results in order of prompt length.
 
     Raises:
         UserError: the model and its KV do not fit in memory.
@@ -88,7 +86,7 @@ def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:
 
 
 def _check_memory(bench: CpBench) -> None:
-    """Check that weights and KV fit in memory, where the operating system would otherwise kill the ranks."""
+    """Check that weights and KV fit in memory. The operating system would kill the ranks otherwise."""
     available = machine_memory().available
     wanted = bench.cp * SHAPES[bench.model].decode_bytes(bench.max_len, DTYPE_BYTES[_DTYPE])
     if wanted > available:
@@ -113,8 +111,7 @@ def _ranks(count: int) -> Iterator[list[WorkerProcess]]:
 def _measure(bench: CpBench, ranks: list[WorkerProcess], prompt_len: int) -> list[CpResult]:
     ways, lens = bench.ways(), (prompt_len, bench.prefix_len)
     choices = {way: _ask(ranks[:1], "choose", way, *lens)[0] for way in ways}
-    # The first round sizes the buffers and does not count. Every other round runs in reverse, which cancels effects of
-    # the order.
+    # The first round allocates the buffers and does not count. Every second round is reversed to cancel order effects.
     rounds = [
         {way: _ask(ranks[: way.cp], "step", way, choices[way], *lens) for way in ways[:: 1 if number % 2 else -1]}
         for number in range(1 + bench.num_rounds)
@@ -124,7 +121,7 @@ def _measure(bench: CpBench, ranks: list[WorkerProcess], prompt_len: int) -> lis
 
 
 def _ask(ranks: Sequence[WorkerProcess], method: str, *args: Any) -> list[Any]:
-    """Call all ranks, then return every rank's result."""
+    """Call a method on all ranks and return their results."""
     for rank in ranks:
         rank.call(method, *args)
     return [rank.result() for rank in ranks]
@@ -135,7 +132,7 @@ Steps = Sequence[list[StepTime]]
 
 
 def summarize(way: Way, prompt_len: int, choice: StrategyChoice, steps: Steps, alone: Steps) -> CpResult:
-    """Return the result of one way; ``alone`` has the rounds of one rank."""
+    """Return the result for one way. ``alone`` has the times of one rank alone."""
     totals_s = [max(rank.seconds for rank in ranks) for ranks in steps]
     shares = [min(rank.waited_s for rank in ranks) / total_s for ranks, total_s in zip(steps, totals_s, strict=True)]
     ratios = [single.seconds / (way.cp * total_s) for [single], total_s in zip(alone, totals_s, strict=True)]

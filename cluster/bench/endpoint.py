@@ -10,36 +10,36 @@ from cluster.spec.env import API_KEY
 
 
 class EndpointError(Exception):
-    """Endpoint that refused a request or did not answer it in full; the message is for the user."""
+    """Endpoint error, such as a refusal or an incomplete response, described for the user."""
 
 
 def key_headers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return request headers with the API key from the environment, if one is set.
+    """Return the authorization header if the environment has an API key.
 
     Raises:
-        UserError: the value is not a valid key.
+        UserError: the key is invalid.
     """
     key = API_KEY.get(environ)
     return {"authorization": f"Bearer {key}"} if key is not None else {}
 
 
 def first_model(client: httpx.Client) -> str:
-    """Return the name of the first model that ``/v1/models`` lists.
+    """Return the name of the endpoint's first model.
 
     Raises:
-        EndpointError: the list is empty, or the endpoint responds with an error.
+        EndpointError: the endpoint lists no model, or responds with an error.
     """
     response = client.get("/v1/models")
     if response.status_code != 200:
         raise EndpointError(f"/v1/models: HTTP {response.status_code}: {error_message(response.text)}")
     models = response.json()["data"]
     if not models:
-        raise EndpointError("/v1/models lists no model")
+        raise EndpointError("/v1/models: the list is empty")
     return str(models[0]["id"])
 
 
 def parse_line(line: str) -> dict[str, Any] | None:
-    """Return the object in a ``data:`` line; None for comments, blank lines and the final ``[DONE]``.
+    """Return the object in a line of an event stream, or None if the line has no object.
 
     Raises:
         EndpointError: the event reports an error.
@@ -51,16 +51,16 @@ def parse_line(line: str) -> dict[str, Any] | None:
     try:
         event = json.loads(text)
     except RecursionError as error:
-        raise ValueError(f"an event of the stream is nested too deeply: {text[:80]!r}") from error
+        raise ValueError(f"the stream has an event that is nested too deeply: {text[:80]!r}") from error
     if not isinstance(event, dict):
-        raise ValueError(f"an event of the stream is {text[:80]!r}, not a JSON object")
+        raise ValueError(f"the stream has the event {text[:80]!r}, which is not a JSON object")
     if "error" in event:
         raise EndpointError(error_message(text))
     return event
 
 
 def error_message(body: str) -> str:
-    """Return the message of an OpenAI-style error; for any other body, return its start."""
+    """Return the message of an OpenAI error, or the beginning of any other response body."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

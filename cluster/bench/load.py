@@ -1,34 +1,93 @@
-"""Load generator of `baton bench serve`: sends requests to /v1/completions and records when tokens arrive."""
+"""Load generator of `baton bench serve`, and the latency and throughput that it measures."""
 
 import asyncio
 import contextlib
+import itertools
+import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
 from cluster.bench.endpoint import EndpointError, error_message, key_headers, parse_line
-from cluster.bench.report import RequestRecord
 from cluster.bench.workload import PlannedRequest, Workload
 
 _RUN_SALT = secrets.token_hex(8)
-"""Cache salt that keeps a run from hitting prefix-cache entries of an earlier run."""
+"""Cache salt, which prevents cache hits on prompts of earlier runs."""
 _TIMEOUT_S = 600.0
-"""Maximum time without data from the endpoint."""
+"""Maximum wait for the endpoint's next data."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """Measurements of one request, with times in monotonic seconds."""
+
+    sent_s: float
+    ended_s: float = math.inf
+    arrivals_s: list[float] = field(default_factory=list)
+    """Arrival times of the chunks with tokens."""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Cached prompt tokens, as reported by the endpoint."""
+    trace_path: str | None = None
+    """Path of the request's trace at the endpoint."""
+    error: str | None = None
+    """Reason for a failure, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Mean and percentiles of one latency in milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Metrics of the requests that succeeded in a run."""
+
+    completed: int
+    failed: int
+    duration_s: float
+    """Time from the first request to the end of the last one."""
+    prompt_tokens: int
+    output_tokens: int
+    hit_rate: float
+    """Fraction of the prompt tokens that were cached."""
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    """Prompt and output tokens per second."""
+    ttft_ms: Quantiles | None
+    """Time to first token. A latency is None if it applies to no request."""
+    tpot_ms: Quantiles | None
+    """Time per output token after the first, one value per request."""
+    itl_ms: Quantiles | None
+    """Inter-token latency, one value per pair of consecutive chunks."""
+    e2el_ms: Quantiles | None
+    """End-to-end latency."""
+    errors: dict[str, int]
+    """Number of failed requests by reason."""
 
 
 async def run_load(
     url: str, model: str, workload: Workload, *, traced: bool = False, on_progress: Callable[[], None] = lambda: None
 ) -> list[RequestRecord]:
-    """Send a warm-up request and then the workload; return one record per request, in order of arrival.
+    """Send a warm-up request and then the workload. Return one record per request, in order of arrival.
 
     With ``traced``, the endpoint traces the middle request.
 
     Raises:
         EndpointError: the warm-up request failed.
-        httpx.HTTPError: nothing answers at the URL.
+        httpx.HTTPError: the endpoint cannot be reached.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=workload.concurrency)
     timeout = httpx.Timeout(_TIMEOUT_S, connect=10.0)
@@ -81,7 +140,7 @@ async def _complete(
 
 
 async def _read_stream(client: httpx.AsyncClient, body: Mapping[str, Any], record: RequestRecord) -> bool:
-    """Fill in the record; return whether the stream has a finish reason."""
+    """Record the events of a stream. Return whether one of them has a finish reason."""
     finished = False
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
@@ -96,11 +155,11 @@ async def _read_stream(client: httpx.AsyncClient, body: Mapping[str, Any], recor
 
 
 def _note(event: Mapping[str, Any], record: RequestRecord) -> bool:
-    """Record one event; return whether it has a finish reason."""
+    """Record one event. Return whether it has a finish reason."""
     ended = False
     for choice in event.get("choices", ()):
         ended |= (is_last := choice.get("finish_reason") is not None)
-        # Without token ids only the text shows a token, and may be empty except in the last chunk.
+        # Without token ids, any chunk stands for a token, except a last one without text.
         if choice["token_ids"] if "token_ids" in choice else (choice.get("text") or not is_last):
             record.arrivals_s.append(time.monotonic())
     if usage := event.get("usage"):
@@ -111,11 +170,11 @@ def _note(event: Mapping[str, Any], record: RequestRecord) -> bool:
 
 
 def fetch_trace(url: str, record: RequestRecord) -> bytes:
-    """Return the trace of a request, as Trace Event JSON.
+    """Return the request's trace as Trace Event JSON.
 
     Raises:
-        EndpointError: the endpoint has no trace of it.
-        httpx.HTTPError: the endpoint does not respond.
+        EndpointError: the endpoint has no such trace.
+        httpx.HTTPError: the endpoint cannot be reached.
     """
     if record.trace_path is None:
         raise EndpointError(f"no trace: {record.error or 'this endpoint does not trace requests'}")
@@ -123,3 +182,46 @@ def fetch_trace(url: str, record: RequestRecord) -> bytes:
     if response.status_code != 200:
         raise EndpointError(f"no trace: HTTP {response.status_code}: {error_message(response.text)}")
     return response.content
+
+
+def summarize(records: Sequence[RequestRecord]) -> Report:
+    """Return the metrics of at least one request."""
+    good = [record for record in records if record.error is None]
+    started = [record for record in good if record.arrivals_s]
+    duration_s = max(record.ended_s for record in records) - min(record.sent_s for record in records)
+    prompt_tokens = sum(record.num_prompt_tokens for record in good)
+    output_tokens = sum(record.num_output_tokens for record in good)
+    return Report(
+        completed=len(good),
+        failed=len(records) - len(good),
+        duration_s=duration_s,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        hit_rate=sum(record.num_cached_tokens for record in good) / max(1, prompt_tokens),
+        requests_per_s=len(good) / duration_s,
+        output_tokens_per_s=output_tokens / duration_s,
+        total_tokens_per_s=(prompt_tokens + output_tokens) / duration_s,
+        ttft_ms=_quantiles_ms([record.arrivals_s[0] - record.sent_s for record in started]),
+        # A response that arrives in one chunk hides the time between its tokens, so its TPOT is 0.
+        tpot_ms=_quantiles_ms(
+            [
+                (record.arrivals_s[-1] - record.arrivals_s[0]) / (record.num_output_tokens - 1)
+                for record in started
+                if record.num_output_tokens > 1
+            ]
+        ),
+        itl_ms=_quantiles_ms(
+            [later - earlier for record in good for earlier, later in itertools.pairwise(record.arrivals_s)]
+        ),
+        e2el_ms=_quantiles_ms([record.ended_s - record.sent_s for record in good]),
+        errors=dict(Counter(record.error for record in records if record.error is not None)),
+    )
+
+
+def _quantiles_ms(values_s: Sequence[float]) -> Quantiles | None:
+    import numpy as np  # slow to import, and every command imports this module
+
+    if not values_s:
+        return None
+    values_ms = np.array(values_s) * 1000
+    return Quantiles(float(values_ms.mean()), *map(float, np.percentile(values_ms, (50, 90, 99))))

@@ -1,8 +1,8 @@
 """Workloads of `baton bench serve`: random prompts, or the replay of a trace.
 
-Traces have the format of the Mooncake traces (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): JSON
-lines with a ``timestamp`` in milliseconds, ``input_length``, ``output_length`` and ``hash_ids``. There is one id for
-every 512 tokens of the prompt. Two prompts share a prefix as long as their ids agree.
+Traces have the Mooncake format (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): JSON lines with a
+``timestamp`` in milliseconds, ``input_length``, ``output_length`` and ``hash_ids``, one for every 512 prompt tokens.
+Prompts share the prefix for which their ids agree.
 """
 
 import random
@@ -15,36 +15,32 @@ import msgspec
 from cluster.spec.errors import UserError
 
 FIRST_TOKEN_ID = 300
-"""Smallest token id that is a complete character or word in common vocabularies. Smaller ids are special tokens and
-single bytes. An endpoint can hold bytes back until they form a character, which would be measured as latency."""
+"""First id of complete characters and words in common vocabularies. Smaller ids are special tokens and single bytes,
+which an endpoint may hold back until they form a character. That would be measured as latency."""
 VOCAB_SIZE = 4096
-"""Upper bound of token ids, chosen so that every model's vocabulary has them."""
+"""Upper bound of token ids, small enough for every model's vocabulary."""
 BLOCK_LEN = 512
 """Number of prompt tokens that one hash id stands for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """Request that the load generator will send."""
-
     arrival_s: float
-    """Seconds after the start."""
+    """Time to send the request, in seconds after the start."""
     input_len: int
     output_len: int
     block_len: int
     block_seeds: tuple[str, ...]
-    """Random seed of each block of the prompt; requests whose first seeds agree share a prefix."""
+    """Random seed for each block of the prompt. Requests with the same first seeds share a prefix."""
 
     def make_prompt(self) -> list[int]:
-        """Return the token ids. Call this when the request is sent: all prompts of a run may not fit in memory."""
+        """Return the token ids. The prompts of all requests together may not fit in memory."""
         tokens = [token for seed in self.block_seeds for token in random_tokens(seed, self.block_len)]
         return tokens[: self.input_len]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests of one benchmark run."""
-
     requests: Sequence[PlannedRequest]
     """Requests in order of arrival."""
     concurrency: int | None
@@ -53,7 +49,7 @@ class Workload:
 
     @property
     def warm_up(self) -> PlannedRequest:
-        """Request with the lengths of the first one. It shares no prefix with any other request."""
+        """Return a request that has the first one's lengths and shares no prefix with any other."""
         first = self.requests[0]
         return replace(first, block_seeds=tuple(f"warm-up {seed}" for seed in first.block_seeds))
 
@@ -63,8 +59,8 @@ def random_workload(
 ) -> Workload:
     """Return requests of equal length without common prefixes.
 
-    ``request_rate`` is the mean number of Poisson arrivals per second. Without it, each response makes room for the
-    next request.
+    ``request_rate`` is the mean number of Poisson arrivals per second. None sends all requests at the start, as far as
+    the concurrency allows.
 
     Raises:
         UserError: a value is not allowed.
@@ -96,8 +92,6 @@ def _arrivals_s(count: int, rate: float | None) -> list[float]:
 
 
 class TraceEntry(msgspec.Struct, frozen=True):
-    """Line of a trace."""
-
     timestamp: float
     """Milliseconds."""
     input_length: int
@@ -106,10 +100,10 @@ class TraceEntry(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: Path, most: int | None = None) -> list[TraceEntry]:
-    """Return the earliest entries of a trace file, in order of time.
+    """Return the earliest ``most`` entries of a trace file, in order of time.
 
     Raises:
-        UserError: the file cannot be read or has no entry, or a line is not an entry.
+        UserError: the file cannot be read, is empty, or has an invalid line.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -145,7 +139,7 @@ def trace_workload(
     """
     _check_positive("--trace-scale", scale)
     _check_positive("--trace-speed", speed)
-    # A whole number of tokens per block keeps common prefixes common.
+    # Blocks have an integer length, so that common prefixes stay common.
     block_len, first_ms = max(1, round(BLOCK_LEN * scale)), entries[0].timestamp
     requests = [
         PlannedRequest(
@@ -168,7 +162,7 @@ def _check_positive(option: str, value: float) -> None:
 
 
 def random_tokens(seed: str, count: int) -> list[int]:
-    """Return ids of ordinary tokens; equal seeds give equal tokens."""
+    """Return ids of ordinary tokens. Equal seeds yield equal ids."""
     return random.Random(seed).choices(range(FIRST_TOKEN_ID, VOCAB_SIZE), k=count)
 
 

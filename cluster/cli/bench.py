@@ -1,4 +1,4 @@
-"""`baton bench cp`, `engine` and `kernels`: options and output. The measuring is in cluster/bench and workers/bench."""
+"""Options and output of `baton bench cp`, `engine` and `kernels`. cluster/bench and workers/bench take the times."""
 
 import dataclasses
 import json
@@ -20,13 +20,13 @@ from workers.bench.shapes import SHAPES
 T = TypeVar("T")
 
 _WIDTH = 118
-"""Width of a table that is written to a file or a pipe."""
+"""Table width in a file or pipe."""
 _TIMEOUT_S = 7200.0
 _MAX_LEN = 1 << 18
 
 PromptLens = Annotated[str, typer.Option("--prompt-len", help="Prompt lengths in tokens, separated by commas.")]
-Rounds = Annotated[int, typer.Option(help="Number of measurements; medians are reported.", min=1)]
-Model = Annotated[str, typer.Option(help=f"Model shape; weights are random. One of {', '.join(SHAPES)}.")]
+Rounds = Annotated[int, typer.Option(help="Number of measurements. The command reports medians.", min=1)]
+Model = Annotated[str, typer.Option(help=f"Model shape, with random weights: {', '.join(SHAPES)}.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line instead of a table.")]
 
 
@@ -37,27 +37,25 @@ def cp(
         str, typer.Option(help="Strategies to compare, separated by commas.")
     ] = "none,contiguous,zigzag,auto",
     mode: Annotated[CpMode, typer.Option(help="CP mode of the group.")] = CpMode.GATHER,
-    prefix_len: Annotated[int, typer.Option(help="Cached tokens in front of each prompt.", min=0)] = 0,
+    prefix_len: Annotated[int, typer.Option(help="Number of cached tokens before each prompt.", min=0)] = 0,
     rounds: Rounds = 5,
     model: Model = "small",
     as_json: Json = False,
 ) -> None:
     """Benchmark one prefill step on CP ranks, compared with one rank alone.
 
-    Runs on this machine's CPUs with one thread per rank; no cluster is needed.
+    Runs on this machine's CPUs with one thread per rank. No cluster is needed.
     """
-    # Imported here to keep the command line's start-up short.
+    # Each command imports what it needs, so that the command line starts quickly.
     from cluster.bench.cp import CpBench, run_cp_bench
 
     _check_models("--model", [model])
-    lens = _parse_lens(prompt_len)
-    strategies = _parse_list("--strategy", strategy, StrategySetting, StrategySetting)
     bench = CpBench(
-        prompt_lens=lens,
+        prompt_lens=_parse_lens(prompt_len),
         prefix_len=prefix_len,
         cp=cp,
         mode=mode,
-        strategies=strategies,
+        strategies=_parse_list("--strategy", strategy, StrategySetting, StrategySetting),
         num_rounds=rounds,
         model=model,
     )
@@ -71,10 +69,10 @@ def engine(
     prompt_len: PromptLens = "8192,32768,131072",
     output_len: Annotated[int, typer.Option(help="Number of output tokens.", min=2)] = 64,
     rounds: Rounds = 3,
-    device: Annotated[Device, typer.Option(help="Device to run on: cuda (bf16) or cpu (fp32).")] = Device.CUDA,
+    device: Annotated[Device, typer.Option(help="Device: cuda (bf16) or cpu (fp32).")] = Device.CUDA,
     as_json: Json = False,
 ) -> None:
-    """Benchmark one request on one device, compared with the device's limits and the transformers library."""
+    """Benchmark one request on one device, compared with the device's limits and with the transformers library."""
     _check_models("--model", [model])
     lens = _parse_lens(prompt_len, _MAX_LEN - output_len)
     with _bench_worker("workers.bench.engine:EngineBench") as ask:
@@ -113,7 +111,6 @@ def _parse_lens(text: str, most: int | None = None) -> list[int]:
 
 
 def _parse_list(option: str, text: str, parse: Callable[[str], T], allowed: Iterable[str]) -> list[T]:
-    """Return the values of a comma-separated option; raise UserError naming the first invalid one."""
     values = []
     for item in text.split(","):
         try:
@@ -124,7 +121,7 @@ def _parse_list(option: str, text: str, parse: Callable[[str], T], allowed: Iter
 
 
 def print_results(title: str, results: Iterable[Any], *, as_json: bool) -> None:
-    """Print dataclasses as JSON lines as they arrive, or as a table with a column for each field."""
+    """Print dataclasses as they arrive, one JSON object per line, or as a table with one column per field."""
     rows = map(dataclasses.asdict, results)
     if not as_json:
         print_table(title, rows)
@@ -134,7 +131,6 @@ def print_results(title: str, results: Iterable[Any], *, as_json: bool) -> None:
 
 
 def print_table(title: str, rows: Iterable[Mapping[str, object]]) -> None:
-    """Print rows with the same keys, which name the columns."""
     table = Table(title=title, title_justify="left")
     for row in rows:
         if not table.columns:
@@ -160,7 +156,7 @@ def fail(message: str, code: int = 1) -> NoReturn:
 
 @contextmanager
 def _bench_worker(name: str) -> Iterator[Callable[..., Any]]:
-    """Start the worker ``name`` and yield a function that calls one of its methods by name."""
+    """Start a worker process and yield a function that calls its methods by name."""
     from workers.process import WorkerProcess
 
     process = WorkerProcess(name)
@@ -178,7 +174,7 @@ def _bench_worker(name: str) -> Iterator[Callable[..., Any]]:
 
 @contextmanager
 def _errors_end_the_command() -> Iterator[None]:
-    """Exit with one line on Ctrl-C or when a measuring process fails."""
+    """Exit with a one-line message on Ctrl-C or when a worker process fails."""
     from workers.process import RemoteError
 
     try:

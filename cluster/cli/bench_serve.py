@@ -1,4 +1,4 @@
-"""`baton bench serve`: options and output. The load generator is in cluster/bench."""
+"""Options and output of `baton bench serve`. The load generator is in cluster/bench."""
 
 import asyncio
 import dataclasses
@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cluster.bench.endpoint import EndpointError, first_model, key_headers
-from cluster.bench.load import fetch_trace, run_load
-from cluster.bench.report import Report, RequestRecord, summarize
+from cluster.bench.load import Report, RequestRecord, fetch_trace, run_load, summarize
 from cluster.bench.workload import Workload, random_workload, read_trace, trace_workload
 from cluster.cli.bench import Json, fail, print_table
 
@@ -23,9 +22,7 @@ NUM_REQUESTS, CONCURRENCY = 32, 4
 
 def serve(
     url: Annotated[str, typer.Option(help="Base URL of the endpoint.")] = "http://127.0.0.1:8000",
-    model: Annotated[
-        str | None, typer.Option(help="Model name. Default: the first one that the endpoint lists.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model name. Default: the endpoint's first model.")] = None,
     num_requests: Annotated[
         int | None, typer.Option(help=f"Number of requests. Default: {NUM_REQUESTS}, or the entire trace.", min=1)
     ] = None,
@@ -43,19 +40,17 @@ def serve(
         float | None, typer.Option(help="Mean number of requests per second, with Poisson arrivals.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Trace in Mooncake's format to replay: lengths, arrivals and common prefixes.")
+        Path | None, typer.Option(help="Mooncake trace to replay, with its lengths, arrival times and common prefixes.")
     ] = None,
-    trace_scale: Annotated[float, typer.Option(help="Factor for the lengths in the trace.")] = 1.0,
-    trace_speed: Annotated[float, typer.Option(help="Factor for the arrival rate of the trace.")] = 1.0,
+    trace_scale: Annotated[float, typer.Option(help="Factor for the trace's lengths.")] = 1.0,
+    trace_speed: Annotated[float, typer.Option(help="Factor for the trace's arrival rate.")] = 1.0,
     trace_out: Annotated[
         typer.FileBinaryWrite | None,
-        typer.Option(
-            help="File for a Perfetto trace of the middle request on all ranks.", lazy=False, metavar="<path>"
-        ),
+        typer.Option(help="File for a Perfetto trace of the middle request on all ranks.", lazy=False, metavar="PATH"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Benchmark a running endpoint: latency, throughput and cache hits."""
+    """Benchmark the latency, throughput and cache hits of a running endpoint."""
     if trace is not None:
         entries = read_trace(trace, num_requests)
         workload = trace_workload(entries, scale=trace_scale, speed=trace_speed, concurrency=concurrency)
@@ -80,7 +75,6 @@ def serve(
 
 
 def _measure(url: str, model: str | None, workload: Workload, *, traced: bool) -> tuple[str, list[RequestRecord]]:
-    """Return the model's name and one record per request."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         if model is None:
@@ -93,7 +87,7 @@ def _measure(url: str, model: str | None, workload: Workload, *, traced: bool) -
     except (httpx.HTTPError, httpx.InvalidURL, EndpointError) as error:
         fail(f"{url}: {error}")
     except KeyboardInterrupt:
-        fail("interrupted; nothing is reported", 130)
+        fail("interrupted", 130)
 
 
 def _write_trace(url: str, record: RequestRecord, file: typer.FileBinaryWrite) -> None:
@@ -111,8 +105,7 @@ def _print_report(title: str, report: Report) -> None:
         "inter-token latency (ITL)": report.itl_ms,
         "end-to-end latency (E2EL)": report.e2el_ms,
     }
-    rows = [{"milliseconds": name} | dataclasses.asdict(each) for name, each in latencies.items() if each is not None]
-    print_table(title, rows)
+    print_table(title, ({"milliseconds": name} | dataclasses.asdict(it) for name, it in latencies.items() if it))
     print(
         f"{report.completed} completed, {report.failed} failed in {report.duration_s:.2f} s: "
         f"{report.requests_per_s:.2f} requests/s, {report.output_tokens_per_s:.1f} output tokens/s, "

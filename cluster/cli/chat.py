@@ -1,4 +1,4 @@
-"""`baton chat`: talk to a running endpoint from the terminal, with streamed answers."""
+"""`baton chat`: a conversation with a running endpoint in the terminal."""
 
 import contextlib
 import sys
@@ -11,18 +11,15 @@ import typer
 
 from cluster.bench.endpoint import EndpointError, error_message, first_model, key_headers, parse_line
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-HELP = "Ctrl-C stops an answer, Ctrl-D exits, /reset starts a new conversation."
-
 
 def chat(
     message: Annotated[str | None, typer.Option("--message", "-m", help="Send one message and exit.")] = None,
-    url: Annotated[str, typer.Option(help="Base URL of the endpoint.")] = DEFAULT_URL,
-    model: Annotated[str | None, typer.Option(help="Model name; the endpoint's first by default.")] = None,
+    url: Annotated[str, typer.Option(help="Base URL of the endpoint.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Model name. Default: the endpoint's first model.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum output tokens.", min=1)] = 512,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0)] = 0.0,
 ) -> None:
-    """Talk to a running cluster."""
+    """Chat with a running endpoint."""
     try:
         timeout = httpx.Timeout(600.0, connect=10.0)
         with httpx.Client(base_url=url, timeout=timeout, headers=key_headers()) as client:
@@ -31,7 +28,7 @@ def chat(
             if message is not None:
                 _print_answer(conversation, message)
             else:
-                print(f"{name} at {url}. {HELP}")
+                print(f"{name} at {url}. Ctrl-C stops an answer, Ctrl-D exits, /reset starts a new conversation.")
                 _loop(conversation)
     except (httpx.HTTPError, httpx.InvalidURL, EndpointError) as error:
         print(f"baton chat: {url}: {error}", file=sys.stderr)
@@ -42,8 +39,6 @@ def chat(
 
 @dataclass(slots=True)
 class Conversation:
-    """Conversation so far, and the endpoint that continues it."""
-
     client: httpx.Client
     model: str
     max_tokens: int
@@ -51,25 +46,22 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """Yield the pieces of the answer as they arrive. The part that was read joins the conversation.
+        """Yield the answer in pieces as they arrive. A stopped answer joins the conversation, a failed one does not.
 
         Raises:
-            EndpointError: the endpoint responded with an error; the question is dropped.
-            httpx.HTTPError: the connection failed; the question is dropped.
+            EndpointError: the endpoint responded with an error.
+            httpx.HTTPError: the connection failed.
         """
         question = {"role": "user", "content": text}
-        pieces: list[str] = []
-        kept = True
+        answer = {"role": "assistant", "content": ""}
+        self.messages += [question, answer]
         try:
-            for piece in self._stream([*self.messages, question]):
-                pieces.append(piece)
+            for piece in self._stream(self.messages[:-1]):
+                answer["content"] += piece
                 yield piece
         except (EndpointError, httpx.HTTPError):
-            kept = False
+            del self.messages[-2:]
             raise
-        finally:
-            if kept:
-                self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
 
     def _stream(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
         body = {
@@ -105,18 +97,14 @@ def _loop(conversation: Conversation) -> None:
             continue
         if text.strip() == "/reset":
             conversation.messages.clear()
-            print("The conversation is forgotten.")
+            print("New conversation.")
         elif text.strip():
-            _answer_or_say_why(conversation, text)
-
-
-def _answer_or_say_why(conversation: Conversation, text: str) -> None:
-    try:
-        _print_answer(conversation, text)
-    except KeyboardInterrupt:
-        print(" [stopped]")
-    except (EndpointError, httpx.HTTPError) as error:
-        print(f"[{error}]", file=sys.stderr)
+            try:
+                _print_answer(conversation, text)
+            except KeyboardInterrupt:
+                print(" [stopped]")
+            except (EndpointError, httpx.HTTPError) as error:
+                print(f"[{error}]", file=sys.stderr)
 
 
 def _print_answer(conversation: Conversation, text: str) -> None:

@@ -1,6 +1,4 @@
-"""Control socket of the driver, next to its note: commands in, responses out, one JSON object per line, for its owner
-only.
-"""
+"""Control socket of the driver, for its owner only: commands and answers, one JSON object per line."""
 
 import os
 import socket
@@ -26,13 +24,13 @@ _answers = msgspec.json.Decoder(Answer)
 
 @contextmanager
 def serve_commands(path: Path, give: Give) -> Iterator[None]:
-    """Accept commands at a path until the context ends; a socket left behind by a killed driver is removed."""
+    """Accept commands at a path until the context ends."""
+    # A killed driver leaves its socket behind.
     path.unlink(missing_ok=True)
     with _reachable(path) as short, _Server(str(short), _Connection) as server:
         path.chmod(0o600)
         server.give = give
-        thread = threading.Thread(target=server.serve_forever, name="commands", daemon=True)
-        thread.start()
+        threading.Thread(target=server.serve_forever, name="commands", daemon=True).start()
         try:
             yield
         finally:
@@ -41,10 +39,10 @@ def serve_commands(path: Path, give: Give) -> Iterator[None]:
 
 
 def send_command(path: Path, command: Command) -> Iterator[Answer]:
-    """Have a driver carry out a command; yields its responses as they arrive, up to the last one.
+    """Send a command to a driver and yield its answers as they arrive.
 
     Raises:
-        PeerUnreachableError: nothing listens there, or the driver ended before its last response.
+        PeerUnreachableError: nothing listens at the path, or the driver ended before its last answer.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         try:
@@ -62,7 +60,7 @@ def send_command(path: Path, command: Command) -> Iterator[Answer]:
 
 
 def decode_command(line: bytes) -> Command | None:
-    """Parse the command in a line; None if it is invalid."""
+    """Return the command in a line, or None if it is invalid."""
     try:
         return _commands.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -72,7 +70,7 @@ def decode_command(line: bytes) -> Command | None:
 class _Server(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
     block_on_close = False
-    """A command may outlast the cluster's end, which is its last response."""
+    """The last answer to a command may be that the cluster stops."""
     give: Give
 
 
@@ -82,19 +80,19 @@ class _Connection(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         command = decode_command(self.rfile.readline(_MAX_LINE_BYTES))
         if command is None:
-            self._tell(Answer(0, "not a command", Outcome.REFUSED))
+            self._send(Answer(0, "invalid command", Outcome.REFUSED))
             return
         for answer in self.server.give(command):
-            with suppress(OSError):  # the client is gone; the command goes on
-                self._tell(answer)
+            with suppress(OSError):  # the client has disconnected, but the command continues
+                self._send(answer)
 
-    def _tell(self, answer: Answer) -> None:
+    def _send(self, answer: Answer) -> None:
         self.wfile.write(msgspec.json.encode(answer) + b"\n")
 
 
 @contextmanager
 def _reachable(path: Path) -> Iterator[Path]:
-    """Yield an alias of the path that is short enough for a socket's address (107 bytes), wherever the folder is."""
+    """Yield an alias of the path that fits into a socket address (107 bytes)."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield Path(f"/proc/self/fd/{folder}", path.name)

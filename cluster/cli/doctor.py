@@ -1,4 +1,4 @@
-"""`baton doctor`: checks of installation and machine. They import nothing heavy and start no process."""
+"""`baton doctor`: checks of the installation and the machine. They import nothing heavy and start no process."""
 
 import ctypes
 import dataclasses
@@ -29,40 +29,34 @@ ENDPOINT = ("127.0.0.1", 8000)
 
 
 class Status(StrEnum):
-    """Severity of a finding."""
-
     OK = "ok"
     WARN = "warn"
-    """A feature works less well, or not at all in some topologies."""
+    """A feature is slower, or unavailable in some topologies."""
     FAIL = "fail"
     """The default cluster does not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check."""
-
     name: str
     status: Status
     found: str
-    mend: str = ""
+    fix: str = ""
     """Suggested fix; empty if there is nothing to fix."""
 
 
 def check_python(version: tuple[int, int, int] = sys.version_info[:3], prefix: str = sys.prefix) -> Finding:
-    """Check the interpreter, and whether it belongs to a virtual environment."""
     found = f"{'.'.join(map(str, version))} in {prefix}"
     if version < (3, 11):
         return Finding("python", Status.FAIL, found, "install Python 3.11 or newer and run `make venv`")
     if prefix == sys.base_prefix:
-        return Finding(
-            "python", Status.WARN, f"{found}, no virtual environment", "run `make venv`, use .venv/bin/baton"
-        )
+        fix = "run `make venv` and use .venv/bin/baton"
+        return Finding("python", Status.WARN, f"{found}, no virtual environment", fix)
     return Finding("python", Status.OK, found)
 
 
 def check_packages(requirements: Sequence[str] | None = None) -> Finding:
-    """Check that all of Baton's dependencies are installed; extras are left out."""
+    """Check that all of Baton's dependencies except extras are installed."""
     if requirements is None:
         requirements = importlib.metadata.requires("baton") or ()
     names = [re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requirements if "extra ==" not in text]
@@ -73,7 +67,6 @@ def check_packages(requirements: Sequence[str] | None = None) -> Finding:
 
 
 def check_ray(environ: Mapping[str, str] = os.environ, home: Path | None = None) -> Finding:
-    """Check Ray's version and the authentication of its clusters."""
     version = installed_version("ray")
     if version is None:
         return Finding("ray", Status.FAIL, "not installed", "run `make venv`")
@@ -85,15 +78,13 @@ def check_ray(environ: Mapping[str, str] = os.environ, home: Path | None = None)
     if mode not in ("", "token", "disabled"):
         return Finding("ray", Status.FAIL, found, "set RAY_AUTH_MODE to token or disabled, or unset it")
     if mode == "token" and not has_token:
-        mend = f"run `ray get-auth-token --generate`, or copy the cluster's token to {token_path}"
-        return Finding("ray", Status.WARN, found, f"{mend}; a local cluster makes its own")
+        fix = f"run `ray get-auth-token --generate`, or copy the cluster's token to {token_path}"
+        return Finding("ray", Status.WARN, found, f"{fix}; a local cluster creates its own")
     return Finding("ray", Status.OK, found)
 
 
 def check_torch(version: str | None = None, num_gpus: int | None = None) -> Finding:
-    """Check which build of PyTorch is installed and whether it fits the devices; looks at the file system, not at
-    CUDA.
-    """
+    """Check that PyTorch is installed, and built for CUDA if there are GPUs. Does not load CUDA."""
     version = version or installed_version("torch")
     num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if num_gpus is None else num_gpus
     if version is None:
@@ -109,43 +100,41 @@ def check_torch(version: str | None = None, num_gpus: int | None = None) -> Find
 def check_mooncake(
     version: Callable[[str], str | None] | None = None, missing: Callable[[], Sequence[str]] | None = None
 ) -> Finding:
-    """Check whether the mooncake transfer backend can run; the shared-memory backend needs none of it."""
+    """Check whether the mooncake transfer backend can run."""
     installed = next(filter(None, map(version or installed_version, MOONCAKE_PACKAGES)), None)
     if installed is None:
-        mend = "for `transfer.backend: mooncake`: .venv/bin/pip install -c constraints.txt '.[mooncake]'"
-        return Finding("mooncake", Status.WARN, "not installed", mend)
+        fix = "for `transfer.backend: mooncake`: .venv/bin/pip install -c constraints.txt '.[mooncake]'"
+        return Finding("mooncake", Status.WARN, "not installed", fix)
     packages = (missing or missing_mooncake_packages)()
     if packages:
-        mend = f"for `transfer.backend: mooncake`: apt-get install -y {' '.join(packages)}"
-        return Finding("mooncake", Status.WARN, f"{installed}, but Debian's {', '.join(packages)} missing", mend)
+        fix = f"for `transfer.backend: mooncake`: apt-get install -y {' '.join(packages)}"
+        return Finding("mooncake", Status.WARN, f"{installed}, but Debian's {', '.join(packages)} missing", fix)
     return Finding("mooncake", Status.OK, installed)
 
 
 def check_port(address: tuple[str, int] = ENDPOINT) -> Finding:
-    """Check that the endpoint's default port is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except OSError as error:
-            mend = "stop what listens there, or set router.port in the deploy file"
-            return Finding("port", Status.WARN, f"{address[0]}:{address[1]}: {error.strerror}", mend)
+            fix = "stop the process that listens there, or set router.port in the deploy file"
+            return Finding("port", Status.WARN, f"{address[0]}:{address[1]}: {error.strerror}", fix)
     return Finding("port", Status.OK, f"{address[0]}:{address[1]} is free")
 
 
 def check_attention() -> Finding:
-    """Check whether the CPU supports native bf16 attention; without it everything works, at half the speed."""
+    """Check whether the CPU supports native bf16 attention, which is twice as fast as plain torch."""
     try:
         path, kind = find_compiler()
         return Finding("attention", Status.OK, f"native for bf16 with {kind.name}, compiled by {path}")
     except CannotCompileError as error:
         status = Status.WARN if error.mend else Status.OK
-        mend = error.mend and f"for twice the speed in bf16: {error.mend}"
-        return Finding("attention", status, f"plain torch: {error}", mend)
+        fix = error.mend and f"to double the speed in bf16: {error.mend}"
+        return Finding("attention", status, f"plain torch: {error}", fix)
 
 
 def check_memory(memory: MachineMemory | None = None) -> Finding:
-    """Check the memory available without swapping."""
     available_gib = (memory or machine_memory()).available / GIB
     found = f"{available_gib:.1f} GiB available"
     if available_gib < 4:
@@ -154,12 +143,12 @@ def check_memory(memory: MachineMemory | None = None) -> Finding:
 
 
 def missing_mooncake_packages() -> list[str]:
-    """Return the Debian packages to install before the mooncake wheel can be imported."""
+    """Return the missing Debian packages that the mooncake wheel needs."""
     return [package for library, package in MOONCAKE_LIBRARIES.items() if not _loads(library)]
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of an installed distribution, without importing it; None if it is not installed."""
+    """Return the version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -189,7 +178,7 @@ _STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Check this machine and suggest a fix for each finding; exit code 1 if the default cluster cannot start."""
+    """Check this machine and suggest a fix for each problem. The exit code is 1 if the default cluster cannot start."""
     findings = [check() for check in CHECKS]
     failed = any(finding.status is Status.FAIL for finding in findings)
     if as_json:
@@ -205,5 +194,5 @@ def _print(findings: list[Finding]) -> None:
     for finding in findings:
         line = Text.assemble((f"{finding.status:<5}", _STYLES[finding.status]), f"{finding.name:<14}", finding.found)
         console.print(line)
-        if finding.mend:
-            console.print(Text(f"     {'':<14}-> {finding.mend}", style="dim"))
+        if finding.fix:
+            console.print(Text(f"     {'':<14}-> {finding.fix}", style="dim"))

@@ -1,6 +1,6 @@
-"""Runs a command in the terminal's foreground process group, so that Ctrl-C reaches it and not the `make` above it.
+"""Runner of a command in the terminal's foreground process group, so that Ctrl-C does not reach the calling `make`.
 
-`make` always fails when it is interrupted itself; this way it ends with the command's exit code.
+`make` fails whenever it is interrupted itself. Otherwise it ends with the command's exit code.
 """
 
 import os
@@ -13,13 +13,13 @@ _STDIN = 0
 
 
 def main() -> None:
-    """Run the command given as arguments; exits with its code, or 128 + the signal that ended it."""
+    """Run the command in the arguments and exit with its exit code, or with 128 + the signal that ended it."""
     command = sys.argv[1:]
     if not command:
         sys.exit("usage: python -m cluster.cli.foreground COMMAND [ARGUMENT...]")
     if not _is_foreground():
         os.execvp(command[0], command)
-    code = _run_in_front(command)
+    code = _run_in_foreground(command)
     sys.exit(code if code >= 0 else 128 - code)
 
 
@@ -30,8 +30,8 @@ def _is_foreground() -> bool:
         return False
 
 
-def _run_in_front(command: Sequence[str]) -> int:
-    # Stopping only the command would leave make waiting and the shell without a prompt.
+def _run_in_foreground(command: Sequence[str]) -> int:
+    # If Ctrl-Z stopped only the command, make would wait and the shell would show no prompt.
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     child = subprocess.Popen(command, process_group=0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

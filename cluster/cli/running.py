@@ -1,4 +1,4 @@
-"""Notes about clusters that run on this machine: one file each, readable by their owner only, removed at exit."""
+"""Notes about the clusters that run on this machine: one file per cluster, readable by its owner only."""
 
 import os
 import tempfile
@@ -14,28 +14,28 @@ from cluster.spec.errors import UserError
 
 
 class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """Data that `baton status` and `baton down` need to find a cluster."""
+    """Content of a note."""
 
     name: str
     process: ProcessId
     """The driver."""
     model: str
     router_url: str | None = None
-    """None until the router serves."""
+    """None until the router is ready."""
     bootstrap_url: str | None = None
-    """None until the bootstrap service serves."""
+    """None until the bootstrap service is ready."""
     token: str
     """Bearer token of the bootstrap service."""
 
 
 class Note:
-    """Note of this driver; a context manager that removes it."""
+    """Note of this driver. The context manager removes it at exit."""
 
     def __init__(self, cluster: RunningCluster) -> None:
-        """Claim the name.
+        """Create the note.
 
         Raises:
-            UserError: a cluster of this name is already running.
+            UserError: a cluster with this name is already running.
         """
         self._path = _folder() / f"{cluster.name}.json"
         self.cluster = cluster
@@ -47,7 +47,6 @@ class Note:
             fresh.unlink()
 
     def update(self, **changes: str) -> None:
-        """Set addresses by the names of their fields."""
         with self._lock:
             self.cluster = msgspec.structs.replace(self.cluster, **changes)
             self._write(self.cluster).replace(self._path)
@@ -62,14 +61,14 @@ class Note:
         self.remove()
 
     def _write(self, cluster: RunningCluster) -> Path:
-        """Write a complete note to a temporary file, so that no reader sees a partial one."""
+        """Write the note to a temporary file, so that no reader sees a part of it."""
         fresh = self._path.with_suffix(f".{os.getpid()}")
         fresh.touch(mode=0o600)
         fresh.write_bytes(msgspec.json.encode(cluster))
         return fresh
 
     def _claim(self, fresh: Path) -> None:
-        """Move the note to its final path unless a living cluster holds it."""
+        """Link the note to its final path unless it has the note of a running cluster."""
         while True:
             try:
                 os.link(fresh, self._path)
@@ -88,22 +87,18 @@ def control_path(name: str) -> Path:
 
 
 def find_running(name: str | None) -> RunningCluster:
-    """Return the cluster with this name, or the only one.
+    """Return the cluster with this name, or the only running one if no name is given.
 
     Raises:
-        UserError: there is none, or there are several and no name was given.
+        UserError: no such cluster is running, or several are and no name is given.
     """
     found = {cluster.name: cluster for path in _folder().glob("*.json") if (cluster := _read(path))}
-    names = ", ".join(sorted(found)) or "none"
-    if name is not None:
-        if name not in found:
-            raise UserError(f"no cluster named {name!r} was started on this machine by this user; running: {names}")
+    if name is None and len(found) == 1:
+        return next(iter(found.values()))
+    if name is not None and name in found:
         return found[name]
-    if len(found) != 1:
-        raise UserError(
-            f"which cluster? running on this machine: {names}" if found else "no cluster is running on this machine"
-        )
-    return next(iter(found.values()))
+    given, names = "no name" if name is None else repr(name), ", ".join(sorted(found)) or "none is running"
+    raise UserError(f"cluster: got {given}; allowed: a cluster that you started on this machine ({names})")
 
 
 def _folder() -> Path:
@@ -111,12 +106,12 @@ def _folder() -> Path:
     folder = Path(runtime, "baton") if runtime else Path(tempfile.gettempdir(), f"baton-{os.getuid()}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
-        raise UserError(f"{folder} belongs to another user; set XDG_RUNTIME_DIR to a folder of your own")
+        raise UserError(f"{folder} belongs to another user; set XDG_RUNTIME_DIR to a folder that you own")
     return folder
 
 
 def _read(path: Path) -> RunningCluster | None:
-    """Return a note if its driver is still running."""
+    """Return the note if its driver is still running."""
     try:
         cluster = msgspec.json.decode(path.read_bytes(), type=RunningCluster)
     except (OSError, msgspec.DecodeError):

@@ -1,4 +1,4 @@
-"""`baton simulate`: run the control code of a whole cluster on virtual time, under faults; no processes are started."""
+"""`baton simulate`: the control code of a cluster on virtual time, with faults and without processes."""
 
 import json
 import signal
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 def simulate(
     seeds: Annotated[int, typer.Option(min=1, help="Number of scenarios to run, one per seed.")] = 200,
-    first: Annotated[int, typer.Option(min=0, help="First seed; use a failing seed's number to replay it.")] = 0,
+    first: Annotated[int, typer.Option(min=0, help="First seed. Use the number of a failing seed to replay it.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Run router, bootstrap, schedulers, transfers and supervisor under simulated faults; exit code 1 on a violation.
+    """Run router, bootstrap, schedulers, transfers and supervisor under simulated faults.
 
-    A failing seed is minimized, and its trace is printed on stderr. Ctrl-C and SIGTERM end the run after the current
-    seed, with the results so far and exit code 130 or 143.
+    If a seed fails, its scenario is minimized and traced on stderr, and the exit code is 1. Ctrl-C and SIGTERM end the
+    run after the current seed; it prints the results so far and exits with code 130 or 143.
     """
     # Each command imports what it needs, so that the command line starts quickly.
     from cluster.simulator.campaign import Campaign
@@ -53,7 +53,7 @@ def simulate(
 
 @contextmanager
 def _noting_signals() -> Iterator[list[signal.Signals]]:
-    """Record the first stop signal; the next one has its usual effect."""
+    """Record the first stop signal. The next one has its usual effect."""
     noted: list[signal.Signals] = []
     usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -95,9 +95,7 @@ def _print_shortest(seed: int) -> None:
     from cluster.simulator.draw import draw_scenario
 
     scenario, outcome = shrink(draw_scenario(seed))
-    typer.echo(
-        f"\nseed {seed}, without what it does not need: {len(scenario.asks)} requests, {scenario.shape}", err=True
-    )
+    typer.echo(f"\nseed {seed}, minimized to {len(scenario.asks)} requests:", err=True)
     for line in (scenario.shape, scenario.hazards, *scenario.faults, *outcome.trace, outcome.violation):
         typer.echo(str(line), err=True)
     typer.echo(f"replay: baton simulate --seeds 1 --first {seed}", err=True)

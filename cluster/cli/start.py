@@ -1,4 +1,4 @@
-"""Start of a cluster in the terminal: checks of the model, progress, and the endpoint once it is up."""
+"""Terminal output of `baton up`: checks of the model, progress, and the endpoint of the ready cluster."""
 
 import contextlib
 import json
@@ -24,7 +24,6 @@ from cluster.spec.errors import BatonError, ConfigError, UserError
 from cluster.spec.memory import GIB
 
 _POLL_S = 0.05
-_READY = "ready"
 
 
 def wait_ready(url: str, timeout_s: float) -> None:
@@ -36,7 +35,7 @@ def wait_ready(url: str, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     with httpx.Client(base_url=url, timeout=5.0, trust_env=False) as http:
         while True:
-            with contextlib.suppress(httpx.TransportError):  # it may be shutting down again
+            with contextlib.suppress(httpx.TransportError):  # the router may be shutting down again
                 if http.get("/ready").is_success:
                     return
             if time.monotonic() >= deadline_s:
@@ -50,29 +49,26 @@ def ready_text(url: str, config: DeployConfig) -> str:
 
     model = config.model.name
     if config.model.path in BUILT_IN:
-        body = {"model": model, "prompt": DEMO_PROMPT, "max_tokens": 16}
-        request, answer = curl(f"{url}/v1/completions", body), f"\nThe answer is {DEMO_ANSWER!r}.\n"
+        path, body = "completions", {"model": model, "prompt": DEMO_PROMPT, "max_tokens": 16}
+        answer = f"\nThe answer is {DEMO_ANSWER!r}.\n"
     else:
         message = {"role": "user", "content": "What is a relay race? Answer in one sentence."}
-        body = {"model": model, "messages": [message], "max_tokens": 64}
-        request, answer = curl(f"{url}/v1/chat/completions", body), ""
+        path, body = "chat/completions", {"model": model, "messages": [message], "max_tokens": 64}
+        answer = ""
+    target, header, data = map(shlex.quote, (f"{url}/v1/{path}", "Content-Type: application/json", json.dumps(body)))
+    request = f"curl -s {target} -H {header} -d {data}"
     return (
         f"\nready   {url}/v1   model {model}\n\n{request}\n{answer}\nCtrl-C, or `baton down {config.name}`, stops it."
     )
 
 
-def curl(url: str, body: object) -> str:
-    header = shlex.quote("Content-Type: application/json")
-    return f"curl -s {shlex.quote(url)} -H {header} -d {shlex.quote(json.dumps(body))}"
-
-
 def check_model(
     config: DeployConfig, folder: Path, say: Callable[[str], None], memory: MachineMemory | None = None
 ) -> None:
-    """Reject what cannot run; ``say`` receives a warning if the machine has enough memory but too little is free.
+    """Check that the cluster can run. If too little memory is free now, pass a warning to ``say``.
 
     Raises:
-        UserError: the engine cannot run the model, its layout or KV dtype is invalid, or the machine is too small.
+        UserError: the engine cannot run the model, its layout or KV dtype, or the machine has too little memory.
     """
     model = facts_of(config, folder)
     if problems := model_problems(config, model, with_gpu=False):
@@ -93,7 +89,7 @@ def _check_machine(config: DeployConfig, model: ModelFacts, say: Callable[[str],
 
 
 class StartProgress:
-    """Shows stages until its context ends; ``line`` prints around it. Thread-safe."""
+    """Progress display, shown until its context ends. Thread-safe."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -111,11 +107,10 @@ class StartProgress:
         self.finish()
 
     def finish(self) -> None:
-        """Stop updating lines; later stages are printed as plain lines. Safe to call twice."""
+        """Stop the live display. Later stages are printed as plain lines. Safe to call twice."""
         self._live.stop()
 
     def stage(self, member: str, stage: str) -> None:
-        """Report that a member has reached a stage."""
         now_s = time.monotonic() - self._began_s
         with self._lock:
             self._stages[member] = (stage, now_s)
@@ -123,7 +118,7 @@ class StartProgress:
             self.line(f"{now_s:5.1f} s  {member}: {stage}")
 
     def line(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal may be gone; the cluster still has to shut down
+        with contextlib.suppress(OSError):  # the terminal may be gone, but the cluster must still shut down
             self._console.print(text, markup=False)
 
     def _table(self) -> Table:
@@ -131,6 +126,6 @@ class StartProgress:
         with self._lock:
             stages = dict(self._stages)
         for member, (stage, at_s) in stages.items():
-            mark = "[green]✓[/]" if stage == _READY else Spinner("dots")
-            table.add_row(mark, member, stage, f"{at_s:.1f} s")
+            symbol = "[green]✓[/]" if stage == "ready" else Spinner("dots")
+            table.add_row(symbol, member, stage, f"{at_s:.1f} s")
         return table

@@ -51,7 +51,7 @@ def test_what_is_no_command_is_refused_and_harms_nothing(path: Path, line: bytes
             connection.sendall(line)
             if len(line) < 65_536:  # the longest that is read; it is not waited for the rest
                 connection.shutdown(socket.SHUT_WR)
-            assert b"not a command" in connection.recv(4096)
+            assert b"invalid command" in connection.recv(4096)
         os.close(folder)
         assert list(send_command(path, ORDER)) == ANSWERS
 

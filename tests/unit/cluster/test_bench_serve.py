@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.bench.endpoint import EndpointError, error_message, parse_line
-from cluster.bench.report import Quantiles, RequestRecord, summarize
+from cluster.bench.load import Quantiles, RequestRecord, summarize
 from cluster.bench.workload import (
     BLOCK_LEN,
     FIRST_TOKEN_ID,

@@ -45,7 +45,7 @@ def test_ray_auth(environ: dict[str, str], token_file: bool, status: Status, par
     finding = doctor.check_ray(environ, tmp_path)
     assert finding.status is status
     assert part in finding.found
-    assert bool(finding.mend) == (status is not Status.OK)
+    assert bool(finding.fix) == (status is not Status.OK)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_mooncake_names_what_to_install() -> None:
     assert (absent.status, absent.found) == (Status.WARN, "not installed")
     bare = doctor.check_mooncake(lambda _: "0.3", lambda: ["libibverbs1", "libnuma1"])
     assert bare.status is Status.WARN
-    assert bare.mend.endswith("apt-get install -y libibverbs1 libnuma1")
+    assert bare.fix.endswith("apt-get install -y libibverbs1 libnuma1")
     assert doctor.check_mooncake(lambda _: "0.3", list) == Finding("mooncake", Status.OK, "0.3")
 
 
@@ -85,15 +85,15 @@ def test_memory() -> None:
 
 @pytest.mark.parametrize(("status", "code"), [(Status.OK, 0), (Status.WARN, 0), (Status.FAIL, 1)])
 def test_exit_code_and_output(status: Status, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = Finding("thing", status, "[found] so", "mend it" if status is not Status.OK else "")
+    finding = Finding("thing", status, "[found] so", "fix it" if status is not Status.OK else "")
     monkeypatch.setattr(doctor, "CHECKS", (lambda: finding,))
     text, as_json = _run([]), _run(["--json"])
     assert text.exit_code == as_json.exit_code == code
     assert "[found] so" in text.stdout
-    assert ("-> mend it" in text.stdout) == (status is not Status.OK)
+    assert ("-> fix it" in text.stdout) == (status is not Status.OK)
     assert json.loads(as_json.stdout) == {
         "ok": code == 0,
-        "findings": [{"name": "thing", "status": status, "found": "[found] so", "mend": finding.mend}],
+        "findings": [{"name": "thing", "status": status, "found": "[found] so", "fix": finding.fix}],
     }
 
 

@@ -128,7 +128,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     assert record.message == "attention in plain torch, at half the speed: no C++ compiler; apt-get install -y g++"
     finding = check_attention()
     assert (finding.status, finding.found) == (Status.WARN, "plain torch: no C++ compiler")
-    assert finding.mend.endswith("apt-get install -y g++")
+    assert finding.fix.endswith("apt-get install -y g++")
 
 
 def test_a_library_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None:
@@ -164,7 +164,7 @@ def test_on_a_cpu_of_no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CannotCompileError, match=r"the CPU has none of this, other$"):
         find_compiler()
     finding = check_attention()
-    assert (finding.status, finding.mend) == (Status.OK, "")
+    assert (finding.status, finding.fix) == (Status.OK, "")
 
 
 def test_fp32_and_gpus_never_ask_for_it(tools: Path) -> None:
