@@ -1,4 +1,4 @@
-"""Simulated bootstrap service: the real table, with calls that take time and can fail."""
+"""Simulated bootstrap service: the real table behind calls that take time and can fail."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.registry import TableSnapshot
 
 _LOOK_S = 0.5
-"""Interval between lease checks, and retry delay for a disconnected watcher."""
+"""Interval between lease checks, and between attempts to reach a disconnected watcher."""
 
 Answer = Callable[[TableRefusedError | PeerUnreachableError | None], None]
 OnTable = Callable[[TableSnapshot], None]
@@ -26,7 +26,7 @@ class _Watcher:
 
 
 class Bootstrap:
-    """Bootstrap service of a simulation. It can die, and restarts with an empty table."""
+    """Bootstrap service that can die and restarts with an empty table."""
 
     def __init__(self, around: Surroundings) -> None:
         self.table: BootstrapTable | None = None
@@ -37,7 +37,7 @@ class Bootstrap:
         around.after(_LOOK_S, self._look)
 
     def start(self) -> None:
-        """Serve a new table, with versions based on the clock as in the real service."""
+        """Serve a new table. As in the real service, its version numbers begin at the current time."""
         self.table = BootstrapTable(LEASE_S, first_version=int(self._around.now_s() * 1000) + 1)
         self._announce()
 
@@ -45,11 +45,11 @@ class Bootstrap:
         self.table = None
 
     def call(self, machine: str, ask: Callable[[BootstrapTable], None], on_answer: Answer) -> None:
-        """Call the table from a machine. ``on_answer`` gets None, a refusal, or the failure to reach the table."""
+        """Call the table from a machine. ``on_answer`` gets None or the error."""
         self._around.after(self._delay_s(machine), partial(self._serve, machine, ask, on_answer))
 
     def watch(self, machine: str, on_table: OnTable) -> Callable[[], None]:
-        """Show new tables to a process, skipping outdated ones; return a function that ends the watch."""
+        """Call ``on_table`` with new tables. Return a function that ends the watch."""
         watcher = _Watcher(machine, on_table)
         self._watchers.append(watcher)
         self._make_due(watcher)

@@ -1,4 +1,4 @@
-"""Runs of many seeds, and the search for a smaller scenario that still fails."""
+"""Runs of many seeds, and minimization of a failing scenario."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from cluster.simulator.draw import draw_scenario
 from cluster.simulator.scenario import Hazards, Scenario, Shape
 from cluster.simulator.simulation import Outcome, Simulation
+from cluster.spec.ids import Role
 
 _MAX_RUNS = 400
 _SIMPLE = Shape()
@@ -22,11 +23,10 @@ class Campaign:
     faults: Counter[str] = field(default_factory=Counter)
     """Number of faults and hazards that occurred, by kind."""
     moved: Counter[str] = field(default_factory=Counter)
-    """Number of pages moved between tiers, by kind, and of early sends."""
+    """Number of pages that tier jobs moved and of early sends, by kind."""
     ends: Counter[str] = field(default_factory=Counter)
-    """Number of requests by end."""
     violations: dict[int, str] = field(default_factory=dict)
-    """Broken promise of each failing seed."""
+    """Broken promise by failing seed."""
 
     def run(self, seeds: Iterable[int]) -> None:
         for seed in seeds:
@@ -42,7 +42,7 @@ class Campaign:
 
 
 def shrink(scenario: Scenario) -> tuple[Scenario, Outcome]:
-    """Return the smallest failing scenario found by reducing ``scenario``, and its outcome with a trace."""
+    """Return a smaller scenario that still fails, and its traced outcome."""
     num_runs = 0
     is_smaller = True
     while is_smaller and num_runs < _MAX_RUNS:
@@ -56,7 +56,7 @@ def shrink(scenario: Scenario) -> tuple[Scenario, Outcome]:
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield scenarios with one thing less, largest reductions first."""
+    """Yield scenarios with one reduction, the largest ones first."""
     asks, faults = scenario.asks, scenario.faults
     if len(asks) > 2:
         yield replace(scenario, asks=asks[: len(asks) // 2])
@@ -74,27 +74,12 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _simpler_shapes(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield scenarios with one property reset to its default; replicas that faults name are kept."""
+    """Yield scenarios with one property of the shape reset to its default."""
+    # Requests are drawn for the pool sizes, and the flip hazard for the verification.
+    kept = {"prefill_pages", "decode_pages", "verify"}
     named = {name for fault in scenario.faults for name in (fault.member, fault.other)}
-    for name in (
-        "num_prefill",
-        "num_decode",
-        "tiers",
-        "ownership",
-        "cp",
-        "dp",
-        "tp",
-        "pp",
-        "decode_dp",
-        "decode_tp",
-        "decode_pp",
-        "num_layers",
-        "num_kv_heads",
-        "mode",
-        "settle_s",
-        "reuses_addresses",
-    ):
-        simple = getattr(_SIMPLE, name)
-        is_named = named & {"prefill-1"} if name == "num_prefill" else named & {"decode-1"}
-        if getattr(scenario.shape, name) != simple and not (name.startswith("num_") and is_named):
+    kept |= {f"num_{role}" for role in Role if f"{role}-1" in named}
+    for setting in fields(Shape):
+        name, simple = setting.name, getattr(_SIMPLE, setting.name)
+        if name not in kept and getattr(scenario.shape, name) != simple:
             yield replace(scenario, shape=replace(scenario.shape, **{name: simple}))

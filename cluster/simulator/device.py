@@ -1,4 +1,4 @@
-"""Simulated device of one rank: carries out step plans layer by layer, by arithmetic on the bytes of its pages."""
+"""Simulated device of one rank, which carries out step plans layer by layer on the bytes of its pages."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from workers.handoff.kv_sender import KvSender
 
 
 def next_token(tokens: bytes, output_position: int) -> int:
-    """Return the next token of the simulated model; it depends on all tokens and the output position."""
+    """Return the simulated model's next token. It depends on all tokens and on the output position."""
     return zlib.crc32(tokens, output_position) % VOCAB_SIZE
 
 
@@ -33,7 +33,7 @@ class _Known(Admit, frozen=True, kw_only=True):
 
 
 class VirtualDevice:
-    """Device that has the page tables of one rank and reads and writes its pages."""
+    """Device with one rank's page tables, which reads and writes the rank's pages."""
 
     def __init__(self, around: Surroundings, memory: Memory, sender: KvSender) -> None:
         self._around, self._memory, self._sender = around, memory, sender
@@ -41,7 +41,7 @@ class VirtualDevice:
         self._known: dict[Room, _Known] = {}
 
     def begin(self, plan: StepPlan) -> Callable[[int], None] | None:
-        """Send cached pages; return a callback for each layer that the step has stored, if one is needed."""
+        """Send cached pages. Return the callback for each layer that the step has stored, if one is needed."""
         self._sender.before_step(plan)
         on_stored = self._sender.during_step(plan, self._known)
         for room in plan.releases:
@@ -52,15 +52,14 @@ class VirtualDevice:
         for row in plan.scheduled:
             known = self._known.get(row.room)
             if known is None:
-                name = self._memory.session
-                raise Violation(f"{name} is to compute room {row.room}, which it was never given")
+                raise Violation(f"{self._memory.session} has a step for room {row.room}, which it does not know")
             for known_pages, new_pages in zip(known.pages, row.new_pages, strict=False):
                 known_pages += new_pages
             known.text.put(row.first_position, bytes(row.token_ids))
         return on_stored
 
     def take_copies(self, pages: Sequence[int], mates: Sequence[Memory]) -> None:
-        """Copy arrived pages from the ranks with the same heads that received them."""
+        """Copy arrived pages from those ranks with the same heads that have received them."""
         mine = self._memory.row
         num_copies = num_head_copies(mine)
         for page in pages if num_copies > 1 else ():
@@ -69,14 +68,13 @@ class VirtualDevice:
             self._memory.put(page, source.page(page))
 
     def compute(self, plan: StepPlan, layers: range) -> None:
-        """Read the KV of the step's requests and write the KV of its tokens, in the given layers."""
+        """Read the KV of the step's requests in these layers, and write the KV of its tokens."""
         for lifetime in range(len(self._lifetimes)):
             pieces = self._memory.pieces(layers, lifetime)
             for row in plan.scheduled:
                 self._compute(row, self._known[row.room], lifetime, layers, pieces)
 
     def end(self, plan: StepPlan) -> dict[Room, Sampled]:
-        """Sample tokens and send complete pages."""
         sampled = {}
         for row in plan.scheduled if self.is_sampling_rank else ():
             if row.samples:
@@ -87,12 +85,11 @@ class VirtualDevice:
 
     @property
     def is_sampling_rank(self) -> bool:
-        """Return whether this rank samples the tokens of its DP rank."""
         coords, sizes = self._memory.row.coords, self._memory.row.sizes
         return coords.cp == coords.tp == 0 and coords.pp == sizes.pp - 1
 
     def _compute(self, row: ScheduledRequest, known: _Known, lifetime: int, layers: range, pieces: Pieces) -> None:
-        """Compute on the pages that this rank has: all pages, or with sharded KV those it owns."""
+        """Compute on this rank's pages: all of them, or those that it owns if the KV is sharded."""
         memory, mine = self._memory, self._memory.row
         num_owners, layout, text = mine.num_owners, mine.layout, known.text
         first, end = row.first_position, row.first_position + len(row.token_ids)
@@ -103,15 +100,15 @@ class VirtualDevice:
                 continue
             is_read = number * PAGE_SIZE < first
             if is_read and not memory.holds(page // num_owners, text.page(number, first, layout, lifetime), pieces):
-                where = f"layers {layers.start} to {layers.stop - 1} of page {page} of {memory.session}"
+                where = f"layers {layers.start} to {layers.stop - 1} of page {page} in {memory.session}"
                 raise Violation(f"room {row.room} is read before {where} have the KV of its first {first} tokens")
             if (number + 1) * PAGE_SIZE > first:
                 self._check_own(page)
                 memory.put_pieces(page // num_owners, text.page(number, end, layout, lifetime), pieces)
 
     def _check_own(self, page: int) -> None:
-        """Check that a page is held by one request only, and revoke its write permissions."""
-        # Followers can lag behind their leader, so its allocator is authoritative for rank 0 only.
+        """Check that only one request holds a page, and revoke prefill's permission to write to it."""
+        # Followers can lag behind their leader, so the allocator describes rank 0 only.
         if self._memory.row.global_rank == 0 and not self._memory.allocator.is_held(page):
-            raise Violation(f"{self._memory.session} computes into page {page}, which no sequence holds alone")
+            raise Violation(f"{self._memory.session} writes to page {page}, which is not held by one sequence")
         self._around.tickets.end(self._memory, page)

@@ -1,4 +1,4 @@
-"""Generator of scenarios: draws size, load and faults from a seed."""
+"""Random scenarios: size, load and faults, drawn from a seed."""
 
 from dataclasses import replace
 from random import Random
@@ -22,7 +22,7 @@ from cluster.spec.strategy import DpPolicy
 
 
 def draw_scenario(seed: int) -> Scenario:
-    """Return the scenario of a seed. One in eight scenarios is calm, and one in eight is mild."""
+    """Return the scenario of a seed. One in eight is calm, and one in eight is mild."""
     random = Random(seed)
     shape = _draw_shape(random)
     asks = _draw_asks(random, shape)
@@ -38,7 +38,7 @@ def draw_scenario(seed: int) -> Scenario:
 
 
 def draw_mild(random: Random, scenario: Scenario) -> Scenario:
-    """Return a scenario with two replicas of each role, with faults only in the first of each."""
+    """Return a scenario with two replicas per role, and faults in the first of them only."""
     shape = replace(scenario.shape, num_prefill=2, num_decode=2)
     kinds = (FaultKind.KILL, FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.LOSE_MACHINE)
     faults = [
@@ -99,7 +99,7 @@ def _draw_tiers(random: Random) -> TierShape:
 
 
 def _draw_asks(random: Random, shape: Shape) -> tuple[Ask, ...]:
-    """Return requests that fit into the smaller pool with their answers. Some share a prefix."""
+    """Return requests that fit, with their output, in the smaller of the pools. Some share a prefix."""
     num_pages = min(shape.prefill_pages, shape.decode_pages) // (1 if shape.window is None else 2)
     num_tokens = num_pages * PAGE_SIZE
     beginnings = [_draw_tokens(random, num_tokens // 3) for _ in range(2)]

@@ -1,9 +1,10 @@
-"""Supervisor loop on virtual time: the real rules decide which members start and end."""
+"""Driver on virtual time, in which the supervisor's real rules decide which members start and end."""
 
 from functools import partial
 from itertools import count
 
 from cluster.bootstrap.table import BootstrapTable
+from cluster.launch.services import BOOTSTRAP
 from cluster.launch.waits import DrainWatch
 from cluster.simulator.bootstrap import Bootstrap
 from cluster.simulator.leaders import make_rows
@@ -22,31 +23,27 @@ from cluster.supervisor.state import Cluster, Member, MemberState, Now, Phase
 
 BACKOFF_S = 0.5
 _PATIENCE_S = 4.0
-"""Maximum silence of a replica in the table."""
+"""Maximum silence of a member."""
 _READY_S = 0.5
 """Delay until the processes of a member are ready."""
 _START_TIMEOUT_S = 6.0
 _MAX_LATE_S = 6.0
-"""Maximum delay until the driver sees in the table that a start is ready; longer than a lease."""
+"""Maximum delay until the driver sees in the table that a start is ready. It is longer than a lease."""
 _RETRY_S = 1.0
 DRAIN_S = 60.0
-"""Maximum time that a draining replica has for its open requests."""
+"""Maximum time for the open requests of a draining replica."""
 _LOOK_S = 0.5
-BOOTSTRAP = "bootstrap"
 
 
 class Driver:
-    """Driver that starts and ends the members of one cluster."""
-
     def __init__(self, around: Surroundings) -> None:
         self.bootstrap = Bootstrap(around)
         self.router: RouterProcess | None = None
         self.replicas: dict[str, Replica] = {}
-        """Latest start of each replica."""
         self.open_commands: set[int] = set()
-        """Commands without a final answer."""
+        """Numbers of the commands without a final answer."""
         self._unproven: dict[tuple[str, Incarnation], Replica] = {}
-        """Starts that ended on an unreachable machine and may therefore still run."""
+        """Starts that were ended while their machine was unreachable, and may still run."""
         self._around = around
         self._machines = count()
         self._commands = count()
@@ -61,7 +58,7 @@ class Driver:
 
     @property
     def is_serving(self) -> bool:
-        """Return whether exactly the desired members run."""
+        """Return whether exactly the desired members are running."""
         settled = (
             member.state is (MemberState.RUNNING if member.is_desired else MemberState.REMOVED)
             for member in self._cluster.members.values()
@@ -85,13 +82,15 @@ class Driver:
             self._carry_out(action)
         wake_s = self._cluster.next_wake_s()
         if wake_s is not None:
-            # Slightly late, in case of rounding.
+            # Slightly late, in case of rounding errors.
             self._around.after(max(0.0, wake_s - now.s) + 1e-6, partial(self._wake, wake_s))
 
     def report_failed(self, name: str, incarnation: Incarnation, reason: str) -> None:
-        """Report after a short delay that a process of a member has ended."""
-        event = events.Failed(name, incarnation, BatonError(reason))
-        self._around.after(self._around.random.uniform(0.05, 2.0), partial(self.post, event))
+        """Report that a process of a member has ended."""
+        self._post_later(2.0, events.Failed(name, incarnation, BatonError(reason)))
+
+    def _post_later(self, longest_s: float, event: Event) -> None:
+        self._around.after(self._around.random.uniform(0.05, longest_s), partial(self.post, event))
 
     def give(self, command: Command) -> None:
         number = next(self._commands)
@@ -120,9 +119,7 @@ class Driver:
             case events.Start(name, incarnation):
                 self._around.after(random.uniform(0.1, 1.5), partial(self._start, name, incarnation))
             case events.End(name, incarnation):
-                proven = self._end(name, incarnation)
-                event = events.Ended(name, incarnation, proven)
-                self._around.after(random.uniform(0.05, 0.5), partial(self.post, event))
+                self._post_later(0.5, events.Ended(name, incarnation, self._end(name, incarnation)))
             case events.Prove(name, incarnation):
                 self._prove(name, incarnation)
             case events.MarkEnded(name, incarnation, proven):
@@ -135,21 +132,16 @@ class Driver:
                 self._around.after(random.uniform(0.01, 0.1), partial(self.post, events.Placed(None)))
             case events.ResumeReplica(name, incarnation):
                 self.replicas[name].leader.take(Resume())
-                self._around.after(
-                    random.uniform(0.05, 2.0), partial(self.post, events.ReplicaResumed(name, incarnation, True))
-                )
+                self._post_later(2.0, events.ReplicaResumed(name, incarnation, True))
             case events.Answer(number, _, outcome) if outcome is not events.Outcome.GOING_ON:
                 self.open_commands.discard(number)
             case events.Drain():
-                is_idle = self.router is not None and self.router.is_idle
-                self._around.after(random.uniform(0.05, 0.5), partial(self.post, events.Drained(is_idle)))
+                self._post_later(0.5, events.Drained(self.router is not None and self.router.is_idle))
             case events.Stop():
                 self._stop()
-            case _:
-                pass
 
     def _wait_drained(self, watch: DrainWatch, name: str, incarnation: Incarnation, end_s: float) -> None:
-        """Wait as ``cluster.launch.waits`` does."""
+        """Wait like ``cluster.launch.waits``."""
         now_s, table = self._around.now_s(), self.bootstrap.table
         watch.saw(table.snapshot(now_s) if table is not None else None, now_s)
         if watch.is_over(now_s) or now_s >= end_s:
@@ -158,20 +150,20 @@ class Driver:
             self._around.after(_LOOK_S, partial(self._wait_drained, watch, name, incarnation, end_s))
 
     def _start(self, name: str, incarnation: Incarnation) -> None:
-        if name == BOOTSTRAP:
-            self.bootstrap.start()
-            self._around.after(_READY_S, partial(self.post, events.Started(name, incarnation)))
-        elif name == ROUTER:
-            self.router = RouterProcess(self._around, self.bootstrap, incarnation)
-            self._around.after(_READY_S, partial(self.post, events.Started(name, incarnation)))
-        else:
+        if name not in (BOOTSTRAP, ROUTER):
             rows = make_rows(self._around.shape, ReplicaId(name), incarnation, self._machine_for(name))
             on_failed = partial(self.report_failed, name, incarnation)
             self.replicas[name] = Replica(self._around, self.bootstrap, rows, on_failed)
             self._wait_ready(name, incarnation, self._around.now_s() + _START_TIMEOUT_S)
+            return
+        if name == BOOTSTRAP:
+            self.bootstrap.start()
+        else:
+            self.router = RouterProcess(self._around, self.bootstrap, incarnation)
+        self._around.after(_READY_S, partial(self.post, events.Started(name, incarnation)))
 
     def _wait_ready(self, name: str, incarnation: Incarnation, end_s: float) -> None:
-        """Wait as ``cluster.launch.gang`` does; half of the checks are late."""
+        """Wait like ``cluster.launch.gang``. Half of the checks are late."""
 
         def look() -> None:
             table = self.bootstrap.table
@@ -187,7 +179,7 @@ class Driver:
         self._around.after(random.choice((_READY_S, random.uniform(_READY_S, _MAX_LATE_S))), look)
 
     def _machine_for(self, name: str) -> str:
-        """Return the member's previous machine, or another one if an earlier start may still run there."""
+        """Return the replica's previous machine, or another one if an earlier start may still run there."""
         machine = self.replicas[name].machine if name in self.replicas else name
         is_taken = any(replica.machine == machine for replica in self._unproven.values())
         return f"{name}@{next(self._machines)}" if is_taken else machine
@@ -209,7 +201,7 @@ class Driver:
         for member in (self.router, *self.replicas.values()):
             if member is not None:
                 member.kill()
-        self._around.after(self._around.random.uniform(0.05, 0.5), partial(self.post, events.Stopped()))
+        self._post_later(0.5, events.Stopped())
 
     def _prove(self, name: str, incarnation: Incarnation) -> None:
         """Kill an unreachable start once it can be reached."""

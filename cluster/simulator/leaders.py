@@ -1,4 +1,4 @@
-"""Rows of a simulated replica, and its real leaders: one per DP rank, with pages and tiers."""
+"""Rank rows of a simulated replica, and the real leaders of its DP ranks."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from cluster.simulator.scenario import PAGE_SIZE, Shape, TierShape
 from cluster.simulator.world import Surroundings
 from cluster.spec.config import TransferBackendName
 from cluster.spec.hicache_config import HicacheConfig, StorageBackendName, StorageConfig
-from cluster.spec.ids import Incarnation, Peer, ReplicaId, Role
+from cluster.spec.ids import Incarnation, Peer, ReplicaId, Role, role_of
 from cluster.spec.kv import KvGeometry, KvGroup, KvPart, key_value_group
 from cluster.spec.memory import page_layout
 from cluster.spec.ranks import coords_of, world_size
@@ -27,63 +27,50 @@ from workers.scheduler.prefill_request import PrefillSettings
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 _BYTE = "float8_e4m3fn"
-"""Dtype with an item size of one byte."""
+"""Dtype of one byte."""
 MAX_REQUESTS = 4
 TICKET_TIMEOUT_S = 5.0
 
 
 def make_rows(shape: Shape, replica: ReplicaId, incarnation: Incarnation, machine: str) -> list[RankRow]:
     """Return the rows of one start of a replica, in order of global rank."""
-    role = Role(replica.partition("-")[0])
-    if role is Role.PREFILL:
-        sizes = AxisSizes(dp=shape.dp, cp=shape.cp, tp=shape.tp, pp=shape.pp)
-    else:
+    role = role_of(replica)
+    ownership, num_pages = shape.ownership, shape.prefill_pages
+    sizes = AxisSizes(dp=shape.dp, cp=shape.cp, tp=shape.tp, pp=shape.pp)
+    if role is Role.DECODE:
+        ownership, num_pages = KvOwnership.REPLICATED, shape.decode_pages
         sizes = AxisSizes(dp=shape.decode_dp, cp=1, tp=shape.decode_tp, pp=shape.decode_pp)
-    return [_row(shape, replica, role, incarnation, machine, sizes, rank) for rank in range(world_size(sizes))]
-
-
-def _row(
-    shape: Shape,
-    replica: ReplicaId,
-    role: Role,
-    incarnation: Incarnation,
-    machine: str,
-    sizes: AxisSizes,
-    global_rank: int,
-) -> RankRow:
-    start = f"{machine}/{replica}.{incarnation}.{global_rank}"
-    coords = coords_of(global_rank, sizes)
-    ownership = shape.ownership if role is Role.PREFILL else KvOwnership.REPLICATED
-    num_pages = shape.prefill_pages if role is Role.PREFILL else shape.decode_pages
-    geometry = geometry_of(shape)
-    layout = page_layout(geometry, sizes, coords, num_pages // ownership.num_owners(sizes.cp))
-    host = None
-    if shape.tiers is not None and shape.prefix_cache:
-        backend = TransferBackendName.SHARED_MEMORY if shape.tiers.shares_host else "simulated"
-        num_bytes = shape.tiers.host_pages * layout.page_bytes
-        host = Endpoint(backend=backend, session=start, base_address=0, num_bytes=num_bytes)
-    return RankRow(
-        replica=replica,
-        incarnation=incarnation,
-        coords=coords,
-        sizes=sizes,
-        global_rank=global_rank,
-        address=f"{machine}/{replica}.{global_rank}" if shape.reuses_addresses else start,
-        endpoint=Endpoint(backend="simulated", session=start, base_address=0, num_bytes=layout.pool_bytes),
-        geometry=geometry,
-        layout=layout,
-        transfer_mode=shape.mode,
-        ownership=ownership,
-        build="simulated",
-        host_endpoint=host,
-    )
+    geometry, rows = geometry_of(shape), []
+    for global_rank in range(world_size(sizes)):
+        start = f"{machine}/{replica}.{incarnation}.{global_rank}"
+        coords = coords_of(global_rank, sizes)
+        layout = page_layout(geometry, sizes, coords, num_pages // ownership.num_owners(sizes.cp))
+        host = None
+        if shape.tiers is not None and shape.prefix_cache:
+            backend = TransferBackendName.SHARED_MEMORY if shape.tiers.shares_host else "simulated"
+            num_bytes = shape.tiers.host_pages * layout.page_bytes
+            host = Endpoint(backend=backend, session=start, base_address=0, num_bytes=num_bytes)
+        row = RankRow(
+            replica=replica,
+            incarnation=incarnation,
+            coords=coords,
+            sizes=sizes,
+            global_rank=global_rank,
+            address=f"{machine}/{replica}.{global_rank}" if shape.reuses_addresses else start,
+            endpoint=Endpoint(backend="simulated", session=start, base_address=0, num_bytes=layout.pool_bytes),
+            geometry=geometry,
+            layout=layout,
+            transfer_mode=shape.mode,
+            ownership=ownership,
+            build="simulated",
+            host_endpoint=host,
+        )
+        rows.append(row)
+    return rows
 
 
 def geometry_of(shape: Shape) -> KvGeometry:
-    """Return a geometry with K and V in every layer.
-
-    In some scenarios every second layer has a window, or also one head with two parts of unequal size.
-    """
+    """Return a geometry with K and V in every layer. Every second layer may have a window or an extra KV group."""
     whole = range(0, shape.num_layers, 1 if shape.window is None else 2)
     groups = [key_value_group(whole, shape.num_kv_heads, 1, _BYTE)]
     if shape.window is not None:
@@ -99,13 +86,12 @@ def shard_of(rows: Sequence[RankRow], dp_rank: int) -> list[RankRow]:
 
 
 def step_depth(row: RankRow) -> int:
-    """Return the number of steps in flight, as in ``workers.build``."""
     num_stages = row.sizes.pp
     return num_stages + (num_stages > 1 and row.role is Role.PREFILL)
 
 
 def make_leader(around: Surroundings, me: Peer, rows: Sequence[RankRow], dp_rank: int) -> tuple[Leader, PageAllocator]:
-    """Create the leader of a DP rank, as ``workers.build`` does; ``rows`` has all ranks of the replica."""
+    """Create the leader of a DP rank like ``workers.build``. ``rows`` has all ranks of the replica."""
     own = shard_of(rows, dp_rank)
     first = own[0]
     tree = PrefixTree(first.num_owners) if around.shape.prefix_cache else None
@@ -130,12 +116,7 @@ def _limits(around: Surroundings, row: RankRow) -> StepLimits:
 
 
 def _make_decode_leader(
-    around: Surroundings,
-    me: Peer,
-    rows: Sequence[RankRow],
-    dp_rank: int,
-    allocator: PageAllocator,
-    tiers: Tiers | None,
+    around: Surroundings, me: Peer, rows: Sequence[RankRow], dp_rank: int, allocator: PageAllocator, tiers: Tiers | None
 ) -> Leader:
     shape = around.shape
     settings = DecodeSettings(

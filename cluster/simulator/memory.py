@@ -1,7 +1,7 @@
-"""Expected KV of every page, the page memory of every rank, and the write permissions.
+"""Page memory of each rank, the KV that its pages should have, and the permissions to write to them.
 
 A KV byte depends on all tokens up to its own, on the head, on the layer, and on whether it is K or V. A stale, torn,
-short or misplaced page therefore differs in each of its heads and layers.
+incomplete or misplaced page is therefore wrong in each of its heads and layers.
 """
 
 import math
@@ -19,12 +19,12 @@ from transfer.page_range import PageRange, Span
 from workers.cache.page_allocator import PageAllocator
 
 TORN = 255
-"""Byte left by a failed copy."""
+"""Byte that a failed copy leaves."""
 _MAX_LAYERS = 8
 
 
 class Violation(AssertionError):  # noqa: N818
-    """Broken promise, which the message describes."""
+    """Broken promise."""
 
 
 _NOTHING = VOCAB_SIZE
@@ -32,25 +32,25 @@ _NOTHING = VOCAB_SIZE
 _TABLES = [
     bytes((seed + salt) % _NOTHING for seed in range(_NOTHING)) + bytes(range(_NOTHING, 256)) for salt in range(128)
 ]
-"""Tables that map the seed of a token to its KV byte, by head, layer, and K or V."""
+"""Tables that map a token's seed to its KV byte, for each head, layer, and K or V."""
 
 Pieces = Sequence[tuple[int, int]]
 """Byte ranges in a page, as start and end."""
 
 
 class Text:
-    """Tokens of one request so far and their KV."""
+    """Tokens of one request so far, and their KV."""
 
     def __init__(self, prompt: bytes) -> None:
         self._tokens = bytearray()
         self._seeds = bytearray()
-        """One byte per token, which depends on that token and all preceding ones."""
+        """One byte per token, which depends on this token and all preceding ones."""
         self._digest = 0
         self._images: dict[tuple[int, int, int, tuple[GroupLayout, ...]], bytes] = {}
         self.put(0, prompt)
 
     def put(self, first: int, tokens: bytes) -> None:
-        """Add tokens that a rank computes from position ``first``. All ranks must compute the same tokens."""
+        """Add the tokens that a rank computes from a position. All ranks must compute the same ones."""
         num_known = len(self._tokens) - first
         if num_known < 0 or not tokens.startswith(bytes(self._tokens[first : first + len(tokens)])):
             raise Violation(f"wrong tokens: {list(tokens)} are computed after {list(self._tokens[:first])}")
@@ -63,7 +63,7 @@ class Text:
         return bytes(self._tokens[:length])
 
     def page(self, number: int, length: int, layout: PoolLayout, lifetime: int) -> bytes:
-        """Return the content of a page of a lifetime when the first ``length`` tokens have KV."""
+        """Return the content of a lifetime's page after the first ``length`` tokens."""
         end = min(length, (number + 1) * PAGE_SIZE)
         image = self._images.get((number, end, lifetime, layout.groups))
         if image is None:
@@ -84,7 +84,7 @@ class Memory:
 
     row: RankRow
     allocator: PageAllocator
-    """Allocator of the leader, shared by all ranks of the DP rank."""
+    """Allocator of the DP rank's leader."""
     pool: bytearray
     host: bytearray
     filled: set[int] = field(default_factory=set)
@@ -99,7 +99,7 @@ class Memory:
 
     @property
     def session(self) -> str:
-        """Name of this pool. A restarted rank has a new one."""
+        """Return the name of this pool. A restarted rank has a new one."""
         return self.row.endpoint.session
 
     def page(self, page: int) -> bytes:
@@ -111,12 +111,11 @@ class Memory:
         self.pool[start : start + len(image)] = image
 
     def holds(self, page: int, image: bytes, pieces: Pieces) -> bool:
-        """Return whether these pieces of a page equal those of an image."""
+        """Return whether some pieces of a page equal those of an image."""
         start = page * self.row.layout.page_bytes
         return all(self.pool[start + first : start + last] == image[first:last] for first, last in pieces)
 
     def put_pieces(self, page: int, image: bytes, pieces: Pieces) -> None:
-        """Set these pieces of a page to those of an image."""
         start = page * self.row.layout.page_bytes
         for first, last in pieces:
             self.pool[start + first : start + last] = image[first:last]
@@ -126,20 +125,20 @@ class Memory:
         return memoryview(self.host)[page * size : (page + 1) * size]
 
     def filled_host_page(self, page: int) -> memoryview:
-        """Return a page of the host pool after checking that it has been written."""
+        """Return a page of the host pool, which must have been written."""
         if page not in self.filled:
             raise Violation(f"host page {page} of {self.session} is read, which nobody has filled")
         return self.host_page(page)
 
     def pieces(self, layers: range, lifetime: int = 0) -> Pieces:
-        """Return the pieces that some layers have in a page of a lifetime. Layers count from the rank's first one."""
+        """Return the pieces of a lifetime's page that belong to some layers, counted from the rank's first layer."""
         layout = self.row.layout
         page = PageRange(layout, [0], layout.layers[layers.start : layers.stop], lifetime=lifetime)
         return [(span.source_offset, span.source_offset + span.num_bytes) for span in page.spans_to(page)]
 
 
 def _tables(group: GroupLayout) -> Iterator[tuple[bytes, int]]:
-    """Yield the table and the bytes per token for each head, layer and part of a group, in page order."""
+    """Yield the table and the bytes per token of each head, layer and part, in page order."""
     first = len(_TABLES) // 2 * (group.name not in (FULL_ATTENTION, SLIDING_ATTENTION))
     for head in group.heads:
         for layer in group.layers:
@@ -163,7 +162,6 @@ class _Permission:
 @dataclass(frozen=True, slots=True)
 class _Transfer:
     memories: Sequence[Memory]
-    """Memory of each rank in the DP rank."""
     text: Text
     num_tokens: int
 
@@ -173,12 +171,12 @@ class Tickets:
 
     def __init__(self) -> None:
         self._permissions: dict[PageAllocator, dict[int, _Permission]] = {}
-        """Permissions by the DP rank's allocator and by page."""
+        """Permissions by page, for each DP rank's allocator."""
         self._transfers: dict[Room, _Transfer] = {}
-        """Transfer of the latest ticket of each room."""
+        """Transfer of the latest ticket, by room."""
 
     def give(self, memories: Sequence[Memory], ticket: Ticket, text: Text, num_tokens: int) -> None:
-        """Permit prefill to write to the pages of a ticket."""
+        """Permit prefill to write to a ticket's pages."""
         self._transfers[ticket.room] = _Transfer(memories, text, num_tokens)
         allocator = memories[0].allocator
         permissions = self._permissions.setdefault(allocator, {})
@@ -201,13 +199,13 @@ class Tickets:
             raise Violation(f"room {room} writes into page {page} of {memory.session}, which has it from another rank")
 
     def end(self, memory: Memory, page: int) -> None:
-        """Revoke all permissions for a page, because its own replica writes to it."""
+        """Revoke the permission for a page to which its own replica writes."""
         permissions = self._permissions.get(memory.allocator)
         if permissions:
             permissions.pop(page, None)
 
     def check_start(self, room: Room) -> None:
-        """Check that all pages of a room have arrived, so that decode may read them, and revoke their permissions."""
+        """Check that all pages of a room have arrived before decode reads them, and revoke their permissions."""
         transfer = self._transfers.pop(room, None)
         if transfer is None:
             return
@@ -227,5 +225,5 @@ def num_head_copies(row: RankRow) -> int:
 
 
 def _is_sent_to(row: RankRow, page: int) -> bool:
-    """Return whether prefill sends a page to this decode rank rather than to another one with the same heads."""
+    """Return whether prefill sends a page to this decode rank and not to another one with the same heads."""
     return (row.coords.tp - page) % num_head_copies(row) == 0

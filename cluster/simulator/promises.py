@@ -1,4 +1,4 @@
-"""Checks of promises: each request ends once, every target is stopped, and the router knows the caches."""
+"""Checks that each request ends once, that targets are stopped, and that the router knows what is cached."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def hand_over(leader: ReplicaLeader, me: Peer, message: Message, now_s: float) -> None:
-    """Deliver a message to a leader, and check that it drops messages for another start of its replica."""
+    """Deliver a message to a leader, which must drop messages for another start of its replica."""
     incarnation = _addressed(message, me)
     if incarnation in (None, me.incarnation):
         leader.on_message(message, now_s)
@@ -38,11 +38,11 @@ def hand_over(leader: ReplicaLeader, me: Peer, message: Message, now_s: float) -
     before = _num_dropped(leader)
     leader.on_message(message, now_s)
     if _num_dropped(leader) == before:
-        raise Violation(f"{me.replica} heeds a {type(message).__name__} for another start of it")
+        raise Violation(f"{me.replica} accepts a {type(message).__name__} for another start of this replica")
 
 
 def _addressed(message: Message, me: Peer) -> Incarnation | None:
-    """Return the incarnation that a message is addressed to; None if it names none."""
+    """Return the incarnation that a message is addressed to, or None."""
     match message:
         case Submit():
             legs = filter(None, (message.prefill, message.decode))
@@ -62,23 +62,21 @@ def _num_dropped(leader: ReplicaLeader) -> int:
 
 
 class Duties:
-    """Duties of one router start: it must stop every target that works for a finished attempt."""
+    """Duty of a router to stop every target that works for a finished attempt."""
 
     def __init__(self) -> None:
         self._at_work: dict[Room, set[str]] = {}
-        """Targets by attempt: addresses that have neither done their part nor been told to stop."""
+        """Addresses that have neither finished their part of an attempt nor been told to stop."""
         self._submits: dict[Room, Submit] = {}
 
     def note_sent(self, address: str, message: Message) -> None:
-        """Record a message with which the router starts or stops a target."""
         if isinstance(message, Submit):
             self._submits[message.room] = message
             self._at_work.setdefault(message.room, set()).add(address)
         elif isinstance(message, Cancel):
             self._drop(message.room, address)
 
-    def note_heard(self, message: Output | Failure) -> None:
-        """Record a message with which a target ends its part."""
+    def note_received(self, message: Output | Failure) -> None:
         submit = self._submits.get(message.room)
         if submit is None:
             return
@@ -92,10 +90,9 @@ class Duties:
             self._drop(message.room, submit.prefill.address)
 
     def check(self, is_under_way: Callable[[Room], bool]) -> None:
-        """Check that every working target belongs to a current attempt."""
         for room, addresses in self._at_work.items():
             if not is_under_way(room):
-                raise Violation(f"the attempt in room {room} is over, and {', '.join(sorted(addresses))} not told so")
+                raise Violation(f"room {room} is over, but {', '.join(sorted(addresses))} was not told to stop")
 
     def _drop(self, room: Room, address: str) -> None:
         addresses = self._at_work.get(room, set())
@@ -105,33 +102,32 @@ class Duties:
 
 
 class KnownPages:
-    """Cache index of one router start, which subscribes to KV events as ``router.relay`` does."""
+    """Cache index of a router, which subscribes to KV events like ``router.relay``."""
 
     def __init__(self, me: Peer, directory: Directory, picker: Picker, send: Callable[[str, Message], None]) -> None:
         self._me, self._directory, self._picker, self._send = me, directory, picker, send
 
     def on_table(self, now_s: float) -> None:
-        """Subscribe to replicas that are new in the table."""
         for peer in self._picker.pages.update(self._peers, now_s):
             self._follow(peer)
 
     def on_kv_events(self, events: KvEvents, now_s: float) -> None:
-        """Apply KV events of a replica; subscribe again if some are missing."""
+        """Apply a replica's KV events. Subscribe again if some are missing."""
         if self._picker.pages.on_kv_events(events, now_s):
             for peer in self._peers:
                 if (peer.replica, peer.incarnation) == (events.replica, events.incarnation):
                     self._follow(peer)
 
     def check(self, leader: "LeaderProcess") -> None:
-        """Compare the index with a leader whose KV events have all arrived."""
+        """Compare the index with a leader's cache if all KV events have arrived."""
         pages, me = self._picker.pages, leader.me
         known, cached = pages.find(me), leader.cached_keys()
         if known is None or known.next_number is None or known.next_number != leader.num_kv_events[self._me.address]:
             return
         keys = set(known.keys)
-        # The router forgets a page of several DP ranks once one of them has evicted it.
+        # The router forgets a page that several DP ranks have cached when one of them evicts it.
         if not keys <= cached or (keys != cached and leader.row.sizes.dp == 1):
-            raise Violation(f"the router has all KV events of {me.replica}, and knows other pages than it has cached")
+            raise Violation(f"the router has all KV events of {me.replica}, but its index differs from the cache")
 
     @property
     def _peers(self) -> list[Peer]:
@@ -142,20 +138,20 @@ class KnownPages:
 
 
 class End(StrEnum):
-    """End of a request as its client sees it."""
+    """End of a request, from the client's view."""
 
     FINISHED = "finished"
     FAILED = "failed"
     LEFT = "left"
     REFUSED = "refused"
-    """No replica was ready, so nothing was sent."""
+    """A role had no ready replica."""
     DISCONNECTED = "disconnected"
     """The router died."""
 
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """Client that knows its answer in advance and checks every token."""
+    """Client that knows the right tokens in advance and checks each of them."""
 
     ask: Ask
     tokens: bytes = b""
@@ -169,13 +165,13 @@ class Client:
     def take(self, token_ids: Sequence[int]) -> None:
         self.tokens += bytes(token_ids)
         if self.end is not None:
-            raise Violation(f"tokens came after the request had {self.end}")
+            raise Violation(f"tokens arrived after the request had {self.end}")
         if not self.expected.startswith(self.tokens):
-            raise Violation(f"wrong tokens: {list(self.tokens)} came, {list(self.expected)} are right")
+            raise Violation(f"wrong tokens: got {list(self.tokens)}; expected: {list(self.expected)}")
 
     def finish(self, end: End, reason: str = "") -> None:
         if self.end is not None:
             raise Violation(f"the request {end} after it had {self.end}")
         if end is End.FINISHED and self.tokens != self.expected[: self.ask.enough]:
-            raise Violation(f"a short answer: {len(self.tokens)} of {self.ask.max_tokens} tokens")
+            raise Violation(f"the output ended after {len(self.tokens)} of {self.ask.max_tokens} tokens")
         self.end, self.reason = end, reason

@@ -1,4 +1,4 @@
-"""Process of one rank of a replica, and the loop of a follower."""
+"""Process of one rank, and the loop of a follower."""
 
 from abc import abstractmethod
 from collections import deque
@@ -26,29 +26,28 @@ from workers.handoff.kv_sender import KvSender
 from workers.memory.layerwise_load import LayerwiseLoad
 
 _CHECK_S = 0.1
-"""Maximum time that checking the pages of one request takes."""
+"""Maximum time to check the pages of one request."""
 
 
 class RankProcess(Process):
-    """Rank with a device and page memory, which are lost with the process."""
+    """Process with a rank's device and page memory, which are lost when it dies."""
 
     def __init__(
         self, around: Surroundings, rows: Sequence[RankRow], global_rank: int, leader: Peer, allocator: PageAllocator
     ) -> None:
-        """Create one rank of a replica; its DP rank has one allocator."""
         row, shape = rows[global_rank], around.shape
         super().__init__(around, row.address)
         self.row = row
         self.leader_address = leader.address
         self.shard: list[RankProcess] = []
-        """Processes of the same DP rank, in order of global rank."""
+        """Processes of this DP rank, in order of global rank."""
         self.num_begun = 0
         self.num_computed = 0
         self._step: StepPlan | None = None
         self._num_layers = 0
-        """Number of computed layers of the current step."""
+        """Number of layers of the current step that have been computed."""
         self._ends: deque[int] = deque()
-        """Numbers of layers after which others can observe this rank's progress."""
+        """Numbers of computed layers at which others can observe the progress of the step."""
         self._part_s = 0.0
         self._inbox: deque[Message] = deque()
         self._layerwise_load: LayerwiseLoad | None = None
@@ -61,7 +60,7 @@ class RankProcess(Process):
             row=row,
             pool=memoryview(self.memory.pool),
             config=TransferConfig(mode=shape.mode, verify=shape.verify),
-            outbox=_Outbox(self),
+            outbox=self,
             start_writer=partial(VirtualWriter, around, self.memory, self.when_running),
             least_span_bytes=1,
         )
@@ -69,7 +68,7 @@ class RankProcess(Process):
         self.device = VirtualDevice(around, self.memory, self.sender)
 
     def obey(self, message: Message) -> bool:
-        """Handle a message for ranks of any kind; return False for any other message."""
+        """Handle a message that any rank can receive. Return False for any other message."""
         match message:
             case TierJob():
                 self.tier_worker.submit(message)
@@ -85,11 +84,9 @@ class RankProcess(Process):
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no transfer is open and no copy is in flight."""
         return not self.sender.num_open and self.tier_worker.is_idle
 
     def kill(self) -> None:
-        """End the process; writes in flight may still arrive."""
         if self.is_dead:
             return
         super().kill()
@@ -97,10 +94,21 @@ class RankProcess(Process):
         self.memory.is_gone = True
 
     def _check_pages(self, message: CheckPages) -> None:
-        """Check pages, as the thread of ``workers.handoff.page_checker`` does."""
+        """Check pages like the thread of ``workers.handoff.page_checker``."""
         wrong = wrong_pages(memoryview(self.memory.pool), self.row.layout, message.digests)
         answer = PagesChecked(room=message.room, rank=self.row.global_rank, wrong=wrong)
         self.send(self.leader_address, answer)
+
+    def close(self) -> None:
+        """Do nothing, as an outbox without connections."""
+
+    def take(self, message: Message) -> None:
+        self._inbox.append(message)
+        self.when_running(self._turn)
+
+    @abstractmethod
+    def _turn(self) -> None:
+        """Handle messages and steps until there is nothing left to do."""
 
     @property
     def is_computing(self) -> bool:
@@ -108,16 +116,16 @@ class RankProcess(Process):
 
     @property
     def mates(self) -> "list[RankProcess]":
-        """Ranks of the same TP group, which exchange tensors in every layer."""
+        """Return the ranks of this TP group, which exchange tensors in every layer."""
         coords = self.row.coords
         return [rank for rank in self.shard if (rank.row.coords.cp, rank.row.coords.pp) == (coords.cp, coords.pp)]
 
     @abstractmethod
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
-        """Handle the end of a step with the tokens that this rank sampled."""
+        """Handle the end of a step, in which this rank has sampled these tokens."""
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step. The TP group starts to compute when its last rank begins."""
+        """Begin a step. The TP group computes from when its last rank has begun."""
         self._step, self._num_layers = plan, 0
         self.num_begun += 1
         self._on_stored = self.device.begin(plan)
@@ -127,7 +135,7 @@ class RankProcess(Process):
                 mate.when_running(partial(mate._start, plan))
 
     def _start(self, plan: StepPlan) -> None:
-        """Compute layers in parts; others can observe the end of each part."""
+        """Compute layers in parts. Others can observe the end of each part."""
         self.device.take_copies(plan.arrived, [mate.memory for mate in self.mates])
         layout = self.row.layout
         job = plan.layerwise_load
@@ -140,13 +148,12 @@ class RankProcess(Process):
         self.after(self._part_s, self._compute_layers)
 
     def _on_layers(self) -> None:
-        """Continue now that more layers can be read."""
         if self._waits_for_layers:
             self._waits_for_layers = False
             self._compute_layers()
 
     def _compute_layers(self) -> None:
-        """Compute the next layers unless they have not been loaded yet."""
+        """Compute the next layers once they are loaded."""
         plan, end = self._step, self._ends[0]
         assert plan is not None
         if self._layerwise_load is not None and self._layerwise_load.num_here < end:
@@ -160,27 +167,24 @@ class RankProcess(Process):
         if self._ends:
             self.after(self._part_s, self._compute_layers)
         else:
-            self._compute_rest()
+            self.num_computed += 1
+            self.end_if_computed()
+            sampler = next(rank for rank in self.shard if rank.device.is_sampling_rank)
+            if sampler is not self:
+                sampler.when_running(sampler.end_if_computed)
 
-    def _compute_rest(self) -> None:
-        self.num_computed += 1
-        self.end_if_over()
-        sampling_rank = next(rank for rank in self.shard if rank.device.is_sampling_rank)
-        if sampling_rank is not self:
-            sampling_rank.when_running(sampling_rank.end_if_over)
-
-    def end_if_over(self) -> None:
-        """End the step if it is computed; a rank that samples waits for all ranks of the step."""
+    def end_if_computed(self) -> None:
+        """End the step if it is computed. The rank that samples waits for all ranks of the step."""
         plan = self._step
         if plan is None or self.num_computed < self.num_begun:
             return
-        if self.device.is_sampling_rank and any(rank.num_computed < self.num_computed for rank in self._met(plan)):
+        if self.device.is_sampling_rank and any(rank.num_computed < self.num_computed for rank in self._ranks_of(plan)):
             return
         self._step = None
         self.on_ended(plan, self.device.end(plan))
 
-    def _met(self, plan: StepPlan) -> "list[RankProcess]":
-        """Return the ranks that compute a step together with this one. Followers on other CP ranks can lag behind."""
+    def _ranks_of(self, plan: StepPlan) -> "list[RankProcess]":
+        """Return the ranks that compute a step with this one. Others can lag behind."""
         if plan.shape.strategy is not Strategy.NONE or self.row.num_owners > 1:
             return self.shard
         return [rank for rank in self.shard if rank.row.coords.cp == self.row.coords.cp]
@@ -191,14 +195,9 @@ class RankProcess(Process):
 
 
 class Follower(RankProcess):
-    """Rank that carries out step plans of a leader."""
-
-    def take(self, message: Message) -> None:
-        self._inbox.append(message)
-        self.when_running(self._turn)
+    """Rank that carries out a leader's step plans."""
 
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
-        """Report the sampled tokens to the leader and continue."""
         if self.device.is_sampling_rank and plan.scheduled:
             result = StepResult(dp_rank=self.row.coords.dp, sampled=sampled)
             self.send(self.leader_address, result)
@@ -211,16 +210,3 @@ class Follower(RankProcess):
                 self.begin(message)
             else:
                 self.obey(message)
-
-
-class _Outbox:
-    """Outbox that sends in the name of a process."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-
-    def send(self, address: str, message: Message) -> None:
-        self._process.send(address, message)
-
-    def close(self) -> None:
-        """Do nothing: no connection is held open."""

@@ -1,4 +1,4 @@
-"""Start of a replica: the process of rank 0 with the real leaders, and its followers."""
+"""One start of a replica: the process of rank 0 with the real leaders, and its followers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from cluster.spec.clock import HEARTBEAT_S
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, Peer, Room
 from cluster.spec.messages import KvEvents, Message, Output, TableUpdate
-from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
+from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import TierJob
@@ -29,7 +29,7 @@ IDLE_WAIT_S = 1.0
 
 
 class LeaderProcess(RankProcess):
-    """Process of rank 0: the loop of ``workers.worker`` around the real leader, its heartbeats and its table."""
+    """Process of rank 0: the loop of ``workers.worker`` around the real leader, with heartbeats and table updates."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class LeaderProcess(RankProcess):
         made: Sequence[tuple[Leader, PageAllocator]],
         on_refused: Callable[[str], None],
     ) -> None:
-        """Start the process with a leader and its pages for each DP rank; ``on_refused`` ends the replica."""
+        """Start the process with each DP rank's leader and allocator. ``on_refused`` ends the replica."""
         super().__init__(around, rows, 0, me, made[0][1])
         self._leaders = [leader for leader, _ in made]
         self._allocators = [allocator for _, allocator in made]
@@ -49,21 +49,21 @@ class LeaderProcess(RankProcess):
         )
         self.me = me
         self.rows = rows
-        self._digest = rows_digest(rows)
         self._bootstrap = bootstrap
         self._on_refused = on_refused
         self._load = ReplicaLoad()
         self.num_kv_events: dict[str, int] = {}
-        """Number of KV event messages by router address, counted from the message with the complete cache."""
+        """Number of KV event messages by router address, beginning with the message that has the complete cache."""
         self._outgoing: list[tuple[str, Message]] = []
-        """Messages to send, which the checks have seen."""
-        self._unwatch = bootstrap.watch(machine_of(self.address), self._on_table)
+        """Messages to send, which have been checked."""
+        self._unwatch = bootstrap.watch(
+            machine_of(self.address), lambda snapshot: self.take(TableUpdate(snapshot=snapshot))
+        )
         self.every(HEARTBEAT_S, self._beat)
         self.every(IDLE_WAIT_S, self._turn)
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no request or transfer is open and no page is held."""
         pages_are_free = all(allocator.num_free == allocator.num_pages for allocator in self._allocators)
         is_done = not self.is_computing and all(leader.is_idle() for leader in self._leaders)
         return is_done and pages_are_free and super().is_idle
@@ -75,10 +75,6 @@ class LeaderProcess(RankProcess):
         if not self.is_dead:
             self._unwatch()
         super().kill()
-
-    def take(self, message: Message) -> None:
-        self._inbox.append(message)
-        self.when_running(self._turn)
 
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
         if self.device.is_sampling_rank and plan.scheduled:
@@ -93,7 +89,7 @@ class LeaderProcess(RankProcess):
             message = self._inbox.popleft()
             if not self.obey(message):
                 hand_over(self.leader, self.me, message, self.around.now_s())
-                self._show_new()
+                self._check_new()
         self.leader.tick(self.around.now_s())
         if self.leader.must_end:
             self.around.was_quarantined = True
@@ -104,7 +100,7 @@ class LeaderProcess(RankProcess):
         if not plans:
             self._close_turn()
         else:
-            # First tokens, tickets and loaded pages do not wait for the step.
+            # First tokens, tickets and finished loads do not wait for the step.
             self._emit()
             computed = {row.room: len(row.token_ids) for plan in plans for row in plan.scheduled}
             self.around.trace.add(self.address, "computes", computed)
@@ -113,16 +109,16 @@ class LeaderProcess(RankProcess):
             self.begin(plans[0])
 
     def _close_turn(self) -> None:
-        if self.around.scenario.is_mild:  # no other process asks
+        if self.around.scenario.is_mild:  # otherwise nobody reads it
             load = self.leader.load()
-            # The limit applies to the pages of each DP rank, and all have the same number.
+            # The limit applies to each DP rank, and all have the same number of pages.
             limit = self.around.shape.quarantine_limit * load.total_pages / len(self._leaders)
             if load.quarantined_pages > limit:
                 self.around.was_quarantined = True
         self._emit()
 
     def _emit(self) -> None:
-        self._show_new()
+        self._check_new()
         outgoing, self._outgoing = self._outgoing, []
         for address, message in outgoing:
             if isinstance(message, TierJob) and address == self.address:
@@ -130,8 +126,8 @@ class LeaderProcess(RankProcess):
             else:
                 self.send(address, message)
 
-    def _show_new(self) -> None:
-        """Show the checks every message that permits writing or starts reading, before anything is computed."""
+    def _check_new(self) -> None:
+        """Check all new messages that permit writes or start reads, before anything is computed."""
         for leader in self._leaders:
             leader.check_integrity()
         new = self.leader.take_outgoing()
@@ -148,31 +144,26 @@ class LeaderProcess(RankProcess):
             elif isinstance(message, Output) and message.first_index == self.around.submits[message.room].num_given:
                 self.around.tickets.check_start(message.room)
 
-    def _on_table(self, snapshot: TableSnapshot) -> None:
-        self.take(TableUpdate(snapshot=snapshot))
-
     def _beat(self) -> None:
         self._load = self.leader.load()
         self._bootstrap.call(machine_of(self.address), self._renew, self._on_answer)
 
     def _renew(self, table: BootstrapTable) -> None:
         """Send a heartbeat like the lease keeper. If the table does not know the rows, register them first."""
+        first = self.rows[0]
+        heartbeat = Heartbeat(
+            replica=first.replica, incarnation=first.incarnation, rows_digest=rows_digest(self.rows), load=self._load
+        )
         try:
-            table.heartbeat(self._heartbeat(), self.around.now_s())
+            table.heartbeat(heartbeat, self.around.now_s())
         except TableRefusedError as error:
             if error.code is not RefusalCode.UNKNOWN_ROWS:
                 raise
             for row in self.rows:
                 table.register(row)
-            table.heartbeat(self._heartbeat(), self.around.now_s())
-        for row in self.rows[1:]:  # a paused replica pauses with all its ranks
+            table.heartbeat(heartbeat, self.around.now_s())
+        for row in self.rows[1:]:  # all ranks of a replica pause together
             table.alive(row.replica, row.incarnation, row.global_rank, self.around.now_s())
-
-    def _heartbeat(self) -> Heartbeat:
-        first = self.rows[0]
-        return Heartbeat(
-            replica=first.replica, incarnation=first.incarnation, rows_digest=self._digest, load=self._load
-        )
 
     def _on_answer(self, answer: TableRefusedError | PeerUnreachableError | None) -> None:
         if isinstance(answer, TableRefusedError) and not self.is_dead:
@@ -217,7 +208,7 @@ def _earlier(peer: Peer) -> Peer:
 
 
 class Replica:
-    """Processes of one start, which live and die together if the supervisor works correctly."""
+    """Processes of one start, which the supervisor ends together."""
 
     def __init__(
         self, around: Surroundings, bootstrap: Bootstrap, rows: list[RankRow], on_failed: Callable[[str], None]

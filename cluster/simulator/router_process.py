@@ -1,4 +1,4 @@
-"""Process of the router: the loop of ``router.relay`` around the real dispatch, directory and picker."""
+"""Process of the router: the loop of ``router.relay`` around the real request table, directory and picker."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -28,7 +28,6 @@ from router.request import (
     RequestId,
     SendMessage,
     StartAttempt,
-    WakeAt,
     peers_of,
 )
 
@@ -39,8 +38,6 @@ _SESSIONS = ("", "a", "b")
 
 
 class RouterProcess(Process):
-    """Router that sends requests to pairs of replicas and returns their tokens to clients."""
-
     def __init__(self, around: Surroundings, bootstrap: Bootstrap, incarnation: Incarnation) -> None:
         super().__init__(around, f"{HOME}/{ROUTER}.{incarnation}")
         me = Peer(replica=ROUTER, incarnation=incarnation, address=self.address)
@@ -52,7 +49,7 @@ class RouterProcess(Process):
         self.requests = RequestTable(me, config.router, load, breakers, picker.pick, self._draw_room)
         self._duties = Duties()
         self._first: RequestId | None = None
-        """Latest request that is not another choice of an earlier one."""
+        """Latest request that is not a further choice of an earlier one."""
         self._first_prompt = b""
         self._clients: dict[RequestId, Client] = {}
         self._unwatch = bootstrap.watch(HOME, self._on_table)
@@ -60,16 +57,14 @@ class RouterProcess(Process):
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no request is open and none is counted as load."""
+        """Return whether no request is open or counted as load."""
         return not self._clients and not self.requests.num_open and not self.requests.load.lines()
 
     @property
     def num_again(self) -> int:
-        """Return the number of attempts after the first ones."""
         return self.requests.num_retries + self.requests.num_continuations
 
     def kill(self) -> None:
-        """Die; waiting clients lose their connection."""
         if self.is_dead:
             return
         super().kill()
@@ -96,10 +91,10 @@ class RouterProcess(Process):
     def take(self, message: Message) -> None:
         match message:
             case Output():
-                self._duties.note_heard(message)
+                self._duties.note_received(message)
                 self._perform(self.requests.on_output(message, self.around.now_s()))
             case Failure():
-                self._duties.note_heard(message)
+                self._duties.note_received(message)
                 self._perform(self.requests.on_failure(message, self.around.now_s()))
             case Inquire():
                 self._perform(self.requests.on_inquire(message))
@@ -152,8 +147,6 @@ class RouterProcess(Process):
                 case SendMessage():
                     self._duties.note_sent(action.address, action.message)
                     self.send(action.address, action.message)
-                case WakeAt():
-                    pass  # deadlines are checked often enough
                 case OutputBatch():
                     self._pass_on(action)
                 case FailRequest():

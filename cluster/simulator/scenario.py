@@ -1,6 +1,6 @@
 """Input of one simulation: the cluster, its requests and its faults."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -14,15 +14,15 @@ PAGE_SIZE = 4
 VOCAB_SIZE = 251
 
 MACHINE_LOST_S = 15.0
-"""Maximum time for which a lost machine stays unreachable beyond the fault's duration."""
+"""Maximum time for which a lost machine stays unreachable after the fault's duration."""
 _LOSSY_TIMEOUT_S = 600.0
-"""Timeout long enough for all attempts of all requests in sequence, even if each loses some messages."""
+"""Timeout that is long enough for all attempts, one after another, each with some lost messages."""
 _MAX_MILD_FAULTS = 3
-"""Maximum number of faults in a mild scenario; a request has as many retries."""
+"""Maximum number of faults in a mild scenario, which a request's retries must survive."""
 
 
 class FaultKind(StrEnum):
-    """Kind of a fault or operator command with a start time."""
+    """Kind of a fault or of an operator command."""
 
     KILL = "kill"
     """One process of a member dies."""
@@ -31,11 +31,11 @@ class FaultKind(StrEnum):
     PARTITION = "partition"
     """Two machines cannot reach each other for a while."""
     LOSE_MACHINE = "lose_machine"
-    """A replica's machine becomes unreachable from home; its processes continue, or pause for a part of that time."""
+    """A replica's machine becomes unreachable from home. Its processes continue, or pause for a while."""
     DRAIN = "drain"
     """A replica is drained."""
     RESTART = "restart"
-    """An operator requests a rolling restart of a replica."""
+    """An operator restarts a replica with the rolling option."""
     SCALE = "scale"
     """An operator scales a role up to this replica."""
     STAND_BY = "stand_by"
@@ -49,13 +49,11 @@ _MILD = frozenset({FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.L
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Fault with its start time."""
-
     kind: FaultKind
     at_s: float
     member: str
     other: str = ""
-    """Other side of a partition; ``home`` is where supervisor, bootstrap and router run."""
+    """Other side of a partition. ``home`` is where supervisor, bootstrap service and router run."""
     rank: int = 0
     """Rank of the process that dies."""
     duration_s: float = 0.0
@@ -63,19 +61,19 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hazards:
-    """Rates at which messages between machines, writes and tier jobs fail, from 0 to 1."""
+    """Hazards of messages between machines, of writes and of tier jobs. Rates are from 0 to 1."""
 
     drop: float = 0.0
     duplicate: float = 0.0
     """Rate of messages that arrive twice."""
     reorder: float = 0.0
-    """Rate of messages that later ones of the same sender overtake."""
+    """Rate of messages that the sender's later messages overtake."""
     stale: float = 0.0
-    """Rate of tickets followed by a late message about the previous ticket."""
+    """Rate of tickets after which a late message about an earlier ticket arrives."""
     fail_write: float = 0.0
     slow_write: float = 0.0
     flip: float = 0.0
-    """Rate of pages that arrive with one bit changed; above 0 only if pages are verified."""
+    """Rate of pages that arrive with one wrong bit; above 0 only if pages are verified."""
     fail_move: float = 0.0
     """Rate of tier jobs that fail on one rank."""
     slow_move: bool = False
@@ -86,32 +84,28 @@ class Hazards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """Request of one client."""
-
     at_s: float
     prompt: bytes
-    """Prompt, one byte per token."""
+    """One byte per token."""
     max_tokens: int
     patience_s: float | None = None
-    """Time after which the client leaves."""
+    """Time after which the client disconnects."""
     dp_rank: int | None = None
     """DP rank that the client requests."""
     enough: int | None = None
-    """Number of tokens after which the client's stop string is complete."""
+    """Number of tokens that complete the client's stop string."""
     is_choice: bool = False
-    """True for another choice of the previous request; it arrives at the same time."""
+    """Whether this is a further choice of the previous request, which arrives at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierShape:
-    """Host memory, and storage that outlives replicas."""
-
     host_pages: int
-    """Pages in each rank's host memory."""
+    """Number of pages in each rank's host memory."""
     write: WritePolicy
     prefetch: PrefetchPolicy
     shares_host: bool = True
-    """Ranks of a replica can read each other's host memory even if its owner is dead."""
+    """Ranks of a replica can read each other's host memory even after the owner has died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,37 +116,35 @@ class Shape:
     num_decode: int = 1
     cp: int = 1
     dp: int = 1
-    """Number of prefill's DP ranks; each has its own requests and pages."""
     tp: int = 1
-    """Number of prefill's TP ranks; cp and pp are also those of prefill."""
     pp: int = 1
+    """Size of this axis in prefill, like cp, dp and tp."""
     decode_dp: int = 1
     decode_tp: int = 1
     decode_pp: int = 1
     num_layers: int = 4
     has_extra_group: bool = False
-    """Some layers store a second KV group with one head."""
+    """Every second layer also stores a KV group with one head."""
     window: int | None = None
-    """Number of tokens that every second layer sees; None if it sees all."""
+    """Number of tokens that every second layer sees; None for all."""
     num_kv_heads: int = 2
-    """Number of KV heads; ranks of a larger TP group share heads."""
+    """Ranks of a TP group larger than this share heads."""
     dp_policy: DpPolicy = DpPolicy.LEAST_TOKENS
     prefill_pages: int = 24
-    """Number of pages of one DP rank of prefill; with sharded KV, its ranks divide them evenly."""
+    """Number of pages per DP rank of prefill. If the KV is sharded, its ranks divide them evenly."""
     decode_pages: int = 24
     chunk_tokens: int = 16
     mode: TransferMode = TransferMode.ALL_RANKS
     ownership: KvOwnership = KvOwnership.REPLICATED
-    """Location of prefill's KV; with sharded KV, every rank sends the pages that it owns."""
     prefix_cache: bool = True
     tiers: TierShape | None = None
-    """Tiers below the device cache; they need the prefix cache."""
+    """Tiers below the device cache, if any. They need the prefix cache."""
     skip_below_tokens: int = 0
-    """Prompt length below which decode computes the prompt itself."""
+    """Prompt length below which decode computes the prompt."""
     settle_s: float = 0.0
-    """Time during which bytes can still arrive after their sender died or failed."""
+    """Time for which bytes can still arrive after their sender has died or failed."""
     reuses_addresses: bool = False
-    """A restarted replica listens at its previous addresses."""
+    """A restarted replica has the same addresses as before."""
     verify: Verify = Verify.COUNTS
     transfer_timeout_s: float = 5.0
     quarantine_limit: float = QUARANTINE_LIMIT
@@ -171,7 +163,7 @@ class Scenario:
 
     @property
     def is_calm(self) -> bool:
-        """Return whether nothing fails, so that every request must be answered whatever an operator does."""
+        """Return whether nothing fails. Every request must then be answered, whatever commands an operator gives."""
         return self.hazards == Hazards() and all(fault.kind in COMMANDS for fault in self.faults)
 
     @cached_property
@@ -192,12 +184,9 @@ class Scenario:
 
     @property
     def is_lossy(self) -> bool:
-        """Return whether only messages are lost, so that no request may end by its deadline."""
-        hazards = self.hazards
-        on_messages = Hazards(
-            drop=hazards.drop, duplicate=hazards.duplicate, reorder=hazards.reorder, stale=hazards.stale
-        )
-        return hazards.drop > 0 and not self.faults and hazards == on_messages
+        """Return whether only messages are lost. No deadline may then end a request."""
+        others = replace(self.hazards, drop=0.0, duplicate=0.0, reorder=0.0, stale=0.0)
+        return self.hazards.drop > 0 and not self.faults and others == Hazards()
 
     @property
     def request_timeout_s(self) -> float:

@@ -1,11 +1,12 @@
-"""Simulation of one scenario, from the start of the cluster until no request is open."""
+"""Simulation of one scenario, from the start of the cluster to its stop."""
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.simulator.driver import BOOTSTRAP, Driver
+from cluster.launch.services import BOOTSTRAP
+from cluster.simulator.driver import Driver
 from cluster.simulator.memory import Violation
 from cluster.simulator.promises import Client, End
 from cluster.simulator.replica import Replica
@@ -18,16 +19,13 @@ from cluster.supervisor.events import StopRequested
 
 _START_LIMIT_S = 60.0
 _SLACK_S = 60.0
-"""Time after the last deadline for restarts, including their backoff, and for late messages."""
+"""Time after the last deadline for restarts with their backoff and for late messages."""
 _LOOK_S = 0.5
 
 
 class Faults:
-    """Faults of one scenario, applied to the members of a driver."""
-
     def __init__(self, around: Surroundings, driver: Driver) -> None:
         self.num_open = len(around.scenario.faults)
-        """Number of faults that are not over yet."""
         self._around = around
         self._driver = driver
         for fault in around.scenario.faults:
@@ -115,23 +113,19 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of one run."""
-
     violation: str | None
-    """Broken promise; None if all were kept."""
+    """Broken promise, or None."""
     ends: Counter[str]
     """Number of requests by end."""
     happened: Counter[str]
     """Number of faults and hazards that occurred, by kind."""
     moved: Counter[str]
-    """Number of pages that tier jobs moved, by kind."""
+    """Number of pages that tier jobs moved and of early sends, by kind."""
     trace: list[str]
     virtual_s: float
 
 
 class Simulation:
-    """World of one scenario."""
-
     def __init__(self, scenario: Scenario, traced: bool = False) -> None:
         self._scenario = scenario
         self._around = make_surroundings(scenario, traced)
@@ -141,25 +135,25 @@ class Simulation:
         self._faults: Faults | None = None
 
     def run(self) -> Outcome:
-        """Run until nothing is open or a promise is broken. An error in the code under test breaks a promise, too."""
+        """Run until nothing is open or a promise is broken. Any error in the code under test counts as a violation."""
         violation = None
         try:
             if not self._run_until(self._is_up):
-                raise Violation("the cluster never came up")
+                raise Violation("the cluster did not start")
             self._begin()
             if not self._run_until(lambda: not self._left_over()):
-                raise Violation(f"never came to an end: {', '.join(self._left_over())}")
+                raise Violation(f"did not end: {', '.join(self._left_over())}")
             self._check_ends()
             self._check_known_pages()
             self._driver.post(StopRequested("the scenario is over"))
             if not self._run_until(lambda: self._driver.is_stopped):
-                raise Violation("the cluster never stopped")
-        except Exception as error:  # any error makes the seed worth showing
+                raise Violation("the cluster did not stop")
+        except Exception as error:  # an error of any type
             violation = f"{type(error).__name__}: {error}"
         ends = Counter(str(client.end) for client in self._clients)
-        happened = self._around.happened + self._around.network.happened
-        moved = self._around.moved
-        return Outcome(violation, ends, happened, moved, self._around.trace.lines, self._around.now_s())
+        around = self._around
+        happened = around.happened + around.network.happened
+        return Outcome(violation, ends, happened, around.moved, around.trace.lines, around.now_s())
 
     def _begin(self) -> None:
         scenario, now_s = self._scenario, self._around.now_s()
@@ -180,7 +174,7 @@ class Simulation:
             router.open(client)
 
     def _run_until(self, is_reached: Callable[[], bool]) -> bool:
-        """Run events until a condition holds; return False if the time limit is reached first."""
+        """Run events until a condition holds. Return False if the time limit is reached first."""
         look_s = 0.0
         while self._around.now_s() < self._limit_s:
             if self._around.now_s() >= look_s:
@@ -191,16 +185,11 @@ class Simulation:
         return False
 
     def _is_up(self) -> bool:
-        router = self._driver.router
-        return (
-            self._driver.is_serving
-            and router is not None
-            and all(len(router.directory.ready(role)) == self._num_replicas(role) for role in Role)
-        )
-
-    def _num_replicas(self, role: Role) -> int:
-        shape = self._scenario.shape
-        return shape.num_prefill if role is Role.PREFILL else shape.num_decode
+        router, shape = self._driver.router, self._scenario.shape
+        if router is None or not self._driver.is_serving:
+            return False
+        numbers = {Role.PREFILL: shape.num_prefill, Role.DECODE: shape.num_decode}
+        return all(len(router.directory.ready(role)) == number for role, number in numbers.items())
 
     def _left_over(self) -> list[str]:
         assert self._faults is not None
@@ -208,7 +197,7 @@ class Simulation:
         left = [f"{self._faults.num_open} faults"] if self._faults.num_open else []
         left += [f"request {number}" for number, client in enumerate(self._clients) if client.end is None]
         if not driver.is_serving:
-            left.append("members that do not run")
+            left.append("members that are not running")
         if driver.router is None or not driver.router.is_idle:
             left.append("requests in the router")
         left += [f"command {number}" for number in driver.open_commands]
@@ -216,7 +205,7 @@ class Simulation:
         return left
 
     def _check_known_pages(self) -> None:
-        """Check the router's index, unless KV events were reordered: their streams have no names to sort them by."""
+        """Check the router's index, unless KV events may have been duplicated or reordered."""
         hazards, router = self._scenario.hazards, self._driver.router
         if hazards.duplicate or hazards.reorder or router is None:
             return
@@ -225,13 +214,13 @@ class Simulation:
 
     def _check_ends(self) -> None:
         scenario = self._scenario
-        # A pause of another member can cost a spared replica its pages.
+        # While another member pauses, the pages of a spared replica can stay in quarantine.
         if not scenario.is_calm and (not scenario.is_mild or self._around.was_quarantined):
             return
-        why = "nothing went wrong" if scenario.is_calm else "a replica of each role was spared"
+        why = "nothing failed" if scenario.is_calm else "a replica of each role had no fault"
         for number, client in enumerate(self._clients):
             if client.end not in (End.FINISHED, End.LEFT):
-                raise Violation(f"{why}, and request {number} {client.end}: {client.reason}")
+                raise Violation(f"{why}, but request {number} {client.end}: {client.reason}")
         router = self._driver.router
         if scenario.is_calm and router is not None and router.num_again:
-            raise Violation(f"{why}, and {router.num_again} attempts did not get to their end")
+            raise Violation(f"{why}, but {router.num_again} attempts were repeated")

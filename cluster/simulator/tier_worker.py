@@ -1,6 +1,6 @@
-"""Tiers of one rank, in place of ``workers.hicache.tier_worker``: the real copier moves pages during steps.
+"""Tiers of one rank, in place of ``workers.hicache.tier_worker``. The real copier moves the pages.
 
-Host memory is lost with its process; storage is shared by all replicas and survives them.
+Host memory is lost with its process. Storage is shared by all replicas and survives them.
 """
 
 from collections import deque
@@ -33,11 +33,11 @@ _QUEUES = {
 class _Queued:
     job: TierJob
     load: LayerwiseLoad | None = None
-    """Progress of a load that a step waits for; None for other jobs."""
+    """Progress of a load that a step waits for, or None."""
 
 
 class VirtualTierWorker:
-    """Tier jobs of one rank, in queues that run one job after another."""
+    """Queues of one rank's tier jobs, each of which runs one job at a time."""
 
     def __init__(
         self,
@@ -47,10 +47,7 @@ class VirtualTierWorker:
         memory: Memory,
         on_layers: Callable[[], None],
     ) -> None:
-        """Create the queues for a rank of a replica with these rows.
-
-        ``on_layers`` is called when a step can read more layers.
-        """
+        """Create the queues. ``on_layers`` is called when a step can read more layers."""
         self._process, self._around, self._leader_address = process, process.around, leader_address
         self._row, self._memory, self._on_layers = memory.row, memory, on_layers
         self._queues: dict[str, deque[_Queued]] = {queue: deque() for queue in _QUEUES.values()}
@@ -67,7 +64,7 @@ class VirtualTierWorker:
         self._enqueue(_Queued(job))
 
     def submit_layerwise(self, job: TierJob) -> LayerwiseLoad:
-        """Load pages layer by layer while a step waits for them. Such copies do not fail."""
+        """Load pages layer by layer for a step that waits for them. Such loads do not fail."""
         load = LayerwiseLoad()
         self._enqueue(_Queued(job, load))
         return load
@@ -90,7 +87,7 @@ class VirtualTierWorker:
             self._process.after(random.uniform(1e-3, longest_s), partial(self._end, queue))
 
     def _load_layers(self, queue: deque[_Queued], load: LayerwiseLoad, layers: Iterator[None], layer_s: float) -> None:
-        """Load the next layers; the last ones end the job."""
+        """Load the next layers. The last ones end the job."""
         job = queue[0].job
         if self._row.global_rank == 0:  # followers can lag behind their leader
             self._check_held(job)
@@ -124,7 +121,6 @@ class VirtualTierWorker:
             self._begin(queue)
 
     def _has(self, page: TierPage) -> bool:
-        """Return whether this rank has a device page."""
         assert self._copier is not None
         return self._row.ownership is KvOwnership.REPLICATED or self._copier.owns(page)
 
@@ -132,7 +128,7 @@ class VirtualTierWorker:
         for page in job.pages:
             assert page.device is not None
             if not self._memory.allocator.is_held(page.device):
-                raise Violation(f"{self._memory.session} loads page {page.device}, which no sequence holds alone")
+                raise Violation(f"{self._memory.session} loads page {page.device}, which is not held by one sequence")
 
     def _load(self, pages: Sequence[TierPage], *, fails: bool) -> bool:
         assert self._copier is not None
@@ -148,7 +144,7 @@ class VirtualTierWorker:
         return True
 
     def _move(self, kind: TierJobKind, page: TierPage, *, fails: bool) -> bool:
-        """Move this rank's part of one page; return whether that part is complete."""
+        """Move this rank's part of a page. Return whether that part is complete."""
         assert self._copier is not None
         if not self._copier.owns(page):
             return True
@@ -160,14 +156,14 @@ class VirtualTierWorker:
             return not fails and self._store(page, bytes(self._memory.filled_host_page(slot)))
         self._memory.filled.add(slot)
         if kind is TierJobKind.SAVE and not fails:
-            # This copies the current bytes; the leader discards the copy if the page has been evicted since.
+            # This copies the current bytes. If the page has been evicted, the leader discards the copy.
             return self._copier.save([page], None) > 0
         found = None if fails else self._stored(page)
         self._copier.host_page(page)[:] = found if found is not None else bytes([TORN]) * self._copier.bytes_of(page)
         return found is not None
 
     def _pieces(self, page: TierPage) -> list[tuple[bytes, str, int, int]]:
-        """Return the names of a page's pieces in storage; they do not depend on the layout."""
+        """Return the names of a page's pieces in storage. They do not depend on the layout."""
         groups = [group for group in self._row.layout.groups if group.lifetime == page.lifetime]
         return [
             (page.key, group.name, head, layer) for group in groups for head in group.heads for layer in group.layers
@@ -183,7 +179,7 @@ class VirtualTierWorker:
         for name in self._pieces(page):
             piece, content = content[: sizes[name[1]]], content[sizes[name[1]] :]
             if self._around.storage.setdefault(name, piece) != piece:
-                raise Violation(f"{self._memory.session} stores the KV of one page under the key of another")
+                raise Violation(f"{self._memory.session} stores a page under the key of another page")
         return True
 
 
@@ -217,14 +213,14 @@ class _TierMemory:
             self._memory.put_pieces(page, bytes(self._memory.filled_host_page(slot)), pieces)
 
     def take_in(self, pages: Sequence[int], lifetime: int, layers: range | None, after: None) -> None:
-        """Do nothing: pages of peers are read directly into their destination."""
+        """Do nothing, because peers' pages are read directly into their destination."""
 
     def wait_loads(self) -> None:
-        """Do nothing: loads are complete when they return."""
+        """Do nothing, because loads are complete when they return."""
 
 
 class _Reads:
-    """Transfer backend that reads the host memory of peers."""
+    """Transfer backend that reads peers' host memory."""
 
     def __init__(self, memories: dict[str, Memory], mine: Memory) -> None:
         self._memories, self._mine = memories, mine
@@ -233,7 +229,7 @@ class _Reads:
         """Copy spans from a peer's host pool to our device pool.
 
         Raises:
-            TransferError: the peer is dead and its memory is not on this host.
+            TransferError: the peer is dead and its host memory is not shared.
         """
         peer = self._memories[source.session]
         if peer.is_gone and source.backend != TransferBackendName.SHARED_MEMORY:

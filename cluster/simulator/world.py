@@ -1,8 +1,8 @@
-"""World of a simulation: virtual time, the network, and the processes that use them.
+"""Virtual time, the network, and the processes that use them.
 
-The network behaves like ZeroMQ over TCP, and worse if the scenario says so. The messages of one sender to one address
-arrive in order and are not lost while both live. Messages to a peer that is unreachable or not listening wait at the
-sender. When a sender dies, its queued messages are lost.
+Without hazards, the network behaves like ZeroMQ over TCP. Messages from one sender to one address arrive in order and
+are not lost while both live. Messages to a peer that is unreachable or not listening wait at the sender. When a sender
+dies, its queued messages are lost.
 """
 
 import heapq
@@ -28,7 +28,7 @@ Deliver = Callable[[Message], None]
 
 
 class Timeline:
-    """Queue of future events. Events run in order of time and take no time themselves."""
+    """Queue of future events, which run in order of time and take no time themselves."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -43,7 +43,7 @@ class Timeline:
         heapq.heappush(self._events, (self._now_s + delay_s, next(self._numbers), event))
 
     def step(self) -> bool:
-        """Run the next event; return False if there is none."""
+        """Run the next event. Return False if there is none."""
         if not self._events:
             return False
         self._now_s, _, event = heapq.heappop(self._events)
@@ -52,7 +52,7 @@ class Timeline:
 
 
 class Trace:
-    """Log of a run, which is formatted only if it is on."""
+    """Trace of a run. Nothing is formatted unless it is on."""
 
     def __init__(self, timeline: Timeline, is_on: bool) -> None:
         self.lines: list[str] = []
@@ -72,7 +72,7 @@ def _in_words(part: object) -> str:
 
 
 def machine_of(address: str) -> str:
-    """Return the machine of an address, which has the form ``machine/process``."""
+    """Return the machine in an address, which has the form ``machine/process``."""
     return address.partition("/")[0]
 
 
@@ -82,9 +82,9 @@ class _Connection:
     address: str
     pending: deque[Message] = field(default_factory=deque)
     last_s: float = 0.0
-    """Arrival time of the newest message."""
+    """Arrival time of the latest message."""
     num_stalled: int = 0
-    """Number of messages that have arrived but wait for the peer."""
+    """Number of messages that have arrived and wait for the peer."""
 
     @property
     def crosses(self) -> bool:
@@ -92,11 +92,9 @@ class _Connection:
 
 
 class Network:
-    """Network that carries messages and knows which machines can reach each other."""
-
     def __init__(self, timeline: Timeline, random: Random, hazards: Hazards, trace: Trace) -> None:
         self.happened: Counter[str] = Counter()
-        """Number of affected messages by hazard."""
+        """Number of messages that each hazard has affected."""
         self._timeline = timeline
         self._random = random
         self._hazards = hazards
@@ -106,7 +104,7 @@ class Network:
         self._cuts: Counter[frozenset[str]] = Counter()
 
     def listen(self, address: str, deliver: Deliver) -> None:
-        """Deliver all messages to this address from now on, including waiting ones."""
+        """Deliver the messages to this address from now on, including waiting ones."""
         self._listeners[address] = deliver
         self._resume()
 
@@ -114,7 +112,7 @@ class Network:
         self._listeners.pop(address, None)
 
     def end_sender(self, sender: str) -> None:
-        """Drop the last messages of a process that has died."""
+        """Drop the queued messages of a dead process, or the last ones of them."""
         for key in [key for key in self._connections if key[0] == sender]:
             connection = self._connections.pop(key)
             left = 0 if connection.num_stalled else self._random.randint(0, len(connection.pending))
@@ -125,7 +123,7 @@ class Network:
         return bool(self._cuts) and frozenset((machine, other)) in self._cuts
 
     def cut(self, machine: str, other: str) -> None:
-        """Separate two machines until every cut between them has healed."""
+        """Separate two machines until all cuts between them have healed."""
         self._cuts[frozenset((machine, other))] += 1
 
     def heal(self, machine: str, other: str) -> None:
@@ -139,7 +137,6 @@ class Network:
         return self._random.uniform(0.1, 2.0) if self._random.random() < 0.03 else self._random.uniform(2e-4, 2e-2)
 
     def send(self, sender: str, address: str, message: Message) -> None:
-        """Send a message between two processes, each named ``machine/process``."""
         key = (sender, address)
         connection = self._connections.get(key)
         if connection is None:
@@ -201,18 +198,18 @@ class Surroundings:
     network: Network
     tickets: Tickets = field(default_factory=Tickets)
     memories: dict[str, Memory] = field(default_factory=dict)
-    """Memory of each rank by session."""
+    """Memory of each rank, by session."""
     storage: dict[tuple[bytes, str, int, int], bytes] = field(default_factory=dict)
-    """KV of stored pages by page key, group, head and layer."""
+    """KV of stored pages, by page key, group, head and layer."""
     texts: dict[Room, Text] = field(default_factory=dict)
     submits: dict[Room, Submit] = field(default_factory=dict)
     """Submit messages of all attempts so far."""
     happened: Counter[str] = field(default_factory=Counter)
     """Number of faults and hazards that occurred, by kind."""
     was_quarantined: bool = False
-    """A replica refused requests for a while because too many of its pages were in quarantine."""
+    """Whether a replica refused requests because too many of its pages were in quarantine."""
     moved: Counter[str] = field(default_factory=Counter)
-    """Number of pages that tier jobs moved on all ranks, by kind."""
+    """Number of pages that tier jobs moved, and of early sends, on all ranks."""
 
     def text_of(self, room: Room) -> Text:
         if room not in self.texts:
@@ -242,7 +239,7 @@ def make_surroundings(scenario: Scenario, traced: bool) -> Surroundings:
 
 
 class Process(ABC):
-    """Process with an address. It can be paused and killed."""
+    """Process with an address, which can be paused and killed."""
 
     def __init__(self, around: Surroundings, address: str) -> None:
         self.around = around
@@ -261,7 +258,7 @@ class Process(ABC):
         self.around.network.send(self.address, address, message)
 
     def when_running(self, event: Event) -> None:
-        """Run an event unless the process is dead; if it is paused, run the event when it resumes."""
+        """Run an event unless the process is dead. A paused process runs it when it resumes."""
         if self._is_paused:
             self._waiting.append(event)
         elif not self.is_dead:

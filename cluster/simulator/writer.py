@@ -1,4 +1,4 @@
-"""Sender thread on virtual time, in place of ``transfer.sender_thread.SenderThread``, whose promises it keeps.
+"""Writer on virtual time, in place of ``transfer.sender_thread.SenderThread``.
 
 It writes page by page, can fail, and leaves bytes in flight when it dies.
 """
@@ -23,7 +23,7 @@ WRITE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Data that one job writes to one page."""
+    """Part of a job that goes to one page."""
 
     session: str
     """Session name of the target pool."""
@@ -31,13 +31,11 @@ class _Copy:
     """Page number in the target pool."""
     spans: list[Span]
     share: float
-    """Fraction of the page's KV over all heads and layers. It keeps the hazards of a page independent of the layout."""
+    """Fraction of the KV in all heads and layers. It makes the hazards of a page independent of the layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Job that is being written."""
-
     job: SendJob
     digests: list[PageDigests]
     num_bytes: int
@@ -46,7 +44,7 @@ class _Work:
 
 
 class VirtualWriter:
-    """Writer of send jobs, in order and one page at a time."""
+    """Writer of send jobs in order, one page at a time."""
 
     def __init__(
         self,
@@ -55,7 +53,7 @@ class VirtualWriter:
         when_running: Callable[[Event], None],
         on_outcome: Callable[[Outcome], None],
     ) -> None:
-        """Create the writer; ``when_running`` runs an event now, or when its process resumes."""
+        """Create the writer. ``when_running`` runs an event now, or when its process resumes."""
         self._around = around
         self._machine = machine_of(source.session)
         self._source = source
@@ -80,10 +78,10 @@ class VirtualWriter:
         self._enqueue(Cancelled(room))
 
     def forget(self, target: Endpoint) -> None:
-        """Do nothing: no connection is held open."""
+        """Do nothing, because there are no connections."""
 
     def close(self) -> None:
-        """Die: queued jobs are lost, and bytes in flight arrive completely, in part or not at all."""
+        """Drop the queued jobs. The copy in flight arrives completely, in part or not at all."""
         self._queue.clear()
         if self._on_way is not None:
             self._straggle(*self._on_way)
@@ -117,7 +115,7 @@ class VirtualWriter:
             self._write(_Work(item, digests, num_bytes, self._copies(writes)))
 
     def _write(self, work: _Work) -> None:
-        """Start the next copy of a job, or end the job after its last copy."""
+        """Start a job's next copy, or end the job."""
         job = work.job
         if self._source.is_gone:
             return
@@ -165,7 +163,7 @@ class VirtualWriter:
         self._next()
 
     def _straggle(self, job: SendJob, copy: _Copy) -> None:
-        """Deliver all, a part or none of the bytes of an unfinished copy within ``settle_s``."""
+        """Deliver an unfinished copy completely, in part or not at all, within ``settle_s``."""
         settle_s, random = self._around.shape.settle_s, self._around.random
         if settle_s and random.random() < 0.5:
             part = _Copy(copy.session, copy.page, copy.spans[: random.randint(1, len(copy.spans))], copy.share)
@@ -182,7 +180,7 @@ class VirtualWriter:
         self._flip(target, copy.spans)
 
     def _flip(self, target: Memory, spans: Sequence[Span]) -> None:
-        """Sometimes change one bit of the bytes that arrived."""
+        """Sometimes change one bit of the copy that arrived."""
         random = self._around.random
         if not self._around.hazards.flip or random.random() >= self._around.hazards.flip:
             return
@@ -198,7 +196,6 @@ class VirtualWriter:
             pages: dict[int, list[Span]] = {}
             for source, target, num_bytes in write.spans:
                 for offset in range(-(target % size), num_bytes, size):
-                    # Up to the end of the page or of the span, whichever is first.
                     first, last = max(offset, 0), min(offset + size, num_bytes)
                     piece = Span(source + first, target + first, last - first)
                     pages.setdefault(piece.target_offset // size, []).append(piece)

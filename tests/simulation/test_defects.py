@@ -18,13 +18,13 @@ MAX_SEEDS = 600
 
 FOREIGN_WRITE = r"has no ticket|is free or shared|from another rank"
 EARLY_READ = r"is read before|wrong tokens"
-NEVER_ENDS = r"never came to an end"
+NEVER_ENDS = r"did not end"
 DEADLINE = r"a deadline ended"
-FAILS_IN_CALM = r"nothing went wrong"
-FAILS_IN_MILD = r"a replica of each role was spared"
-NOT_TOLD = r"not told so"
-OTHER_START = r"for another start of it"
-FOREIGN_PAGE = rf"{EARLY_READ}|under the key of another|no sequence holds alone|nobody has filled"
+FAILS_IN_CALM = r"nothing failed"
+FAILS_IN_MILD = r"a replica of each role had no fault"
+NOT_TOLD = r"was not told to stop"
+OTHER_START = r"for another start of this replica"
+FOREIGN_PAGE = rf"{EARLY_READ}|under the key of another|is not held by one sequence|nobody has filled"
 
 Weather = Callable[[Scenario], Scenario]
 
@@ -233,14 +233,14 @@ def windows_below(scenario: Scenario) -> Scenario:
         (defects.drop_the_drain_ack, as_drawn, NEVER_ENDS),
         (defects.miscount_pages, calm, FAILS_IN_CALM),
         (defects.end_before_it_is_drained, commands, FAILS_IN_CALM),
-        (defects.restart_one_rank_alone, dying_ranks, f"which it was never given|{EARLY_READ}|{NEVER_ENDS}"),
+        (defects.restart_one_rank_alone, dying_ranks, f"which it does not know|{EARLY_READ}|{NEVER_ENDS}"),
         (defects.start_before_pages_are_checked, changed_bytes, EARLY_READ),
         (defects.take_all_pages_for_right, changed_bytes, EARLY_READ),
         (defects.leave_out_a_digest, calm_with_digests, FAILS_IN_CALM),
         (defects.leave_out_a_digest_and_miss_none, changed_bytes, EARLY_READ),
         (defects.forget_who_has_a_room, several_dp_ranks, f"{FAILS_IN_CALM}|{NEVER_ENDS}"),
         (defects.ticket_pages_that_are_computed_into, leavers_of_dp_ranks, f"{FOREIGN_WRITE}|{EARLY_READ}"),
-        (router_defects.ignore_gaps_in_kv_events, lossy, "knows other pages"),
+        (router_defects.ignore_gaps_in_kv_events, lossy, "its index differs from the cache"),
         (defects.free_source_pages_early, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
         (defects.let_no_bytes_settle, dying_ranks, FOREIGN_WRITE),
         (defects.take_silence_for_proof, lost_machine, FOREIGN_WRITE),

@@ -90,7 +90,7 @@ def test_other_seeds_are_other_runs() -> None:
 def test_a_failing_scenario_is_made_smaller_and_still_fails() -> None:
     scenario = draw_scenario(FAILING_SEED)
     smaller, outcome = shrink(scenario)
-    assert str(outcome.violation).startswith("Violation: never came to an end: decode-")
+    assert str(outcome.violation).startswith("Violation: did not end: decode-")
     assert len(smaller.asks) == 1
     assert len(smaller.faults) <= len(scenario.faults)
     assert len(outcome.trace) < len(run(FAILING_SEED).trace)
@@ -111,7 +111,7 @@ def test_command_shows_the_trace_of_a_failing_seed_and_how_to_replay_it() -> Non
     result = CliRunner().invoke(app, ["simulate", "--seeds", "1", "--first", str(FAILING_SEED), "--json"])
     assert result.exit_code == 1
     assert json.loads(result.stdout)["violations"] == 1
-    assert f"seed {FAILING_SEED}: Violation: never came to an end" in result.stderr
+    assert f"seed {FAILING_SEED}: Violation: did not end" in result.stderr
     assert "Ticket(room=" in result.stderr
     assert result.stderr.endswith(f"replay: baton simulate --seeds 1 --first {FAILING_SEED}\n")
 
