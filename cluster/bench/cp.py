@@ -37,7 +37,6 @@ class CpBench:
 
     @property
     def max_len(self) -> int:
-        """Length of the longest prompt with its prefix."""
         return self.prefix_len + max(self.prompt_lens)
 
     def ways(self) -> list[Way]:
@@ -58,7 +57,6 @@ class CpResult:
     prefill_ms: float
     """The slowest rank's time from the common start to the first token."""
     estimate_ms: float | None
-    """Time according to the cost model."""
     efficiency: float
     """Time of one rank alone, divided by cp times the group's time."""
     exposed_comm_share: float
@@ -121,7 +119,6 @@ def _measure(bench: CpBench, ranks: list[WorkerProcess], prompt_len: int) -> lis
 
 
 def _ask(ranks: Sequence[WorkerProcess], method: str, *args: Any) -> list[Any]:
-    """Call a method on all ranks and return their results."""
     for rank in ranks:
         rank.call(method, *args)
     return [rank.result() for rank in ranks]

@@ -19,7 +19,6 @@ from cluster.bench.workload import PlannedRequest, Workload
 _RUN_SALT = secrets.token_hex(8)
 """Cache salt, which prevents cache hits on prompts of earlier runs."""
 _TIMEOUT_S = 600.0
-"""Maximum wait for the endpoint's next data."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +28,6 @@ class RequestRecord:
     sent_s: float
     ended_s: float = math.inf
     arrivals_s: list[float] = field(default_factory=list)
-    """Arrival times of the chunks with tokens."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
@@ -37,7 +35,6 @@ class RequestRecord:
     trace_path: str | None = None
     """Path of the request's trace at the endpoint."""
     error: str | None = None
-    """Reason for a failure, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,6 @@ class Report:
     e2el_ms: Quantiles | None
     """End-to-end latency."""
     errors: dict[str, int]
-    """Number of failed requests by reason."""
 
 
 async def run_load(

@@ -42,7 +42,6 @@ class PlannedRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     requests: Sequence[PlannedRequest]
-    """Requests in order of arrival."""
     concurrency: int | None
     """Maximum number of requests in flight; None if there is no limit."""
     title: str

@@ -20,7 +20,6 @@ from workers.bench.shapes import SHAPES
 T = TypeVar("T")
 
 _WIDTH = 118
-"""Table width in a file or pipe."""
 _TIMEOUT_S = 7200.0
 _MAX_LEN = 1 << 18
 
@@ -174,7 +173,6 @@ def _bench_worker(name: str) -> Iterator[Callable[..., Any]]:
 
 @contextmanager
 def _errors_end_the_command() -> Iterator[None]:
-    """Exit with a one-line message on Ctrl-C or when a worker process fails."""
     from workers.process import RemoteError
 
     try:

@@ -60,7 +60,6 @@ def send_command(path: Path, command: Command) -> Iterator[Answer]:
 
 
 def decode_command(line: bytes) -> Command | None:
-    """Return the command in a line, or None if it is invalid."""
     try:
         return _commands.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

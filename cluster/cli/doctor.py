@@ -100,7 +100,6 @@ def check_torch(version: str | None = None, num_gpus: int | None = None) -> Find
 def check_mooncake(
     version: Callable[[str], str | None] | None = None, missing: Callable[[], Sequence[str]] | None = None
 ) -> Finding:
-    """Check whether the mooncake transfer backend can run."""
     installed = next(filter(None, map(version or installed_version, MOONCAKE_PACKAGES)), None)
     if installed is None:
         fix = "for `transfer.backend: mooncake`: .venv/bin/pip install -c constraints.txt '.[mooncake]'"

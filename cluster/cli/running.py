@@ -14,11 +14,8 @@ from cluster.spec.errors import UserError
 
 
 class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of a note."""
-
     name: str
     process: ProcessId
-    """The driver."""
     model: str
     router_url: str | None = None
     """None until the router is ready."""
@@ -111,7 +108,6 @@ def _folder() -> Path:
 
 
 def _read(path: Path) -> RunningCluster | None:
-    """Return the note if its driver is still running."""
     try:
         cluster = msgspec.json.decode(path.read_bytes(), type=RunningCluster)
     except (OSError, msgspec.DecodeError):

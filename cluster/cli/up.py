@@ -60,7 +60,6 @@ def up(
 
 
 def _check_port(config: DeployConfig) -> None:
-    """Check that the port is free before anything starts."""
     host, port = config.router.host, config.router.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

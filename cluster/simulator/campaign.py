@@ -23,10 +23,8 @@ class Campaign:
     faults: Counter[str] = field(default_factory=Counter)
     """Number of faults and hazards that occurred, by kind."""
     moved: Counter[str] = field(default_factory=Counter)
-    """Number of pages that tier jobs moved and of early sends, by kind."""
     ends: Counter[str] = field(default_factory=Counter)
     violations: dict[int, str] = field(default_factory=dict)
-    """Broken promise by failing seed."""
 
     def run(self, seeds: Iterable[int]) -> None:
         for seed in seeds:

@@ -29,12 +29,9 @@ def answer(prompt: bytes, count: int) -> bytes:
 class _Known(Admit, frozen=True, kw_only=True):
     text: Text
     pages: list[list[int]]
-    """Page ids by lifetime."""
 
 
 class VirtualDevice:
-    """Device with one rank's page tables, which reads and writes the rank's pages."""
-
     def __init__(self, around: Surroundings, memory: Memory, sender: KvSender) -> None:
         self._around, self._memory, self._sender = around, memory, sender
         self._lifetimes = memory.row.geometry.lifetimes

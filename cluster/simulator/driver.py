@@ -23,9 +23,7 @@ from cluster.supervisor.state import Cluster, Member, MemberState, Now, Phase
 
 BACKOFF_S = 0.5
 _PATIENCE_S = 4.0
-"""Maximum silence of a member."""
 _READY_S = 0.5
-"""Delay until the processes of a member are ready."""
 _START_TIMEOUT_S = 6.0
 _MAX_LATE_S = 6.0
 """Maximum delay until the driver sees in the table that a start is ready. It is longer than a lease."""
@@ -86,7 +84,6 @@ class Driver:
             self._around.after(max(0.0, wake_s - now.s) + 1e-6, partial(self._wake, wake_s))
 
     def report_failed(self, name: str, incarnation: Incarnation, reason: str) -> None:
-        """Report that a process of a member has ended."""
         self._post_later(2.0, events.Failed(name, incarnation, BatonError(reason)))
 
     def _post_later(self, longest_s: float, event: Event) -> None:
@@ -204,7 +201,6 @@ class Driver:
         self._post_later(0.5, events.Stopped())
 
     def _prove(self, name: str, incarnation: Incarnation) -> None:
-        """Kill an unreachable start once it can be reached."""
         replica = self._unproven[name, incarnation]
         if self._around.network.is_cut(replica.machine, HOME):
             self._around.after(_RETRY_S, partial(self._prove, name, incarnation))

@@ -27,7 +27,6 @@ from workers.scheduler.prefill_request import PrefillSettings
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 _BYTE = "float8_e4m3fn"
-"""Dtype of one byte."""
 MAX_REQUESTS = 4
 TICKET_TIMEOUT_S = 5.0
 

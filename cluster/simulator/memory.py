@@ -19,7 +19,6 @@ from transfer.page_range import PageRange, Span
 from workers.cache.page_allocator import PageAllocator
 
 TORN = 255
-"""Byte that a failed copy leaves."""
 _MAX_LAYERS = 8
 
 
@@ -88,9 +87,7 @@ class Memory:
     pool: bytearray
     host: bytearray
     filled: set[int] = field(default_factory=set)
-    """Pages of the host pool that have been written."""
     is_gone: bool = False
-    """The process has died."""
 
     @classmethod
     def empty(cls, row: RankRow, allocator: PageAllocator) -> Self:
@@ -156,7 +153,6 @@ class _Permission:
     room: Room
     lifetime: int
     number: int
-    """Number of the page within the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +172,6 @@ class Tickets:
         """Transfer of the latest ticket, by room."""
 
     def give(self, memories: Sequence[Memory], ticket: Ticket, text: Text, num_tokens: int) -> None:
-        """Permit prefill to write to a ticket's pages."""
         self._transfers[ticket.room] = _Transfer(memories, text, num_tokens)
         allocator = memories[0].allocator
         permissions = self._permissions.setdefault(allocator, {})

@@ -101,7 +101,6 @@ class Ask:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierShape:
     host_pages: int
-    """Number of pages in each rank's host memory."""
     write: WritePolicy
     prefetch: PrefetchPolicy
     shares_host: bool = True

@@ -11,7 +11,7 @@ from cluster.simulator.memory import Violation
 from cluster.simulator.promises import Client, End
 from cluster.simulator.replica import Replica
 from cluster.simulator.scenario import MACHINE_LOST_S, Fault, FaultKind, Scenario
-from cluster.simulator.world import HOME, Surroundings, make_surroundings
+from cluster.simulator.world import HOME, Surroundings
 from cluster.spec.ids import ROUTER, ReplicaId, Role
 from cluster.spec.messages import Drain
 from cluster.supervisor.commands import Command, DrainCommand, RestartCommand, ResumeCommand, ScaleCommand
@@ -38,14 +38,15 @@ class Faults:
             case FaultKind.KILL:
                 self._kill(fault)
             case FaultKind.PAUSE:
-                self._pause(fault)
+                self._pause(self._driver.replicas[fault.member], fault.duration_s)
+                self._around.after(fault.duration_s, self._end_fault)
             case FaultKind.PARTITION:
-                self._part(self._machine(fault.member), self._machine(fault.other), fault.duration_s)
+                self._separate(self._machine(fault.member), self._machine(fault.other), fault.duration_s)
             case FaultKind.LOSE_MACHINE:
                 self._lose_machine(fault)
             case FaultKind.DRAIN:
                 self._driver.replicas[fault.member].leader.take(Drain())
-                self._pass()
+                self._end_fault()
             case FaultKind.RESTART:
                 self._command(RestartCommand(replicas=(ReplicaId(fault.member),), is_rolling=True))
             case FaultKind.SCALE:
@@ -58,7 +59,7 @@ class Faults:
 
     def _command(self, command: Command) -> None:
         self._driver.give(command)
-        self._pass()
+        self._end_fault()
 
     def _kill(self, fault: Fault) -> None:
         driver = self._driver
@@ -71,13 +72,9 @@ class Faults:
                 driver.fail_member(fault.member)
         else:
             driver.replicas[fault.member].lose_rank(fault.rank)
-        self._pass()
+        self._end_fault()
 
-    def _pause(self, fault: Fault) -> None:
-        self._stand_still(self._driver.replicas[fault.member], fault.duration_s)
-        self._around.after(fault.duration_s, self._pass)
-
-    def _stand_still(self, replica: Replica, duration_s: float) -> None:
+    def _pause(self, replica: Replica, duration_s: float) -> None:
         for rank in (ranks := replica.ranks):
             rank.pause()
 
@@ -90,33 +87,31 @@ class Faults:
     def _lose_machine(self, fault: Fault) -> None:
         replica, random = self._driver.replicas[fault.member], self._around.random
         lost_s = random.uniform(1, MACHINE_LOST_S) + fault.duration_s
-        self._part(replica.machine, HOME, lost_s)
+        self._separate(replica.machine, HOME, lost_s)
         if random.random() < 0.5:
-            self._stand_still(replica, random.uniform(0, lost_s))
+            self._pause(replica, random.uniform(0, lost_s))
 
-    def _part(self, machine: str, other: str, duration_s: float) -> None:
+    def _separate(self, machine: str, other: str, duration_s: float) -> None:
         network = self._around.network
         network.cut(machine, other)
 
         def heal() -> None:
             network.heal(machine, other)
-            self._pass()
+            self._end_fault()
 
         self._around.after(duration_s, heal)
 
     def _machine(self, member: str) -> str:
         return HOME if member == HOME else self._driver.replicas[member].machine
 
-    def _pass(self) -> None:
+    def _end_fault(self) -> None:
         self.num_open -= 1
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     violation: str | None
-    """Broken promise, or None."""
     ends: Counter[str]
-    """Number of requests by end."""
     happened: Counter[str]
     """Number of faults and hazards that occurred, by kind."""
     moved: Counter[str]
@@ -128,7 +123,7 @@ class Outcome:
 class Simulation:
     def __init__(self, scenario: Scenario, traced: bool = False) -> None:
         self._scenario = scenario
-        self._around = make_surroundings(scenario, traced)
+        self._around = Surroundings(scenario, traced=traced)
         self._driver = Driver(self._around)
         self._clients = [Client(ask) for ask in scenario.asks]
         self._limit_s = _START_LIMIT_S
@@ -152,8 +147,7 @@ class Simulation:
             violation = f"{type(error).__name__}: {error}"
         ends = Counter(str(client.end) for client in self._clients)
         around = self._around
-        happened = around.happened + around.network.happened
-        return Outcome(violation, ends, happened, around.moved, around.trace.lines, around.now_s())
+        return Outcome(violation, ends, +around.happened, around.moved, around.trace.lines, around.now_s())
 
     def _begin(self) -> None:
         scenario, now_s = self._scenario, self._around.now_s()

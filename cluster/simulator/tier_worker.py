@@ -87,7 +87,6 @@ class VirtualTierWorker:
             self._process.after(random.uniform(1e-3, longest_s), partial(self._end, queue))
 
     def _load_layers(self, queue: deque[_Queued], load: LayerwiseLoad, layers: Iterator[None], layer_s: float) -> None:
-        """Load the next layers. The last ones end the job."""
         job = queue[0].job
         if self._row.global_rank == 0:  # followers can lag behind their leader
             self._check_held(job)

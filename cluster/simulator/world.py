@@ -15,7 +15,7 @@ from itertools import count
 from random import Random
 
 from cluster.simulator.memory import Memory, Text, Tickets
-from cluster.simulator.scenario import Hazards, Scenario, Shape
+from cluster.simulator.scenario import Hazards, Scenario
 from cluster.spec.ids import Room
 from cluster.spec.messages import Message, Submit
 
@@ -82,7 +82,6 @@ class _Connection:
     address: str
     pending: deque[Message] = field(default_factory=deque)
     last_s: float = 0.0
-    """Arrival time of the latest message."""
     num_stalled: int = 0
     """Number of messages that have arrived and wait for the peer."""
 
@@ -187,55 +186,39 @@ class Network:
                 self._timeline.after(self._random.uniform(0, 0.1), partial(self._arrive, connection))
 
 
-@dataclass(slots=True)
 class Surroundings:
     """State that all processes of a simulation share."""
 
-    scenario: Scenario
-    trace: Trace
-    timeline: Timeline
-    random: Random
-    network: Network
-    tickets: Tickets = field(default_factory=Tickets)
-    memories: dict[str, Memory] = field(default_factory=dict)
-    """Memory of each rank, by session."""
-    storage: dict[tuple[bytes, str, int, int], bytes] = field(default_factory=dict)
-    """KV of stored pages, by page key, group, head and layer."""
-    texts: dict[Room, Text] = field(default_factory=dict)
-    submits: dict[Room, Submit] = field(default_factory=dict)
-    """Submit messages of all attempts so far."""
-    happened: Counter[str] = field(default_factory=Counter)
-    """Number of faults and hazards that occurred, by kind."""
-    was_quarantined: bool = False
-    """Whether a replica refused requests because too many of its pages were in quarantine."""
-    moved: Counter[str] = field(default_factory=Counter)
-    """Number of pages that tier jobs moved, and of early sends, on all ranks."""
+    def __init__(self, scenario: Scenario, *, traced: bool) -> None:
+        self.scenario, self.shape, self.hazards = scenario, scenario.shape, scenario.hazards
+        self.timeline, self.random = Timeline(), Random(scenario.seed)
+        self.trace = Trace(self.timeline, traced)
+        self.network = Network(self.timeline, self.random, scenario.hazards, self.trace)
+        self.tickets = Tickets()
+        self.memories: dict[str, Memory] = {}
+        """Memory of each rank, by session."""
+        self.storage: dict[tuple[bytes, str, int, int], bytes] = {}
+        """KV of stored pages, by page key, group, head and layer."""
+        self.submits: dict[Room, Submit] = {}
+        """Submit messages of all attempts so far."""
+        self.happened = self.network.happened
+        """Number of faults and hazards that occurred, by kind."""
+        self.was_quarantined = False
+        """Whether a replica refused requests because too many of its pages were in quarantine."""
+        self.moved: Counter[str] = Counter()
+        """Number of pages that tier jobs moved, and of early sends, on all ranks."""
+        self._texts: dict[Room, Text] = {}
 
     def text_of(self, room: Room) -> Text:
-        if room not in self.texts:
-            self.texts[room] = Text(bytes(self.submits[room].prompt_ids))
-        return self.texts[room]
-
-    @property
-    def shape(self) -> Shape:
-        return self.scenario.shape
-
-    @property
-    def hazards(self) -> Hazards:
-        return self.scenario.hazards
+        if room not in self._texts:
+            self._texts[room] = Text(bytes(self.submits[room].prompt_ids))
+        return self._texts[room]
 
     def now_s(self) -> float:
         return self.timeline.now_s()
 
     def after(self, delay_s: float, event: Event) -> None:
         self.timeline.after(delay_s, event)
-
-
-def make_surroundings(scenario: Scenario, traced: bool) -> Surroundings:
-    timeline, random = Timeline(), Random(scenario.seed)
-    trace = Trace(timeline, traced)
-    network = Network(timeline, random, scenario.hazards, trace)
-    return Surroundings(scenario=scenario, trace=trace, timeline=timeline, random=random, network=network)
 
 
 class Process(ABC):

@@ -26,9 +26,7 @@ class _Copy:
     """Part of a job that goes to one page."""
 
     session: str
-    """Session name of the target pool."""
     page: int
-    """Page number in the target pool."""
     spans: list[Span]
     share: float
     """Fraction of the KV in all heads and layers. It makes the hazards of a page independent of the layout."""
@@ -40,7 +38,6 @@ class _Work:
     digests: list[PageDigests]
     num_bytes: int
     copies: Iterator[_Copy]
-    """Remaining copies."""
 
 
 class VirtualWriter:
@@ -115,7 +112,6 @@ class VirtualWriter:
             self._write(_Work(item, digests, num_bytes, self._copies(writes)))
 
     def _write(self, work: _Work) -> None:
-        """Start a job's next copy, or end the job."""
         job = work.job
         if self._source.is_gone:
             return
@@ -189,7 +185,6 @@ class VirtualWriter:
         target.pool[span.target_offset + random.randrange(span.num_bytes)] ^= 1 << random.randrange(8)
 
     def _copies(self, writes: Sequence[Write]) -> Iterator[_Copy]:
-        """Split writes by target page."""
         for write in writes:
             size = self._around.memories[write.peer.session].row.layout.page_bytes
             whole = PAGE_SIZE * self._source.row.geometry.bytes_per_token

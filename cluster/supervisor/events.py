@@ -76,7 +76,6 @@ class TableSeen:
     ready: frozenset[tuple[str, Incarnation]]
     """Starts of replicas whose ranks are all alive."""
     draining: frozenset[tuple[str, Incarnation]]
-    """Starts of replicas that take no new requests."""
     silent: Mapping[str, Sequence[int]]
     """Silent ranks by replica."""
 
@@ -224,8 +223,6 @@ class ResumeReplica(_OfStart):
 
 
 class Outcome(StrEnum):
-    """Progress of an operator's command."""
-
     GOING_ON = "going on"
     DONE = "done"
     REFUSED = "refused"

@@ -159,7 +159,6 @@ class Supervisor:
         return None
 
     def _mark_ended(self, replica: ReplicaId, incarnation: Incarnation, proven: bool, launcher: Launcher) -> None:
-        """Retry until the rank table has recorded the end."""
         while self._cluster.phase is Phase.SERVING:
             try:
                 launcher.mark_ended(replica, incarnation, proven=proven)

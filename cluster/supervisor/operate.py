@@ -163,7 +163,6 @@ def _rescale(cluster: Cluster, command: ScaleCommand, now: Now) -> Step:
 
 
 def _begin_end(cluster: Cluster, name: str) -> Step:
-    """Drain a replica before ending it."""
     member = cluster.members[name].moved(MemberState.DRAINING, "command")
     return cluster.with_member(member), [events.Report(f"{name}: draining"), _drain(cluster, member)]
 
@@ -210,7 +209,6 @@ def _close(cluster: Cluster, line: str, outcome: Outcome = Outcome.DONE) -> Step
 
 
 def _refusal(cluster: Cluster, command: Command) -> str | None:
-    """Return why a command cannot be carried out, or None."""
     if cluster.phase is not Phase.SERVING:
         return f"the cluster is {cluster.phase}; commands are accepted while it is {Phase.SERVING}"
     if cluster.open_command is not None:
@@ -233,7 +231,6 @@ def _refusal(cluster: Cluster, command: Command) -> str | None:
 
 
 def _difference(cluster: Cluster, command: ScaleCommand) -> tuple[list[str], list[str]]:
-    """Return the replicas that a command adds and those that it removes."""
     missing, extra = list[str](), list[str]()
     for role, number in _numbers_of(command).items():
         desired = [str(replica_id(role, index)) for index in range(number)]
@@ -281,7 +278,6 @@ def _scale_refusal(cluster: Cluster, command: ScaleCommand) -> str | None:
 
 
 def _is_served(cluster: Cluster, role: Role, without: Collection[str]) -> bool:
-    """Return whether another replica of the role takes new requests."""
     others = [cluster.members[name] for name in _replicas(cluster, role) if name not in without]
     return any(
         member.state is MemberState.RUNNING and (member.name, member.incarnation) not in cluster.draining

@@ -1,10 +1,15 @@
-"""Rules of the supervisor, with one pure function per event. The types are in state.py."""
+"""Rules of the supervisor, with one pure function per event. The types are in state.py.
 
+A process that hangs, or whose machine is lost, does not report its end. The rank table shows which replicas are
+silent. The bootstrap service and the routers are checked directly.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.launch.services import BOOTSTRAP
 from cluster.spec.errors import PeerLostError
-from cluster.spec.ids import Incarnation
+from cluster.spec.ids import Incarnation, is_router
 from cluster.supervisor import events
 from cluster.supervisor.events import Action, Event
 from cluster.supervisor.operate import (
@@ -16,11 +21,12 @@ from cluster.supervisor.operate import (
     on_replica_drained,
     on_replica_resumed,
 )
-from cluster.supervisor.silence import on_router_seen, on_table_lost, on_table_seen, restart_after_suspension
-from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, MemberState, Now, Phase
+from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, Member, MemberState, Now, Phase, Silence
 
 RESTART_BACKOFF_S = 1.0
 """Wait before the first restart of a failed replica. It is short because one restart is often enough."""
+MAX_LATE_S = 1.0
+"""Maximum delay of a check. A longer delay means that the driver itself was suspended."""
 
 
 def next_incarnation(previous: Incarnation, unix_ms: int) -> Incarnation:
@@ -35,7 +41,7 @@ def backoff_s(first_s: float, num_failures: int) -> float:
 
 def reconcile(cluster: Cluster, event: Event, now: Now) -> Step:
     """Return the state after an event and the actions to take. An event of an earlier start changes nothing."""
-    cluster, reports = restart_after_suspension(cluster, now)
+    cluster, reports = _restart_after_suspension(cluster, now)
     cluster, actions = _react(cluster, event, now)
     cluster, more = advance(cluster, event)
     return cluster, [*reports, *actions, *more]
@@ -62,11 +68,11 @@ def _react(cluster: Cluster, event: Event, now: Now) -> Step:
             is_new = cluster.phase is not Phase.STOPPED
             return cluster.moved(Phase.STOPPED, "Stopped") if is_new else cluster, []
         case events.TableSeen():
-            return on_table_seen(cluster, event, now), []
+            return _on_table_seen(cluster, event, now), []
         case events.TableLost():
-            return on_table_lost(cluster, now), []
+            return _on_table_lost(cluster, now), []
         case events.RouterSeen():
-            return on_router_seen(cluster, event, now), []
+            return _on_router_seen(cluster, event, now), []
         case events.CommandReceived():
             return on_command(cluster, event, now)
         case events.Placed():
@@ -197,3 +203,56 @@ def _on_drained(cluster: Cluster, event: events.Drained) -> Step:
         return cluster, []  # a second request to stop has ended the wait
     line = "drained: stopping" if event.complete else "some open requests have not ended: stopping anyway"
     return cluster.moved(Phase.STOPPING, type(event).__name__), [events.Report(line), events.Stop()]
+
+
+def _restart_after_suspension(cluster: Cluster, now: Now) -> tuple[Cluster, list[Action]]:
+    """Restart all silences if the driver itself was suspended since the previous event."""
+    due_s, looked = cluster.next_look_s(), replace(cluster, looked_s=now.s)
+    if due_s is None or now.s <= due_s + MAX_LATE_S:
+        return looked, []
+    line = f"the driver was suspended for {now.s - due_s:.1f} s: silence counts from now on"
+    silent = {name: replace(silence, since_s=now.s) for name, silence in cluster.silent.items()}
+    return replace(looked, silent=silent), [events.Report(line)]
+
+
+def _on_table_seen(cluster: Cluster, event: events.TableSeen, now: Now) -> Cluster:
+    """Mark the running replicas that are not ready as silent."""
+    silent = {
+        member.name: _silence(cluster, member, _reason(event.silent.get(member.name, ())), now)
+        for member in cluster.members.values()
+        if member.state in (MemberState.RUNNING, MemberState.DRAINING)
+        and member.name.startswith(("prefill-", "decode-"))
+        and (member.name, member.incarnation) not in event.ready
+    }
+    return replace(cluster, silent={**_routers_of(cluster), **silent}, draining=event.draining)
+
+
+def _on_table_lost(cluster: Cluster, now: Now) -> Cluster:
+    """Mark the bootstrap service as silent. Nothing is known about the replicas."""
+    return replace(cluster, silent={**_routers_of(cluster), **_unanswered(cluster, BOOTSTRAP, now)})
+
+
+def _on_router_seen(cluster: Cluster, event: events.RouterSeen, now: Now) -> Cluster:
+    others = {name: silence for name, silence in cluster.silent.items() if name != event.name}
+    return replace(cluster, silent=others if event.responds else {**others, **_unanswered(cluster, event.name, now)})
+
+
+def _unanswered(cluster: Cluster, name: str, now: Now) -> dict[str, Silence]:
+    """Return the silence of a service if it is running."""
+    member = cluster.members[name]
+    is_running = member.state is MemberState.RUNNING
+    return {name: _silence(cluster, member, "it does not respond", now)} if is_running else {}
+
+
+def _routers_of(cluster: Cluster) -> dict[str, Silence]:
+    return {name: silence for name, silence in cluster.silent.items() if is_router(name)}
+
+
+def _silence(cluster: Cluster, member: Member, reason: str, now: Now) -> Silence:
+    known = cluster.silent.get(member.name)
+    since_s = known.since_s if known is not None and known.incarnation == member.incarnation else now.s
+    return Silence(member.incarnation, since_s, reason)
+
+
+def _reason(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))} has sent no heartbeat" if ranks else "it is not in the rank table"

@@ -28,7 +28,6 @@ class MemberState(StrEnum):
     STARTING = "starting"
     """Processes exist, but are not ready yet."""
     RUNNING = "running"
-    """Ready for use."""
     DRAINING = "draining"
     """Finishing its open requests before it ends."""
     ENDING = "ending"
@@ -55,11 +54,8 @@ class Phase(StrEnum):
     DRAINING = "draining"
     """The router finishes its open requests; nothing is restarted."""
     STOPPING = "stopping"
-    """All members are being ended in order."""
     KILLING = "killing"
-    """All members are being killed."""
     STOPPED = "stopped"
-    """No process is left."""
 
 
 PHASE_MOVES: Moves[Phase] = {
@@ -84,16 +80,13 @@ class Member:
     name: str
     state: MemberState = MemberState.WAITING
     incarnation: Incarnation = NEVER
-    """Incarnation of the latest start."""
     wake_s: float = 0.0
     """Start time, while waiting."""
     running_since_s: float = 0.0
     num_failures: int = 0
     """Number of failures since the last stable run."""
     first_error: str = ""
-    """First error of these failures."""
     is_desired: bool = True
-    """Restart the member after it ends."""
 
     def moved(self, target: MemberState, event: str) -> "Member":
         return replace(self, state=move(MEMBER_MOVES, self.state, target, event, self.name))
@@ -115,7 +108,6 @@ class OpenCommand:
     todo: tuple[str, ...] = ()
     """Replicas to restart afterwards."""
     is_waiting: bool = False
-    """The command waits for the result of an action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,13 +123,10 @@ class Cluster:
     reaped: Mapping[str, Incarnation] = field(default_factory=dict)
     """Highest incarnation of each member that is proven gone, as are all earlier ones."""
     failure: BaseException | None = None
-    """Error that ended the first start."""
     patience_s: float = math.inf
     """Maximum silence of a running member."""
     silent: Mapping[str, Silence] = field(default_factory=dict)
-    """Running members that are silent."""
     looked_s: float = 0.0
-    """Time of the latest event."""
     draining: frozenset[tuple[str, Incarnation]] = frozenset()
     """Starts of replicas that, according to the rank table, take no new requests."""
     open_command: OpenCommand | None = None

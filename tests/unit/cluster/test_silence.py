@@ -15,7 +15,7 @@ from cluster.supervisor.events import (
     TableSeen,
     Tick,
 )
-from cluster.supervisor.silence import MAX_LATE_S
+from cluster.supervisor.reconcile import MAX_LATE_S
 from cluster.supervisor.state import LOOK_S, Phase
 from tests.fakes.supervised import NAMES, PATIENCE_S, Run
 
