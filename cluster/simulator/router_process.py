@@ -60,10 +60,6 @@ class RouterProcess(Process):
         """Return whether no request is open or counted as load."""
         return not self._clients and not self.requests.num_open and not self.requests.load.lines()
 
-    @property
-    def num_again(self) -> int:
-        return self.requests.num_retries + self.requests.num_continuations
-
     def kill(self) -> None:
         if self.is_dead:
             return

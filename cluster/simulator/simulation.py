@@ -215,6 +215,7 @@ class Simulation:
         for number, client in enumerate(self._clients):
             if client.end not in (End.FINISHED, End.LEFT):
                 raise Violation(f"{why}, but request {number} {client.end}: {client.reason}")
-        router = self._driver.router
-        if scenario.is_calm and router is not None and router.num_again:
-            raise Violation(f"{why}, but {router.num_again} attempts were repeated")
+        if scenario.is_calm and (router := self._driver.router) is not None:
+            num_repeated = router.requests.num_retries + router.requests.num_continuations
+            if num_repeated:
+                raise Violation(f"{why}, but {num_repeated} attempts were repeated")

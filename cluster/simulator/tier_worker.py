@@ -5,7 +5,6 @@ Host memory is lost with its process. Storage is shared by all replicas and surv
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from cluster.simulator.memory import TORN, Memory, Violation, copy_spans
@@ -29,11 +28,8 @@ _QUEUES = {
 }
 
 
-@dataclass(slots=True)
-class _Queued:
-    job: TierJob
-    load: LayerwiseLoad | None = None
-    """Progress of a load that a step waits for, or None."""
+_Queue = deque[tuple[TierJob, LayerwiseLoad | None]]
+"""Jobs, with the progress of those loads that a step waits for."""
 
 
 class VirtualTierWorker:
@@ -50,7 +46,7 @@ class VirtualTierWorker:
         """Create the queues. ``on_layers`` is called when a step can read more layers."""
         self._process, self._around, self._leader_address = process, process.around, leader_address
         self._row, self._memory, self._on_layers = memory.row, memory, on_layers
-        self._queues: dict[str, deque[_Queued]] = {queue: deque() for queue in _QUEUES.values()}
+        self._queues: dict[str, _Queue] = {queue: deque() for queue in _QUEUES.values()}
         self._copier: Copier | None = None
         if memory.row.host_endpoint is not None:
             backend = _Reads(self._around.memories, memory)
@@ -60,23 +56,20 @@ class VirtualTierWorker:
     def is_idle(self) -> bool:
         return not any(self._queues.values())
 
-    def submit(self, job: TierJob) -> None:
-        self._enqueue(_Queued(job))
+    def submit(self, job: TierJob, load: LayerwiseLoad | None = None) -> None:
+        queue = self._queues[_QUEUES[job.kind]]
+        queue.append((job, load))
+        if len(queue) == 1:
+            self._begin(queue)
 
     def submit_layerwise(self, job: TierJob) -> LayerwiseLoad:
         """Load pages layer by layer for a step that waits for them. Such loads do not fail."""
         load = LayerwiseLoad()
-        self._enqueue(_Queued(job, load))
+        self.submit(job, load)
         return load
 
-    def _enqueue(self, item: _Queued) -> None:
-        queue = self._queues[_QUEUES[item.job.kind]]
-        queue.append(item)
-        if len(queue) == 1:
-            self._begin(queue)
-
-    def _begin(self, queue: deque[_Queued]) -> None:
-        job, load, random = queue[0].job, queue[0].load, self._around.random
+    def _begin(self, queue: _Queue) -> None:
+        (job, load), random = queue[0], self._around.random
         if load is not None:
             assert self._copier is not None
             layers = self._copier.layer_loads(job.pages, None, load)
@@ -86,8 +79,8 @@ class VirtualTierWorker:
             longest_s = random.choice([0.01, 0.1, 3.0 if self._around.hazards.slow_move else 0.1])
             self._process.after(random.uniform(1e-3, longest_s), partial(self._end, queue))
 
-    def _load_layers(self, queue: deque[_Queued], load: LayerwiseLoad, layers: Iterator[None], layer_s: float) -> None:
-        job = queue[0].job
+    def _load_layers(self, queue: _Queue, load: LayerwiseLoad, layers: Iterator[None], layer_s: float) -> None:
+        job, _ = queue[0]
         if self._row.global_rank == 0:  # followers can lag behind their leader
             self._check_held(job)
         next(layers)
@@ -98,8 +91,8 @@ class VirtualTierWorker:
         self._around.moved["fill"] += len(job.pages)
         self._answer(queue, [True] * len(job.pages), fails=False)
 
-    def _end(self, queue: deque[_Queued]) -> None:
-        job, hazards = queue[0].job, self._around.hazards
+    def _end(self, queue: _Queue) -> None:
+        (job, _), hazards = queue[0], self._around.hazards
         fails = self._around.random.random() < hazards.fail_move
         self._around.happened["fail_move"] += fails
         if job.kind is TierJobKind.LOAD:
@@ -110,8 +103,8 @@ class VirtualTierWorker:
             done = [self._move(job.kind, page, fails=fails) for page in job.pages]
         self._answer(queue, done, fails=fails)
 
-    def _answer(self, queue: deque[_Queued], done: list[bool], *, fails: bool) -> None:
-        job = queue.popleft().job
+    def _answer(self, queue: _Queue, done: list[bool], *, fails: bool) -> None:
+        job, _ = queue.popleft()
         self._around.moved[job.kind] += len(job.pages)
         failures = {"error": len(done)} if fails else {}
         answer = TierJobResult(job_id=job.job_id, global_rank=self._row.global_rank, done=done, failures=failures)
