@@ -12,7 +12,7 @@ from cluster.simulator.scenario import PAGE_SIZE, Fault, FaultKind, Hazards, Sce
 from cluster.simulator.simulation import Simulation
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.registry import KvOwnership, TransferMode, Verify
-from tests.simulation import defects, layer_defects, router_defects, window_defects
+from tests.simulation import defects, layer_defects, router_defects
 
 MAX_SEEDS = 600
 
@@ -210,72 +210,72 @@ def windows_below(scenario: Scenario) -> Scenario:
     return calm(replace(scenario, shape=replace(shape, decode_pages=24, verify=Verify.COUNTS), asks=asks))
 
 
-@pytest.mark.parametrize(
-    ("defect", "weather", "promise"),
-    [
-        (window_defects.free_pages_that_are_still_seen, windows, FOREIGN_PAGE),
-        (window_defects.continue_without_the_window, windows, EARLY_READ),
-        (window_defects.reserve_too_little_of_a_window, windows, EARLY_READ),
-        (window_defects.leave_the_window_below, windows_below, EARLY_READ),
-        (window_defects.take_all_pages_for_the_first_lifetimes, windows_below, EARLY_READ),
-        (defects.free_on_timeout, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
-        (defects.count_the_same_sender_twice, repeated_messages, EARLY_READ),
-        (router_defects.reuse_a_room, as_drawn, f"{FAILS_IN_CALM}|{EARLY_READ}"),
-        (defects.start_again_beside_what_is_left, ranks_that_die_elsewhere, FOREIGN_WRITE),
-        (defects.ignore_the_incarnation, dying_ranks, FOREIGN_WRITE),
-        (defects.heed_words_to_an_earlier_start, late_words, OTHER_START),
-        (defects.heed_words_of_an_earlier_start, late_words, f"{FOREIGN_WRITE}|{EARLY_READ}"),
-        (defects.take_any_submit, restarts_in_place, OTHER_START),
-        (defects.take_any_ticket, restarts_in_place, OTHER_START),
-        (defects.decode_any_submit, restarts_in_place, OTHER_START),
-        (defects.leave_out_a_page, calm, FAILS_IN_CALM),
-        (defects.leave_out_a_page_and_count_none, calm, EARLY_READ),
-        (defects.drop_the_drain_ack, as_drawn, NEVER_ENDS),
-        (defects.miscount_pages, calm, FAILS_IN_CALM),
-        (defects.end_before_it_is_drained, commands, FAILS_IN_CALM),
-        (defects.restart_one_rank_alone, dying_ranks, f"which it does not know|{EARLY_READ}|{NEVER_ENDS}"),
-        (defects.start_before_pages_are_checked, changed_bytes, EARLY_READ),
-        (defects.take_all_pages_for_right, changed_bytes, EARLY_READ),
-        (defects.leave_out_a_digest, calm_with_digests, FAILS_IN_CALM),
-        (defects.leave_out_a_digest_and_miss_none, changed_bytes, EARLY_READ),
-        (defects.forget_who_has_a_room, several_dp_ranks, f"{FAILS_IN_CALM}|{NEVER_ENDS}"),
-        (defects.ticket_pages_that_are_computed_into, leavers_of_dp_ranks, f"{FOREIGN_WRITE}|{EARLY_READ}"),
-        (router_defects.ignore_gaps_in_kv_events, lossy, "its index differs from the cache"),
-        (defects.free_source_pages_early, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
-        (defects.let_no_bytes_settle, dying_ranks, FOREIGN_WRITE),
-        (defects.take_silence_for_proof, lost_machine, FOREIGN_WRITE),
-        (defects.prove_only_what_the_driver_has_heard_of, machine_lost_at_the_start, FOREIGN_WRITE),
-        (defects.keep_no_tombstones, disorder, FOREIGN_WRITE),
-        (defects.take_a_page_id_for_its_place, as_drawn, EARLY_READ),
-        (router_defects.continue_at_output_0, mild, FAILS_IN_MILD),
-        (router_defects.begin_anew_behind_given_tokens, dying_streams, EARLY_READ),
-        (router_defects.retry_in_the_same_room, mild, FAILS_IN_MILD),
-        (router_defects.retry_where_it_failed, mild, FAILS_IN_MILD),
-        (router_defects.cancel_no_other_target, mild, NOT_TOLD),
-        (router_defects.never_inquire, lossy, DEADLINE),
-        (router_defects.answer_no_inquiry, lossy, NEVER_ENDS),
-        (defects.end_a_tier_job_with_the_first_result, cold_tiers, FOREIGN_PAGE),
-        (defects.keep_copies_of_pages_that_were_given_up, cold_tiers, FOREIGN_PAGE),
-        (defects.believe_failed_copies, cold_tiers, FOREIGN_PAGE),
-        (layer_defects.send_layers_before_they_are_computed, calm_without_digests, EARLY_READ),
-        (layer_defects.forget_the_last_layers, calm, FAILS_IN_CALM),
-        (layer_defects.forget_the_last_layers_and_count_none, calm_without_digests, EARLY_READ),
-        (layer_defects.send_the_first_layers_again, calm, FAILS_IN_CALM),
-        (layer_defects.count_pages_with_their_first_layers, calm_without_digests, f"{FAILS_IN_CALM}|{EARLY_READ}"),
-        (layer_defects.report_drained_at_once, as_drawn, f"{FOREIGN_WRITE}|{NEVER_ENDS}"),
-        (layer_defects.begin_again_after_a_failure, failing_writes, FOREIGN_WRITE),
-        (layer_defects.read_layers_before_they_are_loaded, cold_tiers, EARLY_READ),
-        (layer_defects.announce_a_layer_too_many, cold_tiers, EARLY_READ),
-        (layer_defects.load_one_head_of_peers, cold_tiers_of_peers, EARLY_READ),
-        (layer_defects.load_other_layers_of_peers, cold_tiers_of_peers, EARLY_READ),
-        (layer_defects.send_pages_to_the_next_copy, shared_heads, FOREIGN_WRITE),
-        (layer_defects.send_all_pages_to_each_copy, shared_heads, FOREIGN_WRITE),
-        (layer_defects.give_no_copies, shared_heads, EARLY_READ),
-        (layer_defects.count_layers_from_the_first_stage, calm, FAILS_IN_CALM),
-        (layer_defects.swap_heads, calm_without_digests, EARLY_READ),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
+DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Weather, str]] = [
+    (layer_defects.free_pages_that_are_still_seen, windows, FOREIGN_PAGE),
+    (layer_defects.continue_without_the_window, windows, EARLY_READ),
+    (layer_defects.reserve_too_little_of_a_window, windows, EARLY_READ),
+    (layer_defects.leave_the_window_below, windows_below, EARLY_READ),
+    (layer_defects.take_all_pages_for_the_first_lifetimes, windows_below, EARLY_READ),
+    (defects.free_on_timeout, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
+    (defects.count_the_same_sender_twice, repeated_messages, EARLY_READ),
+    (router_defects.reuse_a_room, as_drawn, f"{FAILS_IN_CALM}|{EARLY_READ}"),
+    (defects.start_again_beside_what_is_left, ranks_that_die_elsewhere, FOREIGN_WRITE),
+    (defects.ignore_the_incarnation, dying_ranks, FOREIGN_WRITE),
+    (defects.heed_words_to_an_earlier_start, late_words, OTHER_START),
+    (defects.heed_words_of_an_earlier_start, late_words, f"{FOREIGN_WRITE}|{EARLY_READ}"),
+    (defects.take_any_submit, restarts_in_place, OTHER_START),
+    (defects.take_any_ticket, restarts_in_place, OTHER_START),
+    (defects.decode_any_submit, restarts_in_place, OTHER_START),
+    (defects.leave_out_a_page, calm, FAILS_IN_CALM),
+    (defects.leave_out_a_page_and_count_none, calm, EARLY_READ),
+    (defects.drop_the_drain_ack, as_drawn, NEVER_ENDS),
+    (defects.miscount_pages, calm, FAILS_IN_CALM),
+    (defects.end_before_it_is_drained, commands, FAILS_IN_CALM),
+    (defects.restart_one_rank_alone, dying_ranks, f"which it does not know|{EARLY_READ}|{NEVER_ENDS}"),
+    (defects.start_before_pages_are_checked, changed_bytes, EARLY_READ),
+    (defects.take_all_pages_for_right, changed_bytes, EARLY_READ),
+    (defects.leave_out_a_digest, calm_with_digests, FAILS_IN_CALM),
+    (defects.leave_out_a_digest_and_miss_none, changed_bytes, EARLY_READ),
+    (defects.forget_who_has_a_room, several_dp_ranks, f"{FAILS_IN_CALM}|{NEVER_ENDS}"),
+    (defects.ticket_pages_that_are_computed_into, leavers_of_dp_ranks, f"{FOREIGN_WRITE}|{EARLY_READ}"),
+    (router_defects.ignore_gaps_in_kv_events, lossy, "its index differs from the cache"),
+    (defects.free_source_pages_early, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
+    (defects.let_no_bytes_settle, dying_ranks, FOREIGN_WRITE),
+    (defects.take_silence_for_proof, lost_machine, FOREIGN_WRITE),
+    (defects.prove_only_what_the_driver_has_heard_of, machine_lost_at_the_start, FOREIGN_WRITE),
+    (defects.keep_no_tombstones, disorder, FOREIGN_WRITE),
+    (defects.take_a_page_id_for_its_place, as_drawn, EARLY_READ),
+    (router_defects.continue_at_output_0, mild, FAILS_IN_MILD),
+    (router_defects.begin_anew_behind_given_tokens, dying_streams, EARLY_READ),
+    (router_defects.retry_in_the_same_room, mild, FAILS_IN_MILD),
+    (router_defects.retry_where_it_failed, mild, FAILS_IN_MILD),
+    (router_defects.cancel_no_other_target, mild, NOT_TOLD),
+    (router_defects.never_inquire, lossy, DEADLINE),
+    (router_defects.answer_no_inquiry, lossy, NEVER_ENDS),
+    (defects.end_a_tier_job_with_the_first_result, cold_tiers, FOREIGN_PAGE),
+    (defects.keep_copies_of_pages_that_were_given_up, cold_tiers, FOREIGN_PAGE),
+    (defects.believe_failed_copies, cold_tiers, FOREIGN_PAGE),
+    (layer_defects.send_layers_before_they_are_computed, calm_without_digests, EARLY_READ),
+    (layer_defects.forget_the_last_layers, calm, FAILS_IN_CALM),
+    (layer_defects.forget_the_last_layers_and_count_none, calm_without_digests, EARLY_READ),
+    (layer_defects.send_the_first_layers_again, calm, FAILS_IN_CALM),
+    (layer_defects.count_pages_with_their_first_layers, calm_without_digests, f"{FAILS_IN_CALM}|{EARLY_READ}"),
+    (layer_defects.report_drained_at_once, as_drawn, f"{FOREIGN_WRITE}|{NEVER_ENDS}"),
+    (layer_defects.begin_again_after_a_failure, failing_writes, FOREIGN_WRITE),
+    (layer_defects.read_layers_before_they_are_loaded, cold_tiers, EARLY_READ),
+    (layer_defects.announce_a_layer_too_many, cold_tiers, EARLY_READ),
+    (layer_defects.load_one_head_of_peers, cold_tiers_of_peers, EARLY_READ),
+    (layer_defects.load_other_layers_of_peers, cold_tiers_of_peers, EARLY_READ),
+    (layer_defects.send_pages_to_the_next_copy, shared_heads, FOREIGN_WRITE),
+    (layer_defects.send_all_pages_to_each_copy, shared_heads, FOREIGN_WRITE),
+    (layer_defects.give_no_copies, shared_heads, EARLY_READ),
+    (layer_defects.count_layers_from_the_first_stage, calm, FAILS_IN_CALM),
+    (layer_defects.swap_heads, calm_without_digests, EARLY_READ),
+]
+"""Defects, the weather in which each is caught, and the promise that it breaks."""
+
+
+@pytest.mark.parametrize(("defect", "weather", "promise"), DEFECTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_defect_is_caught(
     defect: Callable[[pytest.MonkeyPatch], None], weather: Weather, promise: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,34 +289,7 @@ def test_a_defect_is_caught(
     assert re.search(promise, violation), violation
 
 
-@pytest.mark.parametrize(
-    "weather",
-    [
-        commands,
-        mild,
-        repeated_messages,
-        late_words,
-        restarts_in_place,
-        dying_ranks,
-        dying_streams,
-        lost_machine,
-        machine_lost_at_the_start,
-        disorder,
-        lossy,
-        several_dp_ranks,
-        leavers_of_dp_ranks,
-        calm_with_digests,
-        changed_bytes,
-        cold_tiers,
-        calm_without_digests,
-        shared_heads,
-        failing_writes,
-        cold_tiers_of_peers,
-        cold_tiers_of_shared_heads,
-        windows,
-        windows_below,
-    ],
-)
+@pytest.mark.parametrize("weather", dict.fromkeys(weather for _, weather, _ in DEFECTS))
 def test_without_a_defect_the_same_weather_breaks_nothing(weather: Weather) -> None:
     for seed in range(25):
         assert Simulation(weather(draw_scenario(seed))).run().violation is None, seed
