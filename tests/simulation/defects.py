@@ -1,4 +1,4 @@
-"""Defects that can be put into the real code, each a mistake that somebody might make."""
+"""Plausible mistakes that a test can plant in the real code."""
 
 import dataclasses
 from typing import Any
@@ -36,7 +36,7 @@ Patch = pytest.MonkeyPatch
 
 
 def free_on_timeout(patch: Patch) -> None:
-    """A ticket's pages are free as soon as its deadline has passed."""
+    """Decode frees a ticket's pages when its deadline passes."""
     revoke = ReceiverSession._revoke
 
     def revoke_and_free(self: ReceiverSession, kind: FailureKind, reason: str, now_s: float) -> Revoke | None:
@@ -49,7 +49,6 @@ def free_on_timeout(patch: Patch) -> None:
 
 
 def count_the_same_sender_twice(patch: Patch) -> None:
-    """Done are counted, whoever sends them."""
 
     def on_done(self: ReceiverSession, message: Done, now_s: float) -> Revoke | None:
         self._dones[len(self._dones)] = message
@@ -59,7 +58,7 @@ def count_the_same_sender_twice(patch: Patch) -> None:
 
 
 def ignore_the_incarnation(patch: Patch) -> None:
-    """The proven end of an earlier start of prefill counts for the one that runs."""
+    """The end of an earlier start of prefill counts as the end of the running one."""
     prefill_gone = ReceiverSession.prefill_gone
 
     def any_start_gone(self: ReceiverSession, _incarnation: Incarnation, now_s: float) -> None:
@@ -69,7 +68,6 @@ def ignore_the_incarnation(patch: Patch) -> None:
 
 
 def drop_the_drain_ack(patch: Patch) -> None:
-    """Prefill never says that it has stopped writing."""
     send = Leader.send
 
     def send_all_but_one(self: Leader, address: str, message: Message) -> None:
@@ -80,7 +78,7 @@ def drop_the_drain_ack(patch: Patch) -> None:
 
 
 def miscount_pages(patch: Patch) -> None:
-    """A sender tells one page less than it has sent."""
+    """A sender reports one page less than it has sent."""
     done = SenderSession.done
 
     def done_with_less(self: SenderSession) -> Done | None:
@@ -91,12 +89,12 @@ def miscount_pages(patch: Patch) -> None:
 
 
 def end_before_it_is_drained(patch: Patch) -> None:
-    """A replica that an operator takes away ends as soon as it has been told to drain."""
+    """A replica that an operator removes ends as soon as it begins to drain."""
     patch.setattr(DrainWatch, "is_over", lambda _self, _now_s: True)
 
 
 def restart_one_rank_alone(patch: Patch) -> None:
-    """A follower that died is replaced, and the replica goes on with it, for which the product has no word."""
+    """The replica replaces a dead follower and continues."""
     lose_rank = Replica.lose_rank
 
     def replace_rank(self: Replica, rank: int) -> None:
@@ -117,7 +115,7 @@ def restart_one_rank_alone(patch: Patch) -> None:
 
 
 def start_again_beside_what_is_left(patch: Patch) -> None:
-    """The supervisor takes a replica that has lost a rank for one that has ended."""
+    """The supervisor restarts a replica that has lost a rank without ending the other ranks."""
     on_failed = reconcile._on_failed
 
     def fail(cluster: Cluster, event: Failed, now: Now) -> Step:
@@ -130,7 +128,7 @@ def start_again_beside_what_is_left(patch: Patch) -> None:
 
 
 def heed_words_to_an_earlier_start(patch: Patch) -> None:
-    """Decode takes prefill's words to an earlier start of it for its own."""
+    """Decode accepts prefill's messages to an earlier start."""
     is_foreign = ReceiverSession._is_foreign
 
     def is_of_another_ticket(self: ReceiverSession, message: Any) -> bool:
@@ -140,7 +138,7 @@ def heed_words_to_an_earlier_start(patch: Patch) -> None:
 
 
 def heed_words_of_an_earlier_start(patch: Patch) -> None:
-    """Decode takes the words of an earlier start of prefill for those of the one that has its ticket."""
+    """Decode accepts messages from an earlier start of prefill."""
     is_foreign = ReceiverSession._is_foreign
 
     def is_of_another_ticket(self: ReceiverSession, message: Any) -> bool:
@@ -150,7 +148,7 @@ def heed_words_of_an_earlier_start(patch: Patch) -> None:
 
 
 def take_any_submit(patch: Patch) -> None:
-    """A request that was sent to an earlier start of prefill is taken."""
+    """Prefill accepts requests for an earlier start."""
     on_submit = PrefillLeader._on_submit
 
     def take(self: PrefillLeader, submit: Submit) -> None:
@@ -160,7 +158,6 @@ def take_any_submit(patch: Patch) -> None:
 
 
 def take_any_ticket(patch: Patch) -> None:
-    """So is a ticket."""
     on_ticket = PrefillLeader._on_ticket
 
     def take(self: PrefillLeader, ticket: Ticket) -> None:
@@ -170,7 +167,6 @@ def take_any_ticket(patch: Patch) -> None:
 
 
 def decode_any_submit(patch: Patch) -> None:
-    """Decode takes requests that were sent to an earlier start of it."""
     on_submit = DecodeLeader._on_submit
 
     def take(self: DecodeLeader, submit: Submit) -> None:
@@ -180,29 +176,28 @@ def decode_any_submit(patch: Patch) -> None:
 
 
 def leave_out_a_page(patch: Patch) -> None:
-    """A sender forgets the last page of its part, and tells how many it has sent."""
+    """A sender skips its last page and reports the right number of pages."""
     patch.setattr("workers.handoff.kv_sender.owned_pages", lambda *given, **named: owned_pages(*given, **named)[:-1])
 
 
 def leave_out_a_page_and_count_none(patch: Patch) -> None:
-    """And decode does not look at how many came."""
+    """Decode also ignores the number of pages."""
     leave_out_a_page(patch)
     patch.setattr(ReceiverSession, "_mismatch", lambda _self, _result: None)
 
 
 def start_before_pages_are_checked(patch: Patch) -> None:
-    """Digests are told, and nobody waits for what the ranks find."""
     patch.setattr(DecodeLeader, "_verify", DecodeLeader._start)
 
 
 def take_all_pages_for_right(patch: Patch) -> None:
-    """What the ranks find is counted, and changes nothing."""
+    """Decode ignores the results of the page checks."""
     take = PageChecks.take
     patch.setattr(PageChecks, "take", lambda self, checked: take(self, checked) and 0)
 
 
 def leave_out_a_digest(patch: Patch) -> None:
-    """A sender tells digests of all pages but the last one of a job."""
+    """A sender reports no digest for the last page of a job."""
 
     def digest_all_but_one(*given: Any) -> PageDigests:
         told = digest_pages(*given)
@@ -212,13 +207,13 @@ def leave_out_a_digest(patch: Patch) -> None:
 
 
 def leave_out_a_digest_and_miss_none(patch: Patch) -> None:
-    """And decode does not look at what the digests speak for."""
+    """Decode also ignores missing digests."""
     leave_out_a_digest(patch)
     patch.setattr(ReceiverSession, "_digest_problem", lambda _self, _num_bytes: None)
 
 
 def forget_who_has_a_room(patch: Patch) -> None:
-    """What is said of a room goes to the DP rank of its number, wherever its request went."""
+    """Messages about a room go to the DP rank of its number and not to that of its request."""
     home = ReplicaLeader._home
 
     def home_by_number(self: ReplicaLeader, room: Room, message: Message) -> int:
@@ -229,7 +224,7 @@ def forget_who_has_a_room(patch: Patch) -> None:
 
 
 def ticket_pages_that_are_computed_into(patch: Patch) -> None:
-    """Decode gives prefill pages that a step under way still writes to."""
+    """Decode issues tickets for pages to which the current step still writes."""
 
     def open_at_once(self: DecodeLeader, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
         request.session = receiver_session(self._settings, request, prefill)
@@ -239,7 +234,7 @@ def ticket_pages_that_are_computed_into(patch: Patch) -> None:
 
 
 def free_source_pages_early(patch: Patch) -> None:
-    """Prefill gives its pages back with the Result, whatever its ranks still have to send."""
+    """Prefill frees its pages with the Result although its ranks still send them."""
 
     def end_at_once(self: PrefillLeader, request: PrefillRequest) -> None:
         if request.state in (PrefillState.SENDING, PrefillState.STOPPING):
@@ -249,7 +244,7 @@ def free_source_pages_early(patch: Patch) -> None:
 
 
 def let_no_bytes_settle(patch: Patch) -> None:
-    """Pages are free at the moment in which their writer is proven gone."""
+    """Decode frees pages as soon as their writer is proven gone."""
     prefill_gone = ReceiverSession.prefill_gone
 
     def gone_at_once(self: ReceiverSession, incarnation: Incarnation, now_s: float) -> None:
@@ -260,7 +255,7 @@ def let_no_bytes_settle(patch: Patch) -> None:
 
 
 def take_silence_for_proof(patch: Patch) -> None:
-    """Processes on a machine that does not answer are called gone."""
+    """The supervisor considers processes on an unreachable machine gone."""
     on_ended = reconcile._on_ended
 
     def end(cluster: Cluster, event: Ended, now: Now) -> Step:
@@ -270,7 +265,7 @@ def take_silence_for_proof(patch: Patch) -> None:
 
 
 def prove_only_what_the_driver_has_heard_of(patch: Patch) -> None:
-    """A start that ends before the driver has seen it in the table is not asked after."""
+    """No proof is required for a start that the driver never saw in the table."""
     on_started, on_ended = reconcile._on_started, reconcile._on_ended
     heard: set[tuple[str, Incarnation]] = set()
 
@@ -290,17 +285,16 @@ def prove_only_what_the_driver_has_heard_of(patch: Patch) -> None:
 
 
 def keep_no_tombstones(patch: Patch) -> None:
-    """Rooms that have ended are forgotten."""
     patch.setattr("workers.scheduler.leader.Tombstones.add", lambda _self, _room, _reason: None)
 
 
 def take_a_page_id_for_its_place(patch: Patch) -> None:
-    """A rank of a ring sends the page that its own pool has under the replica's page id."""
+    """A rank with sharded KV uses the replica's page id as an index in its own pool."""
     patch.setattr("workers.handoff.kv_sender.local_page", lambda row, page: page % row.layout.num_pages)
 
 
 def end_a_tier_job_with_the_first_result(patch: Patch) -> None:
-    """Pages of the tiers count as soon as one rank has done its part."""
+    """A tier job ends when the first rank has finished its part."""
     make = TierJobs.__init__
 
     def make_for_one(self: TierJobs, num_ranks: int) -> None:
@@ -311,12 +305,11 @@ def end_a_tier_job_with_the_first_result(patch: Patch) -> None:
 
 
 def keep_copies_of_pages_that_were_given_up(patch: Patch) -> None:
-    """A copy in host memory counts although its page may have got other tokens meanwhile."""
+    """A copy in host memory counts although its page may have been reused for other tokens."""
     patch.setattr(PrefixTree, "stay", lambda _self, _key: None)
 
 
 def believe_failed_copies(patch: Patch) -> None:
-    """What a rank says of the pages that did not come is not looked at."""
     on_result = TierJobs.on_result
 
     def all_done(self: TierJobs, result: TierJobResult, now_s: float) -> bool:

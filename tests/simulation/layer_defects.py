@@ -32,12 +32,12 @@ Patch = pytest.MonkeyPatch
 
 
 def expect_any_number(patch: Patch) -> None:
-    """Decode does not look at how many pages and bytes came."""
+    """Decode ignores the number of pages and bytes."""
     patch.setattr(ReceiverSession, "_mismatch", lambda _self, _result: None)
 
 
 def send_layers_before_they_are_computed(patch: Patch) -> None:
-    """A layer counts as stored when the one before it is."""
+    """A layer counts as stored when the previous one is."""
     on_stored = KvSender._on_stored
 
     def one_early(self: KvSender, plan: StepPlan, requests: Mapping[Room, SentRequest], layer: int) -> None:
@@ -48,7 +48,7 @@ def send_layers_before_they_are_computed(patch: Patch) -> None:
 
 
 def forget_the_last_layers(patch: Patch) -> None:
-    """What is sent when the step is over lacks the last layer, if others have left before."""
+    """The final send of a step skips the last layer if it sends only some of the layers."""
     patch.setattr("workers.handoff.kv_sender._writes", _writes_without_last)
 
 
@@ -64,13 +64,12 @@ def _without_last(source: PageRange) -> PageRange:
 
 
 def forget_the_last_layers_and_count_none(patch: Patch) -> None:
-    """And decode does not look at how many bytes came."""
+    """Decode also ignores the number of bytes."""
     forget_the_last_layers(patch)
     expect_any_number(patch)
 
 
 def send_the_first_layers_again(patch: Patch) -> None:
-    """Nobody remembers which layers have left, and decode takes any number of bytes."""
     make = KvSender._job
 
     def forgetful(self: KvSender, transfer: _Transfer, *given: Any) -> SendJob:
@@ -82,7 +81,7 @@ def send_the_first_layers_again(patch: Patch) -> None:
 
 
 def count_pages_with_their_first_layers(patch: Patch) -> None:
-    """A page counts as sent when its first layers are, and decode takes any number of bytes."""
+    """A page counts as sent when its first layers are, and decode ignores the number of bytes."""
     make = KvSender._job
 
     def count(self: KvSender, transfer: _Transfer, pairs: list[PagePair], end: int | None) -> SendJob:
@@ -97,7 +96,7 @@ def count_pages_with_their_first_layers(patch: Patch) -> None:
 
 
 def report_drained_at_once(patch: Patch) -> None:
-    """A rank that is to stop says that it has, while its writer goes on."""
+    """A rank reports that it has drained while its writer continues."""
 
     def cancel(self: KvSender, message: CancelSend) -> None:
         rank = self._row.global_rank
@@ -108,17 +107,16 @@ def report_drained_at_once(patch: Patch) -> None:
 
 
 def begin_again_after_a_failure(patch: Patch) -> None:
-    """A transfer that has failed begins anew with the next layers."""
+    """A failed transfer restarts with the next layers."""
     patch.setattr(KvSender, "_is_sent", lambda _self, admit: admit.destination is not None)
 
 
 def read_layers_before_they_are_loaded(patch: Patch) -> None:
-    """A step does not wait for layers that are loaded meanwhile."""
     patch.setattr(LayerwiseLoad, "num_here", 1 << 30)
 
 
 def announce_a_layer_too_many(patch: Patch) -> None:
-    """A layer counts as loaded when the one before it is."""
+    """A layer counts as loaded when the previous one is."""
     add = LayerwiseLoad.add
 
     def add_two(self: LayerwiseLoad, num_layers: int, event: Any) -> None:
@@ -128,7 +126,7 @@ def announce_a_layer_too_many(patch: Patch) -> None:
 
 
 def load_one_head_of_peers(patch: Patch) -> None:
-    """Of the pages in peers' memory, layers of the first head are loaded alone."""
+    """Only the first head of pages in peers' memory is loaded."""
     spans = Copier._spans
 
     def of_first_head(self: Copier, page: TierPage, layers: range | None) -> list[Span]:
@@ -138,7 +136,7 @@ def load_one_head_of_peers(patch: Patch) -> None:
 
 
 def load_other_layers_of_peers(patch: Patch) -> None:
-    """Of the pages in peers' memory, each layer is taken from where the next head's would be."""
+    """Layers of pages in peers' memory are read at the first layers' offsets."""
     spans = Copier._spans
 
     def shifted(self: Copier, page: TierPage, layers: range | None) -> list[Span]:
@@ -152,17 +150,16 @@ def load_other_layers_of_peers(patch: Patch) -> None:
 
 
 def send_pages_to_the_next_copy(patch: Patch) -> None:
-    """Of decode ranks that hold the same head, each gets the pages of its neighbour."""
+    """Each of the decode ranks with the same head gets its neighbor's pages."""
     patch.setattr(PageShare, "has", lambda self, page: (page + 1) % self.num_copies in self.remainders)
 
 
 def send_all_pages_to_each_copy(patch: Patch) -> None:
-    """Every decode rank is sent all pages of its heads."""
     patch.setattr(PageShare, "has", lambda _self, _page: True)
 
 
 def give_no_copies(patch: Patch) -> None:
-    """Ranks that hold the same heads do not give each other what has arrived."""
+    """Ranks with the same heads do not copy each other's arrived pages."""
     next_plan = DecodeLeader.next_plan
 
     def without_arrived(self: DecodeLeader) -> StepPlan | None:
@@ -173,7 +170,7 @@ def give_no_copies(patch: Patch) -> None:
 
 
 def count_layers_from_the_first_stage(patch: Patch) -> None:
-    """A stage takes its own first layer for the model's."""
+    """A stage counts layers from its own first one."""
 
     def writes(parts: Sequence[Any]) -> list[Write]:
         return [Write(rank.endpoint, _from_first(source).spans_to(target)) for rank, source, target in parts]
@@ -188,7 +185,7 @@ def _from_first(source: PageRange) -> PageRange:
 
 
 def swap_heads(patch: Patch) -> None:
-    """A sender takes the place of a head in its own pool for that in decode's."""
+    """A sender uses a head's offset in its own pool for decode's pool."""
 
     spans_to = PageRange.spans_to
 
@@ -204,7 +201,7 @@ def swap_heads(patch: Patch) -> None:
 
 
 def free_pages_that_are_still_seen(patch: Patch) -> None:
-    """A sequence frees what only the tokens of the next page do not see."""
+    """A sequence frees pages one page too early."""
     first_pages, free_passed = Lifetimes.first_pages, PageHolders.free_passed
 
     def one_page_further(self: Lifetimes, num_tokens: int) -> list[int]:
@@ -219,7 +216,7 @@ def free_pages_that_are_still_seen(patch: Patch) -> None:
 
 
 def continue_without_the_window(patch: Patch) -> None:
-    """A cached prefix is continued though pages that the next token sees are gone from the cache."""
+    """A cached prefix is used although its window has been evicted."""
 
     def chain_alone(_self: Lifetimes, keys: Sequence[bytes], num_known: int, has: Callable[[bytes], bool]) -> int:
         return next((at for at in range(num_known, len(keys)) if not has(keys[at])), len(keys))
@@ -235,7 +232,7 @@ def continue_without_the_window(patch: Patch) -> None:
 
 
 def leave_the_window_below(patch: Patch) -> None:
-    """A sequence starts behind pages of host memory of which those that its window sees are not loaded."""
+    """The pages of the window are not loaded from host memory."""
     load = HostLoader.load
 
     def load_chain(
@@ -247,12 +244,12 @@ def leave_the_window_below(patch: Patch) -> None:
 
 
 def take_all_pages_for_the_first_lifetimes(patch: Patch) -> None:
-    """Copies between tiers take the layers that see everything, whichever page they are of."""
+    """Copies between tiers always use the layers without a window."""
     patch.setattr(TierPage, "lifetime", 0)
 
 
 def reserve_too_little_of_a_window(patch: Patch) -> None:
-    """Decode reserves a page less than the first token that it computes can see, and prefill takes such a ticket."""
+    """Decode reserves one page of the window too few, and prefill accepts the ticket."""
     first_pages = Lifetimes.first_pages
 
     def short(self: Lifetimes, num_tokens: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Defects that can be put into the real router, as those of the rest are in ``defects``."""
+"""Defects of the router."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -19,7 +19,7 @@ Patch = pytest.MonkeyPatch
 
 
 def reuse_a_room(patch: Patch) -> None:
-    """The router numbers its open requests, and gives the numbers of those that have ended to others."""
+    """The router numbers its open requests, and reuses the numbers of ended ones."""
     make = RequestTable.__init__
 
     def make_with_numbers(
@@ -36,7 +36,7 @@ def reuse_a_room(patch: Patch) -> None:
 
 
 def ignore_gaps_in_kv_events(patch: Patch) -> None:
-    """The router does not look at the numbers of page reports."""
+    """The router ignores the numbers of KV event messages."""
     on_kv_events = PageIndex.on_kv_events
 
     def take(self: PageIndex, events: KvEvents, now_s: float) -> bool:
@@ -49,7 +49,7 @@ def ignore_gaps_in_kv_events(patch: Patch) -> None:
 
 
 def continue_at_output_0(patch: Patch) -> None:
-    """What the client has is sent as a longer prompt: output positions begin anew."""
+    """A continued request sends the output as part of the prompt, so that output positions restart."""
     make = GenerateRequest.make_submit
 
     def submit_as_prompt(self: GenerateRequest, *others: Any) -> Submit:
@@ -59,7 +59,7 @@ def continue_at_output_0(patch: Patch) -> None:
 
 
 def begin_anew_behind_given_tokens(patch: Patch) -> None:
-    """A request that goes on elsewhere is sent as it was at first."""
+    """A continued request sends its first prompt."""
     make = GenerateRequest.make_submit
 
     def submit_first_prompt(self: GenerateRequest, *others: Any) -> Submit:
@@ -69,7 +69,6 @@ def begin_anew_behind_given_tokens(patch: Patch) -> None:
 
 
 def retry_in_the_same_room(patch: Patch) -> None:
-    """All attempts of a request meet in one room."""
     begin = RequestTable._begin
 
     def begin_in_first_room(self: RequestTable, request: GenerateRequest, _room: Room, *others: Any) -> list[Action]:
@@ -79,7 +78,7 @@ def retry_in_the_same_room(patch: Patch) -> None:
 
 
 def cancel_no_other_target(patch: Patch) -> None:
-    """When one replica fails, the other is left to find out by itself."""
+    """When one replica fails, the router does not cancel the other."""
     leave = RequestTable._leave
 
     def leave_without_a_word(self: RequestTable, request: GenerateRequest, _cancelled: Sequence[Peer]) -> list[Action]:
@@ -89,7 +88,6 @@ def cancel_no_other_target(patch: Patch) -> None:
 
 
 def retry_where_it_failed(patch: Patch) -> None:
-    """A request takes the replicas that it had, whatever has become of them."""
     begin = RequestTable._begin
 
     def begin_there(
@@ -106,10 +104,8 @@ def retry_where_it_failed(patch: Patch) -> None:
 
 
 def never_inquire(patch: Patch) -> None:
-    """The router waits for its deadline, whatever was lost."""
     patch.setattr(RequestTable, "_inquire", lambda _self, _now_s: [])
 
 
 def answer_no_inquiry(patch: Patch) -> None:
-    """Nobody tells a leader a second time what is over."""
     patch.setattr(RequestTable, "on_inquire", lambda _self, _inquire: [])

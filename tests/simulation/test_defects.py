@@ -1,4 +1,4 @@
-"""The simulator bites: each defect, put into the real code, breaks a promise within some seeds."""
+"""Each planted defect breaks a promise within some seeds."""
 
 import re
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def calm(scenario: Scenario) -> Scenario:
 
 
 def commands(scenario: Scenario) -> Scenario:
-    """An operator adds a replica of each role and takes it away again, while requests come."""
+    """An operator adds a replica of each role and removes it again."""
     moments = [(1, "prefill-1"), (2, "decode-1"), (5, "prefill-0"), (7, "decode-0")]
     faults = tuple(Fault(kind=FaultKind.SCALE, at_s=at_s, member=name) for at_s, name in moments)
     shape = replace(scenario.shape, num_prefill=1, num_decode=1)
@@ -50,7 +50,7 @@ def mild(scenario: Scenario) -> Scenario:
 
 
 def repeated_messages(scenario: Scenario) -> Scenario:
-    """Two ranks send as much as each other, one often later."""
+    """Two ranks send the same number of pages, one often later."""
     shape = replace(
         scenario.shape,
         cp=2,
@@ -65,7 +65,7 @@ def repeated_messages(scenario: Scenario) -> Scenario:
 
 
 def dying_streams(scenario: Scenario) -> Scenario:
-    """Decode replicas die, one after the other, while tokens come."""
+    """Decode replicas die one after another."""
     shape = scenario.shape
     # Room for the longer answers.
     prefill_pages, decode_pages = shape.prefill_pages + 8 * shape.cp, shape.decode_pages + 8
@@ -80,7 +80,7 @@ def late_words(scenario: Scenario) -> Scenario:
 
 
 def restarts_in_place(scenario: Scenario) -> Scenario:
-    """Replicas die while requests come, and start again where they listened."""
+    """Replicas die and restart at the same addresses."""
     shape = replace(scenario.shape, num_prefill=1, num_decode=1, reuses_addresses=True)
     asks = tuple(replace(ask, at_s=1 + ask.at_s / 4, patience_s=None) for ask in scenario.asks)
     faults = tuple(Fault(kind=FaultKind.KILL, at_s=1.5, member=name) for name in ("prefill-0", "decode-0"))
@@ -88,7 +88,7 @@ def restarts_in_place(scenario: Scenario) -> Scenario:
 
 
 def dying_ranks(scenario: Scenario) -> Scenario:
-    """Prefill dies while requests come, and twice more with those that have come since."""
+    """Prefill dies three times, with new requests in between."""
     shape = replace(
         scenario.shape, num_prefill=1, cp=4, tp=1, pp=1, decode_tp=1, decode_pp=1, prefill_pages=24, settle_s=2.0
     )
@@ -98,7 +98,7 @@ def dying_ranks(scenario: Scenario) -> Scenario:
 
 
 def ranks_that_die_elsewhere(scenario: Scenario) -> Scenario:
-    """The next start listens at other addresses, so that what is left of this one goes on."""
+    """The next start listens at other addresses, so that remaining processes of this one continue."""
     dying = dying_ranks(scenario)
     return replace(dying, shape=replace(dying.shape, reuses_addresses=False))
 
@@ -109,7 +109,7 @@ def lost_machine(scenario: Scenario) -> Scenario:
 
 
 def machine_lost_at_the_start(scenario: Scenario) -> Scenario:
-    """A replica starts again, is perhaps ready in the table when its machine is lost, and so often once more."""
+    """A replica restarts, and loses its machine when it is perhaps ready in the table."""
     shape = replace(scenario.shape, num_prefill=1, num_decode=2, quarantine_limit=1.0)
     random = Random(scenario.seed)
     lost_s = random.uniform(3, 6)
@@ -149,7 +149,7 @@ def several_dp_ranks(scenario: Scenario) -> Scenario:
 
 
 def leavers_of_dp_ranks(scenario: Scenario) -> Scenario:
-    """Clients leave while a step of another DP rank than the leader's is computed, and others wait for their pages."""
+    """Clients leave during a step of a follower's DP rank while others wait for their pages."""
     prefill_pages = 10 * scenario.shape.cp
     shape = replace(scenario.shape, decode_dp=3, decode_pages=10, prefill_pages=prefill_pages, window=None)
     asks = tuple(
@@ -160,7 +160,7 @@ def leavers_of_dp_ranks(scenario: Scenario) -> Scenario:
 
 
 def cold_tiers(scenario: Scenario) -> Scenario:
-    """Small pools, so that pages come back from below."""
+    """Small pools make pages return from lower tiers."""
     tiers = TierShape(host_pages=12, write=WritePolicy.WRITE_THROUGH, prefetch=PrefetchPolicy.WAIT_COMPLETE)
     shape = replace(scenario.shape, prefix_cache=True, tiers=tiers, window=None)
     return replace(scenario, shape=shape, faults=(), hazards=Hazards(fail_move=0.1, slow_move=True))
@@ -171,13 +171,13 @@ def calm_without_digests(scenario: Scenario) -> Scenario:
 
 
 def shared_heads(scenario: Scenario) -> Scenario:
-    """Ranks of decode share heads, so that each is sent a part of the pages."""
+    """Decode ranks share heads, so that each gets a part of the pages."""
     shape = replace(scenario.shape, num_kv_heads=2, decode_tp=4, verify=Verify.COUNTS)
     return calm(replace(scenario, shape=shape))
 
 
 def windows(scenario: Scenario) -> Scenario:
-    """Answers go on behind their window, and small pools drop pages of the cache."""
+    """Outputs are longer than their window, and small pools evict cached pages."""
     shape = replace(scenario.shape, window=5, tiers=None, ownership=KvOwnership.REPLICATED, prefix_cache=True)
     shape = replace(shape, prefill_pages=24, decode_pages=24, verify=Verify.COUNTS)
     asks = tuple(replace(ask, prompt=ask.prompt[: 5 * PAGE_SIZE], patience_s=None) for ask in scenario.asks)
@@ -185,13 +185,13 @@ def windows(scenario: Scenario) -> Scenario:
 
 
 def failing_writes(scenario: Scenario) -> Scenario:
-    """Writes fail between the layers of prompts that are computed in one step."""
+    """Writes fail between the layers of one step."""
     shape = replace(scenario.shape, num_layers=4, pp=1, chunk_tokens=64)
     return replace(scenario, shape=shape, faults=(), hazards=Hazards(fail_write=0.3, slowness=30.0))
 
 
 def cold_tiers_of_peers(scenario: Scenario) -> Scenario:
-    """Layers of cached pages come from the host memory of other ranks, too."""
+    """Layers of cached pages also come from other ranks' host memory."""
     cold = cold_tiers(scenario)
     assert cold.shape.tiers is not None
     shape = replace(cold.shape, tiers=replace(cold.shape.tiers, shares_host=True), cp=2, dp=1, tp=1)
@@ -204,7 +204,7 @@ def cold_tiers_of_shared_heads(scenario: Scenario) -> Scenario:
 
 
 def windows_below(scenario: Scenario) -> Scenario:
-    """Windows come from host memory and storage, too."""
+    """Windows also come from host memory and storage."""
     shape = replace(cold_tiers(scenario).shape, window=5, ownership=KvOwnership.REPLICATED, prefill_pages=24)
     asks = tuple(replace(ask, prompt=ask.prompt[: 5 * PAGE_SIZE], patience_s=None) for ask in scenario.asks)
     return calm(replace(scenario, shape=replace(shape, decode_pages=24, verify=Verify.COUNTS), asks=asks))
@@ -285,7 +285,7 @@ def test_a_defect_is_caught(
         if violation is not None:
             break
     else:
-        pytest.fail(f"{MAX_SEEDS} seeds saw nothing of it")
+        pytest.fail(f"{MAX_SEEDS} seeds broke no promise")
     assert re.search(promise, violation), violation
 
 
