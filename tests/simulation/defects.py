@@ -1,6 +1,7 @@
 """Plausible mistakes that a test can plant in the real code."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from cluster.simulator.replica import Replica
 from cluster.spec.ids import ROUTER, Incarnation, Peer, Room
 from cluster.spec.messages import Message, Submit
 from cluster.spec.tiers import TierJobResult
-from cluster.spec.transfer_messages import Done, Drained, PageDigests, Revoke, Ticket
+from cluster.spec.transfer_messages import Done, Drained, PageDigests, Revoke
 from cluster.supervisor import reconcile
 from cluster.supervisor.events import End, Ended, Failed, Prove, Started
 from cluster.supervisor.operate import Step
@@ -127,52 +128,35 @@ def start_again_beside_what_is_left(patch: Patch) -> None:
     patch.setattr(reconcile, "_on_failed", fail)
 
 
+def _change_message(patch: Patch, owner: type, method: str, fields: Callable[[Any], dict[str, Any]]) -> None:
+    """Make a method handle messages with these fields replaced."""
+    real = getattr(owner, method)
+    patch.setattr(owner, method, lambda self, message: real(self, replace(message, **fields(self))))
+
+
 def heed_words_to_an_earlier_start(patch: Patch) -> None:
     """Decode accepts prefill's messages to an earlier start."""
-    is_foreign = ReceiverSession._is_foreign
-
-    def is_of_another_ticket(self: ReceiverSession, message: Any) -> bool:
-        return is_foreign(self, replace(message, decode_incarnation=self.ticket.decode.incarnation))
-
-    patch.setattr(ReceiverSession, "_is_foreign", is_of_another_ticket)
+    _change_message(
+        patch, ReceiverSession, "_is_foreign", lambda it: {"decode_incarnation": it.ticket.decode.incarnation}
+    )
 
 
 def heed_words_of_an_earlier_start(patch: Patch) -> None:
     """Decode accepts messages from an earlier start of prefill."""
-    is_foreign = ReceiverSession._is_foreign
-
-    def is_of_another_ticket(self: ReceiverSession, message: Any) -> bool:
-        return is_foreign(self, replace(message, prefill=self.prefill))
-
-    patch.setattr(ReceiverSession, "_is_foreign", is_of_another_ticket)
+    _change_message(patch, ReceiverSession, "_is_foreign", lambda it: {"prefill": it.prefill})
 
 
 def take_any_submit(patch: Patch) -> None:
     """Prefill accepts requests for an earlier start."""
-    on_submit = PrefillLeader._on_submit
-
-    def take(self: PrefillLeader, submit: Submit) -> None:
-        on_submit(self, replace(submit, prefill=self.me))
-
-    patch.setattr(PrefillLeader, "_on_submit", take)
+    _change_message(patch, PrefillLeader, "_on_submit", lambda it: {"prefill": it.me})
 
 
 def take_any_ticket(patch: Patch) -> None:
-    on_ticket = PrefillLeader._on_ticket
-
-    def take(self: PrefillLeader, ticket: Ticket) -> None:
-        on_ticket(self, replace(ticket, prefill_incarnation=self.me.incarnation))
-
-    patch.setattr(PrefillLeader, "_on_ticket", take)
+    _change_message(patch, PrefillLeader, "_on_ticket", lambda it: {"prefill_incarnation": it.me.incarnation})
 
 
 def decode_any_submit(patch: Patch) -> None:
-    on_submit = DecodeLeader._on_submit
-
-    def take(self: DecodeLeader, submit: Submit) -> None:
-        on_submit(self, replace(submit, decode=self.me))
-
-    patch.setattr(DecodeLeader, "_on_submit", take)
+    _change_message(patch, DecodeLeader, "_on_submit", lambda it: {"decode": it.me})
 
 
 def leave_out_a_page(patch: Patch) -> None:

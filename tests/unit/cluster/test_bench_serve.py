@@ -74,12 +74,6 @@ def test_open_loop_arrivals_have_the_mean_rate() -> None:
     assert float(np.std(gaps_s)) == pytest.approx(0.05, rel=0.1)
 
 
-@pytest.mark.parametrize("rate", [0.0, math.nan])
-def test_senseless_rates_are_refused(rate: float) -> None:
-    with pytest.raises(UserError, match=f"--request-rate: got {rate}; allowed: a finite number"):
-        _workload(request_rate=rate)
-
-
 def test_stream_lines() -> None:
     assert parse_line('data: {"choices": []}') == {"choices": []}
     assert parse_line("data: [DONE]") is None
@@ -180,6 +174,9 @@ def test_missing_and_empty_files_and_senseless_values_are_refused(tmp_path: Path
     path.touch()
     with pytest.raises(UserError, match=r"trace\.jsonl: got no requests"):
         read_trace(path)
+    for rate in (0.0, math.nan):
+        with pytest.raises(UserError, match=f"--request-rate: got {rate}; allowed: a finite number"):
+            _workload(request_rate=rate)
     with pytest.raises(UserError, match=r"--trace-scale: got 0.0"):
         trace_workload(entries, scale=0.0)
     with pytest.raises(UserError, match=r"--trace-speed: got -1"):
