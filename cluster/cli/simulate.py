@@ -38,7 +38,14 @@ def simulate(
             campaign.run(takewhile(lambda _: not noted, range(first, first + seeds)))
     seconds = round(time.perf_counter() - start_s, 3)
     if as_json:
-        typer.echo(json.dumps(_as_json(campaign, seconds)))
+        totals = {
+            "seeds": campaign.num_seeds,
+            "requests": campaign.num_requests,
+            "faults": dict(sorted(campaign.faults.items())),
+            "violations": len(campaign.violations),
+            "seconds": seconds,
+        }
+        typer.echo(json.dumps(totals))
     else:
         _print(campaign, seconds)
     for seed, violation in campaign.violations.items():
@@ -71,16 +78,6 @@ def _noting_signals() -> Iterator[list[signal.Signals]]:
         yield noted
     finally:
         reset()
-
-
-def _as_json(campaign: "Campaign", seconds: float) -> dict[str, object]:
-    return {
-        "seeds": campaign.num_seeds,
-        "requests": campaign.num_requests,
-        "faults": dict(sorted(campaign.faults.items())),
-        "violations": len(campaign.violations),
-        "seconds": seconds,
-    }
 
 
 def _print(campaign: "Campaign", seconds: float) -> None:

@@ -100,12 +100,8 @@ class VirtualDevice:
                 where = f"layers {layers.start} to {layers.stop - 1} of page {page} in {memory.session}"
                 raise Violation(f"room {row.room} is read before {where} have the KV of its first {first} tokens")
             if (number + 1) * PAGE_SIZE > first:
-                self._check_own(page)
+                # Followers can lag behind their leader, so the allocator describes rank 0 only.
+                if mine.global_rank == 0 and not memory.allocator.is_held(page):
+                    raise Violation(f"{memory.session} writes to page {page}, which is not held by one sequence")
+                self._around.tickets.end(memory, page)
                 memory.put_pieces(page // num_owners, text.page(number, end, layout, lifetime), pieces)
-
-    def _check_own(self, page: int) -> None:
-        """Check that only one request holds a page, and revoke prefill's permission to write to it."""
-        # Followers can lag behind their leader, so the allocator describes rank 0 only.
-        if self._memory.row.global_rank == 0 and not self._memory.allocator.is_held(page):
-            raise Violation(f"{self._memory.session} writes to page {page}, which is not held by one sequence")
-        self._around.tickets.end(self._memory, page)

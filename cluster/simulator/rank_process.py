@@ -144,7 +144,9 @@ class RankProcess(Process):
         if self._layerwise_load is not None:
             ends = list(range(1, layout.num_layers))
         self._ends = deque([*ends, layout.num_layers])
-        self._part_s = self.step_s(plan) / len(self._ends)
+        num_tokens = sum(len(row.token_ids) for row in plan.scheduled)
+        step_s = self.around.hazards.slowness * (self.around.random.uniform(2e-3, 3e-2) + 1e-4 * num_tokens)
+        self._part_s = step_s / len(self._ends)
         self.after(self._part_s, self._compute_layers)
 
     def _on_layers(self) -> None:
@@ -188,10 +190,6 @@ class RankProcess(Process):
         if plan.shape.strategy is not Strategy.NONE or self.row.num_owners > 1:
             return self.shard
         return [rank for rank in self.shard if rank.row.coords.cp == self.row.coords.cp]
-
-    def step_s(self, plan: StepPlan) -> float:
-        num_tokens = sum(len(row.token_ids) for row in plan.scheduled)
-        return self.around.hazards.slowness * (self.around.random.uniform(2e-3, 3e-2) + 1e-4 * num_tokens)
 
 
 class Follower(RankProcess):

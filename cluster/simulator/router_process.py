@@ -46,7 +46,9 @@ class RouterProcess(Process):
         load, breakers = LoadBook(), Breakers()
         self._picker = picker = Picker(config, self.directory, load, breakers, around.random)
         self.known_pages = KnownPages(me, self.directory, picker, self.send)
-        self.requests = RequestTable(me, config.router, load, breakers, picker.pick, self._draw_room)
+        self.requests = RequestTable(
+            me, config.router, load, breakers, picker.pick, lambda: Room(around.random.getrandbits(62) + 1)
+        )
         self._duties = Duties()
         self._first: RequestId | None = None
         """Latest request that is not a further choice of an earlier one."""
@@ -125,9 +127,6 @@ class RouterProcess(Process):
             dp_rank=ask.dp_rank,
             page_keys=PromptKeys(prompt_ids, PAGE_SIZE, "") if self._picker.prefix_roles else None,
         )
-
-    def _draw_room(self) -> Room:
-        return Room(self.around.random.getrandbits(62) + 1)
 
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:

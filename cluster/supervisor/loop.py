@@ -1,4 +1,4 @@
-"""Driver loop, which passes events to `reconcile` and carries out the actions in threads."""
+"""Driver loop, which passes events to `reconcile` and executes the actions in threads."""
 
 import math
 import queue
@@ -23,7 +23,7 @@ _PROVE_S = 30.0
 
 
 class Supervisor:
-    """Keeps the members of one cluster running until a stop is requested."""
+    """Driver loop that keeps the members of one cluster running until it is stopped."""
 
     def __init__(
         self,
