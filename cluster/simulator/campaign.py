@@ -41,13 +41,14 @@ class Campaign:
 
 def shrink(scenario: Scenario) -> tuple[Scenario, Outcome]:
     """Return a smaller scenario that still fails, and its traced outcome."""
-    num_runs = 0
-    is_smaller = True
+    num_runs, is_smaller = 0, True
+    longest_s = 2 * Simulation(scenario).run().virtual_s  # a smaller scenario can fail much later
     while is_smaller and num_runs < _MAX_RUNS:
         is_smaller = False
         for candidate in _smaller(scenario):
             num_runs += 1
-            if Simulation(candidate).run().violation is not None:
+            outcome = Simulation(candidate).run()
+            if outcome.violation is not None and outcome.virtual_s <= longest_s:
                 scenario, is_smaller = candidate, True
                 break
     return scenario, Simulation(scenario, traced=True).run()

@@ -86,7 +86,7 @@ def on_replica_drained(cluster: Cluster, event: events.ReplicaDrained) -> Step:
         return cluster, []
     if event.complete:
         return _close(cluster, f"{event.name}: drained")
-    reason = f"{event.name}: some open requests did not end in time; it takes no new ones"
+    reason = f"{event.name}: some open requests did not end in time; the replica stays drained"
     return _close(cluster, reason, Outcome.FAILED)
 
 
@@ -108,7 +108,11 @@ def on_replica_resumed(cluster: Cluster, event: events.ReplicaResumed) -> Step:
 def advance(cluster: Cluster, event: Event) -> Step:
     """End members that are no longer desired and continue the open command, after each event."""
     if cluster.phase is not Phase.SERVING:
-        return (cluster, []) if cluster.open_command is None else _close(cluster, "the cluster stops", Outcome.FAILED)
+        return (
+            (cluster, [])
+            if cluster.open_command is None
+            else _close(cluster, "the cluster is stopping", Outcome.FAILED)
+        )
     actions: list[Action] = []
     for member in list(cluster.members.values()):
         if member.state is MemberState.RUNNING and not member.is_desired:
@@ -120,7 +124,7 @@ def advance(cluster: Cluster, event: Event) -> Step:
     if name := _failed_with(cluster, opened, event):
         left = f"; not restarted: {', '.join(opened.todo)}" if opened.todo else ""
         why = event.error if isinstance(event, events.Failed) else cluster.members[name].first_error
-        line = f"{name}: failed, and is started again: {why}{left}"
+        line = f"{name}: failed and restarts: {why}{left}"
         cluster, more = _close(cluster, line, Outcome.FAILED)
     elif opened.is_waiting or not all(_is_settled(cluster.members[name]) for name in opened.at_work):
         more = []
@@ -212,7 +216,7 @@ def _refusal(cluster: Cluster, command: Command) -> str | None:
     if cluster.phase is not Phase.SERVING:
         return f"the cluster is {cluster.phase}; commands are accepted while it is {Phase.SERVING}"
     if cluster.open_command is not None:
-        return "another command is being carried out; try again when it has finished"
+        return "another command is in progress; try again when it has finished"
     match command:
         case DrainCommand(replica=name):
             return _why_not_running(cluster, name) or _why_needed(cluster, name)
@@ -253,9 +257,9 @@ def _running(cluster: Cluster) -> tuple[str, ...]:
 def _why_not_running(cluster: Cluster, name: str) -> str | None:
     names = [name for role in Role for name in _replicas(cluster, role)]
     if name not in names:
-        return f"replica: there is no {name!r}; there are: {', '.join(names)}"
+        return f"replica: got {name!r}; allowed: {', '.join(names)}"
     state = cluster.members[name].state
-    return None if state is MemberState.RUNNING else f"{name}: it is {state}; allowed: a running replica"
+    return None if state is MemberState.RUNNING else f"{name}: got a replica that is {state}; allowed: a running one"
 
 
 def _why_needed(cluster: Cluster, name: str) -> str | None:
@@ -273,7 +277,7 @@ def _scale_refusal(cluster: Cluster, command: ScaleCommand) -> str | None:
     for role in numbers:
         leaving = [name for name in extra if role_of(ReplicaId(name)) is role]
         if leaving and not _is_served(cluster, role, without=leaving):
-            return f"scale: no {role} replica that remains takes requests; those to be removed: {', '.join(leaving)}"
+            return f"scale: no remaining {role} replica takes requests; to be removed: {', '.join(leaving)}"
     return None
 
 

@@ -201,7 +201,7 @@ def _on_stop_requested(cluster: Cluster, event: events.StopRequested) -> Step:
 def _on_drained(cluster: Cluster, event: events.Drained) -> Step:
     if cluster.phase is not Phase.DRAINING:
         return cluster, []  # a second request to stop has ended the wait
-    line = "drained: stopping" if event.complete else "some open requests have not ended: stopping anyway"
+    line = "drained: stopping" if event.complete else "some open requests have not ended; stopping anyway"
     return cluster.moved(Phase.STOPPING, type(event).__name__), [events.Report(line), events.Stop()]
 
 
@@ -210,7 +210,7 @@ def _restart_after_suspension(cluster: Cluster, now: Now) -> tuple[Cluster, list
     due_s, looked = cluster.next_look_s(), replace(cluster, looked_s=now.s)
     if due_s is None or now.s <= due_s + MAX_LATE_S:
         return looked, []
-    line = f"the driver was suspended for {now.s - due_s:.1f} s: silence counts from now on"
+    line = f"the driver was suspended for {now.s - due_s:.1f} s; silence counts from now on"
     silent = {name: replace(silence, since_s=now.s) for name, silence in cluster.silent.items()}
     return replace(looked, silent=silent), [events.Report(line)]
 

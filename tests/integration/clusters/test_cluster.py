@@ -223,7 +223,7 @@ def test_replicas_come_go_and_start_again_under_load_and_no_request_fails(cluste
 @pytest.mark.parametrize(
     ("order", "said"),
     [
-        (("drain", "decode-9"), "replica: there is no 'decode-9'; there are: prefill-0, decode-0"),
+        (("drain", "decode-9"), "replica: got 'decode-9'; allowed: prefill-0, decode-0"),
         (
             ("restart", "--rolling"),
             "prefill-0: no other prefill replica takes requests; `baton scale prefill=2` adds one",

@@ -261,7 +261,7 @@ def test_requests_that_do_not_end_do_not_hold_up_the_end() -> None:
     assert driver.announced.wait(WAIT_S)
     driver.supervisor.request_stop("SIGTERM")
     driver.ended.result(WAIT_S)
-    assert driver.lines[-1] == "some open requests have not ended: stopping anyway"
+    assert driver.lines[-1] == "some open requests have not ended; stopping anyway"
 
 
 def test_first_load_error_ends_the_start_and_is_told_in_one_line() -> None:
