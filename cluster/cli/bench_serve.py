@@ -46,7 +46,9 @@ def serve(
     trace_speed: Annotated[float, typer.Option(help="Factor for the trace's arrival rate.")] = 1.0,
     trace_out: Annotated[
         typer.FileBinaryWrite | None,
-        typer.Option(help="File for a Perfetto trace of the middle request on all ranks.", lazy=False, metavar="PATH"),
+        typer.Option(
+            help="File for a Perfetto trace of the middle request on all ranks.", lazy=False, metavar="<path>"
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -156,7 +156,7 @@ def resume(replica: Replica, cluster: NameOption = None) -> None:
 def restart(
     replicas: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[REPLICA]...", help="Names of the replicas. Default: all.", show_default=False),
+        typer.Argument(metavar="REPLICA", help="Names of the replicas. Default: all.", show_default=False),
     ] = None,
     is_rolling: Annotated[
         bool,
@@ -177,7 +177,7 @@ def scale(
     numbers: Annotated[
         list[str],
         typer.Argument(
-            metavar="ROLE=NUMBER...",
+            metavar="ROLE=NUMBER",
             help="Number of replicas per role, such as prefill=2 decode=1.",
             show_default=False,
         ),

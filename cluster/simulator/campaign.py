@@ -1,8 +1,9 @@
 """Runs of many seeds, and minimization of a failing scenario."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
 
 from cluster.simulator.draw import draw_scenario
 from cluster.simulator.scenario import Hazards, Scenario, Shape
@@ -10,8 +11,7 @@ from cluster.simulator.simulation import Outcome, Simulation
 from cluster.spec.ids import Role
 
 _MAX_RUNS = 400
-_SIMPLE = Shape()
-_CALM = Hazards()
+T = TypeVar("T", Hazards, Shape)
 
 
 @dataclass(slots=True)
@@ -65,20 +65,20 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
             yield replace(scenario, asks=asks[:number] + asks[number + 1 :])
     for number in range(len(faults)):
         yield replace(scenario, faults=faults[:number] + faults[number + 1 :])
-    for hazard in fields(Hazards):
-        calm = getattr(_CALM, hazard.name)
-        if getattr(scenario.hazards, hazard.name) != calm:
-            yield replace(scenario, hazards=replace(scenario.hazards, **{hazard.name: calm}))
-    yield from _simpler_shapes(scenario)
-
-
-def _simpler_shapes(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield scenarios with one property of the shape reset to its default."""
+    for hazards in _resets(scenario.hazards):
+        yield replace(scenario, hazards=hazards)
     # Requests are drawn for the pool sizes, and the flip hazard for the verification.
     kept = {"prefill_pages", "decode_pages", "verify"}
-    named = {name for fault in scenario.faults for name in (fault.member, fault.other)}
+    named = {name for fault in faults for name in (fault.member, fault.other)}
     kept |= {f"num_{role}" for role in Role if f"{role}-1" in named}
-    for setting in fields(Shape):
-        name, simple = setting.name, getattr(_SIMPLE, setting.name)
-        if name not in kept and getattr(scenario.shape, name) != simple:
-            yield replace(scenario, shape=replace(scenario.shape, **{name: simple}))
+    for shape in _resets(scenario.shape, kept):
+        yield replace(scenario, shape=shape)
+
+
+def _resets(settings: T, kept: Collection[str] = ()) -> Iterator[T]:
+    """Yield the settings with one field reset to its default."""
+    default = type(settings)()
+    for name in [each.name for each in fields(settings)]:
+        value = getattr(default, name)
+        if name not in kept and getattr(settings, name) != value:
+            yield replace(settings, **{name: value})

@@ -4,6 +4,7 @@ import json
 import socket
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -74,7 +75,7 @@ def test_missing_libraries_are_named_by_their_package(monkeypatch: pytest.Monkey
 def test_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "bind", lambda *_: None)
     assert doctor.check_port() == Finding("port", Status.OK, "127.0.0.1:8000 is free")
-    monkeypatch.setattr(socket.socket, "bind", _in_use)
+    monkeypatch.setattr(socket.socket, "bind", Mock(side_effect=OSError(98, "Address already in use")))
     assert doctor.check_port().found == "127.0.0.1:8000: Address already in use"
 
 
@@ -101,7 +102,3 @@ def _run(arguments: list[str]) -> Result:
     app = typer.Typer()
     app.command()(doctor.doctor)
     return CliRunner().invoke(app, arguments)
-
-
-def _in_use(*_: object) -> None:
-    raise OSError(98, "Address already in use")

@@ -28,7 +28,6 @@ from cluster.supervisor.state import MemberState, Phase
 from tests.fakes.supervised import Run
 
 TWO_OF_EACH = ("bootstrap", "router", "prefill-0", "prefill-1", "decode-0", "decode-1")
-ONE_OF_EACH = ("bootstrap", "router", "prefill-0", "decode-0")
 
 
 def answers(actions: list[Action]) -> list[tuple[Outcome, str]]:
@@ -127,13 +126,13 @@ def test_a_rolling_restart_takes_one_replica_at_a_time() -> None:
 
 
 def test_a_restart_at_once_drains_all_before_any_starts() -> None:
-    actions = carry_out(Run(ONE_OF_EACH).serve(), RestartCommand())
+    actions = carry_out(Run().serve(), RestartCommand())
     assert begun(actions) == ["DrainReplica prefill-0", "DrainReplica decode-0", "Start prefill-0", "Start decode-0"]
     assert answers(actions)[-1] == (Outcome.DONE, "restarted")
 
 
 def test_a_restart_begins_at_once_however_often_the_replica_has_failed() -> None:
-    run = Run(ONE_OF_EACH).serve()
+    run = Run().serve()
     run.fail("decode-0")
     run.step(Ended("decode-0", run.incarnation("decode-0"), True))
     run.now_s = 1.0
@@ -145,7 +144,7 @@ def test_a_restart_begins_at_once_however_often_the_replica_has_failed() -> None
 
 
 def test_a_replica_whose_drain_takes_too_long_is_restarted_all_the_same() -> None:
-    run = Run(ONE_OF_EACH).serve()
+    run = Run().serve()
     incarnation = run.incarnation("decode-0")
     run.command(RestartCommand(replicas=(ReplicaId("decode-0"),)))
     assert run.step(ReplicaDrained("decode-0", incarnation, False)) == [End("decode-0", incarnation)]
@@ -181,7 +180,7 @@ def test_a_rolling_restart_does_not_take_the_last_one_when_the_other_was_lost_on
 
 
 def test_more_replicas_are_placed_then_started() -> None:
-    run = Run(ONE_OF_EACH).serve()
+    run = Run().serve()
     actions = carry_out(run, ScaleCommand(prefill=3, decode=2))
     assert actions[0] == Place(["prefill-1", "prefill-2", "decode-1"])
     assert begun(actions) == ["Start prefill-1", "Start prefill-2", "Start decode-1"]

@@ -14,6 +14,7 @@ from cluster.cli.stop_signals import StopSignals
 from cluster.machine_memory import MachineMemory
 from cluster.spec.errors import UserError
 from cluster.spec.loader import parse_config
+from cluster.spec.memory import GIB
 from tests.fakes.checkpoints import make_checkpoint
 
 WAIT_S = 60.0
@@ -84,7 +85,6 @@ def test_a_wait_that_is_no_time_is_refused(given: str, monkeypatch: pytest.Monke
     assert "--timeout" in result.output
 
 
-GIB = 1024**3
 ROOMY = MachineMemory(total=64 * GIB, available=64 * GIB)
 
 
