@@ -78,7 +78,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
 def _resets(settings: T, kept: Collection[str] = ()) -> Iterator[T]:
     """Yield the settings with one field reset to its default."""
     default = type(settings)()
-    for name in [each.name for each in fields(settings)]:
-        value = getattr(default, name)
+    for setting in fields(settings):
+        name, value = setting.name, getattr(default, setting.name)
         if name not in kept and getattr(settings, name) != value:
             yield replace(settings, **{name: value})

@@ -107,12 +107,10 @@ class Network:
         self._listeners[address] = deliver
         self._resume()
 
-    def unlisten(self, address: str) -> None:
+    def remove(self, address: str) -> None:
+        """Remove a dead process, with all or the last of its queued messages."""
         self._listeners.pop(address, None)
-
-    def end_sender(self, sender: str) -> None:
-        """Drop the queued messages of a dead process, or the last ones of them."""
-        for key in [key for key in self._connections if key[0] == sender]:
+        for key in [key for key in self._connections if key[0] == address]:
             connection = self._connections.pop(key)
             left = 0 if connection.num_stalled else self._random.randint(0, len(connection.pending))
             while len(connection.pending) > left:
@@ -192,6 +190,7 @@ class Surroundings:
     def __init__(self, scenario: Scenario, *, traced: bool) -> None:
         self.scenario, self.shape, self.hazards = scenario, scenario.shape, scenario.hazards
         self.timeline, self.random = Timeline(), Random(scenario.seed)
+        self.now_s, self.after = self.timeline.now_s, self.timeline.after
         self.trace = Trace(self.timeline, traced)
         self.network = Network(self.timeline, self.random, scenario.hazards, self.trace)
         self.tickets = Tickets()
@@ -213,12 +212,6 @@ class Surroundings:
         if room not in self._texts:
             self._texts[room] = Text(bytes(self.submits[room].prompt_ids))
         return self._texts[room]
-
-    def now_s(self) -> float:
-        return self.timeline.now_s()
-
-    def after(self, delay_s: float, event: Event) -> None:
-        self.timeline.after(delay_s, event)
 
 
 class Process(ABC):
@@ -267,5 +260,4 @@ class Process(ABC):
     def kill(self) -> None:
         self.around.trace.add(self.address, "dies")
         self.is_dead = True
-        self.around.network.unlisten(self.address)
-        self.around.network.end_sender(self.address)
+        self.around.network.remove(self.address)

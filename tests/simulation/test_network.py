@@ -64,7 +64,7 @@ def test_a_dead_sender_loses_the_last_messages_only(seed: int, count: int) -> No
     wire = Wire(seed)
     wire.listen()
     wire.send(range(count))
-    wire.network.end_sender("a/out")
+    wire.network.remove("a/out")
     received = wire.run()
     assert received == list(range(len(received)))
 
@@ -73,7 +73,7 @@ def test_what_waits_for_a_listener_dies_with_its_sender() -> None:
     wire = Wire(0)
     wire.send(range(3))
     wire.run()
-    wire.network.end_sender("a/out")
+    wire.network.remove("a/out")
     wire.listen()
     assert wire.run() == []
 
