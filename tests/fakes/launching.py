@@ -1,4 +1,4 @@
-"""A launcher over fake processes, and a supervisor in a thread."""
+"""Launcher of fake processes, and a supervisor in a thread."""
 
 import threading
 import time
@@ -29,8 +29,6 @@ WAIT_S = 60.0
 
 
 class Driver:
-    """A launcher, and a supervisor in a thread."""
-
     def __init__(self, tools: Tools, config: DeployConfig = CONFIG, model: str = "model") -> None:
         self.lines: list[str] = []
         self.announced = threading.Event()
@@ -51,8 +49,6 @@ class Driver:
 
 
 class FakeDriver(Driver):
-    """Over fake processes."""
-
     def __init__(self, world: World) -> None:
         self.world = world
         super().__init__(world.tools())

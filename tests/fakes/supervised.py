@@ -1,4 +1,4 @@
-"""The supervisor's rules with a clock of their own, for tests that go event by event."""
+"""Supervisor state with its own clock, for tests that handle event after event."""
 
 from collections.abc import Iterable
 
@@ -16,8 +16,6 @@ ERROR = BatonError("rank 1: no memory")
 
 
 class Run:
-    """A cluster and the clock it lives by."""
-
     def __init__(self, names: Iterable[str] = NAMES) -> None:
         self.cluster = Cluster(
             members={name: Member(name=name) for name in names}, backoff_s=1.0, patience_s=PATIENCE_S
@@ -26,7 +24,7 @@ class Run:
         self._num_commands = 0
 
     def step(self, event: Event) -> list[Action]:
-        """Handle one event; the lines for the user are left out of the answer."""
+        """Handle one event. Return the actions without the lines for the user."""
         now = Now(s=self.now_s, unix_ms=UNIX_MS + int(self.now_s * 1000))
         self.cluster, actions = reconcile(self.cluster, event, now)
         self.lines = [action.line for action in actions if isinstance(action, Report)]
@@ -39,7 +37,6 @@ class Run:
         return self.cluster.members[name].state
 
     def serve(self) -> "Run":
-        """Bring everything up."""
         self.step(Tick())
         for name in self.cluster.members:
             self.step(Started(name, self.incarnation(name)))
@@ -47,7 +44,6 @@ class Run:
         return self
 
     def command(self, command: Command) -> list[Action]:
-        """Give a command."""
         self._num_commands += 1
         return self.step(CommandReceived(self._num_commands, command))
 

@@ -1,4 +1,4 @@
-"""One message of a kind is lost between healthy replicas, with the time-outs of a real cluster: nobody waits long."""
+"""Loss of single messages between healthy replicas, with the timeouts of a real cluster."""
 
 from dataclasses import replace
 
@@ -26,11 +26,11 @@ ASKS = (ASK, replace(ASK, is_choice=True), replace(ASK, at_s=2.0))
 
 
 class Losing:
-    """Loses the first message of each kind to each role that is named, once for each time it is."""
+    """Loss of the first messages with the given names, once for each time that a name is given."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *lost: str) -> None:
         self.left = list(lost)
-        """As ``kind`` or ``kind>role``."""
+        """Names in the form ``kind`` or ``kind>role``."""
         real = Network.send
 
         def send(network: Network, sender: str, address: str, message: Message) -> None:

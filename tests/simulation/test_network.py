@@ -1,4 +1,4 @@
-"""The simulated network keeps what ZeroMQ over TCP keeps, and loses what it loses."""
+"""The simulated network keeps and loses the same messages as ZeroMQ over TCP."""
 
 from random import Random
 
@@ -12,8 +12,6 @@ from cluster.spec.messages import Cancel, Message
 
 
 class Wire:
-    """Two senders and one receiver."""
-
     def __init__(self, seed: int, hazards: Hazards | None = None) -> None:
         self.timeline = Timeline()
         self.network = Network(self.timeline, Random(seed), hazards or Hazards(), Trace(self.timeline, is_on=False))

@@ -1,4 +1,4 @@
-"""What the simulator says of the code as it is, that it says the same every time, and how it tells of a failure."""
+"""Seeds keep all promises and are reproducible, and `baton simulate` reports failures."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.simulation import defects
 
 ROOT = Path(__file__).parents[2]
 FAILING_SEED = 114
-"""The defect that ``broken`` puts in shows here."""
+"""Seed in which the planted defect breaks a promise."""
 
 TRACE = """
 from cluster.simulator.draw import draw_scenario

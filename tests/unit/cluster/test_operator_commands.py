@@ -1,4 +1,4 @@
-"""Commands of an operator, event by event: who is drained, ended and started when; what is refused; that all ends."""
+"""Operator commands, event by event."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def answers(actions: list[Action]) -> list[tuple[Outcome, str]]:
 
 
 def go_on(run: Run, action: Action) -> list[Action]:
-    """Answer an action as the processes would if nothing went wrong."""
+    """Answer an action like processes without failures."""
     match action:
         case DrainReplica(name, incarnation):
             return run.step(ReplicaDrained(name, incarnation, True))
@@ -52,7 +52,7 @@ def go_on(run: Run, action: Action) -> list[Action]:
 
 
 def carry_out(run: Run, command: Command) -> list[Action]:
-    """Give a command and see it through; every action on the way."""
+    """Carry out a command and return all actions."""
     actions = run.command(command)
     for action in actions:  # grows while it is walked
         actions += go_on(run, action)

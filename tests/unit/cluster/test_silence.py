@@ -1,4 +1,4 @@
-"""Whoever sends no heartbeat for too long is ended and started again, and nobody else is."""
+"""Restarts of members that are silent for too long."""
 
 import pytest
 
@@ -21,13 +21,13 @@ from tests.fakes.supervised import NAMES, PATIENCE_S, Run
 
 
 def see(run: Run, *quiet: str, ranks: dict[str, tuple[int, ...]] | None = None) -> list[Action]:
-    """A table in which some replicas are not ready."""
+    """Show the supervisor a table in which some replicas are not ready."""
     ready = frozenset((name, run.incarnation(name)) for name in NAMES if name not in quiet)
     return run.step(TableSeen(ready, frozenset(), ranks or {}))
 
 
 def at(run: Run, now_s: float) -> list[Action]:
-    """What happens until the time has come, to a driver that looks whenever it is due."""
+    """Return the actions until a time, of a driver that is never late."""
     actions: list[Action] = []
     while (due_s := run.cluster.next_wake_s()) is not None and due_s < now_s:
         run.now_s = due_s

@@ -1,4 +1,4 @@
-"""The supervisor's rules, event by event; and that no order of events starts a member twice or moves illegally."""
+"""Rules of the supervisor, event by event."""
 
 import pytest
 from hypothesis import given
@@ -79,7 +79,7 @@ def test_dead_rank_takes_its_gang_down_and_the_gang_comes_back() -> None:
 
 
 def restart(run: Run, name: str, *, proven: bool, is_of_use: bool = True) -> tuple[Incarnation, list[Action]]:
-    """Let a member fail and start again; the start that ended, and what its end asked for."""
+    """Let a member fail and restart. Return the start that ended, and the actions that its end caused."""
     ended = run.incarnation(name)
     run.fail(name)
     actions = run.step(Ended(name, ended, proven))
@@ -108,7 +108,6 @@ def test_a_proven_end_says_nothing_of_an_earlier_start_that_may_still_write() ->
 
 
 def test_a_start_of_which_the_driver_has_not_heard_may_write_all_the_same() -> None:
-    """The table may show it ready, and others may use it, before the driver looks."""
     run = Run().serve()
     restart(run, "prefill-0", proven=True, is_of_use=False)
     second, actions = restart(run, "prefill-0", proven=False, is_of_use=False)
