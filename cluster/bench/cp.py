@@ -125,7 +125,6 @@ def _ask(ranks: Sequence[WorkerProcess], method: str, *args: Any) -> list[Any]:
 
 
 Steps = Sequence[list[StepTime]]
-"""Times by round and rank."""
 
 
 def summarize(way: Way, prompt_len: int, choice: StrategyChoice, steps: Steps, alone: Steps) -> CpResult:

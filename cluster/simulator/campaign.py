@@ -16,8 +16,6 @@ T = TypeVar("T", Hazards, Shape)
 
 @dataclass(slots=True)
 class Campaign:
-    """Totals over a number of seeds."""
-
     num_seeds: int = 0
     num_requests: int = 0
     faults: Counter[str] = field(default_factory=Counter)

@@ -238,7 +238,6 @@ def _on_router_seen(cluster: Cluster, event: events.RouterSeen, now: Now) -> Clu
 
 
 def _unanswered(cluster: Cluster, name: str, now: Now) -> dict[str, Silence]:
-    """Return the silence of a service if it is running."""
     member = cluster.members[name]
     is_running = member.state is MemberState.RUNNING
     return {name: _silence(cluster, member, "it does not respond", now)} if is_running else {}
