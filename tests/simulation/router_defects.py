@@ -78,7 +78,7 @@ def retry_in_the_same_room(patch: Patch) -> None:
 
 
 def cancel_no_other_target(patch: Patch) -> None:
-    """When one replica fails, the router does not cancel the other."""
+    """The router does not cancel the other replica when one fails."""
     leave = RequestTable._leave
 
     def leave_without_a_word(self: RequestTable, request: GenerateRequest, _cancelled: Sequence[Peer]) -> list[Action]:
