@@ -193,7 +193,7 @@ def main() -> None:
     args = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="baton-bench-") as scratch,
-        closing(LocalCluster("tests.fakes.eager_worker:EagerWorker")) as cluster,
+        closing(LocalCluster("tests.fakes.tier_workers:EagerWorker")) as cluster,
     ):
         for figures in args.measure(args, cluster, resolve_model(args.model), Path(scratch)):
             print(json.dumps(figures), flush=True)

@@ -15,6 +15,8 @@ from tests.fakes.recall_prompts import needle_prompt, recall_oracle
 
 NEEDLE_TOKENS = 10
 """Length of an answer."""
+PAUSE_S = 0.1
+"""Between the requests of a client, so that a small machine has time for what is tested."""
 
 
 async def crowd(
@@ -69,7 +71,7 @@ def _token_ids(line: str) -> list[int]:
 
 @contextmanager
 def streaming_clients(url: str, num_clients: int) -> Iterator[list[str]]:
-    """Clients that ask again and again until left; the outcomes, as ``one_client`` tells them."""
+    """Run clients that ask again and again; yield the list of their outcomes, as ``one_client`` returns them."""
     outcomes: list[str] = []
     stopped = threading.Event()
 
@@ -78,7 +80,8 @@ def streaming_clients(url: str, num_clients: int) -> Iterator[list[str]]:
             for seed in count(first_seed, num_clients):
                 if stopped.is_set():
                     return
-                outcomes.append(await one_client(client, url, 300 + seed * 97 % 2000, seed, leaves=False))
+                outcomes.append(await one_client(client, url, 100 + seed * 97 % 700, seed, leaves=False))
+                await asyncio.sleep(PAUSE_S)
 
     async def ask_all() -> None:
         await asyncio.gather(*(ask(number) for number in range(num_clients)))

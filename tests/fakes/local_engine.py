@@ -1,5 +1,7 @@
-"""Local replicas for one case after another, reloaded only when they must be, and transformers' answers beside them."""
+"""Local replicas that serve one case after another, small models for them, and transformers' answers."""
 
+import json
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -15,6 +17,7 @@ from cluster.spec.ids import Role
 from cluster.spec.registry import TransferMode
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.strategy import CpMode, PassingSetting
+from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_cluster import Answer, LocalCluster, Prompt
 from workers.process import WORKER
 
@@ -44,10 +47,10 @@ NUM_LOGPROBS = 20
 
 
 class Oracle:
-    """transformers' own greedy tokens, and what they were drawn from."""
+    """transformers' own greedy tokens and log-probabilities."""
 
     def __init__(self, folder: Path, num_tokens: int) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._num_tokens = num_tokens
         self._cached = cache(self._generate)
 
@@ -69,7 +72,7 @@ class Oracle:
 
     def _generate(self, prompt: tuple[int, ...]) -> tuple[list[int], Tensor]:
         with torch.inference_mode():
-            generated = self._model.generate(
+            generated = self.model.generate(
                 torch.tensor([prompt]),
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
                 do_sample=False,
@@ -79,6 +82,23 @@ class Oracle:
             )
         answer: list[int] = generated.sequences[0, len(prompt) :].tolist()
         return answer, torch.cat(generated.logits).log_softmax(-1)
+
+
+class Models:
+    """Small checkpoints and their oracles, each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._folders: dict[str, Path] = {}
+        self.oracle = cache(Oracle)
+
+    def folder(self, family: str, **overrides: Any) -> Path:
+        """Return the folder of a random model; ``overrides`` are those of ``make_checkpoint``."""
+        name = json.dumps([family, overrides])
+        if name not in self._folders:
+            folder = self._root / str(len(self._folders)) / family
+            self._folders[name] = make_checkpoint(folder, family, seed=11, **overrides)
+        return self._folders[name]
 
 
 class LocalEngine:
@@ -104,6 +124,7 @@ class LocalEngine:
             config.resources.collectives,
             config.resources.moe_dispatch,
             config.hicache,
+            config.transfer.verify,
         )
         if self._loaded != layout:
             self._loaded = None
@@ -124,6 +145,12 @@ class LocalEngine:
     def close(self) -> None:
         """End every process."""
         self._cluster.close()
+
+
+def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
+    """Return random prompts, which are the same for the same lengths."""
+    rng = random.Random(repr(lengths))
+    return [[rng.randrange(3, 250) for _ in range(length)] for length in lengths]
 
 
 def asked(prompts: Sequence[Sequence[int]], num_tokens: int, num_logprobs: int | None = None) -> list[Prompt]:

@@ -1,47 +1,29 @@
 """Chunks of one prompt that are divided over CP ranks in different ways give the tokens of the whole prompt."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Role
 from cluster.spec.strategy import CpMode, Passing, Strategy
-from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.local_engine import NUM_LOGPROBS, LocalEngine, Oracle, asked
-from tests.integration.test_engine_matrix import prompts_of
+from tests.fakes.local_engine import NUM_LOGPROBS, LocalEngine, Models, asked, prompts_of
 
 pytestmark = pytest.mark.integration
 
+WORKER = "tests.fakes.choosing_worker:WorkerTakingTurns"
 NUM_TOKENS = 24
 CHUNK_TOKENS = 17
 LONG, *OTHERS = prompts_of((203, 90, 33, 1))
 """The first has twelve chunks, in which every strategy meets every passing and every other strategy."""
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), request.param, seed=11)
-
-
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> Oracle:
-    return Oracle(folder, NUM_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    engine = LocalEngine("tests.fakes.choosing_worker:WorkerTakingTurns")
-    yield engine
-    engine.close()
-
-
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("mode", CpMode)
 @pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)])
 def test_a_prompt_may_change_its_strategy_from_chunk_to_chunk(
-    cp: int, mode: CpMode, folder: Path, oracle: Oracle, engine: LocalEngine
+    cp: int, mode: CpMode, family: str, models: Models, engine: LocalEngine
 ) -> None:
+    folder = models.folder(family)
+    oracle = models.oracle(folder, NUM_TOKENS)
     config = DeployConfig.model_validate(
         {
             "kv": {"page_size": 16, "memory_gib": 0.01},

@@ -1,8 +1,6 @@
 """Choices of one prompt give the tokens of as many requests with the same seeds; prefill computes the prompt once."""
 
-from collections.abc import Iterator
 from dataclasses import replace as replace_prompt
-from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -10,13 +8,12 @@ from msgspec.structs import replace
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Role
 from cluster.spec.sampling import Sampling, Stopping
-from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_cluster import Prompt
-from tests.fakes.local_engine import LocalEngine
-from tests.integration.test_engine_matrix import prompts_of
+from tests.fakes.local_engine import LocalEngine, Models, prompts_of
 
 pytestmark = pytest.mark.integration
 
+WORKER = "tests.fakes.telling_worker:TellingWorker"
 PAGE_SIZE = 16
 NUM_CHOICES, NUM_TOKENS = 4, 12
 LENGTHS = (5, 2 * PAGE_SIZE, 5 * PAGE_SIZE + 7)
@@ -27,23 +24,11 @@ SAMPLINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=11)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    engine = LocalEngine("tests.fakes.telling_worker:TellingWorker")
-    yield engine
-    engine.close()
-
-
-def config_of(prefix_cache: bool, memory_gib: float) -> DeployConfig:
+def config_of(prefix_cache: bool) -> DeployConfig:
     return DeployConfig.model_validate(
         {
             "model": {"served_name": "qwen3"},
-            "kv": {"page_size": PAGE_SIZE, "memory_gib": memory_gib, "prefix_cache": prefix_cache},
+            "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.01, "prefix_cache": prefix_cache},
             "prefill": {"parallel": {"cp": 2}, "strategy": "zigzag", "chunk_tokens": 37},
         }
     )
@@ -57,7 +42,7 @@ def choices_of(prompt: list[int], sampling: Sampling) -> list[Prompt]:
     ]
 
 
-def test_decode_computes_prompts_alone(folder: Path, engine: LocalEngine) -> None:
+def test_decode_computes_prompts_alone(models: Models, engine: LocalEngine) -> None:
     """A second time, and among choices too; what is told of prompts is the same."""
     prompts = dict(zip(LENGTHS, prompts_of(LENGTHS), strict=True))
     apart = [
@@ -66,7 +51,7 @@ def test_decode_computes_prompts_alone(folder: Path, engine: LocalEngine) -> Non
     ]
     alone = [replace_prompt(prompt, on_decode=True) for prompt in apart]
     plain = [replace_prompt(prompt, sampling=replace(prompt.sampling, num_prompt_logprobs=None)) for prompt in alone]
-    with engine.running(folder, config_of(True, 0.01)) as cluster:
+    with engine.running(models.folder("qwen3"), config_of(True)) as cluster:
         expected, told, first, second = (cluster.answer(batch, timeout_s=120) for batch in (apart, alone, plain, plain))
         choices = cluster.generate([plain[2], replace_prompt(plain[2], shares_prompt=True)], timeout_s=120)
     for answers in (told, first, second):
@@ -82,10 +67,10 @@ def test_decode_computes_prompts_alone(folder: Path, engine: LocalEngine) -> Non
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_choices_are_as_many_requests(folder: Path, engine: LocalEngine, prefix_cache: bool) -> None:
+def test_choices_are_as_many_requests(models: Models, engine: LocalEngine, prefix_cache: bool) -> None:
     pairs = zip(prompts_of(LENGTHS), SAMPLINGS, strict=True)
     together = [choice for prompt, sampling in pairs for choice in choices_of(prompt, sampling)]
-    with engine.running(folder, config_of(prefix_cache, 0.01)) as cluster:
+    with engine.running(models.folder("qwen3"), config_of(prefix_cache)) as cluster:
         answers = cluster.answer(together, timeout_s=120)
         apart = [Prompt(choice.token_ids, choice.stopping, choice.sampling) for choice in together]
         expected = [cluster.answer([prompt], timeout_s=120)[0] for prompt in apart]

@@ -1,13 +1,9 @@
-"""Greedy fp32 tokens of real prefill and decode processes equal transformers' own, for every way to cut a prompt.
+"""Greedy fp32 tokens equal transformers' own for every way to divide a prompt, whatever of it is cached.
 
 So do log-probabilities: a wrong page or position that does not change the likeliest token shows in them.
 """
 
-import random
-from collections.abc import Iterator
-from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,28 +12,35 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Role
 from cluster.spec.registry import TransferMode, Verify
 from cluster.spec.strategy import Collectives, CpMode, Strategy, StrategySetting
-from tests.fakes.checkpoints import DENSE, make_checkpoint
-from tests.fakes.local_engine import KV_WAYS, NUM_LOGPROBS, KvWay, LocalEngine, Oracle, asked
+from tests.fakes.checkpoints import DENSE
+from tests.fakes.local_engine import KV_WAYS, NUM_LOGPROBS, KvWay, LocalEngine, Models, Oracle, asked, prompts_of
 from tests.fakes.pairwise import Case, all_in_turn, all_pairs
 
-NUM_TOKENS = 64
+pytestmark = pytest.mark.integration
+
+WORKER = "tests.fakes.choosing_worker:WorkerWithCheapExchange"
+NUM_TOKENS = 40
 PAGE_SIZE = 16
 MOONCAKE: Case = {
     "family": "qwen3",
     "cp": 3,
     "strategy": StrategySetting.ZIGZAG,
+    "kv": KvWay(sends=TransferMode.RANK0),
     "chunk_tokens": 37,
     "lengths": (1, 33, 64, 130, 5),
     "collectives": Collectives.AUTO,
 }
-CROSSED: dict[str, list[Any]] = {
+WAYS: dict[str, list[Any]] = {
     "cp": [1, 2, 3, 4],
     "strategy": list(StrategySetting),
     "kv": KV_WAYS,
     "chunk_tokens": [4096, 37, 3],
-    "lengths": [(1,), (3, 1, 2), (200,), (1, 33, 64, 130, 5)],
 }
+CROSSED = WAYS | {"lengths": [(1,), (3, 1, 2), (200,), (1, 33, 64, 130, 5)]}
+CACHED = WAYS | {"caching": [set(Role), {Role.PREFILL}, {Role.DECODE}, set()], "batch": ["together", "in turn"]}
 TURNING: dict[str, list[Any]] = {"family": list(DENSE), "collectives": list(Collectives)}
+LONG, SHORT, *OTHERS = prompts_of((6 * PAGE_SIZE, 5, 70, 60, 1, 21, 9))
+"""Prompts that are cached, and parts of those that follow them."""
 
 
 def in_loading_order(cases: list[Case]) -> list[Case]:
@@ -45,18 +48,22 @@ def in_loading_order(cases: list[Case]) -> list[Case]:
 
 
 def name_of(case: Case) -> str:
-    lengths = "+".join(map(str, case["lengths"]))
-    ways = "-".join(map(str, (case["strategy"], case["kv"], case["chunk_tokens"], lengths, case["collectives"])))
+    if "lengths" in case:
+        asked = "+".join(map(str, case["lengths"]))
+    else:
+        asked = f"{case['batch']}-{'+'.join(sorted(case['caching'])) or 'nobody'}-caches"
+    ways = "-".join(map(str, (case["strategy"], case["kv"], case["chunk_tokens"], asked, case["collectives"])))
     return f"{case['family']}-cp{case['cp']}-{ways}"
 
 
-def config_of(case: Case, backend: str = "shared_memory") -> DeployConfig:
+def config_of(case: Case, role: Role = Role.PREFILL, backend: str = "shared_memory") -> DeployConfig:
     kv: KvWay = case["kv"]
     verify = Verify.DIGEST if backend == "mooncake" else Verify.COUNTS
+    prefix_cache = role in case.get("caching", Role)
     return DeployConfig.model_validate(
         {
             "model": {"served_name": case["family"]},
-            "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.02},
+            "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.02, "prefix_cache": prefix_cache},
             "prefill": {
                 "parallel": {"cp": case["cp"]},
                 "strategy": case["strategy"],
@@ -70,67 +77,71 @@ def config_of(case: Case, backend: str = "shared_memory") -> DeployConfig:
     )
 
 
-class Both:
-    """Our engine and the oracle."""
-
-    def __init__(self, folders: dict[str, Path]) -> None:
-        self.engine = LocalEngine("tests.fakes.choosing_worker:WorkerWithCheapExchange")
-        self._folders = folders
-        self._oracle = cache(lambda family: Oracle(folders[family], NUM_TOKENS))
-
-    def check(self, case: Case, backend: str = "shared_memory") -> None:
-        """Our answers to the case's prompts are transformers'."""
-        prompts = prompts_of(case["lengths"])
-        with self.engine.running(self._folders[case["family"]], config_of(case, backend)) as cluster:
-            answers = cluster.answer(asked(prompts, NUM_TOKENS, NUM_LOGPROBS), timeout_s=120)
-        oracle = self._oracle(case["family"])
-        for prompt, answer in zip(prompts, answers, strict=True):
-            oracle.check(prompt, answer)
-        self._check_ways(case)
-
-    def _check_ways(self, case: Case) -> None:
-        """Check that the leader reports every token, computed in the way that was asked for."""
-        steps = self.engine.ask(Role.PREFILL, "told_load")[0].steps
-        assert sum(times.num_tokens for times in steps) == sum(case["lengths"])
-        ways = {(times.strategy, times.passing) for times in steps}
-        kv: KvWay = case["kv"]
-        strategies = case["strategy"].candidates if case["cp"] > 1 else (Strategy.NONE,)
-        passings = kv.passing.candidates if case["cp"] > 1 and kv.mode is CpMode.RING else (None,)
-        assert ways <= set(product(strategies, passings))
-        if case["strategy"] is StrategySetting.AUTO and case["cp"] > 1 and max(case["lengths"]) > 1:
-            assert {strategy for strategy, _ in ways} - {Strategy.NONE}, (
-                "where an exchange is cheap, tokens are divided"
-            )
+def check(case: Case, models: Models, engine: LocalEngine, backend: str = "shared_memory") -> None:
+    """Our answers to the case's prompts are transformers'."""
+    prompts, folder = prompts_of(case["lengths"]), models.folder(case["family"])
+    with engine.running(folder, config_of(case, backend=backend)) as cluster:
+        answers = cluster.answer(asked(prompts, NUM_TOKENS, NUM_LOGPROBS), timeout_s=120)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        models.oracle(folder, NUM_TOKENS).check(prompt, answer)
+    check_ways(case, engine)
 
 
-def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
-    rng = random.Random(repr(lengths))
-    return [[rng.randrange(3, 250) for _ in range(length)] for length in lengths]
+def check_ways(case: Case, engine: LocalEngine) -> None:
+    """The leader reports every token, computed in the way that was asked for."""
+    steps = engine.ask(Role.PREFILL, "told_load")[0].steps
+    assert sum(times.num_tokens for times in steps) == sum(case["lengths"])
+    ways = {(times.strategy, times.passing) for times in steps}
+    kv: KvWay = case["kv"]
+    strategies = case["strategy"].candidates if case["cp"] > 1 else (Strategy.NONE,)
+    passings = kv.passing.candidates if case["cp"] > 1 and kv.mode is CpMode.RING else (None,)
+    assert ways <= set(product(strategies, passings))
+    if case["strategy"] is StrategySetting.AUTO and case["cp"] > 1 and max(case["lengths"]) > 1:
+        assert {strategy for strategy, _ in ways} - {Strategy.NONE}, "where an exchange is cheap, tokens are divided"
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    root = tmp_path_factory.mktemp("checkpoints")
-    both = Both({family: make_checkpoint(root / family, family, seed=11) for family in DENSE})
-    yield both
-    both.engine.close()
-
-
-@pytest.mark.integration
 @pytest.mark.parametrize("case", in_loading_order(all_pairs(CROSSED | TURNING)), ids=name_of)
-def test_tokens_equal_transformers_for_all_pairs_of_factors(both: Both, case: Case) -> None:
-    both.check(case)
+def test_tokens_equal_transformers_for_all_pairs_of_factors(models: Models, engine: LocalEngine, case: Case) -> None:
+    check(case, models, engine)
 
 
-@pytest.mark.integration
 @pytest.mark.mooncake
-@pytest.mark.parametrize("kv", [KvWay(sends=TransferMode.RANK0)], ids=str)
-def test_tokens_equal_transformers_over_mooncake(both: Both, kv: KvWay) -> None:
-    both.check({**MOONCAKE, "kv": kv}, backend="mooncake")
+def test_tokens_equal_transformers_over_mooncake(models: Models, engine: LocalEngine) -> None:
+    check(MOONCAKE, models, engine, backend="mooncake")
 
 
-@pytest.mark.integration
 @pytest.mark.full
 @pytest.mark.parametrize("case", in_loading_order(all_in_turn(CROSSED, TURNING)), ids=name_of)
-def test_tokens_equal_transformers_for_the_whole_matrix(both: Both, case: Case) -> None:
-    both.check(case)
+def test_tokens_equal_transformers_for_the_whole_matrix(models: Models, engine: LocalEngine, case: Case) -> None:
+    check(case, models, engine)
+
+
+def follow_ups(oracle: Oracle) -> dict[str, tuple[list[int], int]]:
+    """Prompts to ask after LONG and SHORT, by prefix state, with the pages that prefill should find."""
+    long_turn = [*LONG, *oracle.tokens(LONG)]
+    short_turn = [*SHORT, *oracle.tokens(SHORT)]
+    return {
+        "none": (OTHERS[0], 0),
+        "parts in a page": ([*LONG[: 2 * PAGE_SIZE + 7], *OTHERS[1]], 2),
+        "parts between pages": ([*LONG[: 3 * PAGE_SIZE], *OTHERS[2]], 3),
+        "full": (LONG, 5),
+        "longer": ([*LONG, *OTHERS[3]], 6),
+        "more of it on decode": ([*long_turn, *OTHERS[4]], 6),
+        "on decode only": (short_turn, 0),
+    }
+
+
+@pytest.mark.parametrize("case", in_loading_order(all_pairs(CACHED | TURNING)), ids=name_of)
+def test_tokens_do_not_depend_on_what_is_cached(models: Models, engine: LocalEngine, case: Case) -> None:
+    folder = models.folder(case["family"])
+    oracle = models.oracle(folder, NUM_TOKENS)
+    prompts = follow_ups(oracle)
+    with engine.running(folder, *(config_of(case, role) for role in (Role.PREFILL, Role.DECODE))) as cluster:
+        first = cluster.generate(asked([LONG, SHORT], NUM_TOKENS), timeout_s=120)
+        requests = asked([prompt for prompt, _ in prompts.values()], NUM_TOKENS, NUM_LOGPROBS)
+        batches = [requests] if case["batch"] == "together" else [[request] for request in requests]
+        answers = [answer for batch in batches for answer in cluster.answer(batch, timeout_s=120)]
+    assert first == [oracle.tokens(prompt) for prompt in (LONG, SHORT)]
+    for (state, (prompt, num_pages)), answer in zip(prompts.items(), answers, strict=True):
+        oracle.check(prompt, answer, state)
+        assert answer.cached.total == (num_pages * PAGE_SIZE if Role.PREFILL in case["caching"] else 0), state

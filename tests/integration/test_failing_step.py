@@ -1,4 +1,4 @@
-"""A rank that fails in the middle of a step ends its replica at once, and its error is the one that is told."""
+"""A rank that fails while it loads or computes ends its replica at once, and its error is the one reported."""
 
 import time
 from collections.abc import Iterator
@@ -7,17 +7,21 @@ from pathlib import Path
 import pytest
 
 from cluster.spec.config import DeployConfig
+from cluster.spec.ids import Role
 from cluster.spec.sampling import Stopping
 from cluster.spec.strategy import Collectives
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.failing_worker import RANK, REASON
-from tests.fakes.local_cluster import LocalCluster, Prompt
-from workers.process import RemoteError
+from tests.fakes.local_cluster import LocalCluster, LocalReplica, Prompt
+from tests.fakes.local_engine import Models
+from workers.process import RemoteError, WorkerProcess
 
 pytestmark = pytest.mark.integration
 
 ANSWER_S, LONGEST_S = 3.0, 20.0
 """A collective waits a minute for a rank that stands still."""
+DAMAGED = r"^CheckpointError: .*model.safetensors is damaged"
+UNREADABLE = r"^UnsupportedModelError: .*config.json"
 
 
 @pytest.fixture
@@ -78,3 +82,35 @@ def check_that_the_error_is_told(cluster: LocalCluster, given_up: str) -> None:
     ):
         cluster.generate([prompt] * 2, ANSWER_S)
     assert time.monotonic() - start_s < LONGEST_S
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rank", "damaged", "error"),
+    [
+        ({"tp": 2}, 1, "model.safetensors", DAMAGED),
+        ({"pp": 2}, 0, "model.safetensors", DAMAGED),
+        pytest.param({"pp": 2}, 1, "model.safetensors", DAMAGED, marks=pytest.mark.full),
+        pytest.param({"dp": 2}, 1, "model.safetensors", DAMAGED, marks=pytest.mark.full),
+        ({"tp": 2}, 1, "config.json", UNREADABLE),
+        pytest.param({"tp": 2}, 0, "config.json", UNREADABLE, marks=pytest.mark.full),
+    ],
+)
+def test_the_rank_that_fails_to_load_is_named_and_no_rank_waits_for_it(
+    models: Models, tmp_path: Path, parallel: dict[str, int], rank: int, damaged: str, error: str
+) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    if damaged == "config.json":
+        (folder / damaged).unlink()
+    else:
+        (folder / damaged).write_bytes(b"not tensors")
+    config = DeployConfig.model_validate({"prefill": {"parallel": parallel}, "kv": {"memory_gib": 0.01}})
+    processes = [WorkerProcess() for _ in range(2)]
+    try:
+        replica = LocalReplica(config, Role.PREFILL, models.folder("llama"), processes)
+        replica.workers[rank].call("make", replica.specs[rank], folder, None)
+        replica.workers[rank].result()
+        with pytest.raises(RemoteError, match=error):
+            replica.load()
+    finally:
+        for process in processes:
+            process.close()

@@ -12,8 +12,8 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.sampling import Sampling, Stopping
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_cluster import LocalCluster, Prompt
+from tests.fakes.local_engine import prompts_of
 from tests.fakes.model_folder import EOS, VOCAB_SIZE, write_model_folder
-from tests.integration.test_engine_matrix import prompts_of
 
 pytestmark = pytest.mark.integration
 

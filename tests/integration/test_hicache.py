@@ -1,7 +1,9 @@
 """Greedy fp32 tokens equal transformers' own whichever tiers hold a prompt, and the answer says which did."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,16 +11,21 @@ from typing import Any
 import pytest
 
 from cluster.spec.config import DeployConfig, KvConfig
+from cluster.spec.hicache_config import WritePolicy
+from cluster.spec.ids import Role
+from cluster.spec.kv import page_keys
 from cluster.spec.strategy import CpMode
-from cluster.spec.tiers import CachedTokens, Tier
-from tests.fakes.checkpoints import make_checkpoint
+from cluster.spec.tiers import CachedTokens, PinPages, Tier
 from tests.fakes.local_cluster import Answer, LocalCluster
-from tests.fakes.local_engine import LocalEngine, Oracle, asked
+from tests.fakes.local_engine import LocalEngine, Models, Oracle, asked
 from tests.fakes.pairwise import all_pairs
 from tests.fakes.recall_prompts import chain_prompt, recall_oracle
 from workers.models.recall import build_recall_checkpoint
 
 pytestmark = pytest.mark.integration
+
+WORKERS = "tests.fakes.tier_workers"
+WORKER = f"{WORKERS}:EagerWorker"
 
 Way = tuple[int, CpMode, int]
 EMPTY: Mapping[str, Any] = {}
@@ -37,6 +44,7 @@ def draw(seed: int, length: int) -> list[int]:
 
 
 LONG = draw(1, 9 * PAGE_SIZE + 3)
+KEYS = page_keys(LONG, PAGE_SIZE)
 HALF = LONG[: 4 * PAGE_SIZE + 1]
 QUARTER = LONG[: 2 * PAGE_SIZE + 1]
 
@@ -56,20 +64,13 @@ def config_of(way: Way, folder: Path, pp: int = 1, transfer: Mapping[str, Any] =
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", "llama", seed=11)
+def checkpoint(models: Models) -> Path:
+    return models.folder("llama")
 
 
 @pytest.fixture(scope="module")
-def oracle(checkpoint: Path) -> Oracle:
-    return Oracle(checkpoint, NUM_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    engine = LocalEngine("tests.fakes.eager_worker:EagerWorker")
-    yield engine
-    engine.close()
+def oracle(models: Models, checkpoint: Path) -> Oracle:
+    return models.oracle(checkpoint, NUM_TOKENS)
 
 
 def ask(cluster: LocalCluster, prompt: list[int]) -> Answer:
@@ -145,23 +146,25 @@ def test_tokens_do_not_depend_on_the_tiers_that_have_a_prompt_and_every_process_
 
 
 @pytest.mark.parametrize(
-    "way", [(1, GATHER, 1), (2, RING, 1), pytest.param((2, GATHER, 2), marks=pytest.mark.full)], ids=str
+    "ways", [[(1, GATHER, 1), (2, RING, 1)], pytest.param([(2, GATHER, 2)], marks=pytest.mark.full)], ids=str
 )
 def test_stages_of_a_pipeline_keep_their_layers(
-    way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
+    ways: list[Way], checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
 ) -> None:
-    check_tiers(way, checkpoint, oracle, engine, tmp_path, pp=2)
     prompts = [LONG, HALF, *([*LONG[: number * PAGE_SIZE], *draw(number, 3 + 9 * number)] for number in range(1, 8))]
-    with engine.running(checkpoint, config_of(way, tmp_path, pp=2)) as cluster:
-        for tiers in ((Tier.DEVICE, Tier.HOST), (Tier.DEVICE,)):
-            answers = cluster.generate(asked(prompts, NUM_TOKENS), timeout_s=120)
-            assert answers == [oracle.tokens(prompt) for prompt in prompts]
-            cluster.flush(*tiers)
-            for prompt in prompts:
-                assert ask(cluster, prompt).token_ids == oracle.tokens(prompt)
-                cluster.flush(Tier.DEVICE)
+    for number, way in enumerate(ways):
+        check_tiers(way, checkpoint, oracle, engine, tmp_path / f"{number}", pp=2)
+        with engine.running(checkpoint, config_of(way, tmp_path / f"{number}", pp=2)) as cluster:
+            for tiers in ((Tier.DEVICE, Tier.HOST), (Tier.DEVICE,)):
+                answers = cluster.generate(asked(prompts, NUM_TOKENS), timeout_s=120)
+                assert answers == [oracle.tokens(prompt) for prompt in prompts]
+                cluster.flush(*tiers)
+                for prompt in prompts:
+                    assert ask(cluster, prompt).token_ids == oracle.tokens(prompt)
+                    cluster.flush(Tier.DEVICE)
     engine.restart()
-    check_restarted(way, checkpoint, oracle, engine, tmp_path, pp=2)
+    for number, way in enumerate(ways):
+        check_restarted(way, checkpoint, oracle, engine, tmp_path / f"{number}", pp=2)
 
 
 def test_no_page_of_a_corrupt_object_is_served(
@@ -246,15 +249,14 @@ def test_slow_and_failing_storage_fails_no_request_and_changes_no_token(
     storage = {"backend": "files", "folder": str(tmp_path)}
     config = config_of((2, GATHER, 1), tmp_path, storage=storage)
     prompts = [[*draw(seed % 3, 4 * PAGE_SIZE), *draw(seed, 20)] for seed in range(10)]
-    engine = LocalEngine("tests.fakes.faulty_storage:WorkerWithFaultyStorage")
-    try:
-        with engine.running(checkpoint, config) as cluster:
-            for _ in range(2):
-                answers = cluster.generate(asked(prompts, NUM_TOKENS), timeout_s=120)
-                assert answers == [oracle.tokens(prompt) for prompt in prompts]
-                cluster.flush(Tier.DEVICE, Tier.HOST)
-    finally:
-        engine.close()
+    with (
+        closing(LocalEngine(f"{WORKERS}:WorkerWithFaultyStorage")) as engine,
+        engine.running(checkpoint, config) as cluster,
+    ):
+        for _ in range(2):
+            answers = cluster.generate(asked(prompts, NUM_TOKENS), timeout_s=120)
+            assert answers == [oracle.tokens(prompt) for prompt in prompts]
+            cluster.flush(Tier.DEVICE, Tier.HOST)
 
 
 def test_storage_that_hangs_fails_no_request_and_is_used_again_when_it_comes_back(
@@ -263,9 +265,9 @@ def test_storage_that_hangs_fails_no_request_and_is_used_again_when_it_comes_bac
     storage = {"backend": "files", "folder": str(tmp_path)}
     config = config_of((1, GATHER, 1), tmp_path, storage=storage)
     prompts = [[*LONG[: 4 * PAGE_SIZE], *draw(seed, 20)] for seed in range(4)]
-    engine = LocalEngine("tests.fakes.hanging_storage:WorkerWithHangingStorage")
     hangs = tmp_path / "hangs"
-    try:
+    with closing(LocalEngine(f"{WORKERS}:WorkerWithHangingStorage")) as engine, ExitStack() as after:
+        after.callback(hangs.unlink, missing_ok=True)
         with engine.running(checkpoint, config) as cluster:
             ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
             hangs.touch()
@@ -276,28 +278,47 @@ def test_storage_that_hangs_fails_no_request_and_is_used_again_when_it_comes_bac
                 assert not any(answer.cached.storage for answer in answers)
             hangs.unlink()
             ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
-    finally:
-        hangs.unlink(missing_ok=True)
-        engine.close()
 
 
 @pytest.mark.parametrize("way", [(2, GATHER, 1), (2, RING, 1)], ids=str)
-def test_pages_that_are_staged_have_the_same_tiers(way: Way, checkpoint: Path, oracle: Oracle, tmp_path: Path) -> None:
-    engine = LocalEngine("tests.fakes.staged_pool:WorkerWithStagedPool")
-    try:
-        check_tiers(way, checkpoint, oracle, engine, tmp_path)
-    finally:
-        engine.close()
-
-
-@pytest.mark.mooncake
-@pytest.mark.parametrize("way", [(2, GATHER, 1), (2, RING, 1)], ids=str)
-def test_pages_that_are_registered_have_the_same_tiers(
-    way: Way, checkpoint: Path, oracle: Oracle, tmp_path: Path
+@pytest.mark.parametrize(
+    ("worker", "transfer"),
+    [
+        ("WorkerWithStagedPool", EMPTY),
+        pytest.param(
+            "WorkerWithRegisteredPool", {"backend": "mooncake", "verify": "counts"}, marks=pytest.mark.mooncake
+        ),
+    ],
+)
+def test_pools_that_peers_reach_as_they_reach_a_gpus_have_the_same_tiers(
+    way: Way, worker: str, transfer: Mapping[str, Any], checkpoint: Path, oracle: Oracle, tmp_path: Path
 ) -> None:
-    engine = LocalEngine("tests.fakes.registered_pool:WorkerWithRegisteredPool")
-    try:
-        transfer = {"backend": "mooncake", "verify": "counts"}
+    with closing(LocalEngine(f"{WORKERS}:{worker}")) as engine:
         check_tiers(way, checkpoint, oracle, engine, tmp_path, transfer=transfer)
-    finally:
-        engine.close()
+
+
+def pin(cluster: LocalCluster, *, is_pinned: bool = True) -> int:
+    answer = cluster.tell(Role.PREFILL, PinPages(keys=KEYS, is_pinned=is_pinned), timeout_s=60)
+    assert not answer.refusal
+    return answer.num_pinned
+
+
+@pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK])
+def test_a_prompt_that_is_pinned_before_it_is_computed_is_found_in_host_memory_after_a_flush(
+    policy: WritePolicy, checkpoint: Path, engine: LocalEngine, tmp_path: Path
+) -> None:
+    config = config_of((2, GATHER, 1), tmp_path, write=policy, storage={"backend": "none"})
+    all_tokens = len(KEYS) * PAGE_SIZE
+    with engine.running(checkpoint, config) as cluster:
+        assert pin(cluster) == 0
+        first = ask(cluster, LONG)
+        deadline_s = time.monotonic() + 60
+        while pin(cluster) < len(KEYS):
+            assert time.monotonic() < deadline_s, "the pinned prompt was not copied to host memory"
+            time.sleep(0.01)
+        cluster.flush(Tier.DEVICE, Tier.HOST)
+        again = ask(cluster, LONG)
+        assert (again.token_ids, again.cached) == (first.token_ids, CachedTokens(total=all_tokens, host=all_tokens))
+        assert pin(cluster, is_pinned=False) == 0
+        cluster.flush(Tier.DEVICE, Tier.HOST)
+        assert ask(cluster, LONG).cached.total == 0

@@ -1,19 +1,17 @@
 """Greedy fp32 tokens equal transformers' own for every legal way to cut prefill and decode, dense and with experts."""
 
-import random
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from cluster.spec.config import DeployConfig, ParallelConfig
+from cluster.spec.registry import Verify
 from cluster.spec.strategy import Collectives, CpMode, MoeDispatch, Strategy
-from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.layouts import WIDE, covering_pairs, divided, legal_layouts, needs_experts, num_ranks
-from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
+from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Models, asked, prompts_of
+from tests.fakes.pairwise import all_pairs
 
 NUM_TOKENS = 12
 MODELS: dict[str, dict[str, Any]] = {
@@ -23,6 +21,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 3, "mlp_bias": True},
 }
 """Three layers, so that stages are unequal; by family. Only the last has no experts."""
+ODD: dict[str, Any] = {"vocab_size": 251, "intermediate_size": 97}
+"""Sizes that divide evenly on one rank only."""
+DENSE_MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True, **ODD},
+    "qwen2": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
+    "qwen3": {"num_key_value_heads": 1},
+}
+"""Biases and norms of every kind, and from 1 to 4 KV heads."""
+TENSOR_PARALLEL: dict[str, list[Any]] = {
+    "family": list(DENSE_MODELS),
+    "prefill": [ParallelConfig(cp=cp, tp=tp) for cp, tp in product((1, 2), (1, 2, 4)) if cp * tp < 8],
+    "decode": [ParallelConfig(tp=tp) for tp in (1, 2, 4)],
+    "kv": KV_WAYS,
+    "chunk_tokens": [4096, 37],
+}
 LENGTHS = (1, 33, 90, 5)
 STRATEGIES = (Strategy.ZIGZAG, Strategy.INTERLEAVE, Strategy.NONE, Strategy.WHOLE_REQUEST, Strategy.CONTIGUOUS)
 
@@ -38,6 +51,7 @@ class Case(NamedTuple):
     chunk_tokens: int
     dispatch: MoeDispatch
     collectives: Collectives
+    model: Mapping[str, Any]
 
     def __str__(self) -> str:
         ways = (self.kv, self.strategy, self.chunk_tokens, self.dispatch, self.collectives)
@@ -83,12 +97,25 @@ def cases_of(prefills: list[Cut], decodes: list[Cut]) -> list[Case]:
                 chunk_tokens=(37, 4096)[turn // 3 % 2],
                 dispatch=tuple(MoeDispatch)[turn % 3],
                 collectives=tuple(Collectives)[turn % 2],
+                model=MODELS[family],
             )
         )
+    return in_loading_order(cases)
+
+
+def tensor_parallel_cases() -> list[Case]:
+    """Any two sizes of prefill and decode, for dense models."""
+    others = {"strategy": Strategy.ZIGZAG, "dispatch": MoeDispatch.AUTO, "collectives": Collectives.AUTO}
+    cases = [{**case, **others, "model": DENSE_MODELS[case["family"]]} for case in all_pairs(TENSOR_PARALLEL)]
+    return in_loading_order([Case(**case) for case in cases])
+
+
+def in_loading_order(cases: list[Case]) -> list[Case]:
     return sorted(cases, key=lambda case: (case.family, _name(case.prefill), _name(case.decode)))
 
 
 def config_of(case: Case) -> DeployConfig:
+    verify = Verify.DIGEST if case.chunk_tokens == 37 else Verify.COUNTS
     return DeployConfig.model_validate(
         {
             "model": {"served_name": case.family},
@@ -101,35 +128,19 @@ def config_of(case: Case) -> DeployConfig:
                 "chunk_tokens": case.chunk_tokens,
             },
             "decode": {"parallel": case.decode},
-            "transfer": {"mode": case.kv.sends},
+            "transfer": {"mode": case.kv.sends, "verify": verify},
             "resources": {"collectives": case.collectives, "moe_dispatch": case.dispatch},
         }
     )
 
 
-class Both:
-    """Our engine and the oracle."""
-
-    def __init__(self, root: Path) -> None:
-        self.engine = LocalEngine()
-        self._folder = cache(lambda family: make_checkpoint(root / family, family, seed=11, **MODELS[family]))
-        self._oracle = cache(lambda family: Oracle(self._folder(family), NUM_TOKENS))
-
-    def check(self, case: Case) -> None:
-        """All prompts at once, twice: the second time their pages are cached on both sides."""
-        rng = random.Random(11)
-        prompts = [[rng.randrange(3, 250) for _ in range(length)] for length in LENGTHS]
-        theirs = [self._oracle(case.family).tokens(prompt) for prompt in prompts]
-        with self.engine.running(self._folder(case.family), config_of(case)) as cluster:
+def check(case: Case, models: Models, engine: LocalEngine) -> None:
+    """All prompts at once, twice: the second time their pages are cached on both sides."""
+    prompts, folder = prompts_of(LENGTHS), models.folder(case.family, **case.model)
+    theirs = [models.oracle(folder, NUM_TOKENS).tokens(prompt) for prompt in prompts]
+    with engine.running(folder, config_of(case)) as cluster:
+        for _ in range(2):
             assert cluster.generate(asked(prompts, NUM_TOKENS), timeout_s=120) == theirs
-            assert cluster.generate(asked(prompts, NUM_TOKENS), timeout_s=120) == theirs
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    both = Both(tmp_path_factory.mktemp("checkpoints"))
-    yield both
-    both.engine.close()
 
 
 def covering(layouts: list[ParallelConfig]) -> list[Cut]:
@@ -153,13 +164,15 @@ def test_every_strategy_meets_every_way_of_kv() -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("case", SOME, ids=str)
-def test_tokens_equal_transformers_where_any_two_axes_and_families_meet(both: Both, case: Case) -> None:
-    both.check(case)
+@pytest.mark.parametrize("case", [*SOME, *tensor_parallel_cases()], ids=str)
+def test_tokens_equal_transformers_where_any_two_axes_and_families_meet(
+    models: Models, engine: LocalEngine, case: Case
+) -> None:
+    check(case, models, engine)
 
 
 @pytest.mark.integration
 @pytest.mark.full
 @pytest.mark.parametrize("case", ALL, ids=str)
-def test_tokens_equal_transformers_for_every_layout(both: Both, case: Case) -> None:
-    both.check(case)
+def test_tokens_equal_transformers_for_every_layout(models: Models, engine: LocalEngine, case: Case) -> None:
+    check(case, models, engine)

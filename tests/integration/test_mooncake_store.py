@@ -14,8 +14,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.hicache_config import LEAST_LENT_GIB, StorageConfig
 from cluster.spec.memory import GIB
 from cluster.spec.tiers import Tier
-from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.local_engine import LocalEngine, Oracle
+from tests.fakes.local_engine import LocalEngine, Models
 from tests.fakes.mooncake_master import mooncake_master
 from tests.fakes.page_stores import RankStore, page_of, read_one, rows_of, sizes, write_one
 from tests.integration.test_hicache import LONG, NUM_TOKENS, PAGE_SIZE, ask_until
@@ -23,7 +22,7 @@ from workers.hicache.storage.interface import MAKERS, CorruptObjectError, Storag
 
 pytestmark = [pytest.mark.integration, pytest.mark.mooncake]
 
-
+WORKER = "tests.fakes.tier_workers:EagerWorker"
 STALL_S = 1.5
 """Longest time without a turn for a thread that never has to wait, on a machine that is busy otherwise."""
 
@@ -142,9 +141,8 @@ def test_a_master_that_falls_silent_delays_no_call_for_long_and_is_used_when_it_
         storage.close()
 
 
-def test_a_prompt_comes_back_from_the_store(master: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "llama", "llama", seed=11)
-    oracle = Oracle(folder, NUM_TOKENS)
+def test_a_prompt_comes_back_from_the_store(master: str, models: Models, engine: LocalEngine) -> None:
+    folder = models.folder("llama")
     storage = {"backend": "mooncake_store", "master": master, "prefetch": "wait_complete"}
     config = DeployConfig.model_validate(
         {
@@ -153,9 +151,6 @@ def test_a_prompt_comes_back_from_the_store(master: str, tmp_path: Path) -> None
             "hicache": {"host_gib": 0.01, "storage": storage},
         }
     )
-    engine = LocalEngine("tests.fakes.eager_worker:EagerWorker")
-    try:
-        with engine.running(folder, config) as cluster:
-            ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
-    finally:
-        engine.close()
+    with engine.running(folder, config) as cluster:
+        oracle = models.oracle(folder, NUM_TOKENS)
+        ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)

@@ -1,23 +1,18 @@
 """Log-probabilities of prompts equal transformers', however a prompt is cut and whatever is cached of it."""
 
-from collections.abc import Iterator, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.strategy import CpMode, PassingSetting, Strategy
-from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_cluster import Answer, Prompt
-from tests.fakes.local_engine import KvWay, LocalEngine
+from tests.fakes.local_engine import KvWay, LocalEngine, Models, prompts_of
 from tests.fakes.pairwise import Case, all_pairs
-from tests.integration.test_engine_matrix import prompts_of
 
 pytestmark = pytest.mark.integration
 
@@ -37,35 +32,6 @@ def in_loading_order(cases: Sequence[Case]) -> list[Case]:
 def name_of(case: Case) -> str:
     cp, tp = case["layout"]
     return f"cp{cp}-tp{tp}-{case['strategy']}-{case['kv']}-{case['chunk_tokens']}"
-
-
-class Both:
-    """Our engine and transformers' log-probabilities."""
-
-    def __init__(self, folder: Path) -> None:
-        self.engine = LocalEngine()
-        self.folder = folder
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.oracle = cache(self._logprobs)
-
-    def check(self, case: Case) -> None:
-        """Each prompt is asked about twice, the second time when it is cached; then without a word about it."""
-        prompts = prompts_of(LENGTHS)
-        asked = [Prompt(prompt, Stopping(max_tokens=3), Sampling(num_prompt_logprobs=NUM_TOP)) for prompt in prompts]
-        plain = [Prompt(prompt, Stopping(max_tokens=3)) for prompt in prompts]
-        with self.engine.running(self.folder, config_of(case)) as cluster:
-            answers = [cluster.answer(batch, timeout_s=120) for batch in (asked, plain, asked)]
-        assert all(not answer.prompt_logprobs for answer in answers[1])
-        for answer, others in zip(answers[1], zip(answers[0], answers[2], strict=True), strict=True):
-            assert all(other.token_ids == answer.token_ids for other in others)
-        for prompt, answer in zip(prompts * 2, answers[0] + answers[2], strict=True):
-            assert answer.cached.total == 0
-            compare(answer, prompt, self.oracle(tuple(prompt)))
-
-    def _logprobs(self, prompt: tuple[int, ...]) -> Tensor:
-        with torch.inference_mode():
-            logprobs: Tensor = self._model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-        return logprobs
 
 
 def compare(answer: Answer, prompt: list[int], expected: Tensor) -> None:
@@ -98,13 +64,6 @@ def config_of(case: Case) -> DeployConfig:
     )
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    both = Both(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=11))
-    yield both
-    both.engine.close()
-
-
 SELECTION = [
     *({**case, "layout": (2, 1)} for case in all_pairs(FACTORS)),
     {"layout": (2, 2), "strategy": Strategy.ZIGZAG, "kv": KvWay(), "chunk_tokens": 37},
@@ -112,5 +71,17 @@ SELECTION = [
 
 
 @pytest.mark.parametrize("case", in_loading_order(SELECTION), ids=name_of)
-def test_prompt_logprobs_equal_transformers(both: Both, case: Case) -> None:
-    both.check(case)
+def test_prompt_logprobs_equal_transformers(models: Models, engine: LocalEngine, case: Case) -> None:
+    """Ask about each prompt twice, the second time when it is cached, and in between only for an answer."""
+    prompts, folder = prompts_of(LENGTHS), models.folder("qwen3")
+    asked = [Prompt(prompt, Stopping(max_tokens=3), Sampling(num_prompt_logprobs=NUM_TOP)) for prompt in prompts]
+    plain = [Prompt(prompt, Stopping(max_tokens=3)) for prompt in prompts]
+    with engine.running(folder, config_of(case)) as cluster:
+        first, between, second = (cluster.answer(batch, timeout_s=120) for batch in (asked, plain, asked))
+    assert not any(answer.prompt_logprobs for answer in between)
+    for prompt, answer, *others in zip(prompts, between, first, second, strict=True):
+        with torch.inference_mode():
+            expected = models.oracle(folder, 3).model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        for other in others:
+            assert (other.token_ids, other.cached.total) == (answer.token_ids, 0)
+            compare(other, prompt, expected)

@@ -14,11 +14,10 @@ from cluster.spec.kv import pages_for
 from cluster.spec.memory import GIB
 from cluster.spec.registry import RankRow
 from cluster.spec.strategy import CpMode
-from tests.fakes.checkpoints import SMALL, make_checkpoint
+from tests.fakes.checkpoints import SMALL
 from tests.fakes.local_cluster import LocalCluster
-from tests.fakes.local_engine import KV_WAYS, NUM_LOGPROBS, KvWay, LocalEngine, Oracle, asked
+from tests.fakes.local_engine import KV_WAYS, NUM_LOGPROBS, KvWay, LocalEngine, Models, Oracle, asked, prompts_of
 from tests.fakes.recall_prompts import chain_prompt, recall_oracle
-from tests.integration.test_engine_matrix import prompts_of
 from workers.models.recall import build_recall_checkpoint
 from workers.process import RemoteError
 
@@ -32,20 +31,13 @@ NUM_DECODE_PAGES = 300
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", "llama", seed=11)
+def folder(models: Models) -> Path:
+    return models.folder("llama")
 
 
 @pytest.fixture(scope="module")
-def oracle(folder: Path) -> Oracle:
-    return Oracle(folder, NUM_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    engine = LocalEngine()
-    yield engine
-    engine.close()
+def oracle(models: Models, folder: Path) -> Oracle:
+    return models.oracle(folder, NUM_TOKENS)
 
 
 def config_of(cp: int, mode: CpMode, pages_per_rank: int) -> DeployConfig:
@@ -111,10 +103,10 @@ def test_a_ring_that_is_full_evicts_and_goes_on(folder: Path, oracle: Oracle, en
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_every_mode_says_the_same_of_16k_tokens_as_one_rank(tmp_path: Path, engine: LocalEngine) -> None:
+def test_every_mode_says_the_same_of_16k_tokens_as_one_rank(models: Models, engine: LocalEngine) -> None:
     """To 1e-5, of the twenty likeliest tokens at each place; and the tokens are transformers'."""
     length = 16_384
-    folder = make_checkpoint(tmp_path / "qwen3", "qwen3", seed=5, max_position_embeddings=2 * length)
+    folder = models.folder("qwen3", max_position_embeddings=2 * length)
     (prompt,) = prompts_of((length,))
     oracle = Oracle(folder, NUM_TOKENS)
     found = {}

@@ -14,7 +14,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.sampling import Sampling, Stopping
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_cluster import Answer, LocalCluster, Prompt
-from tests.integration.test_engine_matrix import prompts_of
+from tests.fakes.local_engine import prompts_of
 
 pytestmark = pytest.mark.integration
 

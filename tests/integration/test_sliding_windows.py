@@ -1,7 +1,5 @@
 """Greedy fp32 tokens equal transformers' own for a model whose layers differ in what a token sees."""
 
-import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +7,13 @@ import pytest
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.tiers import CachedTokens, Tier
-from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_cluster import LocalCluster
-from tests.fakes.local_engine import LocalEngine, Oracle, asked
+from tests.fakes.local_engine import LocalEngine, Models, Oracle, asked, prompts_of
 
+pytestmark = pytest.mark.integration
+
+WORKER = "tests.fakes.tier_workers:EagerWorker"
 PAGE_SIZE, WINDOW, NUM_TOKENS = 8, 21, 40
-LENGTHS = (1, 20, 90, 203)
 CLUSTERS: dict[str, dict[str, Any]] = {
     "cp": {"prefill": {"parallel": {"cp": 2}, "strategy": "zigzag", "chunk_tokens": 37}},
     "interleave": {"prefill": {"parallel": {"cp": 3}, "strategy": "interleave", "chunk_tokens": 4096}},
@@ -27,60 +26,49 @@ CLUSTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(models: Models) -> Path:
     """Four layers; the first sees everything, the others a window of less than three pages."""
-    root = tmp_path_factory.mktemp("windows")
     windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
-    return make_checkpoint(root / "qwen3", "qwen3", seed=7, num_hidden_layers=4, **windows)
+    return models.folder("qwen3", num_hidden_layers=4, **windows)
 
 
 @pytest.fixture(scope="module")
-def oracle(checkpoint: Path) -> Oracle:
-    return Oracle(checkpoint, NUM_TOKENS)
+def oracle(models: Models, checkpoint: Path) -> Oracle:
+    return models.oracle(checkpoint, NUM_TOKENS)
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    engine = LocalEngine("tests.fakes.eager_worker:EagerWorker")
-    yield engine
-    engine.close()
+def config_of(cluster: dict[str, Any], **hicache: object) -> DeployConfig:
+    kv = {"page_size": PAGE_SIZE, "memory_gib": 0.01}
+    return DeployConfig.model_validate({"model": {"served_name": "qwen3"}, "kv": kv, "hicache": hicache, **cluster})
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS.keys())
 def test_tokens_are_the_oracles_computed_and_cached(
     cluster: dict[str, Any], checkpoint: Path, oracle: Oracle, engine: LocalEngine
 ) -> None:
-    rng = random.Random(3)
-    prompts = [[rng.randrange(3, 250) for _ in range(length)] for length in LENGTHS]
+    prompts = prompts_of((1, 20, 90, 203))
     theirs = [oracle.tokens(prompt) for prompt in prompts]
-    config = {"model": {"served_name": "qwen3"}, "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.01}} | cluster
-    with engine.running(checkpoint, DeployConfig.model_validate(config)) as local:
+    with engine.running(checkpoint, config_of(cluster)) as local:
         for _ in range(2):
             assert local.generate(asked(prompts, NUM_TOKENS), timeout_s=120) == theirs
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS.keys())
 def test_a_prefix_comes_from_host_memory_and_in_new_processes_from_storage(
-    cluster: dict[str, Any], checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
+    checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
 ) -> None:
-    rng = random.Random(4)
-    prompt = [rng.randrange(3, 250) for _ in range(9 * PAGE_SIZE + 3)]
-    storage = {"backend": "files", "folder": str(tmp_path), "prefetch": "wait_complete"}
-    config = DeployConfig.model_validate(
-        {
-            "model": {"served_name": "qwen3"},
-            "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.01},
-            "hicache": {"host_gib": 0.01, "storage": storage},
-            **cluster,
-        }
-    )
-    num_cached = 9 * PAGE_SIZE
-    with engine.running(checkpoint, config) as local:
-        ask_until(local, prompt, oracle, CachedTokens(total=num_cached, host=num_cached), Tier.DEVICE)
-        ask_until(local, prompt, oracle, CachedTokens(total=num_cached, storage=num_cached), Tier.DEVICE, Tier.HOST)
+    (prompt,) = prompts_of((9 * PAGE_SIZE + 3,))
+    in_host, stored = (CachedTokens(total=9 * PAGE_SIZE, **{tier: 9 * PAGE_SIZE}) for tier in ("host", "storage"))
+    configs = []
+    for name, cluster in CLUSTERS.items():
+        storage = {"backend": "files", "folder": str(tmp_path / name), "prefetch": "wait_complete"}
+        configs.append(config_of(cluster, host_gib=0.01, storage=storage))
+        with engine.running(checkpoint, configs[-1]) as local:
+            ask_until(local, prompt, oracle, in_host, Tier.DEVICE)
+            ask_until(local, prompt, oracle, stored, Tier.DEVICE, Tier.HOST)
     engine.restart()
-    with engine.running(checkpoint, config) as local:
-        ask_until(local, prompt, oracle, CachedTokens(total=num_cached, storage=num_cached))
+    for config in configs:
+        with engine.running(checkpoint, config) as local:
+            ask_until(local, prompt, oracle, stored)
 
 
 def ask_until(cluster: LocalCluster, prompt: list[int], oracle: Oracle, wanted: CachedTokens, *flushed: Tier) -> None:

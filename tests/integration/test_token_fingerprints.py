@@ -9,8 +9,8 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +21,8 @@ from safetensors.torch import load_file, save_file
 from cluster.spec.config import DeployConfig
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.tiers import Tier
-from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_cluster import LocalCluster, Prompt
-from tests.fakes.local_engine import LocalEngine, Oracle
+from tests.fakes.local_engine import LocalEngine, Models, Oracle
 
 FINGERPRINTS = Path(__file__).parents[1] / "data" / "token_fingerprints.json"
 MODELS: dict[str, dict[str, Any]] = {
@@ -146,52 +145,39 @@ def generate(cluster: LocalCluster, numbers: dict[str, int]) -> dict[str, list[i
     return dict(zip(numbers, cluster.generate(asked, timeout_s=120), strict=True))
 
 
-class Clusters:
-    """Processes that serve one case after another, and their models."""
-
-    def __init__(self, root: Path) -> None:
-        self.engine = LocalEngine()
-        self.folder = cache(lambda family: make_checkpoint(root / family, family, seed=11, **MODELS[family]))
-
-    def check(self, case: Case, fingerprints: Fingerprints) -> None:
-        """Computed, then from the prefix cache, then from the host tier if there is one."""
-        numbers = {name: entry["prompt"] for name, entry in fingerprints.items()}
-        expected = {name: entry["tokens"] for name, entry in fingerprints.items()}
-        with self.engine.running(self.folder(case.family), config_of(case)) as cluster:
-            assert generate(cluster, numbers) == expected
-            assert generate(cluster, numbers) == expected, "from the prefix cache"
-            if case.others is HOST:
-                self._check_host_tier(cluster, numbers, expected)
-
-    def _check_host_tier(self, cluster: LocalCluster, numbers: dict[str, int], expected: dict[str, list[int]]) -> None:
-        """Copies are made beside the work, so the first answers may come before them."""
-        longest = "greedy, 203 tokens"
-        prompt = Prompt(prompt_of(longest, numbers[longest]), Stopping(max_tokens=NUM_TOKENS))
-        for _ in range(50):
-            cluster.flush(Tier.DEVICE)
-            (answer,) = cluster.answer([prompt], timeout_s=120)
-            assert answer.token_ids == expected[longest]
-            if answer.cached.host:
-                assert generate(cluster, numbers) == expected, "from the host tier"
-                return
-        raise AssertionError(f"nothing came from the host tier: {answer.cached}")
+def check(case: Case, fingerprints: Fingerprints, models: Models, engine: LocalEngine) -> None:
+    """Computed, then from the prefix cache, then from the host tier if there is one."""
+    numbers = {name: entry["prompt"] for name, entry in fingerprints.items()}
+    expected = {name: entry["tokens"] for name, entry in fingerprints.items()}
+    with engine.running(models.folder(case.family, **MODELS[case.family]), config_of(case)) as cluster:
+        assert generate(cluster, numbers) == expected
+        assert generate(cluster, numbers) == expected, "from the prefix cache"
+        if case.others is HOST:
+            check_host_tier(cluster, numbers, expected)
 
 
-@pytest.fixture(scope="module")
-def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
-    clusters = Clusters(tmp_path_factory.mktemp("checkpoints"))
-    yield clusters
-    clusters.engine.close()
+def check_host_tier(cluster: LocalCluster, numbers: dict[str, int], expected: dict[str, list[int]]) -> None:
+    """Copies are made beside the work, so the first answers may come before them."""
+    longest = "greedy, 203 tokens"
+    prompt = Prompt(prompt_of(longest, numbers[longest]), Stopping(max_tokens=NUM_TOKENS))
+    for _ in range(50):
+        cluster.flush(Tier.DEVICE)
+        (answer,) = cluster.answer([prompt], timeout_s=120)
+        assert answer.token_ids == expected[longest]
+        if answer.cached.host:
+            assert generate(cluster, numbers) == expected, "from the host tier"
+            return
+    raise AssertionError(f"nothing came from the host tier: {answer.cached}")
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_tokens_are_those_committed(clusters: Clusters, case: Case) -> None:
+def test_tokens_are_those_committed(models: Models, engine: LocalEngine, case: Case) -> None:
     fingerprints = json.loads(FINGERPRINTS.read_text(encoding="utf-8"))
     assert {family: list(entries) for family, entries in fingerprints.items()} == {
         family: list(REQUESTS) for family in MODELS
     }
-    clusters.check(case, fingerprints[case.family])
+    check(case, fingerprints[case.family], models, engine)
 
 
 def answers_to(cluster: LocalCluster, name: str, bias: dict[int, float]) -> list[list[int]]:
@@ -211,14 +197,14 @@ def blur(folder: Path, into: Path) -> Path:
     return into
 
 
-def clear_answers(clusters: Clusters, family: str) -> dict[str, dict[str, Any]]:
+def clear_answers(models: Models, engine: LocalEngine, family: str) -> dict[str, dict[str, Any]]:
     """For each request the first candidate whose tokens stay when logits, and when weights, are moved a little."""
-    folder = clusters.folder(family)
+    folder = models.folder(family, **MODELS[family])
     config = config_of(Case("one rank", family, gather(1, "none", 4096)))
     moved = [{token: random.choice((-MARGIN, MARGIN)) for token in range(VOCABULARY)} for _ in range(4)]
-    with clusters.engine.running(folder, config) as cluster:
+    with engine.running(folder, config) as cluster:
         found = {name: [answers_to(cluster, name, bias) for bias in ({}, *moved)] for name in REQUESTS}
-    with clusters.engine.running(blur(folder, folder.with_suffix(".blurred")), config) as cluster:
+    with engine.running(blur(folder, folder.with_suffix(".blurred")), config) as cluster:
         for name in REQUESTS:
             found[name].append(answers_to(cluster, name, {}))
     oracle = Oracle(folder, NUM_TOKENS)
@@ -239,14 +225,11 @@ def write_fingerprints() -> None:
     """One line a request."""
     random.seed(0)
     parts = []
-    with tempfile.TemporaryDirectory() as root:
-        clusters = Clusters(Path(root))
-        try:
-            for family in MODELS:
-                lines = (f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in clear_answers(clusters, family).items())
-                parts.append(f"{json.dumps(family)}: {{\n" + ",\n".join(lines) + "\n}")
-        finally:
-            clusters.engine.close()
+    with tempfile.TemporaryDirectory() as root, closing(LocalEngine()) as engine:
+        models = Models(Path(root))
+        for family in MODELS:
+            lines = (f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in clear_answers(models, engine, family).items())
+            parts.append(f"{json.dumps(family)}: {{\n" + ",\n".join(lines) + "\n}")
     FINGERPRINTS.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 

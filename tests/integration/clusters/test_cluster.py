@@ -94,16 +94,17 @@ def test_an_answer_of_a_given_form(cluster: RunningCluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "depth", [0.0, pytest.param(0.25, marks=pytest.mark.full), 0.5, pytest.param(0.75, marks=pytest.mark.full), 1.0]
+    "depth", [0.5, *(pytest.param(depth, marks=pytest.mark.full) for depth in (0.0, 0.25, 0.75, 1.0))]
 )
 def test_a_needle_in_a_long_prompt_is_recalled(cluster: RunningCluster, depth: float) -> None:
     prompt = needle_prompt(LONG, depth)
     assert cluster.complete(prompt, NEEDLE_TOKENS) == recall_oracle(prompt, NEEDLE_TOKENS)
 
 
-def test_a_chain_through_every_page_is_followed(cluster: RunningCluster) -> None:
-    prompt = chain_prompt(LONG, PAGE_SIZE)
-    num_pages = (LONG - 1) // PAGE_SIZE
+@pytest.mark.parametrize("length", [LONG // 4, pytest.param(LONG, marks=pytest.mark.full)])
+def test_a_chain_through_every_page_is_followed(cluster: RunningCluster, length: int) -> None:
+    prompt = chain_prompt(length, PAGE_SIZE)
+    num_pages = (length - 1) // PAGE_SIZE
     assert cluster.complete(prompt, num_pages) == recall_oracle(prompt, num_pages)
 
 

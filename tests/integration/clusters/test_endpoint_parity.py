@@ -1,6 +1,8 @@
 """Through the endpoint on real Ray, greedy fp32 tokens equal transformers': a sample of the engine's matrix."""
 
 import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.cluster import running_cluster
+from tests.fakes.cluster import RunningCluster, running_cluster
 from tests.fakes.generation import generate
+from tests.fakes.local_engine import prompts_of
 from tests.fakes.model_folder import TEMPLATE, write_model_folder
-from tests.integration.test_engine_matrix import prompts_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-NUM_TOKENS = 64
+NUM_TOKENS = 32
 CALLING = TEMPLATE.removeprefix("{{ bos_token }}") + "{# <tool_call> #}"
 """Without the one token that the models do not have."""
 SCORED: dict[str, Any] = {"max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
@@ -30,7 +32,7 @@ LENGTHS = (1, 2, 33, 64, 130, 5, 300)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("qwen3", ("prefill.strategy=interleave", "prefill.parallel.cp=3", "transfer.mode=rank0")),
+        ("qwen3", ("prefill.strategy=interleave", "transfer.mode=rank0", "decode.parallel.dp=2")),
         pytest.param(
             "llama",
             ("prefill.strategy=zigzag", "prefill.mode=ring", "prefill.chunk_tokens=100", "transfer.backend=mooncake"),
@@ -46,24 +48,35 @@ LENGTHS = (1, 2, 33, 64, 130, 5, 300)
 def test_tokens_through_the_endpoint_equal_transformers(tmp_path: Path, family: str, settings: tuple[str, ...]) -> None:
     folder = make_checkpoint(write_model_folder(tmp_path / family, template=CALLING), family, seed=5)
     prompts = prompts_of(LENGTHS)
-    with running_cluster(
-        "deploy/local-cpu.yaml",
-        f"parity-{family.replace('_', '-')}",
-        f"model.path={folder}",
-        "kv.page_size=16",
-        *settings,
-    ) as cluster:
+    name = f"parity-{family.replace('_', '-')}"
+    settings = (f"model.path={folder}", "kv.page_size=16", *settings)
+    with running_cluster("deploy/local-cpu.yaml", name, *settings) as cluster:
         with ThreadPoolExecutor(len(prompts)) as clients:
             ours = list(clients.map(lambda prompt: cluster.complete(prompt, NUM_TOKENS, model=family), prompts))
         drawn = [_drawn(cluster.url, family, stream) for stream in (False, True, False)]
         ends = [(prompts[2], ours[2][:9]), (prompts[4], prompts[3]), (prompts[0], prompts[5])]
         assert_likelihoods(folder, cluster.url, family, ends)
-        called = [_called(cluster.url, family, seed) for seed in range(3)]
+        called = [_called(cluster.url, family, seed) for seed in range(2)]
+        assert_ranks_are_shown(cluster, name)
         cluster.wait_until(cluster.is_empty, 60)
     assert len(set(called)) > 1, "other seeds give other arguments"
     assert drawn[0] == drawn[1] == drawn[2]
     assert drawn[0][0] != drawn[0][1], "the choices of a prompt differ"
     assert ours == [_oracle(folder, prompt) for prompt in prompts]
+
+
+def assert_ranks_are_shown(cluster: RunningCluster, name: str) -> None:
+    """`baton status` shows every rank of the table, with its place on each axis."""
+    command = [sys.executable, "-m", "cluster.cli", "status", name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    shown = [line.split()[:6] for line in done.stdout.splitlines() if "tcp://" in line]
+    assert sorted(shown) == sorted(
+        [replica, str(row["global_rank"]), *(str(row["coords"][axis]) for axis in ("dp", "cp", "tp", "pp"))]
+        for replica, entry in cluster.replicas().items()
+        for row in entry["rows"]
+    )
+    assert len(shown) > 2
 
 
 def assert_likelihoods(folder: Path, url: str, model: str, ends: list[tuple[list[int], list[int]]]) -> None:

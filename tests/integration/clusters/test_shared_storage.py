@@ -1,6 +1,5 @@
-"""Two prefill replicas of a real cluster over one folder: what one has computed the other reads, each rank its half."""
+"""Replicas of real clusters over one folder: one reads what another has computed, each rank its half."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -16,74 +15,28 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 NUM_PAGES = 40
 PAGE_SIZE = 64
-PROMPT = chain_prompt(NUM_PAGES * PAGE_SIZE + 1, PAGE_SIZE)
+PROMPT, OTHER = (chain_prompt(NUM_PAGES * PAGE_SIZE + 1, PAGE_SIZE, seed=seed) for seed in range(2))
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[RunningCluster]:
-    settings = {
-        "prefill.replicas": 2,
-        "kv.memory_gib": 0.05,
-        "hicache.host_gib": 0.05,
-        "hicache.storage.backend": "files",
-        "hicache.storage.folder": tmp_path,
-        "hicache.storage.prefetch": "wait_complete",
-        "router.prefill_policy": "round_robin",
-        "resources.cpus_per_worker": 0.25,
-    }
-    changes = [f"{key}={value}" for key, value in settings.items()]
-    with running_cluster("deploy/local-cpu.yaml", "test-shared-storage", *changes) as running:
-        yield running
-
-
-@pytest.mark.full
-def test_what_waits_to_be_stored_is_stored_before_a_cluster_ends(tmp_path: Path) -> None:
+def settings_of(folder: Path, **changes: object) -> list[str]:
     settings = {
         "kv.memory_gib": 0.05,
         "hicache.host_gib": 0.05,
         "hicache.storage.backend": "files",
-        "hicache.storage.folder": tmp_path,
-        "resources.cpus_per_worker": 0.25,
-    }
-    changes = [f"{key}={value}" for key, value in settings.items()]
-    with running_cluster("deploy/local-cpu.yaml", "test-stored-at-end", *changes) as cluster:
-        assert ask(cluster) == {"cached_tokens": 0}
-    assert len(stored_bytes(tmp_path)) == NUM_PAGES
-
-
-def test_what_only_the_device_has_is_stored_before_a_cluster_ends(tmp_path: Path) -> None:
-    settings = {
-        "kv.memory_gib": 0.05,
-        "hicache.host_gib": 0.00125,  # for 10 pages of the 20 that each rank computes
-        "hicache.write": "write_back",
+        "hicache.storage.folder": folder,
         "hicache.storage.prefetch": "wait_complete",
-        "hicache.storage.backend": "files",
-        "hicache.storage.folder": tmp_path,
         "resources.cpus_per_worker": 0.25,
     }
-    changes = [f"{key}={value}" for key, value in settings.items()]
-    with running_cluster("deploy/local-cpu.yaml", "test-device-at-end", *changes) as cluster:
-        assert ask(cluster) == {"cached_tokens": 0}
-        assert len(stored_keys(tmp_path)) < NUM_PAGES
-    assert len(stored_keys(tmp_path)) == NUM_PAGES
-    with running_cluster("deploy/local-cpu.yaml", "test-device-at-end", *changes) as cluster:
-        details = ask(cluster)
-    assert 0 < details["cached_tokens"] == details["storage_tokens"] < NUM_PAGES * PAGE_SIZE, (
-        "more than host memory has room for"
-    )
+    return [f"{key}={value}" for key, value in {**settings, **changes}.items()]
 
 
-def ask(cluster: RunningCluster) -> dict[str, int]:
-    """Where the prompt's pages came from; the answer leads through every one of them."""
-    body = {"model": "recall", "prompt": PROMPT, "max_tokens": NUM_PAGES, "temperature": 0, "return_token_ids": True}
+def ask(cluster: RunningCluster, prompt: list[int]) -> dict[str, int]:
+    """Return where the prompt's pages came from; the answer depends on every one of them."""
+    body = {"model": "recall", "prompt": prompt, "max_tokens": NUM_PAGES, "temperature": 0, "return_token_ids": True}
     answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=300).raise_for_status().json()
-    assert answer["choices"][0]["token_ids"] == recall_oracle(PROMPT, NUM_PAGES)
+    assert answer["choices"][0]["token_ids"] == recall_oracle(prompt, NUM_PAGES)
     details: dict[str, int] = answer["usage"]["prompt_tokens_details"]
     return details
-
-
-def stored_keys(folder: Path) -> set[str]:
-    return {path.name.partition(".")[0] for path in folder.rglob("*.h*") if not path.name.startswith(".")}
 
 
 def stored_bytes(folder: Path) -> list[int]:
@@ -95,7 +48,7 @@ def stored_bytes(folder: Path) -> list[int]:
 def moved(
     cluster: RunningCluster, kind: TierJobKind, name: str = "baton_tier_bytes_total"
 ) -> dict[tuple[str, str], int]:
-    """By replica and CP rank, of those that moved something."""
+    """Return what was moved by replica and CP rank, for those that moved something."""
     families = text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics", timeout=60).text)
     samples = [sample for family in families for sample in family.samples if sample.name == name]
     return {
@@ -105,22 +58,38 @@ def moved(
     }
 
 
-def test_what_one_replica_has_computed_the_other_reads(cluster: RunningCluster, tmp_path: Path) -> None:
+def test_what_one_replica_has_computed_others_read_even_after_its_end(tmp_path: Path) -> None:
+    """Pages that only the device has are stored before a cluster ends: there is host memory for half of them."""
+    small = settings_of(tmp_path, **{"hicache.host_gib": 0.00125, "hicache.write": "write_back"})
+    with running_cluster("deploy/local-cpu.yaml", "test-device-at-end", *small) as cluster:
+        assert ask(cluster, PROMPT) == {"cached_tokens": 0}
+        assert len(stored_bytes(tmp_path)) < NUM_PAGES
+    assert len(stored_bytes(tmp_path)) == NUM_PAGES
+    two = settings_of(tmp_path, **{"prefill.replicas": 2, "router.prefill_policy": "round_robin"})
+    with running_cluster("deploy/local-cpu.yaml", "test-shared-storage", *two) as cluster:
+        check_sharing(cluster, tmp_path)
+
+
+def check_sharing(cluster: RunningCluster, folder: Path) -> None:
+    """The first replica reads one prompt that is stored, and then one that the second has computed."""
+    from_storage = {"cached_tokens": NUM_PAGES * PAGE_SIZE, "storage_tokens": NUM_PAGES * PAGE_SIZE}
     cluster.wait_until(lambda: [entry["ready"] for entry in cluster.replicas().values()] == [True] * 3, 60)
-    assert ask(cluster) == {"cached_tokens": 0}
-    cluster.wait_until(lambda: len(stored_bytes(tmp_path)) == NUM_PAGES, 60)
-    page_bytes = stored_bytes(tmp_path)[0]
-    assert ask(cluster) == {"cached_tokens": NUM_PAGES * PAGE_SIZE, "storage_tokens": NUM_PAGES * PAGE_SIZE}
+    assert ask(cluster, PROMPT) == from_storage
+    assert ask(cluster, OTHER) == {"cached_tokens": 0}
+    cluster.wait_until(lambda: len(stored_bytes(folder)) == 2 * NUM_PAGES, 60)
+    assert ask(cluster, OTHER) == from_storage
+    page_bytes = stored_bytes(folder)[0]
     half = NUM_PAGES // 2 * page_bytes
 
-    def halves(kind: TierJobKind) -> bool:
-        return list(moved(cluster, kind).values()) == [half, half]
+    def is_counted() -> bool:
+        stored, fetched = (list(moved(cluster, kind).values()) for kind in (TierJobKind.STORE, TierJobKind.FETCH))
+        return (stored, fetched) == ([half, half], [2 * half, 2 * half])
 
-    cluster.wait_until(lambda: halves(TierJobKind.STORE) and halves(TierJobKind.FETCH), 60)
+    cluster.wait_until(is_counted, 60)
     stored, fetched = (moved(cluster, kind) for kind in (TierJobKind.STORE, TierJobKind.FETCH))
     assert {replica for replica, _ in stored}.isdisjoint(replica for replica, _ in fetched)
     hits = moved(cluster, TierJobKind.FETCH, "baton_tier_tokens_total")
-    assert hits == dict.fromkeys(fetched, NUM_PAGES // 2 * PAGE_SIZE)
+    assert hits == dict.fromkeys(fetched, NUM_PAGES * PAGE_SIZE)
     assert moved(cluster, TierJobKind.FETCH, "baton_tier_job_seconds_count").keys() == fetched.keys()
     assert not moved(cluster, TierJobKind.FETCH, "baton_tier_open_jobs")
-    assert stored_bytes(tmp_path) == [page_bytes] * NUM_PAGES, "a page is stored twice"
+    assert stored_bytes(folder) == [page_bytes] * 2 * NUM_PAGES, "a page is stored twice"

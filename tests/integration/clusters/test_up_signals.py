@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from select import select
 
 import pytest
 
-from tests.fakes.cluster import CTRL_C, IS_UP, START_S
+from tests.fakes.cluster import CTRL_C, IS_UP, START_S, up_command
 from tests.leftovers import find_processes
 from tests.terminal import Terminal
 
@@ -26,14 +25,17 @@ AT_ONCE_S = 14.0
 
 @contextmanager
 def up(name: str, notes: Path, *options: str) -> Iterator[Terminal]:
-    """``baton up``; at the end neither process, note nor folder of it may be left."""
-    command = [str(Path(sys.executable).with_name("baton")), "up", "deploy/local-cpu.yaml"]
-    command += ["--set", f"name={name}", "--set", "router.port=0", *options]
-    with Terminal(command, {MARK: name, "XDG_RUNTIME_DIR": str(notes)}) as terminal:
+    """Run ``baton up``; at the end none of its processes, notes and folders may be left."""
+    with Terminal(_up_command(name, *options), {MARK: name, "XDG_RUNTIME_DIR": str(notes)}) as terminal:
         yield terminal
         assert find_processes(MARK, name) == []
         assert [path for path in notes.rglob("*") if path.is_file()] == []
         assert _ray_folders(terminal) == []
+
+
+def _up_command(name: str, *options: str) -> list[str]:
+    small = ("kv.memory_gib=0.05", "prefill.parallel.cp=1")
+    return [*up_command("deploy/local-cpu.yaml", name, 0, *small), *options]
 
 
 def _ray_folders(terminal: Terminal) -> list[Path]:
@@ -87,10 +89,8 @@ def test_a_second_ctrl_c_is_final_while_a_ray_to_join_does_not_answer(tmp_path: 
 
 
 def test_a_killed_driver_leaves_nothing(tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).with_name("baton")), "up", "deploy/local-cpu.yaml"]
-    command += ["--set", "name=test-killed", "--set", "router.port=0"]
     before = set(Path("/dev/shm").iterdir())
-    with Terminal(command, {MARK: "test-killed", "XDG_RUNTIME_DIR": str(tmp_path)}) as terminal:
+    with Terminal(_up_command("test-killed"), {MARK: "test-killed", "XDG_RUNTIME_DIR": str(tmp_path)}) as terminal:
         terminal.wait_until(lambda: IS_UP in terminal.output, START_S)
         os.kill(terminal.pid, signal.SIGKILL)
         assert terminal.wait(STOP_S) == -signal.SIGKILL

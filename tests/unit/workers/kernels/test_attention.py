@@ -32,7 +32,7 @@ def test_pages_of_any_length(data: st.DataObject) -> None:
 @settings(max_examples=4)
 @given(st.data())
 def test_prompts(data: st.DataObject) -> None:
-    check_paged(TritonAttention(), data.draw(prompt_cases(1100, data.draw(DTYPES))), "cpu")
+    check_paged(TritonAttention(), data.draw(prompt_cases(600, data.draw(DTYPES))), "cpu")
 
 
 @pytest.mark.full
@@ -55,7 +55,7 @@ def test_rows_in_a_window(case: tuple[list[Run], list[Run]], window: int) -> Non
     check_rows(TritonAttention(), case, 2, torch.float32, "cpu", window)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(paged_cases(150, torch.float32), st.sampled_from([32, 64]))
 def test_keys_that_are_split(case: PagedCase, least_keys: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

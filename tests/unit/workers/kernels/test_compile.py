@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from tests.fakes.kernel_compiler import MOST_SHARED_BYTES, spills_among_products
 from tests.fakes.kernel_launches import LAUNCHES
 
 ORDINARY = {"attention", "gate of experts", "copy of a pool", "decode of one head", "decode of narrow heads"}
+ANY_SIZE = {"merges of any length", "draws of any number"}
+USUAL = ORDINARY | ANY_SIZE
+"""Compiled in one process, for which most tests wait."""
 MOST_SPILLED_BYTES = {
     "attention of five heads each": 32,
     "decode of five heads each": 32,
@@ -26,14 +30,19 @@ that one program more fits a multiprocessor, or since queries take all registers
 
 
 def compiled(name: str) -> list[dict[str, Any]]:
-    """In a process that does not interpret."""
+    return compiled_together(frozenset(USUAL) if name in USUAL else frozenset([name]))[name]
+
+
+@cache
+def compiled_together(names: frozenset[str]) -> dict[str, list[dict[str, Any]]]:
+    """Compile in a process that does not interpret."""
     environ = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.fakes.kernel_launches", name]
+    command = [sys.executable, "-m", "tests.fakes.kernel_launches", *sorted(names)]
     run = subprocess.run(
         command, cwd=Path(__file__).parents[4], env=environ, capture_output=True, text=True, timeout=250, check=False
     )
     assert run.returncode == 0, run.stderr
-    launches: list[dict[str, Any]] = json.loads(run.stdout)[name]
+    launches: dict[str, list[dict[str, Any]]] = json.loads(run.stdout)
     return launches
 
 
@@ -93,7 +102,7 @@ def test_a_block_is_written_over_its_parts_after_all_threads_have_read_them() ->
 
 
 def test_what_differs_between_batches_is_not_compiled_anew() -> None:
-    for name in ("merges of any length", "draws of any number"):
+    for name in ANY_SIZE:
         assert len({launch["asm"] for launch in compiled(name)}) == 1, name
 
 

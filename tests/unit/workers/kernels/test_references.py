@@ -11,7 +11,7 @@ from tests.fakes.kernel_references import CHECKS
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_some_shapes(check: Callable[[st.DataObject, str], None], data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 9)))

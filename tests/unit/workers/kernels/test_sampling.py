@@ -41,7 +41,7 @@ def logits_of(draw: st.DrawFn, num_rows: int) -> Tensor:
     return logits.masked_fill(forbidden, -math.inf)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(st.data(), st.lists(CHOSEN, min_size=1, max_size=4))
 def test_cutoffs_without_ranking(data: st.DataObject, rows: list[Sampling]) -> None:
     scores = data.draw(logits_of(len(rows)))

@@ -1,0 +1,28 @@
+"""Models and engine processes that the modules of this folder share."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from workers.process import WORKER
+
+if TYPE_CHECKING:
+    from tests.fakes.local_engine import LocalEngine, Models
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> "Models":
+    from tests.fakes.local_engine import Models
+
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest) -> "Iterator[LocalEngine]":
+    """Processes that serve one case after another, with workers of the class that the module names as WORKER."""
+    from tests.fakes.local_engine import LocalEngine
+
+    with closing(LocalEngine(getattr(request.module, "WORKER", WORKER))) as engine:
+        yield engine
