@@ -23,7 +23,7 @@ class Problem:
     path: str
     """Dotted path of the key, for example ``prefill.parallel.cp``."""
     message: str
-    """What is wrong, what was given and what is allowed; without the path."""
+    """Error text without the path: what is wrong, what was given and what is allowed."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}"

@@ -24,7 +24,7 @@ class Rendezvous:
     token: str = field(repr=False)
     """Bearer token of every bootstrap route."""
     channel_key: ChannelKey | None = None
-    """Without a key, anyone who reaches a process may send to it."""
+    """Key of all channels; None lets anyone who reaches a process send to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,14 +131,18 @@ def test_outputs_do_not_depend_on_chunks_batches_preemptions_or_steps_under_way(
                 allocator.free(live_pages(steps.holders.remove(advanced.room)))
         steps.holders.check_integrity()
         allocator.check_integrity(steps.holders.all_pages)
-    for room, prompt in enumerate(prompts):
-        expected = list(prompt)
-        for _ in range(min(max_tokens, MAX_LEN - len(prompt))):
-            expected.append(next_token(expected))
-            if expected[-1] in stops:
-                break
-        assert finished[room] == expected
+    assert finished == {room: answered(prompt, max_tokens, stops) for room, prompt in enumerate(prompts)}
     assert allocator.num_free == allocator.num_pages
+
+
+def answered(prompt: list[int], max_tokens: int, stops: range) -> list[int]:
+    """Return the prompt and its answer, one token after another."""
+    tokens = list(prompt)
+    for _ in range(min(max_tokens, MAX_LEN - len(prompt))):
+        tokens.append(next_token(tokens))
+        if tokens[-1] in stops:
+            break
+    return tokens
 
 
 def test_a_request_is_not_passed_for_ever_by_those_that_take_the_pages_of_one_owner() -> None:
