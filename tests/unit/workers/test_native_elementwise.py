@@ -139,6 +139,6 @@ def test_layers_use_them_for_bf16_alone(library: Library, monkeypatch: pytest.Mo
         layer, x = RMSNorm(8, EPS), torch.ones(2, 8, dtype=dtype)
         layer.weight = torch.nn.Parameter(torch.ones(8, dtype=dtype), requires_grad=False)
         layer(x), layer.of_sum(x, x), gated(x), Rotation(x[:, None], x[:, None]).apply(x[:, None], layer)
-        kv_pool(1, 1, 1, 2, 4, dtype).write(0, torch.arange(2), x.view(2, 2, 1, 4))
+        kv_pool(1, 1, 1, 2, 4, dtype).write(0, torch.arange(2), x.view(2, 1, 8))
         assert expected <= set(used)
         assert bool(used) == bool(expected)
