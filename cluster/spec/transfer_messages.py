@@ -69,7 +69,7 @@ class Result(Tagged, frozen=True):
     prefill: Peer
     decode_incarnation: Incarnation
     token_ids: list[int]
-    """First token of each choice."""
+    """First token of the answer."""
     senders: list[int]
     """Global ranks whose Done must arrive."""
     num_pages: int
