@@ -170,7 +170,7 @@ class ModelRunner:
         return self.begin(plan).wait()
 
     def begin(self, plan: StepPlan, load: LayerwiseLoad | None = None, on_stored: OnStored | None = None) -> BegunStep:
-        """Start a step, which may use tokens that the previous step has not sampled yet.
+        """Start a step, which may use tokens that the previous step has not sampled yet. On a CPU, compute all of it.
 
         ``load`` is the plan's ``layerwise_load``. ``PagePool.in_step`` explains ``on_stored``, which is not called in
         replayed steps.

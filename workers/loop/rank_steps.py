@@ -49,7 +49,10 @@ class RankSteps:
         return step.is_over or self._clock.now_s() - max(start_s, self._ended_s) > PATIENCE_S
 
     def begin(self, plan: StepPlan) -> None:
-        """Start this rank's part of a step. Cached KV is sent now, new KV layer by layer if that pays."""
+        """Start this rank's part of a step; on a CPU compute all of it, so that ``end`` only collects the tokens.
+
+        Cached KV is sent now, new KV layer by layer if that pays.
+        """
         start_s = self._clock.now_s()
         self._heartbeat.at(f"in step {plan.step}")
         self._sender.before_step(plan)
