@@ -116,6 +116,7 @@ class LocalLink:
     def _send_outgoing(self) -> None:
         for address, message in outputs_together(self._leader.take_outgoing()):
             if isinstance(message, TierJob) and address == self._inbox.address:
+                # Not through the inbox: the job must be queued before the step that starts next.
                 assert self._tiers is not None, "a tier job for a rank without host memory"
                 self._tiers.submit(message)
             else:
