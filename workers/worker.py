@@ -162,8 +162,11 @@ class Worker:
                     assert self._rank is not None
                     trace = make_rank_trace(self.spec, self._rank, message.room, self._clock.now_s())
                     send_if_heard(parts.outbox, message.reply_to, trace)
+                case StepPlan():
+                    link.on_message(message)
+                    _begin([message], link, steps)
                 case _:
-                    _begin(link.on_message(message), link, steps)
+                    link.on_message(message)
         return False
 
     @contextmanager

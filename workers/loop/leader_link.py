@@ -62,13 +62,12 @@ class LocalLink:
         deadline_s = self._leader.next_deadline_s()
         return IDLE_WAIT_S if deadline_s is None else min(IDLE_WAIT_S, max(0.0, deadline_s - self._clock.now_s()))
 
-    def on_message(self, message: Message) -> Sequence[StepPlan]:
-        """Handle a message that is not for the rank itself; return steps to start before the next message."""
+    def on_message(self, message: Message) -> None:
+        """Handle a message that is not for the rank itself."""
         if isinstance(message, Submit) and message.sampling.grammar and self._rank.grammars is not None:
             # Compiling a grammar takes long, and can go on while the request waits.
             self._rank.grammars.prepare(message.sampling.grammar)
         self._leader.on_message(message, self._clock.now_s())
-        return ()
 
     def next_plans(self) -> Sequence[StepPlan]:
         """Return steps to start once all messages are handled."""
@@ -138,13 +137,11 @@ class RemoteLink:
     def idle_wait_s(self) -> float:
         return IDLE_WAIT_S
 
-    def on_message(self, message: Message) -> Sequence[StepPlan]:
-        if not isinstance(message, StepPlan):
-            return ()
-        self._had_plans = True
-        return (message,)
+    def on_message(self, message: Message) -> None:
+        self._had_plans |= isinstance(message, StepPlan)
 
     def next_plans(self) -> Sequence[StepPlan]:
+        """Return no plans: the leader's arrive as messages."""
         return ()
 
     def on_ended(self, step: EndedStep) -> None:
