@@ -24,10 +24,10 @@ class _Space(NamedTuple):
     oldest: DecodeRequest
     oldest_pages: int
     """Number of free pages that the oldest request needs."""
-    most_passing: int
+    most_overtaking: int
     """Maximum number of pages that other requests may take first."""
 
-    def count_passing(self, request: DecodeRequest, needed: int) -> int:
+    def count_overtaking(self, request: DecodeRequest, needed: int) -> int:
         """Return how many of the oldest request's pages another one would take; 0 if both fit."""
         return 0 if request is self.oldest or needed + self.oldest_pages <= self.num_free else needed
 
@@ -98,7 +98,7 @@ class DecodeQueue:
                 if not self._promised:
                     self._queue.note_in_vain(request)
                 continue
-            self._queue.note_passed(space.count_passing(request, self._count_new(request)))
+            self._queue.note_overtaken(space.count_overtaking(request, self._count_new(request)))
             self._queue.remove(request.room)
             space = None
             if request.submit.prefill is None and not self._shared_pages(request):
@@ -123,13 +123,13 @@ class DecodeQueue:
         oldest, num_free = self._queue.oldest, self._allocator.num_free - self._num_promised
         assert oldest is not None
         oldest_pages = self._count_new(oldest)
-        most_passing = max(num_free - oldest_pages, self._queue.most_passing(oldest_pages))
-        return _Space(num_free, oldest, oldest_pages, most_passing)
+        most_overtaking = max(num_free - oldest_pages, self._queue.most_overtaking(oldest_pages))
+        return _Space(num_free, oldest, oldest_pages, most_overtaking)
 
     def _find_held(self, request: DecodeRequest, space: _Space) -> PageLists | None:
         """Return the request's cached or shared pages; None if it cannot get the rest of its pages now."""
         shared = self._shared_pages(request)
-        if _total(self._demands(request, shared)) > space.most_passing and request is not space.oldest:
+        if _total(self._demands(request, shared)) > space.most_overtaking and request is not space.oldest:
             return None
         held = self._seen(request, shared or self._allocator.find(self._keys(request)))
         demands = self._demands(request, held)

@@ -41,7 +41,7 @@ class PageHolders:
             return
         assert sequence.kv.num_pages >= pages_for(sequence.kv.num_computed_tokens, self._page_size)
         self.running[sequence.room] = sequence
-        self.share(sequence)
+        self.put_into_cache(sequence)
 
     def remove(self, room: Room) -> PageLists:
         """Remove a sequence, and return its pages, which the caller frees. Pages being loaded stay here."""
@@ -93,9 +93,9 @@ class PageHolders:
             return False
         if self._tiers and (key := self.next_key(sequence)) is not None and self._tiers.loader.is_loading(key):
             return False
-        may_pass = self._count_passing(sequence, oldest) <= self.waiting.most_passing(self._pages_of(oldest))
-        can_start = may_pass and self._allocator.can_allocate(self._all_demands(sequence))
-        if may_pass and not can_start:
+        may_overtake = self._count_overtaking(sequence, oldest) <= self.waiting.most_overtaking(self._pages_of(oldest))
+        can_start = may_overtake and self._allocator.can_allocate(self._all_demands(sequence))
+        if may_overtake and not can_start:
             cached = self._find_cached(sequence)
             can_start = self._allocator.can_allocate(
                 _demands(sequence, self._gaps(sequence, cached)), live_pages(cached)
@@ -112,7 +112,7 @@ class PageHolders:
         if not self.can_start(sequence):
             return False
         assert self.waiting.oldest is not None
-        self.waiting.note_passed(self._count_passing(sequence, self.waiting.oldest))
+        self.waiting.note_overtaken(self._count_overtaking(sequence, self.waiting.oldest))
         self.waiting.remove(sequence.room)
         pages = self._find_cached(sequence)
         prefix, gaps = self._prefix_keys(sequence)[: len(pages[0])], self._gaps(sequence, pages)
@@ -159,7 +159,7 @@ class PageHolders:
         assert not sequence.waits_for_pages, f"room {sequence.room} is computed without its pages"
         if sequence.kv.load is not None:
             sequence.kv.load = None
-            self.share(sequence)
+            self.put_into_cache(sequence)
 
     def grow(self, sequence: TokenSequence, count: int) -> bool:
         """Allocate pages for more tokens; preempt others, or this sequence, if necessary.
@@ -182,8 +182,8 @@ class PageHolders:
             pages += new
         return True
 
-    def share(self, sequence: TokenSequence) -> None:
-        """Share complete pages through the cache, unless a load may still write to them."""
+    def put_into_cache(self, sequence: TokenSequence) -> None:
+        """Put complete pages into the cache, unless a load may still write to them."""
         if sequence.is_loading:
             return
         kv, keys = sequence.kv, self.keys(sequence, sequence.kv.num_computed_tokens)
@@ -238,7 +238,7 @@ class PageHolders:
             assert kv.num_pages >= pages_for(kv.num_computed_tokens, self._page_size), sequence.room
         assert not any(sequence.kv.pages for sequence in self.waiting)
 
-    def _count_passing(self, sequence: TokenSequence, oldest: TokenSequence) -> int:
+    def _count_overtaking(self, sequence: TokenSequence, oldest: TokenSequence) -> int:
         """Return how many of the oldest waiting sequence's pages this one would take. Zero if both fit now, or will fit
         once all sequences older than the oldest waiting one have ended.
         """
@@ -265,7 +265,7 @@ class PageHolders:
             self._leaving.remove((sequence, kv))
             self._leave_to_cache(sequence, kv)
         elif is_done or load.is_layerwise:
-            self.share(sequence)
+            self.put_into_cache(sequence)
         else:
             sequence.uses_host = False
             self._wait_again(sequence)

@@ -129,7 +129,7 @@ class StepScheduler:
                 self.holders.note_sampled(sequence)
             page_size = self._limits.page_size
             if kv.num_computed_tokens // page_size > scheduled.first_position // page_size:
-                self.holders.share(sequence)
+                self.holders.put_into_cache(sequence)
                 self.holders.free_passed(sequence)
             if scheduled.samples:
                 sequence.tokens.append(sampled[scheduled.room].token_id)

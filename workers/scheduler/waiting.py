@@ -19,7 +19,7 @@ class Waiting(Generic[W]):
         self._by_room: dict[Room, W] = {}
         self._by_arrival: list[W] = []
         self._by_priority: list[W] = []
-        self._num_passed_pages = 0
+        self._num_overtaken_pages = 0
         """Number of pages that others took while the oldest sequence needed them."""
         self._in_vain: set[W] = set()
         """Sequences that could not start. They are tried again when ``_num_gains`` or the oldest sequence changes."""
@@ -75,17 +75,17 @@ class Waiting(Generic[W]):
         """Skip a sequence until pages become free or another one is the oldest."""
         self._in_vain.add(sequence)
 
-    def most_passing(self, oldest_pages: int) -> int:
+    def most_overtaking(self, oldest_pages: int) -> int:
         """Return how many of the ``oldest_pages`` pages that the oldest sequence needs may go to others first."""
-        return max(0, oldest_pages - self._num_passed_pages)
+        return max(0, oldest_pages - self._num_overtaken_pages)
 
-    def note_passed(self, num_pages: int) -> None:
+    def note_overtaken(self, num_pages: int) -> None:
         """Note that pages were taken that the oldest sequence may have to wait for."""
-        self._num_passed_pages += num_pages
+        self._num_overtaken_pages += num_pages
 
     def _reset_if_changed(self, oldest: W | None) -> None:
         if self.oldest is not oldest:
-            self._num_passed_pages = 0
+            self._num_overtaken_pages = 0
             self._in_vain.clear()
 
     def _since(self, num_gains: int) -> set[W]:
