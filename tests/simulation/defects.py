@@ -171,7 +171,7 @@ def leave_out_a_page_and_count_none(patch: Patch) -> None:
 
 
 def start_before_pages_are_checked(patch: Patch) -> None:
-    patch.setattr(DecodeLeader, "_verify", DecodeLeader._start)
+    patch.setattr(DecodeLeader, "_verify", DecodeLeader._begin_decoding)
 
 
 def take_all_pages_for_right(patch: Patch) -> None:
@@ -210,11 +210,11 @@ def forget_who_has_a_room(patch: Patch) -> None:
 def ticket_pages_that_are_computed_into(patch: Patch) -> None:
     """Decode issues tickets for pages to which the current step still writes."""
 
-    def open_at_once(self: DecodeLeader, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
+    def send_at_once(self: DecodeLeader, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
         request.session = receiver_session(self._settings, request, prefill)
         self.send(prefill.address, request.session.open(now_s))
 
-    patch.setattr(DecodeLeader, "_open", open_at_once)
+    patch.setattr(DecodeLeader, "_send_ticket", send_at_once)
 
 
 def free_source_pages_early(patch: Patch) -> None:

@@ -91,7 +91,7 @@ class DecodeLeader(Leader):
         self._now_s = now_s
         for request in list(self._requests.values()):
             if request.session is not None and request.state is not DecodeState.RUNNING:
-                self._act_on(request, request.session, request.session.tick(now_s))
+                self._follow_session(request, request.session, request.session.tick(now_s))
         self.inquire(request.submit for request in self._requests.values() if request.state is not DecodeState.STOPPING)
         for address, check in self._checks.repeat(now_s):
             self.send(address, check)
@@ -170,7 +170,7 @@ class DecodeLeader(Leader):
         self._requests[submit.room] = request
         self.record_arrival(submit, request.state.value)
         if reason := self.too_large(num_pages):
-            self._refuse(request, reason, retryable=False)
+            self._reject(request, reason, retryable=False)
         elif self._must_await(submit.prompt_of):
             self._queue.add_choice(request, submit.prompt_of)
         else:
@@ -189,12 +189,12 @@ class DecodeLeader(Leader):
             request.granted_s = now_s
             if request.submit.prefill is not None:
                 self._move(request, DecodeState.RECEIVING, "pages")
-                self._open(request, request.submit.prefill, now_s)
+                self._send_ticket(request, request.submit.prefill, now_s)
             else:
                 self._move(request, DecodeState.RUNNING, "pages")
-                self._run(request, request.num_held_pages * self._settings.page_size)
+                self._schedule(request, request.num_held_pages * self._settings.page_size)
 
-    def _open(self, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
+    def _send_ticket(self, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
         session = request.session = receiver_session(self._settings, request, prefill)
         if self._steps.num_under_way:
             self._unsent.append((self._newest_step, request))
@@ -219,9 +219,11 @@ class DecodeLeader(Leader):
         answer = request.session.handle(message, now_s)
         if request.session.num_dropped.total() > num_dropped:
             self.drop(message)
-        self._act_on(request, request.session, answer)
+        self._follow_session(request, request.session, answer)
 
-    def _act_on(self, request: DecodeRequest, session: ReceiverSession, message: Ticket | Revoke | None) -> None:
+    def _follow_session(
+        self, request: DecodeRequest, session: ReceiverSession, message: Ticket | Revoke | None
+    ) -> None:
         if message is not None:
             self.send(session.prefill.address, message)
         if request.state is DecodeState.RECEIVING:
@@ -238,7 +240,7 @@ class DecodeLeader(Leader):
     def _verify(self, request: DecodeRequest, session: ReceiverSession) -> None:
         """Start the request, or ask every rank to compare the received pages with the senders' digests first."""
         if not session.digests:
-            self._start(request, session)
+            self._begin_decoding(request, session)
             return
         self._move(request, DecodeState.VERIFYING, "result and all done")
         for address, message in self._checks.begin(request.room, session.digests, self._now_s):
@@ -253,7 +255,7 @@ class DecodeLeader(Leader):
         if num_wrong is None:
             return
         if not num_wrong:
-            self._start(request, request.session)
+            self._begin_decoding(request, request.session)
             return
         reason = (
             f"{num_wrong} pages of {request.session.prefill.replica} arrived at {self.me.replica} "
@@ -262,7 +264,7 @@ class DecodeLeader(Leader):
         self.send_failure(request.submit, reason, retryable=True, blame=Blame.BOTH)
         self._end(request, reason)
 
-    def _start(self, request: DecodeRequest, session: ReceiverSession) -> None:
+    def _begin_decoding(self, request: DecodeRequest, session: ReceiverSession) -> None:
         submit, result = request.submit, session.result
         assert result is not None
         self._checks.forget(request.room)
@@ -271,11 +273,11 @@ class DecodeLeader(Leader):
             self.tiers.note_received(request.prompt_keys(self._settings.page_size))
         self._arrived += live_pages(request.new_pages)
         request.tokens = [*submit.prompt_ids, *result.token_ids]
-        self._run(request, len(submit.prompt_ids))
+        self._schedule(request, len(submit.prompt_ids))
         output = self._newest_output(request, result.logprobs, is_last=result.is_last)
         self._emit_first(request, replace(output, prompt_logprobs=result.prompt_logprobs, cached=result.cached))
 
-    def _run(self, request: DecodeRequest, num_computed: int) -> None:
+    def _schedule(self, request: DecodeRequest, num_computed: int) -> None:
         request.kv = KvState.after(num_computed, request.kv.pages)
         self._steps.add(request)
 
@@ -308,7 +310,7 @@ class DecodeLeader(Leader):
         if cancel.incarnation != self.me.incarnation:
             self.drop(cancel)
         elif request is None:
-            self._close(cancel.room, "the request was cancelled")
+            self._note_room_ended(cancel.room, "the request was cancelled")
         else:
             self._stop(request, "the request was cancelled", now_s)
 
@@ -321,7 +323,7 @@ class DecodeLeader(Leader):
             request = self._requests.get(room)
             needed = request.submit.prompt_of if request else room
             if needed is not None and needed not in self._requests and needed not in self.ended:
-                self._close(needed, "it never arrived")
+                self._note_room_ended(needed, "it never arrived")
             if room in self.ended:
                 self.say_over(inquire.sender, room)
 
@@ -332,7 +334,7 @@ class DecodeLeader(Leader):
         elif request.state in (DecodeState.RUNNING, DecodeState.VERIFYING):
             self._end(request, reason)
         elif request.session is not None:
-            self._act_on(request, request.session, request.session.cancel(reason, now_s))
+            self._follow_session(request, request.session, request.session.cancel(reason, now_s))
 
     def _on_table(self, snapshot: TableSnapshot, now_s: float) -> None:
         """End transfers from prefill replicas that are proven gone, since silent ones may still write."""
@@ -346,7 +348,7 @@ class DecodeLeader(Leader):
             reaped = snapshot.reaped.get(session.prefill.replica)
             if reaped is not None:
                 session.prefill_gone(reaped, now_s)
-                self._act_on(request, session, None)
+                self._follow_session(request, session, None)
 
     def _quarantined(self) -> list[DecodeRequest]:
         """Return the requests that were stopped so long ago that prefill should have confirmed it."""
@@ -361,17 +363,17 @@ class DecodeLeader(Leader):
         if requests and all_wait(others, self._steps) and (self._is_quarantined or others):
             self.must_end = describe(requests, num_pages, limit)
 
-    def _refuse(self, request: DecodeRequest, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
+    def _reject(self, request: DecodeRequest, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
         self._queue.remove(request)
         self.send_failure(request.submit, reason, retryable=retryable, blame=blame)
         self._end(request, reason)
 
-    def _close(self, room: Room, event: str) -> None:
+    def _note_room_ended(self, room: Room, event: str) -> None:
         """Remember that a room has ended, and fail the choices that wait for its prompt."""
         self.ended.add(room, event)
         for choice in self._queue.end_wait(room):
             reason = f"the choice that was to bring its prompt ended: {event}"
-            self._refuse(choice, reason, retryable=True, blame=Blame.NEITHER)
+            self._reject(choice, reason, retryable=True, blame=Blame.NEITHER)
 
     def _end(self, request: DecodeRequest, event: str) -> None:
         if request.state is DecodeState.RUNNING:
@@ -385,5 +387,5 @@ class DecodeLeader(Leader):
     def _move(self, request: DecodeRequest, state: DecodeState, event: str) -> None:
         request.state = move(MOVES, request.state, state, event, f"room {request.room}")
         if state is DecodeState.STOPPING or state is DecodeState.ENDED:
-            self._close(request.room, event)
+            self._note_room_ended(request.room, event)
         self.recorder.enter(request.room, None if state is DecodeState.ENDED else state.value, self._now_s)
