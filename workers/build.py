@@ -26,7 +26,7 @@ from workers.memory.peer_memory import TierMemory
 from workers.rank import Rank
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeSettings
-from workers.scheduler.leader import Leader
+from workers.scheduler.leader import DpLeader
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillSettings
 from workers.scheduler.replica_leader import ReplicaLeader
@@ -80,7 +80,7 @@ def _make_allocator(spec: WorkerSpec, rows: list[RankRow]) -> tuple[PageAllocato
 
 def _make_decode_leader(
     spec: WorkerSpec, rank: Rank, me: Peer, rows: list[RankRow], dp_rank: int, depth: int
-) -> Leader:
+) -> DpLeader:
     config, own = spec.config, [row for row in rows if row.coords.dp == dp_rank]
     allocator, tiers = _make_allocator(spec, own)
     limits = StepLimits(
@@ -104,7 +104,7 @@ def _make_decode_leader(
 
 def _make_prefill_leader(
     spec: WorkerSpec, rank: Rank, me: Peer, rows: list[RankRow], dp_rank: int, depth: int
-) -> Leader:
+) -> DpLeader:
     prefill, own = spec.config.prefill, [row for row in rows if row.coords.dp == dp_rank]
     allocator, tiers = _make_allocator(spec, own)
     longest = spec.config.model.longest_context(rank.model.config.max_position_embeddings)

@@ -21,7 +21,7 @@ from workers.context_parallel.strategy_choice import StrategyChoice, undivided
 from workers.hicache.tiers import Tiers
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeSettings
-from workers.scheduler.leader import Leader
+from workers.scheduler.leader import DpLeader
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillSettings
 from workers.scheduler.steps import StepLimits, StepScheduler
@@ -89,7 +89,9 @@ def step_depth(row: RankRow) -> int:
     return num_stages + (num_stages > 1 and row.role is Role.PREFILL)
 
 
-def make_leader(around: Surroundings, me: Peer, rows: Sequence[RankRow], dp_rank: int) -> tuple[Leader, PageAllocator]:
+def make_leader(
+    around: Surroundings, me: Peer, rows: Sequence[RankRow], dp_rank: int
+) -> tuple[DpLeader, PageAllocator]:
     """Create the leader of a DP rank like ``workers.build``. ``rows`` has all ranks of the replica."""
     own = shard_of(rows, dp_rank)
     first = own[0]
@@ -116,7 +118,7 @@ def _limits(around: Surroundings, row: RankRow) -> StepLimits:
 
 def _make_decode_leader(
     around: Surroundings, me: Peer, rows: Sequence[RankRow], dp_rank: int, allocator: PageAllocator, tiers: Tiers | None
-) -> Leader:
+) -> DpLeader:
     shape = around.shape
     settings = DecodeSettings(
         me=me,
@@ -133,7 +135,7 @@ def _make_decode_leader(
 
 def _make_prefill_leader(
     around: Surroundings, me: Peer, own: list[RankRow], allocator: PageAllocator, tiers: Tiers | None
-) -> Leader:
+) -> DpLeader:
     def choose(scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
         strategy = around.random.choice([Strategy.NONE, Strategy.ZIGZAG])
         return StrategyChoice(make_step_shape(scheduled, strategy, cp=own[0].sizes.cp), None, {})

@@ -22,7 +22,7 @@ from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import TierJob
 from cluster.spec.transfer_messages import Done, Drained, Result, Ticket
 from workers.cache.page_allocator import PageAllocator
-from workers.scheduler.leader import Leader
+from workers.scheduler.leader import DpLeader
 from workers.scheduler.replica_leader import ReplicaLeader
 
 IDLE_WAIT_S = 1.0
@@ -37,7 +37,7 @@ class LeaderProcess(RankProcess):
         bootstrap: Bootstrap,
         rows: Sequence[RankRow],
         me: Peer,
-        made: Sequence[tuple[Leader, PageAllocator]],
+        made: Sequence[tuple[DpLeader, PageAllocator]],
         on_refused: Callable[[str], None],
     ) -> None:
         """Start the process with each DP rank's leader and allocator. ``on_refused`` ends the replica."""

@@ -27,7 +27,7 @@ from workers.cache.prefix_tree import PrefixTree
 from workers.hicache.policy.jobs import TierJobs
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeRequest, receiver_session
-from workers.scheduler.leader import Leader
+from workers.scheduler.leader import DpLeader
 from workers.scheduler.page_checks import PageChecks
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillRequest, PrefillState
@@ -69,13 +69,13 @@ def ignore_the_incarnation(patch: Patch) -> None:
 
 
 def drop_the_drain_ack(patch: Patch) -> None:
-    send = Leader.send
+    send = DpLeader.send
 
-    def send_all_but_one(self: Leader, address: str, message: Message) -> None:
+    def send_all_but_one(self: DpLeader, address: str, message: Message) -> None:
         if not isinstance(message, Drained):
             send(self, address, message)
 
-    patch.setattr(Leader, "send", send_all_but_one)
+    patch.setattr(DpLeader, "send", send_all_but_one)
 
 
 def miscount_pages(patch: Patch) -> None:

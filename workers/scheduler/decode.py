@@ -37,14 +37,14 @@ from workers.scheduler.decode_request import (
     receiver_session,
     stopping,
 )
-from workers.scheduler.leader import Leader
+from workers.scheduler.leader import DpLeader
 from workers.scheduler.page_checks import PageChecks
 from workers.scheduler.sequence import KvState, TokenSequence
 from workers.scheduler.steps import StepScheduler
 from workers.trace.recorder import Recorder
 
 
-class DecodeLeader(Leader):
+class DecodeLeader(DpLeader):
     """Decode leader of one DP rank."""
 
     def __init__(

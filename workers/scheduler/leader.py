@@ -35,7 +35,7 @@ REMEMBERED_ROOMS = 100_000
 """Maximum number of ended rooms that a leader remembers; the oldest are forgotten first."""
 
 
-class Leader(ABC):
+class DpLeader(ABC):
     """Leader of one DP rank of a replica. Only the worker loop's thread calls it."""
 
     _requests: Mapping[Room, TokenSequence]

@@ -19,7 +19,7 @@ from cluster.spec.transfer_messages import Refused, Revoke, SendState, Ticket
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
-from workers.scheduler.leader import Leader
+from workers.scheduler.leader import DpLeader
 from workers.scheduler.prefill_request import (
     MOVES,
     PrefillRequest,
@@ -33,7 +33,7 @@ from workers.scheduler.steps import StepScheduler
 from workers.trace.recorder import Recorder
 
 
-class PrefillLeader(Leader):
+class PrefillLeader(DpLeader):
     """Prefill leader of one DP rank."""
 
     def __init__(

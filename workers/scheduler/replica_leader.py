@@ -19,7 +19,7 @@ from cluster.spec.strategy import DpPolicy
 from cluster.spec.tiers import TierJobResult, joined
 from cluster.spec.transfer_messages import Ticket
 from workers.context_parallel.shard_plan import idle_plan, join_shapes
-from workers.scheduler.leader import REMEMBERED_ROOMS, Leader
+from workers.scheduler.leader import REMEMBERED_ROOMS, DpLeader
 
 
 class ReplicaLeader:
@@ -27,7 +27,7 @@ class ReplicaLeader:
 
     def __init__(
         self,
-        leaders: Sequence[Leader],
+        leaders: Sequence[DpLeader],
         sizes: AxisSizes,
         *,
         depth: int = 1,

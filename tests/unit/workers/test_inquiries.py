@@ -23,7 +23,7 @@ from cluster.spec.transfer_messages import Drained, Revoke, Ticket
 from tests.fakes.leader_pair import ME, PROMPT, LeaderPair
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
 from tests.unit.workers.test_tiers import world_of
-from workers.scheduler.leader import Leader
+from workers.scheduler.leader import DpLeader
 
 
 def answers(pair: LeaderPair, *rooms: Room, incarnation: int = 1) -> list[Message]:
@@ -146,7 +146,7 @@ def test_what_is_not_configured_is_refused(role: Role, wanted: Wanted) -> None:
     assert answer.refusal == "no host memory is configured for cached pages (hicache.host_gib)"
 
 
-def tiered_leader(host_pages: int, backend: str) -> tuple[Leader, TierWorld]:
+def tiered_leader(host_pages: int, backend: str) -> tuple[DpLeader, TierWorld]:
     """A leader over the tiers of a world."""
     world = world_of(backend=backend, device_pages=64, host_pages=host_pages)
     leader = LeaderPair().prefill
@@ -154,7 +154,7 @@ def tiered_leader(host_pages: int, backend: str) -> tuple[Leader, TierWorld]:
     return leader, world
 
 
-def answers_of(leader: Leader, *commands: Command) -> list[CommandResult]:
+def answers_of(leader: DpLeader, *commands: Command) -> list[CommandResult]:
     leader.outgoing = []
     for given in commands:
         leader.on_message(given, 0.0)

@@ -34,7 +34,7 @@ from cluster.spec.wire import TokenIds
 from tests.fakes.kv import kv_geometry
 from tests.fakes.rows import tier_state
 from workers.context_parallel.shard_plan import make_step_shape
-from workers.scheduler.leader import Leader
+from workers.scheduler.leader import DpLeader
 from workers.scheduler.replica_leader import ReplicaLeader, outputs_together
 
 PEER = Peer(replica=ReplicaId("decode-0"), incarnation=Incarnation(1), address="here")
@@ -44,7 +44,7 @@ TIERS = tier_state(host_pages=10, used_host_pages=3, num_pinned=1)
 
 
 @dataclass
-class FakeLeader(Leader):
+class FakeLeader(DpLeader):
     """Remembers what it is told, and plans what is put into ``plans``."""
 
     outgoing: list[tuple[str, Message]] = field(default_factory=list)
