@@ -1,6 +1,6 @@
 """Grammars of structured output, as masks over one model's tokens. The only file that imports llguidance.
 
-A grammar is a JSON text in llguidance's format, made by ``router.constraints``.
+A grammar is a JSON text in llguidance's format, made by ``router.api.constrain``.
 """
 
 import functools
