@@ -150,7 +150,7 @@ def _traceparent(http: Request) -> str:
     return arrival_of(http).header(TRACEPARENT.encode()) or ""
 
 
-class AnswerTexts:
+class AnswerReader:
     def __init__(self, tokenizer: Tokenizer, answer: Answer) -> None:
         self._answer = answer
         rules = [request.text_rules for request in answer.requests]
@@ -173,8 +173,8 @@ class AnswerTexts:
 
 async def _whole(tokenizer: Tokenizer, opening: AbstractAsyncContextManager[Answer], writer: Writer) -> Response:
     async with opening as answer:
-        texts, parts = AnswerTexts(tokenizer, answer), [list[OutputChunk]() for _ in answer.requests]
-        while (chunks := await texts.receive()) is not None:
+        reader, parts = AnswerReader(tokenizer, answer), [list[OutputChunk]() for _ in answer.requests]
+        while (chunks := await reader.receive()) is not None:
             for chunk in chunks:
                 parts[chunk.index].append(chunk)
         usage = _usage(answer, sum(len(chunk.token_ids) for part in parts for chunk in part))
@@ -189,8 +189,8 @@ async def _frames(
 
     Tokens that arrive together are written together.
     """
-    texts, num_tokens, with_usage = AnswerTexts(tokenizer, answer), 0, body.continuous_usage
-    while (chunks := await texts.receive()) is not None:
+    reader, num_tokens, with_usage = AnswerReader(tokenizer, answer), 0, body.continuous_usage
+    while (chunks := await reader.receive()) is not None:
         events = []
         for chunk in chunks:
             num_tokens += len(chunk.token_ids)
