@@ -27,7 +27,7 @@ class Answer:
     def __init__(
         self,
         requests: Sequence[GenerateRequest],
-        enough: Callable[[RequestId], None],
+        stop_early: Callable[[RequestId], None],
         leave: Callable[[Sequence[RequestId]], None],
     ) -> None:
         """``requests`` has one request per choice; choices of one prompt are adjacent."""
@@ -36,7 +36,7 @@ class Answer:
         """Each prompt counts once, however many choices it has."""
         self.arrived_s = requests[0].arrived_s
         self.is_traced = requests[0].traced
-        self._enough = enough
+        self._stop_early = stop_early
         self._leave = leave
         self.submits: dict[RequestId, Submit] = {}
         """Each request's current attempt."""
@@ -93,9 +93,9 @@ class Answer:
         self._failure = failure
         self._wake()
 
-    def enough(self, index: int) -> None:
+    def stop_early(self, index: int) -> None:
         """End a choice that is complete before the model ended it."""
-        self._enough(self.requests[index].request_id)
+        self._stop_early(self.requests[index].request_id)
         self._unread.pop(index, None)
         self._num_unfinished -= 1
 

@@ -186,7 +186,7 @@ class RequestTable:
         request = self._open[request_id]
         return self._end(request, RequestPhase.CANCELLED, "client left", request.peers)
 
-    def on_enough(self, request_id: RequestId) -> list[Action]:
+    def stop_early(self, request_id: RequestId) -> list[Action]:
         """Finish a request that a stop string completed before the model ended it."""
         request = self._open[request_id]
         if request.submit is not None:

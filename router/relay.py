@@ -107,7 +107,7 @@ class Relay:
         if reason := self._picker.why_full(requests, now_s):
             raise QueueFullError(reason)
         self._metrics.on_open(requests)
-        answer = Answer(requests, self._enough, self._leave)
+        answer = Answer(requests, self._stop_early, self._leave)
         answer.opened_s = now_s
         self._num_answers += 1
         self._idle.clear()
@@ -184,10 +184,10 @@ class Relay:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _enough(self, request_id: RequestId) -> None:
+    def _stop_early(self, request_id: RequestId) -> None:
         """End a request that a stop string completed."""
         if self._requests.is_open(request_id):
-            self._perform(self._requests.on_enough(request_id))
+            self._perform(self._requests.stop_early(request_id))
             self._choices[request_id].end(FinishReason.STOP, self._clock.now_s())
 
     def _leave(self, request_ids: Iterable[RequestId]) -> None:

@@ -159,7 +159,7 @@ class RouterProcess(Process):
         if batch.finish is not None:
             self._finish(batch.request_id, End.FINISHED)
         elif len(client.tokens) == enough:
-            self._perform(self.requests.on_enough(batch.request_id))
+            self._perform(self.requests.stop_early(batch.request_id))
             self._finish(batch.request_id, End.FINISHED)
 
     def _finish(self, request_id: RequestId, end: End, reason: str = "") -> None:

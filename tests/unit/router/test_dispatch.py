@@ -171,10 +171,10 @@ class TestWrongOutputs:
 
 def test_client_left_and_stop_string_cancel_both_replicas() -> None:
     dispatch = make()
-    left, enough = opened(dispatch), opened(dispatch)
-    dispatch.on_output(output(enough, 0, 9), NOW)
+    left, stopped = opened(dispatch), opened(dispatch)
+    dispatch.on_output(output(stopped, 0, 9), NOW)
     assert dispatch.on_client_left(left) == [cancel(left, PREFILL), cancel(left, DECODE)]
-    assert dispatch.on_enough(enough) == [cancel(enough, PREFILL), cancel(enough, DECODE)]
+    assert dispatch.stop_early(stopped) == [cancel(stopped, PREFILL), cancel(stopped, DECODE)]
     assert (dispatch.ended[RequestPhase.CANCELLED], dispatch.ended[RequestPhase.FINISHED]) == (1, 1)
     assert_empty(dispatch)
 

@@ -49,7 +49,7 @@ async def test_a_choice_that_the_reader_finished() -> None:
     push(answer, 0, [1])
     await answer.receive()
     push(answer, 0, [2], FinishReason.LENGTH)
-    answer.enough(0)
+    answer.stop_early(0)
     assert await answer.receive() == []
 
 
