@@ -167,7 +167,7 @@ class AnswerReader:
                 chunks[0].prompt_logprobs = batch.prompt_logprobs
             waiting += chunks
             if batch.finish is None and chunks and chunks[-1].finish is not None:
-                self._answer.enough(index)
+                self._answer.stop_early(index)
         return waiting
 
 
