@@ -12,7 +12,7 @@ from cluster.spec.sampling import FinishReason
 from cluster.spec.tiers import CachedTokens
 from router.errors import RequestFailedError
 from router.metrics import Metrics
-from router.request import FailRequest, GenerateRequest, OutputBatch, RequestId
+from router.request import ChoiceId, FailRequest, GenerateRequest, OutputBatch
 
 HEADERS = ("x-baton-prefill", "x-baton-decode", "server-timing", "x-baton-trace")
 """Response headers of every answer; the last one is for traced requests only."""
@@ -27,8 +27,8 @@ class Answer:
     def __init__(
         self,
         requests: Sequence[GenerateRequest],
-        stop_early: Callable[[RequestId], None],
-        leave: Callable[[Sequence[RequestId]], None],
+        stop_early: Callable[[ChoiceId], None],
+        leave: Callable[[Sequence[ChoiceId]], None],
     ) -> None:
         """``requests`` has one request per choice; choices of one prompt are adjacent."""
         self.requests = requests
@@ -38,7 +38,7 @@ class Answer:
         self.is_traced = requests[0].traced
         self._stop_early = stop_early
         self._leave = leave
-        self.submits: dict[RequestId, Submit] = {}
+        self.submits: dict[ChoiceId, Submit] = {}
         """Each request's current attempt."""
         self.queue_s = 0.0
         """Time spent waiting until replicas had room."""
@@ -59,8 +59,8 @@ class Answer:
         self._reader: asyncio.Future[None] | None = None
 
     @property
-    def request_ids(self) -> list[RequestId]:
-        return [request.request_id for request in self.requests]
+    def choice_ids(self) -> list[ChoiceId]:
+        return [request.choice_id for request in self.requests]
 
     @property
     def headers(self) -> dict[str, str]:
@@ -68,7 +68,7 @@ class Answer:
         prefills = dict.fromkeys((each.prefill or each.decode).replica for each in submits if each.prompt_of is None)
         decodes = dict.fromkeys(each.decode.replica for each in submits)
         replicas = {"x-baton-prefill": ", ".join(prefills), "x-baton-decode": ", ".join(decodes)}
-        trace = {"x-baton-trace": f"/traces/{self.request_ids[-1]}"} if self.is_traced else {}
+        trace = {"x-baton-trace": f"/traces/{self.choice_ids[-1]}"} if self.is_traced else {}
         return replicas | {"server-timing": self._timing} | trace | self.trace_header
 
     @property
@@ -95,7 +95,7 @@ class Answer:
 
     def stop_early(self, index: int) -> None:
         """End a choice that is complete before the model ended it."""
-        self._stop_early(self.requests[index].request_id)
+        self._stop_early(self.requests[index].choice_id)
         self._unread.pop(index, None)
         self._num_unfinished -= 1
 
@@ -126,7 +126,7 @@ class Answer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave(self.request_ids)
+        self._leave(self.choice_ids)
 
 
 class OpenChoice:

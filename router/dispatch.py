@@ -26,12 +26,12 @@ from router.request import (
     MOVES,
     Action,
     Cause,
+    ChoiceId,
     FailRequest,
     GenerateRequest,
     OutputBatch,
     Pick,
     Placement,
-    RequestId,
     RequestPhase,
     SendMessage,
     StartAttempt,
@@ -63,7 +63,7 @@ class RequestTable:
         self._retry_backoff_s = retry_backoff_s
         self._pick = pick
         self._draw = draw
-        self._open: dict[RequestId, GenerateRequest] = {}
+        self._open: dict[ChoiceId, GenerateRequest] = {}
         self._by_room: dict[Room, GenerateRequest] = {}
         """Requests by the room of their current attempt."""
         self._inquire_s = 0.0
@@ -88,23 +88,23 @@ class RequestTable:
         inquire_s = self._inquire_s if self._by_room else math.inf
         return min(inquire_s, min(request.wake_at_s for request in self._open.values()))
 
-    def is_open(self, request_id: RequestId) -> bool:
-        return request_id in self._open
+    def is_open(self, choice_id: ChoiceId) -> bool:
+        return choice_id in self._open
 
     def is_under_way(self, room: Room) -> bool:
         return room in self._by_room
 
     def open(
-        self, request: GenerateRequest, deadline_s: float, now_s: float, prompt_of: RequestId | None = None
-    ) -> tuple[RequestId, list[Action]]:
+        self, request: GenerateRequest, deadline_s: float, now_s: float, prompt_of: ChoiceId | None = None
+    ) -> tuple[ChoiceId, list[Action]]:
         """Start a request; it shares the prompt's KV with the choice ``prompt_of``, if given."""
         room = self._draw()
-        request_id = RequestId(room)
-        assert request_id not in self._open, f"room {room} drawn twice"
-        request.request_id, request.deadline_s = request_id, deadline_s
-        self._open[request_id] = request
+        choice_id = ChoiceId(room)
+        assert choice_id not in self._open, f"room {room} drawn twice"
+        request.choice_id, request.deadline_s = choice_id, deadline_s
+        self._open[choice_id] = request
         first = self._open.get(prompt_of) if prompt_of is not None else None
-        return request_id, self._begin(request, room, now_s, first)
+        return choice_id, self._begin(request, room, now_s, first)
 
     def on_output(self, output: Output, now_s: float) -> list[Action]:
         request = self._by_room.get(output.room)
@@ -130,7 +130,7 @@ class RequestTable:
             self._end(request, RequestPhase.FINISHED, "last output", [])
         return [
             OutputBatch(
-                request_id=request.request_id,
+                choice_id=request.choice_id,
                 token_ids=token_ids,
                 finish=output.finish,
                 logprobs=output.logprobs[num_known:],
@@ -182,13 +182,13 @@ class RequestTable:
             return self._drop("foreign")
         return [_cancel(inquire.sender, room) for room in inquire.rooms if room not in self._by_room]
 
-    def on_client_left(self, request_id: RequestId) -> list[Action]:
-        request = self._open[request_id]
+    def on_client_left(self, choice_id: ChoiceId) -> list[Action]:
+        request = self._open[choice_id]
         return self._end(request, RequestPhase.CANCELLED, "client left", request.peers)
 
-    def stop_early(self, request_id: RequestId) -> list[Action]:
+    def stop_early(self, choice_id: ChoiceId) -> list[Action]:
         """Finish a request that a stop string completed before the model ended it."""
-        request = self._open[request_id]
+        request = self._open[choice_id]
         if request.submit is not None:
             self.breakers.succeed(request.submit.decode)
         return self._end(request, RequestPhase.FINISHED, "stop string", request.peers)
@@ -213,11 +213,11 @@ class RequestTable:
 
     def check_integrity(self) -> None:
         """Assert that every open request is in an open phase, and has an attempt unless it is pending."""
-        for request_id, request in self._open.items():
-            assert request_id == request.request_id, f"request {request.request_id} is filed under {request_id}"
-            assert request.phase not in ENDS, f"request {request_id} is {request.phase.name} and still open"
+        for choice_id, request in self._open.items():
+            assert choice_id == request.choice_id, f"request {request.choice_id} is filed under {choice_id}"
+            assert request.phase not in ENDS, f"request {choice_id} is {request.phase.name} and still open"
             is_pending = request.phase is RequestPhase.PENDING
-            assert (request.submit is None) == is_pending, f"request {request_id}: {request.phase.name}"
+            assert (request.submit is None) == is_pending, f"request {choice_id}: {request.phase.name}"
         under_way = {request.submit.room: request for request in self._open.values() if request.submit is not None}
         assert self._by_room == under_way, f"attempts {self._by_room.keys()} are not {under_way.keys()}"
         expected = LoadBook()
@@ -253,7 +253,7 @@ class RequestTable:
         if request.num_retries:
             self.num_continuations += bool(request.output_ids)
             self.num_retries += not request.output_ids
-        actions: list[Action] = [StartAttempt(request_id=request.request_id, submit=submit)]
+        actions: list[Action] = [StartAttempt(choice_id=request.choice_id, submit=submit)]
         if len(self._by_room) == 1:  # otherwise the time is already set
             self._inquire_s = now_s + INQUIRE_EVERY_S
             actions.append(WakeAt(time_s=self._inquire_s))
@@ -322,7 +322,7 @@ class RequestTable:
 
     def _fail(self, request: GenerateRequest, cause: Cause, reason: str, cancelled: Sequence[Peer]) -> list[Action]:
         actions = self._end(request, RequestPhase.FAILED, cause, cancelled)
-        return [*actions, FailRequest(request_id=request.request_id, cause=cause, reason=reason)]
+        return [*actions, FailRequest(choice_id=request.choice_id, cause=cause, reason=reason)]
 
     def _end(
         self, request: GenerateRequest, phase: RequestPhase, event: str, cancelled: Sequence[Peer]
@@ -330,7 +330,7 @@ class RequestTable:
         actions = self._leave(request, cancelled)
         self._move(request, phase, event)
         self.ended[phase] += 1
-        del self._open[request.request_id]
+        del self._open[request.choice_id]
         return actions
 
     def _drop(self, why: str) -> list[Action]:
@@ -338,7 +338,7 @@ class RequestTable:
         return []
 
     def _move(self, request: GenerateRequest, phase: RequestPhase, event: str) -> None:
-        request.phase = move(MOVES, request.phase, phase, event, f"request {request.request_id}")
+        request.phase = move(MOVES, request.phase, phase, event, f"request {request.choice_id}")
 
 
 def _cancel(peer: Peer, room: Room) -> SendMessage:

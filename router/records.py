@@ -66,7 +66,7 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def log(self) -> None:
-        answer, rooms, phases = self.answer, self.answer.request_ids, phases_of(self.answer, self.ended_s)
+        answer, rooms, phases = self.answer, self.answer.choice_ids, phases_of(self.answer, self.ended_s)
         _log.info(
             "request %s",
             self.outcome,

@@ -34,10 +34,10 @@ from router.picker import Picker
 from router.request import (
     Action,
     Cause,
+    ChoiceId,
     FailRequest,
     GenerateRequest,
     OutputBatch,
-    RequestId,
     SendMessage,
     StartAttempt,
     WakeAt,
@@ -75,7 +75,7 @@ class Relay:
         self._metrics = metrics
         self.commands = Commands(requests.me, lambda peer, command: self._try_send(peer.address, command))
         self.traces = RequestTraces(requests.me.address, self._try_send)
-        self._choices: dict[RequestId, OpenChoice] = {}
+        self._choices: dict[ChoiceId, OpenChoice] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._num_answers = 0
         self._idle = asyncio.Event()
@@ -112,12 +112,12 @@ class Relay:
         self._num_answers += 1
         self._idle.clear()
         deadline_s = now_s + self._request_timeout_s
-        first: RequestId | None = None
+        first: ChoiceId | None = None
         for index, request in enumerate(requests):
             is_sharing = request.shares_prompt
-            request_id, actions = self._requests.open(request, deadline_s, now_s, first if is_sharing else None)
-            first = first if is_sharing else request_id
-            self._choices[request_id] = OpenChoice(answer, index, self._metrics)
+            choice_id, actions = self._requests.open(request, deadline_s, now_s, first if is_sharing else None)
+            first = first if is_sharing else choice_id
+            self._choices[choice_id] = OpenChoice(answer, index, self._metrics)
             self._perform(actions)
         self._wake_at(deadline_s)
         return answer
@@ -184,20 +184,20 @@ class Relay:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _stop_early(self, request_id: RequestId) -> None:
+    def _stop_early(self, choice_id: ChoiceId) -> None:
         """End a request that a stop string completed."""
-        if self._requests.is_open(request_id):
-            self._perform(self._requests.stop_early(request_id))
-            self._choices[request_id].end(FinishReason.STOP, self._clock.now_s())
+        if self._requests.is_open(choice_id):
+            self._perform(self._requests.stop_early(choice_id))
+            self._choices[choice_id].end(FinishReason.STOP, self._clock.now_s())
 
-    def _leave(self, request_ids: Iterable[RequestId]) -> None:
+    def _leave(self, choice_ids: Iterable[ChoiceId]) -> None:
         """Delete an answer's requests, and cancel those that are still open."""
-        for request_id in request_ids:
-            if self._requests.is_open(request_id):
-                self._perform(self._requests.on_client_left(request_id))
-            choice = self._choices.pop(request_id)
+        for choice_id in choice_ids:
+            if self._requests.is_open(choice_id):
+                self._perform(self._requests.on_client_left(choice_id))
+            choice = self._choices.pop(choice_id)
             if choice.answer.is_traced:
-                self.traces.end(request_id, choice.intervals(self._clock.now_s()))
+                self.traces.end(choice_id, choice.intervals(self._clock.now_s()))
         self._num_answers -= 1
         if not self._num_answers:
             self._idle.set()
@@ -207,7 +207,7 @@ class Relay:
         for action in actions:
             match action:
                 case OutputBatch():
-                    self._choices[action.request_id].take(action, self._clock.now_s())
+                    self._choices[action.choice_id].take(action, self._clock.now_s())
                 case StartAttempt():
                     self._start_attempt(action)
                 case SendMessage():
@@ -216,18 +216,18 @@ class Relay:
                     self._wake_at(action.time_s)
                 case FailRequest():
                     if action.cause is not Cause.STOPPED:
-                        facts = with_facts(room=action.request_id, cause=action.cause.value)
+                        facts = with_facts(room=action.choice_id, cause=action.cause.value)
                         _log.warning("a request failed: %s", action.reason, extra=facts)
-                    self._choices[action.request_id].answer.fail(action)
+                    self._choices[action.choice_id].answer.fail(action)
 
     def _start_attempt(self, action: StartAttempt) -> None:
-        answer, submit = self._choices[action.request_id].answer, action.submit
-        answer.submits[action.request_id] = submit
+        answer, submit = self._choices[action.choice_id].answer, action.submit
+        answer.submits[action.choice_id] = submit
         if submit.prefill is None and submit.prompt_of is None:
             self._metrics.skipped.add(1)
         if answer.is_traced:
             ranks = [row for peer in peers_of(submit) for row in self._directory.rows(peer)]
-            self.traces.begin(action.request_id, submit.room, ranks)
+            self.traces.begin(action.choice_id, submit.room, ranks)
         for peer in peers_of(submit):
             try:
                 self._outbox.send(peer.address, submit)

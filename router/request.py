@@ -16,7 +16,7 @@ from cluster.spec.wire import TokenIds
 from router.page_index import PromptKeys
 from router.text import TextRules
 
-RequestId = NewType("RequestId", int)
+ChoiceId = NewType("ChoiceId", int)
 """Id of one choice of one prompt in this router: the room of its first attempt."""
 
 
@@ -78,7 +78,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
     """True if decode gets the prompt's KV from the choice before this one."""
     arrived_s: float = 0.0
 
-    request_id: RequestId = RequestId(0)
+    choice_id: ChoiceId = ChoiceId(0)
     """Set when the request is opened, like the deadline."""
     deadline_s: float = math.inf
     phase: RequestPhase = RequestPhase.PENDING
@@ -199,7 +199,7 @@ class Cause(StrEnum):
 class StartAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """Send a Submit to its replicas."""
 
-    request_id: RequestId
+    choice_id: ChoiceId
     submit: Submit
 
 
@@ -211,7 +211,7 @@ class SendMessage(msgspec.Struct, frozen=True, kw_only=True):
 class OutputBatch(msgspec.Struct, kw_only=True):
     """Give a client the next tokens of one choice."""
 
-    request_id: RequestId
+    choice_id: ChoiceId
     token_ids: list[int]
     finish: FinishReason | None = None
     """Set with the last tokens."""
@@ -234,7 +234,7 @@ class OutputBatch(msgspec.Struct, kw_only=True):
 class FailRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Tell the client that its answer will not be complete."""
 
-    request_id: RequestId
+    choice_id: ChoiceId
     cause: Cause
     reason: str
 

@@ -15,7 +15,7 @@ from cluster.spec.ids import Room
 from cluster.spec.messages import Message, RankTrace
 from cluster.spec.registry import RankRow
 from cluster.spec.step_messages import ReportTrace
-from router.request import RequestId
+from router.request import ChoiceId
 
 MAX_KEPT = 8
 """Maximum number of stored traces; the oldest one is deleted first."""
@@ -73,17 +73,17 @@ class RequestTraces:
         """``reply_to`` is the address of this process's inbox."""
         self._reply_to = reply_to
         self._send = send
-        self._traces: OrderedDict[RequestId, RequestTrace] = OrderedDict()
+        self._traces: OrderedDict[ChoiceId, RequestTrace] = OrderedDict()
 
-    def begin(self, request_id: RequestId, attempt: Room, ranks: Sequence[RankRow]) -> None:
+    def begin(self, choice_id: ChoiceId, attempt: Room, ranks: Sequence[RankRow]) -> None:
         """Start the trace of a request's next attempt, which runs on these ranks."""
-        self._traces[request_id] = RequestTrace(attempt, ranks)
+        self._traces[choice_id] = RequestTrace(attempt, ranks)
         if len(self._traces) > MAX_KEPT:
             self._traces.popitem(last=False)
 
-    def end(self, request_id: RequestId, router: list[Interval]) -> None:
+    def end(self, choice_id: ChoiceId, router: list[Interval]) -> None:
         """Add the router's part of a finished request's trace, and request the ranks' parts."""
-        if (trace := self._traces.get(request_id)) is None:
+        if (trace := self._traces.get(choice_id)) is None:
             return
         trace.router = router
         for rank in trace.ranks:
@@ -100,7 +100,7 @@ class RequestTraces:
 
     async def gather(self, name: str) -> RequestTrace | None:
         """Return a request's trace once every rank has answered or ``GATHER_S`` has passed; None if there is none."""
-        trace = next((trace for request_id, trace in self._traces.items() if str(request_id) == name), None)
+        trace = next((trace for choice_id, trace in self._traces.items() if str(choice_id) == name), None)
         if trace is not None and trace.ranks:
             with suppress(TimeoutError):
                 await asyncio.wait_for(trace.complete.wait(), GATHER_S)

@@ -22,10 +22,10 @@ from router.picker import POLICIES, Picker
 from router.request import (
     Action,
     Cause,
+    ChoiceId,
     FailRequest,
     GenerateRequest,
     OutputBatch,
-    RequestId,
     SendMessage,
     StartAttempt,
     peers_of,
@@ -50,10 +50,10 @@ class RouterProcess(Process):
             me, config.router, load, breakers, picker.pick, lambda: Room(around.random.getrandbits(62) + 1)
         )
         self._duties = Duties()
-        self._first: RequestId | None = None
+        self._first: ChoiceId | None = None
         """Latest request that is not a further choice of an earlier one."""
         self._first_prompt = b""
-        self._clients: dict[RequestId, Client] = {}
+        self._clients: dict[ChoiceId, Client] = {}
         self._unwatch = bootstrap.watch(HOME, self._on_table)
         self.every(_LOOK_S, self._look)
 
@@ -79,12 +79,12 @@ class RouterProcess(Process):
         is_choice = client.ask.is_choice and self._first_prompt == client.ask.prompt
         first = self._first if is_choice else None
         deadline_s = now_s + self.around.scenario.request_timeout_s
-        request_id, actions = self.requests.open(request, deadline_s, now_s, first)
-        self._first, self._first_prompt = first or request_id, client.ask.prompt
-        self._clients[request_id] = client
+        choice_id, actions = self.requests.open(request, deadline_s, now_s, first)
+        self._first, self._first_prompt = first or choice_id, client.ask.prompt
+        self._clients[choice_id] = client
         self._perform(actions)
         if client.ask.patience_s is not None:
-            self.after(client.ask.patience_s, partial(self._leave, request_id))
+            self.after(client.ask.patience_s, partial(self._leave, choice_id))
 
     def take(self, message: Message) -> None:
         match message:
@@ -112,10 +112,10 @@ class RouterProcess(Process):
         for peer in lost:
             self._perform(self.requests.on_lost(peer, self.around.now_s()))
 
-    def _leave(self, request_id: RequestId) -> None:
-        if self.requests.is_open(request_id):
-            self._perform(self.requests.on_client_left(request_id))
-            self._finish(request_id, End.LEFT)
+    def _leave(self, choice_id: ChoiceId) -> None:
+        if self.requests.is_open(choice_id):
+            self._perform(self.requests.on_client_left(choice_id))
+            self._finish(choice_id, End.LEFT)
 
     def _request(self, ask: Ask) -> GenerateRequest:
         prompt_ids = TokenIds.of(ask.prompt)
@@ -134,7 +134,7 @@ class RouterProcess(Process):
                 case StartAttempt():
                     submit, peers = action.submit, peers_of(action.submit)
                     names = (peer.replica for peer in peers)
-                    self.around.trace.add("request", action.request_id, "in room", submit.room, "of", *names)
+                    self.around.trace.add("request", action.choice_id, "in room", submit.room, "of", *names)
                     self.around.submits[submit.room] = submit
                     for peer in peers:
                         self._duties.note_sent(peer.address, submit)
@@ -147,24 +147,24 @@ class RouterProcess(Process):
                 case FailRequest():
                     if action.cause is Cause.TIMED_OUT and self.around.scenario.is_lossy:
                         raise Violation(f"a deadline ended a request that replicas could have served: {action.reason}")
-                    self._finish(action.request_id, End.FAILED, f"{action.cause}: {action.reason}")
+                    self._finish(action.choice_id, End.FAILED, f"{action.cause}: {action.reason}")
         self.requests.check_integrity()
         self._duties.check(self.requests.is_under_way)
 
     def _pass_on(self, batch: OutputBatch) -> None:
-        client = self._clients[batch.request_id]
+        client = self._clients[batch.choice_id]
         enough = client.ask.enough
         wanted = batch.token_ids if enough is None else batch.token_ids[: enough - len(client.tokens)]
         client.take(wanted)
         if batch.finish is not None:
-            self._finish(batch.request_id, End.FINISHED)
+            self._finish(batch.choice_id, End.FINISHED)
         elif len(client.tokens) == enough:
-            self._perform(self.requests.stop_early(batch.request_id))
-            self._finish(batch.request_id, End.FINISHED)
+            self._perform(self.requests.stop_early(batch.choice_id))
+            self._finish(batch.choice_id, End.FINISHED)
 
-    def _finish(self, request_id: RequestId, end: End, reason: str = "") -> None:
-        self.around.trace.add("request", request_id, end, reason)
-        self._clients.pop(request_id).finish(end, reason)
+    def _finish(self, choice_id: ChoiceId, end: End, reason: str = "") -> None:
+        self.around.trace.add("request", choice_id, end, reason)
+        self._clients.pop(choice_id).finish(end, reason)
 
 
 def _config(around: Surroundings) -> DeployConfig:

@@ -10,7 +10,7 @@ from cluster.spec.sampling import FinishReason, Sampling, Stopping
 from cluster.spec.wire import TokenIds
 from router.directory import Breakers, LoadBook
 from router.dispatch import RequestTable
-from router.request import Action, GenerateRequest, Placement, RequestId, SendMessage, StartAttempt, peers_of
+from router.request import Action, ChoiceId, GenerateRequest, Placement, SendMessage, StartAttempt, peers_of
 from tests.fakes.bootstrap import peer_of
 
 PREFILL, DECODE = peer_of("prefill-0"), peer_of("decode-0")
@@ -44,9 +44,9 @@ def make(*picks: Placement | None, max_retries: int = 0, avoided: list[frozenset
     return RequestTable(ME, config, LoadBook(), breakers, pick, lambda: Room(next(rooms)), retry_backoff_s=2.0)
 
 
-def opened(dispatch: RequestTable, deadline_s: float = 100.0) -> RequestId:
-    request_id, _ = dispatch.open(ask(), deadline_s, NOW)
-    return request_id
+def opened(dispatch: RequestTable, deadline_s: float = 100.0) -> ChoiceId:
+    choice_id, _ = dispatch.open(ask(), deadline_s, NOW)
+    return choice_id
 
 
 def output(room: int, first: int, *tokens: int, peer: Peer = DECODE, finish: FinishReason | None = None) -> Output:

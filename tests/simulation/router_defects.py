@@ -13,7 +13,7 @@ from cluster.spec.messages import KvEvents, Submit
 from router.directory import Breakers, LoadBook
 from router.dispatch import RequestTable
 from router.page_index import PageIndex
-from router.request import Action, GenerateRequest, Pick, Placement, RequestId
+from router.request import Action, ChoiceId, GenerateRequest, Pick, Placement
 
 Patch = pytest.MonkeyPatch
 
@@ -27,7 +27,7 @@ def reuse_a_room(patch: Patch) -> None:
     ) -> None:
         def draw() -> Room:
             return next(
-                room for room in map(Room, count(1)) if not (self.is_open(RequestId(room)) or self.is_under_way(room))
+                room for room in map(Room, count(1)) if not (self.is_open(ChoiceId(room)) or self.is_under_way(room))
             )
 
         make(self, me, config, load, breakers, pick, draw)
@@ -72,7 +72,7 @@ def retry_in_the_same_room(patch: Patch) -> None:
     begin = RequestTable._begin
 
     def begin_in_first_room(self: RequestTable, request: GenerateRequest, _room: Room, *others: Any) -> list[Action]:
-        return begin(self, request, Room(request.request_id), *others)
+        return begin(self, request, Room(request.choice_id), *others)
 
     patch.setattr(RequestTable, "_begin", begin_in_first_room)
 
@@ -93,13 +93,13 @@ def retry_where_it_failed(patch: Patch) -> None:
     def begin_there(
         self: RequestTable, request: GenerateRequest, room: Room, now_s: float, *others: Any
     ) -> list[Action]:
-        first = firsts.get(request.request_id) or self._pick(request, room, frozenset(), now_s)
-        firsts[request.request_id] = first
+        first = firsts.get(request.choice_id) or self._pick(request, room, frozenset(), now_s)
+        firsts[request.choice_id] = first
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(self, "_pick", lambda *_: first)
             return begin(self, request, room, now_s, *others)
 
-    firsts: dict[RequestId, Placement | None] = {}
+    firsts: dict[ChoiceId, Placement | None] = {}
     patch.setattr(RequestTable, "_begin", begin_there)
 
 

@@ -92,9 +92,9 @@ def test_a_further_choice_is_tried_again_with_a_prefill_of_its_own() -> None:
 def test_tokens_come_out_in_order_and_the_last_ends_it() -> None:
     dispatch = make()
     room = opened(dispatch)
-    assert dispatch.on_output(output(room, 0, 9), NOW) == [OutputBatch(request_id=room, token_ids=[9])]
+    assert dispatch.on_output(output(room, 0, 9), NOW) == [OutputBatch(choice_id=room, token_ids=[9])]
     last = output(room, 1, 8, 7, finish=FinishReason.LENGTH)
-    assert dispatch.on_output(last, NOW) == [OutputBatch(request_id=room, token_ids=[8, 7], finish=FinishReason.LENGTH)]
+    assert dispatch.on_output(last, NOW) == [OutputBatch(choice_id=room, token_ids=[8, 7], finish=FinishReason.LENGTH)]
     assert_empty(dispatch)
     assert dispatch.ended[RequestPhase.FINISHED] == 1
 
@@ -104,7 +104,7 @@ def test_an_end_without_tokens() -> None:
     room = opened(dispatch)
     dispatch.on_output(output(room, 0, 9), NOW)
     last = output(room, 1, finish=FinishReason.STOP)
-    assert dispatch.on_output(last, NOW) == [OutputBatch(request_id=room, token_ids=[], finish=FinishReason.STOP)]
+    assert dispatch.on_output(last, NOW) == [OutputBatch(choice_id=room, token_ids=[], finish=FinishReason.STOP)]
 
 
 class TestWrongOutputs:
@@ -119,7 +119,7 @@ class TestWrongOutputs:
         dispatch = make()
         room = opened(dispatch)
         dispatch.on_output(output(room, 0, 9, 8), NOW)
-        assert dispatch.on_output(output(room, 1, 8, 7), NOW) == [OutputBatch(request_id=room, token_ids=[7])]
+        assert dispatch.on_output(output(room, 1, 8, 7), NOW) == [OutputBatch(choice_id=room, token_ids=[7])]
 
     @pytest.mark.parametrize(
         ("message", "reason"),
@@ -137,7 +137,7 @@ class TestWrongOutputs:
         assert dispatch.on_output(message, NOW) == [
             cancel(room, PREFILL),
             cancel(room, DECODE),
-            FailRequest(request_id=room, cause=Cause.BROKEN_OUTPUT, reason=reason),
+            FailRequest(choice_id=room, cause=Cause.BROKEN_OUTPUT, reason=reason),
         ]
         assert_empty(dispatch)
 
@@ -147,7 +147,7 @@ class TestWrongOutputs:
         told = [TokenLogprobs(logprob=-place, top_ids=[], top_logprobs=[]) for place in range(3)]
         dispatch.on_output(msgspec.structs.replace(output(room, 0, 9, 8), logprobs=told[:2]), NOW)
         (emit,) = dispatch.on_output(msgspec.structs.replace(output(room, 1, 8, 7), logprobs=told[1:]), NOW)
-        assert emit == OutputBatch(request_id=room, token_ids=[7], logprobs=[told[2]])
+        assert emit == OutputBatch(choice_id=room, token_ids=[7], logprobs=[told[2]])
         fail = dispatch.on_output(output(room, 3, 6), NOW)[-1]
         assert isinstance(fail, FailRequest)
         assert fail.reason == "decode-0: 1 tokens came with log-probabilities of 0"

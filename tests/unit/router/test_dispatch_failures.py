@@ -33,7 +33,7 @@ class TestFailures:
         dispatch = make()
         room = opened(dispatch)
         reason = f"{failed.replica}: no memory"
-        fail = FailRequest(request_id=room, cause=Cause.REPLICA_FAILED, reason=reason)
+        fail = FailRequest(choice_id=room, cause=Cause.REPLICA_FAILED, reason=reason)
         expected: list[Action] = [cancel(room, other), fail]
         assert dispatch.on_failure(failure(room, failed), NOW) == expected
         assert_empty(dispatch)
@@ -67,14 +67,14 @@ class TestFailures:
         actions = dispatch.on_lost(lost, NOW)
         assert actions[:2] == [cancel(room, PREFILL), cancel(room, DECODE)]
         reason = f"{lost.replica} was lost before the answer was complete"
-        assert actions[2] == FailRequest(request_id=room, cause=Cause.REPLICA_LOST, reason=reason)
+        assert actions[2] == FailRequest(choice_id=room, cause=Cause.REPLICA_LOST, reason=reason)
         assert_empty(dispatch)
 
     def test_a_submit_that_cannot_be_sent(self) -> None:
         dispatch = make()
         room = opened(dispatch)
         assert dispatch.on_unreachable(Room(room), DECODE.address, "queue full", NOW)[-1] == FailRequest(
-            request_id=room, cause=Cause.REPLICA_LOST, reason="queue full"
+            choice_id=room, cause=Cause.REPLICA_LOST, reason="queue full"
         )
         assert dispatch.on_unreachable(Room(room), DECODE.address, "queue full", NOW) == []
         assert_empty(dispatch)
@@ -86,14 +86,14 @@ class TestFailures:
         assert dispatch.expire(8.9) == []
         fail = dispatch.expire(9.0)[-1]
         assert isinstance(fail, FailRequest)
-        assert (fail.request_id, fail.cause) == (early, Cause.TIMED_OUT)
+        assert (fail.choice_id, fail.cause) == (early, Cause.TIMED_OUT)
         assert dispatch.is_open(late)
         assert dispatch.next_deadline_s == NOW + INQUIRE_EVERY_S
 
     def test_stop_fails_all(self) -> None:
         dispatch = make()
         rooms = {opened(dispatch), opened(dispatch)}
-        failed = {action.request_id for action in dispatch.stop() if isinstance(action, FailRequest)}
+        failed = {action.choice_id for action in dispatch.stop() if isinstance(action, FailRequest)}
         assert failed == rooms
         assert_empty(dispatch)
 
@@ -123,9 +123,9 @@ class TestAnotherAttempt:
         assert (submit.sampling, submit.stopping, submit.decode) == (ask().sampling, ask().stopping, other)
         assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=5)
         last = msgspec.structs.replace(output(Room(2), 2, 7, peer=other), cached=CachedTokens(total=4))
-        assert dispatch.on_output(last, NOW) == [OutputBatch(request_id=room, token_ids=[7])]
+        assert dispatch.on_output(last, NOW) == [OutputBatch(choice_id=room, token_ids=[7])]
         end = output(Room(2), 3, 6, peer=other, finish=FinishReason.LENGTH)
-        assert dispatch.on_output(end, NOW) == [OutputBatch(request_id=room, token_ids=[6], finish=FinishReason.LENGTH)]
+        assert dispatch.on_output(end, NOW) == [OutputBatch(choice_id=room, token_ids=[6], finish=FinishReason.LENGTH)]
         assert (dispatch.num_retries, dispatch.num_continuations) == (0, 1)
         assert_empty(dispatch)
 
@@ -168,7 +168,7 @@ class TestAnotherAttempt:
         assert dispatch.on_failure(failure(Room(3), DECODE), 20.0)[-1] == WakeAt(time_s=24.0)
         dispatch.expire(24.0)
         (*_, fail) = dispatch.on_failure(failure(Room(4), DECODE), 30.0)
-        assert fail == FailRequest(request_id=room, cause=Cause.REPLICA_FAILED, reason="decode-0: no memory")
+        assert fail == FailRequest(choice_id=room, cause=Cause.REPLICA_FAILED, reason="decode-0: no memory")
         assert_empty(dispatch)
 
     def test_what_ends_while_it_waits_has_nobody_to_cancel(self) -> None:
@@ -186,7 +186,7 @@ class TestAnotherAttempt:
         dispatch = make(on(), None, max_retries=3)
         room = opened(dispatch)
         reason = "no replica is ready for another attempt: decode-0 was lost before the answer was complete"
-        assert dispatch.on_lost(DECODE, NOW)[-1] == FailRequest(request_id=room, cause=Cause.NO_REPLICA, reason=reason)
+        assert dispatch.on_lost(DECODE, NOW)[-1] == FailRequest(choice_id=room, cause=Cause.NO_REPLICA, reason=reason)
         assert (dispatch.num_retries, dispatch.num_continuations) == (0, 0)
         assert_empty(dispatch)
 

@@ -12,7 +12,7 @@ from cluster.spec.ids import Incarnation, Role, Room, replica_id
 from cluster.spec.messages import Message, RankTrace
 from cluster.spec.step_messages import ReportTrace
 from router import request_trace
-from router.request import RequestId
+from router.request import ChoiceId
 from router.request_trace import MAX_KEPT, RequestTrace, RequestTraces
 from tests.fakes.bootstrap import entry_of, peer_of
 from tests.fakes.trace_events import check_trace, complete_events, process_names
@@ -82,8 +82,8 @@ async def test_a_trace_waits_for_its_ranks_and_names_those_that_do_not_answer(mo
     monkeypatch.setattr(request_trace, "GATHER_S", 0.01)
     sent: list[tuple[str, Message]] = []
     traces = RequestTraces("here", lambda address, message: sent.append((address, message)))
-    traces.begin(RequestId(7), Room(1), RANKS)
-    traces.end(RequestId(7), [])
+    traces.begin(ChoiceId(7), Room(1), RANKS)
+    traces.end(ChoiceId(7), [])
     assert sent == [(RANKS[0].address, ReportTrace(room=Room(1), reply_to="here"))]
     incomplete = await traces.gather("7")
     assert incomplete is not None
@@ -101,7 +101,7 @@ async def test_a_trace_waits_for_its_ranks_and_names_those_that_do_not_answer(mo
 async def test_only_the_newest_traces_are_kept() -> None:
     traces = RequestTraces("here", lambda *_: None)
     for number in range(MAX_KEPT + 1):
-        traces.begin(RequestId(number), Room(number), [])
-    traces.end(RequestId(0), [])
+        traces.begin(ChoiceId(number), Room(number), [])
+    traces.end(ChoiceId(0), [])
     assert await traces.gather("0") is None
     assert await traces.gather(str(MAX_KEPT)) is not None

@@ -7,7 +7,7 @@ import pytest
 from cluster.spec.sampling import FinishReason
 from router.answer import Answer
 from router.errors import RequestFailedError
-from router.request import Cause, FailRequest, OutputBatch, RequestId
+from router.request import Cause, ChoiceId, FailRequest, OutputBatch
 from tests.fakes.dispatching import ask
 
 
@@ -20,7 +20,7 @@ def push(answer: Answer, index: int, token_ids: list[int], finish: FinishReason 
 
 
 def batch(token_ids: list[int], finish: FinishReason | None = None) -> OutputBatch:
-    return OutputBatch(request_id=RequestId(1), token_ids=token_ids, finish=finish)
+    return OutputBatch(choice_id=ChoiceId(1), token_ids=token_ids, finish=finish)
 
 
 async def test_what_a_slow_reader_leaves_is_joined() -> None:
@@ -55,7 +55,7 @@ async def test_a_choice_that_the_reader_finished() -> None:
 
 async def test_failure() -> None:
     answer = answer_of(1)
-    answer.fail(FailRequest(request_id=RequestId(1), cause=Cause.REPLICA_LOST, reason="decode-0 is gone"))
+    answer.fail(FailRequest(choice_id=ChoiceId(1), cause=Cause.REPLICA_LOST, reason="decode-0 is gone"))
     with pytest.raises(RequestFailedError, match="decode-0 is gone") as caught:
         await answer.receive()
     assert caught.value.code == "replica_lost"
