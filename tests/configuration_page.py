@@ -33,7 +33,7 @@ def reference_text() -> str:
 
 
 def _sections(kind: type[Node], path: Keys) -> Iterator[tuple[Keys, type[Node]]]:
-    """Yield a node and those below it, with their paths."""
+    """Yield a node and its descendants, with their paths."""
     yield path, kind
     for name, field in kind.model_fields.items():
         if isinstance(field.default, Node):

@@ -1,4 +1,4 @@
-"""The whole suite: what is left out and why, and that nothing is left behind."""
+"""Setup of the whole suite: skipped tests with their reasons, and a check that nothing is left behind."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from tests.leftovers import Before, find_leftovers
 from workers.native.compile import CannotCompileError, find_compiler
 
 REQUIRE = "BATON_REQUIRE"
-"""Set by CI: marks, with commas between. Tests of each must run, a skip of one is a failure."""
+"""Marks separated by commas, set by CI. Tests with such a mark must run, and skipping one is a failure."""
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60, print_blob=True)
 settings.register_profile("dev", deadline=None, max_examples=60)
@@ -28,7 +28,7 @@ _OPTIONS_OF_PLUGINS = {
     "asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"),
     "timeout": ("timeout",),
 }
-"""In pyproject.toml, of plugins that GPU tests do without."""
+"""Options in pyproject.toml of plugins that GPU tests run without."""
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -40,14 +40,14 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.has_plugin("timeout"):
         config.addinivalue_line("markers", "timeout: of a plugin that is not installed")
-    # Read when a kernel is first imported: either all of this process's run on a GPU, or none.
+    # Read at the first import of a kernel: all kernels of this process run on a GPU, or none do.
     if config.option.markexpr != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
     config.stash[_left_out] = {}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, and say what would make it run."""
+    """Skip tests that this machine cannot run, and say what they need."""
     assert len({item.nodeid for item in items}) == len(items), "of tests of one name `pytest -n` runs one"
     missing = {"mooncake": _mooncake_missing(items), "native": _native_missing(items), "gpu": _gpu_missing(items)}
     missing["chromium"] = None if shutil.which("chromium") else "apt-get install -y --no-install-recommends chromium"
@@ -85,12 +85,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Every worker of `pytest -n` has looked at all tests, and has run some."""
+    """Every worker of `pytest -n` has seen all tests and has run some."""
     node.config.stash[_left_out].update(node.workeroutput.get(_LEFT_OUT, {}))
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A session that must test something but held no such test has failed too."""
+    """A session that must run some tests but collected none has failed, too."""
     config = session.config
     if hasattr(config, "workeroutput"):
         config.workeroutput[_LEFT_OUT] = config.stash[_left_out]
@@ -112,7 +112,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fails the session's last test if a process or a file in shared memory outlives the session."""
+    """Fail the session's last test if a process or a file in shared memory outlives the session."""
     before = Before.now()
     yield
     leftovers = find_leftovers(before)

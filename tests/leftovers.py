@@ -1,4 +1,4 @@
-"""What a test session left behind: processes that it started, directly or not, and shared memory of Baton."""
+"""Leftovers of a test session: processes that it started, directly or not, and Baton's shared memory."""
 
 import os
 import time
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "BATON_TEST_SESSION"
-"""Every process of the session inherits this variable, even one that left its parent."""
+"""Environment variable that every process of the session inherits, even one whose parent has died."""
 GRACE_S = 10.0
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Python's own helpers, which end with the test process."""
@@ -14,19 +14,19 @@ _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What was there when the session began."""
+    """Processes and files when the session began."""
 
     shared_files: frozenset[Path]
 
     @classmethod
     def now(cls) -> "Before":
-        """Mark this process and its future children, and note what is there."""
+        """Mark this process and its future children, and record what exists."""
         os.environ.setdefault(MARK, str(os.getpid()))
         return cls(frozenset(_shared_files()))
 
 
 def find_leftovers(before: Before) -> list[str]:
-    """One line for each process and file left; waits up to ``GRACE_S`` for processes that are just ending."""
+    """Return one line per process and file left behind. Wait up to ``GRACE_S`` for processes that are just ending."""
     deadline_s = time.monotonic() + GRACE_S
     while (processes := find_processes(MARK, os.environ[MARK])) and time.monotonic() < deadline_s:
         time.sleep(0.1)
@@ -35,12 +35,12 @@ def find_leftovers(before: Before) -> list[str]:
 
 
 def _shared_files() -> list[Path]:
-    """Baton makes none: its shared memory has no name."""
+    """Return files in shared memory. Baton makes none, because its shared memory has no name."""
     return sorted(Path("/dev/shm").glob("*baton*"))
 
 
 def find_processes(mark: str, value: str) -> list[str]:
-    """One line for each living process, other than this one, that has a variable with this value."""
+    """Return one line per living process, other than this one, that has a variable with this value."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,7 +1,7 @@
-"""Check that docstrings of the given folders do not begin with a word that leans on something unsaid.
+"""Check that docstrings in the given folders do not begin with a word that depends on context.
 
-Run as ``python -m tests.lint_docstrings FOLDER ...``. A tooltip shows one sentence without its surroundings, so it
-begins with a noun phrase or a verb.
+Run as ``python -m tests.lint_docstrings FOLDER ...``. A tooltip shows the first sentence alone, so it begins with a
+noun phrase or a verb.
 """
 
 import ast
@@ -38,14 +38,14 @@ def offenders(path: Path) -> Iterator[str]:
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of every module, class, function and attribute docstring."""
+    """Yield line and text of every module, class, function and attribute docstring."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for index, statement in enumerate(node.body):
             match statement:
                 case ast.Expr(value=ast.Constant(value=str(text))):
-                    # "Whether …" is how the docstring of a flag begins; a function's begins with "Return whether …".
+                    # A flag's docstring may begin with "Whether ...". A function's begins with "Return whether ...".
                     yield statement.lineno, text.strip().removeprefix("Whether " if index else "")
 
 

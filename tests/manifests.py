@@ -10,11 +10,11 @@ from tests import readme
 
 FOLDER = readme.ROOT / "deploy" / "kuberay"
 IMAGE_FOLDER = "/opt/baton/"
-"""Where the image has this repository."""
+"""Path of this repository in the image."""
 
 
 def objects() -> dict[str, dict[str, Any]]:
-    """Every object, by its file and kind."""
+    """Return every object by file and kind."""
     return {
         f"{path.name}/{found['kind']}": found
         for path in sorted(FOLDER.glob("*.yaml"))
@@ -23,24 +23,24 @@ def objects() -> dict[str, dict[str, Any]]:
 
 
 def of_kind(kind: str) -> dict[str, dict[str, Any]]:
-    """Those of one kind, by file."""
+    """Return the objects of one kind by file."""
     return {name.split("/")[0]: found for name, found in objects().items() if found["kind"] == kind}
 
 
 def cluster_spec(found: dict[str, Any]) -> dict[str, Any]:
-    """The Ray cluster that a RayJob or a RayCluster makes."""
+    """Return the Ray cluster that a RayJob or a RayCluster creates."""
     spec: dict[str, Any] = found["spec"]
     return spec["rayClusterSpec"] if found["kind"] == "RayJob" else spec
 
 
 def container(group: dict[str, Any]) -> dict[str, Any]:
-    """The one container of a group's pods."""
+    """Return the only container in a group's pods."""
     (only,) = group["template"]["spec"]["containers"]
     return dict(only)
 
 
 def entrypoints() -> dict[str, list[str]]:
-    """The command that starts Baton, by the file that has it; a RayCluster's is in the comment above it."""
+    """Return the command that starts Baton, by file. A RayCluster has it in the comment above it."""
     found = {name: shlex.split(job["spec"]["entrypoint"]) for name, job in of_kind("RayJob").items()}
     for name in of_kind("RayCluster"):
         (line,) = (line for line in (FOLDER / name).read_text(encoding="utf-8").splitlines() if " -- baton up " in line)
@@ -49,5 +49,5 @@ def entrypoints() -> dict[str, list[str]]:
 
 
 def here(path: str) -> Path:
-    """The file of this repository that the image has at a path."""
+    """Return the file in this repository for a path in the image."""
     return readme.ROOT / path.removeprefix(IMAGE_FOLDER)

@@ -28,7 +28,7 @@ def blocks(language: str, page: str = "README.md") -> list[str]:
 
 
 def commands() -> list[str]:
-    """Return README's shell commands; lines within quotes or braces belong to the command they continue."""
+    """Return README's shell commands. Lines within quotes or braces belong to the command that they continue."""
     found: list[str] = []
     for block in blocks("bash"):
         pending = ""
@@ -42,6 +42,6 @@ def commands() -> list[str]:
 
 
 def command(start: str) -> str:
-    """Return the one command that starts with a text."""
+    """Return the only command that starts with a text."""
     (found,) = (line for line in commands() if line.startswith(start))
     return found

@@ -1,4 +1,4 @@
-"""Which tests run side by side with `pytest -n`: those of different files, but for whole clusters."""
+"""Scheduling with `pytest -n`: test files run in parallel, except those that start whole clusters."""
 
 from xdist.scheduler import LoadFileScheduling
 
@@ -6,7 +6,7 @@ _CLUSTERS = ("tests/chaos/", "tests/integration/clusters/")
 
 
 class OneClusterAtATime(LoadFileScheduling):  # type: ignore[misc]  # untyped
-    """Clusters of one machine see each other, and some have the ports that README names."""
+    """Clusters on one machine see each other, and some use the ports that README names."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "clusters" if nodeid.startswith(_CLUSTERS) else super()._split_scope(nodeid)

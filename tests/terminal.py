@@ -1,4 +1,4 @@
-"""A command on a terminal of its own, as a person runs it: read what it prints, press keys, wait for its end."""
+"""Command on its own terminal, as a person runs it: read its output, press keys, wait for its end."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ LAST_LINES = 40
 
 
 class Terminal:
-    """Runs in the repository's root. Leaving the context kills what still runs on the terminal."""
+    """Command that runs in the repository's root. Leaving the context kills what still runs on the terminal."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self._fd, inside = pty.openpty()
@@ -46,12 +46,12 @@ class Terminal:
 
     @property
     def output(self) -> str:
-        """Everything printed so far, colours and cursor movements included."""
+        """Return all output so far, including colors and cursor movements."""
         return self._output.decode(errors="replace")
 
     @property
     def screen(self) -> str:
-        """The last lines as a person sees them: without colours, and what was erased is gone."""
+        """Return the last lines as a person sees them, without colors and erased text."""
         lines = [""]
         for piece in _CONTROL.split(self.output.replace("\r", "")):
             if piece == _UP:
@@ -65,25 +65,25 @@ class Terminal:
 
     @property
     def pid(self) -> int:
-        """Of the command, which is also its process group."""
+        """Return the process id of the command, which is also its process group."""
         return self._process.pid
 
     def press(self, keys: bytes) -> None:
-        """Type; ``b"\\x03"`` is Ctrl-C."""
+        """Press keys. ``b"\x03"`` is Ctrl-C."""
         os.write(self._fd, keys)
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Wait; AssertionError with the output if the time is over or the command has ended before."""
+        """Wait for a condition. Raise AssertionError with the output if time runs out or the command has ended."""
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             has_ended = not self._reader.is_alive()
-            # Its last words may have come since.
+            # Its last output may have arrived in the meantime.
             assert not has_ended or condition(), f"the command has ended:\n{self.screen}"
             assert time.monotonic() < deadline_s, f"not within {timeout_s} s:\n{self.screen}"
             time.sleep(0.05)
 
     def wait(self, timeout_s: float) -> int:
-        """The exit code, once the command has ended; -n when signal n ended it."""
+        """Return the exit code once the command has ended, or -n if signal n ended it."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -104,7 +104,7 @@ class Terminal:
         os.close(self._fd)
 
     def _read(self) -> None:
-        # The end of a pseudo-terminal shows as an error.
+        # A pseudo-terminal reports its end as an error.
         with contextlib.suppress(OSError):
             while piece := os.read(self._fd, 4096):
                 self._output += piece

@@ -4,9 +4,9 @@
     python -m tests.bench.hicache conversations [--conversations 12] [--turns 4] [--prompt-len 2048]
     python -m tests.bench.hicache trace FILE [--trace-scale 0.0625] [--num-requests 1000]
 
-``ttft`` times prompts of which a part is cached in each tier, alternating with prompts of which nothing is.
-``conversations`` and ``trace`` answer the same requests with the device cache alone, with host memory below it, and
-with storage below that, and show the hit rates.
+``ttft`` alternates prompts of which a part is cached in a tier with uncached prompts, and reports their times.
+``conversations`` and ``trace`` answer the same requests with the device cache alone, with a host tier, and with storage
+in addition, and report hit rates.
 """
 
 import argparse
@@ -32,15 +32,15 @@ from workers.models.resolve import resolve_model
 PAGE_SIZE = 64
 ANSWER_LEN, AT_ONCE = 16, 4
 MOST_ATTEMPTS = 100
-"""Attempts to find a prompt in its tier: copies are made in the background, so the first ones may come too early."""
+"""Attempts to find a prompt in its tier. Copies are made in the background, so the first attempts may be too early."""
 
 T = TypeVar("T")
 Ask = Callable[[list[list[int]], list[int]], list[list[int]]]
-"""Answers of given lengths to prompts that are sent together."""
+"""Function that returns answers of given lengths to prompts that are sent together."""
 
 
 def config_of(args: argparse.Namespace, lowest: Tier, folder: Path) -> DeployConfig:
-    """Return a deployment without the tiers below one; storage is files in the folder."""
+    """Return a deployment with tiers down to the lowest one. Storage is a folder of files."""
     storage = {"backend": "files", "folder": str(folder), "prefetch": "wait_complete"}
     hicache: dict[str, object] = {} if lowest is Tier.DEVICE else {"host_gib": args.host_gib}
     if lowest is Tier.STORAGE:
@@ -52,7 +52,7 @@ def config_of(args: argparse.Namespace, lowest: Tier, folder: Path) -> DeployCon
 def by_tier(args: argparse.Namespace, cluster: LocalCluster, model: Path, scratch: Path) -> Iterator[dict[str, Any]]:
     """Yield the time to first token for each tier and cached share."""
     config, rng = config_of(args, Tier.STORAGE, scratch), random.Random(1)
-    # Decode caches nothing, so that all prompts are handed over whole.
+    # Decode caches nothing, so that all prompts are handed over completely.
     decode = config_of(args, Tier.DEVICE, scratch)
     decode = decode.model_copy(update={"kv": decode.kv.model_copy(update={"prefix_cache": False})})
     vocab_size = read_model_config(model).vocab_size
@@ -93,16 +93,16 @@ def first_token(cluster: LocalCluster, prompt: list[int]) -> tuple[Answer, float
 
 
 class Count:
-    """Sends prompts and counts what the caches had of them."""
+    """Client that counts how many prompt tokens were cached."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
         self.cached = CachedTokens()
         self.seconds = 0.0
         self.known: list[list[int]] = []
-        """What an unbounded cache would store: prompts, then the same with their answers."""
+        """Sequences that an unbounded cache would store: prompts, alone and with their answers."""
         self.prompt_lens: list[int] = []
-        """Length of each of them; 0 for those with answers, which nobody asked."""
+        """Length of each prompt, or 0 for sequences with answers, which are not requested."""
 
     def ask(self, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
         sent = [Prompt(prompt, Stopping(max_tokens=num)) for prompt, num in zip(prompts, output_lens, strict=True)]
@@ -144,7 +144,7 @@ def hit_rates(args: argparse.Namespace, cluster: LocalCluster, model: Path, scra
 
 
 def talk(args: argparse.Namespace, ask: Ask) -> None:
-    """Ask turn after turn; each prompt is all that was said before and something new."""
+    """Run conversations turn by turn. Each prompt contains the conversation so far and something new."""
     said: list[list[int]] = [[] for _ in range(args.conversations)]
     for turn in range(args.turns):
         num_new = args.prompt_len // args.turns - (ANSWER_LEN if turn else 0)
@@ -157,7 +157,7 @@ def talk(args: argparse.Namespace, ask: Ask) -> None:
 
 
 def replay(args: argparse.Namespace, ask: Ask) -> None:
-    """Ask the requests of a trace as fast as they are answered."""
+    """Send a trace's requests as fast as they are answered."""
     entries = read_trace(args.trace, args.num_requests)
     for group in groups(trace_workload(entries, scale=args.trace_scale).requests):
         ask([request.make_prompt() for request in group], [request.output_len for request in group])

@@ -1,9 +1,9 @@
-"""Throughput of one router process, and the CPU time it takes for a request and a streamed token.
+"""Throughput of one router process, and its CPU time per request and per streamed token.
 
     python -m tests.bench.router [--prompt-len 32 8192] [--seconds 5] [--connections 32]
 
-Router, replicas and clients are one process each; the replicas compute nothing. Prints one JSON object per prompt
-length. On a shared machine compare CPU times: the router carries 1 s / CPU time.
+The router, the replicas and the clients each have one process. The replicas compute nothing. Prints one JSON object per
+prompt length. On a shared machine compare CPU times: the router's capacity is 1 s / CPU time.
 """
 
 import argparse
@@ -39,18 +39,18 @@ _WARM_UP_S = 1.0
 
 
 class MockReplicas:
-    """A prefill and a decode replica that share an inbox, and answer as fast as the router takes tokens."""
+    """Prefill replica and decode replica that share an inbox and answer as fast as the router accepts tokens."""
 
     def __init__(self) -> None:
         self._inbox, self._outbox = Inbox(_HOST), Outbox()
         self._open: dict[Room, tuple[Submit, int]] = {}
-        """Unfinished requests, and how many of their tokens were sent."""
+        """Unfinished requests, with the number of tokens sent."""
         self._seen_once: set[Room] = set()
-        """Requests whose copy for the other replica is still to come."""
+        """Requests for which only one of both messages has arrived."""
         self._thread = threading.Thread(target=self._run, name="mock-replicas")
 
     def start(self) -> TableSnapshot:
-        """Answer in a thread; return the rank table of the replicas."""
+        """Answer in a thread. Return the replicas' rank table."""
         self._thread.start()
         return table_of(*(entry_of(peer_of(replica_id(role, 0), address=self._inbox.address)) for role in Role))
 
@@ -106,7 +106,7 @@ class MockReplicas:
 
 
 async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> None:
-    """Send a prepared request and read its answer to the end; httpx would cost more than the router does."""
+    """Send a prepared request and read its complete answer. httpx would take more CPU time than the router."""
     writer.write(request)
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     assert head.startswith(b"http/1.1 200"), head
@@ -119,7 +119,7 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reques
 
 
 async def full_load(url: str, request: bytes, num_connections: int, seconds: float) -> tuple[int, float]:
-    """Ask over every connection as soon as it is answered; return the number of answers and the time."""
+    """Keep every connection busy. Return the number of answers and the time."""
     at, start_s = urlsplit(url), time.monotonic()
 
     async def client() -> int:
@@ -136,7 +136,6 @@ async def full_load(url: str, request: bytes, num_connections: int, seconds: flo
 
 
 def request_of(url: str, prompt_len: int, num_tokens: int) -> bytes:
-    """Return a whole request."""
     prompt = random.Random(prompt_len).choices(range(300, 1000), k=prompt_len)
     body = {"model": "mock", "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": num_tokens > 1}
     content = json.dumps(body).encode()
@@ -145,7 +144,7 @@ def request_of(url: str, prompt_len: int, num_tokens: int) -> bytes:
 
 
 def measure(router: WorkerProcess, url: str, prompt_len: int, args: argparse.Namespace) -> dict[str, float]:
-    """Measure whole answers of one token, then streams."""
+    """Measure one-token answers, then streams."""
     figures: dict[str, float] = {"prompt_len": prompt_len}
     for what, num_tokens in (("request", 1), ("token", STREAM_LEN)):
         request = request_of(url, prompt_len, num_tokens)

@@ -1,8 +1,7 @@
-"""Feeds decoders mutated inputs for a time, in bounded memory: ``python -m tests.fuzz [TARGET ...] --seconds 600``.
+"""Feed decoders mutated inputs for a time, in bounded memory: ``python -m tests.fuzz [TARGET ...] --seconds 600``.
 
-Without targets, all of them in turn. A find is told with the number that repeats it, and kept in a file; exit code 1.
-Finds are: another error than the promised one, an input that takes too long or too much memory, and memory that inputs
-leave behind.
+Without targets, all of them run in turn. A finding is reported with the number that reproduces it and saved to a file,
+and the exit code is 1. Findings are unexpected errors, inputs that take too much time or memory, and memory leaks.
 """
 
 import argparse
@@ -22,16 +21,15 @@ from tests.fuzz.mutate import mutate
 from tests.fuzz.targets import TARGETS
 
 MOST_BYTES = 3 << 30
-"""Of address space beyond what the imports take."""
+"""Limit of address space beyond the imports."""
 MOST_LEFT_BYTES = 256 << 20
-"""Of resident memory that all inputs after the first ones may leave behind."""
+"""Limit of resident memory that all inputs after the first ones may leave behind."""
 NUM_FIRST = 1000
 HANG_S = 20
-"""Longest time for one input; compiled code that does not come back ends the process after as much again."""
+"""Longest time for one input. Compiled code that does not return ends the process after twice this time."""
 
 
 def main() -> None:
-    """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(TARGETS))
     parser.add_argument("--seconds", type=float, default=60.0, help="of processor time for each target")
@@ -46,7 +44,7 @@ def main() -> None:
 
 
 def run(name: str, seconds: float, first: int) -> bool:
-    """Feed one target; False at the first find."""
+    """Feed one target. Return False at the first finding."""
     target = TARGETS[name]
     seeds = target.seeds()
     end_s = time.process_time() + seconds
@@ -69,7 +67,7 @@ def run(name: str, seconds: float, first: int) -> bool:
 
 
 def _feed(feed: Callable[[bytes], None], data: bytes, kept: Path) -> bool:
-    """One input, kept until it has come to a good end."""
+    """Feed one input, which stays saved unless it ends well."""
     kept.write_bytes(data)
     signal.setitimer(signal.ITIMER_REAL, HANG_S)
     faulthandler.dump_traceback_later(2 * HANG_S, exit=True)

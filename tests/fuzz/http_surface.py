@@ -1,7 +1,7 @@
-"""The router's whole HTTP surface, from the bytes of a connection on: uvicorn's parser and our application, no socket.
+"""The router's complete HTTP interface, from raw bytes on: uvicorn's parser and our application, without a socket.
 
-Replicas are there and answer an administrator alone, so a request that is taken ends when its client leaves, which
-it does.
+Replicas answer only administrative commands. Accepted requests end when their client disconnects, which every client
+does.
 """
 
 import asyncio
@@ -29,16 +29,16 @@ from tests.fakes.router_cluster import config_of, make_server
 from tests.fuzz.mutate import Codec
 
 ANSWER_S = 0.02
-"""Time in which what is refused has been answered."""
+"""Time until a refused request has its answer."""
 END_S = 10.0
-"""Longest time that a request may go on when its client has left."""
+"""Longest time that a request may continue after its client has disconnected."""
 ADMIN = "admin-key"
 PEERS = (peer_of("prefill-0"), peer_of("decode-0"))
 _END = b"\r\n\r\n"
 
 
 class _SilentInbox(AsyncInbox):
-    """Gets nothing; without a socket."""
+    """Inbox without a socket, which receives nothing."""
 
     address = "tcp://nowhere:1"
 
@@ -47,32 +47,29 @@ class _SilentInbox(AsyncInbox):
 
     @property
     def dropped(self) -> Counter[str]:
-        """Nothing."""
         return Counter()
 
 
 class _LosingOutbox(Outbox):
-    """Its messages are lost, but for commands; without sockets."""
+    """Outbox without sockets, which loses all messages except commands."""
 
     def __init__(self) -> None:
         self.on_taken: Callable[[CommandResult], None] | None = None
 
     def send(self, address: str, message: Message) -> None:
-        """Lose it, or take it for the replica there."""
+        """Lose a message, or accept a command in the replica's place."""
         if isinstance(message, Command) and self.on_taken is not None:
             (peer,) = (peer for peer in PEERS if peer.address == address)
             taken = CommandResult(number=message.number, replica=peer.replica, incarnation=peer.incarnation)
             asyncio.get_running_loop().call_soon(self.on_taken, taken)
 
-    def broadcast(self, addresses: Iterable[str], message: Message) -> None:
-        """Lose it."""
+    def broadcast(self, addresses: Iterable[str], message: Message) -> None: ...
 
-    def forget(self, address: str) -> None:
-        """Nobody is known."""
+    def forget(self, address: str) -> None: ...
 
 
 class _Wire(asyncio.Transport):
-    """Keeps what is written."""
+    """Transport that records what is written."""
 
     def __init__(self) -> None:
         super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
@@ -99,7 +96,7 @@ class _Wire(asyncio.Transport):
 
 
 class HttpSurface:
-    """One router without sockets, in an event loop of its own."""
+    """Router without sockets, in its own event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -107,11 +104,11 @@ class HttpSurface:
         self._loop.run_until_complete(self._build())
 
     def feed(self, data: bytes) -> None:
-        """What a client sends before it leaves; AssertionError where the answer is our own fault, or does not end."""
+        """Send a client's bytes and disconnect. Raise AssertionError for status 500 or an endless answer."""
         self._loop.run_until_complete(self._feed(data))
 
     def close(self) -> None:
-        """End its threads and its loop."""
+        """Stop threads and event loop."""
         self._service.grammars.close()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
@@ -135,7 +132,7 @@ class HttpSurface:
         protocol.data_received(data)
         await self._settle(ANSWER_S)
         protocol.connection_lost(None)
-        self._service.relay.set_paused(False)  # it may have been told to take no requests
+        self._service.relay.set_paused(False)  # a command may have paused it
         await self._settle(END_S)
         assert not self._state.tasks, "a request goes on without its client"
         for answer in bytes(wire.written).split(b"HTTP/1.1 ")[1:]:
@@ -148,7 +145,7 @@ class HttpSurface:
 
 @cache
 def surface() -> HttpSurface:
-    """The only one of this process."""
+    """Return the only instance in this process."""
     made = HttpSurface()
     atexit.register(made.close)
     return made
@@ -172,7 +169,7 @@ def _write(tree: Any) -> bytes:
 
 
 def _changed_tree_is_written(tree: Any) -> bytes:
-    """Where a change has left no request, there is nothing to write."""
+    """Return an input that writes a changed tree, or nothing if no request is left."""
     try:
         return _write(tree)
     except (AttributeError, KeyError, IndexError) as error:
@@ -183,7 +180,7 @@ HTTP = Codec(_read, _changed_tree_is_written)
 
 
 def requests() -> list[bytes]:
-    """Good ones, to all sorts of routes."""
+    """Return valid requests to many routes."""
     client = [["Host", "router"], ["Content-Type", "application/json"]]
     admin = [*client, ["Authorization", f"Bearer {ADMIN}"]]
     chat = {"model": "echo", "messages": [{"role": "user", "content": "hello"}], "stream": True}

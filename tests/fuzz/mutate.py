@@ -1,4 +1,4 @@
-"""Changes good inputs into mostly bad ones: bytes anywhere, or a value in a tree that is written out again."""
+"""Turn valid inputs into mostly invalid ones: change bytes, or change a value in a tree and encode it again."""
 
 import random
 from collections.abc import Callable
@@ -28,14 +28,14 @@ _MOST_BYTES = 1 << 17
 
 @dataclass(frozen=True)
 class Codec:
-    """How a kind of input becomes a tree of dictionaries, lists and values, and back."""
+    """Conversion of an input to a tree of dictionaries, lists and values, and back."""
 
     read: Callable[[bytes], Any]
     write: Callable[[Any], bytes]
 
 
 def mutate(rng: random.Random, seeds: list[bytes], codec: Codec | None) -> bytes:
-    """One input, a few changes away from a seed."""
+    """Return an input that is a few changes away from a seed."""
     data = rng.choice(seeds)
     if codec is not None and rng.random() < 0.5:
         tree = codec.read(data)
@@ -44,7 +44,7 @@ def mutate(rng: random.Random, seeds: list[bytes], codec: Codec | None) -> bytes
         try:
             data = codec.write(tree)
         except (ValueError, TypeError, OverflowError):
-            return data  # a tree that cannot be written
+            return data  # the tree cannot be encoded
     if codec is None or rng.random() < 0.6:
         for _ in range(rng.randint(1, 4)):
             data = _changed_bytes(rng, data, seeds)
@@ -52,7 +52,7 @@ def mutate(rng: random.Random, seeds: list[bytes], codec: Codec | None) -> bytes
 
 
 def _changed(rng: random.Random, tree: Any) -> Any:
-    """The tree with one value put in another's place, left out, or wrapped."""
+    """Return the tree with one value replaced by another one, removed or wrapped."""
     if isinstance(tree, dict) and tree and rng.random() < 0.9:
         key = rng.choice(list(tree))
         rest = {name: value for name, value in tree.items() if name != key}

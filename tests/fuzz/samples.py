@@ -1,4 +1,4 @@
-"""One of every message, with everything in it that its type allows."""
+"""One sample of every message, with all fields that its type allows."""
 
 from enum import Enum
 from typing import Any, get_args
@@ -13,7 +13,7 @@ _MOST_DEPTH = 20
 
 
 def messages() -> list[Message]:
-    """By the order of the union."""
+    """Return the messages in the order of the union."""
     return [_message(kind) for kind in get_args(Message)]
 
 
@@ -23,7 +23,7 @@ def _message(kind: Any) -> Message:
 
 
 def _tree(kind: inspect.Type, depth: int) -> Any:
-    """A value of a type, as MessagePack has it; collections have one element, unions their last kind."""
+    """Return a value of a type as MessagePack has it. Collections have one element, unions their last variant."""
     assert depth < _MOST_DEPTH, f"a message without end: {kind}"
     match kind:
         case inspect.StructType():
@@ -48,7 +48,7 @@ def _tree(kind: inspect.Type, depth: int) -> Any:
 
 
 def _key(tree: Any) -> Any:
-    """What can stand in front of a value: a list cannot."""
+    """Return a tree that can be a dictionary key, which a list cannot."""
     return tuple(tree) if isinstance(tree, list) else tree
 
 

@@ -1,6 +1,6 @@
-"""Everything that reads bytes from outside: inputs to begin with, and what it may answer to any bytes at all.
+"""Everything that reads bytes from outside: valid inputs to begin with, and the errors that it may raise.
 
-A target returns, or raises only what its decoder promises; anything else, a hang and endless memory are finds.
+A target returns or raises only what its decoder promises. Any other error, a hang or unbounded memory is a finding.
 """
 
 import atexit
@@ -104,7 +104,7 @@ def _heartbeats() -> list[bytes]:
 
 
 def _feed_command(data: bytes) -> None:
-    """Whatever it is, the supervisor carries it out or says why not, and goes on."""
+    """Check that the supervisor carries out a command or explains its refusal, and continues."""
     command = decode_command(data)
     if command is None:
         return

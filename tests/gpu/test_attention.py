@@ -40,7 +40,7 @@ def test_rows_by_the_reference(case: tuple[list[Run], list[Run]]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [0, 700])
 def test_a_whole_prompt(first: int, dtype: torch.dtype) -> None:
-    """Tiles full of queries, of which most blocks of keys are seen whole."""
+    """The tiles are full of queries, which see most blocks of keys completely."""
     case = PagedCase((Run(0, first, 4097, 1),), page_size=64, head_dim=128, groups=4, dtype=dtype)
     check_paged(TritonAttention(), case, "cuda")
 
@@ -53,7 +53,7 @@ def test_rows(case: tuple[list[Run], list[Run]], groups: int, dtype: torch.dtype
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 1)])
 def test_parts_are_joined_when_all_are_there(heads: int, kv_heads: int) -> None:
-    """Whichever program comes last, of one launch after another: all find the same, and leave the counters as found."""
+    """Any program can finish last, launch after launch. All get the same result and leave the counters as they were."""
     torch.manual_seed(0)
     lens = [40_000, 1, 3_000]
     pool = kv_pool(

@@ -29,7 +29,7 @@ def test_every_mode(cp: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_ranks_that_meet_over_tcp(cp: int) -> None:
-    """What they exchange goes through the host."""
+    """Exchanged tensors are copied through the host."""
     for strategy, passing in product(Strategy, [None, *Passing]):
         scenario = Scenario(chunks=CHUNKS, strategy=strategy, cp=cp, passing=passing, dtype=torch.bfloat16)
         check_scenario(scenario, on_gloo_ranks(cp, partial(_run, scenario), Device.CUDA))

@@ -1,4 +1,4 @@
-"""Captured decode steps and their memory, and the engine's bench, on a GPU: `pytest -m gpu tests/gpu`."""
+"""Captured decode steps, their memory and the engine's benchmark on a GPU: `pytest -m gpu tests/gpu`."""
 
 import random
 from functools import partial
@@ -42,13 +42,13 @@ def runner_of(model: DecoderModel, num_pages: int) -> ModelRunner:
 
 
 def checked(found: T | None) -> T:
-    """What is there."""
+    """Return a value that must not be None."""
     assert found is not None
     return found
 
 
 def test_what_a_rehearsal_takes_is_what_graphs_take_and_it_gives_it_back() -> None:
-    """But for the memory of the stream and of compiled kernels, which stays."""
+    """Memory of the stream and of compiled kernels stays."""
     device = torch.device("cuda", 0)
     model = random_model(parse_model_config(SHAPES["Qwen3-0.6B"].config_json()), torch.bfloat16, device)
     make_capture = partial(GraphCapture, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
@@ -71,9 +71,9 @@ def test_what_a_rehearsal_takes_is_what_graphs_take_and_it_gives_it_back() -> No
     ids=["dense", "experts"],
 )
 def test_replayed_steps_are_the_usual_ones(more: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
-    """Of batches that grow and shrink, requests of any lengths, and pages in no order.
+    """Batches grow and shrink, with requests of any length and pages in no order.
 
-    In bf16 another choice of experts would be as good where two are nearly alike.
+    In bf16, another choice of experts is equally good when two are nearly equal.
     """
     device = torch.device("cuda", 0)
     shape = {**SHAPES["tiny"].config_json(), **more}
@@ -97,7 +97,7 @@ def test_replayed_steps_are_the_usual_ones(more: dict[str, Any], dtype: torch.dt
 
 
 def test_after_a_failure_steps_run_as_usual() -> None:
-    """Torch leaves its stream and its allocator as they were in the capture."""
+    """Torch leaves its stream and its allocator in capture mode."""
     device = torch.device("cuda", 0)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     capture, usual, ones = GraphCapture(stream), torch.cuda.current_stream(), torch.ones(1000, device=device)

@@ -1,4 +1,4 @@
-"""Pages between a GPU and pinned host memory, and tokens that are drawn on one: `pytest -m gpu tests/gpu`."""
+"""Page copies between a GPU and pinned host memory, and sampling on a GPU: `pytest -m gpu tests/gpu`."""
 
 import mmap
 from collections.abc import Iterator, Sequence
@@ -37,11 +37,11 @@ LAYOUT = kv_layout(
     num_pages=8, first_head=0, num_heads=2, first_layer=0, num_layers=9, page_size=16, head_dim=64, itemsize=2
 )
 _SLEEP_CYCLES = 100_000_000
-"""Some 50 ms, in which nobody may look at pages."""
+"""About 50 ms, during which nobody may read pages."""
 
 
 class World(NamedTuple):
-    """A pool, and host memory of both kinds."""
+    """Device pool, with both kinds of host memory."""
 
     pool: PagePool
     memory: PeerMemory
@@ -50,7 +50,7 @@ class World(NamedTuple):
     host: Tensor
 
     def write_late(self, pages: list[int]) -> Tensor:
-        """Write random numbers to pages, after a while; the pages as they will be."""
+        """Write random numbers to pages after a delay. Return the final content."""
         new = torch.randn(len(pages), *self.pool.group("full_attention").shape[1:]).to(
             self.pool.group("full_attention").dtype
         )
@@ -62,14 +62,14 @@ class World(NamedTuple):
 
 
 def make_region(num_bytes: int) -> Region:
-    """Whole pages of the system, as whoever pins them needs."""
+    """Return whole system pages, which pinning requires."""
     endpoint = Endpoint(backend="none", session="none", base_address=0, num_bytes=num_bytes)
     return Region(memoryview(mmap.mmap(-1, num_bytes)), endpoint)
 
 
 @pytest.fixture(params=["engine", "kernel"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages are small here: those of models are copied in one way or the other."""
+    """Select the way in which pages are copied. Otherwise their size decides it, and test pages are small."""
     if request.param == "engine":
         monkeypatch.setattr(memory_copy, "LEAST_PIECE_BYTES", 0)
 
@@ -90,7 +90,7 @@ def world(way: None) -> Iterator[World]:  # noqa: ARG001 - it is asked while pag
 
 
 def pages_of(pairs: Sequence[tuple[int, int]]) -> list[TierPage]:
-    """Pages on the device, with their slots on the host."""
+    """Return device pages with their host slots."""
     return [TierPage(key=b"", index=0, device=page, host=slot) for page, slot in pairs]
 
 

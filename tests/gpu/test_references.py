@@ -1,4 +1,4 @@
-"""Every small kernel equals its reference in plain torch, on a GPU: `pytest -m gpu tests/gpu`."""
+"""Every small kernel equals its reference in plain torch on a GPU: `pytest -m gpu tests/gpu`."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Plausible mistakes that a test can plant in the real code."""
+"""Plausible mistakes that a test can plant in the product."""
 
 import dataclasses
 from collections.abc import Callable
@@ -135,7 +135,7 @@ def _change_message(patch: Patch, owner: type, method: str, fields: Callable[[An
 
 
 def heed_words_to_an_earlier_start(patch: Patch) -> None:
-    """Decode accepts prefill's messages to an earlier start."""
+    """Decode accepts prefill's messages for its own earlier start."""
     _change_message(
         patch, ReceiverSession, "_is_foreign", lambda it: {"decode_incarnation": it.ticket.decode.incarnation}
     )
@@ -160,7 +160,7 @@ def decode_any_submit(patch: Patch) -> None:
 
 
 def leave_out_a_page(patch: Patch) -> None:
-    """A sender skips its last page and reports the right number of pages."""
+    """A sender skips its last page but reports the full number of pages."""
     patch.setattr("workers.handoff.kv_sender.owned_pages", lambda *given, **named: owned_pages(*given, **named)[:-1])
 
 
@@ -197,7 +197,7 @@ def leave_out_a_digest_and_miss_none(patch: Patch) -> None:
 
 
 def forget_who_has_a_room(patch: Patch) -> None:
-    """Messages about a room go to the DP rank of its number and not to that of its request."""
+    """Messages about a room go to the DP rank with its number instead of the request's DP rank."""
     home = ReplicaLeader._home
 
     def home_by_number(self: ReplicaLeader, room: Room, message: Message) -> int:
@@ -273,7 +273,7 @@ def keep_no_tombstones(patch: Patch) -> None:
 
 
 def take_a_page_id_for_its_place(patch: Patch) -> None:
-    """A rank with sharded KV uses the replica's page id as an index in its own pool."""
+    """A rank with sharded KV uses the replica's page id as an index into its own pool."""
     patch.setattr("workers.handoff.kv_sender.local_page", lambda row, page: page % row.layout.num_pages)
 
 

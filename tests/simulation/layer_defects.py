@@ -37,7 +37,7 @@ def expect_any_number(patch: Patch) -> None:
 
 
 def send_layers_before_they_are_computed(patch: Patch) -> None:
-    """A layer counts as stored when the previous one is."""
+    """A layer counts as stored as soon as the preceding layer is."""
     on_stored = KvSender._on_stored
 
     def one_early(self: KvSender, plan: StepPlan, requests: Mapping[Room, SentRequest], layer: int) -> None:
@@ -48,7 +48,7 @@ def send_layers_before_they_are_computed(patch: Patch) -> None:
 
 
 def forget_the_last_layers(patch: Patch) -> None:
-    """The final send of a step skips the last layer if it sends only some of the layers."""
+    """The final send of a step skips the last layer if it sends only some layers."""
     patch.setattr("workers.handoff.kv_sender._writes", _writes_without_last)
 
 
@@ -116,7 +116,7 @@ def read_layers_before_they_are_loaded(patch: Patch) -> None:
 
 
 def announce_a_layer_too_many(patch: Patch) -> None:
-    """A layer counts as loaded when the previous one is."""
+    """A layer counts as loaded as soon as the preceding layer is."""
     add = LayerwiseLoad.add
 
     def add_two(self: LayerwiseLoad, num_layers: int, event: Any) -> None:
@@ -126,7 +126,7 @@ def announce_a_layer_too_many(patch: Patch) -> None:
 
 
 def load_one_head_of_peers(patch: Patch) -> None:
-    """Only the first head of pages in peers' memory is loaded."""
+    """Only the first head is loaded from pages in peers' memory."""
     spans = Copier._spans
 
     def of_first_head(self: Copier, page: TierPage, layers: range | None) -> list[Span]:
@@ -185,7 +185,7 @@ def _from_first(source: PageRange) -> PageRange:
 
 
 def swap_heads(patch: Patch) -> None:
-    """A sender uses a head's offset in its own pool for decode's pool."""
+    """A sender uses a head's offset in its own pool as the offset in decode's pool."""
 
     spans_to = PageRange.spans_to
 

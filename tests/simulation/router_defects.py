@@ -49,7 +49,7 @@ def ignore_gaps_in_kv_events(patch: Patch) -> None:
 
 
 def continue_at_output_0(patch: Patch) -> None:
-    """A continued request sends the output as part of the prompt, so that output positions restart."""
+    """A continued request sends its output as part of the prompt, so output positions restart at 0."""
     make = GenerateRequest.make_submit
 
     def submit_as_prompt(self: GenerateRequest, *others: Any) -> Submit:
@@ -59,7 +59,7 @@ def continue_at_output_0(patch: Patch) -> None:
 
 
 def begin_anew_behind_given_tokens(patch: Patch) -> None:
-    """A continued request sends its first prompt."""
+    """A continued request sends its original prompt."""
     make = GenerateRequest.make_submit
 
     def submit_first_prompt(self: GenerateRequest, *others: Any) -> Submit:

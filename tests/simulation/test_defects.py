@@ -50,7 +50,7 @@ def mild(scenario: Scenario) -> Scenario:
 
 
 def repeated_messages(scenario: Scenario) -> Scenario:
-    """Two ranks send the same number of pages, one often later."""
+    """Two ranks send the same number of pages, and one is often later."""
     shape = replace(
         scenario.shape,
         cp=2,
@@ -98,7 +98,7 @@ def dying_ranks(scenario: Scenario) -> Scenario:
 
 
 def ranks_that_die_elsewhere(scenario: Scenario) -> Scenario:
-    """The next start listens at other addresses, so that remaining processes of this one continue."""
+    """The next start has other addresses, so the remaining processes of this start continue."""
     dying = dying_ranks(scenario)
     return replace(dying, shape=replace(dying.shape, reuses_addresses=False))
 
@@ -109,7 +109,7 @@ def lost_machine(scenario: Scenario) -> Scenario:
 
 
 def machine_lost_at_the_start(scenario: Scenario) -> Scenario:
-    """A replica restarts, and loses its machine when it is perhaps ready in the table."""
+    """A replica restarts, and loses its machine at about the time when the table shows it as ready."""
     shape = replace(scenario.shape, num_prefill=1, num_decode=2, quarantine_limit=1.0)
     random = Random(scenario.seed)
     lost_s = random.uniform(3, 6)
@@ -149,7 +149,7 @@ def several_dp_ranks(scenario: Scenario) -> Scenario:
 
 
 def leavers_of_dp_ranks(scenario: Scenario) -> Scenario:
-    """Clients leave during a step of a follower's DP rank while others wait for their pages."""
+    """Clients disconnect during a step of a follower's DP rank while other requests wait for their pages."""
     prefill_pages = 10 * scenario.shape.cp
     shape = replace(scenario.shape, decode_dp=3, decode_pages=10, prefill_pages=prefill_pages, window=None)
     asks = tuple(
@@ -171,7 +171,7 @@ def calm_without_digests(scenario: Scenario) -> Scenario:
 
 
 def shared_heads(scenario: Scenario) -> Scenario:
-    """Decode ranks share heads, so that each gets a part of the pages."""
+    """Decode ranks share heads, so each receives part of the pages."""
     shape = replace(scenario.shape, num_kv_heads=2, decode_tp=4, verify=Verify.COUNTS)
     return calm(replace(scenario, shape=shape))
 
@@ -272,7 +272,7 @@ DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Weather, str]] = [
     (layer_defects.count_layers_from_the_first_stage, calm, FAILS_IN_CALM),
     (layer_defects.swap_heads, calm_without_digests, EARLY_READ),
 ]
-"""Defects, the weather in which each is caught, and the promise that it breaks."""
+"""Each defect, the conditions in which it is caught, and the broken promise."""
 SHOWN_BY: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     defects.start_again_beside_what_is_left: 283,
     defects.ignore_the_incarnation: 67,
@@ -282,7 +282,7 @@ SHOWN_BY: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     layer_defects.read_layers_before_they_are_loaded: 90,
     layer_defects.announce_a_layer_too_many: 90,
 }
-"""Seeds that show the rarest defects. They are tried first."""
+"""Seeds that reveal the rarest defects. They are tried first."""
 WEATHERS = [*dict.fromkeys(weather for _, weather, _ in DEFECTS if weather is not as_drawn), cold_tiers_of_shared_heads]
 
 

@@ -26,7 +26,7 @@ ASKS = (ASK, replace(ASK, is_choice=True), replace(ASK, at_s=2.0))
 
 
 class Losing:
-    """Loss of the first messages with the given names, once for each time that a name is given."""
+    """Network that loses the first messages with the given names, one per listed name."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *lost: str) -> None:
         self.left = list(lost)
@@ -45,7 +45,7 @@ class Losing:
             real(network, sender, address, message)
 
         patch.setattr(Network, "send", send)
-        # An attempt may come to nothing, a request may not.
+        # An attempt may fail, but not a request.
         patch.setattr(Scenario, "is_calm", False)
 
 

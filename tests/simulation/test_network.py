@@ -1,4 +1,4 @@
-"""The simulated network keeps and loses the same messages as ZeroMQ over TCP."""
+"""The simulated network delivers and loses the same messages as ZeroMQ over TCP."""
 
 from random import Random
 

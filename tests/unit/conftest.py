@@ -1,4 +1,4 @@
-"""Unit tests cannot reach the real world: sockets, Ray, CUDA and processes of Ray raise."""
+"""Unit tests cannot reach the outside world: sockets, Ray, CUDA and Ray's processes raise."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ class ReachedOutsideError(BaseException):
 
 @pytest.fixture(autouse=True)
 def no_real_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make everything outside this process raise; such a test belongs in tests/integration."""
+    """Make everything outside this process raise. A test that needs it belongs in tests/integration."""
     for name in ("connect", "connect_ex", "bind"):
         monkeypatch.setattr(socket.socket, name, _forbidden(f"socket.{name}"))
     monkeypatch.setattr(socket, "getaddrinfo", _forbidden("socket.getaddrinfo"))

@@ -1,4 +1,4 @@
-"""No bytes from outside end a decoder with anything but the error it promises. More of it: ``python -m tests.fuzz``."""
+"""Bytes from outside make a decoder raise only what it promises. Run longer with ``python -m tests.fuzz``."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Who may import whom: the contracts of .importlinter, and what a fresh process really loads."""
+"""Import rules: the contracts of .importlinter, and the modules that a fresh process really loads."""
 
 import ast
 import os
@@ -38,19 +38,19 @@ print(json.dumps(sorted(set(sys.modules) & {"sympy", "transformers"})))
 
 
 def modules_under(package: str) -> list[str]:
-    """Every module of a package, by its dotted name; leaves out scripts that run when imported."""
+    """Return every module of a package by dotted name, except scripts that run on import."""
     files = sorted((ROOT / package).rglob("*.py"))
     names = (file.relative_to(ROOT).with_suffix("").parts for file in files if file.name != "__main__.py")
     return [".".join(parts[:-1] if parts[-1] == "__init__" else parts) for parts in names]
 
 
 def heavy_modules_loaded(modules: list[str], heavy: set[str]) -> str:
-    """Which of the heavy modules a fresh process has loaded after importing some modules, as a JSON list."""
+    """Return the heavy modules that a fresh process has loaded after importing some modules, as a JSON list."""
     return printed_by(LOADED.format(heavy=heavy), *modules)
 
 
 def printed_by(script: str, *arguments: str) -> str:
-    """What a fresh process prints."""
+    """Return the output of a fresh process."""
     command = [sys.executable, "-c", script, *arguments]
     run = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
@@ -121,5 +121,5 @@ def _uses_torch_distributed(file: Path) -> bool:
 
 
 def test_a_worker_that_has_loaded_a_model_has_no_more_than_it_needs(tmp_path: Path) -> None:
-    """Each of them would take every worker of a machine a second or more to start."""
+    """Each of these modules would delay the start of all workers on a machine by a second or more."""
     assert printed_by(AFTER_LOADING, str(make_checkpoint(tmp_path, "qwen3_moe"))) == "[]"

@@ -1,4 +1,4 @@
-"""The guard of unit tests itself: each way out raises."""
+"""The guard of unit tests: each way to the outside world raises."""
 
 import socket
 import subprocess
@@ -11,10 +11,10 @@ import zmq
 from cluster.ray_environ import set_for_own_cluster
 from tests.unit.conftest import ReachedOutsideError
 
-# Ray reads its environment once, when it is imported; other tests of this process start a cluster with it.
+# Ray reads its environment once, on import. Other tests of this process start a cluster with it.
 set_for_own_cluster()
 
-# A machine for GPU tests need not have it.
+# A machine for GPU tests does not need Ray.
 ray = pytest.importorskip("ray")
 
 

@@ -1,4 +1,4 @@
-"""The documents match the project: files, links, topologies, names; README's commands are executed somewhere."""
+"""The documents match the project: files, links, topologies and names. README's commands are executed in some test."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ EXECUTED_IN = {
     ".venv/bin/baton": "tests/integration/clusters/test_readme.py",
     "ray job": "tests/integration/clusters/test_readme.py",
 }
-"""The file that executes a command, by how the command begins."""
+"""The test that executes a command, by the command's first words."""
 CODE = ("cluster", "router", "workers", "transfer")
 PAGES = sorted(readme.pages())
 MAX_README_LINES = 130

@@ -1,4 +1,4 @@
-"""`baton bench cp`: options, and results from hand-made step times."""
+"""`baton bench cp`: options, and results from fixed step times."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ from workers.context_parallel.strategy_choice import StrategyChoice
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[CpBench]:
-    """Benches that the command would run."""
+    """Benchmarks that the command would run."""
     benches: list[CpBench] = []
 
     def run(bench: CpBench) -> Iterator[CpResult]:

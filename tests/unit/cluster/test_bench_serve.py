@@ -47,7 +47,7 @@ def test_throughput_counts_only_what_succeeded_over_the_whole_run() -> None:
 
 def test_latencies_in_milliseconds() -> None:
     report = summarize(TWO_ANSWERS_AND_A_FAILURE)
-    # From 500 and 100; (12.0 - 10.5) / 3; from 500 and 1000; from 2000 and 3000.
+    # 500 ms and 100 ms; (12.0 - 10.5) / 3; 500 and 1000; 2000 and 3000.
     assert _values(report.ttft_ms) == pytest.approx((300, 300, 460, 496))
     assert _values(report.tpot_ms) == pytest.approx((500, 500, 500, 500))
     assert _values(report.itl_ms) == pytest.approx((750, 750, 950, 995))
@@ -118,7 +118,7 @@ def test_prompts_have_scaled_lengths_and_begin_alike_exactly_as_far_as_their_ids
         for other_entry, other in zip(entries, prompts, strict=True):
             shared = min(len(prompt), len(other), _common(entry.hash_ids, other_entry.hash_ids) * block_len)
             assert prompt[:shared] == other[:shared]
-            # A few tokens after it may be equal by chance, a whole block of them may not.
+            # A few more tokens can be equal by chance, but not a whole block.
             assert _common(prompt, other) < shared + max(block_len, 8)
 
 

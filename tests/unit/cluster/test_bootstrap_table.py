@@ -1,4 +1,4 @@
-"""The rank table: readiness, leases, incarnations, refusals; and that neither order nor repetition matters."""
+"""The rank table: readiness, leases, incarnations and refusals, independent of message order and repetition."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def beat_of(rows: list[RankRow], num_tokens: int = 0) -> Heartbeat:
 
 
 def table_with(rows: list[RankRow], now_s: float = 0.0) -> BootstrapTable:
-    """A table in which one replica is ready."""
+    """Return a table in which one replica is ready."""
     table = BootstrapTable(LEASE_S)
     for row in rows:
         table.register(row)

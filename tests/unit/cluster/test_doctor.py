@@ -1,4 +1,4 @@
-"""Every finding of `baton doctor`, good and bad, from invented machines."""
+"""Findings of `baton doctor`, good and bad, on fake machines."""
 
 import json
 import socket

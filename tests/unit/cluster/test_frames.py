@@ -1,4 +1,4 @@
-"""Frames are plain MessagePack: another library reads in them what was sent."""
+"""Frames are plain MessagePack: another library decodes the same values."""
 
 import struct
 from typing import Any
@@ -18,7 +18,7 @@ PEER = Peer(replica=ROUTER, incarnation=Incarnation(1), address="tcp://r:1")
 
 
 def read(frame: bytes) -> Any:
-    """A frame as the msgpack package reads it."""
+    """Decode a frame with the msgpack package."""
     return msgpack.unpackb(frame, use_list=False, strict_map_key=False)
 
 

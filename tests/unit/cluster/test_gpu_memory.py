@@ -1,4 +1,4 @@
-"""What is left of a GPU for pages: arithmetic, and what the planner expects of known models."""
+"""GPU memory left for pages: the arithmetic, and the planner's estimates for known models."""
 
 import json
 from pathlib import Path
@@ -247,7 +247,7 @@ parallels = st.builds(
 
 
 def held_bytes(config: DecoderConfig, parallel: ParallelConfig, global_rank: int) -> int:
-    """Bytes of the matrices, without routers and gates, which every rank has whole."""
+    """Return the bytes of the matrices. Routers and gates are left out, because every rank has them in full."""
     groups = groups_of(parallel.model_dump(), global_rank)
     with torch.device("meta"):
         model = DecoderModel(config, dtype=torch.float32, device=torch.device("meta"), groups=groups)
@@ -270,7 +270,7 @@ def test_the_fullest_rank_holds_what_was_expected(
     deploy = parse_config(f"model: {{path: {folder}}}\nprefill: {{parallel: {parallel.model_dump()}}}", "f.yaml")
     facts, config = read_model(deploy), read_model_config(folder)
     assert isinstance(facts, ModelFacts)
-    # The ranks of a stage hold equally much.
+    # All ranks of a stage hold equally many bytes.
     stages = {rank.pp: rank.global_rank for rank in positions(parallel)}
     held = max(held_bytes(config, parallel, rank) for rank in stages.values())
     assert weights_gib(deploy, deploy.prefill, facts) * GIB == pytest.approx(held, rel=1e-9)

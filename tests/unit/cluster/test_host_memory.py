@@ -1,4 +1,4 @@
-"""Host memory of workers: what is added up, and what a machine is too small for."""
+"""Host memory of workers: its components, and the errors for machines that are too small."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every illegal layout of a replica, and all that `baton plan`, `baton up` before Ray starts, and workers say of it."""
+"""Illegal replica layouts, and their errors from `baton plan`, from `baton up` before Ray starts, and from workers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The manifests of deploy/kuberay: what KubeRay allows, and what the deploy files that they start need."""
+"""The manifests in deploy/kuberay: what KubeRay allows, and what their deploy files need."""
 
 import json
 import re
@@ -16,18 +16,18 @@ from tests import manifests, readme
 
 CLUSTERS = manifests.of_kind("RayJob") | manifests.of_kind("RayCluster")
 SCHEMA = json.loads((readme.ROOT / "tests" / "data" / "kuberay" / "rayjob.schema.json").read_text(encoding="utf-8"))
-"""That of RayJob in KubeRay's CustomResourceDefinition (Apache-2.0), which has that of a RayCluster's spec in it."""
+"""Schema of RayJob from KubeRay's CustomResourceDefinition (Apache-2.0), which includes the spec of a RayCluster."""
 
 
 def config_of(name: str) -> DeployConfig:
-    """What the command of a manifest starts."""
+    """Return the configuration that a manifest's command starts."""
     program, command, file, *options = manifests.entrypoints()[name]
     assert (program, command, options[::2]) == ("baton", "up", ["--set"] * (len(options) // 2))
     return load_config(manifests.here(file), dict(option.split("=", 1) for option in options[1::2]))
 
 
 def machines_of(name: str) -> list[Machine]:
-    """What Ray would tell of the pods."""
+    """Return the pods as Ray would report them."""
     spec = manifests.cluster_spec(CLUSTERS[name])
     groups = [spec["headGroupSpec"], *(group for group in spec["workerGroupSpecs"] for _ in range(group["replicas"]))]
     return [
@@ -42,7 +42,7 @@ def machines_of(name: str) -> list[Machine]:
 
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema, which refuses fields that it does not name: the API server would drop them."""
+    """Return the schema with unknown fields refused. The API server would drop them."""
     parts = {key: strict(part) for key, part in schema.get("properties", {}).items()}
     closed = {"additionalProperties": False} if parts and not schema.get("x-kubernetes-preserve-unknown-fields") else {}
     items = {"items": strict(schema["items"])} if isinstance(schema.get("items"), dict) else {}
@@ -124,7 +124,7 @@ class TestJobs:
         assert yaml.safe_load(CLUSTERS[name]["spec"]["runtimeEnvYAML"])["env_vars"] == environment["env_vars"]
 
     def test_its_head_is_one_that_sidecars_are_put_into(self, name: str) -> None:
-        """KubeRay refuses other restart policies, and templates of submitters, in this mode."""
+        """In this mode KubeRay refuses other restart policies and submitter templates."""
         spec = CLUSTERS[name]["spec"]
         assert spec["submissionMode"] == "SidecarMode"
         assert not spec.keys() & {"submitterPodTemplate", "submitterConfig", "clusterSelector"}

@@ -1,4 +1,4 @@
-"""Launching with fake processes: the order of a start, whose error is told, and what is killed."""
+"""Launching with fake processes: the order of a start, the reported error, and the killed processes."""
 
 import threading
 import time
@@ -279,7 +279,7 @@ MEETING = Rendezvous(bootstrap_url="http://127.0.0.1:1", token="token", channel_
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Patterns of the files asked for; none is there."""
+    """Patterns of the requested files, none of which exists."""
     patterns: list[str] = []
 
     def download(repository: str, *, allow_patterns: list[str]) -> str:

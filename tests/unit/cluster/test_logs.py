@@ -1,4 +1,4 @@
-"""Records of what happens: an object a line, or the same for people."""
+"""Log records: one JSON object per line, or text for people."""
 
 import json
 import logging

@@ -54,7 +54,7 @@ def go_on(run: Run, action: Action) -> list[Action]:
 def carry_out(run: Run, command: Command) -> list[Action]:
     """Carry out a command and return all actions."""
     actions = run.command(command)
-    for action in actions:  # grows while it is walked
+    for action in actions:  # the list grows during iteration
         actions += go_on(run, action)
     return actions
 

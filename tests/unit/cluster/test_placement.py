@@ -1,4 +1,4 @@
-"""Placement: every worker gets a place, replicas stay together, and what does not fit is said with numbers."""
+"""Placement: every worker gets a bundle, replicas stay together, and errors say with numbers what does not fit."""
 
 import pytest
 from hypothesis import assume, given, settings
@@ -28,7 +28,7 @@ def deployment(
     device: Device = Device.CPU,
     cpus: float = 1.0,
 ) -> DeployConfig:
-    """A deployment of (replicas, workers of each) a role."""
+    """Return a deployment with (replicas, workers per replica) for each role."""
     return DeployConfig(
         prefill=PrefillConfig(replicas=prefill[0], parallel=ParallelConfig(cp=prefill[1])),
         decode=DecodeConfig(replicas=decode[0], parallel=ParallelConfig(tp=decode[1])),

@@ -1,4 +1,4 @@
-"""The plan and `baton plan`: contents, JSON, tables, and what a bad file prints."""
+"""The plan and `baton plan`: contents, JSON, tables, and the errors for a bad file."""
 
 import json
 from collections.abc import Callable
@@ -38,7 +38,7 @@ RunBaton = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def baton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunBaton:
-    """Run the command line: exit code, standard output, standard error."""
+    """Run the command line. Return exit code, standard output and standard error."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["baton", *arguments])
@@ -378,7 +378,7 @@ def test_ports_are_listed_with_their_count() -> None:
         ("transfer: {backend: mooncake}\nprefill: {parallel: {cp: 2}}", "KV by Mooncake over TCP", 3),
         ("transfer: {backend: mooncake}\nprefill: {parallel: {cp: 2}}", "process groups over TCP (gloo)", 2),
         ("resources: {collectives: tcp}\nprefill: {replicas: 2, parallel: {cp: 2, pp: 2}}", "gloo", 2 * (4 + 4)),
-        # The model has one KV head: both ranks hold it.
+        # The model has one KV head, which both ranks hold.
         ("resources: {collectives: tcp}\ndecode: {parallel: {tp: 2}}", "gloo", 2 + 2),
     ],
 )

@@ -1,4 +1,4 @@
-"""Rank arithmetic against an independent brute force and worked examples."""
+"""Rank arithmetic compared with brute force and worked examples."""
 
 import itertools
 
@@ -45,7 +45,7 @@ legal_parallels = parallels.filter(legal)
 
 
 def brute_force_ranks(parallel: ParallelConfig) -> list[Fields]:
-    """Count through the axes in order, the last one fastest, once as attention and once as the experts see them."""
+    """Count through the axes in order, the last one fastest: once for attention and once for experts."""
     moe_tp = parallel.dp * parallel.cp * parallel.tp // (parallel.moe_dp * parallel.ep)
     attention = itertools.product(*map(range, (parallel.pp, parallel.dp, parallel.cp, parallel.tp)))
     experts = itertools.product(*map(range, (parallel.pp, parallel.moe_dp, parallel.ep, moe_tp)))
@@ -56,7 +56,7 @@ def brute_force_ranks(parallel: ParallelConfig) -> list[Fields]:
 
 
 def brute_force_groups(ranks: list[Fields], varying: str, alike: tuple[str, ...]) -> list[list[int]]:
-    """The group of each rank: every rank that equals it on the axes that must be alike."""
+    """Return the ranks of each group, which are equal on the ``alike`` axes."""
     found = members_alike(ranks, alike)
     for members in found:
         assert [ranks[rank][varying] for rank in members] == list(range(len(members)))
@@ -102,7 +102,7 @@ def test_groups_equal_brute_force(parallel: ParallelConfig) -> None:
 @settings(max_examples=60, deadline=None)
 @given(legal_parallels)
 def test_experts_are_fed_by_whole_attention_shards(parallel: ParallelConfig) -> None:
-    """dp * cp / moe_dp of them, of which each tp_rank meets the others of its own."""
+    """An expert group gets tokens from dp * cp / moe_dp shards, and each tp_rank exchanges them with its own kind."""
     ranks, found = positions(parallel), groups(parallel)
     num_shards = parallel.dp * parallel.cp // parallel.moe_dp
     for block in found[GroupName.MOE_BLOCK]:

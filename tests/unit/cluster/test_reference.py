@@ -1,4 +1,4 @@
-"""Keys and environment variables: the committed page is current, and what cannot be read is refused in words."""
+"""Keys and environment variables: the committed page is current, and errors explain unreadable values."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ MAX_KEYS = 75
 
 
 def keys(kind: type[Node] = DeployConfig, path: str = "") -> list[str]:
-    """Every key of a deploy file that has a value of its own, with dots."""
+    """Return every key of a deploy file that has a value, in dotted form."""
     found = []
     for name, field in kind.model_fields.items():
         is_section = isinstance(field.default, Node)
@@ -36,7 +36,7 @@ def test_every_key_has_a_row() -> None:
 
 
 def test_a_file_has_few_keys() -> None:
-    """Axes of both roles count once. What nobody can choose with knowledge is a constant, beside the code it is for."""
+    """Axes of both roles count once. A value that nobody can choose well is a constant next to its code."""
     counted = {key.replace("decode.parallel.", "prefill.parallel.") for key in keys()}
     assert len(counted) <= MAX_KEYS, "a new key replaces another, or is a constant"
 

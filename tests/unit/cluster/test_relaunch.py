@@ -1,4 +1,4 @@
-"""The driver's loop over fake processes: what is replaced, ordered, killed and placed anew."""
+"""The driver's loop with fake processes: what is replaced, requested, killed and placed again."""
 
 from dataclasses import replace
 from itertools import count

@@ -1,4 +1,4 @@
-"""Packed token ids are a sequence like any other, and nothing else gets out of a message."""
+"""Packed token ids behave like any other sequence, and messages accept nothing else."""
 
 import struct
 from typing import Any

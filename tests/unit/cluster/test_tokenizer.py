@@ -1,4 +1,4 @@
-"""Text to ids and back, as transformers has it, without transformers."""
+"""Encoding and decoding of text: equal to transformers, without importing it."""
 
 import json
 import subprocess
@@ -41,7 +41,7 @@ def test_special_tokens_are_skipped_unless_wanted(tokenizer: Tokenizer) -> None:
 
 @given(ids=st.lists(st.integers(0, 255), max_size=31))
 def test_detokenizer_equals_decoding_at_once(tokenizer: Tokenizer, ids: list[int]) -> None:
-    """Any bytes, broken ones too."""
+    """Any bytes, including invalid UTF-8."""
     detokenizer = Detokenizer(tokenizer)
     text = "".join([detokenizer.push(token_id) for token_id in ids]) + detokenizer.flush()
     assert text == tokenizer.decode(ids)

@@ -1,4 +1,4 @@
-"""Edges of `baton up` and `baton down`: checks before a start, stop signals, refused waits."""
+"""Edge cases of `baton up` and `baton down`: checks before a start, stop signals, refused waits."""
 
 import queue
 import signal

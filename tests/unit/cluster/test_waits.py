@@ -1,4 +1,4 @@
-"""Waits of launching: for room on machines, and for replicas that drain."""
+"""Waits of the launcher: for free machines, and for replicas that drain."""
 
 import pytest
 from msgspec.structs import replace
@@ -68,7 +68,7 @@ def table_of(load: ReplicaLoad, incarnation: int = 3) -> TableSnapshot:
 
 
 def over_at(*seen: tuple[float, TableSnapshot | None]) -> float:
-    """When the watch is over, in heartbeats, if nothing else is seen after these."""
+    """Return when the watch is over, in heartbeats, if nothing else is observed."""
     watch = DrainWatch(D0, Incarnation(3), heartbeat_s=1.0)
     for at_s, snapshot in seen:
         assert not watch.is_over(at_s)

@@ -1,4 +1,4 @@
-"""What replicas are told is told again to those that do not answer, and fails by their names."""
+"""Commands to replicas are sent again to those that do not answer, and fail with their names."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from tests.fakes.dispatching import DECODE, ME, PREFILL
 
 
 class Replicas:
-    """They answer once they have been told so often."""
+    """Replicas that answer a command once they have received it a given number of times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers_at: int) -> None:
         monkeypatch.setattr("router.commands.AGAIN_S", 0.001)

@@ -1,4 +1,4 @@
-"""A client's connection: what is written to it, in how many pieces, and where the client does not do its part."""
+"""A client's connection: how writes are batched, and what happens when the client stalls."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -17,7 +17,7 @@ from tests.fakes.dispatching import ask
 
 
 class Reader:
-    """A client that takes so many messages and then nothing more."""
+    """Client that accepts a number of messages and then blocks."""
 
     def __init__(self, num_taken: int) -> None:
         self.num_taken = num_taken
@@ -74,7 +74,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 
 
 class Wire(asyncio.Transport):
-    """A transport that keeps what is written."""
+    """Transport that records what is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,10 +86,9 @@ class Wire(asyncio.Transport):
         self.written.append(data)
 
     def pause_reading(self) -> None:
-        """Nothing more comes by itself."""
+        """Do nothing, because no data arrives by itself."""
 
-    def resume_reading(self) -> None:
-        """As ``pause_reading``."""
+    def resume_reading(self) -> None: ...
 
     def is_closing(self) -> bool:
         return self.is_closed
@@ -135,7 +134,7 @@ REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 async def _say_ok(scope: Scope, receive: Receive, send: Send) -> None:
-    """Later than an idle connection is kept."""
+    """Respond after longer than an idle connection is kept open."""
     del scope, receive
     await asyncio.sleep(2 * IDLE_S)
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})

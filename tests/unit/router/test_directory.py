@@ -1,4 +1,4 @@
-"""Who is ready, and who is lost: at once on proof, after the grace without."""
+"""Readiness and loss of replicas: immediate with proof, otherwise after a grace period."""
 
 from msgspec.structs import replace
 

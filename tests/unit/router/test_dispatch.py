@@ -1,4 +1,4 @@
-"""The life of a request, event by event."""
+"""Life cycle of a request, event by event."""
 
 import msgspec
 import pytest

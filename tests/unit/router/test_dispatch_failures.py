@@ -1,4 +1,4 @@
-"""What a failing replica does to a request: its other one is ended, and it is tried again while it may be."""
+"""A replica's failure stops the other replica of the attempt, and the request is retried while attempts remain."""
 
 import msgspec
 import pytest

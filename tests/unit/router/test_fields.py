@@ -1,4 +1,4 @@
-"""No field of a request is ignored silently: each is passed on, refused by name, or known to change nothing."""
+"""No field of a request is silently ignored: each is passed on, refused by name, or known to have no effect."""
 
 import json
 from typing import Any
@@ -40,17 +40,17 @@ VALUES: list[tuple[Any, str]] = [
     ("auto", "truncation"),
 ]
 OTHERWISE = {name: value for value, names in VALUES for name in names.split()}
-"""A value of each field that changes the answer."""
+"""Values that change the answer, by field."""
 
 IN_A_RESPONSE = {"tools": [{"type": "function", "name": "f"}]}
-"""Fields with another form in a response."""
+"""Fields that have another form in the Responses API."""
 
 SAME_IN_A_CHAT = {"include", "metadata", "user"}
-"""Fields of a response that the chat request does not have: they are returned unchanged, or are names."""
+"""Fields of the Responses API that chat requests do not have. They are returned unchanged or are names."""
 
 
 def refused(fields: dict[str, Any]) -> str | None:
-    """Return the field for which a response is refused."""
+    """Return the field for which a Responses request is refused."""
     try:
         chat_with(fields)
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""Who waits in the router, in which order, and for how long."""
+"""Admission queue of the router: its order and its timeouts."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from tests.fakes.dispatching import ask
 
 
 class Replicas:
-    """Room for so many answers."""
+    """Replicas with capacity for a number of answers."""
 
     def __init__(self, room: int) -> None:
         self.room = room

@@ -1,4 +1,4 @@
-"""What the router asks about attempts that are silent, and what it answers to leaders that ask."""
+"""Inquiries by the router about silent attempts, and its replies to leaders' inquiries."""
 
 import msgspec
 

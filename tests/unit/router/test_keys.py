@@ -1,4 +1,4 @@
-"""The keys of clients: read, found, counted."""
+"""API keys: reading the file, checking requests, counting use."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from router.errors import KeyLimitError
 
 
 class Clock:
-    """Time by hand."""
+    """Clock that tests set."""
 
     def __init__(self) -> None:
         self.time_s = 100.0

@@ -1,4 +1,4 @@
-"""Token ids cut out of a body are those that pydantic would read; all other bodies are left to pydantic."""
+"""Long lists of token ids are read exactly as by pydantic, which gets all other bodies."""
 
 import json
 from typing import Any

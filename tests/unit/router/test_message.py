@@ -1,4 +1,4 @@
-"""Messages read from text in pieces: any pieces give the same message, and no part of a marker is shown."""
+"""Messages parsed from streamed text: the pieces do not change the result, and no part of a marker is shown."""
 
 import json
 
@@ -19,7 +19,7 @@ def reader(dialect: str | None = None, thinking: Thinking = Thinking.NONE) -> Me
 
 
 def joined(parts: list[MessagePart]) -> tuple[str, str, list[tuple[str, str]]]:
-    """Return thoughts, content, and calls with their arguments; check that parts are in OpenAI's order."""
+    """Return reasoning, content, and calls with their arguments. Check that the parts are in OpenAI's order."""
     names: list[str] = []
     arguments: list[str] = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Metrics: what heartbeats of leaders report, and counters and histograms as Prometheus' own write them."""
+"""Metrics: what leaders' heartbeats report, and counters and histograms in Prometheus's own format."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ STEPS = StepTimes(strategy=Strategy.ZIGZAG, passing=Passing.PASS_KV, num_steps=3
 
 
 def samples(load: ReplicaLoad, family: str, rows: tuple[RankRow, ...] = ROWS) -> Samples:
-    """Return labels, besides the replica, and values of one family, where a prefill replica reports this load."""
+    """Return labels (except the replica) and values of one metric family when a prefill replica reports this load."""
     load = msgspec.json.decode(msgspec.json.encode(load), type=ReplicaLoad)
     entry = ReplicaEntry(replica=rows[0].replica, incarnation=Incarnation(1), ready=True, rows=rows, load=load)
     families = {made.name: made for made in replica_metrics(TableSnapshot(version=1, replicas=(entry,), reaped={}))}
@@ -94,7 +94,7 @@ def rank_tiers(global_rank: int, storage: StorageFigures | None = None) -> RankT
 
 
 def fetches(global_rank: int) -> RankWork:
-    """Return three pages that were fetched in two jobs, of up to the first bound and beyond the last."""
+    """Return the work of fetching three pages in two jobs: one within the first bucket, one above the last."""
     return RankWork(
         kind=TierJobKind.FETCH,
         global_rank=global_rank,

@@ -1,4 +1,4 @@
-"""docs/metrics.md and the Grafana dashboard name what `/metrics` has, with its type and labels, and nothing else."""
+"""docs/metrics.md and the Grafana dashboard name exactly the metrics of `/metrics`, with their types and labels."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ PAGE = (readme.ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 
 
 def exposed() -> dict[str, str]:
-    """Every family of a router that has seen nothing yet, by its name without the prefix, and its type."""
+    """Return the type of each metric family of an idle router, by name without the prefix."""
     metrics = Metrics()
     inbox = cast("AsyncInbox", SimpleNamespace(dropped=Counter()))
     parts = (dispatching.make(), Directory(grace_s=1.0), Gate(1, 1.0), PageIndex(1), SystemClock(), inbox)
@@ -56,7 +56,7 @@ LABELS = {
 
 
 def family_of(name: str) -> str:
-    """What a time series belongs to."""
+    """Return the family of a time series."""
     families = exposed()
     if name in families:
         return name

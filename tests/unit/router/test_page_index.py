@@ -1,4 +1,4 @@
-"""What the router knows of caches: in order, without gaps, within bounds."""
+"""The router's index of cached pages: in order, without gaps, within its bounds."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Which replicas an attempt may get: while others are ready, none that failed it, and none that fails all the time."""
+"""Choice of replicas for an attempt: replicas that failed it or are failing now are avoided while others are ready."""
 
 import random
 
@@ -24,7 +24,7 @@ PEERS = [peer_of(f"{role}-{index}") for role in ("prefill", "decode") for index 
 
 
 class Choices:
-    """What a picker gives, over and over."""
+    """Repeated choices of one picker."""
 
     def __init__(self, *ready: Peer) -> None:
         self.breakers = Breakers(max_failures=1, open_s=10.0)
@@ -98,7 +98,7 @@ def test_page_keys_are_asked_for_where_there_is_a_cache(
 
 @pytest.mark.parametrize(("tier", "is_skipped"), [(Tier.DEVICE, True), (Tier.HOST, True), (Tier.STORAGE, False)])
 def test_decode_computes_alone_what_little_its_own_memory_lacks(tier: Tier, *, is_skipped: bool) -> None:
-    """What is in storage might not come, and decode would compute a long prompt beside its streams."""
+    """Storage could fail to deliver, and decode would then compute a long prompt next to its streams."""
     config = DeployConfig.model_validate({"kv": {"page_size": 64}, "prefill": {"skip_below_tokens": 128}})
     directory = Directory(grace_s=3.0)
     directory.update(table_of(*map(entry_of, PEERS)), 0.0)
@@ -137,7 +137,7 @@ PEER, OTHER = peer_of("decode-0"), peer_of("decode-1")
 
 
 def opened() -> Breakers:
-    """Opened at 1.0 for ten seconds."""
+    """Return a breaker that opened at 1.0 for ten seconds."""
     breakers = Breakers(max_failures=2, open_s=10.0)
     breakers.fail(PEER, 0.0)
     breakers.fail(PEER, 1.0)

@@ -1,4 +1,4 @@
-"""Policies are functions of what they are shown."""
+"""Policies are pure functions of the candidates."""
 
 from collections import Counter
 
@@ -55,7 +55,7 @@ def test_least_requests_looks_at_tokens_next() -> None:
 
 
 def test_power_of_two_draws_every_pair_alike_and_takes_the_better() -> None:
-    # Of the six ordered pairs of three, the best is in four and the second best wins the other two.
+    # Of the six ordered pairs of three candidates, four contain the best one, and the second best wins the other two.
     assert Counter(picks("power_of_two", candidates_of(9, 0, 5), 6)) == {1: 4, 2: 2}
     assert picks("power_of_two", candidates_of(7), 3) == [0, 0, 0]
 
@@ -83,7 +83,7 @@ def test_where_no_replica_has_more_cached_prefix_aware_is_least_tokens(
 def test_prefix_aware_never_waits_longer_than_least_tokens(
     loads: list[tuple[int, int]], number: int, data: st.DataObject
 ) -> None:
-    """Tokens to be computed before the prompt's last one are no more; no luck with caches makes it worse."""
+    """The tokens ahead of the prompt's last one are never more. Misjudged caches do not make it worse."""
     cached = data.draw(st.lists(st.integers(0, 10**6), min_size=len(loads), max_size=len(loads)))
     candidates, inputs = loaded(loads, cached), inputs_of(number)
     by_prefix, by_load = (POLICIES[name](candidates, inputs) for name in ("prefix_aware", "least_tokens"))

@@ -1,4 +1,4 @@
-"""Traces as Trace Event JSON: what Perfetto needs is there, and no time is moved except between machines."""
+"""Traces in the Trace Event format: complete for Perfetto, with times shifted only between machines."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ SECONDS = st.floats(0, 1e6, allow_nan=False)
 
 @st.composite
 def nested(draw: st.DrawFn) -> list[Interval]:
-    """Intervals of one lane, each after or inside another."""
+    """Intervals of one track, each after or inside another."""
     times_s = sorted(draw(st.lists(SECONDS, min_size=2, max_size=12)))
     outer = Interval("compute", "outer", times_s[0], times_s[-1])
     pairs = zip(times_s[::2], times_s[1::2], strict=False)

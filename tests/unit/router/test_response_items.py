@@ -1,4 +1,4 @@
-"""A response's items and events are the same whatever pieces the answer arrives in."""
+"""A response's items and events do not depend on how the answer is split."""
 
 import json
 from itertools import pairwise

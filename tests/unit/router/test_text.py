@@ -22,7 +22,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def cut(text: str, stops: list[str]) -> str:
-    """By brute force: the text before the stop string that is complete first, the longest of those."""
+    """Find by brute force the text before the stop string that completes first, or the longest of several."""
     for end in range(1, len(text) + 1):
         matching = [stop for stop in stops if text[:end].endswith(stop)]
         if matching:
@@ -152,7 +152,7 @@ def test_offsets_beside_broken_characters(
 
 
 def joined(pieces: list[OutputChunk]) -> tuple[str, FinishReason | None]:
-    """The text of all, and how the last one ends; the others do not."""
+    """Return the joined text and the finish reason of the last piece. No other piece may have one."""
     assert not any(piece.finish for piece in pieces[:-1])
     return "".join(piece.text for piece in pieces), pieces[-1].finish
 
@@ -189,7 +189,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Words begin with U+2581, and what the vocabulary lacks is written in bytes, as with Llama 2."""
+    """Vocabulary like Llama 2's: words begin with U+2581, and missing characters are written as bytes."""
     folder: Path = write_model_folder(tmp_path_factory.mktemp("model"))
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581the", "cat"]
     made = tokenizers.Tokenizer(

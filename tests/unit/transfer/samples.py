@@ -1,4 +1,4 @@
-"""Small values that the transfer tests share."""
+"""Small values shared by the transfer tests."""
 
 import msgspec
 
@@ -13,7 +13,7 @@ ROOM = Room(41)
 
 
 def geometry(**changes: object) -> KvGeometry:
-    """The KV of a two-layer model."""
+    """Return the KV geometry of a two-layer model."""
     tiny = kv_geometry(model="tiny", num_layers=2, num_kv_heads=4, head_dim=3, dtype="float32", page_size=4)
     return msgspec.structs.replace(tiny, **changes)
 
@@ -30,7 +30,7 @@ def ticket(pages: list[int], num_held_pages: int = 0) -> Ticket:
 
 
 def pool(num_pages: int, heads: range, layers: range) -> PoolLayout:
-    """A pool with one-byte elements: two slots of three elements per page."""
+    """Return a pool with one-byte elements: two slots of three elements per page."""
     return kv_layout(
         num_pages=num_pages,
         first_head=heads.start,

@@ -1,4 +1,4 @@
-"""Every mismatch of a pair is refused in words that name both sides and both values."""
+"""Every mismatch of a pair is refused with an error that names both sides and both values."""
 
 import msgspec
 import pytest

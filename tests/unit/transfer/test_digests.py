@@ -1,4 +1,4 @@
-"""Digests of pages: whatever two layouts are, a flipped bit that was sent is found, and nothing else is."""
+"""Page digests: for any two layouts, they detect each flipped bit that was sent, and nothing else."""
 
 import random
 from collections.abc import Callable
@@ -21,11 +21,11 @@ POOL = replace(LAYOUT, num_pages=NUM_PAGES)
 ONE_RANK = AxisSizes(dp=1, cp=1, tp=1, pp=1)
 SIMPLE = Pair([make_row("prefill-0", 0, ONE_RANK, layout=POOL)], [make_row("decode-0", 0, ONE_RANK, layout=POOL)], 0)
 PAGES = [4, 0, 2, 5, 1, 3]
-"""Where decode keeps the request's pages."""
+"""Decode's pages for the request."""
 
 
 def handoff(pair: Pair, seed: int) -> tuple[dict[int, bytearray], list[PageDigests]]:
-    """Every decode rank's pool, by global rank, after all senders have written, and what they told."""
+    """Return each decode rank's pool after all senders have written, and the digests that they reported."""
     rng = random.Random(seed)
     pools = {row.global_rank: bytearray(row.layout.pool_bytes) for row in pair.decode}
     told = []
@@ -48,7 +48,7 @@ def handoff(pair: Pair, seed: int) -> tuple[dict[int, bytearray], list[PageDiges
 
 
 def wrong(pair: Pair, pools: dict[int, bytearray], told: list[PageDigests]) -> dict[int, list[int]]:
-    """Pages that each rank finds wrong."""
+    """Return the pages that each rank finds wrong."""
     found = {}
     for row in pair.decode:
         mine = [part for part in told if part.rank == row.global_rank]

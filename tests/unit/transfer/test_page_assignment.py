@@ -1,4 +1,4 @@
-"""Page filters are disjoint and complete; spans copy what an element-for-element copy copies."""
+"""Page filters are disjoint and complete. Spans copy the same bytes as an element-by-element copy."""
 
 import itertools
 from itertools import pairwise
@@ -55,7 +55,7 @@ def test_an_owner_does_not_depend_on_length_or_start(total: int, cp: int, base: 
 def test_each_rank_of_a_ring_sends_the_pages_it_holds_and_all_are_sent(
     total: int, cp: int, base: int, held: int
 ) -> None:
-    """Through the allocator: pages by id, where they lie, and the counts that the ranks tell decode."""
+    """Test through the allocator: page ids, local pages, and the counts that ranks report to decode."""
     allocator = PageAllocator(200, num_owners=cp)
     table = allocate(allocator, total, first_owner=base)
     sent: list[int] = []
@@ -84,7 +84,7 @@ def test_rank0_sends_everything_and_the_others_are_dummies() -> None:
 
 
 def _index(layout: PoolLayout) -> np.ndarray:
-    """Which byte of the pool is element [page, head, layer, kv, slot, dim]."""
+    """Return the byte offset of each element [page, head, layer, kv, slot, dim] in the pool."""
     (group,) = layout.groups
     shape = (layout.num_pages + 1, group.num_heads, layout.num_layers, 2, layout.page_size, group.parts[0].dim)
     return np.arange(layout.pool_bytes).reshape(shape)

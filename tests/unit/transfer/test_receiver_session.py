@@ -1,4 +1,4 @@
-"""A receiver session is ready only when everything agrees, and frees only when nobody can write any more."""
+"""A receiver session is ready only when all reports agree, and frees pages only when nobody can still write to them."""
 
 import msgspec
 import pytest
@@ -62,7 +62,7 @@ def _refused() -> Refused:
 
 
 def _state(session: ReceiverSession) -> ReceiverState:
-    """By a call, so that a type checker knows that it may change."""
+    """Read the state in a call, so that the type checker does not narrow it."""
     return session.state
 
 

@@ -1,4 +1,4 @@
-"""A sender session hands out every page once, as soon as it is complete, and nothing once it is over."""
+"""A sender session hands out each page once, as soon as it is complete, and none after its end."""
 
 import pytest
 from hypothesis import given

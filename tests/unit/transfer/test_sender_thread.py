@@ -1,4 +1,4 @@
-"""The sender thread writes in order, tells every outcome, and writes nothing for a transfer once it said so."""
+"""The sender thread writes in order, reports every outcome, and writes nothing for transfers that have ended."""
 
 import queue
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Spans, receivers and early sends equal the committed tables, byte for byte.
 
-The tables hold what a rewrite of the arithmetic must still answer; only the adapters at the head of this file may
-change with its signatures. Write them anew, on purpose, with ``python -m tests.unit.transfer.test_span_tables``.
+The tables fix the results of the arithmetic. If signatures change, change only the adapters at the top of this file.
+Write the tables again, on purpose, with ``python -m tests.unit.transfer.test_span_tables``.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class Side(NamedTuple):
 
     @property
     def ranks(self) -> list["Rank"]:
-        """Every rank, stages outermost."""
+        """Return every rank, with stages as the outermost axis."""
         return [Rank(tp, pp, self) for pp, tp in product(range(self.pp), range(self.tp))]
 
 
@@ -58,7 +58,7 @@ class Rank(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """Layers of the model, the last one excluded; None for all that follow."""
+    """Range of model layers without the last one. None means all following layers."""
 
     first: int = 0
     last: int | None = None
@@ -70,25 +70,24 @@ Span = tuple[int, int, int]
 def spans_of(
     geometry: Geometry, source: Rank, target: Rank, pages: Iterable[tuple[int, int]], layers: Layers
 ) -> list[Span]:
-    """Source offset, target offset and bytes of each copy from one pool to another."""
+    """Return source offset, target offset and bytes of each copy from one pool to another."""
     pools = (pool_of(geometry, source, SOURCE_PAGES), pool_of(geometry, target, TARGET_PAGES))
     spans = make_spans(*pools, (PagePair(0, *pair) for pair in pages), first_layer=layers.first, last_layer=layers.last)
     return [(span.source_offset, span.target_offset, span.num_bytes) for span in spans]
 
 
 def receivers_of(geometry: Geometry, sender: Rank, cp_rank: int, mode: TransferMode, target: Side) -> list[int]:
-    """Global ranks of the targets that a sender, one of two CP ranks, sends to."""
+    """Return the global ranks to which a sender, one of two CP ranks, sends."""
     coords, sizes = _coords(sender, cp=cp_rank), _sizes(sender.side, cp=2)
     return [row.global_rank for row in receivers(mode, coords, sizes, _rows(geometry, target))]
 
 
 def early_ends_of(geometry: Geometry, rank: Rank) -> list[int]:
-    """After how many of its layers a rank sends what it has computed."""
+    """Return after how many of its layers a rank sends KV early."""
     return list(early_ends(pool_of(geometry, rank, SOURCE_PAGES)))
 
 
 def pool_of(geometry: Geometry, rank: Rank, num_pages: int) -> PoolLayout:
-    """The pool of one rank."""
     arguments = _kv(geometry), _sizes(rank.side), _coords(rank)
     page_bytes = pool_layout(*arguments, 1.0).page_bytes
     return pool_layout(*arguments, (num_pages + 1.5) * page_bytes / GIB)
@@ -145,12 +144,12 @@ READABLE: list[tuple[Geometry, Side, Side, str, Layers]] = [
 
 
 def geometry_of(num_kv_heads: int, dtype: str = "float32") -> Geometry:
-    """Five layers, which two stages divide unequally."""
+    """Return five layers, which two stages divide unequally."""
     return Geometry(num_layers=5, num_kv_heads=num_kv_heads, head_dim=16, dtype=dtype, page_size=16)
 
 
 def span_hashes() -> dict[str, str]:
-    """Number of spans, bytes and a hash, over all ranks, page lists and layer ranges of two sides."""
+    """Return number of spans, bytes and a hash over all ranks, page lists and layer ranges of two sides."""
     return {
         f"{dtype} heads{heads} {source}->{target}": _span_hash(geometry_of(heads, dtype), source, target)
         for dtype, heads, source, target in product(DTYPES, KV_HEADS, SOURCES, TARGETS)
@@ -171,7 +170,7 @@ def _hash(value: object) -> str:
 
 
 def whole_tables() -> dict[str, list[list[int]]]:
-    """Every span of small cases, by the ranks it goes between."""
+    """Return every span of small cases, by source and target rank."""
     found = {}
     for geometry, source, target, pages, layers in READABLE:
         for sender, receiver in product(source.ranks, target.ranks):
@@ -182,7 +181,7 @@ def whole_tables() -> dict[str, list[list[int]]]:
 
 
 def receiver_tables() -> dict[str, list[list[int]]]:
-    """Receivers of each sender, by its global rank, CP ranks after one another within a stage."""
+    """Return the receivers of each sender. Within a stage, the CP ranks follow one another."""
     return {
         f"{mode} heads{heads} {source}->{target}": _receivers(geometry_of(heads), source, target, mode)
         for mode, heads, source, target in product(TransferMode, KV_HEADS, SOURCES, TARGETS)
@@ -198,7 +197,6 @@ def _receivers(geometry: Geometry, source: Side, target: Side, mode: TransferMod
 
 
 def early_tables() -> dict[str, list[list[int]]]:
-    """Early sends of each stage."""
     models = {
         "tiny": Geometry(2, 2, 16, "float32", 16),
         "0.6B": Geometry(28, 8, 128, "bfloat16", 64),
@@ -223,7 +221,7 @@ MAKERS: dict[str, Any] = {
 
 
 def write_tables() -> None:
-    """One line an entry."""
+    """Write one entry per line."""
     parts = []
     for name, make in MAKERS.items():
         lines = (f"  {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in make().items())

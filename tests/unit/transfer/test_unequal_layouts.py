@@ -1,4 +1,4 @@
-"""Handoffs between any two ways to cut a model: one copy of the KV is written, each byte once, in a few spans."""
+"""Handoffs between any two layouts: one copy of the KV is written, each byte once, in a few spans."""
 
 import math
 from typing import NamedTuple
@@ -21,7 +21,7 @@ PAGE_SIZE, HEAD_DIM, NUM_PAGES = 2, 3, 6
 
 
 class Pair(NamedTuple):
-    """One DP rank of each of two replicas, and how one sends to the other."""
+    """One DP rank of each of two replicas, and the transfer mode between them."""
 
     prefill: list[RankRow]
     decode: list[RankRow]
@@ -29,7 +29,7 @@ class Pair(NamedTuple):
     """Owner of the first page."""
 
     def owned(self, row: RankRow) -> range:
-        """The pages that a prefill rank sends, by position in the request."""
+        """Return the pages that a prefill rank sends, by position in the request."""
         return owned_pages(
             row.transfer_mode,
             num_pages=NUM_PAGES,
@@ -39,7 +39,7 @@ class Pair(NamedTuple):
         )
 
     def page(self, row: RankRow, position: int) -> int:
-        """Where a prefill rank holds a page of the request."""
+        """Return the local page of a prefill rank for a position in the request."""
         num_owners = row.num_owners
         return local_page(row, position * num_owners + (self.base + position) % num_owners)
 
@@ -86,20 +86,20 @@ def pairs(draw: st.DrawFn) -> Pair:
 
 
 def _layout(geometry: KvGeometry, sizes: AxisSizes, rank: int) -> PoolLayout:
-    """A pool of some pages more than a request has."""
+    """Return a pool with a few more pages than a request needs."""
     coords = coords_of(rank, sizes)
     page_bytes = pool_layout(geometry, sizes, coords, 1.0).page_bytes
     return pool_layout(geometry, sizes, coords, (NUM_PAGES + 3) * page_bytes / GIB)
 
 
 def _extra_group(num_heads: int, layers: set[int]) -> KvGroup:
-    """Two parts of unlike width in some of the layers."""
+    """Return two parts with different widths in some of the layers."""
     parts = (KvPart(name="latent", dim=3, dtype="float32"), KvPart(name="keys", dim=1, dtype="float32"))
     return KvGroup(name="extra", num_heads=num_heads, layers=tuple(sorted(layers)), parts=parts)
 
 
 def _elements(row: RankRow, page: int) -> NDArray[np.int64]:
-    """Which elements of the request one page of one pool should hold, in the order of its bytes."""
+    """Return the request's elements that one page of a pool should hold, in byte order."""
     held = {group.name: group for group in row.layout.groups}
     found, first = [], page * row.geometry.bytes_per_token // 4 * PAGE_SIZE
     for group in row.geometry.groups:
@@ -113,7 +113,7 @@ def _elements(row: RankRow, page: int) -> NDArray[np.int64]:
 
 
 def _filled(row: RankRow, pages: dict[int, int]) -> NDArray[np.int32]:
-    """A pool with the right elements in the pages of a request, given as position -> page, and -1 elsewhere."""
+    """Return a pool with the right elements in a request's pages, given as position -> page, and -1 elsewhere."""
     layout = row.layout
     data = np.full((layout.num_pages + 1, layout.page_bytes // 4), -1, dtype=np.int32)
     for position, page in pages.items():
@@ -122,7 +122,7 @@ def _filled(row: RankRow, pages: dict[int, int]) -> NDArray[np.int32]:
 
 
 def check_handoff(pair: Pair) -> None:
-    """Every decode rank gets its part, and nothing twice."""
+    """Check that every decode rank gets its part, each byte once."""
     places = {position: NUM_PAGES - position for position in range(NUM_PAGES)}
     pools = {row.global_rank: _filled(row, {}).view(np.uint8).ravel() for row in pair.decode}
     num_written = 0
@@ -181,7 +181,7 @@ def test_ranks_with_the_same_heads_are_sent_every_page_between_them(pair: Pair) 
 @settings(deadline=None, max_examples=200)
 @given(pairs())
 def test_copies_of_a_head_take_turns(pair: Pair) -> None:
-    """Where both sides hold every head equally often, each rank sends to one rank."""
+    """If both sides hold every head equally often, each rank sends to one rank."""
     sizes, targets = pair.prefill[0].sizes, pair.decode[0].sizes
     for row in pair.prefill:
         found = receivers(row.transfer_mode, row.coords, row.sizes, pair.decode)
