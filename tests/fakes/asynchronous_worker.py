@@ -1,4 +1,4 @@
-"""A worker whose device goes on by itself, as a GPU does."""
+"""Worker whose device runs asynchronously, like a GPU."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -29,7 +29,7 @@ class _FutureStep:
 
 
 class _AsynchronousRunner:
-    """Begins steps on a thread, one after another, as a GPU does on its stream."""
+    """Runner that executes steps on a thread one after another, like a GPU's stream."""
 
     is_asynchronous = True
 
@@ -47,10 +47,9 @@ class _AsynchronousRunner:
 
 
 class AsynchronousWorker(Worker):
-    """On decode; one for prefill is as ever."""
+    """Worker whose decode steps are asynchronous. Prefill steps are not."""
 
     def load(self, store_address: str) -> RankRow:
-        """See Worker."""
         row = super().load(store_address)
         if self.spec.role is Role.DECODE:
             assert self._rank is not None
@@ -59,7 +58,7 @@ class AsynchronousWorker(Worker):
         return row
 
     def num_following(self) -> int:
-        """Rows that followed tokens which nobody had read."""
+        """Return the number of scheduled requests whose input was not yet read from the previous step."""
         assert self._rank is not None
         runner: Any = self._rank.runner
         return int(runner.num_following)

@@ -1,4 +1,4 @@
-"""Attention computed the slow and obvious way in float64, and requests in chunks to compare with it.
+"""Attention computed in the simplest way in float64, and chunked requests to compare with it.
 
 The oracle knows nothing of pages, ranks, runs or merging.
 """
@@ -33,13 +33,13 @@ NUM_LAYERS, KV_HEADS, GROUPS, HEAD_DIM = 2, 2, 2, 8
 
 @dataclass(frozen=True)
 class Scenario:
-    """Requests in chunks: ``chunks[step][request]`` tokens are computed in a step, zero leaves the request out."""
+    """Requests in chunks: ``chunks[step][request]`` tokens are computed in a step, none if zero."""
 
     chunks: tuple[tuple[int, ...], ...]
     strategy: Strategy
     cp: int
     passing: Passing | None = None
-    """None where every rank holds all pages, and otherwise each those that it owns."""
+    """None if every rank holds all pages. Otherwise each rank holds the pages that it owns."""
     page_size: int = 4
     dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -47,11 +47,11 @@ class Scenario:
 
     @property
     def total_lens(self) -> list[int]:
-        """Tokens of each request in the end."""
+        """Return the final number of tokens in each request."""
         return [sum(lens) for lens in zip(*self.chunks, strict=True)]
 
     def inputs(self, request: int, layer: int) -> tuple[Array, Array, Array]:
-        """q, k and v of a request's tokens, ``[tokens, heads, dim]``, exact in bf16."""
+        """Return q, k and v of a request's tokens, ``[tokens, heads, dim]``, exact in bf16."""
         random = np.random.default_rng((self.seed, request, layer))
         shapes = ((KV_HEADS * GROUPS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, self.value_dim))
         length = self.total_lens[request]
@@ -59,12 +59,12 @@ class Scenario:
         return q, k, v
 
     def expected(self, request: int, layer: int) -> Array:
-        """Attention of every token of a request, ``[tokens, heads, dim]``."""
+        """Return the attention output of all tokens in a request, ``[tokens, heads, dim]``."""
         return naive_attention(*self.inputs(request, layer))
 
 
 def naive_attention(q: Array, k: Array, v: Array) -> Array:
-    """Token by token, head by head: token p attends to tokens 0..p; q may be the last tokens only."""
+    """Compute attention by token and head. Token p attends to tokens 0..p, and q may contain the last tokens only."""
     out = np.empty((*q.shape[:2], v.shape[2]))
     groups, offset = q.shape[1] // k.shape[1], len(k) - len(q)
     for token in range(len(q)):
@@ -77,16 +77,16 @@ def naive_attention(q: Array, k: Array, v: Array) -> Array:
 
 
 class StepResult(NamedTuple):
-    """What one rank saw in one step."""
+    """Attention outputs that one rank saw in one step."""
 
     joined: Array
-    """``[layers, tokens, heads, dim]``: the rows of all ranks, in the order of the flattened batch."""
+    """``[layers, tokens, heads, dim]``: the outputs of all ranks, in the order of the flattened batch."""
     last: Array
-    """The last layer's row of the last token of each sampled request."""
+    """Output of the last layer for the last token of each sampled request."""
 
 
 def page_tables(scenario: Scenario, owners: int) -> tuple[list[NDArray[np.int64]], int]:
-    """Global page numbers of every request, owners taking turns from any one of them, and the pages of an owner."""
+    """Return every request's global page numbers, with owners in rotation, and the number of pages per owner."""
     random = np.random.default_rng(scenario.seed)
     counts = [-(-length // scenario.page_size) for length in scenario.total_lens]
     of_pages = [(random.integers(owners) + np.arange(count)) % owners for count in counts]
@@ -97,7 +97,7 @@ def page_tables(scenario: Scenario, owners: int) -> tuple[list[NDArray[np.int64]
 
 
 class ScenarioRun:
-    """One rank's way through a scenario, over a pool whose unwritten slots are NaN."""
+    """A scenario on one rank, with a pool whose unwritten slots are NaN."""
 
     def __init__(
         self, scenario: Scenario, group: Communicator, backend: AttentionBackend | None = None, device: str = "cpu"
@@ -118,7 +118,7 @@ class ScenarioRun:
         self.done = [0] * len(self.tables)
 
     def run(self) -> list[StepResult]:
-        """All steps; every second present request of a step is sampled."""
+        """Run all steps. Every second request in a step is sampled."""
         return [self._step(lens) for lens in self.scenario.chunks]
 
     def _step(self, lens: tuple[int, ...]) -> StepResult:
@@ -137,7 +137,7 @@ class ScenarioRun:
         return StepResult(*(x.cpu().double().numpy() for x in (joined, last)))
 
     def _last_layer(self, batch: StepBatch, lens: tuple[int, ...], present: list[int], context: StepContext) -> Tensor:
-        """The last layer once more, as a model computes it: queries of those tokens alone that are wanted."""
+        """Compute the last layer again like a model, with the queries of the sampled tokens alone."""
         layer = NUM_LAYERS - 1
         q, k, v = (self._local(batch, lens, present, layer, which) for which in range(3))
         context.put(layer, k, v)
@@ -168,7 +168,7 @@ class ScenarioRun:
 
 
 def check_scenario(scenario: Scenario, results: list[list[StepResult]]) -> None:
-    """Compare what every rank (outer list) saw in every step with the oracle."""
+    """Compare the oracle with the results of every rank (outer list) in every step."""
     tolerance = 1e-5 if scenario.dtype == torch.float32 else 0.03
     expected = [
         [scenario.expected(request, layer) for layer in range(NUM_LAYERS)]

@@ -1,4 +1,4 @@
-"""What a layer and a captured step would tell an attention backend about queries."""
+"""Query parameters that a layer and a captured step pass to an attention backend."""
 
 from torch import Tensor
 
@@ -6,12 +6,12 @@ from workers.attention.interface import AttentionParams, GraphShape
 
 
 def params_for(query: Tensor, window: int | None = None) -> AttentionParams:
-    """Return the usual scale."""
+    """Return parameters with the usual scale."""
     return AttentionParams(query.shape[-1] ** -0.5, window)
 
 
 def shape_for(query: Tensor, kv_heads: int, most_pages: int, page_size: int) -> GraphShape:
-    """Return the sizes of captured steps with queries ``[requests, heads, D]``."""
+    """Return the sizes of captured steps for queries ``[requests, heads, D]``."""
     num_requests, num_heads, head_dim = query.shape
     return GraphShape(
         num_requests=num_requests,

@@ -1,4 +1,4 @@
-"""A rank table made by hand, and a watch of it that follows it without a service."""
+"""Handmade rank tables, and a watch of them without a service."""
 
 import asyncio
 import threading
@@ -10,7 +10,7 @@ from tests.fakes.rows import make_row, sizes
 
 
 def peer_of(replica: str, incarnation: int = 1, address: str = "") -> Peer:
-    """A replica; its address is made from its name unless one is given."""
+    """Return a replica. Without an address, one is derived from its name."""
     return Peer(
         replica=ReplicaId(replica),
         incarnation=Incarnation(incarnation),
@@ -19,12 +19,12 @@ def peer_of(replica: str, incarnation: int = 1, address: str = "") -> Peer:
 
 
 def row_of(peer: Peer) -> RankRow:
-    """The one row of a replica of one rank."""
+    """Return the only rank record of a replica with one rank."""
     return make_row(peer.replica, 0, sizes(), peer.incarnation, address=peer.address)
 
 
 def entry_of(peer: Peer, *, ready: bool = True, draining: bool = False, total_pages: int = 0) -> ReplicaEntry:
-    """A replica's entry; the fake rows have pages of 4 tokens."""
+    """Return a replica's entry. Fake ranks have pages of 4 tokens."""
     return ReplicaEntry(
         replica=peer.replica,
         incarnation=peer.incarnation,
@@ -35,13 +35,12 @@ def entry_of(peer: Peer, *, ready: bool = True, draining: bool = False, total_pa
 
 
 def table_of(*entries: ReplicaEntry, version: int = 1, reaped: dict[str, int] | None = None) -> TableSnapshot:
-    """A snapshot."""
     gone = {ReplicaId(replica): Incarnation(incarnation) for replica, incarnation in (reaped or {}).items()}
     return TableSnapshot(version=version, replicas=entries, reaped=gone)
 
 
 class FakeTable:
-    """One table for one watcher in another thread."""
+    """Rank table for one watcher in another thread."""
 
     def __init__(self) -> None:
         self._snapshots: list[TableSnapshot] = []
@@ -49,7 +48,7 @@ class FakeTable:
         self._watcher: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def show(self, snapshot: TableSnapshot) -> None:
-        """The table is now this."""
+        """Replace the table."""
         with self._lock:
             self._snapshots.append(snapshot)
             if self._watcher is not None:
@@ -57,7 +56,7 @@ class FakeTable:
                 loop.call_soon_threadsafe(changed.set)
 
     async def watch(self, url: str, token: str) -> AsyncIterator[TableSnapshot]:
-        """Stands in for ``cluster.bootstrap.client.watch_table``."""
+        """Yield snapshots in place of ``cluster.bootstrap.client.watch_table``."""
         assert url.startswith("http")
         assert token
         changed = asyncio.Event()

@@ -31,7 +31,7 @@ SHARPENED = {
     "qwen3_moe": "q_norm.weight",
     "mixtral": "q_proj.weight",
 }
-"""Scaled up, so that attention singles tokens out, and answers depend on the whole prompt and do not loop."""
+"""Weights that are scaled up, so that answers depend on the whole prompt and do not loop."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": 256,
@@ -60,7 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
 }
-"""Fields of a family besides those of SMALL."""
+"""Fields of a family in addition to SMALL."""
 
 
 def make_checkpoint(
@@ -68,8 +68,8 @@ def make_checkpoint(
 ) -> Path:
     """Write a random model of `family`, a key of FAMILIES, and return the folder.
 
-    overrides are config.json fields, for example num_hidden_layers=3 or rope_parameters={...}; `max_shard_size` goes to
-    save_pretrained. Norm scales and biases are random too, so that none of them can be forgotten unnoticed.
+    ``overrides`` are fields of config.json, such as num_hidden_layers=3 or rope_parameters={...}. ``max_shard_size`` is
+    passed to save_pretrained. Norm scales and biases are random, too, so that omitting one is noticed.
     """
     overrides = {**SHAPES.get(family, {}), **overrides}
     saving = {"max_shard_size": overrides.pop("max_shard_size")} if "max_shard_size" in overrides else {}

@@ -1,4 +1,4 @@
-"""Workers whose steps are divided over CP ranks by rates, or in turns, that do not depend on the machine."""
+"""Workers that choose CP strategies by fixed rates or in rotation, independently of the machine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ CHEAP_EXCHANGE = Rates(
     exchange_s=1e-9,
     exchange_bytes_per_s=1e15,
 )
-"""Computing is so slow, and everything else so fast, that two tokens are better computed by two ranks."""
+"""Compute is so slow and communication so fast that two tokens are computed faster by two ranks."""
 
 TURNS = (Strategy.ZIGZAG, Strategy.WHOLE_REQUEST, Strategy.INTERLEAVE, Strategy.NONE, Strategy.CONTIGUOUS)
 
@@ -31,7 +31,7 @@ _choose = StrategyChooser.__call__
 
 
 class WorkerWithCheapExchange(TellingWorker):
-    """Its automatic choices follow ``CHEAP_EXCHANGE``, whatever was measured."""
+    """Worker whose automatic choices use ``CHEAP_EXCHANGE`` instead of measured rates."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -39,7 +39,7 @@ class WorkerWithCheapExchange(TellingWorker):
 
 
 class WorkerTakingTurns(TellingWorker):
-    """Each step of its leader takes the next of ``TURNS``, and in ring mode the other passing."""
+    """Worker whose steps rotate through ``TURNS``, and in ring mode through both ways of passing."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -55,5 +55,5 @@ class WorkerTakingTurns(TellingWorker):
 
 
 def _choose_by(choose: Callable[..., StrategyChoice]) -> None:
-    """For the rest of this process, which has workers of one class."""
+    """Use a function for the rest of this process, whose workers have one class."""
     patch.object(StrategyChooser, "__call__", choose).start()

@@ -1,4 +1,4 @@
-"""Clients of a whole cluster that check every token of what they are streamed."""
+"""Clients of a whole cluster that check every streamed token."""
 
 import asyncio
 import os
@@ -16,13 +16,13 @@ from tests.fakes.recall_prompts import needle_prompt, recall_oracle
 NEEDLE_TOKENS = 10
 """Length of an answer."""
 PAUSE_S = 0.1
-"""Between the requests of a client, so that a small machine has time for what is tested."""
+"""Pause between a client's requests, so that a small machine has time for the tested actions."""
 
 
 async def crowd(
     url: str, num_clients: int, seed: int, leavers: int, after_s: tuple[float, int, int] | None = None
 ) -> list[str]:
-    """The outcome of every client; ``after_s`` sends a process a signal after so many seconds."""
+    """Return every client's outcome. ``after_s`` sends a signal to a process after a number of seconds."""
     rng = random.Random(seed)
     leaving = set(rng.sample(range(num_clients), leavers))
     async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=num_clients)) as client:
@@ -39,7 +39,7 @@ async def crowd(
 
 
 async def one_client(client: httpx.AsyncClient, url: str, length: int, seed: int, leaves: bool) -> str:
-    """``right`` if every streamed token is, ``left`` if it went after a few, ``failed`` if it was told so."""
+    """Return ``right`` if every token is, ``left`` if the client disconnected, or ``failed`` if the router said so."""
     prompt = needle_prompt(length, (seed % 5) / 4, seed=seed)
     body = {
         "model": "recall",
@@ -71,7 +71,7 @@ def _token_ids(line: str) -> list[int]:
 
 @contextmanager
 def streaming_clients(url: str, num_clients: int) -> Iterator[list[str]]:
-    """Run clients that ask again and again; yield the list of their outcomes, as ``one_client`` returns them."""
+    """Run clients that send request after request. Yield the list of their outcomes from ``one_client``."""
     outcomes: list[str] = []
     stopped = threading.Event()
 

@@ -1,4 +1,4 @@
-"""A whole cluster as a user starts it, for tests that go through the endpoint."""
+"""A whole cluster as a user starts it, for tests through the HTTP API."""
 
 import secrets
 import socket
@@ -18,30 +18,30 @@ CTRL_C = b"\x03"
 START_S = 240.0
 STOP_S = 60.0
 LOWEST_PORT = 20_000
-"""Ray's workers have those below."""
+"""Ray's workers use the ports below."""
 IS_UP = "stops it"
-"""Told once every replica takes requests; before, one that fails ends the cluster."""
+"""Text that appears once every replica is ready. Before it, a failed replica ends the cluster."""
 BATON = (str(Path(sys.executable).with_name("baton")),)
 
 
 class RunningCluster:
-    """What a client and an operator see of it."""
+    """Cluster as clients and operators see it."""
 
     def __init__(self, url: str, terminal: Terminal) -> None:
         self.url = url
         self.terminal = terminal
 
     def table(self) -> dict[str, Any]:
-        """The bootstrap table as the router sees it."""
+        """Return the bootstrap table as the router sees it."""
         table: dict[str, Any] = httpx.get(f"{self.url}/cluster", timeout=60).raise_for_status().json()
         return table
 
     def replicas(self) -> dict[str, dict[str, Any]]:
-        """Entries of the table by replica name."""
+        """Return the table's entries by replica name."""
         return {entry["replica"]: entry for entry in self.table()["replicas"]}
 
     def is_empty(self) -> bool:
-        """No request and no page is held on any replica."""
+        """Return whether no replica holds a request or a page."""
         loads = [entry["load"] for entry in self.replicas().values()]
         return all(
             load["free_pages"] == load["total_pages"] > 0 and load["num_waiting"] == load["num_running"] == 0
@@ -49,13 +49,13 @@ class RunningCluster:
         )
 
     def wait_until(self, condition: Any, timeout_s: float) -> float:
-        """Seconds until the condition held."""
+        """Wait for a condition. Return the seconds it took."""
         start_s = time.monotonic()
         self.terminal.wait_until(condition, timeout_s)
         return time.monotonic() - start_s
 
     def complete(self, prompt: list[int], max_tokens: int, **fields: Any) -> list[int]:
-        """Greedy output token ids of one completion."""
+        """Return the greedy output token ids of a completion."""
         body = {
             "model": "recall",
             "prompt": prompt,
@@ -74,7 +74,7 @@ class RunningCluster:
 def up_command(
     deploy: str, name: str, port: int, *settings: str, arguments: Sequence[str] = (), program: Sequence[str] = BATON
 ) -> list[str]:
-    """``baton up`` of a deploy file with some changes."""
+    """Return the ``baton up`` command for a modified deploy file."""
     command = [*program, "up", deploy, *arguments]
     for change in (f"name={name}", f"router.port={port}", *settings):
         command += ["--set", change]
@@ -91,7 +91,7 @@ def running_cluster(
     env: Mapping[str, str] | None = None,
     port: int | None = None,
 ) -> Iterator[RunningCluster]:
-    """``baton up`` on a terminal, from when all is up until Ctrl-C; it must exit with 0."""
+    """Run ``baton up`` on a terminal. Leaving the context presses Ctrl-C, and the exit code must be 0."""
     port = port or free_port()
     command = up_command(deploy, name, port, *settings, arguments=arguments, program=program)
     with Terminal(command, env) as terminal:
@@ -103,12 +103,12 @@ def running_cluster(
 
 
 def is_ready(url: str) -> bool:
-    """Whether a router answers there that it takes requests."""
+    """Return whether a ready router answers at the URL."""
     return answers(f"{url}/ready")
 
 
 def answers(url: str) -> bool:
-    """Whether a GET succeeds."""
+    """Return whether a GET succeeds."""
     try:
         return httpx.get(url, timeout=5).status_code == 200
     except httpx.HTTPError:
@@ -116,7 +116,7 @@ def answers(url: str) -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, and that no other process is given by chance: below the kernel's own range."""
+    """Return a port without a listener, below the kernel's own range, so that no other process gets it by chance."""
     first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = secrets.choice(range(LOWEST_PORT, first_of_kernel))
@@ -125,27 +125,27 @@ def free_port() -> int:
 
 
 def listener_pid(address: str) -> int:
-    """The process of this machine that listens at ``tcp://host:port``, from the kernel's socket table."""
+    """Return the only process that listens at ``tcp://host:port``, from the kernel's socket table."""
     pids = listener_pids(address)
     assert pids, f"nobody listens at {address}"
     return min(pids)
 
 
 def listener_pids(address: str) -> set[int]:
-    """Every process of this machine that listens there."""
+    """Return every process that listens at an address on this machine."""
     names = {f"socket:[{inode}]" for inode in _listening_inodes(address)}
     return {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if names & _open_files(int(folder.name))}
 
 
 def listened_hosts(pids: Iterable[int]) -> set[str]:
-    """The addresses at which any of these processes listens, by IPv4 or IPv6."""
+    """Return the IPv4 and IPv6 addresses at which any of these processes listens."""
     files = {name for pid in pids for name in _open_files(pid)}
     ends = [fields[1] for fields in _listening() if f"socket:[{fields[9]}]" in files]
     return {_host(end.partition(":")[0]) for end in ends}
 
 
 def is_listened(address: str) -> bool:
-    """Whether any process of this machine listens at the port of ``tcp://host:port``."""
+    """Return whether any process on this machine listens at the port of ``tcp://host:port``."""
     return bool(_listening_inodes(address))
 
 
@@ -155,14 +155,14 @@ def _listening_inodes(address: str) -> set[str]:
 
 
 def _listening() -> list[list[str]]:
-    """The rows of the kernel's socket tables."""
+    """Return the lines of the kernel's socket tables."""
     lines = [line for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()[1:]]
     return [fields for fields in map(str.split, lines) if fields[3] == "0A"]
 
 
 def _open_files(pid: int) -> set[str]:
     names = set()
-    with suppress(OSError):  # it has ended, or is another account's
+    with suppress(OSError):  # it has ended, or belongs to another user
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
                 names.add(str(link.readlink()))
@@ -170,7 +170,7 @@ def _open_files(pid: int) -> set[str]:
 
 
 def _host(words: str) -> str:
-    """An address of the tables: words of 32 bits, each in this machine's order."""
+    """Return an address in the tables as text. Its words of 32 bits are in this machine's byte order."""
     packed = b"".join(int(words[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(words), 8))
     address = ip_address(packed)
     return str(getattr(address, "ipv4_mapped", None) or address)

@@ -1,4 +1,4 @@
-"""What a GPU would be asked to do, counted where kernels are interpreted."""
+"""Work that a GPU would be given, counted while kernels are interpreted."""
 
 from collections import Counter
 from typing import Any
@@ -10,7 +10,7 @@ from triton.runtime import interpreter
 
 
 class CountedLaunches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts kernels by name, and calls of torch that compute or copy something."""
+    """Counter of kernels by name, and of torch calls that compute or copy."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -34,7 +34,7 @@ class CountedLaunches(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_computed(name: str, out: Any, args: Any) -> bool:
-    """Neither a view nor memory that is yet to be written."""
+    """Return whether a call computes something, unlike views and uninitialized tensors."""
     if not isinstance(out, Tensor) or "empty" in name:
         return False
     return not any(isinstance(x, Tensor) and _begin(x) == _begin(out) for x in args)

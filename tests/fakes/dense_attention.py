@@ -1,4 +1,4 @@
-"""An attention context without pages or ranks: one sequence, its keys and values whole, attention by softmax."""
+"""Attention context without pages or ranks: softmax attention over the keys and values of one sequence."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from workers.layers.attention import take
 
 
 class DenseAttention:
-    """Keeps one sequence's keys and values from step to step, so that a prompt may come in pieces."""
+    """Keys and values of one sequence, kept between steps so that a prompt can be computed in chunks."""
 
     def __init__(self, *, kv_first: bool = False, query_rows: Tensor | None = None) -> None:
-        """`query_rows` are the rows of each step whose final hidden states are asked for; None for all."""
+        """Create the context. ``query_rows`` are each step's rows whose hidden states are needed, or None."""
         self.kv_first, self.lens, self.last_lens, self.counted = kv_first, None, None, None
         self.query_rows: Tensor | None = None
         self._last_query_rows = query_rows
@@ -26,8 +26,7 @@ class DenseAttention:
         narrowed.query_rows, narrowed.stored, narrowed.calls = self._last_query_rows, self.stored, self.calls
         return narrowed
 
-    def kv_slots(self, layer: int) -> None:
-        """Keeps no pages."""
+    def kv_slots(self, layer: int) -> None: ...
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.calls.append(("put", layer))

@@ -1,4 +1,4 @@
-"""A dispatch with pairs at hand, and the messages that reach it."""
+"""Request table with replica pairs, and the messages that it sends."""
 
 import itertools
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def on(decode: Peer = DECODE, cached_tokens: int = 0) -> Placement:
 
 
 def make(*picks: Placement | None, max_retries: int = 0, avoided: list[frozenset[Peer]] | None = None) -> RequestTable:
-    """Make a table that gets these picks, then the same pair for ever; ``avoided`` collects what each pick avoids."""
+    """Return a table that gets these picks, then always the same pair. ``avoided`` collects the avoided peers."""
     rooms, coming = itertools.count(1), iter(picks)
 
     def pick(_request: GenerateRequest, _room: Room, shunned: frozenset[Peer], _now_s: float) -> Placement | None:

@@ -1,4 +1,4 @@
-"""A worker whose model fails in a step, on the rank that a test names."""
+"""Worker whose model fails in a step, on a rank that the test names."""
 
 import os
 from typing import Any
@@ -8,12 +8,12 @@ from cluster.spec.registry import RankRow
 from workers.worker import Worker
 
 RANK = "BATON_TEST_FAILING_RANK"
-"""Environment variable: role, global rank and number of the call that fails, as in "decode 1 3"."""
+"""Environment variable with role, global rank and number of the failing call, such as "decode 1 3"."""
 REASON = "no memory for this step"
 
 
 class FailingModel:
-    """Stands before a real model, and fails in one of its calls."""
+    """Model that fails in one of its calls."""
 
     def __init__(self, model: Any, num_calls: int) -> None:
         self._model = model
@@ -30,10 +30,9 @@ class FailingModel:
 
 
 class FailingWorker(Worker):
-    """Fails after the warm-up."""
+    """Worker that fails after the warm-up."""
 
     def load(self, store_address: str) -> RankRow:
-        """See Worker."""
         row = super().load(store_address)
         role, rank, num_calls = os.environ[RANK].split()
         if (self.spec.role, self.spec.global_rank) == (Role(role), int(rank)):

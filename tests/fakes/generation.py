@@ -1,4 +1,4 @@
-"""Greedy tokens of transformers' models, whose ``generate`` belongs to a mixin that their types leave out."""
+"""Greedy tokens of transformers' models, whose types omit the ``generate`` of a mixin."""
 
 from typing import TYPE_CHECKING, cast
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def generate(model: PreTrainedModel, prompt: Tensor, num_tokens: int) -> Tensor:
-    """A prompt ``[n]`` with what follows it; fewer tokens where the model stops by itself."""
+    """Return a prompt ``[n]`` with its output, which is shorter if the model stops by itself."""
     able = cast("GenerativePreTrainedModel", model)
     mask = torch.ones(1, len(prompt), dtype=torch.int64)
     out = able.generate(prompt[None], attention_mask=mask, do_sample=False, max_new_tokens=num_tokens)

@@ -1,4 +1,4 @@
-"""A group of ranks inside one process that meet over TCP: each rank is a thread."""
+"""Ranks as threads of one process that communicate over TCP."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ _TIMEOUT_S = 240.0
 
 
 def on_gloo_ranks(size: int, function: Callable[[Communicator], T], device: Device) -> list[T]:
-    """Call a function as every rank of a group at once; the results by rank. Tensors of a GPU go through the host."""
+    """Call a function on all ranks of a group in parallel. Return the results by rank."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=_TIMEOUT_S))
 

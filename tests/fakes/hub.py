@@ -1,4 +1,4 @@
-"""A Hugging Face cache that holds one small random checkpoint, with a tokenizer of bytes and a chat template."""
+"""A Hugging Face cache with one small random checkpoint, a byte tokenizer and a chat template."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.con
 
 
 def write_hub_cache(home: Path, name: str, family: str = "qwen3") -> Path:
-    """Lay a checkpoint out as if ``name`` had been downloaded with ``HF_HOME=home``; returns its folder."""
+    """Write a checkpoint as if ``name`` had been downloaded with ``HF_HOME=home``. Return its folder."""
     repository = home / "hub" / f"models--{name.replace('/', '--')}"
     folder = repository / "snapshots" / COMMIT
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Triton 3.6's interpreter, mended where it differs from a GPU, or from what numpy 2.4 accepts."""
+"""Fixes for Triton 3.6's interpreter, where it differs from a GPU or from what numpy 2.4 accepts."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from triton.runtime import interpreter
 
 
 def mend_interpreter() -> None:
-    """To be called once, before the first launch."""
+    """Apply the fixes. Call this once, before the first launch."""
     patch_tensor, convert = interpreter._patch_lang_tensor, interpreter._convert_float
 
     def patch_tensor_too(tensor: Any, scope: Any) -> None:
-        """Numpy makes no number of an array of one element, which a bound of a range is."""
+        """Convert one-element arrays to numbers, which numpy refuses for the bounds of a range."""
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     def convert_rounding(array: NDArray[Any], source: tl.dtype, target: tl.dtype, mode: Any) -> NDArray[Any]:
-        """A GPU rounds to the nearest bf16; the interpreter cuts off."""
+        """Round to the nearest bf16 like a GPU, instead of truncating."""
         if (source, target) == (tl.float32, tl.bfloat16):
             rounded = torch.from_numpy(np.ascontiguousarray(array)).bfloat16()
             return rounded.view(torch.uint16).numpy().reshape(array.shape)

@@ -1,4 +1,4 @@
-"""Shapes for the attention kernels, and the comparison with attention by definition, on any device."""
+"""Shapes for attention kernels, and a comparison with reference attention on any device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,16 +22,16 @@ from workers.context_parallel.shard_plan import make_shard_plan
 
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 _LSE_TOLERANCE = 2e-6
-"""As ``check_near`` has it; no dtype rounds what it is made of."""
+"""Tolerance like that of ``check_near``. No dtype rounds the terms of an LSE."""
 
 
 class Wanted(NamedTuple):
-    """Attention by definition, in fp64."""
+    """Reference attention in fp64."""
 
     out: Tensor
     lse: Tensor
     rounded: Tensor
-    """``out`` after its weights and then itself were rounded to the dtype of the values."""
+    """``out`` with its weights and then itself rounded to the dtype of the values."""
 
     @classmethod
     def of(
@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
         part_lens: Sequence[int] | None = None,
         scale: float | None = None,
     ) -> Self:
-        """Weights are relative to the largest of each part of the keys, of all for None; see ``masked_attention``."""
+        """Compute the reference. The weights are relative to the maximum of each part, or of all keys without parts."""
         scale = query.shape[2] ** -0.5 if scale is None else scale
         out, lse = masked_attention(query, key, value, seen, scale)
         lens = [len(key)] if part_lens is None else list(part_lens)
@@ -68,7 +68,7 @@ def _rounded_terms(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, lse:
 
 @dataclass(frozen=True)
 class PagedCase:
-    """Runs of requests over pages in any order; ``key_lens`` as for ``prepare``."""
+    """Runs of requests over pages in any order. ``key_lens`` has the same meaning as in ``prepare``."""
 
     runs: tuple[Run, ...]
     page_size: int = 16
@@ -79,13 +79,13 @@ class PagedCase:
     key_lens: tuple[int, ...] | None = None
     seed: int = 0
     params: AttentionParams | None = None
-    """None for the usual scale and no window."""
+    """None means the usual scale and no window."""
     value_dim: int | None = None
-    """The head's for None."""
+    """None means the head's dimension."""
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each request that are in pages."""
+        """Return the number of tokens of each request that are in pages."""
         num_requests = max((run.request for run in self.runs), default=-1) + 1
         if self.key_lens is not None:
             return list(self.key_lens)
@@ -102,12 +102,12 @@ COMPILED = (
     *((64, 64, groups, 1) for groups in (3, 16)),
     (128, 80, 5, 2),
 )
-"""Page sizes, head sizes, groups and kv heads: each of them is a kernel that a GPU compiles."""
+"""Page sizes, head sizes, groups and KV heads. A GPU compiles a kernel for each of them."""
 
 
 @st.composite
 def compiled_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
-    """Those of ``paged_cases`` and ``prompt_cases`` of a few shapes only."""
+    """Return cases like ``paged_cases`` and ``prompt_cases``, with a few shapes only."""
     page_size, head_dim, groups, kv_heads = draw(st.sampled_from(COMPILED))
     case = draw(st.one_of(paged_cases(most, dtype), prompt_cases(most, dtype)))
     return replace(case, page_size=page_size, head_dim=head_dim, groups=groups, kv_heads=kv_heads)
@@ -115,7 +115,7 @@ def compiled_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
 
 @st.composite
 def paged_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
-    """One to three requests, one run of few queries each, with up to ``most`` keys, or prefixes of up to as many."""
+    """Return one to three requests with short runs, and up to ``most`` keys or prefix tokens each."""
     runs = []
     for request in range(draw(st.integers(1, 3))):
         count, step = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (5, 3), (33, 1), (0, 1)]))
@@ -139,9 +139,9 @@ SPLITTING = [strategy for strategy in Strategy if strategy not in ON_ONE_RANK]
 
 @st.composite
 def prompt_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
-    """The queries that one rank has of a prompt of up to ``most`` tokens, at least half of them, behind a prefix.
+    """Return one rank's queries for a prompt of up to ``most`` tokens, at least half of them new, after a prefix.
 
-    Of as few and as small heads as there are, so that many queries are soon interpreted.
+    Heads are few and small, so that many queries can be interpreted quickly.
     """
     num_new = draw(st.integers(-(-most // 2), most))
     prefix = draw(st.integers(0, most - num_new))
@@ -154,7 +154,7 @@ def prompt_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
 
 @st.composite
 def any_params(draw: st.DrawFn, case: PagedCase) -> PagedCase:
-    """Add a scale, and maybe a window and narrower values, to a case; with a window, prefixes lie behind queries."""
+    """Add a scale, and perhaps a window and narrower values, to a case. With a window, prefixes precede the queries."""
     window = draw(st.one_of(st.none(), st.integers(1, 100)))
     lens = case.key_lens
     if window is not None and lens is not None:
@@ -166,12 +166,12 @@ def any_params(draw: st.DrawFn, case: PagedCase) -> PagedCase:
 
 
 def in_order(case: PagedCase) -> list[Run]:
-    """Return the runs by request, of which each has one."""
+    """Return the runs in order of request. Each request has one."""
     return sorted(case.runs, key=lambda run: run.request)
 
 
 def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None:
-    """Attention over pages of a pool whose other slots are NaN."""
+    """Check attention over a pool's pages. All other slots are NaN."""
     torch.manual_seed(case.seed)
     counts = [-(-length // case.page_size) for length in case.lengths]
     pool = kv_pool(sum(counts) + 1, case.kv_heads, 2, case.page_size, case.head_dim, case.dtype)
@@ -204,7 +204,7 @@ def check_rows(
     device: str,
     window: int | None = None,
 ) -> None:
-    """Attention over rows, keys and values with strides of their own."""
+    """Check attention over contiguous keys and values, each with its own strides."""
     torch.manual_seed(0)
     num_queries, num_keys = (sum(run.count for run in part) for part in runs)
     query = torch.randn(num_queries, 2 * groups, 64).to(dtype)
@@ -216,7 +216,7 @@ def check_rows(
 
 
 def compare(result: Partial, wanted: Wanted, dtype: torch.dtype) -> None:
-    """Rows that saw nothing are exactly empty, the others near."""
+    """Check that rows without visible keys are exactly empty and the others are close."""
     assert (result.out.dtype, result.lse.dtype) == (dtype, torch.float32)
     out, lse = (x.cpu() for x in result)
     is_empty = wanted.lse == -torch.inf

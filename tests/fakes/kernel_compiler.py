@@ -1,6 +1,6 @@
-"""Compiles kernels for an H200 instead of launching them: nothing but Triton is needed, no driver and no GPU.
+"""Compilation of kernels for an H200 instead of launching them. It needs Triton, but no driver and no GPU.
 
-To be used in a process of its own: Triton decides whether it interprets when it is imported.
+Use it in a separate process: on import, Triton decides whether to interpret kernels.
 """
 
 import re
@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 H200 = GPUTarget("cuda", 90, 32)
 MOST_SHARED_BYTES = 227 << 10
 MOST_BESIDE = 65_535
-"""Programs along the second and the third axis of a launch: only the first one has room for tokens and pages."""
+"""Programs along the second and third axes of a launch. Only the first axis can count tokens and pages."""
 _TYPES = {
     torch.float64: "fp64",
     torch.float32: "fp32",
@@ -36,19 +36,19 @@ _OPTIONS = ("num_warps", "num_stages")
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of one launch."""
+    """Compiled kernel of one launch."""
 
     name: str
     shared_bytes: int
     registers: int
     spilled_bytes: int
     spills_among_products: int
-    """Instructions that write or read them in a loop that multiplies matrices."""
+    """Number of instructions that spill registers in a loop that multiplies matrices."""
     asm: str
 
 
 def compile_launches(launch: Callable[[], object]) -> list[Compiled]:
-    """Compile what ``launch`` would launch on tensors of the CPU."""
+    """Compile the kernels that ``launch`` would launch for CPU tensors."""
     compiled: list[Compiled] = []
 
     def compile_instead(self: Any, *args: Any, grid: tuple[int, ...], **kwargs: Any) -> None:
@@ -100,7 +100,7 @@ def _type_of(value: Any) -> Any:
 
 
 def _disassembled(cubin: bytes) -> str:
-    """What a kernel takes, and its instructions."""
+    """Return a kernel's resources and instructions as text."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -110,7 +110,7 @@ def _disassembled(cubin: bytes) -> str:
 
 
 def _resources(shown: str) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack, where spilled registers go."""
+    """Return registers per thread, and bytes of its stack, which holds spilled registers."""
     registers, stack = re.search(r"REG:(\d+)", shown), re.search(r"STACK:(\d+)", shown)
     assert registers is not None, shown
     assert stack is not None, shown
@@ -118,7 +118,7 @@ def _resources(shown: str) -> tuple[int, int]:
 
 
 def spills_among_products(shown: str) -> int:
-    """Accesses to the stack between a branch back and where it leads, if matrices are multiplied there, too."""
+    """Count stack accesses in loops that also multiply matrices."""
     code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", shown)]
     assert code, shown[:1000]
     branches = [(at, re.search(r"\bBRA\b.*?\b0x([0-9a-f]+)", text)) for at, text in code]

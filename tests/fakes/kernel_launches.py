@@ -1,4 +1,4 @@
-"""Launches of every kernel at the shapes of models; run as a program, compiles those it is told of for an H200."""
+"""Launches of every kernel with shapes from models. As a program, compile the named ones for an H200."""
 
 import json
 import sys
@@ -19,11 +19,11 @@ from workers.kernels.sampling import find_cutoffs, win_race
 from workers.kernels.triton_elementwise import add_rms_norm, rms_norm, rotate, rotate_storing, store_kv, swiglu
 
 MANY = 1 << 16
-"""Rows of 8,192 tokens at eight experts each."""
+"""Rows of 8,192 tokens with eight experts each."""
 
 
 def _attention(dtype: torch.dtype, head_dim: int, groups: int, page_size: int) -> Callable[[], object]:
-    """A prompt behind a prefix, and a decoded token."""
+    """Return a launch with a prompt after a prefix, and a decoded token."""
     runs, num_keys = [Run(0, 300, 700, 1), Run(1, 999, 1, 1)], 1000
 
     def launch() -> object:
@@ -63,7 +63,7 @@ def _copy() -> None:
 
 
 def _copy_most() -> None:
-    """Of tiny pages, a whole pool."""
+    """Copy a pool of tiny pages."""
     pool = kv_pool(MANY, 1, 1, 16, 64, torch.bfloat16)
     copy_pages(
         pool.group("full_attention"), torch.empty_like(pool.group("full_attention")), torch.arange(MANY).expand(2, MANY)
@@ -83,7 +83,7 @@ def _rotate() -> object:
 
 
 def _rotate_storing() -> None:
-    """Of a whole model and of the ranks of tp 8."""
+    """Rotate and store the heads of a model, and those of a rank with tp 8."""
     for heads, kv_heads in ((32, 8), (4, 1)):
         pool, turn = kv_pool(4, kv_heads, 2, 64, 128, torch.bfloat16), _bf16(100, 1, 128)
         layer, slots = pool.group("full_attention")[:, :, 1], torch.arange(100)
@@ -98,7 +98,7 @@ def _draws() -> object:
 
 
 def _draws_any() -> object:
-    """Settings of an odd number of rows lie elsewhere in their table."""
+    """Sample with an odd number of rows, whose settings have another offset in their table."""
     for num_rows in (3, 4):
         table = torch.zeros(3, num_rows, dtype=torch.int64)
         launched = win_race(torch.zeros(num_rows, 1024), table[1])
@@ -121,13 +121,13 @@ def _merge() -> object:
 
 
 def _merge_any() -> None:
-    """A row, a number of rows that 16 divides, and one that it does not."""
+    """Merge one row, a multiple of 16 rows, and another number of rows."""
     for num_rows in (1, 16, 33):
         merge_partials([_bf16(num_rows, 1, 128)] * 2, [torch.zeros(num_rows, 1)] * 2)
 
 
 def _decode(head_dim: int, kv_heads: int, groups: int, page_size: int = 64) -> Callable[[], object]:
-    """Decode attention of captured steps: some requests, whose keys are split."""
+    """Return decode attention of captured steps: some requests, whose keys are split."""
 
     def launch() -> object:
         pool = kv_pool(4, kv_heads, 1, page_size, head_dim, torch.bfloat16)

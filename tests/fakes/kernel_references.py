@@ -1,4 +1,4 @@
-"""The small kernels against what they stand for in plain torch, on any device."""
+"""Comparison of the small kernels with plain torch on any device."""
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ def check_copy(data: st.DataObject, device: str) -> None:
         (there, zeros.pin_memory() if device == "cuda" else zeros),
     ):
         copy_pages(source[:, heads, layers], target[:, heads, layers], places.to(device))
-        # Of what is copied to the host it waits for nothing itself.
+        # A copy to the host does not synchronize by itself.
         synchronize(torch.device(device))
         assert torch.equal(target.cpu(), expected)
 
@@ -74,7 +74,7 @@ def check_norm(data: st.DataObject, device: str) -> None:
 
 
 def _normed(norm: RMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-    """In fp64, and as rounded to the dtype of ``x`` before the scale is applied, and after."""
+    """Return the norm in fp64, and with rounding to the dtype of ``x`` before and after the scale."""
     wide = x.double()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
     scale = norm.weight.double()
@@ -95,7 +95,7 @@ def check_rotate(data: st.DataObject, device: str) -> None:
 
 
 def check_rotate_storing(data: st.DataObject, device: str) -> None:
-    """Of what is rotated as of ``rotate``; values and all other slots stay what they are."""
+    """Check rotation like ``rotate``. Values and all other slots must stay unchanged."""
     dtype, (dim, page_size) = data.draw(DTYPES), data.draw(st.sampled_from([(2, 5), (80, 16), (128, 64)]))
     queries, stored = data.draw(st.sampled_from([1, 4, 9])), data.draw(st.integers(1, 3))
     slots = torch.randperm(4 * page_size)[: data.draw(NUM_ROWS)]
@@ -137,7 +137,7 @@ def check_grouped(data: st.DataObject, device: str) -> None:
 
 
 def check_choices(data: st.DataObject, device: str) -> None:
-    """Of equals any may come first; a row of no number is somebody's, too."""
+    """Check the choice of experts. Among equal ones any may be first, and tokens without a count are also valid."""
     num_tokens, num_experts = data.draw(NUM_ROWS), data.draw(st.sampled_from([1, 8, 60, 128]))
     num_chosen, dtype = min(data.draw(st.sampled_from([1, 2, 8])), num_experts), data.draw(DTYPES)
     logits = torch.randn(num_tokens, num_experts).to(dtype) * 3
@@ -160,7 +160,7 @@ def check_choices(data: st.DataObject, device: str) -> None:
 
 
 def check_expert_rows(data: st.DataObject, device: str) -> None:
-    """Some experts are elsewhere, some tokens ask for fewer, and each choice meets the matrix of its expert."""
+    """Check tokens with fewer experts than others and with experts on other ranks."""
     num_tokens, num_chosen = data.draw(st.sampled_from([1, 5, 33, 300])), data.draw(st.sampled_from([1, 2, 8]))
     first, num_local = data.draw(st.sampled_from([(0, 16), (4, 8), (12, 4), (8, 1)]))
     chosen = torch.rand(num_tokens, 16).argsort(1)[:, :num_chosen]
@@ -193,13 +193,13 @@ def check_expert_rows(data: st.DataObject, device: str) -> None:
 
 
 COMPILED_PARTS = ((1, 1, 64), (2, 3, 80), (8, 4, 128), (1, 16, 256), (2, 5, 96))
-"""Kv heads, groups and head sizes: each of them is a kernel that a GPU compiles."""
+"""KV heads, groups and head sizes. A GPU compiles a kernel for each of them."""
 _MOST_INTERPRETED = 100
-"""Programs of launches with several kv heads, or of those that come twice: the interpreter runs sixty a second."""
+"""Limit on programs in large or repeated launches, because the interpreter runs sixty a second."""
 
 
 def check_joined_parts(data: st.DataObject, device: str) -> None:
-    """Of three tiles, in any order, and twice if few; a part may have no key, and what is no part is not looked at."""
+    """Check three tiles with parts in any order. Parts may be empty, and other slots are not read."""
     most = [2, 7, 20, 64, 65, 66] if device == "cpu" else [2, 7, 20, 64, 65, 66, 130, 264]
     counts = [data.draw(st.sampled_from(most)), 1, data.draw(st.integers(2, 6))]
     if device == "cpu":
@@ -242,7 +242,7 @@ def check_joined_parts(data: st.DataObject, device: str) -> None:
 
 
 def _tiles_of_parts(counts: list[int], lens: list[int], num_queries: int, step: int) -> tuple[Tensor, Tensor]:
-    """So many parts of each tile, of so many keys each."""
+    """Return tiles with a number of parts each, and segments with the length of each part."""
     tiles: list[list[int]] = []
     segments, first_slot = [], 0
     for tile, count in enumerate(counts):
@@ -255,7 +255,7 @@ def _tiles_of_parts(counts: list[int], lens: list[int], num_queries: int, step: 
 
 
 def check_merged_partials(data: st.DataObject, device: str) -> None:
-    """Of up to six ranks; what comes from others may be in fp32."""
+    """Check the partial results of up to six ranks. Those of peers may be in fp32."""
     shape = data.draw(st.sampled_from([(0, 1), (1, 3), (9, 2)]))
     dim, dtype = data.draw(st.sampled_from([64, 80, 256])), data.draw(DTYPES)
     dtypes = [dtype, *data.draw(st.lists(st.sampled_from([dtype, torch.float32]), max_size=5))]

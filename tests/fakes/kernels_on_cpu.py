@@ -1,4 +1,4 @@
-"""Lets code that chooses between kernels and torch take kernels on a CPU, too, where Triton interprets them."""
+"""Switch that makes product code use kernels on a CPU, where Triton interprets them."""
 
 import sys
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def kernels_on_cpu(patch: pytest.MonkeyPatch, *, on: bool = True) -> None:
-    """Patch every loaded module that asks `has_kernels`; ``on=False`` gives it torch again."""
+    """Patch every loaded module that calls `has_kernels`. With ``on=False`` they use torch again."""
 
     def has_kernels(x: Tensor) -> bool:
         return on or x.is_cuda

@@ -1,4 +1,4 @@
-"""Things that a test knows to be of one kind, among others that they might be."""
+"""Type checks for tests that know the one kind in a list of several."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 def all_of(kind: type[T], things: Iterable[object]) -> list[T]:
-    """All of them; AssertionError if one is of another kind."""
+    """Return all things. Raise AssertionError if one is of another kind."""
     found = []
     for thing in things:
         assert isinstance(thing, kind), thing

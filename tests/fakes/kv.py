@@ -22,7 +22,7 @@ def kv_geometry(
     page_size: int = 4,
     model: str = "m",
 ) -> KvGeometry:
-    """A model whose layers all store K and V of one width."""
+    """Return a model whose layers all store K and V of one width."""
     group = key_value_group(range(num_layers), num_kv_heads, head_dim, dtype)
     return KvGeometry(model=model, num_layers=num_layers, groups=(group,), page_size=page_size)
 
@@ -38,7 +38,7 @@ def kv_layout(
     head_dim: int = 1,
     itemsize: int = 4,
 ) -> PoolLayout:
-    """The pool of a rank of such a model."""
+    """Return a rank's pool for such a model."""
     layers = range(first_layer, first_layer + num_layers)
     group = GroupLayout(
         name="full_attention",
@@ -65,7 +65,7 @@ def kv_pool(
     *,
     value_dim: int | None = None,
 ) -> PagePool:
-    """The pages of such a rank; ``value_dim`` None means as wide as keys."""
+    """Return a rank's pages for such a model. Without ``value_dim``, values are as wide as keys."""
     layers = range(num_layers)
     widths = {"k": head_dim, "v": head_dim if value_dim is None else value_dim}
     shard = GroupLayout(
@@ -81,7 +81,7 @@ def kv_pool(
 
 
 def side_by_side(kv: torch.Tensor) -> torch.Tensor:
-    """``kv [tokens, 2, heads, dim]`` as the pool stores it, ``[tokens, heads, 2 * dim]``."""
+    """Return ``kv [tokens, 2, heads, dim]`` as the pool stores it, ``[tokens, heads, 2 * dim]``."""
     return kv.transpose(1, 2).flatten(2)
 
 
@@ -92,7 +92,7 @@ def make_spans(
     first_layer: int = 0,
     last_layer: int | None = None,
 ) -> list[Span]:
-    """The spans that copy layers of pages, of the first lifetime."""
+    """Return the spans that copy layers of pages with the first lifetime."""
     pairs = list(pairs)
     layers = range(first_layer, source.layers.stop if last_layer is None else last_layer)
     pages = PageRange(source, [pair.source for pair in pairs], layers)
@@ -100,7 +100,7 @@ def make_spans(
 
 
 def two_groups(num_layers: int = 4, num_heads: int = 2, page_size: int = 4) -> KvGeometry:
-    """A model that stores K and V in every layer, and one head of two unlike parts in every second one."""
+    """Return a model with K and V in every layer and one head with two unequal parts in every second one."""
     parts = (KvPart(name="latent", dim=6, dtype="bfloat16"), KvPart(name="keys", dim=2, dtype="float32"))
     extra = KvGroup(name="extra", num_heads=1, layers=tuple(range(1, num_layers, 2)), parts=parts)
     groups = (key_value_group(range(num_layers), num_heads, 4, "float32"), extra)

@@ -1,4 +1,4 @@
-"""Legal ways to cut a replica, and few of them that bring every two traits together."""
+"""Legal layouts of a replica, and small selections that combine every two traits."""
 
 from collections.abc import Callable, Sequence
 from itertools import combinations, product
@@ -13,7 +13,7 @@ AXES = ("dp", "cp", "tp", "pp", "ep", "moe_dp", "moe_tp")
 
 
 def legal_layouts(most_ranks: int, *, is_decode: bool = False) -> list[ParallelConfig]:
-    """Every legal one with at most two ranks on each attention axis."""
+    """Return every legal layout with at most two ranks on each attention axis."""
     twos = (1, 2)
     found = []
     for dp, cp, tp, pp, ep, moe_dp in product(twos, (1,) if is_decode else twos, twos, twos, (1, 2, 4), twos):
@@ -38,22 +38,21 @@ WIDE = [
     ParallelConfig(dp=2, cp=2, tp=2, ep=8),
     ParallelConfig(pp=3),
 ]
-"""Some of those with more ranks on an axis; models need four heads, eight experts and three layers."""
+"""Some layouts with more ranks on an axis. Models need four heads, eight experts and three layers."""
 
 
 def num_ranks(parallel: ParallelConfig) -> int:
-    """Of one replica."""
     return world_size(sizes_of(parallel))
 
 
 def divided(parallel: ParallelConfig, *, has_experts: bool) -> frozenset[str]:
-    """The axes that have several ranks; those of experts only where there are experts to divide."""
+    """Return the axes with several ranks. Expert axes count only if there are experts."""
     sizes = {axis: getattr(parallel, axis) for axis in AXES[:-1]} | {"moe_tp": moe_tp_size(parallel)}
     return frozenset(axis for axis in (AXES if has_experts else AXES[:4]) if sizes[axis] > 1)
 
 
 def covering_pairs(items: Sequence[T], traits: Callable[[T], frozenset[str]]) -> list[T]:
-    """Few of the items, in which every two traits meet that do so in any of them; the earlier of equally good ones."""
+    """Return few items that contain every pair of traits found in any item. Ties go to earlier items."""
     pairs = [set(combinations(sorted(traits(item)), 2)) for item in items]
     missing = set[tuple[str, str]]().union(*pairs)
     chosen = []
@@ -65,5 +64,5 @@ def covering_pairs(items: Sequence[T], traits: Callable[[T], frozenset[str]]) ->
 
 
 def needs_experts(parallel: ParallelConfig) -> bool:
-    """Whether only a model with experts can be cut so."""
+    """Return whether the layout requires a model with experts."""
     return parallel.ep > 1 or parallel.moe_dp > 1

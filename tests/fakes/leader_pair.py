@@ -1,4 +1,4 @@
-"""A prefill and a decode leader that hear only what a test tells them; their ranks compute nothing."""
+"""A prefill and a decode leader that receive only a test's messages. Their ranks compute nothing."""
 
 from collections.abc import Mapping
 
@@ -18,12 +18,12 @@ from workers.scheduler.prefill_request import PrefillSettings
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 ME = Peer(replica=ROUTER, incarnation=Incarnation(1), address=ROUTER)
-"""The router of every request."""
+"""Router of every request."""
 PROMPT = list(range(1, 4 * PAGE_SIZE + 1))
 
 
 class LeaderPair:
-    """One prefill replica of two ranks and one decode replica of one; both know the table."""
+    """One prefill replica with two ranks and one decode replica with one. Both know the table."""
 
     def __init__(self, num_pages: int = 40, *, prefix_cache: bool = True) -> None:
         self._prefill_rows = [row(Role.PREFILL, rank, 2, num_pages) for rank in range(2)]
@@ -66,7 +66,7 @@ class LeaderPair:
         cache_salt: str = "",
         prompt_of: Room | None = None,
     ) -> Submit:
-        """Return the message of a new request, which nobody has got yet."""
+        """Return the message of a new request without sending it."""
         self._num_rooms += 1
         return Submit(
             room=Room(self._num_rooms),
@@ -82,7 +82,7 @@ class LeaderPair:
         )
 
     def tell(self, role: Role, *messages: Message, now_s: float = 0.0) -> list[Message]:
-        """Let messages arrive, and return what the leader sends then."""
+        """Deliver messages. Return what the leader sends in response."""
         leader = self.leaders[role]
         leader.outgoing = []
         for message in messages:

@@ -1,6 +1,6 @@
-"""A process that loads one rank's part of a model when a line comes in: python -m tests.fakes.loading_rank JSON
+"""Process that loads a rank's part of a model when it reads a line: python -m tests.fakes.loading_rank JSON
 
-Says first that it is ready, then how many bytes its part has, and its largest weight; then waits until its input ends.
+It reports that it is ready, then the sizes of its part and of its largest weight, and waits for the end of its input.
 """
 
 import json
@@ -20,7 +20,7 @@ _NO_BACKEND: Any = SimpleNamespace(in_background=False)
 
 
 def groups_of(axes: Mapping[str, int], global_rank: int) -> ModelGroups:
-    """Of a rank without peers, in which nothing can be computed."""
+    """Return the groups of a rank without peers, in which nothing can be computed."""
     parallel = ParallelConfig(**axes)
     all_members = groups(parallel)
 
@@ -39,14 +39,14 @@ def groups_of(axes: Mapping[str, int], global_rank: int) -> ModelGroups:
 
 
 def main(folder: str, axes: Mapping[str, int], global_rank: int, dtype: str, reads_whole_files: bool) -> None:
-    """Load as a worker does; or, to be found out, keep every file as it is beside it."""
+    """Load like a worker. With ``reads_whole_files``, also keep every file in memory, which tests must detect."""
     groups = groups_of(axes, global_rank)
     print("ready", flush=True)
     sys.stdin.readline()
     files = [path.read_bytes() for path in Path(folder).glob("*.safetensors")] if reads_whole_files else []
     model = load_model(Path(folder), dtype=torch_dtype(dtype), groups=groups)
     weights = list(model.parameters())
-    # Those of all experts are one.
+    # All experts share one tensor.
     largest = max(weight.nbytes // (len(weight) if weight.dim() == 3 else 1) for weight in weights)
     print(sum(weight.nbytes for weight in weights), largest, flush=True)
     sys.stdin.read()

@@ -1,6 +1,7 @@
-"""Replicas in plain processes of this machine, without Ray, HTTP or a router: for tests, and to see the engine alone.
+"""Replicas as plain processes, without Ray, HTTP or a router: for tests, and to try the engine alone.
 
-python -m tests.fakes.local_cluster deploy/local-cpu.yaml "The launch code is tango seven\nThe launch code is"
+python -m tests.fakes.local_cluster deploy/local-cpu.yaml "The launch code is tango seven
+The launch code is"
 """
 
 import sys
@@ -41,40 +42,40 @@ from workers.process import ANSWER_TIMEOUT_S, WORKER, RemoteError, WorkerProcess
 
 HOST = "127.0.0.1"
 _CONSEQUENCES = ("CollectiveError", PeerLostError.__name__)
-"""How the error of a rank begins that another one has left; the first class is not imported, as it brings torch."""
+"""Error prefixes of ranks that fail after another rank's failure. Importing the first class would load torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What ``LocalCluster.generate`` is asked."""
+    """Request for ``LocalCluster.generate``."""
 
     token_ids: Sequence[int]
     stopping: Stopping
     sampling: Sampling = field(default_factory=Sampling)
     num_given: int = 0
-    """The last so many of the tokens are output of an earlier attempt."""
+    """Number of last tokens that are output of an earlier attempt."""
     shares_prompt: bool = False
-    """Another choice of the prompt before it."""
+    """Whether this is another choice of the preceding prompt."""
     on_decode: bool = False
-    """Decode computes it alone."""
+    """Whether decode computes the prompt without prefill."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What ``LocalCluster.answer`` gives."""
+    """Result of ``LocalCluster.answer``."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of every token, where they were asked for."""
+    """Log-probabilities of all tokens, if requested."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of every token of the prompt but the first, where they were asked for."""
+    """Log-probabilities of all prompt tokens but the first, if requested."""
     num_given: int = 0
-    """Of the prompt: output that comes before these tokens."""
+    """Number of prompt tokens that are output of an earlier attempt."""
     cached: CachedTokens = field(default_factory=CachedTokens)
 
 
 class LocalReplica:
-    """One replica over given processes."""
+    """Replica that runs in given processes."""
 
     def __init__(
         self, config: DeployConfig, role: Role, model_folder: Path, processes: Sequence[WorkerProcess]
@@ -100,7 +101,7 @@ class LocalReplica:
         self._results()
 
     def load(self) -> None:
-        """Load every rank; they meet at the first one's store."""
+        """Load every rank. Ranks meet at the first one's store."""
         self.workers[0].call("open_store")
         store = self.workers[0].result()
         for worker in self.workers:
@@ -108,7 +109,7 @@ class LocalReplica:
         self.rows = self._results()
 
     def configure(self, config: DeployConfig) -> None:
-        """Between runs: take over settings that do not change what was loaded."""
+        """Change settings that do not affect loading. Call this between runs."""
         for worker in self.workers:
             worker.call("configure", config)
             worker.result()
@@ -116,18 +117,17 @@ class LocalReplica:
         self.rows = [replace(row, transfer_mode=transfer.mode) for row in self.rows]
 
     def start(self) -> None:
-        """Run every rank."""
         for worker in self.workers:
             worker.call("run", self.rows)
 
     def finish(self, outbox: Outbox) -> None:
-        """Stop running; raises what ended a rank, if it was not this."""
+        """Stop running. Raise the error that ended a rank."""
         for row in self.rows:
             outbox.send(row.address, Shutdown(reason="the run is over"))
         self._results()
 
     def _results(self) -> list[Any]:
-        """Of every rank's call; raises the error that ended the first rank, not those that follow from its end."""
+        """Return the result of every rank. Raise the first cause if ranks have failed."""
         results: list[Any] = []
         errors: list[RemoteError] = []
         for worker in self.workers:
@@ -141,7 +141,7 @@ class LocalReplica:
 
     @property
     def entry(self) -> ReplicaEntry:
-        """This replica as the bootstrap table would show it."""
+        """Return this replica's entry in the bootstrap table."""
         return ReplicaEntry(
             replica=self.replica,
             incarnation=Incarnation(1),
@@ -152,29 +152,29 @@ class LocalReplica:
 
     @property
     def peer(self) -> Peer:
-        """This replica as others address it."""
+        """Return this replica as a peer."""
         return Peer(replica=self.replica, incarnation=Incarnation(1), address=self.rows[0].address)
 
 
 class LocalCluster:
-    """One prefill and one decode replica.
+    """Cluster of one prefill and one decode replica.
 
-    ``load`` may be called again for another model or layout, ``running`` entered again with other settings: the
-    processes are kept.
+    Processes are kept when ``load`` is called again for another model or layout, or ``running`` is entered again with
+    other settings.
     """
 
     def __init__(self, worker: str = WORKER) -> None:
-        """``worker`` names the class of every rank, as in ``WorkerProcess``."""
+        """Create the cluster. ``worker`` names the class of all ranks, as in ``WorkerProcess``."""
         self._worker = worker
         self._inbox = Inbox(HOST)
         self._outbox = Outbox()
         self._processes: list[WorkerProcess] = []
         self._replicas: list[LocalReplica] = []
         self._numbers = count(1)
-        """Of commands."""
+        """Numbers of commands."""
 
     def load(self, config: DeployConfig, model_folder: Path, decode_config: DeployConfig | None = None) -> None:
-        """Make both replicas anew, decode with settings of its own if given."""
+        """Load both replicas again, with separate settings for decode if given."""
         num_prefill = world_size(sizes_of(config.prefill.parallel))
         num_decode = world_size(sizes_of(config.decode.parallel))
         while len(self._processes) < num_prefill + num_decode:
@@ -190,7 +190,7 @@ class LocalCluster:
     def running(
         self, config: DeployConfig | None = None, decode_config: DeployConfig | None = None
     ) -> Iterator["LocalCluster"]:
-        """Run both replicas, decode with settings of its own if given; on the way out raises what ended a rank."""
+        """Run both replicas, with separate settings for decode if given. On exit, raise the error that ended a rank."""
         for replica in self._replicas:
             chosen = decode_config if decode_config is not None and replica.role is Role.DECODE else config
             if chosen is not None:
@@ -206,22 +206,22 @@ class LocalCluster:
                 replica.finish(self._outbox)
 
     def rows(self, role: Role) -> list[RankRow]:
-        """What the ranks of a replica tell of themselves, by global rank."""
+        """Return the rank records of a replica, by global rank."""
         return next(replica.rows for replica in self._replicas if replica.role is role)
 
     def ask(self, role: Role, method: str) -> list[Any]:
-        """Between runs: what a method of the workers of a replica returns, by global rank."""
+        """Return the results of a worker method, by global rank. Call this between runs."""
         (workers,) = (replica.workers for replica in self._replicas if replica.role is role)
         for worker in workers:
             worker.call(method)
         return [worker.result() for worker in workers]
 
     def generate(self, prompts: Sequence[Prompt], timeout_s: float = ANSWER_TIMEOUT_S) -> list[list[int]]:
-        """The output tokens of every prompt, all submitted at once."""
+        """Return the output tokens of every prompt. All prompts are submitted together."""
         return [answer.token_ids for answer in self.answer(prompts, timeout_s)]
 
     def answer(self, prompts: Sequence[Prompt], timeout_s: float = ANSWER_TIMEOUT_S) -> list[Answer]:
-        """The same with what else is known of each answer."""
+        """Return the answers with log-probabilities and other details."""
         rooms: list[Room] = []
         first: Room | None = None
         for prompt in prompts:
@@ -235,7 +235,7 @@ class LocalCluster:
                 raise RemoteError(f"{len(unfinished)} of {len(rooms)} prompts got no token within {timeout_s} s")
             for message in _apart(messages):
                 if message.room not in answers:
-                    continue  # of prompts that failed before these were asked
+                    continue  # output of prompts that failed in an earlier call
                 if isinstance(message, Failure):
                     raise RemoteError(f"{message.replica}: {message.reason}")
                 answer = answers[message.room]
@@ -249,12 +249,12 @@ class LocalCluster:
         return [answers[room] for room in rooms]
 
     def flush(self, *tiers: Tier) -> None:
-        """Let both replicas forget what these tiers hold, before anything that is asked next."""
+        """Clear these tiers on both replicas before later requests."""
         for replica in self._replicas:
             self._outbox.send(replica.peer.address, FlushCache(tiers=tiers))
 
     def tell(self, role: Role, wanted: Wanted, timeout_s: float = ANSWER_TIMEOUT_S) -> CommandResult:
-        """While nothing is asked: let a replica do what an administrator wants; its answer."""
+        """Run an administrative command on an idle replica. Return its result."""
         (peer,) = (replica.peer for replica in self._replicas if replica.role is role)
         number = next(self._numbers)
         command = Command(number=number, sender=self._me, incarnation=peer.incarnation, wanted=wanted)
@@ -266,7 +266,6 @@ class LocalCluster:
         raise RemoteError(f"{peer.replica} did not answer {type(wanted).__name__} within {timeout_s} s")
 
     def close(self) -> None:
-        """End every process."""
         for process in self._processes:
             process.stop()
         for process in self._processes:
@@ -276,7 +275,7 @@ class LocalCluster:
 
     @property
     def _me(self) -> Peer:
-        """In a router's place."""
+        """Return the router whose part this process plays."""
         return Peer(replica=ROUTER, incarnation=Incarnation(1), address=self._inbox.address)
 
     def _submit(self, prompt: Prompt, prompt_of: Room | None) -> Room:
@@ -299,7 +298,7 @@ class LocalCluster:
 
 
 def _apart(messages: Iterable[Message]) -> Iterator[Output | Failure]:
-    """What leaders ask about requests that take long needs no answer: here nobody leaves one."""
+    """Yield outputs and failures. Inquiries need no reply, because no client disconnects here."""
     for message in messages:
         assert isinstance(message, Outputs | Failure | Inquire), message
         if isinstance(message, Outputs):

@@ -1,4 +1,4 @@
-"""Local replicas that serve one case after another, small models for them, and transformers' answers."""
+"""Local replicas that serve case after case, small models for them, and transformers' answers."""
 
 import json
 import random
@@ -23,7 +23,7 @@ from workers.process import WORKER
 
 
 class KvWay(NamedTuple):
-    """Where the CP ranks of a prefill replica keep KV, how it meets their queries, and who sends it."""
+    """Placement of KV on CP ranks, the way in which it meets their queries, and the sending ranks."""
 
     mode: CpMode = CpMode.GATHER
     passing: PassingSetting = PassingSetting.AUTO
@@ -39,15 +39,15 @@ KV_WAYS = [
     KvWay(CpMode.RING, PassingSetting.PASS_KV),
     KvWay(CpMode.RING, PassingSetting.PASS_Q),
 ]
-"""Every one that `baton plan` allows."""
+"""Every combination that `baton plan` allows."""
 
 
 NUM_LOGPROBS = 20
-"""Of each token, of those that are compared."""
+"""Number of compared log-probabilities per token."""
 
 
 class Oracle:
-    """transformers' own greedy tokens and log-probabilities."""
+    """Greedy tokens and log-probabilities from transformers."""
 
     def __init__(self, folder: Path, num_tokens: int) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -55,15 +55,15 @@ class Oracle:
         self._cached = cache(self._generate)
 
     def tokens(self, prompt: Sequence[int]) -> list[int]:
-        """The answer to a prompt."""
+        """Return the output for a prompt."""
         return list(self._cached(tuple(prompt))[0])
 
     def logprobs(self, prompt: Sequence[int]) -> Tensor:
-        """Of every token of the vocabulary at every position of the answer, ``[num_tokens, vocabulary]``."""
+        """Return the vocabulary's log-probabilities at every output position, ``[num_tokens, vocabulary]``."""
         return self._cached(tuple(prompt))[1]
 
     def check(self, prompt: Sequence[int], answer: Answer, note: str = "") -> None:
-        """The answer's tokens are transformers', and its log-probabilities within 1e-4."""
+        """Check that tokens equal transformers' and log-probabilities differ by at most 1e-4."""
         assert answer.token_ids == self.tokens(prompt), note
         top_ids = torch.tensor([told.top_ids for told in answer.logprobs])
         top_logprobs = torch.tensor([told.top_logprobs for told in answer.logprobs])
@@ -85,7 +85,7 @@ class Oracle:
 
 
 class Models:
-    """Small checkpoints and their oracles, each made once."""
+    """Small checkpoints and their oracles, each created once."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -93,7 +93,7 @@ class Models:
         self.oracle = cache(Oracle)
 
     def folder(self, family: str, **overrides: Any) -> Path:
-        """Return the folder of a random model; ``overrides`` are those of ``make_checkpoint``."""
+        """Return the folder of a random model. ``overrides`` are passed to ``make_checkpoint``."""
         name = json.dumps([family, overrides])
         if name not in self._folders:
             folder = self._root / str(len(self._folders)) / family
@@ -102,7 +102,7 @@ class Models:
 
 
 class LocalEngine:
-    """A local cluster that keeps its processes, and what they loaded while model and layout stay the same."""
+    """Local cluster that keeps its processes, and loaded weights while model and layout are unchanged."""
 
     def __init__(self, worker: str = WORKER) -> None:
         self._worker = worker
@@ -113,7 +113,7 @@ class LocalEngine:
     def running(
         self, folder: Path, config: DeployConfig, decode_config: DeployConfig | None = None
     ) -> Iterator[LocalCluster]:
-        """The cluster with these settings, those of decode apart if given."""
+        """Run the cluster with these settings, and separate ones for decode if given."""
         layout = (
             folder,
             config.kv.page_size,
@@ -134,26 +134,25 @@ class LocalEngine:
             yield running
 
     def ask(self, role: Role, method: str) -> list[Any]:
-        """Between runs: what a method of the workers of a replica returns, by global rank."""
+        """Return the results of a worker method, by global rank. Call this between runs."""
         return self._cluster.ask(role, method)
 
     def restart(self) -> None:
-        """End every process; the next case begins with new ones."""
+        """End every process. The next case starts new ones."""
         self._cluster.close()
         self._cluster, self._loaded = LocalCluster(self._worker), None
 
     def close(self) -> None:
-        """End every process."""
         self._cluster.close()
 
 
 def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
-    """Return random prompts, which are the same for the same lengths."""
+    """Return random prompts, which depend on the lengths only."""
     rng = random.Random(repr(lengths))
     return [[rng.randrange(3, 250) for _ in range(length)] for length in lengths]
 
 
 def asked(prompts: Sequence[Sequence[int]], num_tokens: int, num_logprobs: int | None = None) -> list[Prompt]:
-    """Greedy prompts for answers of a given length."""
+    """Return greedy prompts for outputs of a given length."""
     sampling = Sampling(num_logprobs=num_logprobs)
     return [Prompt(prompt, Stopping(max_tokens=num_tokens), sampling) for prompt in prompts]

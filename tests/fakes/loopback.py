@@ -1,4 +1,4 @@
-"""A transfer backend inside one process: regions are byte arrays, and a test can make writes wait or fail."""
+"""Transfer backend inside one process. Regions are byte arrays, and tests can delay or fail writes."""
 
 import threading
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from transfer.page_range import Span
 
 
 class Loopback:
-    """Any number of regions; all of them are each other's peers."""
+    """Backend for any number of regions, which can all reach each other."""
 
     name = TransferBackendName.SHARED_MEMORY
     settle_s = 0.0
@@ -21,14 +21,14 @@ class Loopback:
         self.batch_sizes: list[int] = []
         self.forgotten: list[str] = []
         self.failing: set[str] = set()
-        """Sessions whose writes fail."""
+        """Sessions to which writes fail."""
         self.flips: set[int] = set()
-        """Bytes of any target that change once they are written."""
+        """Target offsets at which written bytes are corrupted."""
         self.gate = threading.Event()
-        """Writes wait for it; open at first."""
+        """Gate that writes wait for. It is open at first."""
         self.gate.set()
         self.is_writing = threading.Event()
-        """Set while or after a write waits at the gate."""
+        """Event that is set once a write waits at the gate."""
 
     def allocate(self, num_bytes: int) -> Region:
         session = f"loopback-{len(self.memory)}"

@@ -1,4 +1,4 @@
-"""Members of a cluster for real Ray: they register, answer Shutdown and Drain, and compute nothing."""
+"""Members of a cluster for real Ray, which register, answer Shutdown and Drain, and compute nothing."""
 
 import os
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _BEAT_S = 0.3
 
 
 class QuietWorker:
-    """See WorkerActor. Its row's transfer session is its process id."""
+    """Worker that computes nothing. Its transfer session is its process id."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         os.environ.update(environ)
@@ -60,7 +60,7 @@ class QuietWorker:
 
 
 class QuietRouter:
-    """See RouterActor. Every request has always ended."""
+    """Router whose requests have always ended."""
 
     def __init__(self, environ: Mapping[str, str], incarnation: Incarnation, share: RouterShare) -> None:
         del incarnation, share

@@ -1,4 +1,4 @@
-"""A model folder without weights whose tokens are bytes: token i is byte i, then come the special tokens."""
+"""Model folder without weights whose tokens are bytes: token i is byte i, followed by special tokens."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ TEMPLATE = (
 
 
 def write_model_folder(folder: Path, *, max_context: int = 512, template: str | None = TEMPLATE) -> Path:
-    """Write tokenizer and configurations; completions begin with BOS."""
+    """Write tokenizer and configuration. Completions begin with BOS."""
     folder.mkdir(parents=True, exist_ok=True)
     vocab = {character: byte for byte, character in _byte_characters().items()} | {"<s>": BOS, "</s>": EOS}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
@@ -35,12 +35,12 @@ def write_model_folder(folder: Path, *, max_context: int = 512, template: str | 
 
 
 def write_json(path: Path, content: object) -> None:
-    """Replace a file by this JSON."""
+    """Replace a file's content by JSON."""
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def _byte_characters() -> dict[int, str]:
-    """The printable stand-in that byte-level tokenizers have for each byte."""
+    """Return the printable character with which byte-level tokenizers represent each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

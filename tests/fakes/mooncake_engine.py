@@ -1,4 +1,4 @@
-"""Mooncake's engine inside one process, by the addresses that it is given, of which it reaches registered ones only."""
+"""Fake Mooncake engines inside one process, which reach registered memory addresses only."""
 
 import ctypes
 import json
@@ -7,24 +7,24 @@ from itertools import count
 
 
 class FakeFabric:
-    """All engines of one test."""
+    """All engines in one test."""
 
     def __init__(self) -> None:
         self.engines: dict[str, FakeEngine] = {}
         self.cards = ["mlx5_0"]
         self.refuses: Callable[[int], bool] = lambda _: False
-        """Whether memory at an address cannot be registered."""
+        """Function that tells whether memory at an address cannot be registered."""
         self.moved: list[tuple[int, int, int]] = []
-        """From, to, and how many bytes."""
+        """Source, target and length of each copy."""
         self._ports = count(12001)
 
     def make(self) -> "FakeEngine":
-        """As ``TransferEngine()``."""
+        """Return a new engine, in place of ``TransferEngine()``."""
         return FakeEngine(self, next(self._ports))
 
 
 class FakeEngine:
-    """What MooncakeBackend uses of an engine."""
+    """Methods of an engine that MooncakeBackend uses."""
 
     def __init__(self, fabric: FakeFabric, port: int) -> None:
         self._fabric, self._port = fabric, port
@@ -32,7 +32,7 @@ class FakeEngine:
         self.protocol = ""
 
     def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
-        """An engine without a card goes on over TCP, and says nothing."""
+        """Accept any protocol. A real engine without a network card falls back to TCP without an error."""
         assert (metadata, devices) == ("P2PHANDSHAKE", "")
         self.protocol = protocol
         self._fabric.engines[f"{host}:{self._port}"] = self

@@ -1,4 +1,4 @@
-"""A Mooncake Store cluster of one master and one process that lends memory."""
+"""Mooncake Store with one master and one process that contributes memory."""
 
 import os
 import socket
@@ -24,7 +24,7 @@ def _wait_for(port: int, timeout_s: float = 60.0) -> None:
 
 @contextmanager
 def mooncake_master(lent_bytes: int = 64 << 20) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    """The master's address and process."""
+    """Yield the master's address and process."""
     import mooncake
 
     from workers.hicache.storage.mooncake_store import MooncakeStorage

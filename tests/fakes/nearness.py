@@ -1,4 +1,4 @@
-"""How near a kernel must be to its reference: one measure for all kernels, on any device."""
+"""Accuracy that kernels must reach: one measure for all kernels on any device."""
 
 import math
 
@@ -6,27 +6,27 @@ import torch
 from torch import Tensor
 
 _TOLERANCES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-3}
-"""What a kernel may be off, by the dtype of what it gives: a norm, relative to the reference's."""
+"""Norm of the error relative to the reference, by output dtype."""
 _LEAST_NORM = 1e-3
 
 
 def check_near(found: Tensor, wanted: Tensor, rounded: Tensor | None = None, num_rows: float = math.inf) -> None:
-    """A kernel is off by no more than the tolerance, beside what its dtype does to the reference itself.
+    """Check that a kernel's error is within tolerance, in addition to the rounding of its dtype.
 
-    wanted: in fp64, of what the kernel was given. rounded: the same, rounded where the reference rounds; None where
-    only the result is. num_rows: how many rows of attention there are.
+    ``wanted`` is in fp64, from the same input. ``rounded`` is rounded where the reference rounds, or None if only the
+    result is. ``num_rows`` is the number of attention rows.
 
-    Rounding to bf16 moves a number by up to 2^-8 of it, and all of them by 1.7e-3 of their norm: neither an element nor
-    the norm can be within 1e-3 of ``wanted``. The distance to ``rounded`` says too much: of results that are off by a
-    hundredth of a step a hundredth is rounded the other way, by a whole step, which is a tenth of one in the norm. But
-    rounding does not depend on what a result was off before it, so the squares of both add up, and what is left
-    without the square of the one that is known is the kernel's own.
+    Rounding to bf16 changes a number by up to 2^-8 of it, and all numbers by 1.7e-3 of their norm, so neither elements
+    nor the norm can be within 1e-3 of ``wanted``. The distance to ``rounded`` is too strict: if results are off by a
+    hundredth of a rounding step, a hundredth of them is rounded the other way by a full step, which is a tenth of a
+    step in the norm. But the rounding error is independent of the error before it, so their squares add up. Subtracting
+    the square of the known rounding error leaves the kernel's own error.
 
-    Attention rounds its weights to the dtype of the values, since tensor cores multiply no others. Of n keys that is
-    some 2^-9 / sqrt(n) of the sum of all terms' sizes; where values have no mean, as here, their sum is smaller by
-    sqrt(n) too, and the result 1.3e-3 off, however many keys there are. No kernel that rounds weights can do better, so
-    this is in ``rounded`` as well. But a kernel rounds them relative to the largest that it has seen so far, and of one
-    row few weights decide which of both is luckier: by up to 2e-3 of it, where it is 1e-4 of some hundred rows.
+    Attention rounds its weights to the dtype of the values, because tensor cores multiply no mixed dtypes. For n keys
+    this is about 2^-9 / sqrt(n) of the sum of all terms' sizes. If values have zero mean, as here, their sum is also
+    smaller by sqrt(n), and the result is off by 1.3e-3 for any number of keys. No kernel that rounds weights can do
+    better, so ``rounded`` includes it. But a kernel rounds weights relative to the largest one so far. In a single row,
+    few weights decide which of the two is luckier: up to 2e-3 of it, but only 1e-4 of several hundred rows.
     """
     assert found.shape == wanted.shape
     rounded = wanted.to(found.dtype) if rounded is None else rounded

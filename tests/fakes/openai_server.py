@@ -1,4 +1,4 @@
-"""An endpoint that answers at once: a completion is `max_tokens` times "x ", a chat repeats the last message."""
+"""Endpoint that answers immediately: a completion repeats "x " `max_tokens` times, a chat repeats the last message."""
 
 import json
 import threading
@@ -8,12 +8,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 REFUSED = "refuse this"
-"""A chat message that is answered with HTTP 503; so is a prompt of `REFUSED_LEN` tokens."""
+"""Chat message that is answered with HTTP 503, like a prompt of `REFUSED_LEN` tokens."""
 REFUSED_LEN = 10
 PAGE_SIZE = 64
 TRACE_PATH = "/traces/1"
 CUT = "cut this"
-"""A chat message whose stream ends with an error event after the first piece."""
+"""Chat message whose stream ends with an error event after the first chunk."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -35,8 +35,7 @@ class _Handler(BaseHTTPRequestHandler):
             trace = {"x-baton-trace": TRACE_PATH} if body.get("trace") and server.makes_traces else {}
             self._send(200, "".join(_stream(body, text, server.count_cached(body))), trace)
 
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+    def log_message(self, *_: Any) -> None: ...
 
     def _send(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)
@@ -47,7 +46,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Listens on a free port of this machine."""
+    """Server on a free port of this machine."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -57,7 +56,7 @@ class FakeServer(ThreadingHTTPServer):
         self._pages: set[tuple[int, ...]] = set()
 
     def count_cached(self, body: Mapping[str, Any]) -> int:
-        """Leading tokens of a prompt that an earlier one began with, in whole pages of `PAGE_SIZE`."""
+        """Return the length in tokens of the prompt's longest cached prefix of whole pages."""
         prompt = body.get("prompt", [])
         starts = [tuple(prompt[:end]) for end in range(PAGE_SIZE, len(prompt) + 1, PAGE_SIZE)]
         cached = max((len(start) for start in starts if start in self._pages and len(start) < len(prompt)), default=0)
@@ -92,7 +91,7 @@ def _event(event: dict[str, Any]) -> str:
 
 @contextmanager
 def serve() -> Iterator[FakeServer]:
-    """A fake endpoint on a free port; its ``url`` and the ``bodies`` it was sent can be read."""
+    """Run a fake endpoint on a free port. Its ``url`` and the received ``bodies`` can be read."""
     with FakeServer() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

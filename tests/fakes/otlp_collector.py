@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector that only remembers: OTLP over HTTP, as any exporter sends it."""
+"""OpenTelemetry collector that records OTLP over HTTP."""
 
 import gzip
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Collector(ThreadingHTTPServer):
-    """Listens on a free port of this machine."""
+    """Collector on a free port of this machine."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -18,7 +18,7 @@ class Collector(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """For ``OTEL_EXPORTER_OTLP_ENDPOINT``."""
+        """Return the value for ``OTEL_EXPORTER_OTLP_ENDPOINT``."""
         return f"http://127.0.0.1:{self.server_port}"
 
 
@@ -41,7 +41,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector that listens."""
     with Collector() as collector:
         thread = Thread(target=collector.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

@@ -1,4 +1,4 @@
-"""Copies of pages, whole or of some layers, against the spans that a transfer would write; on any device."""
+"""Page copies, complete or of some layers, compared with the spans of a transfer on any device."""
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ _ONE, _FIRST = AxisSizes(dp=1, cp=1, tp=1, pp=1), RankCoords(dp=0, cp=0, tp=0, p
 
 
 def layout_of(geometry: KvGeometry, num_pages: int) -> PoolLayout:
-    """A rank that holds all of a model."""
+    """Return the layout of a rank that holds a complete model."""
     return page_layout(geometry, _ONE, _FIRST, num_pages)
 
 
@@ -40,13 +40,13 @@ def check_copies(data: st.DataObject, device: torch.device) -> None:
         there = PageMemory(_put(content, None if is_from_host else device), layout)
         target = PageMemory(_put(torch.zeros_like(content), None if is_to_host else device), layout)
         copy(there.at(of, layers), target.at(to, layers))
-        # A copy to the host is waited for by whoever reads it.
+        # The reader must wait for a copy to the host.
         synchronize(device)
         assert torch.equal(target.bytes.cpu().flatten(), torch.from_numpy(expected))
 
 
 def _put(x: Tensor, device: torch.device | None) -> Tensor:
-    """On the device, or in host memory that a GPU can reach."""
+    """Return a tensor on the device, or in host memory that a GPU can reach."""
     if device is not None:
         return x.to(device)
     return x.pin_memory() if torch.cuda.is_available() else x

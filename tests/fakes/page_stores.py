@@ -1,4 +1,4 @@
-"""Stores of the ranks of made-up replicas, over any backend, with pages whose bytes say what they are."""
+"""Page stores of fake ranks on any backend, with pages whose bytes identify them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -44,14 +44,14 @@ def page_of(number: int) -> TierPage:
 
 
 def kv_of(page: TierPage) -> np.ndarray:
-    """The KV of a page over the whole model, ``[head, layer, k_or_v, slot, head_dim]``."""
+    """Return a page's KV in the whole model, ``[head, layer, k_or_v, slot, head_dim]``."""
     (group,) = GEOMETRY.groups
     shape = (group.num_heads, GEOMETRY.num_layers, 2, GEOMETRY.page_size, group.parts[0].dim)
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1000 * page.key[0]
 
 
 def part_of(page: TierPage, row: RankRow) -> np.ndarray:
-    """What a rank holds of it."""
+    """Return a rank's part of a page."""
     (group,) = row.layout.groups
     heads = slice(group.heads.start, group.heads.stop)
     layers = slice(row.layout.layers.start, row.layout.layers.stop)
@@ -59,14 +59,14 @@ def part_of(page: TierPage, row: RankRow) -> np.ndarray:
 
 
 def write_one(backend: StorageBackend, name: str, parts: Sequence[memoryview]) -> None:
-    """Write one object; raise its error, if any."""
+    """Write one object. Raise its error, if any."""
     (error,) = backend.write([StorageObject(name, parts)])
     if error is not None:
         raise error
 
 
 def read_one(backend: StorageBackend, name: str, parts: Sequence[memoryview]) -> bool:
-    """Read one object; raise its error, if any."""
+    """Read one object. Raise its error, if any."""
     (outcome,) = backend.read([StorageObject(name, parts)])
     if isinstance(outcome, Exception):
         raise outcome
@@ -74,7 +74,7 @@ def read_one(backend: StorageBackend, name: str, parts: Sequence[memoryview]) ->
 
 
 class RankStore:
-    """The page store of one rank, and its host memory."""
+    """Page store and host memory of one rank."""
 
     def __init__(self, backend: StorageBackend, row: RankRow, weights: str = "w") -> None:
         self.row = row
@@ -90,7 +90,7 @@ class RankStore:
         return self.store.store(owned, self.buffer, FOREVER_S, self.failures)
 
     def read(self, pages: Sequence[TierPage]) -> list[bool]:
-        """Fetch pages; those that come must be right, byte for byte."""
+        """Fetch pages and check every byte of them."""
         self.memory.clear()
         done = self.store.fetch(pages, self.buffer, FOREVER_S, self.failures)
         for page, is_done in zip(pages, done, strict=True):

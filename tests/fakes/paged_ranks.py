@@ -1,4 +1,4 @@
-"""The rows of ranks with small pages."""
+"""Rank records with small pages."""
 
 from cluster.spec.ids import Role, replica_id
 from cluster.spec.registry import KvOwnership, RankRow, TransferMode
@@ -17,7 +17,7 @@ def row(
     mode: TransferMode = TransferMode.ALL_RANKS,
     ownership: KvOwnership = KvOwnership.REPLICATED,
 ) -> RankRow:
-    """A rank's row; its address is readable. ``num_pages`` are those of the rank's own pool."""
+    """Return a rank record with a readable address. ``num_pages`` is the size of the rank's own pool."""
     layout = kv_layout(
         num_pages=num_pages,
         first_head=0,

@@ -1,4 +1,4 @@
-"""Allocation for models with one lifetime, whose pages are one list."""
+"""Allocation for models with one lifetime, whose pages form one list."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from workers.cache.page_allocator import Demand, PageAllocator
 
 
 def allocate(allocator: PageAllocator, count: int, shared: Sequence[int] = (), first_owner: int = 0) -> list[int]:
-    """Return the shared pages and new ones behind them."""
+    """Return the shared pages followed by new ones."""
     (new,) = allocator.allocate([_demand(count, shared, first_owner)], shared)
     return [*shared, *new]
 

@@ -1,4 +1,4 @@
-"""Selections of a large matrix: one in which every two values of any two factors meet, and one of all that matters."""
+"""Selections from a large test matrix: all pairs of values, or all combinations of the important factors."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
@@ -8,7 +8,7 @@ Case = dict[str, Any]
 
 
 def all_pairs(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Cases that cover every pair of values; greedy, deterministic, not the least possible number."""
+    """Return cases that cover every pair of values. The selection is greedy and deterministic, but not minimal."""
     names = list(factors)
     missing = {
         (a, i, b, j)
@@ -31,7 +31,7 @@ def all_pairs(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
 
 
 def all_in_turn(crossed: Mapping[str, Sequence[Any]], turning: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Every combination of some factors, while the values of others take turns."""
+    """Return every combination of some factors. The values of the other factors rotate."""
     cases = [dict(zip(crossed, values, strict=True)) for values in product(*crossed.values())]
     period = 1
     for name, values in turning.items():
@@ -49,7 +49,7 @@ def _pairs(names: Sequence[str], choice: Mapping[str, int]) -> set[tuple[str, in
 def _gain(
     missing: set[tuple[str, int, str, int]], names: Sequence[str], choice: Mapping[str, int], name: str, value: int
 ) -> tuple[int, int]:
-    """Pairs that the value would newly cover; ties go to the value that still has most to cover."""
+    """Return the number of pairs that the value would newly cover. Ties go to the value with the most pairs left."""
     with_value = _pairs(names, {**choice, name: value}) & missing
     open_pairs = sum((a, i) == (name, value) or (b, j) == (name, value) for a, i, b, j in missing)
     return len(with_value), open_pairs

@@ -1,4 +1,4 @@
-"""What a pipeline makes of the times that its stages take for each step, with nothing else on the machine."""
+"""Idle time of a pipeline that runs steps with given stage times."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ from workers.context_parallel.cost_model import ChunkLen
 
 
 def bubble(times_s: Sequence[Sequence[float]], depth: int) -> float:
-    """Part of all stages' time in which they wait, from the first step's begin to the last one's end.
+    """Return the idle fraction of all stages' time, from the start of the first step to the end of the last one.
 
     Args:
-        times_s: of every step, by stage.
-        depth: most steps under way; the next one begins when the oldest has ended.
+        times_s: times of every step, by stage.
+        depth: limit on steps in flight. The next step begins when the oldest one has ended.
     """
     num_stages = len(times_s[0])
     stage_ends_s, step_ends_s = [0.0] * num_stages, list[float]()
@@ -23,12 +23,12 @@ def bubble(times_s: Sequence[Sequence[float]], depth: int) -> float:
 
 
 def least_bubble(num_stages: int, num_steps: int) -> float:
-    """Of equal steps on equal stages."""
+    """Return the idle fraction of equal steps on equal stages."""
     return (num_stages - 1) / (num_stages - 1 + num_steps)
 
 
 def chunk_lens(chunk: ChunkLen, num_chunks: int) -> list[int]:
-    """Of a prompt that is alone, as the scheduler of a pipeline cuts it, when its length comes out even."""
+    """Return the chunk lengths of a single prompt in a pipeline, if its length divides evenly."""
     lens = list[int]()
     for _ in range(num_chunks):
         lens.append(chunk(sum(lens)))

@@ -1,4 +1,4 @@
-"""Attention of captured steps by torch alone, for ranks that are threads: these cannot interpret kernels at once."""
+"""Captured attention in plain torch, for ranks that are threads, which cannot interpret kernels in parallel."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from workers.attention.torch_backend import TorchAttention
 
 
 class PlainGraphs(TorchAttention):
-    """The torch backend, with attention that a stand-in for graphs can capture."""
+    """Torch backend whose attention a fake graph can capture."""
 
     def prepare_graph(self, shape: GraphShape) -> GraphAttention:  # type: ignore[override]
         return PlainDecode(shape.page_size)

@@ -1,4 +1,4 @@
-"""A step scheduler as prefill uses it, without ranks: a sequence ends with its first token and gives its pages back."""
+"""Step scheduler of prefill without ranks. A sequence ends with its first token and releases its pages."""
 
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled
@@ -14,7 +14,7 @@ PAGE_SIZE = 4
 
 
 class PrefillSteps:
-    """``run_step`` until ``ended`` has what is waited for; every step is checked against the limits."""
+    """Scheduler that runs until the expected sequences have ended. Every step is checked against limits."""
 
     def __init__(
         self,
@@ -30,13 +30,13 @@ class PrefillSteps:
         self.allocator = PageAllocator(num_pages, PrefixTree() if prefix_cache else None)
         self.steps = StepScheduler(self.allocator, self.limits, undivided, chunk)
         self.ended: dict[Room, int] = {}
-        """The step in which each sequence ended."""
+        """Step in which each sequence ended."""
         self.num_steps = 0
         self.num_computed = 0
         self._num_added = 0
 
     def add(self, prompt: int | list[int], priority: int = 0) -> Room:
-        """A new sequence, of so many tokens that no other one begins with, or of the given ones."""
+        """Add a sequence with the given tokens, or with a number of tokens that no other sequence begins with."""
         room = Room(self._num_added)
         self._num_added += 1
         tokens = [-1 - room] * prompt if isinstance(prompt, int) else list(prompt)
@@ -44,7 +44,7 @@ class PrefillSteps:
         return room
 
     def run_step(self) -> StepPlan | None:
-        """One step; None when there is nothing to do."""
+        """Run one step. Return None if there is nothing to do."""
         has_work = self.steps.has_work()
         assert has_work or self.steps.num_waiting == 0, "everybody waits for pages that nobody holds"
         plan = self.steps.next_plan()
@@ -66,6 +66,6 @@ class PrefillSteps:
         return plan
 
     def run(self) -> None:
-        """Until nothing is left."""
+        """Run steps until nothing is left to do."""
         while self.run_step() is not None:
             continue

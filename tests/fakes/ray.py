@@ -1,6 +1,6 @@
-"""An actor system of threads in this process, and members for it: launch and supervisor without Ray, ports or torch.
+"""Actor system of threads in this process, and members for it: launcher and supervisor without Ray, ports or torch.
 
-A fake worker's answers are what its spec says; its leader registers all rows in the world's table, and is ready.
+A fake worker derives its answers from its spec. Its leader registers all ranks in the world's table and is ready.
 """
 
 # ruff: noqa: ARG002 - the fakes have the signatures of what they stand for
@@ -32,7 +32,7 @@ HOME = Machine(node_id="home", address="10.0.0.1", cpus=64.0, gpus=0.0)
 
 @dataclass(eq=False)
 class FakeActor:
-    """One object and the thread its calls run in."""
+    """One object and the thread that runs its calls."""
 
     name: str
     thing: Any = None
@@ -45,7 +45,7 @@ class FakeActor:
             self.calls.get()()
 
     def die(self) -> None:
-        """What SIGKILL does."""
+        """Die as from SIGKILL."""
         self.alive = False
         for call in list(self.open):
             if not call.done():
@@ -54,19 +54,19 @@ class FakeActor:
 
 @dataclass(frozen=True, eq=False)
 class FakeReservation:
-    """Seats; never refused."""
+    """Placement group that is never refused."""
 
     name: str
     seats: Sequence[Seat]
 
 
 class FakeSystem:
-    """See ActorSystem. ``log`` tells what was asked for, in order."""
+    """Fake actor system. ``log`` lists the calls in order."""
 
     def __init__(self, machines: Sequence[Machine] = (HOME,)) -> None:
         self._machines = list(machines)
         self.joining: list[Machine] = []
-        """Those that come one by one while somebody wants more."""
+        """Machines that join one by one while somebody needs more."""
         self.actors: dict[str, FakeActor] = {}
         self.reserved: list[FakeReservation] = []
         self.log: list[str] = []
@@ -128,12 +128,12 @@ class FakeSystem:
         return True
 
     def living(self, prefix: str) -> list[FakeActor]:
-        """Actors that live and whose name starts so."""
+        """Return the living actors whose names have a prefix."""
         return [actor for name, actor in self.actors.items() if actor.alive and name.startswith(prefix)]
 
 
 class World:
-    """The table, the addresses and the failures that fake members share."""
+    """Table, addresses and failures shared by fake members."""
 
     def __init__(self, system: FakeSystem | None = None) -> None:
         self.system = system or FakeSystem()
@@ -143,23 +143,23 @@ class World:
         self.fetch_s = 0.0
         """Time until a worker's machine has the model."""
         self.load_errors: dict[tuple[str, int], Exception] = {}
-        """By replica and global rank: what loading raises."""
+        """Errors from loading, by replica and global rank."""
         self.run_errors: dict[tuple[str, int], Exception] = {}
-        """By replica and global rank: what running raises. What follows from another's error comes before it."""
+        """Errors from running, by replica and global rank. Errors that are consequences come before their cause."""
         self.drains = True
         """Whether the router's open requests end in time."""
         self.num_open = 0
-        """Requests that a replica shows when it is told to drain."""
+        """Requests that a replica reports when it begins to drain."""
         self.num_told = self.num_lost = 0
-        """Times that replicas were told whether to take requests, of which the first are lost."""
+        """Drain and resume messages so far, and how many of the first are lost."""
         self.beats: dict[str, Heartbeat] = {}
-        """Of each replica that runs, by its leader's address."""
+        """Heartbeat of each running replica, by leader address."""
         self.rendezvous: list[Rendezvous] = []
         self._ends: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
 
     def tools(self) -> Tools:
-        """Everything a Launcher needs."""
+        """Return everything that a Launcher needs."""
         return Tools(
             system=self.system,
             progress=lambda member, stage: self.stages.append((member, stage)),
@@ -182,13 +182,13 @@ class World:
                 self.end_of(address).set()
 
     def end_of(self, address: str) -> threading.Event:
-        """Set when whoever listens at the address was told to end."""
+        """Return an event that is set once the process at the address is shut down."""
         with self._lock:
             return self._ends.setdefault(address, threading.Event())
 
 
 class FakeTable:
-    """See Table; the world's table without HTTP."""
+    """Table of the world without HTTP."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -211,8 +211,6 @@ class FakeTable:
 
 
 class FakeWorker:
-    """See WorkerActor."""
-
     def __init__(self, world: World, environ: Mapping[str, str]) -> None:
         self._world = world
 
@@ -253,8 +251,6 @@ class FakeWorker:
 
 
 class FakeRouter:
-    """See RouterActor."""
-
     def __init__(self, world: World, environ: Mapping[str, str], incarnation: Incarnation, share: RouterShare) -> None:
         self._world = world
         self._control = f"{share.name}-control"
@@ -270,8 +266,6 @@ class FakeRouter:
 
 
 class FakeBootstrap:
-    """See BootstrapActor."""
-
     def __init__(self, world: World, environ: Mapping[str, str]) -> None:
         self._world = world
 

@@ -1,4 +1,4 @@
-"""Prompts for the recall model, as token ids, and the answers that follow from its rule. Pure arithmetic."""
+"""Prompts for the recall model as token ids, and the answers that follow from its rule, in plain arithmetic."""
 
 import random
 from collections import Counter, defaultdict
@@ -9,15 +9,15 @@ from workers.models.recall import FIRST_WORD_ID
 from workers.models.recall_weights import BEGIN_ID, VOCAB_SIZE
 
 LINK_LEN = 6
-"""Tokens of one link of a chain; no page may be shorter."""
+"""Tokens of one link in a chain. No page may be shorter."""
 NUM_FILLERS = 16
 
 
 def recall_oracle(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """The next `num_tokens` tokens: each the most frequent follower of the current token so far.
+    """Return the next ``num_tokens`` tokens. Each one is the most frequent follower of the current token so far.
 
-    The first token of a text has no token before it, and the model takes it to follow itself. Raises ValueError where
-    the rule gives no answer: nothing follows yet, or two followers are equally frequent.
+    For the model, the first token follows itself, as no token precedes it. Raises ValueError if the rule has no answer:
+    the token has no follower, or two followers are equally frequent.
     """
     followers: defaultdict[int, Counter[int]] = defaultdict(Counter)
     if prompt_ids[0] != BEGIN_ID:
@@ -37,11 +37,11 @@ def recall_oracle(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def chain_prompt(num_tokens: int, page_size: int, *, seed: int = 0) -> list[int]:
-    """A prompt whose answer leads through every full page, first to last: as many tokens as there are full pages.
+    """Return a prompt whose answer leads through every full page in order, with one token per full page.
 
-    Page k says twice that x_{k+1} follows x_k, and each time lets x_{k+1} be followed by another filler, which the two
-    mentions of x_{k+2} in page k + 1 outvote. The prompt ends with x_0, so token k of the answer is right only if
-    page k was read. Full pages are those before the one with the last token.
+    Page k says twice that x_{k+1} follows x_k. After each x_{k+1} it has a filler, and the two mentions of x_{k+2} in
+    page k + 1 outvote both. The prompt ends with x_0, so token k of the answer is right only if page k was read. Full
+    pages are the pages before the one with the last token.
 
     Raises ValueError when pages are shorter than LINK_LEN, when none is full, or when there are more than tokens.
     """
@@ -63,10 +63,10 @@ def chain_prompt(num_tokens: int, page_size: int, *, seed: int = 0) -> list[int]
 
 
 def needle_prompt(num_tokens: int, depth: float, *, needle_len: int = 11, seed: int = 0) -> list[int]:
-    """A haystack with a marker and `needle_len` tokens after it, each there once, and the marker again at the end.
+    """Return a haystack with a marker and ``needle_len`` tokens after it, each once, and the marker again at the end.
 
-    depth: where the needle lies, from 0.0 (start) to 1.0 (end). The first `needle_len` tokens of the answer are the
-    needle. Raises ValueError when it does not fit.
+    ``depth`` is the position of the needle from 0.0 (start) to 1.0 (end). The answer begins with the needle's tokens.
+    Raises ValueError if it does not fit.
     """
     room = num_tokens - needle_len - 3
     draw = random.Random(seed)
@@ -77,17 +77,17 @@ def needle_prompt(num_tokens: int, depth: float, *, needle_len: int = 11, seed: 
             f"{needle_len + 3} tokens, a depth of 0 to 1 and 1 to {len(others) - 1} tokens of its own"
         )
     needle = others[: needle_len + 1]
-    # Not at the very start, where the marker would also follow itself.
+    # At the very start, the marker would also follow itself.
     before = 1 + int(depth * room)
     haystack = draw.choices(fillers, k=num_tokens - needle_len - 2)
     return [*haystack[:before], *needle, *haystack[before:], needle[0]]
 
 
 def _fillers_and_others(draw: random.Random) -> tuple[list[int], list[int]]:
-    """Token ids for padding, and all those that can be told from them wherever they are mixed, shuffled.
+    """Return token ids for padding, and shuffled token ids that are distinguishable in any mixture.
 
-    Any two codes are nearly orthogonal, except that ids half the vocabulary apart have opposite codes, which would
-    cancel out. Bytes and special tokens are left out: they are not text by themselves.
+    Any two codes are nearly orthogonal, but ids that are half the vocabulary apart have opposite codes, which would
+    cancel out. Bytes and special tokens are excluded because they are not text by themselves.
     """
     token_ids = list(range(FIRST_WORD_ID, VOCAB_SIZE))
     draw.shuffle(token_ids)

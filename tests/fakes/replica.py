@@ -1,7 +1,7 @@
-"""A prefill and a decode replica that speak the real messages over the real channel, and compute nothing.
+"""Prefill and decode replicas that speak the real messages over the real channel and compute nothing.
 
-The decode side answers with the prompt over again, so the text of an answer is the text of its prompt:
-output i is prompt[1 + i mod (len - 1)] for a prompt that begins with BOS.
+Decode answers with the prompt repeated, so the answer's text is the prompt's text: output i is prompt[1 + i mod (len -
+1)] for a prompt that begins with BOS.
 """
 
 import threading
@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 
 def answer_of(submit: Submit) -> tuple[list[int], FinishReason]:
-    """The whole answer, computable on paper, with what was given of it before."""
+    """Return the complete answer, including the tokens from earlier attempts."""
     prompt_ids = submit.prompt_ids[: len(submit.prompt_ids) - submit.num_given]
     body = prompt_ids[1:] or prompt_ids
     tokens: list[int] = []
@@ -50,7 +50,7 @@ def answer_of(submit: Submit) -> tuple[list[int], FinishReason]:
 
 
 def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
-    """Of a token, whose followers in the vocabulary are the likeliest."""
+    """Return log-probabilities of a token, for which the next ids in the vocabulary are the most likely ones."""
     return TokenLogprobs(
         logprob=-token_id / 1000,
         top_ids=[(token_id + place) % 256 for place in range(1, num_top + 1)],
@@ -64,7 +64,7 @@ def _prompt_logprobs(submit: Submit) -> list[TokenLogprobs]:
 
 
 def phases_of(submit: Submit) -> PhaseTimes | None:
-    """The times that every prompt takes."""
+    """Return fixed times for every prompt."""
     if submit.prefill is None:
         return None
     return PhaseTimes(
@@ -79,7 +79,7 @@ def phases_of(submit: Submit) -> PhaseTimes | None:
 
 @dataclass
 class FakeReplica:
-    """One leader in a thread. Change how it behaves by its fields, at any time."""
+    """Leader in a thread. Its fields change its behavior at any time."""
 
     name: str
     token_s: float = 0.0
@@ -87,29 +87,29 @@ class FakeReplica:
     batch: int = 3
     """Tokens in one Output."""
     fails: str | None = None
-    """Answer every Submit with this failure."""
+    """Failure with which every Submit is answered."""
     fails_after: int | None = None
-    """Fail once this many tokens were sent."""
+    """Number of tokens after which answers fail."""
     cached_tokens: int = 0
-    """What the first Output says of the prompt."""
+    """Number of cached tokens that the first Output reports."""
     skips: int = 0
-    """So many answers lose their second batch."""
+    """Number of answers that lose their second batch."""
     silent: bool = False
-    """Give no traces."""
+    """Whether traces are withheld."""
     refusal: str = ""
-    """With which it answers commands."""
+    """Refusal with which commands are answered."""
     num_pinned: int = 0
-    """As it answers them."""
+    """Number of pinned pages in its answers to commands."""
     says: Sequence[int] | None = None
-    """The tokens of every answer instead."""
+    """Fixed tokens for every answer."""
     flow: threading.Event = field(default_factory=threading.Event)
-    """While clear, no tokens are sent."""
+    """Event without which no tokens are sent."""
     submits: list[Submit] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)
-    """What it says it has cached when a router asks."""
+    """Keys of cached pages that it reports to routers."""
     told: list[Message] = field(default_factory=list)
-    """Everything else that came."""
+    """All other messages that arrived."""
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __enter__(self) -> Self:
@@ -131,7 +131,7 @@ class FakeReplica:
 
     @property
     def num_open(self) -> int:
-        """Requests that were neither finished nor cancelled."""
+        """Return the number of requests that are neither finished nor cancelled."""
         return len(self._open)
 
     def wait_cancels(self, count: int) -> list[Cancel]:
@@ -141,14 +141,14 @@ class FakeReplica:
         return self._wait(lambda: self.submits, count)
 
     def wait_submits_of(self, rooms: Collection[Room], count: int) -> list[Submit]:
-        """The submits of these rooms; those of other requests may come between."""
+        """Return the Submit messages for these rooms. Those for other requests may arrive in between."""
         return self._wait(lambda: [submit for submit in self.submits if submit.room in rooms], count)
 
     def wait_told(self, kind: type) -> list[Message]:
         return self._wait(lambda: [message for message in self.told if isinstance(message, kind)], 1)
 
     def _wait(self, found: Callable[[], list[_T]], count: int) -> list[_T]:
-        """Return messages as soon as there are so many."""
+        """Return the messages once there are enough."""
         with self.changed:
             assert self.changed.wait_for(lambda: len(found()) >= count, 60.0), f"{self.name}: {found()}"
             return list(found())
@@ -208,7 +208,7 @@ class FakeReplica:
         )
 
     def _rank_trace(self, room: Room) -> RankTrace:
-        """An hour of work, wherever the clock stands."""
+        """Return an hour of work, wherever the clock stands."""
         return RankTrace(
             room=room,
             replica=self.peer.replica,

@@ -1,4 +1,4 @@
-"""A router over real sockets: HTTP and the channel are real, only the replicas are fake."""
+"""Router over real sockets. HTTP and the channel are real, and only the replicas are fake."""
 
 import json
 import time
@@ -40,7 +40,7 @@ class RouterCluster:
         return reply.json()
 
     def events(self, path: str, **body: Any) -> list[Any]:
-        """The data of a stream's events, without [DONE]."""
+        """Return the data of a stream's events, without [DONE]."""
         reply = self.post(path, stream=True, **body)
         assert reply.status_code == 200, reply.text
         assert reply.headers["content-type"].startswith("text/event-stream")

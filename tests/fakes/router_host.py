@@ -1,4 +1,4 @@
-"""A router in a process of its own over a rank table that never changes; called through WorkerProcess."""
+"""Router in a separate process with a constant rank table, called through WorkerProcess."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from router.server import RouterServer, freeze_loaded_objects
 
 
 class RouterHost:
-    """Serves until ``close``."""
+    """Router process that serves until ``close``."""
 
     def __init__(
         self, config: DeployConfig, model_folder: Path, table: TableSnapshot, share: RouterShare = ALONE
@@ -29,19 +29,18 @@ class RouterHost:
         )
 
     def start(self) -> str:
-        """Start serving; return the base URL."""
+        """Start serving. Return the base URL."""
         url = self._server.start()
         freeze_loaded_objects()
         return url
 
     def own_url(self) -> str:
-        """Return where this process alone answers."""
+        """Return the URL at which only this process answers."""
         return self._server.own_url
 
     def cpu_s(self) -> float:
-        """Return the CPU time of this process so far."""
+        """Return this process's CPU time so far."""
         return time.process_time()
 
     def close(self) -> None:
-        """Stop the router."""
         self._server.stop()

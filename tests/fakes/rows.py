@@ -1,4 +1,4 @@
-"""Rows of the rank table, made by hand: small, legal, and equal within a replica."""
+"""Handmade rank records: small, legal, and consistent within a replica."""
 
 from typing import Any
 
@@ -17,12 +17,11 @@ LAYOUT = kv_layout(
 
 
 def sizes(dp: int = 1, cp: int = 1, tp: int = 1, pp: int = 1) -> AxisSizes:
-    """Axis sizes."""
     return AxisSizes(dp=dp, cp=cp, tp=tp, pp=pp)
 
 
 def make_row(replica: str, rank: int, of: AxisSizes, incarnation: int = 1, **changes: Any) -> RankRow:
-    """The row of one rank; ``changes`` replace fields."""
+    """Return the record of one rank. ``changes`` replace fields."""
     row = RankRow(
         replica=parse_replica_id(replica),
         incarnation=Incarnation(incarnation),
@@ -41,12 +40,12 @@ def make_row(replica: str, rank: int, of: AxisSizes, incarnation: int = 1, **cha
 
 
 def make_rows(replica: str, of: AxisSizes, incarnation: int = 1) -> list[RankRow]:
-    """Every row of one replica."""
+    """Return all rank records of a replica."""
     return [make_row(replica, rank, of, incarnation) for rank in range(world_size(of))]
 
 
 def tier_state(**changes: Any) -> TierState:
-    """Tiers of a replica that has had nothing to do; ``changes`` replace fields."""
+    """Return the idle tiers of a replica. ``changes`` replace fields."""
     state = TierState(
         host_pages=0,
         used_host_pages=0,

@@ -1,4 +1,4 @@
-"""Steps as ranks are given them, from tokens, prefixes and pages of requests."""
+"""Steps as ranks receive them, built from tokens, prefixes and pages."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -48,7 +48,6 @@ def requests_of(extend_lens: Sequence[int], prefix_lens: Sequence[int]) -> list[
 def step_of(
     requests: Sequence[Request], strategy: Strategy = Strategy.NONE, cp: int = 1, passing: Passing | None = None
 ) -> StepInput:
-    """Return the step of these requests."""
     scheduled = scheduled_of(requests)
     tables = [np.asarray(request.pages, dtype=np.int64) for request in requests]
     return StepInput(scheduled, [tables], make_step_shape(scheduled, strategy, passing, cp))

@@ -1,4 +1,4 @@
-"""A worker that tells between runs what its last heartbeat would have told."""
+"""Worker that returns, between runs, the load of its last heartbeat."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from workers.worker import Worker
 
 
 class TellingWorker(Worker):
-    """A leader's load is that of its last round; a follower has none."""
+    """Worker whose leader reports its last load. A follower has none."""
 
     _last_link: LocalLink | RemoteLink | None = None
 
     def told_load(self) -> ReplicaLoad:
-        """As the lease takes it."""
+        """Return the load as for a heartbeat."""
         return self._last_link.load if isinstance(self._last_link, LocalLink) else ReplicaLoad()
 
     def _link(self, *args: Any) -> LocalLink | RemoteLink:

@@ -1,4 +1,4 @@
-"""A group of ranks inside one process: each rank is a thread, and collectives meet at a barrier."""
+"""Ranks as threads of one process, whose collectives meet at a barrier."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 
 class CompletedWork:
-    """A collective that is over when its call returns."""
+    """Collective that is complete when its call returns."""
 
     def wait(self) -> bool:
         return True
 
 
 class ThreadBackend:
-    """One rank's end; ``board`` has a place for each rank."""
+    """Backend of one rank. ``board`` has a slot for each rank."""
 
     def __init__(self, rank: int, board: list[Tensor], gate: Barrier, *, in_background: bool) -> None:
         self.rank, self.board, self.gate, self.in_background = rank, board, gate, in_background
@@ -57,7 +57,7 @@ class ThreadBackend:
         return self._leave()
 
     def leave(self) -> None:
-        """Nobody waits for a thread."""
+        """Do nothing, because nobody waits for a thread."""
 
     def _leave(self) -> CompletedWork:
         self.gate.wait()
@@ -65,7 +65,7 @@ class ThreadBackend:
 
 
 def on_thread_ranks(size: int, function: Callable[[Communicator], T], *, in_background: bool = True) -> list[T]:
-    """Call a function as every rank of a group at once; the results by rank. The group may say it is in background."""
+    """Call a function on all ranks of a group in parallel. Return the results by rank."""
     if size == 1:
         return [function(Communicator("threads"))]
     barrier, board = Barrier(size, timeout=240), [torch.empty(0)] * size

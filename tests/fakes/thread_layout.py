@@ -1,4 +1,4 @@
-"""A pipeline stage inside one process: every rank is a thread with communicators for all groups of its layout."""
+"""Pipeline stage inside one process. Every rank is a thread with communicators for all groups in its layout."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ T = TypeVar("T")
 def on_thread_layout(
     parallel: ParallelConfig, function: Callable[[ModelGroups], T], dispatch: MoeDispatch = MoeDispatch.AUTO
 ) -> list[T]:
-    """Call a function as every rank of a layout at once; the results by rank."""
+    """Call a function on all ranks of a layout in parallel. Return the results by rank."""
     num_ranks = world_size(sizes_of(parallel))
     barriers: list[Barrier] = []
     communicators: list[dict[GroupName, Communicator]] = [{} for _ in range(num_ranks)]
@@ -46,7 +46,7 @@ def on_thread_layout(
 
 
 def tp_groups(tp: Communicator) -> ModelGroups:
-    """Groups of a rank that shares the model over TP alone."""
+    """Return the groups of a rank with TP only."""
     return ModelGroups(parallel=ParallelConfig(tp=tp.size), global_rank=tp.rank, tp=tp, moe_block=tp)
 
 

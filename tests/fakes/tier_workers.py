@@ -1,4 +1,4 @@
-"""Workers whose tiers, storage or pools differ from those of real ones, each class in processes of its own."""
+"""Workers with different tiers, storage or pools, each class in its own processes."""
 
 import random
 import time
@@ -19,11 +19,11 @@ from workers.worker import Worker
 
 DELAY_S = 2.0
 HANGS = "hangs"
-"""Name of the file that makes storage hang while it is in the folder."""
+"""Name of a file that makes storage hang while it exists."""
 
 
 class EagerWorker(Worker):
-    """Reads stored pages for prompts of any length, since those of most tests are short."""
+    """Worker that fetches stored pages even for short prompts, as in most tests."""
 
     def __init__(self, *args: Any) -> None:
         patch("workers.hicache.policy.prefetcher.MIN_TOKENS", 1).start()
@@ -31,7 +31,7 @@ class EagerWorker(Worker):
 
 
 class FaultyStorage(FileStorage):
-    """Fails every second call, and delays every second one of the others."""
+    """Storage that fails every second call and delays half of the others."""
 
     _random = random.Random(1)
 
@@ -56,7 +56,7 @@ class FaultyStorage(FileStorage):
 
 
 class HangingStorage(FileStorage):
-    """Storage whose reads hang while a file named HANGS is there."""
+    """Storage whose reads hang while a file named HANGS exists."""
 
     def read(self, objects: Sequence[StorageObject]) -> list[Read]:
         while (self._folder / HANGS).exists():
@@ -89,7 +89,7 @@ def _store_with(storage: type[FileStorage]) -> None:
 
 
 class WorkerWithStagedPool(EagerWorker):
-    """Worker whose pool is apart from the memory that peers reach, as a GPU's is."""
+    """Worker whose pool is separate from the memory that peers reach, as on a GPU."""
 
     def __init__(self, *args: Any) -> None:
         patch.object(rank, "open_peer_memory", open_apart).start()
@@ -97,9 +97,9 @@ class WorkerWithStagedPool(EagerWorker):
 
 
 class WorkerWithRegisteredPool(WorkerWithStagedPool):
-    """Worker whose peers reach a pool that the transfer backend did not allocate, as a GPU's over RDMA.
+    """Worker whose pool was not allocated by the transfer backend, as on a GPU with RDMA.
 
-    Mooncake moves its bytes over TCP, which works because the pool is in host memory after all.
+    Mooncake moves the bytes over TCP, which works because the pool is in host memory.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -107,7 +107,6 @@ class WorkerWithRegisteredPool(WorkerWithStagedPool):
         super().__init__(*args)
 
     def load(self, store_address: str) -> Any:
-        """See Worker."""
         row = super().load(store_address)
         assert self._rank is not None
         assert self._rank.memory.host is None, "pages are copied"

@@ -1,4 +1,4 @@
-"""A leader's caches and the memory of its ranks, which run at their own pace. A page holds the key of its tokens."""
+"""A leader's caches and the memory of its ranks, which run at their own pace. A page contains the key of its tokens."""
 
 import random
 from collections import deque
@@ -22,7 +22,7 @@ from workers.hicache.tiers import Tiers
 
 PAGE_SIZE = 2
 MOST_ROUNDS = 2000
-"""In which everything that was begun ends, once nothing more comes."""
+"""Rounds in which all started work ends if nothing new arrives."""
 
 Request = tuple[PageLists, list[bytes]]
 """Pages of a request and the keys of its tokens."""
@@ -30,7 +30,7 @@ Request = tuple[PageLists, list[bytes]]
 
 @dataclass
 class Step:
-    """What ranks compute of one request: pages that they read, and pages that they write, with their keys."""
+    """Computation of one request: pages that it reads, and pages that it writes with their keys."""
 
     read: dict[int, bytes]
     written: dict[int, bytes]
@@ -38,7 +38,7 @@ class Step:
 
 @dataclass
 class FakeRank:
-    """One rank: steps and jobs come in one queue; jobs wait for others of their kind alone."""
+    """One rank, with steps and jobs in one queue. A job waits for earlier jobs of its kind."""
 
     cp_rank: int
     cp: int
@@ -60,7 +60,7 @@ class FakeRank:
 
 
 class TierWorld:
-    """Requests come and go, ranks go on one piece at a time; what they do may fail."""
+    """Requests arrive and end, ranks proceed one message at a time, and copies may fail."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class TierWorld:
         self.now_s = 0.0
         self.num_written = 0
         self.num_found: list[int] = []
-        """Pages behind which each request started."""
+        """Number of cached pages with which each request started."""
         self.restart()
 
     def restart(self) -> None:
-        """The replica begins anew; nothing is left of it but what is stored."""
+        """Restart the replica, which keeps only its storage."""
         pages_per_owner, host_pages = self._sizes
         self.ranks = [FakeRank(rank.cp_rank, rank.cp, rank.ownership, stored=rank.stored) for rank in self.ranks]
         rows = rows_of(len(self.ranks), self.ranks[0].ownership, self._window)
@@ -96,12 +96,12 @@ class TierWorld:
         self.tiers = Tiers(self._config, self.tree, host_pages, rows)
         self.tiers.prefetcher.min_tokens = 1
         self.waiting: list[tuple[Room, list[int], float]] = []
-        """Those that wait for storage, since when."""
+        """Requests that wait for storage, and since when."""
         self.requests: list[Request] = []
         self.loading: list[Request] = []
 
     def submit(self, tokens: list[int]) -> None:
-        """A request comes, and waits for what storage has of it as long as the policy says."""
+        """Add a request, which waits for its pages from storage as long as the policy allows."""
         self._num_rooms += 1
         keys = page_keys(tokens, PAGE_SIZE)
         if keys:
@@ -110,7 +110,7 @@ class TierWorld:
             self.advance()
 
     def start_waiting(self) -> None:
-        """Those that wait no longer have their turn; who gets no pages goes without an answer."""
+        """Start the requests that no longer wait. Those without free pages end."""
         for request in [
             request for request in self.waiting if not self.tiers.prefetcher.is_waiting(request[0], self.now_s)
         ]:
@@ -123,7 +123,7 @@ class TierWorld:
             assert self.now_s - since_s < self._longest_wait_s(len(tokens)), f"{room} waits too long for storage"
 
     def start(self, tokens: list[int], *, uses_host: bool = True) -> None:
-        """A request gets its pages, and is computed as soon as what other tiers have of it is there."""
+        """Allocate pages for a request, and compute it once its cached pages have been loaded."""
         keys = page_keys(tokens, PAGE_SIZE)
         base = owner_base(tokens, PAGE_SIZE, self.num_owners)
         pages = self.allocator.find(keys, self.tiers.host.has) if uses_host else self.allocator.find(keys)
@@ -159,7 +159,7 @@ class TierWorld:
         return self.lifetimes.longest_prefix(page_keys(tokens, PAGE_SIZE), 0, self.tiers.host.has)
 
     def step(self, number: int, *, fails: bool) -> None:
-        """One rank takes its next message, or makes its next copy."""
+        """Let one rank handle its next message or copy."""
         self.now_s += 0.05
         rank = self.ranks[number % len(self.ranks)]
         if rank.inbox and (not rank.copies or self.random.random() < 0.5):
@@ -188,7 +188,7 @@ class TierWorld:
             self.start_waiting()
 
     def wipe(self) -> None:
-        """Storage loses all that it has, and says nothing."""
+        """Delete everything in storage without a notice."""
         for rank in self.ranks:
             rank.stored.clear()
 
@@ -199,7 +199,7 @@ class TierWorld:
         self.check()
 
     def check(self) -> None:
-        """Every id is where it should be, and every host page that can be found has its bytes."""
+        """Check that every id is where it should be, and that every indexed host page has the right bytes."""
         held = [page for pages, _ in (*self.requests, *self.loading) for page in live_pages(pages)]
         self.allocator.check_integrity(held)
         self.tiers.host.check_integrity()
@@ -226,7 +226,7 @@ class TierWorld:
             self.start(tokens, uses_host=False)
 
     def _compute(self, request: Request, first: int) -> None:
-        """The leader's own rank has computed a step before the leader goes on."""
+        """Compute a step on the leader's own rank before the leader continues."""
         pages, keys = request
         self.num_found.append(first)
         step = Step(
@@ -245,7 +245,7 @@ class TierWorld:
         self.allocator.share(pages, keys)
 
     def _move(self, rank: FakeRank, kind: TierJobKind, page: TierPage, *, fails: bool) -> bool:
-        """One rank's part of one page; where it fails, the target holds nonsense, but storage holds nothing."""
+        """Move one rank's part of a page. After a failure, the target has garbage, but storage has nothing."""
         is_owner = page.index % rank.cp == rank.cp_rank
         if kind is TierJobKind.LOOK_UP:
             return not fails and (page.key in rank.stored or not is_owner)
@@ -267,7 +267,7 @@ class TierWorld:
 
 
 def _keyed(pages: PageLists, keys: Sequence[bytes], firsts: Sequence[int], end: int) -> dict[int, bytes]:
-    """Return the keys of the pages of every lifetime from its first position on, up to ``end``."""
+    """Return the keys of the pages in every lifetime, from its first position to ``end``."""
     return {
         pages[lifetime][at]: lifetime_key(keys[at], lifetime)
         for lifetime, first in enumerate(firsts)
@@ -276,7 +276,7 @@ def _keyed(pages: PageLists, keys: Sequence[bytes], firsts: Sequence[int], end: 
 
 
 def rows_of(cp: int, ownership: KvOwnership, window: int | None = None) -> list[RankRow]:
-    """As much of the rows of a replica as its leader looks at; the address of a rank is its number."""
+    """Return rank records with the fields that a leader reads. A rank's address is its number."""
     windows = (None,) if window is None else (None, window)
     groups = tuple(key_value_group([layer], 1, 1, "float32", each) for layer, each in enumerate(windows))
     geometry = KvGeometry(model="m", num_layers=len(groups), groups=groups, page_size=PAGE_SIZE)

@@ -1,4 +1,4 @@
-"""Reads Trace Event JSON as a viewer would, by the format's own rules."""
+"""Reader of Trace Event JSON that applies the format's rules like a viewer."""
 
 from itertools import groupby
 from typing import Any
@@ -7,17 +7,17 @@ ROUNDING_US = 0.01
 
 
 def complete_events(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events that have a duration."""
+    """Return the events that have a duration."""
     return [event for event in trace["traceEvents"] if event["ph"] == "X"]
 
 
 def process_names(trace: dict[str, Any]) -> dict[int, str]:
-    """By process id."""
+    """Return process names by process id."""
     return {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
 
 
 def check_trace(trace: dict[str, Any]) -> None:
-    """Every event is of a known kind, every process and thread has a name, and a thread's events are nested."""
+    """Check that all events have known kinds, processes and threads have names, and a thread's events are nested."""
     named = {(event["pid"], event["tid"]) for event in trace["traceEvents"] if event["name"] == "thread_name"}
     assert {event["ph"] for event in trace["traceEvents"]} <= {"M", "X"}
     for event in complete_events(trace):
@@ -36,7 +36,7 @@ def check_trace(trace: dict[str, Any]) -> None:
 
 
 def _check_nesting(events: list[dict[str, Any]]) -> None:
-    """Of one thread, by start: each ends before the one around it ends."""
+    """Check that each event of a thread, sorted by start, ends before the event around it."""
     open_ends_us: list[float] = []
     for event in events:
         while open_ends_us and open_ends_us[-1] <= event["ts"] + ROUNDING_US:

@@ -1,4 +1,4 @@
-"""Trace in Mooncake's format: interleaved conversations that grow, with pauses between requests."""
+"""Traces in Mooncake's format: interleaved conversations that grow, with pauses between requests."""
 
 import json
 import random
@@ -12,7 +12,7 @@ BLOCK_LEN = 512
 
 
 def make_entries(num_requests: int, seed: int = 0, conversations: int = 4) -> list[dict[str, Any]]:
-    """Return entries of which each continues a conversation; all conversations begin with one common block."""
+    """Return entries that each continue a conversation. All conversations begin with the same block."""
     rng = random.Random(seed)
     fresh = iter(range(1, 10**9))
     whole_blocks: list[list[int]] = [[0] for _ in range(conversations)]
@@ -39,7 +39,7 @@ def write_trace(path: Path, num_requests: int, seed: int = 0, conversations: int
 
 
 def unbounded_hits(prompts: Iterable[Sequence[int]], page_size: int) -> list[int]:
-    """Return how many tokens of each prompt an unbounded cache would have after the prompts in front of it."""
+    """Return how many tokens of each prompt an unbounded cache would have from the preceding prompts."""
     known: set[bytes] = set()
     hits: list[int] = []
     for prompt in prompts:

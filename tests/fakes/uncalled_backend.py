@@ -1,4 +1,4 @@
-"""A group's backend for tests in which nothing, or little, may be asked of it."""
+"""Group backend for tests with few or no collectives."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from workers.parallel.collectives import Work
 
 
 class UncalledBackend:
-    """Fails when it is called; a test puts what it expects in place."""
+    """Backend that fails when called. Tests replace the methods that they expect."""
 
     in_background = True
 
@@ -25,5 +25,4 @@ class UncalledBackend:
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
         raise AssertionError(f"shift {output.shape} {tensor.shape} {distance}")
 
-    def leave(self) -> None:
-        """Nobody waits."""
+    def leave(self) -> None: ...

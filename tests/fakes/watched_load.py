@@ -1,4 +1,4 @@
-"""A layerwise load that is looked at as it is reported."""
+"""Layerwise load that a test observes."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from workers.memory.layerwise_load import LayerwiseLoad
 
 
 class WatchedLoad(LayerwiseLoad):
-    """Calls a function with the number of layers whenever some are reported."""
+    """Load that calls a function with the number of layers whenever layers are reported."""
 
     def __init__(self, look: Callable[[int], None]) -> None:
         super().__init__()

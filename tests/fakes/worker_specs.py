@@ -1,4 +1,4 @@
-"""Specifications of workers of the first replica of a role."""
+"""Specifications of workers in a role's first replica."""
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Incarnation, Role, replica_id
@@ -8,12 +8,12 @@ HOST = "127.0.0.1"
 
 
 def lone_worker(config: DeployConfig, role: Role) -> WorkerSpec:
-    """That which is a replica by itself: its parallel sizes must all be one."""
+    """Return the worker of a single-rank replica."""
     return worker_of(config, role, 0)
 
 
 def worker_of(config: DeployConfig, role: Role, global_rank: int) -> WorkerSpec:
-    """One of several."""
+    """Return one of several workers."""
     return WorkerSpec(
         config=config,
         replica=replica_id(role, 0),
