@@ -1,4 +1,4 @@
-"""Compatibility of a prefill and a decode replica, and of a ticket with its prompt."""
+"""Compatibility checks between a prefill and a decode replica, and between a ticket and its prompt."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from cluster.spec.transfer_messages import Ticket
 
 
 def geometry_refusal(prefill: str, prefill_kv: KvGeometry, decode: str, decode_kv: KvGeometry) -> str | None:
-    """Return the first difference between two replicas' KV, or None if they agree."""
+    """Describe the first difference between two replicas' KV layouts. Return None if they agree."""
 
     def unequal(name: str, value: Callable[[KvGeometry], object]) -> str | None:
         return _unequal(name, prefill, value(prefill_kv), decode, value(decode_kv))
@@ -24,7 +24,7 @@ def geometry_refusal(prefill: str, prefill_kv: KvGeometry, decode: str, decode_k
 def refusal(prefill: RankRow, decode: RankRow) -> str | None:
     """Return why a prefill and a decode replica cannot exchange KV, or None if they can.
 
-    Any rank's record represents its whole replica. Prefill can shard its KV; decode cannot.
+    Any rank's row describes its replica. Prefill can shard KV across ranks; decode cannot.
     """
     if decode.sizes.cp != 1:
         return f"{decode.replica} has cp {decode.sizes.cp}; a decode replica must have cp 1"
@@ -48,15 +48,15 @@ def ticket_refusal(ticket: Ticket, prompt_len: int) -> str | None:
     """Return why a ticket does not fit its prompt, or None if it does."""
     lifetimes, page_size = ticket.geometry.lifetimes, ticket.geometry.page_size
     if len(ticket.pages) != len(lifetimes):
-        return f"{ticket.decode.replica} gave {len(ticket.pages)} lists of pages; its KV groups take {len(lifetimes)}"
+        return f"{ticket.decode.replica} sent {len(ticket.pages)} page lists; its KV groups need {len(lifetimes)}"
     needed, held = pages_for(prompt_len, page_size), ticket.num_held_pages
     for lifetime, pages in zip(lifetimes, ticket.pages, strict=True):
         num_passed = max(0, lifetime.first_page(prompt_len, page_size) - held)
         seen = pages[num_passed:]
         if len(pages) + held != needed or held < 0 or NO_PAGE in seen or pages.count(NO_PAGE) != num_passed:
             return (
-                f"{ticket.decode.replica} gave {len(seen)} pages after {held} held ones; "
-                f"a prompt of {prompt_len} tokens takes {needed - num_passed}"
+                f"{ticket.decode.replica} sent {len(seen)} pages and already holds {held}; "
+                f"a prompt of {prompt_len} tokens needs {needed - num_passed} new pages"
             )
     return None
 

@@ -1,4 +1,4 @@
-"""Digests of transferred pages, which the sender computes and the receiver checks. No I/O."""
+"""Digests of transferred pages, computed by the sender and checked by the receiver. No I/O."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ from transfer.page_range import PageRange
 
 
 def digest_pages(pool: memoryview, source: PageRange, rank: int, target: PageRange) -> PageDigests:
-    """Return digests of the bytes that one sender writes from its pool to one decode rank, for each page."""
+    """Return a digest per page of the bytes that a sender writes from its pool to one decode rank."""
     piece = replace(source, pages=[0]).spans_to(replace(target, pages=[0]))
     page_bytes = source.layout.page_bytes
     return PageDigests(
@@ -24,7 +24,7 @@ def digest_pages(pool: memoryview, source: PageRange, rank: int, target: PageRan
 
 
 def wrong_pages(pool: memoryview, layout: PoolLayout, reported: Iterable[PageDigests]) -> list[int]:
-    """Return the page ids, ascending, whose bytes in the receiver's pool do not match the reported digests."""
+    """Return the ascending ids of pages whose bytes in the receiver's pool do not match the reported digests."""
     return sorted(
         {
             page
@@ -41,21 +41,21 @@ def coverage_problem(
     """Return why digests do not cover every byte of a ticket's pages exactly once, or None if they do.
 
     Args:
-        num_bytes: bytes of these pages on all ranks; ranks that hold the same heads count once.
-        num_copies: ranks that hold the same heads; each is sent its share of the pages.
+        num_bytes: total bytes of these pages on all ranks, counting ranks that hold the same heads once.
+        num_copies: number of ranks that hold the same heads; each receives its share of the pages.
     """
     ranges = sorted(
         ((part.rank, page), offset, length) for part in reported for page in part.pages for offset, length in part.spans
     )
     if any(len(part.pages) != len(part.digests) for part in reported):
-        return "there is not one digest per page"
+        return "the number of digests differs from the number of pages"
     if unknown := {page for (_, page), _, _ in ranges} - set(pages):
         return f"pages {sorted(unknown)} are not in the ticket"
     if strangers := {part.rank for part in reported if not 0 <= part.rank < num_ranks}:
-        return f"there are no ranks {sorted(strangers)}; allowed: 0 to {num_ranks - 1}"
+        return f"ranks {sorted(strangers)} do not exist; allowed: 0 to {num_ranks - 1}"
     # Ranks that hold the same heads have consecutive numbers.
     if astray := {(rank, page) for (rank, page), _, _ in ranges if (rank - page) % num_copies}:
-        return f"these pages were sent to the wrong ranks, as (rank, page): {sorted(astray)}"
+        return f"pages were sent to the wrong ranks; (rank, page): {sorted(astray)}"
     ends: dict[tuple[int, int], int] = {}
     for owner, offset, length in ranges:
         if offset != ends.get(owner, 0) or length <= 0:
@@ -66,7 +66,7 @@ def coverage_problem(
 
 
 def _digest(pool: memoryview, start: int, spans: Iterable[tuple[int, int]]) -> bytes:
-    """Return the XXH3 digest of byte ranges. It is twenty times as fast as SHA-256, but does not stop attackers."""
+    """Return the XXH3 digest of byte ranges. It is much faster than SHA-256, but not secure against attackers."""
     from xxhash import xxh3_128
 
     digest = xxh3_128()

@@ -1,4 +1,4 @@
-"""Assignment of a transfer's pages to ranks: which rank sends which pages where, and when. Pure arithmetic."""
+"""Assignment of pages to ranks: which rank sends which pages, to which rank and when. Pure arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from cluster.spec.registry import AxisSizes, RankCoords, RankRow, TransferMode
 from transfer.page_range import intersect
 
 MOST_GROUPS = 4
-"""Maximum number of layer groups. Only the last one, a quarter of the bytes, is sent after the step ends."""
+"""Maximum number of layer groups. The last one, a quarter of the bytes, is sent after the step ends."""
 LEAST_SPAN_BYTES = 64 << 10
-"""Minimum span size for early sending; smaller spans cost more time than they hide."""
+"""Minimum span size for early sending. Smaller spans cost more time than early sending saves."""
 
 
 def early_ends(layout: PoolLayout, least_span_bytes: int = LEAST_SPAN_BYTES) -> list[int]:
-    """Return the numbers of stored layers after which a rank sends early; empty if it sends all layers together."""
+    """Return the layer counts after which a rank sends the layers so far. Empty if it sends all layers together."""
     least = -(-least_span_bytes // min(group.layer_bytes for group in layout.groups))
     size = max(least, -(-layout.num_layers // MOST_GROUPS))
     return list(range(size, layout.num_layers - least + 1, size))
@@ -35,17 +35,16 @@ class PagePair(NamedTuple):
 def receivers(
     mode: TransferMode, coords: RankCoords, sizes: AxisSizes, decode_ranks: Sequence[RankRow]
 ) -> list[RankRow]:
-    """Return the decode ranks to which a prefill rank sends heads and layers, ending each transfer with a Done."""
+    """Return the decode ranks that receive heads and layers from a prefill rank, and a Done after each transfer."""
     if mode is TransferMode.RANK0 and coords.cp != 0:
         return []
     return [rank for rank in decode_ranks if sent_groups(coords, sizes, rank)]
 
 
 def sent_groups(coords: RankCoords, sizes: AxisSizes, decode_rank: RankRow) -> list[str]:
-    """Return the KV groups whose heads and layers a prefill rank sends to a decode rank.
+    """Return the KV groups that a prefill rank sends, in part or in full, to a decode rank.
 
-    If several prefill ranks hold the same head, they take turns: copy c of the head in decode is sent by prefill copy
-    c modulo their number.
+    If n prefill ranks hold copies of the same head, prefill copy c % n sends decode copy c.
     """
     layers = set(stage_layers(decode_rank.geometry.num_layers, sizes.pp, coords.pp)).intersection(
         decode_rank.layout.layers
@@ -69,24 +68,24 @@ def _sends_heads(group: KvGroup, coords: RankCoords, sizes: AxisSizes, decode_ra
 
 @dataclass(frozen=True, slots=True)
 class PageShare:
-    """Part of the pages that one rank sends to some decode ranks.
+    """Share of the pages that one rank sends to some decode ranks.
 
-    If ``num_copies`` decode ranks hold the same KV heads, each is sent the pages whose id modulo ``num_copies`` is its
-    own remainder, and gets the others from its peers.
+    If ``num_copies`` decode ranks hold the same KV heads, each receives from prefill only the pages whose id modulo
+    ``num_copies`` is its own remainder. It gets the other pages from its peers.
     """
 
     num_copies: int
     remainders: frozenset[int]
-    """Remainders of the sent page ids modulo ``num_copies``."""
+    """Values of ``page % num_copies`` for the pages that are sent."""
 
     @staticmethod
     def of(ranks: Sequence[RankRow]) -> "PageShare":
-        """Return the share for these ranks of one replica."""
+        """Return the share of the pages that these ranks of one replica receive."""
         num_copies = copies_of(ranks[0]) if ranks else 1
         return PageShare(num_copies, frozenset(row.coords.tp % num_copies for row in ranks))
 
     def has(self, page: int) -> bool:
-        """Return whether a page is sent, by its id in decode."""
+        """Return whether the page with this id in decode is sent."""
         return page % self.num_copies in self.remainders
 
     def count(self, pages: Sequence[int]) -> int:
@@ -94,7 +93,7 @@ class PageShare:
 
 
 def copies_of(row: RankRow) -> int:
-    """Return how many ranks of a replica hold the same KV heads as this one, including itself."""
+    """Return the number of ranks, including this one, that hold the same KV heads in a replica."""
     return head_copies((group.num_heads for group in row.geometry.groups), row.sizes.tp)
 
 
@@ -107,14 +106,14 @@ def owned_pages(
     base: int,
     first: int = 0,
 ) -> range:
-    """Return the positions in a request of the pages that a CP rank sends.
+    """Return the indices, within a request, of the pages that a CP rank sends.
 
-    Page j belongs to rank (base + j) mod cp, so a growing prompt never changes an owner. With sharded KV a rank holds
-    the same pages.
+    Page j belongs to rank (base + j) mod cp, so a growing prompt never changes an owner. With sharded KV, this rank is
+    also the one that holds page j.
 
     Args:
-        base: owner of page 0.
-        first: first page that decode does not hold already.
+        base: rank that owns page 0.
+        first: first page that decode does not already hold.
     """
     assert 0 <= cp_rank < cp_size, f"cp_rank {cp_rank} of {cp_size}"
     if mode is TransferMode.RANK0:
@@ -123,7 +122,7 @@ def owned_pages(
 
 
 def local_page(row: RankRow, page: int) -> int:
-    """Return a page's index in the pool of one rank, which must hold it."""
+    """Return the index of a page in the pool of the rank that holds it."""
     num_owners = row.num_owners
     assert num_owners == 1 or page % num_owners == row.coords.cp, f"page {page} is not one of cp_rank {row.coords.cp}"
     return page // num_owners

@@ -1,4 +1,4 @@
-"""Byte layout of pages. No other module knows the order of bytes in a page. Pure arithmetic."""
+"""Byte layout of pages, known only to this module. Pure arithmetic."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from cluster.spec.kv import GroupLayout, PoolLayout
 
 
 class Span(NamedTuple):
-    """One contiguous range of bytes to copy; offsets count from the start of each pool."""
+    """Contiguous range of bytes to copy. Offsets count from the start of each pool."""
 
     source_offset: int
     target_offset: int
@@ -22,7 +22,7 @@ Memory = TypeVar("Memory")
 
 @dataclass(frozen=True, slots=True)
 class PageRange:
-    """Pages of one pool, whole or restricted to some layers and KV groups."""
+    """Pages of one pool, in full or restricted to some layers and KV groups."""
 
     layout: PoolLayout
     pages: Sequence[int]
@@ -31,7 +31,7 @@ class PageRange:
     groups: Collection[str] | None = None
     """Names of KV groups; None for all."""
     lifetime: int = 0
-    """Index of the lifetime whose groups the pages hold."""
+    """Index of the lifetime whose KV groups the pages hold."""
 
     @property
     def is_whole(self) -> bool:
@@ -45,9 +45,9 @@ class PageRange:
         )
 
     def spans_to(self, target: "PageRange") -> list[Span]:
-        """Return the spans that copy each page to the target page at the same index, for the heads that both hold.
+        """Return spans that copy each page's heads, if the target has them, to the target page at the same index.
 
-        Spans adjacent in both pools are joined, so equal layouts give at most one span per page.
+        Spans that are adjacent in both pools are joined, so equal layouts yield at most one span per page.
         """
         assert self.layout.page_size == target.layout.page_size, f"page sizes of {self.layout} and {target.layout}"
         assert len(self.pages) == len(target.pages), f"{len(self.pages)} pages to {len(target.pages)}"
@@ -66,9 +66,9 @@ class PageRange:
         )
 
     def views(self, memory: Memory) -> list[Memory]:
-        """Return a view ``[page, head, layer, byte]`` of all pages in a memory for each KV group.
+        """Return one view ``[page, head, layer, byte]`` of all pages in a memory per KV group.
 
-        Whole pages give a single view ``[page, 1, 1, byte]``.
+        Pages in full yield a single view ``[page, 1, 1, byte]``.
         """
         pages: Any = memory
         if self.is_whole:
@@ -80,13 +80,13 @@ class PageRange:
         return found
 
     def _page_spans(self, target: "PageRange") -> Iterator[Span]:
-        """Yield the spans that copy one page, from offset 0 to offset 0."""
+        """Yield the spans that copy one page when both pages start at offset 0."""
         shards = {group.name: (group, start, layers) for group, start, layers in target._shards()}
         for group, start, layers in self._shards():
             if group.name not in shards:
                 continue
             theirs, their_start, their_layers = shards[group.name]
-            assert group.parts == theirs.parts, f"{group.name} has other parts: {group.parts} and {theirs.parts}"
+            assert group.parts == theirs.parts, f"{group.name}: {group.parts} is not {theirs.parts}"
             others = theirs.layers[their_layers.start : their_layers.stop]
             common = [layer for layer in group.layers[layers.start : layers.stop] if layer in others]
             if not common:
@@ -100,7 +100,7 @@ class PageRange:
                 )
 
     def _shards(self) -> Iterator[tuple[GroupLayout, int, range]]:
-        """Yield each included group with its first byte in a page and the indices of its included layers."""
+        """Yield each included KV group, its first byte in a page, and the indices of its included layers."""
         start = 0
         for group in self.layout.groups:
             if group.lifetime != self.lifetime:
@@ -133,7 +133,7 @@ def batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
 
 
 def _offset(group: GroupLayout, head: int, layer: int) -> int:
-    """Return the offset of a head, by its number in the model, and a layer, by its index, within their group."""
+    """Return a byte offset in a KV group. ``head`` is a number in the model, ``layer`` an index in the group."""
     return (head - group.first_head) * group.head_bytes + layer * group.layer_bytes
 
 

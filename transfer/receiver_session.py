@@ -1,6 +1,6 @@
-"""Receiving end of one transfer as a state machine: events and times in, states and revokes out. No I/O.
+"""Receiving side of one transfer as a state machine: events and times in, states and messages out. No I/O.
 
-The decode leader has one per room. Pages are never free while any process may write to them.
+The decode leader has one session per room. Pages are never freed while a process may still write to them.
 """
 
 from collections import Counter
@@ -15,26 +15,26 @@ from cluster.spec.transfer_messages import Done, Drained, PageDigests, Refused, 
 from transfer.digests import coverage_problem
 
 TICKET_AGAIN_S = 10.0
-"""Interval at which a ticket is sent again until prefill responds; the ticket may have been lost."""
+"""Interval at which an unanswered ticket is sent again, since it may have been lost."""
 REVOKE_AGAIN_S = 1.0
-"""Interval at which an unanswered Revoke is sent again; it is idempotent."""
+"""Interval at which an unanswered Revoke is sent again. Revokes are idempotent."""
 
 
 class ReceiverState(Enum):
     """State of one transfer on the decode leader."""
 
     RESERVED = "reserved"
-    """Pages are reserved, and no ticket was sent."""
+    """Pages are reserved, but no ticket was sent."""
     TICKETED = "ticketed"
     """The ticket was sent, and senders may write."""
     READY = "ready"
-    """The result and every Done have arrived and agree, so no sender writes again; final."""
+    """The result and every Done have arrived and agree, so no sender writes again. Final state."""
     REVOKING = "revoking"
     """The ticket is revoked, but senders may write until they confirm."""
     SETTLING = "settling"
-    """The senders are gone, but bytes in flight may still arrive."""
+    """The senders are dead, but bytes in flight may still arrive."""
     RELEASED = "released"
-    """The transfer failed, and no sender writes again; final."""
+    """The transfer failed, and no sender writes again. Final state."""
 
 
 _RECEIVER_MOVES: Moves[ReceiverState] = {
@@ -51,14 +51,12 @@ _LISTENING = frozenset({ReceiverState.TICKETED, ReceiverState.REVOKING, Receiver
 
 
 class FailureKind(Enum):
-    """Reason why a transfer failed."""
-
     CANCELLED = "cancelled"
     TIMED_OUT = "timed out"
-    """Only a part arrived in time."""
+    """Only some of the data arrived in time."""
     REFUSED = "refused"
     STOPPED = "stopped"
-    """Prefill stopped writing before it was asked to."""
+    """Prefill stopped writing before the ticket was revoked."""
     MISMATCH = "mismatch"
     """The data sent differs from what was promised."""
     PREFILL_GONE = "prefill gone"
@@ -66,7 +64,7 @@ class FailureKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransferFailure:
-    """First problem of a transfer; later ones do not replace it."""
+    """First problem of a transfer. Later problems do not replace it."""
 
     kind: FailureKind
     reason: str
@@ -74,11 +72,12 @@ class TransferFailure:
 
 
 class ReceiverSession:
-    """State of one transfer on the decode leader.
+    """Receiving side of one transfer on the decode leader.
 
-    Prefill can take any time until its first message (Result or a Done), since it queues and computes the prompt.
-    After that, it can be silent for at most ``silence_s``. Each event returns the message for the prefill leader, if
-    any. Messages from another room or incarnation, duplicates and late messages change nothing and are counted.
+    Prefill can take any time to send its first message (Result or Done), since the prompt must wait in a queue and be
+    computed. After that, prefill can be silent for at most ``silence_s``. Each event returns the message for the
+    prefill leader, if any. Messages from another room or incarnation, duplicates and late messages change nothing and
+    are counted.
     """
 
     def __init__(
@@ -94,16 +93,16 @@ class ReceiverSession:
         verify: Verify = Verify.COUNTS,
         num_copies: int = 1,
     ) -> None:
-        """Start in state RESERVED.
+        """Create a session in state RESERVED.
 
         Args:
-            num_pages: ticketed pages. Each is sent in the same number of parts, so the Dones must report a multiple.
+            num_pages: number of ticketed pages. Dones may report a multiple, for pages sent in parts.
             num_bytes: bytes that the Dones must report in total.
             num_ranks: number of decode ranks.
             silence_s: maximum time between messages from prefill, after the first one.
-            settle_s: time in which bytes may still arrive after their sender has died.
+            settle_s: time for which bytes may still arrive after their sender has died.
             verify: check of the pages; DIGEST requires digests in every Done.
-            num_copies: number of ranks that hold the same heads; each is sent its share of the pages.
+            num_copies: number of ranks that hold the same heads; each receives its share of the pages.
         """
         self.ticket, self.prefill = ticket, prefill
         self.state = ReceiverState.RESERVED
@@ -121,12 +120,12 @@ class ReceiverSession:
 
     @property
     def may_free(self) -> bool:
-        """Return whether no sender can write to the pages any more."""
+        """Return whether the pages can be freed because no sender can write to them any more."""
         return not _RECEIVER_MOVES[self.state]
 
     @property
     def digests(self) -> list[PageDigests]:
-        """Digests of written pages that the senders have reported so far."""
+        """Digests that the senders have reported so far for written pages."""
         return [part for done in self._dones.values() for part in done.digests]
 
     def open(self, now_s: float) -> Ticket:
@@ -156,7 +155,7 @@ class ReceiverSession:
         return None
 
     def cancel(self, reason: str, now_s: float) -> Revoke | None:
-        """Cancel the transfer because this side no longer wants the request."""
+        """Cancel the transfer because the decode replica no longer needs the request."""
         if self.state is ReceiverState.RESERVED:
             self._fail(FailureKind.CANCELLED, reason)
             self._move(ReceiverState.RELEASED, "cancel")
@@ -166,7 +165,7 @@ class ReceiverSession:
         """Handle proof that all processes of the prefill replica up to this incarnation are gone."""
         if incarnation < self.prefill.incarnation or self.may_free or self.state is ReceiverState.SETTLING:
             return
-        self._fail(FailureKind.PREFILL_GONE, f"{self.prefill.replica} ended before the transfer was complete")
+        self._fail(FailureKind.PREFILL_GONE, f"{self.prefill.replica} died before the transfer was complete")
         if self.state is ReceiverState.RESERVED or self._settle_s == 0:
             self._move(ReceiverState.RELEASED, "prefill gone")
         else:
@@ -219,7 +218,7 @@ class ReceiverSession:
         return self._revoke(FailureKind.MISMATCH, reason, now_s)
 
     def _check_complete(self, now_s: float) -> Revoke | None:
-        """End the transfer once the result and every Done have arrived, or revoke it if they do not agree."""
+        """End the transfer if the result and every Done have arrived; revoke it if they do not agree."""
         if self.state is ReceiverState.TICKETED:
             self._wake_at_s = now_s + self._silence_s
         if self.result is None or not self._dones.keys() >= set(self.result.senders):
@@ -235,7 +234,7 @@ class ReceiverSession:
     def _mismatch(self, result: Result) -> str | None:
         name = self.prefill.replica
         if unknown := self._dones.keys() - set(result.senders):
-            return f"{name}: ranks {sorted(unknown)} sent pages, but its result names only {sorted(result.senders)}"
+            return f"{name}: ranks {sorted(unknown)} sent pages, but the result names only {sorted(result.senders)}"
         dones = self._dones.values()
         sent = (sum(done.num_pages for done in dones), sum(done.num_bytes for done in dones))
         promised = (result.num_pages, result.num_bytes)
@@ -243,7 +242,7 @@ class ReceiverSession:
         if sent == promised and sent[0] % max(num_pages, 1) == 0 and sent[0] >= num_pages and sent[1] == num_bytes:
             return self._digest_problem(num_bytes) if self._verify is Verify.DIGEST else None
         return (
-            f"{name} sent {sent[0]} pages of {sent[1]} bytes, its result promised {promised[0]} of {promised[1]}, "
+            f"{name} sent {sent[0]} pages with {sent[1]} bytes, its result promised {promised[0]} of {promised[1]}, "
             f"and {self.ticket.decode.replica} expected {self._expected[0]} of {self._expected[1]}"
         )
 

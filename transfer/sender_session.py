@@ -1,6 +1,6 @@
-"""Sending end of one transfer as a state machine: events in, page pairs and messages out. No I/O.
+"""Sending side of one transfer as a state machine: events in, page pairs and messages out. No I/O.
 
-Each prefill rank has one per room. It never hands out a page once it is over.
+Each prefill rank has one session per room.
 """
 
 from bisect import bisect_left
@@ -23,11 +23,11 @@ _MOVES: Moves[SendState] = {
 
 
 class SenderSession:
-    """One prefill rank's part of one transfer.
+    """One prefill rank's part of a transfer.
 
-    The KV sender calls ``advance`` after each chunk and gives the pages to the sender thread, whose outcomes it passes
-    to ``written``, ``failed`` and ``drained``. Once ``is_over``, it sends ``report`` to its leader and ``done``, if
-    there is one, to decode. Until then the source pages must not change.
+    The KV sender calls ``advance`` after each chunk and passes the pages to the sender thread. It reports the thread's
+    outcomes through ``written``, ``failed`` and ``drained``. The source pages must not change until ``is_over``. Then
+    the KV sender sends ``report`` to its leader, and ``done``, if not None, to decode.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class SenderSession:
         """Start a transfer.
 
         Args:
-            owned: positions in the request of the pages that this rank owns.
-            share: pages among them that it sends, by their ids in decode.
+            owned: indices, within the request, of the pages that this rank owns.
+            share: pages that this rank sends, by their ids in decode.
         """
         self.num_pages = pages_for(destination.num_tokens, page_size)
         for pages in destination.pages:
-            assert len(pages) + destination.num_held_pages == self.num_pages, f"room {room}: ticket of another length"
+            assert len(pages) + destination.num_held_pages == self.num_pages, f"room {room}: wrong length of the ticket"
         assert not owned or (owned[0] >= destination.num_held_pages and owned[-1] < self.num_pages), (
             f"room {room}: {owned}"
         )
@@ -67,22 +67,22 @@ class SenderSession:
         self._owned = owned
         self._share = share
         self._next_owned = 0
-        """Number of complete owned pages, whether or not they are sent."""
+        """Number of owned pages that are complete, including pages that this rank does not send."""
         self._num_handed = 0
         self.saw_last_chunk = False
-        """True once the whole prompt is computed."""
+        """True once the entire prompt is computed."""
 
     @property
     def is_over(self) -> bool:
-        """Return whether this rank has stopped writing for this transfer for good."""
+        """Return whether this rank will write nothing more for this transfer."""
         return not _MOVES[self.state]
 
     def advance(self, page_tables: Sequence[Sequence[int]], computed_len: int) -> list[PagePair]:
-        """Return the newly complete pages that this rank must send now.
+        """Return the newly completed pages that this rank must send now.
 
         Args:
-            page_tables: the request's local page ids by lifetime, at least up to the computed ones.
-            computed_len: number of leading tokens that have KV. With the last token the partial last page is sent too.
+            page_tables: the request's local page ids by lifetime, covering at least the computed tokens.
+            computed_len: number of leading tokens that have KV. The last token completes a partial last page.
         """
         assert computed_len <= self.destination.num_tokens, (
             f"room {self.room}: {computed_len} of {self.destination.num_tokens} tokens"
@@ -98,19 +98,19 @@ class SenderSession:
         return pairs
 
     def rest(self, page_tables: Sequence[Sequence[int]]) -> list[PagePair]:
-        """Return the pages that the final ``advance`` will return, without a state change."""
+        """Return the pages that the final ``advance`` would return, without changing state."""
         pages = self._owned[self._next_owned :] if self.state is SendState.SENDING else ()
         return self._pairs(page_tables, pages)
 
     def written(
         self, num_pages: int, num_bytes: int, digests: Iterable[PageDigests] = (), seconds: float = 0.0
     ) -> None:
-        """Record that pages have reached their targets, and the time that took."""
+        """Record that pages have reached their targets, and how long that took."""
         self.write_s += seconds
         self.num_pages_written += num_pages
         self.num_bytes_written += num_bytes
         self._digests += digests
-        assert self.num_pages_written <= self._num_handed, f"room {self.room}: more pages written than handed out"
+        assert self.num_pages_written <= self._num_handed, f"room {self.room}: more pages written than sent"
         if self.state is SendState.SENDING:
             self._end_if_written("written")
 
@@ -121,12 +121,12 @@ class SenderSession:
             self._move(SendState.FAILED, "failed")
 
     def cancel(self) -> None:
-        """Send no more pages. The transfer is over once the sender thread confirms this."""
+        """Stop sending pages. The transfer is over once the sender thread confirms the cancellation."""
         if self.state is SendState.SENDING:
             self._move(SendState.DRAINING, "cancel")
 
     def drained(self) -> None:
-        """Record the sender thread's confirmation that nothing of this transfer is queued or running."""
+        """Record the sender thread's confirmation that no job of this transfer is queued or running."""
         if self.state is SendState.DRAINING:
             self._move(SendState.DRAINED, "drained")
 
@@ -141,7 +141,7 @@ class SenderSession:
         )
 
     def done(self) -> Done | None:
-        """Return the final message to decode; None unless all pages were sent, or if this rank sends none."""
+        """Return the final message to decode. None if some pages were not sent or this rank sends none."""
         if self.state is not SendState.SENT or not self._share.remainders:
             return None
         return Done(

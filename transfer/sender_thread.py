@@ -1,4 +1,4 @@
-"""Sender thread, which writes pages to peers while the main thread computes. It knows rooms, but no pages."""
+"""Thread that writes pages to peers while the main thread computes. It knows rooms, but not pages."""
 
 import queue
 import threading
@@ -15,8 +15,8 @@ from transfer.backends.interface import Region, TransferBackend
 from transfer.page_range import Span, batches, total_bytes
 
 BATCH_SPANS = 256
-"""Maximum spans handed to the backend in one call: enough to keep a network busy, few enough that a cancellation,
-which waits for the call to return, is quick.
+"""Maximum spans per backend call: enough to keep a network busy, and few enough that a cancellation, which waits for
+the running call, is quick.
 """
 
 
@@ -30,12 +30,12 @@ class Write:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendJob:
-    """Pages of one transfer, as the spans that carry them."""
+    """Pages of one transfer to write, as spans."""
 
     room: Room
     prepare: Callable[[], tuple[Sequence[Write], list[PageDigests]]]
-    """Function that returns the writes, and digests of the completed pages for the outcome. The sender thread calls it
-    when the job starts, since it is slow for many pages.
+    """Callable that returns the writes and the digests of the completed pages. The sender thread calls it when the job
+    starts, since it is slow for many pages.
     """
     num_pages: int
     """Number of pages that this job completes at their targets."""
@@ -43,20 +43,20 @@ class SendJob:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Outcome of a completed job, all of whose bytes have reached their targets."""
+    """Outcome of a completed job. All of its bytes have reached their targets."""
 
     room: Room
     num_pages: int
     num_bytes: int
     digests: list[PageDigests] = field(default_factory=list)
     start_s: float = field(default=0.0, compare=False)
-    """Time at which writing started, by ``time.monotonic``."""
+    """Time at which writing started, from ``time.monotonic``."""
     end_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """Outcome of a failed job. Later jobs of its transfer are skipped."""
+    """Outcome of a failed job. The transfer's later jobs are skipped."""
 
     room: Room
     reason: str
@@ -64,7 +64,7 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Response to ``cancel``: no job of this transfer is queued or running."""
+    """Outcome of ``cancel``: no job of this transfer is queued or running."""
 
     room: Room
 
@@ -73,7 +73,7 @@ Outcome = Written | WriteFailed | Cancelled
 
 
 class SpanWriter(Protocol):
-    """Interface of ``SenderThread``, which documents its methods."""
+    """Interface of ``SenderThread``; see there for its methods."""
 
     def send(self, job: SendJob) -> None: ...
     def cancel(self, room: Room) -> None: ...
@@ -82,9 +82,9 @@ class SpanWriter(Protocol):
 
 
 class SenderThread:
-    """Writer of jobs, in order. It reports outcomes on its own thread, so the callback must return quickly.
+    """Thread that runs jobs in order and reports their outcomes.
 
-    The caller sends no job of a transfer that was cancelled or has failed.
+    No job of a transfer may be sent after the transfer was cancelled or has failed.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class SenderThread:
         """Start the thread.
 
         Args:
-            source: region that all spans are read from; their bytes must not change until the outcome.
-            on_failure: called with the exception that ended the thread, after which nothing is written.
+            source: region that all spans are read from. The bytes of a job must not change before its outcome.
+            on_failure: called on this thread with the exception that ended it.
         """
         self._backend = backend
         self._source = source
@@ -111,20 +111,20 @@ class SenderThread:
         self._thread.start()
 
     def send(self, job: SendJob) -> None:
-        """Queue a job. Its outcome is Written or WriteFailed; a job of a cancelled or failed transfer has none."""
+        """Queue a job. Its outcome is Written or WriteFailed; jobs of a cancelled transfer have none."""
         self._queue.put(partial(self._send, job))
 
     def cancel(self, room: Room) -> None:
-        """Stop writing for a transfer; the outcome Cancelled confirms it."""
+        """Stop writing for a transfer. The outcome Cancelled confirms the cancellation."""
         self._barred.add(room)
         self._queue.put(partial(self._confirm_cancel, room))
 
     def forget(self, peer: Endpoint) -> None:
-        """Let the backend forget a peer that is gone, once the jobs queued so far are done."""
+        """Release the backend's resources for a dead peer after the jobs queued so far."""
         self._queue.put(partial(self._backend.forget, peer))
 
     def close(self) -> None:
-        """Skip queued jobs, let the running batch end, and wait for the thread; safe to call twice."""
+        """Skip queued jobs, finish the running batch, and wait for the thread. Safe to call twice."""
         self._is_closing = True
         self._queue.put(None)
         self._thread.join()
@@ -133,7 +133,7 @@ class SenderThread:
         try:
             while (call := self._queue.get()) is not None:
                 call()
-        except Exception as error:  # a rank that cannot send must not live on
+        except Exception as error:  # a rank that cannot send must end
             self._on_failure(error)
 
     def _confirm_cancel(self, room: Room) -> None:
@@ -145,11 +145,11 @@ class SenderThread:
         try:
             writes, digests = job.prepare()
             is_whole = self._write(job, writes)
-        # other transfers continue, and this one reports the reason
+        # only this transfer fails; others continue
         except Exception as error:
             self._barred.add(job.room)
             self._on_outcome(WriteFailed(job.room, str(error) or repr(error)))
-            # Queued after every job of the transfer.
+            # This runs after every queued job of the transfer.
             self._queue.put(partial(self._barred.discard, job.room))
             return
         if is_whole:
@@ -158,7 +158,7 @@ class SenderThread:
             self._on_outcome(Written(job.room, job.num_pages, num_bytes, digests, start_s, end_s))
 
     def _write(self, job: SendJob, writes: Sequence[Write]) -> bool:
-        """Return whether the whole job was written; a barred transfer ends it early."""
+        """Return whether the job was written completely. A barred transfer ends it early."""
         for write in writes:
             for batch in batches(write.spans, BATCH_SPANS):
                 if self._is_stopped(job):

@@ -1,4 +1,4 @@
-"""Interface and selection of transfer backends, which move bytes and do not know pages, rooms or states."""
+"""Interface and factory of transfer backends. A backend copies bytes and knows nothing about pages or requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,32 +25,32 @@ class Region:
 class TransferBackend(Protocol):
     """Backend that copies spans between regions of different processes.
 
-    ``write`` and ``forget`` are called by one thread, ``read`` by another, the rest by the main thread.
+    One thread calls ``write`` and ``forget``, another calls ``read``, and the main thread calls the rest.
     """
 
     name: TransferBackendName
 
     settle_s: float
-    """Seconds after a failed write, or a writer's death, in which bytes may still arrive at the target."""
+    """Seconds after a failed write or a writer's death during which bytes may still arrive at the target."""
 
     def allocate(self, num_bytes: int) -> Region:
         """Allocate a region and open it to peers.
 
         Raises:
-            UserError: there is too little memory.
+            UserError: not enough memory is available.
         """
         ...
 
     def register(self, address: int, num_bytes: int) -> Region:
-        """Open GPU memory to peers; its owner keeps it until the backend is closed.
+        """Open GPU memory to peers. The caller must keep it allocated until the backend is closed.
 
         Raises:
-            TransferError: peers cannot access it; the message says why.
+            TransferError: peers cannot access the memory.
         """
         ...
 
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
-        """Copy spans of a local region to a peer's; block until they have arrived, without holding the GIL.
+        """Copy spans from a local region to a peer's region. Block without the GIL until all bytes have arrived.
 
         Raises:
             TransferError: some of the spans may not have been written.
@@ -58,7 +58,7 @@ class TransferBackend(Protocol):
         ...
 
     def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
-        """Copy spans of a peer's region to a local one; block until they have arrived, without holding the GIL.
+        """Copy spans from a peer's region to a local region. Block without the GIL until all bytes have arrived.
 
         Raises:
             TransferError: some of the spans may not have been read.
@@ -66,21 +66,21 @@ class TransferBackend(Protocol):
         ...
 
     def forget(self, target: Endpoint) -> None:
-        """Release resources held for a peer that is gone."""
+        """Release the resources held for a dead peer."""
         ...
 
     def close(self) -> None:
-        """Close all regions to peers and forget all peers; safe to call twice."""
+        """Close all regions to peers and forget all peers. Safe to call twice."""
         ...
 
 
 def make_backend(
     name: TransferBackendName, host: str, protocol: TransferProtocol = TransferProtocol.TCP
 ) -> TransferBackend:
-    """Return the named backend, at an address that peers can reach.
+    """Create the named backend, which peers reach at ``host``.
 
     Raises:
-        UserError: a requirement of the backend is not installed or not available.
+        UserError: a library or device that the backend needs is missing.
     """
     if name is TransferBackendName.SHARED_MEMORY:
         from transfer.backends.shared_memory import SharedMemoryBackend
@@ -97,13 +97,13 @@ def make_backend(
 
 
 def check_bounds(spans: Sequence[Span], source_bytes: int, target_bytes: int, peer: Endpoint) -> None:
-    """Check that spans lie within both regions, one of which is the peer's.
+    """Check that spans lie within both the source and the target region.
 
     Raises:
-        TransferError: names the first span that does not.
+        TransferError: a span is out of bounds.
     """
     for span in spans:
         if span.num_bytes < 0 or not 0 <= span.source_offset <= source_bytes - span.num_bytes:
-            raise TransferError(f"{peer.session}: {span} does not lie in the {source_bytes} bytes of the source")
+            raise TransferError(f"{peer.session}: {span} exceeds the {source_bytes} bytes of the source")
         if not 0 <= span.target_offset <= target_bytes - span.num_bytes:
-            raise TransferError(f"{peer.session}: {span} does not lie in the {target_bytes} bytes of the target")
+            raise TransferError(f"{peer.session}: {span} exceeds the {target_bytes} bytes of the target")

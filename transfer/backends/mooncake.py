@@ -1,4 +1,4 @@
-"""Transfers between hosts by Mooncake's transfer engine, over RDMA, or over TCP with acknowledged writes."""
+"""Transfers between hosts with Mooncake's transfer engine, over RDMA or over TCP with acknowledged writes."""
 
 import json
 import mmap
@@ -21,26 +21,26 @@ from transfer.page_range import Span, batches
 _MAX_SPANS = 512
 """Maximum spans per batch; the TCP transport rejects about 4,000."""
 
-# The transport ends a stalled write by its own 30 s limits for progress and acknowledgement; the limit of the whole
-# call must be longer, or it would return while the transport still writes.
+# The transport aborts a stalled write after its own 30 s timeouts. This timeout must be longer: otherwise the call
+# could return while the transport is still writing.
 _CALL_TIMEOUT_S = 120
 
 
 class MooncakeBackend:
-    """Backend with one engine per process. An endpoint's session is ``host:port`` of its owner's engine."""
+    """Backend with one Mooncake engine per process. An endpoint's session is its owner's ``host:port``."""
 
     name = TransferBackendName.MOONCAKE
-    # The engine ends a stalled span after 30 s, and after a failed one continues with the rest of its batch. Data
-    # handed to the kernel by then is sent even after the process has died: Linux retransmits for 102 s
-    # (tcp_orphan_retries) before it gives up, and the data lands at its destination once the path recovers. The
-    # receiving engine keeps reading while a connection is open, without checking permissions again.
+    # The engine aborts a stalled span after 30 s and then continues with the rest of the batch. The kernel still sends
+    # data that it had accepted by then, even if the process has died: Linux retransmits for 102 s (tcp_orphan_retries)
+    # before it gives up, and the data arrives if the network recovers in that time. The receiving engine reads from an
+    # open connection without checking permissions again.
     settle_s = 120.0
 
     def __init__(self, host: str, protocol: TransferProtocol = TransferProtocol.TCP) -> None:
         """Start the engine.
 
         Raises:
-            UserError: the engine cannot listen at the host, there is no RDMA, or writes would not be acknowledged.
+            UserError: the engine cannot listen on the host, RDMA is missing, or writes would not be acknowledged.
         """
         if os.environ.get("MC_TCP_PROTO") == "1":
             raise UserError("MC_TCP_PROTO is 1, which turns off acknowledged writes; unset it")
@@ -49,10 +49,10 @@ class MooncakeBackend:
         os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(_CALL_TIMEOUT_S))
         self._engine = TransferEngine()
         if self._engine.initialize(host, "P2PHANDSHAKE", protocol.value, "") != 0:
-            raise UserError(f"transfer.backend: mooncake cannot listen at {host}; allowed: an address of this machine")
+            raise UserError(f"transfer.backend: mooncake cannot listen on {host}; allowed: an address of this machine")
         self._protocol = protocol
         if protocol is TransferProtocol.RDMA and not _has_rdma(self._engine.get_local_topology()):
-            raise UserError("transfer.protocol: got rdma, but mooncake finds no RDMA device here; allowed: tcp")
+            raise UserError("transfer.protocol: got rdma, but mooncake finds no RDMA device on this host; allowed: tcp")
         self._session = f"{host}:{self._engine.get_rpc_port()}"
         self._owned: list[Region] = []
 
@@ -61,7 +61,7 @@ class MooncakeBackend:
         try:
             buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise UserError(f"no room for {num_bytes} bytes of memory ({error.strerror})") from error
+            raise UserError(f"cannot allocate {num_bytes} bytes of memory ({error.strerror})") from error
         address = int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
         if self._engine.register_memory(address, num_bytes) != 0:
             raise UserError(
@@ -72,8 +72,8 @@ class MooncakeBackend:
     def register(self, address: int, num_bytes: int) -> Region:
         """Register GPU memory, which network cards access directly."""
         if self._protocol is not TransferProtocol.RDMA:
-            # The engine would accept it, and then copy with the CPU, which cannot access it.
-            raise TransferError(f"transfer.protocol: {self._protocol} reaches only host memory")
+            # The engine would accept this memory and then copy it with the CPU, which cannot access it.
+            raise TransferError(f"transfer.protocol: {self._protocol} supports only host memory")
         if (status := self._engine.register_memory(address, num_bytes)) != 0:
             raise TransferError(
                 f"mooncake cannot register {num_bytes} bytes of the GPU (status {status}); "
@@ -87,7 +87,7 @@ class MooncakeBackend:
         return self._owned[-1]
 
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
-        """Write spans to the peer's memory; return when the peer has acknowledged them."""
+        """Write spans to the peer's memory. Return once the peer has acknowledged them."""
         check_bounds(spans, source.endpoint.num_bytes, target.num_bytes, target)
         self._transfer("write", self._engine.batch_transfer_sync_write, source, target, spans)
 
@@ -99,7 +99,7 @@ class MooncakeBackend:
     def _transfer(
         self, verb: str, call: Callable[..., int], local: Region, peer: Endpoint, spans: Sequence[Span]
     ) -> None:
-        """Transfer spans whose source offsets are local, whichever way the bytes go."""
+        """Transfer spans in either direction. Source offsets refer to the local region."""
         for batch in batches(spans, _MAX_SPANS):
             status = call(
                 peer.session,
@@ -120,5 +120,5 @@ class MooncakeBackend:
 
 
 def _has_rdma(topology: str) -> bool:
-    """Return whether a network card is near any memory; without one the engine only logs that it falls back to TCP."""
+    """Return whether the engine's topology has an RDMA device. Without one, the engine logs a warning and uses TCP."""
     return any(cards for near_and_far in json.loads(topology).values() for cards in near_and_far)

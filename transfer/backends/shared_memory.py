@@ -1,7 +1,7 @@
 """Transfers within one host: regions are anonymous shared memory, and a write copies into the peer's region.
 
-The memory is a memfd that peers open through its owner's ``/proc`` entry. It has no name in any file system, so none
-of it remains, however its owner ends.
+The memory is a memfd that peers open through its owner's ``/proc`` entry. It has no name in any file system, so the
+kernel frees it however its owner ends.
 """
 
 import mmap
@@ -24,11 +24,11 @@ from transfer.page_range import Span
 _Bytes = npt.NDArray[np.uint8]
 
 _SESSION = re.compile(r"^(/proc/\d+/fd/\d+) (baton-[0-9a-f]{16})$")
-"""Path of the owner's descriptor, and a unique name of the memory, since descriptors are reused."""
+"""Path of the owner's file descriptor and a unique name of the memory, since descriptors are reused."""
 
 
 class SharedMemoryBackend:
-    """Backend whose regions other processes on the host can open until ``close``."""
+    """Backend whose regions are open to other processes on the host until ``close``."""
 
     name = TransferBackendName.SHARED_MEMORY
     settle_s = 0.0
@@ -38,31 +38,30 @@ class SharedMemoryBackend:
         self._peers: dict[str, _Bytes] = {}
 
     def allocate(self, num_bytes: int) -> Region:
-        """Allocate a region and reserve its memory."""
         free_bytes = machine_memory().available
         if num_bytes > free_bytes:
-            raise UserError(f"no room for {num_bytes} bytes of shared memory: {free_bytes} are available")
+            raise UserError(f"cannot allocate {num_bytes} bytes of shared memory: {free_bytes} are available")
         name = f"baton-{secrets.token_hex(8)}"
         descriptor = os.memfd_create(name)
         self._owned.append(descriptor)
         try:
-            # Otherwise a lack of memory would cause a bus error in the middle of a forward pass.
+            # Without this reservation, a lack of memory would cause a bus error in the middle of a forward pass.
             os.posix_fallocate(descriptor, 0, num_bytes)
         except OSError as error:
-            raise UserError(f"no room for {num_bytes} bytes of shared memory: {error.strerror}") from error
+            raise UserError(f"cannot allocate {num_bytes} bytes of shared memory: {error.strerror}") from error
         endpoint = Endpoint(
             backend=self.name,
             session=f"/proc/{os.getpid()}/fd/{descriptor} {name}",
             base_address=0,
             num_bytes=num_bytes,
         )
-        # Populated, since the first prompts would otherwise cause a page fault for every 4 KiB of KV.
+        # MAP_POPULATE prevents the first prompts from causing a page fault for every 4 KiB of KV.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         return Region(memoryview(mmap.mmap(descriptor, num_bytes, flags=flags)), endpoint)
 
     def register(self, address: int, num_bytes: int) -> Region:  # noqa: ARG002 - no GPU memory
-        """Raise TransferError, since processes only share memory that this backend allocates."""
-        raise TransferError("transfer.backend: shared_memory reaches only host memory")
+        """Raise TransferError, since processes can share only memory that this backend allocates."""
+        raise TransferError("transfer.backend: shared_memory supports only host memory")
 
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
         _copy(np.frombuffer(source.buffer, dtype=np.uint8), self._map(target), spans, target)
@@ -71,11 +70,11 @@ class SharedMemoryBackend:
         _copy(self._map(source), np.frombuffer(target.buffer, dtype=np.uint8), spans, source)
 
     def forget(self, target: Endpoint) -> None:
-        """Unmap a peer's memory, which frees it if the peer is gone."""
+        """Unmap a peer's memory. If the peer is dead, this frees the memory."""
         self._peers.pop(target.session, None)
 
     def close(self) -> None:
-        """Close local memory to peers and unmap theirs; local memory stays valid while referenced."""
+        """Close local memory to peers and unmap their memory. Local memory stays valid while referenced."""
         self._peers.clear()
         while self._owned:
             os.close(self._owned.pop())
@@ -100,13 +99,13 @@ def _open(target: Endpoint) -> _Bytes:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise TransferError(f"{path} cannot be opened: {error.strerror}; is its owner alive, on this host?") from error
+        raise TransferError(f"{path} cannot be opened: {error.strerror}; is its owner alive on this host?") from error
     try:
         if Path(f"/proc/self/fd/{descriptor}").readlink() != Path(f"/memfd:{name} (deleted)"):
             raise TransferError(f"{path} is no longer the region {name}")
         size = os.fstat(descriptor).st_size
         if size != target.num_bytes:
-            raise TransferError(f"{path} has {size} bytes, its owner said {target.num_bytes}")
+            raise TransferError(f"{path} has {size} bytes, but its owner announced {target.num_bytes}")
         return np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8)
     finally:
         os.close(descriptor)

@@ -82,7 +82,7 @@ def test_sharded_decode_is_refused() -> None:
 def test_a_ticket_must_cover_the_prompt() -> None:
     assert ticket_refusal(ticket([5, 6], num_held_pages=1), prompt_len=9) is None
     assert ticket_refusal(ticket([5], num_held_pages=1), prompt_len=9) == (
-        "decode-1 gave 1 pages after 1 held ones; a prompt of 9 tokens takes 3"
+        "decode-1 sent 1 pages and already holds 1; a prompt of 9 tokens needs 3 new pages"
     )
     two_lists = msgspec.structs.replace(ticket([1]), pages=[[1], [2]])
-    assert ticket_refusal(two_lists, prompt_len=4) == "decode-1 gave 2 lists of pages; its KV groups take 1"
+    assert ticket_refusal(two_lists, prompt_len=4) == "decode-1 sent 2 page lists; its KV groups need 1"

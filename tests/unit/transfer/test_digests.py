@@ -82,7 +82,7 @@ def test_pages_that_another_rank_with_the_same_heads_should_have_got_are_astray(
     swapped = [replace(part, rank=1 - part.rank) for part in told]
     problem = coverage_problem(swapped, PAGES, num_bytes, 2, 2)
     wrong_pairs = [(rank, page) for rank in (0, 1) for page in range(1 - rank, NUM_PAGES, 2)]
-    assert problem == f"these pages were sent to the wrong ranks, as (rank, page): {wrong_pairs}"
+    assert problem == f"pages were sent to the wrong ranks; (rank, page): {wrong_pairs}"
 
 
 def test_pages_that_changed_places_are_wrong() -> None:
@@ -104,12 +104,12 @@ def test_pages_that_changed_places_are_wrong() -> None:
             "page 0 of rank 0: byte 64 is not covered exactly once",
         ),
         (lambda told: [replace(told[0], spans=[(0, 0), *told[0].spans]), *told[1:]], "page 0 of rank 0: "),
-        (lambda told: [replace(told[0], rank=99), *told[1:]], "there are no ranks [99]; allowed: 0 to 0"),
+        (lambda told: [replace(told[0], rank=99), *told[1:]], "ranks [99] do not exist; allowed: 0 to 0"),
         (
             lambda told: [replace(told[0], pages=[99, *told[0].pages[1:]]), *told[1:]],
             "pages [99] are not in the ticket",
         ),
-        (lambda told: [replace(told[0], digests=[]), *told[1:]], "there is not one digest per page"),
+        (lambda told: [replace(told[0], digests=[]), *told[1:]], "the number of digests differs"),
     ],
 )
 def test_digests_that_do_not_speak_for_every_byte_once_are_refused(

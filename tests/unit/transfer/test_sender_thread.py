@@ -86,7 +86,7 @@ def test_a_bug_in_a_job_is_an_outcome_too(rig: _Rig) -> None:
     rig.thread.send(rig.job(1, [7], target))
     outcome = rig.next()
     assert isinstance(outcome, WriteFailed)
-    assert "does not lie in the 8 bytes of the target" in outcome.reason
+    assert "exceeds the 8 bytes of the target" in outcome.reason
 
 
 def test_forget_comes_after_the_jobs_before_it(rig: _Rig) -> None:
