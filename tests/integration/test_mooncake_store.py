@@ -43,14 +43,14 @@ def test_objects_are_whole_and_right_or_not_there(master: str) -> None:
     assert read_one(other, "n/a", buffers)
     assert b"".join(map(bytes, buffers)) == b"abcd"
     assert other.present({"n/a": 0, "n/b": 0}) == ["n/a"]
-    with pytest.raises(CorruptObjectError, match="has 4 bytes, not 1"):
+    with pytest.raises(CorruptObjectError, match="has 4 bytes, expected 1"):
         read_one(one, "n/a", buffers[:1])
     assert one.write([StorageObject(name, [memoryview(name.encode())]) for name in ("n/c", "n/de")]) == [None] * 2
     wanted = [StorageObject(name, [memoryview(bytearray(3))]) for name in ("n/a", "n/b", "n/c", "n/de")]
     assert [outcome if isinstance(outcome, bool) else str(outcome) for outcome in other.read(wanted)] == [
-        "n/a has 4 bytes, not 3",
+        "n/a has 4 bytes, expected 3",
         *(False, True),
-        "n/de has 4 bytes, not 3",
+        "n/de has 4 bytes, expected 3",
     ]
     assert bytes(wanted[2].parts[0]) == b"n/c"
     pages = [page_of(number) for number in range(3)]

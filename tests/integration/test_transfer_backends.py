@@ -175,7 +175,9 @@ def test_shared_memory_is_in_no_file_system_and_goes_with_its_owner() -> None:
 
 def test_shared_memory_that_does_not_fit_is_refused_in_words() -> None:
     backend = shared_memory.SharedMemoryBackend()
-    with pytest.raises(UserError, match=r"^cannot allocate 1152921504606846976 bytes of shared memory: \d+ are available$"):
+    with pytest.raises(
+        UserError, match=r"^cannot allocate 1152921504606846976 bytes of shared memory: \d+ are available$"
+    ):
         backend.allocate(1 << 60)
     backend.close()
 

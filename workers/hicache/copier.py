@@ -1,4 +1,4 @@
-"""Copies between a rank's device pool and the host pools of its replica."""
+"""Copies between one rank's device memory and the host memory of its replica."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,34 +22,34 @@ MOST_LAYER_GROUPS = 8
 
 
 class Copier:
-    """Copier of one rank. Each host page belongs to one CP rank, from which other ranks read it if KV is replicated."""
+    """Copier of one rank. Each host page belongs to one CP rank, from which others read it if KV is replicated."""
 
     def __init__(self, rows: Sequence[RankRow], rank: int, memory: "TierMemory", backend: TransferBackend) -> None:
-        """Build a rank's copier; ``rows`` are the records of all ranks of the replica."""
+        """Create a rank's copier. ``rows`` describe all ranks of the replica."""
         self._row = rows[rank]
         self._backend = backend
         self.memory = memory
         self._peers = {row.coords.cp: row for row in rows if _is_peer(row, self._row)}
 
     def bytes_of(self, page: TierPage) -> int:
-        """Return a page's size on this rank; 0 if the rank computes no layer whose KV is in the page."""
+        """Return a page's size on this rank. 0 if this rank has none of the layers whose KV is in the page."""
         return self._row.layout.bytes_of(page.lifetime)
 
     def owns(self, page: TierPage) -> bool:
-        """Return whether this rank keeps a part of the page's host copy."""
+        """Return whether this rank keeps its part of the page's host copy."""
         return page.index % self._row.sizes.cp == self._row.coords.cp and self.bytes_of(page) > 0
 
     def host_page(self, page: TierPage) -> memoryview:
         return self.memory.host_page(self._slot(page))[: self.bytes_of(page)]
 
     def save(self, pages: Sequence[TierPage], after: "Event | None") -> int:
-        """Copy the pages that this rank owns to host memory; return the number of bytes."""
+        """Copy the pages that this rank owns to host memory. Return the number of bytes."""
         local, slots = self._owned(pages)
         self.memory.save(local, slots, after)
         return len(local) * self._row.layout.page_bytes
 
     def load(self, pages: Sequence[TierPage], after: "Event | None") -> int:
-        """Copy the pages that belong on this rank's device to it; return the number of bytes.
+        """Copy the pages that belong on this rank's device from host memory. Return the number of bytes.
 
         Raises:
             TransferError: a peer's memory cannot be read.
@@ -60,7 +60,7 @@ class Copier:
         return len(pages) * self._row.layout.page_bytes
 
     def load_layerwise(self, pages: Sequence[TierPage], after: "Event | None", load: LayerwiseLoad) -> int:
-        """Load pages as ``load`` does, and report one layer group at a time; return the number of bytes.
+        """Load pages like ``load``, but report each layer group when it is loaded. Return the number of bytes.
 
         Raises:
             TransferError: a peer's memory cannot be read.
@@ -72,7 +72,7 @@ class Copier:
         """Load and report one layer group per iteration."""
         pages = self._held(pages)
         if after is not None and not all(map(self.owns, pages)):
-            # The region may still hold earlier data for these pages, which must reach the GPU first.
+            # The region may still hold earlier data for these pages that has not reached the GPU.
             after.synchronize()
         for layers in layer_groups(self._row.layout.layers):
             load.add(len(layers), self._load(pages, layers, after))
@@ -94,7 +94,7 @@ class Copier:
         if not elsewhere:
             return loaded
         if layers is None and loaded is not None:
-            # After this event, earlier data in the region for these pages is on the GPU.
+            # After this event, the region's earlier data for these pages is on the GPU.
             loaded.synchronize()
         self._read(elsewhere, layers)
         return self.memory.take_in([self._local(page) for page in elsewhere], lifetime, layers, loaded)
@@ -118,7 +118,7 @@ class Copier:
         return page.host // self._row.sizes.cp
 
     def _read(self, pages: Sequence[TierPage], layers: range | None) -> None:
-        """Read pages into the region from the host memory of the ranks that own them."""
+        """Read pages from the host memory of the ranks that own them into this rank's region."""
         by_rank: dict[int, list[TierPage]] = {}
         for page in pages:
             by_rank.setdefault(page.index % self._row.sizes.cp, []).append(page)
@@ -144,6 +144,6 @@ def layer_groups(layers: range) -> Iterator[range]:
 
 
 def _is_peer(row: RankRow, mine: RankRow) -> bool:
-    """Return whether a rank holds the same heads and layers as this one, but of other pages."""
+    """Return whether a rank holds the same heads and layers as this one, but for other pages."""
     here, there = mine.coords, row.coords
     return (here.dp, here.tp, here.pp) == (there.dp, there.tp, there.pp)

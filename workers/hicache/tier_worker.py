@@ -1,4 +1,4 @@
-"""Tier jobs on one rank, which run concurrently with the forward pass."""
+"""Execution of tier jobs on one rank, concurrently with the forward pass."""
 
 import logging
 import threading
@@ -31,7 +31,7 @@ _QUEUES = {
 
 
 class TierWorker:
-    """Worker that moves pages between device, host memory and storage, with one queue per kind of move."""
+    """Worker that moves pages between device memory, host memory and storage, with one queue per job kind."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class TierWorker:
         leader_address: str,
         open_outbox: Callable[[], Outbox],
     ) -> None:
-        """Start the queues, each with its own outbox; ``store`` is None without storage."""
+        """Start the queues, each with its own outbox. ``store`` is None without storage."""
         self._copier = copier
         self._store = store
         self._global_rank = global_rank
         self._events: dict[int, Event | None] = {}
-        """Events by job id, after which the job's copies start."""
+        """Events by job id. A job's copies start after its event."""
         self._loads: dict[int, LayerwiseLoad] = {}
         """Layerwise loads by job id."""
         names = ("saves", "loads", "reads", "writes") if store else ("saves", "loads")
@@ -55,19 +55,19 @@ class TierWorker:
         }
 
     def submit(self, job: TierJob) -> None:
-        """Queue a job to run after all earlier steps; call this between steps."""
+        """Queue a job that runs after all earlier steps. Call this between steps."""
         if job.kind in _COPIES:
             self._events[job.job_id] = self._copier.memory.record_event()
         self._queues[_QUEUES[job.kind]].put(job)
 
     def submit_layerwise(self, job: TierJob) -> LayerwiseLoad:
-        """Queue a load for the next step, which waits for each layer that it reads."""
+        """Queue a load for the next step. The step waits for each layer that it reads."""
         load = self._loads[job.job_id] = LayerwiseLoad()
         self.submit(job)
         return load
 
     def close(self) -> None:
-        """Finish running jobs, and discard queued ones."""
+        """Finish running jobs, and discard queued jobs."""
         if self._store is not None:
             self._store.stop()
         for each in self._queues.values():
@@ -87,7 +87,7 @@ class TierWorker:
                 done, num_bytes = self._copy(job)
             else:
                 done, num_bytes = self._use_storage(job, start_s - waited_s, failures)
-        except Exception as error:  # the leader must know that these pages are missing
+        except Exception as error:  # the leader must learn that these pages are missing
             _log.warning("tier job %d (%s) failed: %r", job.job_id, job.kind, error)
             failures["transfer" if isinstance(error, TransferError) else "error"] += 1
             done, num_bytes = [False] * len(job.pages), 0
@@ -105,7 +105,7 @@ class TierWorker:
     def _refuse(self, job: TierJob) -> TierJobResult:
         """Return the result of a storage job that waited too long in its queue."""
         done = [not self._copier.owns(page) for page in job.pages]
-        assert job.timeout_s is not None, "a job without a timeout is refused"
+        assert job.timeout_s is not None, "the job has no timeout"
         return TierJobResult(
             job_id=job.job_id,
             global_rank=self._global_rank,
@@ -129,7 +129,7 @@ class TierWorker:
         return [True] * len(job.pages), num_bytes
 
     def _use_storage(self, job: TierJob, since_s: float, failures: Counter[str]) -> tuple[list[bool], int]:
-        """Run a storage job for the pages that this rank owns; it has nothing to do for the others."""
+        """Run a storage job for the pages that this rank owns. Other pages count as done."""
         assert self._store is not None, f"{job.kind} without storage"
         assert job.timeout_s is not None, f"{job.kind} without a timeout"
         until_s = since_s + job.timeout_s
@@ -145,26 +145,26 @@ class TierWorker:
 
 
 Work = Callable[[TierJob, float], TierJobResult]
-"""Function that runs a job after a wait of this many seconds; must not raise."""
+"""Function that runs a job that has waited for this many seconds. Must not raise."""
 Refuse = Callable[[TierJob], TierJobResult]
-"""Function that returns the result of a job that waited too long to be started."""
+"""Function that returns the result of a job that waited too long to start."""
 
 
 class _JobQueue:
-    """Queue of jobs of one kind, with a thread that runs them in order and a thread that refuses late ones.
+    """Queue of jobs of one kind: one thread runs them in order, and another refuses late jobs.
 
-    A hanging job stays open, since its pages may still be written to. Jobs queued after it are refused once their
+    A hanging job stays open, since its pages may still be written to. Jobs queued after it are refused when their
     timeouts have passed.
     """
 
     def __init__(self, name: str, leader_address: str, outbox: Outbox, work: Work, refuse: Refuse) -> None:
-        """Start the threads, and take ownership of the outbox."""
+        """Start the threads. The queue owns the outbox."""
         self._leader_address = leader_address
         self._outbox = outbox
         self._work = work
         self._refuse = refuse
         self._changed = threading.Condition()
-        """Lock of the fields below and of the outbox."""
+        """Lock that guards the fields below and the outbox."""
         self._waiting: deque[tuple[TierJob, float]] = deque()
         """Jobs with their arrival times."""
         self._is_busy = self._is_stopped = False
@@ -181,13 +181,13 @@ class _JobQueue:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Finish the running job, and discard the others."""
+        """Finish the running job, and discard queued jobs."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Return whether the running job ends in time after ``stop``; if not, its thread ends with the process."""
+        """Return whether the running job ends in time after ``stop``. If not, its thread ends with the process."""
         until_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
@@ -204,7 +204,7 @@ class _JobQueue:
                 self._report(result)
 
     def _next(self) -> tuple[TierJob, float] | None:
-        """Wait for the next job; return None once the queue is stopped."""
+        """Return the next job once there is one. Return None once the queue is stopped."""
         with self._changed:
             self._is_busy = False
             self._changed.wait_for(lambda: self._waiting or self._is_stopped)

@@ -1,7 +1,7 @@
-"""Control of the tiers below a replica's device cache, by its leader. Sans I/O.
+"""Control of a replica's host and storage tiers by its leader. Sans I/O.
 
 A page can be in device memory, host memory and storage at the same time, under one key. Only the leader knows where
-pages are. It decides what is copied, and every rank does its part of each tier job.
+pages are. It decides what to copy, and every rank does its part of each tier job.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ from workers.hicache.policy.storage_writer import StorageWriter
 
 
 class Tiers:
-    """Host and storage tiers of one replica, as its leader sees them."""
+    """Host and storage tiers of one replica, as seen by its leader."""
 
     def __init__(self, config: HicacheConfig, tree: PrefixTree, host_pages: int, rows: Sequence[RankRow]) -> None:
-        """Build tiers of ``host_pages`` per rank; ``rows`` are the records of all ranks of the replica."""
+        """Create tiers with ``host_pages`` pages per rank. ``rows`` describe all ranks of the replica."""
         self._lifetimes = Lifetimes.of(rows[0].geometry)
         self.host = HostIndex(host_pages, rows[0].sizes.cp, self._lifetimes)
         self._tree = tree
@@ -47,10 +47,10 @@ class Tiers:
         sizes, ownership = rows[0].sizes, rows[0].ownership
         is_own = sizes.cp == 1 or ownership is KvOwnership.SHARDED
         self.can_load_layerwise = sizes.dp == 1 and (is_own or _share_memory(rows))
-        """True if every rank's pages are on its own host, so that no copy fails, and no DP rank would have to wait."""
+        """True if each rank finds its pages on its own host, so no copy fails, and no other DP rank has to wait."""
 
     def advance(self, now_s: float) -> list[tuple[str, TierJob]]:
-        """Advance after any event; return the jobs to send as (address, job)."""
+        """Advance after any event. Return the jobs to send as (address, job) pairs."""
         stuck = self.jobs.stuck_pages(now_s)
         self._reads.note_hangs(hangs=stuck[TierJobKind.LOOK_UP] + stuck[TierJobKind.FETCH] > 0)
         self._writes.note_hangs(hangs=stuck[TierJobKind.STORE] > 0)
@@ -65,10 +65,10 @@ class Tiers:
         return [(address, job) for job in self.jobs.take_outgoing(now_s) for address in self._addresses]
 
     def expect(self, room: Room, keys: Sequence[bytes], now_s: float) -> None:
-        """Note a new request that starts with these pages, and prefetch them if that is worthwhile."""
+        """Prefetch pages for a new request that starts with these keys, if that is worthwhile."""
         num_here = self._lifetimes.longest_prefix(keys, self._tree.count(keys), self._is_here)
         used = [*keys, *self._lifetimes.prefix_keys(keys[:num_here])[num_here:]]
-        # Fetched pages must not evict what the request will find here.
+        # Fetched pages must not evict pages that the request will find here.
         self.host.touch(used)
         if not self._is_attached:
             return
@@ -77,15 +77,15 @@ class Tiers:
             self.prefetcher.expect(room, keys, num_here, now_s)
 
     def note_hits(self, keys: Sequence[bytes]) -> None:
-        """Note that a request starts after these cached pages."""
+        """Record that a request starts after these cached pages."""
         self._host_writer.note_hits(self._lifetimes.prefix_keys(keys))
 
     def note_received(self, keys: Sequence[bytes]) -> None:
-        """Note newly cached pages from a replica that saves them itself."""
+        """Record newly cached pages from a replica that saves them itself."""
         self._host_writer.note_received(self._lifetimes.prefix_keys(keys))
 
     def keys_below(self) -> dict[Tier, list[bytes]]:
-        """Return the keys of the pages in host memory, and of those that this replica has stored."""
+        """Return the keys of the pages in host memory and of the pages that this replica has stored."""
         return {Tier.HOST: self.host.filled_keys(), Tier.STORAGE: self._storage_writer.stored_keys}
 
     @property
@@ -93,14 +93,14 @@ class Tiers:
         return {Tier.HOST: self.host.journal, Tier.STORAGE: self._storage_writer.journal}
 
     def attach(self, *, is_attached: bool) -> None:
-        """Attach storage, if any is configured, or detach it; open jobs continue."""
+        """Attach the configured storage, if any, or detach it. Open jobs continue."""
         if is_attached and not self._is_attached:
             self._storage_writer.doubt()
         self._is_attached = is_attached and self._has_storage
         self.drain(is_draining=self._is_draining)
 
     def drain(self, *, is_draining: bool) -> None:
-        """Start or stop storing all pages that only this replica's memory has, since the replica may end soon."""
+        """Start or stop storing all pages that only this replica has, since the replica may end soon."""
         self._is_draining = is_draining
         self._storage_writer.drain(is_draining=is_draining)
         self._host_writer.drain(is_draining=is_draining and self._is_attached)
@@ -109,7 +109,7 @@ class Tiers:
         return "" if self._has_storage else "no storage is configured (hicache.storage.backend)"
 
     def pin(self, keys: Sequence[bytes], *, is_pinned: bool) -> None:
-        """Pin a prompt's present and later pages in host memory under every write policy, or unpin them."""
+        """Pin or unpin a prompt's current and future pages in host memory, under every write policy."""
         self.host.pin(keys, is_pinned=is_pinned)
         self._host_writer.note_pinned(self._lifetimes.prefix_keys(keys))
 
@@ -152,7 +152,7 @@ class Tiers:
 
 
 class HostLoader:
-    """Loads from host memory into the device pages of sequences, which hold these pages until the load ends."""
+    """Loader of host pages into device pages, which their sequences hold until the load ends."""
 
     def __init__(self, host: HostIndex, jobs: TierJobs) -> None:
         self._host = host
@@ -170,7 +170,7 @@ class HostLoader:
         *,
         is_layerwise: bool = False,
     ) -> int:
-        """Load pages of a prefix from host memory; return how many positions of it came from storage.
+        """Load a prefix's pages from host memory. Return how many of their positions came from storage.
 
         ``on_end`` receives whether all pages were loaded. A layerwise load runs during the next step, which waits for
         each layer.
@@ -192,6 +192,6 @@ class HostLoader:
 
 
 def _share_memory(rows: Sequence[RankRow]) -> bool:
-    """Return whether ranks reach each other's host memory without a network."""
+    """Return whether ranks can access each other's host memory without a network."""
     endpoints = [row.host_endpoint for row in rows]
     return all(each is not None and each.backend == TransferBackendName.SHARED_MEMORY for each in endpoints)

@@ -161,7 +161,7 @@ def test_what_a_disk_refuses_is_told_as_a_storage_error(tmp_path: Path) -> None:
         FileStorage(tmp_path / "file" / "folder", 1)
     backend = FileStorage(tmp_path / "kv", 1 << 20)
     write_one(backend, "n/aa", [memoryview(b"1")])
-    with pytest.raises(CorruptObjectError, match="has 1 bytes, not 2"):
+    with pytest.raises(CorruptObjectError, match="has 1 bytes, expected 2"):
         read_one(backend, "n/aa", [memoryview(bytearray(2))])
     (tmp_path / "kv" / "n" / "bb").write_text("a file where a folder should be")
     with pytest.raises(StorageError, match="cannot be written"):

@@ -1,6 +1,6 @@
-"""Index of the host pools by page key. Ids only, no memory.
+"""Index of the host pages by page key. Ids only, no memory.
 
-A page is reserved, then filled; look-ups find only filled pages. The least recently used page is evicted first, unless
+A page is reserved, then filled. Look-ups find only filled pages. The least recently used page is evicted first, unless
 it is held or pinned. Pages are divided among owners as in ``page_allocator``.
 """
 
@@ -15,9 +15,9 @@ from workers.cache.prefix_tree import PageJournal
 from workers.hicache.policy.pins import Pins
 
 NEVER_S = -inf
-"""Value of ``stored_s`` for a page that storage may not have."""
+"""Value of ``stored_s`` for a page that may not be in storage."""
 STORING_S = inf
-"""Value of ``stored_s`` for a page that is being stored."""
+"""Value of ``stored_s`` for a page that is being written to storage."""
 
 
 @dataclass(slots=True)
@@ -28,18 +28,18 @@ class HostPage:
     is_filled: bool = False
     num_holders: int = 0
     stored_s: float = NEVER_S
-    """Latest time at which storage is known to have had the page."""
+    """Latest time at which the page is known to have been in storage."""
     is_fetched: bool = False
     """True if the page came from storage and no request has used it yet."""
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the page may be evicted if it is not pinned."""
+        """Return whether the page may be evicted, provided it is not pinned."""
         return self.is_filled and self.num_holders == 0
 
 
 class HostIndex:
-    """Pages 0 .. num_pages-1 of all owners, by page key."""
+    """Index of host pages 0 to num_pages - 1 of all owners by page key."""
 
     def __init__(self, pages_per_owner: int, num_owners: int, lifetimes: Lifetimes = ONE_LIFETIME) -> None:
         self.num_pages = pages_per_owner * num_owners
@@ -49,12 +49,12 @@ class HostIndex:
         self._by_use: list[OrderedDict[bytes, HostPage]] = [OrderedDict() for _ in range(num_owners)]
         """Unpinned pages by owner, least recently used first."""
         self._busy: list[set[bytes]] = [set() for _ in range(num_owners)]
-        """Pages by owner that cannot be evicted now."""
+        """Keys of the pages that cannot be evicted now, by owner."""
         self.pins = Pins(pages_per_owner, num_owners, lifetimes)
         self.version = 0
-        """Changes whenever the next pages to be evicted may have changed."""
+        """Number that changes whenever the next pages to evict may have changed."""
         self.journal = PageJournal()
-        """Pages filled and evicted."""
+        """Keys of pages filled and evicted since the last report."""
         self.num_evicted = [0] * num_owners
 
     @property
@@ -85,20 +85,20 @@ class HostIndex:
         return [key for key, page in self._pages.items() if page.is_filled]
 
     def oldest(self, owner: int, count: int) -> list[bytes]:
-        """Return the keys of an owner's next pages to be evicted."""
+        """Return the keys of the owner's next pages to evict."""
         return [key for key, page in islice(self._by_use[owner].items(), count) if page.is_filled]
 
     def num_movable(self, owner: int) -> int:
-        """Count an owner's pages that are free or can be evicted now."""
+        """Return the number of an owner's pages that are free or can be evicted now."""
         return self.num_pages // self.num_owners - len(self._busy[owner])
 
     def is_busy(self, key: bytes) -> bool:
-        """Return whether a page is reserved or filled and cannot be evicted now."""
+        """Return whether a page is in the index and cannot be evicted now."""
         page = self._pages.get(key)
         return page is not None and key in self._busy[page.page % self.num_owners]
 
     def reserve(self, key: bytes, index: int, depth: int = 0) -> int | None:
-        """Return a page to fill for a new key; None if all pages of its owner are in use.
+        """Reserve a page for a new key. Return None if all pages of its owner are in use.
 
         ``index`` and ``depth`` are as in ``TierPage``.
         """
@@ -116,8 +116,8 @@ class HostIndex:
         return page
 
     def make_room(self, owner: int, wanted: int) -> int:
-        """Evict an owner's pages that were offered to storage until ``wanted`` pages are free; return the number freed,
-        at most ``wanted``.
+        """Evict pages that were offered to storage until ``wanted`` pages of an owner are free. Return how many are, at
+        most ``wanted``.
         """
         lacking = wanted - len(self._free[owner])
         offered = (key for key, page in self._by_use[owner].items() if page.stored_s != NEVER_S and page.is_idle)
@@ -140,14 +140,14 @@ class HostIndex:
         self.version += stored_s == NEVER_S
 
     def doubt_storage(self) -> list[bytes]:
-        """Forget which pages storage has, since it may have lost them; return those pages."""
+        """Mark all pages as possibly missing from storage. Return the keys of those that it had."""
         doubted = [key for key, page in self._pages.items() if isfinite(page.stored_s)]
         for key in doubted:
             self.note_stored(key, NEVER_S)
         return doubted
 
     def note_used(self, keys: Sequence[bytes]) -> list[bool]:
-        """Note that a request uses these pages; return for each whether it was fetched since its last use."""
+        """Record that a request uses these pages. Return for each page whether it was fetched since its last use."""
         pages = [self._pages[key] for key in keys]
         fetched = [page.is_fetched for page in pages]
         for page in pages:
@@ -156,7 +156,7 @@ class HostIndex:
 
     def free(self, key: bytes) -> None:
         page = self._pages.pop(key)
-        assert page.num_holders == 0, f"host page {page.page} is freed but held"
+        assert page.num_holders == 0, f"host page {page.page} is freed while it is held"
         owner = page.page % self.num_owners
         self._by_use[owner].pop(key, None)
         self._busy[owner].discard(key)
@@ -166,10 +166,10 @@ class HostIndex:
             self.journal.note(key, False)
 
     def hold(self, keys: Iterable[bytes]) -> None:
-        """Hold filled pages, once more each, until they are released as often."""
+        """Hold filled pages. Each call to ``hold`` needs a matching ``release``."""
         for key in keys:
             page = self._pages[key]
-            assert page.is_filled, f"host page {page.page} is held before it has its bytes"
+            assert page.is_filled, f"host page {page.page} is held before it is filled"
             page.num_holders += 1
             self._settle(key)
 
@@ -182,7 +182,7 @@ class HostIndex:
         self.version += 1
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note the use of a prefix's pages that are here; the deepest are evicted first."""
+        """Mark a prefix's pages as used. The deepest pages are evicted first."""
         for key in reversed(keys):
             page = self._pages.get(key)
             if page is not None and key not in self.pins:
@@ -190,7 +190,7 @@ class HostIndex:
         self.version += 1
 
     def pin(self, keys: Sequence[bytes], *, is_pinned: bool) -> None:
-        """Pin or unpin a prompt's present and later pages; pinned pages are never evicted."""
+        """Pin or unpin a prompt's current and future pages. Pinned pages are never evicted."""
         for key in self.pins.add(keys) if is_pinned else self.pins.remove(keys):
             if key in self._pages:
                 self._settle(key)
@@ -202,10 +202,10 @@ class HostIndex:
                 self.free(key)
 
     def check_integrity(self) -> None:
-        """Assert that every page is free or has one key, and is listed with its owner."""
+        """Assert that every page is free or has exactly one key, and is listed under its owner."""
         used = [page.page for page in self._pages.values()]
         free = [page for pages in self._free for page in pages]
-        assert sorted(used + free) == list(range(self.num_pages)), "a host page is lost, or has two keys"
+        assert sorted(used + free) == list(range(self.num_pages)), "a host page is lost or has two keys"
         listed = {key: page for pages in self._by_use for key, page in pages.items()}
         assert listed == {key: page for key, page in self._pages.items() if key not in self.pins}, (
             "a page is not listed"
@@ -213,14 +213,16 @@ class HostIndex:
         movable = {key for key, page in listed.items() if page.is_idle}
         assert self._pages.keys() - movable == set().union(*self._busy), "an idle page is busy"
         for owner, pages in enumerate(self._by_use):
-            assert all(page.page % self.num_owners == owner for page in pages.values()), f"owner {owner} has a stranger"
+            assert all(page.page % self.num_owners == owner for page in pages.values()), (
+                f"owner {owner} has a stray page"
+            )
 
     def _evict(self, key: bytes, owner: int) -> None:
         self.num_evicted[owner] += 1
         self.free(key)
 
     def _settle(self, key: bytes) -> None:
-        """Update a page's lists after it was pinned, unpinned, held, released or filled."""
+        """Update a page's lists after its state has changed."""
         page = self._pages[key]
         owner = page.page % self.num_owners
         if key in self.pins:

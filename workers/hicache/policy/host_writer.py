@@ -1,6 +1,6 @@
 """Policy for copying device pages to host memory. Sans I/O.
 
-A copy does not hold its device page and delays no eviction. If the page is evicted before every rank has reported, the
+A copy does not hold its device page or delay its eviction. If the page is evicted before every rank has reported, the
 copy is discarded.
 """
 
@@ -17,15 +17,15 @@ from workers.hicache.policy.jobs import Outcome, TierJobs
 BATCH_PAGES = 64
 """Maximum pages per job."""
 MAX_OPEN = 4
-"""Maximum open jobs. Further pages wait as keys, without being held."""
+"""Maximum open jobs. Further pages wait as keys and are not held."""
 SELECTIVE_HITS = 2
 """Number of requests that must find a page before ``write_through_selective`` copies it, as in SGLang."""
 MARGIN = 1024
-"""Number of next pages to be evicted, per owner, that ``write_back`` saves."""
+"""Number of next pages to evict, per owner, that ``write_back`` saves ahead of time."""
 
 
 class HostWriter:
-    """Writer of pages by policy. Call ``advance`` after every possible change to the device cache."""
+    """Writer that saves pages by policy. Call ``advance`` whenever the device cache may have changed."""
 
     def __init__(self, policy: WritePolicy, tree: PrefixTree, host: HostIndex, jobs: TierJobs) -> None:
         self._policy = policy
@@ -36,7 +36,7 @@ class HostWriter:
         tree.journals.append(self._journal)
         self._waiting: deque[bytes] = deque()
         self._seen = -1, -1
-        """Versions of both caches when ``_look_ahead`` last looked."""
+        """Versions of both caches when ``_look_ahead`` last ran."""
         self._hits: Counter[bytes] = Counter()
         self.num_lost = 0
         """Number of pages that were evicted before they could be saved."""
@@ -44,10 +44,10 @@ class HostWriter:
         self._received: set[bytes] = set()
         self._is_draining = False
         self._left: list[deque[bytes]] = [deque() for _ in range(host.num_owners)]
-        """Pages by owner that only the device has, while a replica drains under ``write_back``."""
+        """Pages by owner that exist only on the device. Filled while a replica drains under ``write_back``."""
 
     def note_hits(self, keys: list[bytes]) -> None:
-        """Note that a request found these device pages."""
+        """Record that a request found these device pages."""
         self.note_pinned(keys)
         if self._policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             for key in keys:
@@ -56,18 +56,18 @@ class HostWriter:
                     self._waiting.append(key)
 
     def note_pinned(self, keys: Sequence[bytes]) -> None:
-        """Save these pages if they are pinned and only on the device."""
+        """Save pages that are pinned and only on the device."""
         if self._host.pins:
             self._waiting += [key for key in self._only_on_device(keys) if key in self._host.pins]
 
     def note_received(self, keys: list[bytes]) -> None:
-        """Note that newly cached pages came from a replica that saves them itself."""
+        """Record newly cached pages that came from a replica that saves them itself."""
         self._received.update(keys)
 
     def drain(self, *, is_draining: bool) -> None:
-        """Start or stop saving all pages that only the device has, so that they can be stored.
+        """Start or stop saving all pages that exist only on the device, so that they can be stored.
 
-        Other policies than ``write_back`` have already saved the pages worth keeping.
+        Policies other than ``write_back`` have already saved the pages worth keeping.
         """
         if is_draining == self._is_draining or self._policy is not WritePolicy.WRITE_BACK:
             return
@@ -84,11 +84,11 @@ class HostWriter:
 
     @property
     def num_left(self) -> int:
-        """Return the number of pages that wait until host memory has room for them."""
+        """Return the number of pages that wait for room in host memory."""
         return sum(map(len, self._left))
 
     def advance(self) -> None:
-        """Submit the saves that are due, within the limit of open jobs."""
+        """Submit due saves, up to the limit of open jobs."""
         stored, removed = self._journal.take()
         received, self._received = self._received, set()
         for key in removed:
@@ -111,13 +111,13 @@ class HostWriter:
         return saved
 
     def _look_ahead(self) -> None:
-        """Queue the next pages to be evicted, unless nothing has changed since the last call."""
+        """Queue the next pages to evict, unless nothing has changed since the last call."""
         if self._seen != (self._tree.version, self._host.version):
             self._waiting += self._next_left() if self._is_draining else self._next_to_go()
             self._seen = self._tree.version, self._host.version
 
     def _next_to_go(self) -> list[bytes]:
-        """Return the next pages to be evicted, as many as fit into host memory; touch those that it already has."""
+        """Return the next pages to evict, as many as fit into host memory. Touch the pages already in host memory."""
         room = [self._host.num_movable(owner) for owner in range(self._host.num_owners)]
         wanted = []
         for owner in range(self._tree.num_owners):
@@ -126,7 +126,7 @@ class HostWriter:
                 if room[host_owner] and not self._host.is_busy(key):
                     room[host_owner] -= 1
                     wanted.append(key)
-        self._host.touch(wanted[::-1])  # the deepest pages of a prefix have been idle the longest
+        self._host.touch(wanted[::-1])  # a prefix's deepest pages are the least recently used
         return [key for key in wanted if key not in self._host]
 
     def _leave(self, keys: Iterable[bytes]) -> None:
@@ -140,7 +140,7 @@ class HostWriter:
         return [key for key in keys if key not in self._host and self._tree.page_of(key) is not None]
 
     def _next_left(self) -> list[bytes]:
-        """Return as many left pages as fit into the open jobs, and into host memory without evicting unstored pages."""
+        """Return draining pages, up to the job limit and the host room that evicting stored pages can make."""
         limit = max(1, MAX_OPEN * BATCH_PAGES // self._host.num_owners)
         return [
             left.popleft()

@@ -1,4 +1,4 @@
-"""Tier jobs of one replica, and the circuit breaker that their outcomes control. Sans I/O."""
+"""Tier jobs of one replica, and a circuit breaker driven by their outcomes. Sans I/O."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -16,19 +16,19 @@ from cluster.spec.tiers import (
 )
 
 _MOST_FAILURES = 3
-"""Consecutive failures that open the breaker."""
+"""Number of consecutive failures that opens the breaker."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 LATE_S = 5.0
-"""Time beyond its timeout after which a storage job is considered hanging."""
+"""Seconds past its timeout after which a storage job counts as hanging."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a finished job, whose pages no rank is accessing."""
+    """Outcome of a finished job. No rank accesses its pages any more."""
 
     done: list[bool]
-    """One flag per page, true if every rank has done its part."""
+    """One flag per page: True if every rank has done its part."""
     failures: Counter[str]
     """Failed pages by reason, over all ranks."""
     now_s: float
@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def num_leading(self) -> int:
-        """Return the number of pages before the first failed one."""
+        """Return the number of pages before the first failed page."""
         return next((number for number, is_done in enumerate(self.done) if not is_done), len(self.done))
 
 
@@ -51,11 +51,11 @@ class _Open:
     failures: Counter[str] = field(default_factory=Counter)
     reported: set[int] = field(default_factory=set)
     due_s: float | None = None
-    """Time after which the job is considered hanging."""
+    """Time after which the job counts as hanging."""
 
 
 class TierJobs:
-    """Open jobs, and totals of finished ones. Every rank reports every job exactly once."""
+    """Open jobs and totals of finished jobs. Every rank reports every job exactly once."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -63,11 +63,11 @@ class TierJobs:
         self._open: dict[int, _Open] = {}
         self._layerwise: TierJob | None = None
         self.outgoing: list[TierJob] = []
-        """Jobs for all ranks."""
+        """Jobs to send to all ranks."""
         self.work: dict[tuple[TierJobKind, int], RankWork] = {}
         """Totals of all results by kind and global rank."""
         self.storage: dict[int, StorageFigures] = {}
-        """Latest figures by global rank."""
+        """Latest storage metrics by global rank."""
 
     def submit(
         self,
@@ -78,7 +78,7 @@ class TierJobs:
         *,
         is_layerwise: bool = False,
     ) -> None:
-        """Give all ranks a job, with the next step if it is layerwise; ``on_end`` is called with its outcome."""
+        """Submit a job to all ranks. Call ``on_end`` with its outcome. Layerwise jobs run with the next step."""
         self._last_id += 1
         self._open[self._last_id] = _Open(kind, [True] * len(pages), on_end)
         job = TierJob(job_id=self._last_id, kind=kind, pages=list(pages), timeout_s=timeout_s)
@@ -93,7 +93,7 @@ class TierJobs:
         return job
 
     def take_outgoing(self, now_s: float) -> list[TierJob]:
-        """Return the jobs submitted since the last call; their timeouts start now."""
+        """Return the jobs submitted since the last call. Their timeouts start now."""
         jobs, self.outgoing = self.outgoing, []
         for job in jobs:
             if job.timeout_s is not None:
@@ -101,7 +101,7 @@ class TierJobs:
         return jobs
 
     def on_result(self, result: TierJobResult, now_s: float) -> bool:
-        """Handle one rank's result; return False if it belongs to no open job."""
+        """Handle one rank's result. Return False if it belongs to no open job."""
         job = self._open.get(result.job_id)
         if job is None or result.global_rank in job.reported:
             return False
@@ -115,7 +115,7 @@ class TierJobs:
         return True
 
     def stuck_pages(self, now_s: float) -> Counter[TierJobKind]:
-        """Count the pages of hanging jobs by kind; they cannot be reused until the calls to storage return."""
+        """Count the pages of hanging jobs by kind. They cannot be reused until the storage calls return."""
         pages = Counter[TierJobKind]()
         for job in self._open.values():
             if job.due_s is not None and now_s >= job.due_s:
@@ -126,7 +126,7 @@ class TierJobs:
         return sum(job.kind is kind for job in self._open.values())
 
     def num_unreported(self, global_rank: int) -> dict[TierJobKind, int]:
-        """Count the jobs by kind that a rank has not reported yet."""
+        """Count the jobs that a rank has not reported yet by kind."""
         counts = dict.fromkeys(TierJobKind, 0)
         for job in self._open.values():
             counts[job.kind] += global_rank not in job.reported
@@ -152,7 +152,7 @@ class TierJobs:
 
 
 class Breaker:
-    """Circuit breaker that opens after several failures in a row, for longer each time, and while a call hangs.
+    """Circuit breaker that opens while a call hangs and, for longer each time, after several consecutive failures.
 
     After the pause, one failure opens it again, and one success closes it.
     """

@@ -9,14 +9,14 @@ from workers.cache.page_lists import ONE_LIFETIME, Lifetimes
 class Pins:
     """Set of pinned prompts, each identified by the key of its last page.
 
-    A page is pinned while any of them contains it, even before it is in host memory.
+    A page stays pinned while any pinned prompt contains it, even before the page is in host memory.
     """
 
     def __init__(self, pages_per_owner: int, num_owners: int, lifetimes: Lifetimes = ONE_LIFETIME) -> None:
         self._lifetimes = lifetimes
         self._pages_per_owner = pages_per_owner
         self.limit = pages_per_owner // 2
-        """Maximum number of pinned pages per owner, which leaves room for other prompts."""
+        """Maximum pinned pages per owner. The rest remain available to other prompts."""
         self._prompts: set[bytes] = set()
         self._num_prompts: Counter[bytes] = Counter()
         """Number of pinned prompts per pinned page."""
@@ -43,7 +43,7 @@ class Pins:
 
     def add(self, keys: Sequence[bytes]) -> list[bytes]:
         """Pin a prompt; return the newly pinned pages."""
-        assert not self.refusal(keys), f"prompt pinned that may not be: {self.refusal(keys)}"
+        assert not self.refusal(keys), f"this prompt cannot be pinned: {self.refusal(keys)}"
         if not keys or keys[-1] in self._prompts:
             return []
         self._prompts.add(keys[-1])

@@ -1,6 +1,6 @@
 """Prefetches of stored pages into host memory for waiting requests. Sans I/O.
 
-A look-up comes first, so that host memory evicts nothing for pages that storage lacks.
+A prefetch starts with a look-up, so that host memory evicts nothing for pages that are not in storage.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,43 +21,43 @@ BATCH_PAGES = 32
 MAX_OPEN = 2
 """Maximum open jobs per request."""
 MIN_TOKENS = 256
-"""Minimum number of tokens to prefetch, as in SGLang: computing fewer is faster than looking them up."""
+"""Minimum number of tokens to prefetch, as in SGLang. Computing fewer tokens is faster than looking them up."""
 BASE_S = 1.0
-"""Constant part of the wait under ``timeout``, enough for a few look-ups and reads from a slow disk."""
+"""Constant part of the wait under ``timeout``: enough for a few look-ups and reads from a slow disk."""
 S_PER_1K_TOKENS = 0.25
-"""Additional wait under ``timeout`` per 1000 tokens, as in SGLang. Computing them takes about as long."""
+"""Additional wait per 1000 tokens under ``timeout``, as in SGLang. Computing them takes about as long."""
 LONGEST_S = 30.0
 """Maximum reading time per request under the other policies."""
 
 
 @dataclass(slots=True, eq=False)
 class _Prefetch:
-    """Pages of one request that storage may have."""
+    """Pages of one request that may be in storage."""
 
     keys: Sequence[bytes]
-    """Keys of all leading pages of the request, of the first lifetime."""
+    """Keys of the request's leading pages in the first lifetime."""
     num_here: int
-    """Number of leading pages after which the request could start without storage."""
+    """Number of leading pages that the request could use without storage."""
     pages: list[TierPage]
-    """Pages that device and host memory lack, in order."""
+    """Pages missing from device and host memory, in order."""
     deadline_s: float
     """Time when the request stops waiting."""
     late_s: float
     """Time after which no further read starts."""
     num_wanted: int = 0
-    """Number of leading pages that are known to be stored."""
+    """Number of leading pages known to be in storage."""
     num_submitted: int = 0
     num_open: int = 1
-    """Number of open jobs, the first of which is a look-up."""
+    """Number of open jobs. The first job is a look-up."""
     shared: list[bytes] = field(default_factory=list)
-    """Pages being read for another request."""
+    """Keys of pages that are being read for another request."""
     held: list[bytes] = field(default_factory=list)
     """Host pages held for this request."""
     is_forgotten: bool = False
 
 
 class Prefetcher:
-    """Prefetcher that reads pages from storage and decides how long each request waits for them."""
+    """Policy that decides which pages to read from storage and how long each request waits for them."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Prefetcher:
         jobs: TierJobs,
         breaker: Breaker,
     ) -> None:
-        """Build a prefetcher; ``is_here`` returns whether the device or host memory has a page."""
+        """Create a prefetcher. ``is_here`` returns whether device or host memory has a page."""
         self.min_tokens = MIN_TOKENS
         self._policy = policy
         self._lifetimes = lifetimes
@@ -78,10 +78,10 @@ class Prefetcher:
         self._breaker = breaker
         self._prefetches: dict[Room, _Prefetch] = {}
         self.num_late = 0
-        """Number of requests that started without pages that storage did not deliver in time."""
+        """Number of requests that started without some stored pages because storage was too slow."""
 
     def expect(self, room: Room, keys: Sequence[bytes], num_here: int, now_s: float) -> None:
-        """Prefetch a request's missing pages; without them it could start after ``num_here`` pages."""
+        """Start to prefetch the pages that a request lacks after its first ``num_here`` pages."""
         tokens = (len(keys) - num_here) * self._lifetimes.page_size
         if tokens < self.min_tokens or self._breaker.is_open(now_s):
             return
@@ -94,7 +94,7 @@ class Prefetcher:
         self._jobs.submit(TierJobKind.LOOK_UP, pages, on_end, prefetch.late_s - now_s)
 
     def is_waiting(self, room: Room, now_s: float) -> bool:
-        """Return whether the request should wait for more of its pages."""
+        """Return whether the request should wait for more pages."""
         prefetch = self._prefetches.get(room)
         return prefetch is not None and now_s < prefetch.deadline_s and self._is_open(prefetch)
 
@@ -102,7 +102,7 @@ class Prefetcher:
         return min((each.deadline_s for each in self._prefetches.values() if self._is_open(each)), default=None)
 
     def forget(self, room: Room, now_s: float) -> None:
-        """Note that a request starts, or never will. Open reads continue."""
+        """Record that a request is starting or was dropped. Open reads continue."""
         prefetch = self._prefetches.pop(room, None)
         if prefetch is None:
             return
@@ -151,7 +151,7 @@ class Prefetcher:
                 self._jobs.submit(TierJobKind.FETCH, pages, on_end, prefetch.late_s - now_s)
 
     def _next_batch(self, prefetch: _Prefetch) -> list[TierPage]:
-        """Reserve host pages for the next pages, except for pages that are here or being read for another request."""
+        """Reserve host pages for the next pages, except pages that are here or being read for another request."""
         batch: list[TierPage] = []
         while prefetch.num_submitted < prefetch.num_wanted and len(batch) < BATCH_PAGES:
             page = prefetch.pages[prefetch.num_submitted]
@@ -180,7 +180,7 @@ class Prefetcher:
         self._fetch_more(prefetch, outcome.now_s)
 
     def _lacking(self, keys: Sequence[bytes]) -> list[TierPage]:
-        """Return the pages that device and host memory lack for a request to start after these."""
+        """Return the pages missing from device and host memory that a request needs to continue after this prefix."""
         return [page for page in self._lifetimes.prefix_pages(keys) if not self._is_here(page.key)]
 
     def _touch(self, prefetch: _Prefetch) -> None:
@@ -194,6 +194,6 @@ class Prefetcher:
             prefetch.held.append(key)
 
     def _note(self, prefetch: _Prefetch, outcome: Outcome) -> None:
-        """Report an outcome to the breaker. A late one already counts as a failure."""
+        """Report an outcome to the breaker. A late outcome has already been counted as a failure."""
         if outcome.now_s < prefetch.late_s:
             self._breaker.note(outcome.now_s, is_success=not outcome.failures["error"])

@@ -13,22 +13,25 @@ from workers.hicache.policy.jobs import Breaker, Outcome, TierJobs
 BATCH_PAGES = 16
 """Maximum pages per job."""
 MAX_OPEN = 2
-"""Maximum open jobs, whose pages are held in host memory."""
+"""Maximum open jobs. Their pages are held in host memory."""
 MARGIN = 1024
-"""Number of next pages to be evicted, per owner, that ``write_back`` stores."""
+"""Number of next pages to evict, per owner, that ``write_back`` stores ahead of time."""
 TIMEOUT_S = 60.0
-"""Timeout of a job, which it exceeds if pages arrive faster than storage can write them."""
+"""Timeout of a job. Jobs exceed it if pages arrive faster than storage can write them."""
 RENEW_S = 60.0
-"""Age of the last known copy after which a used page is offered again, since storage does not report evictions."""
+"""Age of the last known stored copy after which a used page is offered again, since storage does not report evictions.
+"""
 MAX_REPORTED = 1 << 18
-"""Maximum number of stored pages' keys that are sent to a new router."""
+"""Maximum number of stored page keys sent to a new router."""
 
 
 class StorageWriter:
-    """Writer of pages by policy. A page that cannot be written is counted, and retried when it is next used.
+    """Writer that stores pages according to the write policy.
 
-    ``write_back`` retries it when it is next due for eviction. While the breaker is open, pages wait, up to as many as
-    host memory has. Offering a stored page again costs only a look-up, since ranks write only missing pages.
+    A page that cannot be written is counted and retried at its next use, or under ``write_back`` when it is next due
+    for
+    eviction. While the breaker is open, pages wait, up to the number of host pages. Offering a stored page again costs
+    only a look-up, since ranks write only missing pages.
     """
 
     def __init__(self, policy: WritePolicy, host: HostIndex, jobs: TierJobs, breaker: Breaker) -> None:
@@ -38,22 +41,22 @@ class StorageWriter:
         self._breaker = breaker
         self._waiting: OrderedDict[bytes, None] = OrderedDict()
         self._seen = -1
-        """Version of the host index when ``advance`` last looked for pages due for eviction."""
+        """Version of the host index when ``advance`` last looked for pages to evict."""
         self._is_draining = False
         self._doubted: set[bytes] = set()
-        """Pages that storage once had, which are offered after those that it never had."""
+        """Pages that may have disappeared from storage. They are offered after pages that were never stored."""
         self._stored: OrderedDict[bytes, None] = OrderedDict()
         self.journal = PageJournal()
-        """Stored pages. Storage does not report evictions."""
+        """Keys of stored pages to report. Storage does not report evictions."""
         self.num_lost = 0
-        """Number of pages that were due and could not be stored."""
+        """Number of pages that were due but could not be stored."""
 
     def note_saved(self, key: bytes) -> None:
         if self._policy is not WritePolicy.WRITE_BACK:
             self._wait([key])
 
     def note_used(self, keys: Sequence[bytes], now_s: float) -> None:
-        """Note that a request starts with these pages. Those in host memory become due if storage may lack them."""
+        """Record that a request starts with these pages. Host pages that may be missing from storage become due."""
         here = [key for key in keys if self._host.page_of(key) is not None]
         for key in here:
             if NEVER_S < self._host[key].stored_s <= now_s - RENEW_S:
@@ -62,11 +65,11 @@ class StorageWriter:
             self._wait(key for key in here if self._is_missing(key))
 
     def doubt(self) -> None:
-        """Forget which pages are stored, since storage may have lost any. The policy or a drain offers them again."""
+        """Forget which pages are stored, since storage may have lost them. The policy or a drain offers them again."""
         self._doubted = set(self._host.doubt_storage())
 
     def drain(self, *, is_draining: bool) -> None:
-        """Start or stop storing all pages that storage lacks, under every policy."""
+        """Start or stop storing all host pages that are not in storage, under every policy."""
         if is_draining and not self._is_draining:
             self.doubt()
         self._is_draining = is_draining
@@ -81,7 +84,7 @@ class StorageWriter:
         return list(self._stored)
 
     def advance(self, now_s: float) -> None:
-        """Submit the writes that are due, unless the breaker is open."""
+        """Submit due writes, unless the breaker is open."""
         if self._breaker.is_open(now_s):
             return
         if not self._waiting and self._seen != self._host.version:
@@ -97,7 +100,7 @@ class StorageWriter:
         return self._host[key].stored_s == NEVER_S
 
     def _wait(self, keys: Iterable[bytes]) -> None:
-        """Queue pages, at most as many as host memory has; drop the oldest entries first."""
+        """Queue pages, up to the number of host pages. Drop the oldest entries first."""
         for key in keys:
             self._waiting[key] = None
             if len(self._waiting) > self._host.num_pages:
@@ -134,7 +137,7 @@ class StorageWriter:
         self.num_lost += len(pages) - sum(outcome.done)
 
     def _report(self, key: bytes) -> None:
-        """Report a stored page to routers, unless it was reported before."""
+        """Report a newly stored page to routers."""
         if key in self._stored:
             return
         self.journal.note(key, True)

@@ -1,8 +1,8 @@
 """Storage of objects as files in a private folder that any number of processes can share.
 
-A file is written under a temporary name and then renamed, so it is either complete or absent. Its modification time is
-its time of last use, which reads and look-ups update. Deeper objects get earlier times, so that the end of a prompt is
-evicted before its beginning.
+A file is written under a temporary name and then renamed, so it is either complete or absent. Its modification time
+records its last use. Reads and look-ups update it. Deeper pages of a prompt get earlier times, so that the end of a
+prompt is evicted before its beginning.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ _log = logging.getLogger(__name__)
 
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _DEPTH_S = 0.1
-"""Difference in recorded use between a page and the next one in its prompt; no page takes longer to read."""
+"""Difference between the recorded use times of consecutive pages of a prompt. No page takes longer to read."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FOREIGN = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
-"""Errors from opening a link, a socket or a folder at an object's path."""
+"""Errors raised by opening a link, a socket or a folder at an object's path."""
 
 
 class FileStorage:
-    """Folder as a ``StorageBackend``."""
+    """Storage backend that keeps objects as files in a folder."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Create the folder. An existing one may be read-only.
+        """Create the folder. An existing folder may be read-only.
 
         Raises:
             UserError: the path is a file.
@@ -64,7 +64,7 @@ class FileStorage:
         return [name for name, depth in depths.items() if self._is_there(name, depth)]
 
     def read(self, objects: Sequence[StorageObject]) -> list[Read]:
-        """Read files one after another, while the kernel reads ahead."""
+        """Read files one after another while the kernel reads ahead."""
         with contextlib.ExitStack() as stack:
             files = [self._open(item.name, stack) for item in objects]
             return [
@@ -94,7 +94,7 @@ class FileStorage:
         self.sweeper.close()
 
     def _path(self, name: str) -> Path:
-        """Return an object's path. Subfolders divide a namespace, since very large folders are slow."""
+        """Return an object's path. A namespace has subfolders, since very large folders are slow."""
         namespace, _, file = name.rpartition("/")
         return self._folder / namespace / file[:2] / file
 
@@ -159,7 +159,7 @@ def _open_object(path: str, flags: int) -> int:
 
 
 def _move_aside(folder: Path) -> None:
-    """Rename a folder that blocks an object's path, since it is not ours to delete."""
+    """Rename a folder that blocks an object's path. Baton did not create it and must not delete it."""
     folder.rename(folder.with_name(f".displaced-{secrets.token_hex(4)}-{folder.name}"))
 
 
@@ -168,7 +168,7 @@ def _read(file: io.FileIO, item: StorageObject) -> Read:
     try:
         size = os.fstat(file.fileno()).st_size
         if size != item.num_bytes or any(file.readinto(part) != len(part) for part in item.parts):
-            return CorruptObjectError(f"{item.name} has {size} bytes, not {item.num_bytes}")
+            return CorruptObjectError(f"{item.name} has {size} bytes, expected {item.num_bytes}")
     except OSError as error:
         return StorageError(f"{item.name} cannot be read: {error.strerror}")
     _renew(file.fileno(), item.depth)
@@ -176,9 +176,9 @@ def _read(file: io.FileIO, item: StorageObject) -> Read:
 
 
 def _renew(file: int | Path, depth: int) -> None:
-    """Update a file's time of use. Earlier pages of the prompt count as used later, although they are read first."""
+    """Update a file's time of use. Earlier pages of a prompt get later times, although they are read first."""
     used_s = time.time() - depth * _DEPTH_S
-    with contextlib.suppress(OSError):  # a reader may lack the permission
+    with contextlib.suppress(OSError):  # readers may lack permission
         os.utime(file, times=(used_s, used_s))
 
 

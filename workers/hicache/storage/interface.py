@@ -1,4 +1,4 @@
-"""Interface and selection of storage backends, which keep named objects and do not know pages, keys or ranks."""
+"""Interface and factory of storage backends. A backend keeps named objects and knows nothing about pages or ranks."""
 
 import logging
 import threading
@@ -17,25 +17,25 @@ from cluster.spec.tiers import StorageFigures
 _log = logging.getLogger(__name__)
 
 _FIRST_S = 5.0
-"""Maximum wait for storage when a worker starts; a replica works without storage too."""
+"""Maximum wait for storage when a worker starts. A replica also works without storage."""
 
 
 class StorageError(BatonError):
-    """Error of a storage operation that may succeed later."""
+    """Storage error that may not recur when the operation is retried."""
 
 
 class CorruptObjectError(BatonError):
-    """Error of an object whose content is not what was written under its name."""
+    """Object whose content differs from what was written under its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageObject:
-    """Name of an object, and the memory that its bytes are read into or written from, part by part."""
+    """Name of an object, and the memory that holds its parts for a read or a write."""
 
     name: str
     parts: Sequence[memoryview]
     depth: int = 0
-    """Number of objects without which this one is useless, such as the earlier pages of a prompt."""
+    """Number of other objects that this one depends on, such as earlier pages of a prompt."""
 
     @property
     def num_bytes(self) -> int:
@@ -49,70 +49,70 @@ Written = StorageError | None
 
 
 class StorageBackend(Protocol):
-    """Store of named objects, which never change. Names have letters, digits, dots and dashes; slashes divide folders.
+    """Store of named, immutable objects. Names contain letters, digits, dots and dashes; slashes separate folders.
 
-    Threads, and processes on the same storage, may call all methods concurrently; the names in one call differ. An
-    object is either complete or absent, even if its writer dies. Every method raises ``StorageError`` if storage does
-    not respond.
+    Threads and processes that share the storage may call all methods concurrently. The names in one call must differ.
+    An object is either complete or absent, even if its writer dies. Every method raises ``StorageError`` if storage
+    does not respond.
     """
 
     def present(self, depths: Mapping[str, int]) -> list[str]:
-        """Return the objects that exist, and mark them as used if storage evicts by use.
+        """Return the names of objects that exist. Mark them as used if storage evicts by use.
 
         ``depths`` maps names to ``StorageObject.depth``.
         """
         ...
 
     def read(self, objects: Sequence[StorageObject]) -> list[Read]:
-        """Read objects into their parts; return an outcome for each. An object of another size is corrupt."""
+        """Read objects into their parts. Return an outcome per object. An object of the wrong size is corrupt."""
         ...
 
     def write(self, objects: Sequence[StorageObject]) -> list[Written]:
-        """Write objects; return an outcome for each. An existing object may be kept or replaced by an equal one."""
+        """Write objects. Return an outcome per object. An existing object may be kept or replaced by an equal one."""
         ...
 
     def delete(self, name: str) -> None:
-        """Delete an object, if it exists."""
+        """Delete an object if it exists."""
         ...
 
     def figures(self) -> StorageFigures | None:
-        """Return what this process knows about the storage, without querying it; None if it knows nothing."""
+        """Return what this process knows about the storage, without querying it. None if nothing is known."""
         ...
 
     def close(self) -> None:
-        """Release all resources; safe to call twice."""
+        """Release all resources. Safe to call twice."""
         ...
 
 
 def make_storage(config: StorageConfig, host: str) -> StorageBackend | None:
-    """Return the configured backend, if any; ``host`` is this process's address for peers.
+    """Return the configured backend, or None. ``host`` is this process's address for peers.
 
     Raises:
-        UserError: the configuration is wrong. Unavailable storage raises nothing.
+        UserError: the configuration is wrong. Unavailable storage does not raise.
     """
     maker = MAKERS.get(config.backend)
     return OpeningStorage(partial(maker, config, host)) if maker else None
 
 
 class OpeningStorage:
-    """Wrapper that opens another ``StorageBackend`` on a thread, which may take minutes. Until then calls fail.
+    """Storage backend that opens another backend on a thread. Calls fail until it is open, which may take minutes.
 
-    A call after a failed attempt starts the next one, so the leader's breakers limit the rate of attempts.
+    A call after a failed attempt starts a new attempt, so the leader's breaker limits the rate of attempts.
     """
 
     def __init__(self, open_storage: Callable[[], StorageBackend]) -> None:
-        """Start the first attempt, and wait for it for a few seconds.
+        """Start the first attempt, and wait a few seconds for it.
 
         Raises:
             UserError: the configuration is wrong.
         """
         self._open_storage = open_storage
         self._lock = threading.Lock()
-        """Lock of the fields below."""
+        """Lock that guards the fields below."""
         self._is_closed = False
         self._attempt = self._start()
         wait([self._attempt], _FIRST_S)
-        error = self._attempt.exception() if self._attempt.done() else "it is still being opened"
+        error = self._attempt.exception() if self._attempt.done() else "opening is in progress"
         if isinstance(error, UserError):
             raise error
         if error is not None:
@@ -135,7 +135,7 @@ class OpeningStorage:
         return self._attempt.result().figures() if is_open else None
 
     def close(self) -> None:
-        """Close the backend, as soon as it is open."""
+        """Close the backend once it is open."""
         with self._lock:
             self._is_closed = True
         self._attempt.add_done_callback(_close)

@@ -1,11 +1,11 @@
-"""Storage of objects in a Mooncake Store cluster: memory of many hosts, whose master evicts the least used objects."""
+"""Storage of objects in a Mooncake Store cluster, which uses memory of many hosts and evicts the least used objects."""
 
 import os
 import socket
 from collections.abc import Mapping, Sequence
 
-# The client reads these when it is loaded. Its defaults log every step to stderr, wait half a minute for each response
-# from a silent master, and retry many times.
+# The client reads these variables when it is loaded. Its defaults log every step to stderr, wait half a minute for
+# each response from a silent master, and retry many times.
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 os.environ.setdefault("MC_RPC_TIMEOUT_MS", "2000")
 os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", "2000")
@@ -17,14 +17,14 @@ from cluster.spec.hicache_config import STORE_CLIENT_BYTES
 from workers.hicache.storage.interface import CorruptObjectError, Read, StorageError, StorageObject, Written
 
 _MISSING = -704
-"""Status for removing an object that is not there."""
+"""Status of removing an object that does not exist."""
 _REACH_S = 3.0
 _NONSENSE = bytes(64)
-"""Invalid request, on which a master closes the connection."""
+"""Invalid request. A master closes the connection when it receives this."""
 
 
 class MooncakeStorage:
-    """Mooncake Store cluster as a ``StorageBackend``."""
+    """Storage backend that keeps objects in a Mooncake Store cluster."""
 
     def __init__(self, host: str, master: str, lent_bytes: int) -> None:
         """Join the cluster, and lend it memory of this process.
@@ -46,7 +46,7 @@ class MooncakeStorage:
 
     def read(self, objects: Sequence[StorageObject]) -> list[Read]:
         handles = self._client.batch_get_buffer([item.name for item in objects])
-        # Neither missing nor unreadable objects have a handle.
+        # Objects that are missing or unreadable have no handle.
         there = self.present({item.name: 0 for item, handle in zip(objects, handles, strict=True) if handle is None})
         return [
             _take(memoryview(handle).cast("B"), item)
@@ -64,22 +64,22 @@ class MooncakeStorage:
         ]
 
     def delete(self, name: str) -> None:
-        """Delete an object, even while the store holds it for readers."""
+        """Delete an object, even if readers hold it."""
         status = self._client.remove(name, True)
         if status not in (0, _MISSING):
             raise StorageError(f"{name} cannot be deleted from Mooncake Store (status {status})")
 
     def figures(self) -> None:
-        """Return None: the master has its own metrics."""
+        """Return None. The master has its own metrics."""
 
     def close(self) -> None:
-        """Leave the cluster; objects in memory lent by this process are lost."""
+        """Leave the cluster. Objects in the memory that this process lent are lost."""
         self._client.close()
 
 
 def _take(data: memoryview, item: StorageObject) -> Read:
     if len(data) != item.num_bytes:
-        return CorruptObjectError(f"{item.name} has {len(data)} bytes, not {item.num_bytes}")
+        return CorruptObjectError(f"{item.name} has {len(data)} bytes, expected {item.num_bytes}")
     for part in item.parts:
         part[:] = data[: len(part)]
         data = data[len(part) :]
@@ -87,10 +87,10 @@ def _take(data: memoryview, item: StorageObject) -> Read:
 
 
 def _reach(master: str) -> None:
-    """Check that a master responds, since a client that joins blocks the interpreter until it succeeds or gives up.
+    """Check that a master responds. Joining blocks the interpreter until it succeeds or gives up.
 
     Raises:
-        StorageError: nothing listens or responds there.
+        StorageError: no Mooncake master listens or responds at this address.
     """
     host, _, port = master.rpartition(":")
     try:
@@ -100,6 +100,6 @@ def _reach(master: str) -> None:
     except ConnectionResetError:
         return  # the master closed the connection
     except TimeoutError as error:
-        raise StorageError(f"the Mooncake master at {master} did not answer within {_REACH_S:g} s") from error
+        raise StorageError(f"the Mooncake master at {master} did not respond within {_REACH_S:g} s") from error
     except OSError as error:
-        raise StorageError(f"no Mooncake master can be reached at {master}: {error}") from error
+        raise StorageError(f"cannot reach the Mooncake master at {master}: {error}") from error

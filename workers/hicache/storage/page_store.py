@@ -1,4 +1,4 @@
-"""One rank's pages in storage."""
+"""Storage of one rank's pages."""
 
 import hashlib
 import logging
@@ -17,42 +17,42 @@ from workers.hicache.storage.interface import Read, StorageBackend, StorageError
 _log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 5
-"""Version of the names, headers and byte order of pages. Objects of other versions are not found."""
+"""Version of page names, headers and byte order. Objects of other versions are not found."""
 HEADER_BYTES = 256
 _LOOK_UP_PAGES = 128
-"""Maximum pages per look-up; the deadline and shutdown are checked between look-ups."""
+"""Maximum pages per look-up. The deadline and shutdown are checked between look-ups."""
 _BATCH_PAGES = 16
 _BATCH_BYTES = 16 << 20
-"""Maximum bytes per read or write of several pages."""
+"""Maximum bytes in one read or write of several pages."""
 
 Buffer = Callable[[TierPage], memoryview]
-"""Function that returns the host memory of a page."""
+"""Function that returns a page's host memory."""
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     namespace: str
     key: bytes
     shard: str
-    """Heads of each KV group, and layers."""
+    """Head range of each KV group, and layer range."""
     digest: bytes
 
 
 class PageStore:
-    """Reader and writer of one rank's pages in storage: its heads and layers of them, one object per page.
+    """Reader and writer of one rank's heads and layers of pages in storage, with one object per page.
 
     A page's bytes do not depend on CP, so replicas share objects if they divide heads and layers alike. Page keys
-    depend on the salt, so tenants share nothing. Each call returns one flag per page, and counts failures. No call to
-    storage starts after ``until_s``, a time of the monotonic clock.
+    depend on the salt, so tenants share nothing. Each call returns one flag per page and adds to ``failures``. No call
+    to storage starts after ``until_s``, a ``time.monotonic`` time.
     """
 
     def __init__(self, backend: StorageBackend, row: RankRow, weights: str) -> None:
-        """Build the store of a rank; ``weights`` is a digest of the model's weights."""
+        """Create a rank's store. ``weights`` is a digest of the model's weights."""
         geometry, layout = row.geometry, row.layout
         self._backend = backend
         self._batch = max(1, min(_BATCH_PAGES, _BATCH_BYTES // layout.page_bytes))
         self._is_writer = row.coords.tp % copies_of(row) == 0
-        """True if this rank writes: the first of the TP ranks with the same heads. All of them read."""
-        # Fields that must be equal for KV to be interchangeable; the model's served name need not be.
+        """True if this rank writes. Of the TP ranks with the same heads, only the first writes, but all read."""
+        # These fields must be equal for KV to be interchangeable. The served model name may differ.
         facts = (FORMAT_VERSION, weights, geometry.page_size, geometry.num_layers, geometry.groups)
         self._namespace = hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=16).hexdigest()
         heads = "_".join(f"h{group.heads.start}-{group.heads.stop - 1}" for group in layout.groups)
@@ -60,7 +60,7 @@ class PageStore:
         self._is_stopping = False
 
     def look_up(self, pages: Sequence[TierPage], until_s: float, failures: Counter[str]) -> list[bool]:
-        """Look up pages. A page counts as stored only if all pages before it do."""
+        """Look up pages. A page counts as stored only if all pages before it are stored."""
         done = list[bool]()
         while all(done) and len(done) < len(pages):
             batch = pages[len(done) : len(done) + _LOOK_UP_PAGES]
@@ -93,7 +93,7 @@ class PageStore:
         return self._backend.figures()
 
     def stop(self) -> None:
-        """Start no further calls to storage; safe to call from any thread."""
+        """Start no further calls to storage. Safe to call from any thread."""
         self._is_stopping = True
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class PageStore:
         until_s: float,
         failures: Counter[str],
     ) -> list[bool]:
-        """Use storage for a batch unless it is too late. An error of the whole call fails all pages."""
+        """Call ``use`` for a batch unless it is too late. An error of the call fails all pages."""
         if self._is_stopping or time.monotonic() >= until_s:
             failures["late"] += len(batch)
             return [False] * len(batch)
@@ -131,7 +131,7 @@ class PageStore:
 
     def _header(self, page: TierPage, data: memoryview) -> bytes:
         """Return the header of a page's object: MessagePack, padded with zeros."""
-        # Only workers with storage need the library, whose digest detects accidents, not attacks.
+        # Only workers with storage need xxhash. Its digest detects accidents, not attacks.
         from xxhash import xxh3_128_digest
 
         header = _Header(namespace=self._namespace, key=page.key, shard=self._shard, digest=xxh3_128_digest(data))
@@ -146,7 +146,7 @@ class PageStore:
         return StorageObject(self._name(page), [memoryview(header), data], page.depth)
 
     def _accept(self, page: TierPage, item: StorageObject, outcome: Read, failures: Counter[str]) -> bool:
-        """Return whether the requested page was read; delete a corrupt object."""
+        """Return whether the requested page was read. Delete the object if it is corrupt."""
         if outcome is False or isinstance(outcome, StorageError):
             return outcome is not False and _noted(outcome, failures)
         header, data = item.parts
@@ -163,7 +163,7 @@ class PageStore:
 
 
 def _noted(error: StorageError | None, failures: Counter[str]) -> bool:
-    """Log and count an error, if there is one; return whether there is none."""
+    """Log and count an error. Return True if there is none."""
     if error is not None:
         _log.warning("%s", error)
         failures["error"] += 1

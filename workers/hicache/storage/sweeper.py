@@ -1,4 +1,4 @@
-"""Soft size limit of a folder of objects, which any number of processes may write to."""
+"""Soft size limit for a folder of objects that any number of processes may write to."""
 
 import contextlib
 import fcntl
@@ -16,11 +16,11 @@ LOCK = ".lock"
 _KEEP = 0.9
 """Fraction of the limit that a sweep leaves in use."""
 _BETWEEN_SWEEPS = 64
-"""A process sweeps after writing the limit divided by this, so that several writers exceed it only slightly."""
+"""A process sweeps each time it has written the size limit divided by this number."""
 _EVERY_S = 600.0
 """Maximum time between two sweeps."""
 _ABANDONED_S = 600.0
-"""Age at which an unfinished file must belong to a killed writer."""
+"""Age at which an unfinished file is assumed to belong to a killed writer."""
 
 _Object = tuple[float, int, Path]
 """Time of last use, size and path."""
@@ -29,15 +29,15 @@ _Object = tuple[float, int, Path]
 class Sweeper:
     """Sweeper that removes the least recently used objects until the folder is below its limit.
 
-    Each writing process has a sweeper; a lock file lets only one sweep at a time. Writers never wait for it, so the
-    folder may briefly exceed its limit. Other files in the folder are neither counted nor removed.
+    Each writing process has a sweeper. A lock file ensures that only one sweeps at a time. Writers never wait for it,
+    so the folder may briefly exceed its limit. Other files in the folder are neither counted nor removed.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        """Lock of the three fields below."""
+        """Lock that guards the three fields below."""
         self._found_bytes = self._written_bytes = 0
         self._is_disk_full = False
         self._due, self._closed = threading.Event(), threading.Event()
@@ -45,19 +45,19 @@ class Sweeper:
 
     @property
     def used_bytes(self) -> int:
-        """Return the bytes that the last sweep left, plus those written by this process since."""
+        """Return the bytes in use after the last sweep, plus the bytes that this process has written since."""
         with self._lock:
             return self._found_bytes + self._written_bytes
 
     def note_written(self, num_bytes: int) -> None:
-        """Count a new object, and request a sweep if enough was written."""
+        """Count a new object, and request a sweep if enough has been written."""
         with self._lock:
             self._written_bytes += num_bytes
             if self._written_bytes * _BETWEEN_SWEEPS >= self._max_bytes:
                 self._due.set()
 
     def note_disk_full(self) -> None:
-        """Request a sweep that also removes objects below the limit."""
+        """Request a sweep that removes objects even if the folder is below its limit."""
         with self._lock:
             self._is_disk_full = True
             self._due.set()
@@ -75,7 +75,7 @@ class Sweeper:
         self._due.set()
 
     def sweep(self) -> None:
-        """Remove objects until the folder is below its limit, while no other process sweeps."""
+        """Remove objects until the folder is below its limit. Do nothing while another process sweeps."""
         try:
             lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
             try:
@@ -99,7 +99,7 @@ class Sweeper:
             self._written_bytes -= written_bytes
 
     def _list(self) -> tuple[list[_Object], int]:
-        """List all objects, and sum their bytes and those of unfinished files; remove files of killed writers.
+        """List all objects, and sum their bytes and the bytes of unfinished files. Remove files of killed writers.
 
         Objects are in ``namespace/aa/`` under names that start with ``aa``.
         """
@@ -110,7 +110,7 @@ class Sweeper:
                 continue
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 stat = path.lstat()
-                # A file's modification time is its time of use; only its change time tells when it was last written.
+                # The modification time is the time of use. Only the change time shows when a file was last written.
                 if path.name.startswith(UNFINISHED) and stat.st_ctime < abandoned_s:
                     path.unlink()
                     continue
@@ -125,7 +125,7 @@ class Sweeper:
         for _, size, path in sorted(objects):
             if evicted_bytes >= num_bytes:
                 break
-            with contextlib.suppress(OSError):  # removed meanwhile, or not ours to remove
+            with contextlib.suppress(OSError):  # removed meanwhile, or owned by another user
                 path.unlink()
                 evicted_bytes += size
                 self.num_evicted += 1

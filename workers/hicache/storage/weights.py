@@ -1,4 +1,4 @@
-"""Digest of all bytes of a checkpoint's weights."""
+"""Digest of a checkpoint's weights and configuration."""
 
 import contextlib
 import fcntl
@@ -18,14 +18,14 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def weights_digest(folder: Path, known: Path) -> str:
-    """Return a digest of the configuration and the safetensors files in a folder, equal on every machine.
+    """Return a digest of a folder's configuration and safetensors files. It is the same on every machine.
 
-    The folder ``known`` caches file digests, so that each file is read once until it changes.
+    The folder ``known`` caches file digests, so each file is read only once until it changes.
     """
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     facts = {name: value for name, value in config.items() if name not in _NOT_WEIGHTS}
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16)
-    # The first rank of a machine reads the files; the others wait for its digests.
+    # The first rank on a machine reads the files; the others wait for its digests.
     with _locked(known), ThreadPoolExecutor(os.cpu_count()) as threads:
         for sha256 in threads.map(partial(_sha256, known=known), sorted(folder.glob("*.safetensors"))):
             digest.update(bytes.fromhex(sha256))
@@ -51,7 +51,7 @@ def _sha256(path: Path, known: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, unless the folder is read-only; then every rank reads the files itself."""
+    """Hold the folder's lock. If the folder is read-only, hold no lock: every rank then reads the files itself."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
