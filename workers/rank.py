@@ -1,7 +1,7 @@
 """Compute side of a worker: its model, process groups, page pool, and the runner that uses them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.memory import GIB, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
-from workers.attention.interface import AttentionBackend
+from workers.attention.interface import AttentionBackend, Feature
 from workers.attention.registry import choose_backend, needs_of
 from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.device import open_device
@@ -108,9 +108,10 @@ def _load(
     geometry = model_config.kv_geometry(config.model.name, dtype_name, config.kv.page_size)
     dtype = torch_dtype(dtype_name)
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
-    attention = _open_attention(spec, device, dtype, geometry)
+    needs = needs_of(geometry.groups)
+    attention = _open_attention(spec, device, dtype, needs)
     make_capture: Callable[[], Capture] | None = None
-    if captures_decode(config, spec.pool) and not any(model_config.windows):
+    if captures_decode(config, spec.pool) and Feature.WINDOW not in needs:
         make_capture = partial(GraphCapture, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
     memory_gib = pool_memory_gib(spec, store, model, attention, groups, geometry, make_capture)
     layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
@@ -133,7 +134,7 @@ def _load(
     )
     runner.warm_up()
     on_failure.callback(runner.drop_graphs)
-    _capture_decode(spec, runner, make_capture, is_windowed=any(model_config.windows))
+    _capture_decode(spec, runner, make_capture, is_windowed=Feature.WINDOW in needs)
     shape, rates = measured_rates(spec, store, model, memory.pool, attention, groups, dtype_name)
     return Rank(
         geometry=geometry,
@@ -154,10 +155,10 @@ def _load(
 
 
 def _open_attention(
-    spec: WorkerSpec, device: torch.device, dtype: torch.dtype, geometry: KvGeometry
+    spec: WorkerSpec, device: torch.device, dtype: torch.dtype, needs: Set[Feature]
 ) -> AttentionBackend:
     """Return the attention backend, and use its library's elementwise kernels too if it has them."""
-    choice = choose_backend(spec.config.resources.attention, device, dtype, needs_of(geometry.groups))
+    choice = choose_backend(spec.config.resources.attention, device, dtype, needs)
     _log.info("attention by %s: %s", choice.name, choice.reason)
     if choice.name == "native":
         elementwise.register("cpu", torch.bfloat16, Library.load())

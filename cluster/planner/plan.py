@@ -195,7 +195,7 @@ def _num_endpoints(role: Role, pool: PoolConfig, model: ModelFacts | UnknownMode
     by_name, ranks = groups(pool.parallel), positions(pool.parallel)
     joined = [members for name in _ATTENTION for members in by_name[name]]
     if isinstance(model, ModelFacts):
-        if model.config.moe is not None and len(by_name[GroupName.MOE_SHARDS][0]) > 1:
+        if model.config.experts_per_token and len(by_name[GroupName.MOE_SHARDS][0]) > 1:
             joined += [members for name in _EXPERTS for members in by_name[name]]
         if role is Role.DECODE:
             joined += head_copy_groups(ranks, [group.num_heads for group in model.geometry.groups])

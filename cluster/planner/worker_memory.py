@@ -19,11 +19,11 @@ from cluster.spec.ranks import head_copies, moe_tp_size, sizes_of, stage_layers,
 from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import Passing
 from workers.context_parallel.shard_plan import dummy_request, make_step_shape
-from workers.models.interface import DecoderConfig, LayerWeights
+from workers.models.interface import DecoderConfig, LayerCost
 
 _PAGE_ID_BYTES = 8
-_PASSED_QUERY_BYTES = 16
-"""Bytes per query element: as received, reordered, the output, and the output in fp32 twice."""
+_PASSED_QUERIES = 4
+"""Memory that a step with passed queries takes, as a multiple of one fp32 partial."""
 _DRAW_BYTES = 24
 """Bytes per logit when sampling with top-p; on a CPU, the tensors alive at a time take 21."""
 # Allowances, not measurements: CUDA's memory per layer of a graph, and cuBLAS's for the capture stream.
@@ -41,9 +41,9 @@ def _num_weights(config: DeployConfig, pool: Pool, model: ModelFacts, stage: int
     dp, cp, tp, moe_dp = pool.parallel.dp, pool.parallel.cp, pool.parallel.tp, pool.parallel.moe_dp
     num_tables = _num_tables(config, model, is_first=stage == 0, is_last=stage == pool.parallel.pp - 1)
     numbers = num_tables * model.config.vocab_size * model.config.hidden_size / tp
-    copies = head_copies([model.config.num_kv_heads], tp)
+    copies = head_copies((group.num_heads for group in model.geometry.groups), tp)
     for layer in stage_layers(model.config.num_layers, pool.parallel.pp, stage):
-        weights = model.config.layer_weights(layer)
+        weights = model.config.layer_cost(layer)
         attention = (weights.queries + weights.kv * copies) / tp
         numbers += attention + weights.dense / (dp * tp) + weights.experts * moe_dp / (dp * cp * tp)
     return numbers
@@ -94,7 +94,7 @@ def _exchange_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> floa
     geometry, tp = model.geometry, pool.parallel.tp
     row_bytes = geometry.bytes_per_token / geometry.num_layers / tp
     passed_kv = 2 * config.model.longest_context(model.config.max_position_embeddings) / pool.parallel.cp * row_bytes
-    passed_q = pool.chunk_tokens * model.config.attention.q_size / tp * _PASSED_QUERY_BYTES
+    passed_q = pool.chunk_tokens * model.config.cost(model.dtype).partial_row_bytes / tp * _PASSED_QUERIES
     costs = {Passing.PASS_KV: passed_kv, Passing.PASS_Q: passed_q}
     return max(costs[passing] for passing in pool.passing.candidates)
 
@@ -118,18 +118,18 @@ def _graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
     return tables + step + len(sizes) * model.geometry.num_layers * _GRAPH_LAYER_BYTES + _WORKSPACE_BYTES
 
 
-def _layers(config: DecoderConfig) -> list[LayerWeights]:
-    return [config.layer_weights(layer) for layer in range(config.num_layers)]
+def _layers(config: DecoderConfig) -> list[LayerCost]:
+    return [config.layer_cost(layer) for layer in range(config.num_layers)]
 
 
 def _answers_width(config: DecoderConfig) -> int:
     """Return the output width of all experts that a token chooses."""
-    return config.moe.top_k * config.hidden_size if config.moe else 0
+    return config.experts_per_token * config.hidden_size
 
 
 def _num_shards(parallel: ParallelConfig, config: DecoderConfig) -> int:
     """Return the number of attention shards whose tokens are gathered for one feed-forward block."""
-    return parallel.dp * parallel.cp // parallel.moe_dp if config.moe else parallel.dp
+    return parallel.dp * parallel.cp // parallel.moe_dp if config.experts_per_token else parallel.dp
 
 
 def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, pool_gib: float) -> HostMemory:

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 def runner_of(model: DecoderModel, num_pages: int) -> ModelRunner:
     config = model.config
-    shape = (config.num_kv_heads, config.num_layers, 64, config.head_dim, model.dtype)
+    shape = (config.attention.num_kv_heads, config.num_layers, 64, config.attention.head_dim, model.dtype)
     pool = kv_pool(num_pages, *shape, device=model.device)
     return ModelRunner(model, pool, TritonAttention(), Communicator("cp"))
 

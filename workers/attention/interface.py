@@ -35,6 +35,17 @@ class AttentionParams:
     """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionShape:
+    """Shape of a layer's attention on one rank, and the parameters that the layer passes with every call."""
+
+    num_heads: int
+    query_dim: int
+    """Width of a query, and of a key."""
+    value_dim: int
+    params: AttentionParams
+
+
 class StepAttention(Protocol):
     """Attention of one step on one rank, prepared once and called for every layer."""
 

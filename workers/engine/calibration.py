@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -59,7 +59,7 @@ def calibrate(
     """
     with torch.inference_mode(), model.device:
         all_reduce_s, all_reduce_row_s = _measure_all_reduce(model)
-        exchange_s, exchange_bytes_per_s, hidden_share = _measure_exchange(model, group, shape)
+        exchange_s, exchange_bytes_per_s, hidden_share = _measure_exchange(model, pool, group, shape)
     # Each rank decides alone how often to repeat the remaining measurements, so they must not contain collectives.
     with torch.inference_mode(), model.device, model.groups.alone():
         floor_s, linear_flops_per_s = _measure_linear(model)
@@ -84,21 +84,25 @@ def calibrate(
 class _NoAttention(AttentionContext):
     """Context without attention, to measure the linear part of a layer."""
 
+    def __init__(self, value_dim: int) -> None:
+        self._value_dim = value_dim
+
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store nothing."""
 
     def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:  # noqa: ARG002
-        return q
+        return q[..., : self._value_dim]
 
 
 def _measure_linear(model: DecoderModel) -> tuple[float, float]:
     """Measure one layer's time with few tokens, and FLOP/s with more."""
     layer, flops = next(iter(model.layers.values())), alone_flops(model)
+    context = _NoAttention(model.attention.value_dim)
 
     def layer_s(num_tokens: int) -> float:
         hidden = _hidden(model, num_tokens)
         rotation = model.rotary(torch.arange(num_tokens, device=model.device), model.dtype)
-        return _least_s(model.device, lambda: layer(hidden, hidden, rotation, _NoAttention(), None))
+        return _least_s(model.device, lambda: layer(hidden, hidden, rotation, context, None))
 
     few_tokens, most_tokens = SAMPLES[model.device.type].tokens
     num_tokens, few_s = few_tokens, layer_s(few_tokens)
@@ -114,7 +118,7 @@ def _measure_linear(model: DecoderModel) -> tuple[float, float]:
 
 def alone_flops(model: DecoderModel) -> float:
     """Return FLOPs per token in the rank's first layer, with the rank's shard of the MLP and the experts."""
-    parallel, layer = model.groups.parallel, model.config.layer_weights(0)
+    parallel, layer = model.groups.parallel, model.config.layer_cost(0)
     routed = layer.routed * parallel.tp / (parallel.ep * moe_tp_size(parallel))
     return 2 * (layer.queries + layer.kv + layer.dense / parallel.dp + routed)
 
@@ -123,15 +127,16 @@ def _measure_attention(
     model: DecoderModel, pool: PagePool, backend: AttentionBackend, shape: ModelShape
 ) -> tuple[float, float]:
     """Measure a minimal run's time, and FLOP/s with a longer prefix."""
-    samples, params = SAMPLES[model.device.type], AttentionParams(model.config.head_dim**-0.5)
+    samples, attention = SAMPLES[model.device.type], model.attention
+    # The FLOPs below include all keys.
+    params = replace(attention.params, window=None)
     table = torch.full((-(-(samples.prefix + samples.queries) // pool.page_size),), pool.num_pages)
 
     def runs_s(runs: Sequence[Run]) -> float:
-        attention = backend.prepare(runs, [table] * len(runs), pool.page_size)
-        query = torch.zeros(
-            sum(run.count for run in runs), model.config.num_heads, model.config.head_dim, dtype=model.dtype
-        )
-        return _least_s(model.device, lambda: attention.attend(query, *pool.layer_view(0), params))
+        step = backend.prepare(runs, [table] * len(runs), pool.page_size)
+        num_queries = sum(run.count for run in runs)
+        query = torch.zeros(num_queries, attention.num_heads, attention.query_dim, dtype=model.dtype)
+        return _least_s(model.device, lambda: step.attend(query, *pool.layer_view(0), params))
 
     run_s = runs_s([Run(request, 0, 2, 1) for request in range(_SHORT_RUNS)]) / _SHORT_RUNS
     long = Run(0, samples.prefix, samples.queries, 1)
@@ -139,15 +144,16 @@ def _measure_attention(
     return run_s, _rate(flops, runs_s([long]) - run_s, _FALLBACK.attention_flops_per_s)
 
 
-def _measure_exchange(model: DecoderModel, group: Communicator, shape: ModelShape) -> tuple[float, float, float]:
+def _measure_exchange(
+    model: DecoderModel, pool: PagePool, group: Communicator, shape: ModelShape
+) -> tuple[float, float, float]:
     """Measure a collective's latency, the bytes received per second, and the share that overlaps with other work."""
     if group.size == 1:
         return _FALLBACK.exchange_s, _FALLBACK.exchange_bytes_per_s, _FALLBACK.hidden_share
 
     def gather_s(num_rows: int, pause_s: float = 0.0) -> float:
-        row = (2, model.config.num_kv_heads, model.config.head_dim)
-        send = torch.zeros(num_rows, *row, dtype=model.dtype)
-        receive = torch.zeros(group.size * num_rows, *row, dtype=model.dtype)
+        send = torch.zeros(num_rows, *pool.row_shape(0), dtype=model.dtype)
+        receive = torch.zeros(group.size * num_rows, *pool.row_shape(0), dtype=model.dtype)
 
         def exchange() -> None:
             pending = group.start_all_gather(receive, send)
@@ -200,15 +206,15 @@ def _waited_s(device: torch.device, group: Communicator, call: Callable[[], obje
 
 def _measure_merge(model: DecoderModel) -> float:
     _, num_tokens = SAMPLES[model.device.type].tokens
-    shape = (num_tokens, model.config.num_heads)
-    partial = Partial(torch.zeros(*shape, model.config.head_dim, dtype=model.dtype), torch.zeros(shape))
+    shape = (num_tokens, model.attention.num_heads)
+    partial = Partial(torch.zeros(*shape, model.attention.value_dim, dtype=model.dtype), torch.zeros(shape))
     return _least_s(model.device, lambda: merge([partial, partial])) / (2 * num_tokens)
 
 
 def _measure_store(model: DecoderModel, pool: PagePool) -> float:
     _, num_tokens = SAMPLES[model.device.type].tokens
     slots = torch.full((num_tokens,), pool.null_slot)
-    kv = torch.zeros(num_tokens, model.config.num_kv_heads, sum(pool.widths(0)), dtype=model.dtype)
+    kv = torch.zeros(num_tokens, *pool.row_shape(0), dtype=model.dtype)
     return _least_s(model.device, lambda: pool.write(0, slots, kv)) / num_tokens
 
 

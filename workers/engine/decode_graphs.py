@@ -128,22 +128,22 @@ class DecodeGraphs:
         """Return the reason why no step can be captured; empty if there is none."""
         groups = self._model.groups
         is_sent = groups.moe_block.size > 1 and groups.moe_dispatch is MoeDispatch.ALL_TO_ALL
-        if is_sent and self._model.config.moe is not None:
+        if is_sent and self._model.config.experts_per_token:
             return "tokens sent to experts"
         return "" if self._attention(1) else "attention that cannot be captured"
 
     def _attention(self, num_requests: int) -> GraphAttention | None:
-        config, pool = self._model.config, self._pool
+        model, pool = self._model, self._pool
         shape = GraphShape(
             num_requests=num_requests,
             # The model's maximum, so that a capture over a small pool takes as much memory as one over the final pool.
-            most_pages=pages_for(config.max_position_embeddings, pool.page_size),
+            most_pages=pages_for(model.config.max_position_embeddings, pool.page_size),
             page_size=pool.page_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=self._model.dtype,
-            device=self._model.device,
+            num_heads=model.attention.num_heads,
+            num_kv_heads=pool.row_shape(0)[0],
+            head_dim=model.attention.query_dim,
+            dtype=model.dtype,
+            device=model.device,
         )
         return self._backend.prepare_graph(shape)
 
@@ -183,7 +183,7 @@ class _CapturedStep:
         context = _DecodeContext(pool, slots, self._attention, (size,) * dp if dp > 1 else None)
 
         def compute() -> Tensor:
-            if model.config.moe is not None:
+            if model.config.experts_per_token:
                 context.counted = is_request[:, None].bool()
             hidden: Tensor = model(token_ids, positions, context)
             return hidden
@@ -205,7 +205,8 @@ class _CapturedStep:
         is_request[:num_requests] = 1
         token_ids[:num_requests] = [request.token_ids[0] for request in step.scheduled]
         positions[:num_requests] = [request.first_position for request in step.scheduled]
-        tables = [*step.page_tables[0], *[np.array([pool.num_pages])] * (self._size - num_requests)]
+        (page_tables,) = step.page_tables  # With several lifetimes, there are windows, and no step is captured.
+        tables = [*page_tables, *[np.array([pool.num_pages])] * (self._size - num_requests)]
         pages, in_page = np.divmod(positions, pool.page_size)
         slots[:] = [table[page] for table, page in zip(tables, pages.tolist(), strict=True)]
         slots *= pool.page_size
@@ -217,10 +218,10 @@ class _CapturedStep:
 
 def _most_requests(model: DecoderModel) -> int:
     """Return the maximum number of requests per DP rank for which the host does not wait for expert loads."""
-    moe = model.config.moe
-    if moe is None:
+    per_token = model.config.experts_per_token
+    if not per_token:
         return sys.maxsize
-    return max(1, min(FEW_TOKENS, FEW_CHOICES // moe.top_k) // model.groups.parallel.dp)
+    return max(1, min(FEW_TOKENS, FEW_CHOICES // per_token) // model.groups.parallel.dp)
 
 
 class _DecodeContext(AttentionContext):

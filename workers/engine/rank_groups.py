@@ -64,11 +64,11 @@ def join_groups(spec: WorkerSpec, store: ReplicaStore, model: DecoderConfig) -> 
     cp, tp, dp = (join(name, by_name[name]) for name in (GroupName.ATTN_CP, GroupName.ATTN_TP, GroupName.ATTN_DP))
     links = {link[0] == rank: join("stages", [link]) for link in stage_links(parallel, rank)}
     groups = ModelGroups(parallel=parallel, global_rank=rank, tp=tp, dp=dp, moe_dispatch=resources.moe_dispatch)
-    if model.moe is not None:
+    if model.experts_per_token:
         shards = join(GroupName.MOE_SHARDS, by_name[GroupName.MOE_SHARDS])
         block = tp if shards.size == 1 else join(GroupName.MOE_BLOCK, by_name[GroupName.MOE_BLOCK])
         groups = replace(groups, moe_shards=shards, moe_block=block)
-    copies, num_heads = Communicator(_HEAD_COPIES), [model.num_kv_heads]
+    copies, num_heads = Communicator(_HEAD_COPIES), [group.num_heads for group in model.kv_groups(model.dtype)]
     if spec.role is Role.DECODE and head_copies(num_heads, spec.sizes.tp) > 1:
         copies = join(_HEAD_COPIES, head_copy_groups(positions(parallel), num_heads))
     # Otherwise a rank could wait in a collective for one that still waits for a peer in another group.

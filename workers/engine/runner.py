@@ -96,12 +96,12 @@ class ModelRunner:
 
     def _merge_dummy(self) -> None:
         """Merge every possible number of partials, from a prefix and every rank, which compiles the kernels."""
-        config, size = self._model.config, self._cp_group.size
+        attention, size = self._model.attention, self._cp_group.size
         kinds = [[self._model.dtype] * count for count in range(2, size + 2)]
         if self._owners > 1:
             # Partials over new rows precede the ones that all ranks send back, which are in fp32.
             kinds += [[self._model.dtype] * count + [torch.float32] * size for count in range(1, size + 1)]
-        out = torch.zeros(1, config.num_heads, config.head_dim, device=self._model.device)
+        out = torch.zeros(1, attention.num_heads, attention.value_dim, device=self._model.device)
         for dtypes in kinds if size > 1 else []:
             merge([Partial(out.to(dtype), out[..., 0].contiguous()) for dtype in dtypes])
 

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from workers.attention.interface import AttentionParams
+from workers.attention.interface import AttentionParams, AttentionShape
 from workers.expert_parallel.token_dispatcher import Lens
 from workers.kernels.elementwise import KvSlots
 from workers.layers.config import AttentionConfig
@@ -79,14 +79,19 @@ class Attention(nn.Module):
         q = even_shard(config.q_size, group)
         kv = kv_head_shard(config.num_kv_heads, config.head_dim, group)
         self.q_size = q.size
-        self._params = AttentionParams(config.head_dim**-0.5, window)
+        self.shape = AttentionShape(
+            num_heads=q.size // config.head_dim,
+            query_dim=config.head_dim,
+            value_dim=config.head_dim,
+            params=AttentionParams(config.head_dim**-0.5, window),
+        )
         self.qkv_proj = FusedLinear(hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=config.qkv_bias)
         self.o_proj = SummedLinear(q, hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
-        attended = context.attend(self.layer, self._queries(x, rotation, context), self._params)
+        attended = context.attend(self.layer, self._queries(x, rotation, context), self.shape.params)
         out: Tensor = self.o_proj(attended.flatten(1), self._group.all_reduce)
         return out
 

@@ -69,6 +69,10 @@ class PagePool(PageMemory):
         layer_pages = self._layers[layer]
         return layer_pages.key.shape[-1], layer_pages.value.shape[-1]
 
+    def row_shape(self, layer: int) -> tuple[int, int]:
+        """Return the shape of one token's K and V in a layer: heads, and the width of both."""
+        return self._layers[layer].key.shape[1], sum(self.widths(layer))
+
     def split(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Split ``kv [..., width]`` into views of K and V."""
         key, value = kv.split_with_sizes(self.widths(layer), -1)

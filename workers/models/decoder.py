@@ -66,7 +66,10 @@ class DecoderModel(nn.Module):
         is_tied = config.tie_word_embeddings
         if self.is_first or (self.is_last and is_tied):
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, groups.tp)
-        self.layers = nn.ModuleDict({str(layer): DecoderLayer(config, layer, groups) for layer in stage})
+        layers = {str(layer): DecoderLayer(config, layer, groups) for layer in stage}
+        self.layers = nn.ModuleDict(layers)
+        self.attention = layers[str(stage.start)].self_attn.shape
+        """Shape of attention in the first layer. The other layers differ at most in their windows."""
         if self.is_last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             tied = self.embed_tokens if is_tied else None

@@ -3,7 +3,7 @@
 1. What layers does the model have? `workers.models.decoder` builds them from the configuration.
 2. What does the checkpoint call a weight? `checkpoint_name`, `copies`, `is_ignored`. Layers know how each is sharded.
 3. What does it store for each token? `kv_groups`.
-4. What does it cost? `layer_weights`, `cost`.
+4. What does it cost? `layer_cost`, `experts_per_token`, `cost`.
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ class UnsupportedModelError(UserError):
     """Checkpoint that this engine cannot run as its authors intended. The message says what was given and allowed."""
 
 
-class LayerWeights(NamedTuple):
-    """Number of matrix elements in one layer, by how they are sharded. Each costs 2 FLOPs per token."""
+class LayerCost(NamedTuple):
+    """Number of matrix elements in one layer, by how they are sharded. Each used one costs 2 FLOPs per token."""
 
     queries: int
     """Query and output projections, sharded over TP ranks."""
@@ -40,6 +40,8 @@ class LayerWeights(NamedTuple):
     experts: int
     routed: int
     """The experts of one token."""
+    experts_per_token: int
+    """0 for a layer without experts."""
 
     @property
     def used(self) -> int:
@@ -81,23 +83,6 @@ class DecoderConfig:
     def num_layers(self) -> int:
         return len(self.feed_forward)
 
-    @property
-    def num_heads(self) -> int:
-        return self.attention.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.attention.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.attention.head_dim
-
-    @property
-    def moe(self) -> MoeConfig | None:
-        """Return the experts of a layer; None for dense models."""
-        return next((layer for layer in self.feed_forward if isinstance(layer, MoeConfig)), None)
-
     def of_rank(self, tp_size: int, layers: range) -> "DecoderConfig":
         """Return one rank's part: its heads, its shard of each width, and its stage's layers."""
         return replace(
@@ -111,10 +96,10 @@ class DecoderConfig:
     def limits(self) -> ModelLimits:
         """Return the limits on how ranks can share the model."""
         return ModelLimits(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
+            num_heads=self.attention.num_heads,
+            num_kv_heads=self.attention.num_kv_heads,
             num_layers=self.num_layers,
-            num_experts=self.moe.num_experts if self.moe else None,
+            num_experts=next((layer.num_experts for layer in self.feed_forward if isinstance(layer, MoeConfig)), None),
             has_windows=any(group.window is not None for group in self.kv_groups(self.dtype)),
         )
 
@@ -148,35 +133,41 @@ class DecoderConfig:
         for layer, window in enumerate(self.windows):
             layers.setdefault(window, []).append(layer)
         return tuple(
-            key_value_group(of_window, self.num_kv_heads, self.head_dim, dtype, window)
+            key_value_group(of_window, self.attention.num_kv_heads, self.attention.head_dim, dtype, window)
             for window, of_window in layers.items()
         )
 
     def kv_geometry(self, name: str, dtype: str, page_size: int) -> KvGeometry:
         return KvGeometry(model=name, num_layers=self.num_layers, groups=self.kv_groups(dtype), page_size=page_size)
 
-    def layer_weights(self, layer: int) -> LayerWeights:
+    def layer_cost(self, layer: int) -> LayerCost:
         """Count the weights of one layer except norms, biases and routers, which are negligible."""
         hidden, feed_forward = self.hidden_size, self.feed_forward[layer]
         moe = feed_forward if isinstance(feed_forward, MoeConfig) else None
         expert = 3 * hidden * moe.intermediate_size if moe else 0
-        return LayerWeights(
+        return LayerCost(
             queries=2 * hidden * self.attention.q_size,
             kv=2 * hidden * self.attention.kv_size,
             dense=3 * hidden * feed_forward.dense_size,
             experts=expert * moe.num_experts if moe else 0,
             routed=expert * moe.top_k if moe else 0,
+            experts_per_token=moe.top_k if moe else 0,
         )
+
+    @property
+    def experts_per_token(self) -> int:
+        """Return the maximum number of experts that compute one token in a layer; 0 for dense models."""
+        return max(self.layer_cost(layer).experts_per_token for layer in range(self.num_layers))
 
     def cost(self, dtype: str) -> ModelShape:
         """Return one token's work in an average layer, computed in ``dtype``."""
-        layers = [self.layer_weights(layer) for layer in range(self.num_layers)]
+        layers = [self.layer_cost(layer) for layer in range(self.num_layers)]
         used = sum(layer.used for layer in layers)
         return ModelShape(
             num_layers=self.num_layers,
             linear_flops=2 * used // self.num_layers,
             kv_flops=2 * layers[0].kv,
             attention_flops=4 * self.attention.q_size,
-            kv_row_bytes=2 * self.attention.kv_size * DTYPE_BYTES[dtype],
+            kv_row_bytes=sum(group.bytes_per_token for group in self.kv_groups(dtype)) // self.num_layers,
             q_row_bytes=self.attention.q_size * DTYPE_BYTES[dtype],
         )

@@ -47,6 +47,6 @@ def test_a_rank_alone_is_credited_with_its_part(
         torch.nn.init.normal_(weights)
     layer, rotation = next(iter(model.layers.values())), model.rotary(torch.arange(NUM_TOKENS), torch.float32)
     with torch.inference_mode(), groups.alone(), FlopCounterMode(display=False) as counter:
-        layer(_hidden(model, NUM_TOKENS), None, rotation, _NoAttention(), None)
+        layer(_hidden(model, NUM_TOKENS), None, rotation, _NoAttention(model.attention.value_dim), None)
     credited = alone_flops(model)
     assert counter.get_total_flops() / NUM_TOKENS == pytest.approx(credited, rel=tolerance)

@@ -13,6 +13,7 @@ from cluster.spec.errors import PeerLostError, PeerUnreachableError
 from cluster.spec.ids import Role
 from cluster.spec.messages import Drain, Message
 from cluster.spec.strategy import Collectives
+from tests.fakes.kv import kv_geometry
 from tests.fakes.thread_group import on_thread_ranks
 from tests.fakes.worker_specs import worker_of
 from workers.engine.rank_groups import join_groups
@@ -77,7 +78,7 @@ def test_a_group_that_stands_leaves_the_timeout_of_the_store_alone(collectives: 
 
 def test_a_rank_that_is_gone_is_missed_in_groups_it_is_not_in() -> None:
     config = DeployConfig.model_validate({"prefill": {"parallel": {"cp": 2, "tp": 2}}})
-    model: Any = SimpleNamespace(moe=None, num_kv_heads=2)
+    model: Any = SimpleNamespace(experts_per_token=0, dtype="float32", kv_groups=lambda _: kv_geometry().groups)
 
     def join(group: Communicator) -> None:
         if group.rank != 3:

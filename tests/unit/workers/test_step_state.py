@@ -41,7 +41,7 @@ class Moments:
 def runner_of(folder: Path, tp: Communicator) -> ModelRunner:
     model = load_model(folder, groups=tp_groups(tp))
     config = model.config
-    pool = kv_pool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
+    pool = kv_pool(4, config.attention.num_kv_heads, config.num_layers, 16, config.attention.head_dim, model.dtype)
     return ModelRunner(model, pool, TorchAttention(), Communicator("cp"))
 
 

@@ -72,7 +72,7 @@ def usual(model: DecoderModel, pool: PagePool, requests: list[Request]) -> Tenso
 def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3"))
     config = model.config
-    pool = kv_pool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
+    pool = kv_pool(6, config.attention.num_kv_heads, config.num_layers, 4, config.attention.head_dim, torch.float32)
     pool.group("full_attention").copy_(torch.randn(pool.group("full_attention").shape))
     steps = [
         [Request([5], 6, [4, 1], True), Request([7], 0, [2], True), Request([9], 3, [5], True)],
@@ -109,7 +109,7 @@ def test_a_layer_is_nine_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for num_layers in (1, 2):
         model = load_model(make_checkpoint(tmp_path / str(num_layers), "qwen3", num_hidden_layers=num_layers))
         config = model.config
-        pool = kv_pool(1, config.num_kv_heads, num_layers, 4, config.head_dim, torch.float32)
+        pool = kv_pool(1, config.attention.num_kv_heads, num_layers, 4, config.attention.head_dim, torch.float32)
         with torch.inference_mode(), monkeypatch.context() as patch:
             kernels_on_cpu(patch)
             launches = CountedLaunches(patch)
@@ -129,8 +129,7 @@ def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest
     """A captured step of five has three requests; the other two load no weights, and are counted nowhere."""
     model = load_model(make_checkpoint(tmp_path, "qwen3_moe"))
     config = model.config
-    assert config.moe is not None
-    pool = kv_pool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
+    pool = kv_pool(6, config.attention.num_kv_heads, config.num_layers, 4, config.attention.head_dim, torch.float32)
     pool.group("full_attention").copy_(torch.randn(pool.group("full_attention").shape))
     rows = [Request([5], 6, [4, 1], True), Request([7], 0, [2], True), Request([9], 3, [5], True)]
     experts = [module for module in model.modules() if isinstance(module, Experts)]
@@ -148,7 +147,7 @@ def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest
         assert hidden is not None
         torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
     assert loads() == by_usual
-    assert sum(by_usual[0]) == 3 * config.moe.top_k
+    assert sum(by_usual[0]) == 3 * config.experts_per_token
     assert graphs.counts == {REPLAYED: 1}
 
 
@@ -158,7 +157,7 @@ def test_what_goes_through_the_host_is_not_captured(tmp_path: Path) -> None:
     def counts_of(tp: Communicator) -> dict[str, int]:
         groups = replace(tp_groups(tp), moe_dispatch=MoeDispatch.ALL_TO_ALL)
         model = load_model(folder, groups=groups)
-        pool = kv_pool(1, 1, 1, 4, model.config.head_dim, torch.float32)
+        pool = kv_pool(1, 1, 1, 4, model.config.attention.head_dim, torch.float32)
         graphs = DecodeGraphs(model, pool, TritonAttention(), 2, capture)
         assert graphs.run(step_of([Request([1], 0, [0], True)])) is None
         return dict(graphs.counts)
@@ -168,7 +167,7 @@ def test_what_goes_through_the_host_is_not_captured(tmp_path: Path) -> None:
 
 def test_steps_of_a_backend_without_graphs_go_the_usual_way(tmp_path: Path) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3"))
-    pool = kv_pool(1, 1, 1, 4, model.config.head_dim, torch.float32)
+    pool = kv_pool(1, 1, 1, 4, model.config.attention.head_dim, torch.float32)
     graphs = DecodeGraphs(model, pool, TorchAttention(), 2, capture)
     assert graphs.run(step_of([Request([1], 0, [0], True)])) is None
     assert graphs.counts == {"attention that cannot be captured": 1}
@@ -176,7 +175,7 @@ def test_steps_of_a_backend_without_graphs_go_the_usual_way(tmp_path: Path) -> N
 
 def test_what_cannot_be_captured_goes_the_usual_way(tmp_path: Path) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3"))
-    pool = kv_pool(1, 1, 1, 4, model.config.head_dim, torch.float32)
+    pool = kv_pool(1, 1, 1, 4, model.config.attention.head_dim, torch.float32)
 
     def fail(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:  # noqa: ARG001
         raise CaptureError("operation not permitted when stream is capturing")
@@ -199,9 +198,15 @@ def test_dp_ranks_replay_steps_of_one_size(tmp_path: Path, family: str, parallel
         config = model.config
         generator = torch.Generator().manual_seed(0)
         whole = torch.randn(
-            7, config.num_kv_heads * tp.size, config.num_layers, 2, 4, config.head_dim, generator=generator
+            7,
+            config.attention.num_kv_heads * tp.size,
+            config.num_layers,
+            2,
+            4,
+            config.attention.head_dim,
+            generator=generator,
         )
-        pool = kv_pool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
+        pool = kv_pool(6, config.attention.num_kv_heads, config.num_layers, 4, config.attention.head_dim, torch.float32)
         pool.group("full_attention").copy_(
             whole.chunk(tp.size, dim=1)[tp.rank].reshape(pool.group("full_attention").shape)
         )
@@ -238,7 +243,7 @@ def test_ranks_that_share_sums_replay_together_or_not_at_all(tmp_path: Path) -> 
 
     def counts_of(tp: Communicator) -> dict[str, int]:
         model = load_model(folder, groups=tp_groups(tp))
-        pool = kv_pool(1, 1, 1, 4, model.config.head_dim, torch.float32)
+        pool = kv_pool(1, 1, 1, 4, model.config.attention.head_dim, torch.float32)
         sizes = iter([2, 1])
 
         def capture_but_last(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:  # noqa: ARG001

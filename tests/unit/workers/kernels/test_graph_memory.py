@@ -105,7 +105,7 @@ def test_pages_take_what_graphs_leave(model: DecoderModel, monkeypatch: pytest.M
 
     gpu.used += int(pages_gib * GIB)
     config = model.config
-    pool = kv_pool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
+    pool = kv_pool(4, config.attention.num_kv_heads, config.num_layers, 16, config.attention.head_dim, model.dtype)
     one = ModelRunner(model, pool, PlainGraphs(), Communicator("cp"))
     one.capture_decode(8, gpu.make_capture())
     assert one.graph_bytes == len(SIZES) * GRAPH
@@ -135,7 +135,7 @@ def test_what_was_captured_goes_also_where_an_error_holds_a_step(
     model: DecoderModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu, config = FakeGpu(monkeypatch), model.config
-    pool = kv_pool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
+    pool = kv_pool(4, config.attention.num_kv_heads, config.num_layers, 16, config.attention.head_dim, model.dtype)
     one = ModelRunner(model, pool, PlainGraphs(), Communicator("cp"))
     one.capture_decode(8, gpu.make_capture())
     assert one._graphs is not None
@@ -242,7 +242,7 @@ def test_a_rank_that_captures_nothing_says_why(tmp_path: Path, monkeypatch: pyte
 
 def test_steps_whose_pages_come_meanwhile_are_told(model: DecoderModel) -> None:
     config = model.config
-    pool = kv_pool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
+    pool = kv_pool(4, config.attention.num_kv_heads, config.num_layers, 16, config.attention.head_dim, model.dtype)
     one = ModelRunner(model, pool, PlainGraphs(), Communicator("cp"))
     one._graphs = SimpleNamespace(counts=Counter(replayed=2))  # type: ignore[assignment]
     assert one._replay(StepInput([], [], StepShape()), is_loading=True) is None

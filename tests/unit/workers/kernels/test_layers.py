@@ -26,7 +26,9 @@ PAGE_SIZE = 16
 def hidden_states(model: DecoderModel, backend: AttentionBackend) -> Tensor:
     """Of a prompt in two chunks, and of another's first token beside the second."""
     config = model.config
-    pool = kv_pool(4, config.num_kv_heads, config.num_layers, PAGE_SIZE, config.head_dim, torch.float32)
+    pool = kv_pool(
+        4, config.attention.num_kv_heads, config.num_layers, PAGE_SIZE, config.attention.head_dim, torch.float32
+    )
     exchange = CpExchange(Communicator("cp"))
     outs = []
     for requests in ([(range(3, 24), 0, [2, 0])], [(range(30, 36), 21, [2, 0]), ([7], 0, [3])]):

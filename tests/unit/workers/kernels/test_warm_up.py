@@ -36,7 +36,7 @@ def test_attention_is_warm_in_blocks_of_every_size(tmp_path: Path, monkeypatch: 
     """Whole and in parts, which are in fp32."""
     model = load_model(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2), dtype=torch.bfloat16)
     config = model.config
-    pool = kv_pool(2, config.num_kv_heads, config.num_layers, 64, config.head_dim, torch.bfloat16)
+    pool = kv_pool(2, config.attention.num_kv_heads, config.num_layers, 64, config.attention.head_dim, torch.bfloat16)
     one = ModelRunner(model, pool, TritonAttention(), Communicator("cp"), KvOwnership.REPLICATED, None)
     seen: set[tuple[Blocks, bool]] = set()
 
@@ -49,15 +49,15 @@ def test_attention_is_warm_in_blocks_of_every_size(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(backend, "attend", note_attend)
     monkeypatch.setattr(runner, "has_kernels", lambda _: True)
     one.warm_up()
-    groups = config.num_heads // config.num_kv_heads
-    blocks = {blocks_for(num_queries * groups, config.head_dim, 2, 64) for num_queries in range(1, 4096)}
+    groups = config.attention.num_heads // config.attention.num_kv_heads
+    blocks = {blocks_for(num_queries * groups, config.attention.head_dim, 2, 64) for num_queries in range(1, 4096)}
     assert seen == set(product(blocks, (True, False)))
 
 
 def test_drawing_and_copying_are_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2))
     config = model.config
-    pool = kv_pool(2, config.num_kv_heads, config.num_layers, 64, config.head_dim, torch.float32)
+    pool = kv_pool(2, config.attention.num_kv_heads, config.num_layers, 64, config.attention.head_dim, torch.float32)
     launched: list[str] = []
 
     def win_race(_: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,9 @@ def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
         merged.kinds = warm = set[Any]()
         model = load_model(folder, dtype=torch.bfloat16)
         config = model.config
-        pool = kv_pool(20, config.num_kv_heads, config.num_layers, 16, config.head_dim, torch.bfloat16)
+        pool = kv_pool(
+            20, config.attention.num_kv_heads, config.num_layers, 16, config.attention.head_dim, torch.bfloat16
+        )
         one = ModelRunner(model, pool, TorchAttention(), group, ownership, None)
         one.warm_up()
         merged.kinds = set()
