@@ -83,7 +83,7 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     """None unless requested."""
     prompt_logprobs: list[TokenLogprobs] = []
     """Log-probabilities of all prompt tokens but the first; sent with the first token, if requested."""
-    is_last: bool = False
-    """True if the grammar allows nothing after this token."""
+    completes_grammar: bool = False
+    """True if the grammar allows no further token."""
     problem: str = ""
     """Reason for an abort: the grammar allows no token, or has become too complex."""

@@ -66,7 +66,7 @@ class StepShape(Struct, frozen=True):
     """Passing, if KV is sharded; None if it is replicated."""
     shard_lens: tuple[int, ...] = (0,)
     """Number of tokens per attention shard, by dp * cp_size + cp; one entry if all shards have the same tokens."""
-    last_shard_lens: tuple[int, ...] = (0,)
+    last_layer_lens: tuple[int, ...] = (0,)
     """Number of tokens per attention shard that have queries in the last layer."""
     is_decode: bool = True
     """Whether every request has one token, is sampled without prompt log-probabilities, and waits for no pages."""

@@ -76,8 +76,8 @@ class Result(Tagged, frozen=True):
     """Number of written pages over all lifetimes. A page counts once per rank that sends a part of it."""
     num_bytes: int
     """Bytes of KV written by all senders."""
-    is_last: bool = False
-    """True if the request's grammar allows no further token."""
+    completes_grammar: bool = False
+    """True if the grammar allows no further token, as in ``Sampled``."""
     logprobs: list[TokenLogprobs] = []
     """Log-probabilities of these tokens; empty unless requested."""
     prompt_logprobs: list[TokenLogprobs] = []

@@ -131,7 +131,7 @@ class ScenarioRun:
             context.put(layer, k, v)
             outs.append(context.attend(layer, q, params_for(q)))
         joined = torch.stack([join_rows(self.exchange.group, batch.shards, out) for out in outs])
-        last = context.last.join_last(self._last_layer(batch, lens, present, context.last))
+        last = context.last_layer.gather_sampled(self._last_layer(batch, lens, present, context.last_layer))
         for request in present:
             self.done[request] += lens[request]
         return StepResult(*(x.cpu().double().numpy() for x in (joined, last)))

@@ -12,14 +12,14 @@ class DenseAttention:
 
     def __init__(self, *, kv_first: bool = False, query_rows: Tensor | None = None) -> None:
         """Create the context. ``query_rows`` are each step's rows whose hidden states are needed, or None."""
-        self.kv_first, self.lens, self.last_lens, self.counted = kv_first, None, None, None
+        self.kv_first, self.lens, self.last_layer_lens, self.counted = kv_first, None, None, None
         self.query_rows: Tensor | None = None
         self._last_query_rows = query_rows
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
         self.calls: list[tuple[str, int]] = []
 
     @property
-    def last(self) -> "DenseAttention":
+    def last_layer(self) -> "DenseAttention":
         if self._last_query_rows is None:
             return self
         narrowed = DenseAttention(kv_first=True)

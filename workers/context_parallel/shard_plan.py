@@ -200,7 +200,7 @@ def make_step_shape(
     """Return the shape of one DP rank's part of a step. An undivided decode step needs no shard plan."""
     if (cp == 1 or strategy is Strategy.NONE) and _is_decode(scheduled):
         lens = (len(scheduled),)
-        return StepShape(strategy=strategy, passing=passing, shard_lens=lens, last_shard_lens=lens, is_decode=True)
+        return StepShape(strategy=strategy, passing=passing, shard_lens=lens, last_layer_lens=lens, is_decode=True)
     return shape_of_plan(plan_shards(scheduled, strategy, cp), scheduled, passing)
 
 
@@ -211,16 +211,20 @@ def plan_shards(scheduled: Sequence[ScheduledRequest], strategy: Strategy, cp: i
 
 def shape_of_plan(plan: ShardPlan, scheduled: Sequence[ScheduledRequest], passing: Passing | None) -> StepShape:
     shards = plan.runs[:1] if plan.replicated else plan.runs
-    lens = last = plan.lens[: len(shards)]
+    lens = last_layer_lens = plan.lens[: len(shards)]
     if passing is not Passing.PASS_Q and not any(request.scored_ids for request in scheduled):
         # Only sampled tokens have queries in the last layer.
         ends = [request.first_position + len(request.token_ids) - 1 for request in scheduled]
-        last = tuple(
+        last_layer_lens = tuple(
             sum(scheduled[run.request].samples and run.last_position == ends[run.request] for run in runs)
             for runs in shards
         )
     return StepShape(
-        strategy=plan.strategy, passing=passing, shard_lens=lens, last_shard_lens=last, is_decode=_is_decode(scheduled)
+        strategy=plan.strategy,
+        passing=passing,
+        shard_lens=lens,
+        last_layer_lens=last_layer_lens,
+        is_decode=_is_decode(scheduled),
     )
 
 
@@ -229,9 +233,9 @@ def join_shapes(shapes: Sequence[StepShape], cp: int) -> list[StepShape]:
     if len(shapes) == 1:
         return list(shapes)
     lens = tuple(count for shape in shapes for count in _by_cp_rank(shape.shard_lens, cp))
-    last = tuple(count for shape in shapes for count in _by_cp_rank(shape.last_shard_lens, cp))
+    last_layer_lens = tuple(count for shape in shapes for count in _by_cp_rank(shape.last_layer_lens, cp))
     is_decode = all(shape.is_decode for shape in shapes)
-    return [replace(shape, shard_lens=lens, last_shard_lens=last, is_decode=is_decode) for shape in shapes]
+    return [replace(shape, shard_lens=lens, last_layer_lens=last_layer_lens, is_decode=is_decode) for shape in shapes]
 
 
 def idle_plan() -> StepPlan:

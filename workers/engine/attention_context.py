@@ -44,14 +44,14 @@ class StepContext(AttentionContext, ABC):
         assert batch.page_size == pool.page_size, f"pages of {batch.page_size} and of {pool.page_size} tokens"
         self.batch, self.pool, self.backend, self.exchange = batch, pool, backend, exchange
         self.query_rows, shape = batch.query_rows, batch.shape
-        self.lens, self.last_lens = (
-            lens if len(lens) > 1 else None for lens in (shape.shard_lens, shape.last_shard_lens)
+        self.lens, self.last_layer_lens = (
+            lens if len(lens) > 1 else None for lens in (shape.shard_lens, shape.last_layer_lens)
         )
         is_hidden = exchange.group.in_background and not batch.shards.replicated
         self.kv_first = is_hidden or batch.query_rows is not None
 
     @cached_property
-    def last(self) -> "StepContext":
+    def last_layer(self) -> "StepContext":
         batch = self.batch.narrowed()
         return self if batch is self.batch else type(self)(batch, self.pool, self.backend, self.exchange)
 
@@ -67,10 +67,8 @@ class StepContext(AttentionContext, ABC):
     def partials(self, layer: int, q: Tensor, params: AttentionParams) -> Iterable[Partial]:
         """Store the new KV, and yield causal attention of ``q [queries, heads, dim]`` over all keys, in parts."""
 
-    def join_last(self, hidden: Tensor) -> Tensor:
-        """Return the last token's hidden state for every sampled request, ``[R, hidden]``, on every rank, given this
-        rank's ``hidden``.
-        """
+    def gather_sampled(self, hidden: Tensor) -> Tensor:
+        """Return the hidden state of every sampled query, ``[R, hidden]``, on every rank, given this rank's own."""
         batch = self.batch
         if batch.shards.replicated and len(batch.sampled) == len(hidden):
             return hidden

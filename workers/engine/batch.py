@@ -19,7 +19,9 @@ from workers.engine.step_state import PreviousTokens
 _NO_PAGES = np.empty(0, dtype=np.int64)
 
 
-class LastToken(NamedTuple):
+class SampledQuery(NamedTuple):
+    """Last token of a request in this step, after which a token is sampled."""
+
     location: TokenLocation
     run: Run
 
@@ -63,8 +65,8 @@ class StepBatch:
     """Pages by lifetime."""
     prefix_shares: tuple[tuple[int, ...], ...]
     """Number of prefix tokens in each owner's pages, by owner and request."""
-    sampled: tuple[LastToken, ...]
-    """Last tokens of sampled requests, in batch order."""
+    sampled: tuple[SampledQuery, ...]
+    """One query per sampled request, in batch order."""
     query_rows: Tensor | None = None
     """Rows of this rank's tokens that have queries, int64; None if all have."""
     is_scored: bool = False
@@ -74,7 +76,7 @@ class StepBatch:
     def runs(self) -> tuple[Run, ...]:
         if self.query_rows is None:
             return self.shards.runs[self.cp_rank]
-        return tuple(sample.run for sample in self._own_samples)
+        return tuple(query.run for query in self._own_sampled)
 
     def narrowed(self) -> "StepBatch":
         """Return the batch with only sampled tokens' queries, or this one if every token is sampled or scored."""
@@ -85,13 +87,13 @@ class StepBatch:
     @property
     def sampled_rows(self) -> Tensor:
         """Return the rows of the sampled tokens that this rank computes, int64."""
-        rows = [sample.location.row for sample in self._own_samples]
+        rows = [query.location.row for query in self._own_sampled]
         return on_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.token_ids.device)
 
     @property
-    def _own_samples(self) -> list[LastToken]:
+    def _own_sampled(self) -> list[SampledQuery]:
         rank = 0 if self.shards.replicated else self.cp_rank
-        return [sample for sample in self.sampled if sample.location.cp_rank == rank]
+        return [query for query in self.sampled if query.location.cp_rank == rank]
 
     @property
     def is_sharded(self) -> bool:
@@ -171,19 +173,19 @@ def build_step_batch(
         positions=tensor(positions),
         pages=pages,
         prefix_shares=_prefix_shares(shards.prefix_lens, page_tables[0], page_size, owners),
-        sampled=_samples(shards, scheduled),
+        sampled=_sampled_queries(shards, scheduled),
         is_scored=any(request.scored_ids for request in scheduled),
     )
 
 
-def _samples(shards: ShardPlan, scheduled: Sequence[ScheduledRequest]) -> tuple[LastToken, ...]:
+def _sampled_queries(shards: ShardPlan, scheduled: Sequence[ScheduledRequest]) -> tuple[SampledQuery, ...]:
     sampled = [number for number, request in enumerate(scheduled) if request.samples]
     if shards.replicated and shards.num_tokens == len(shards.runs[0]) == len(scheduled):
-        return tuple(LastToken(TokenLocation(0, request), shards.runs[0][request]) for request in sampled)
-    last = [shards.prefix_lens[request] + shards.extend_lens[request] - 1 for request in sampled]
+        return tuple(SampledQuery(TokenLocation(0, request), shards.runs[0][request]) for request in sampled)
+    positions = [shards.prefix_lens[request] + shards.extend_lens[request] - 1 for request in sampled]
     return tuple(
-        LastToken(shards.locate(shards.last_token(request)), Run(request, position, 1, 1))
-        for request, position in zip(sampled, last, strict=True)
+        SampledQuery(shards.locate(shards.last_token(request)), Run(request, position, 1, 1))
+        for request, position in zip(sampled, positions, strict=True)
     )
 
 

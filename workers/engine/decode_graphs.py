@@ -229,7 +229,7 @@ class _DecodeContext(AttentionContext):
 
     def __init__(self, pool: PagePool, slots: Tensor, attention: GraphAttention, lens: Lens) -> None:
         self._pool, self._slots, self._attention = pool, slots, attention
-        self.lens = self.last_lens = lens
+        self.lens = self.last_layer_lens = lens
 
     def kv_slots(self, layer: int) -> KvSlots | None:
         return self._pool.kv_slots(layer, self._slots)

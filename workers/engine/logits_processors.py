@@ -66,7 +66,7 @@ class GrammarState:
         self._advance(output)
 
     @property
-    def is_whole(self) -> bool:
+    def is_over(self) -> bool:
         return self._matcher is not None and self._matcher.is_over
 
     def allowed(self, position: int) -> NDArray[np.bool_]:

@@ -101,7 +101,7 @@ class PassQContext(StepContext):
         self._others = [(rank, self.prepare_rows(shards.runs[rank]), OwnedRows(batch, pool, rank)) for rank in others]
 
     @cached_property
-    def last(self) -> StepContext:
+    def last_layer(self) -> StepContext:
         return self  # Its queries are few, and sharded like its keys.
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002

@@ -121,7 +121,7 @@ class ModelRunner:
         with torch.inference_mode():
             context, hidden = self._compute(StepInput(scheduled, [[null_pages]] * self._pool.num_lifetimes, shape))
             if self._pipeline.is_last:
-                self._model.logits(context.last.join_last(hidden))
+                self._model.logits(context.last_layer.gather_sampled(hidden))
 
     def sample_dummy(self, num_rows: int) -> None:
         """Sample dummy tokens with top-p. Every rank of the replica calls this."""
@@ -201,21 +201,21 @@ class ModelRunner:
         ]
         previous = self._sampled.input_of(plan.scheduled, self._model.groups.tp, self._model.device)
         step = StepInput(plan.scheduled, page_tables, plan.shape, previous)
-        last = self._replay(step, is_loading=plan.layerwise_load is not None)
-        if last is None:
+        sampled_hidden = self._replay(step, is_loading=plan.layerwise_load is not None)
+        if sampled_hidden is None:
             context, hidden = self._compute(step)
             if not self._pipeline.is_last:
                 return SampledTokens()
             if context.batch.is_scored:
                 self._score_prompts(plan.scheduled, context, hidden)
-            last = context.last.join_last(hidden)
+            sampled_hidden = context.last_layer.gather_sampled(hidden)
         sampled = [request for request in plan.scheduled if request.samples]
         if not sampled:
             # Without logits no rank waits for others, but the leader's step must not end before all ranks' writes.
             self._model.groups.tp.all_reduce(torch.zeros(1, device=self._model.device))
         if not sampled or self._cp_group.rank > 0:
             return SampledTokens()
-        logits = self._model.logits(last)
+        logits = self._model.logits(sampled_hidden)
         if self.is_sampling_rank:
             self._sampled = self._begin_sample(sampled, logits)
         else:

@@ -218,7 +218,9 @@ def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Seq
 def _sampled(state: SamplingState, token_id: int, logprobs: TokenLogprobs | None) -> Sampled:
     if state.grammar is None:
         return Sampled(token_id=token_id, logprobs=logprobs)
-    return Sampled(token_id=token_id, logprobs=logprobs, is_last=state.grammar.is_whole, problem=state.grammar.problem)
+    return Sampled(
+        token_id=token_id, logprobs=logprobs, completes_grammar=state.grammar.is_over, problem=state.grammar.problem
+    )
 
 
 def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> Tensor:

@@ -25,7 +25,7 @@ class AttentionContext(Protocol):
 
     lens: Lens = None
     """Number of tokens of each attention shard in this step; None if all have the same tokens."""
-    last_lens: Lens = None
+    last_layer_lens: Lens = None
     """Number of tokens of each attention shard that have queries in the last layer."""
     counted: Tensor | None = None
     """Mask of tokens that are not padding, bool ``[num_tokens, 1]``; None if none is. Padding uses no experts."""
@@ -36,7 +36,7 @@ class AttentionContext(Protocol):
     """Whether to project queries after `put`, because keys and values travel meanwhile, or few tokens have queries."""
 
     @property
-    def last(self) -> "AttentionContext":
+    def last_layer(self) -> "AttentionContext":
         """Return the context of the last layer, where only tokens whose final hidden states are needed have queries."""
         return self
 

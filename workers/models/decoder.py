@@ -80,7 +80,7 @@ class DecoderModel(nn.Module):
         self, token_ids: Tensor, positions: Tensor, context: AttentionContext, hidden: Tensor | None = None
     ) -> Tensor:
         """Return hidden states after this stage's layers; after the last one, normalized and only for the queries of
-        `context.last`.
+        `context.last_layer`.
 
         Args:
             token_ids: int64 [num_tokens], this rank's tokens of all requests, concatenated; there may be none.
@@ -100,7 +100,7 @@ class DecoderModel(nn.Module):
         if not self.is_last:
             hidden, added = final(hidden, added, rotation, context, context.lens)
             return hidden + added
-        _, normed = self.norm.of_sum(*final(hidden, added, rotation, context.last, context.last_lens))
+        _, normed = self.norm.of_sum(*final(hidden, added, rotation, context.last_layer, context.last_layer_lens))
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class DecodeLeader(DpLeader):
                 self._stop(request, token.problem, now_s)
                 continue
             logprobs = [token.logprobs] if token.logprobs is not None else []
-            output = self._newest_output(sequence, logprobs, is_last=token.is_last)
+            output = self._newest_output(sequence, logprobs, completes_grammar=token.completes_grammar)
             if request.has_prompt:
                 self._emit(request, output)
             else:
@@ -274,14 +274,16 @@ class DecodeLeader(DpLeader):
         self._arrived += live_pages(request.new_pages)
         request.tokens = [*submit.prompt_ids, *result.token_ids]
         self._schedule(request, len(submit.prompt_ids))
-        output = self._newest_output(request, result.logprobs, is_last=result.is_last)
+        output = self._newest_output(request, result.logprobs, completes_grammar=result.completes_grammar)
         self._emit_first(request, replace(output, prompt_logprobs=result.prompt_logprobs, cached=result.cached))
 
     def _schedule(self, request: DecodeRequest, num_computed: int) -> None:
         request.kv = KvState.after(num_computed, request.kv.pages)
         self._steps.add(request)
 
-    def _newest_output(self, sequence: TokenSequence, logprobs: list[TokenLogprobs], *, is_last: bool) -> Output:
+    def _newest_output(
+        self, sequence: TokenSequence, logprobs: list[TokenLogprobs], *, completes_grammar: bool
+    ) -> Output:
         return Output(
             room=sequence.room,
             replica=self.me.replica,
@@ -289,7 +291,7 @@ class DecodeLeader(DpLeader):
             first_index=sequence.num_outputs - 1,
             token_ids=sequence.tokens[-1:],
             logprobs=logprobs,
-            finish=sequence.finish_reason(is_last=is_last),
+            finish=sequence.finish_reason(completes_grammar=completes_grammar),
         )
 
     def _emit_first(self, request: DecodeRequest, output: Output) -> None:

@@ -89,7 +89,7 @@ def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled
         prefill=settings.me,
         decode_incarnation=destination.decode.incarnation,
         token_ids=[first.token_id],
-        is_last=first.is_last,
+        completes_grammar=first.completes_grammar,
         logprobs=[first.logprobs] if first.logprobs is not None else [],
         prompt_logprobs=first.prompt_logprobs,
         cached=request.kv.cached,

@@ -129,15 +129,12 @@ class TokenSequence:
             extend_page_keys(self.page_keys, tokens, page_size, self.submit.cache_salt)
         return self.page_keys[: num_tokens // page_size]
 
-    def finish_reason(self, *, is_last: bool = False) -> FinishReason | None:
-        """Return why the sequence ends with its last token; None if it continues.
-
-        is_last: whether the grammar allows no further token.
-        """
+    def finish_reason(self, *, completes_grammar: bool = False) -> FinishReason | None:
+        """Return why the sequence ends with its newest token, which may complete the grammar; None if it continues."""
         num_outputs, stopping = self.num_outputs, self.submit.stopping
         if num_outputs == 0:
             return None
-        if is_last or self.tokens[-1] in stopping.stop_token_ids:
+        if completes_grammar or self.tokens[-1] in stopping.stop_token_ids:
             return FinishReason.STOP
         if num_outputs >= stopping.max_tokens or len(self.tokens) >= self.max_len:
             return FinishReason.LENGTH

@@ -130,7 +130,7 @@ def test_a_gpu_is_not_waited_for_in_a_step(
     q, kv = (torch.empty(len(batch.token_ids), heads, 8, device="meta") for heads in (4, 2))
     context.put(0, kv, kv)
     out = context.attend(0, q, params_for(q))
-    assert context.join_last(out).shape == (2, 4, 8)
+    assert context.gather_sampled(out).shape == (2, 4, 8)
     assert join_rows(exchange.group, batch.shards, out).shape == (7, 4, 8)
     num_rows = sum(num_rows for num_rows, _ in stored)
     # Of page 8, which rank 0 owns, three of seven tokens are new.

@@ -54,7 +54,7 @@ def text_of(state: SamplingState, num_tokens: int, likes: str | int = "!", first
         if drawn.token_id == EOS:
             return text + "$"
         text += chr(drawn.token_id)
-        if drawn.is_last:
+        if drawn.completes_grammar:
             return text + "."
     return text
 

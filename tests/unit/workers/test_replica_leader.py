@@ -275,7 +275,7 @@ def test_a_rank_with_nothing_to_do_takes_part_and_all_know_all_lengths() -> None
     idle, busy = replica.next_plans()
     assert (idle.scheduled, busy.step) == ([], 1)
     assert idle.shape.shard_lens == busy.shape.shard_lens == (0, 0, 3, 2)
-    assert idle.shape.last_shard_lens == busy.shape.last_shard_lens == (0, 0, 0, 1)
+    assert idle.shape.last_layer_lens == busy.shape.last_layer_lens == (0, 0, 0, 1)
     assert replica.next_plans() == []
 
 

@@ -56,7 +56,7 @@ def test_the_shape_equals_the_shard_plans_of_the_ranks(
     lens, last = expected_lens(requests, strategy, passing, cp)
     copies = cp if cp > 1 and strategy is Strategy.NONE else 1
     assert [*shape.shard_lens * copies] == lens
-    assert [*shape.last_shard_lens * copies] == last
+    assert [*shape.last_layer_lens * copies] == last
     assert (shape.strategy, shape.passing) == (strategy, passing)
     assert shape.is_decode == all(len(each.token_ids) == 1 and each.samples and not each.scored for each in requests)
 
@@ -70,7 +70,7 @@ def test_joined_shapes_count_the_tokens_of_all_dp_ranks(
     for shape, (_, strategy, passing) in zip(join_shapes(shapes, cp), ranks, strict=True):
         assert (shape.strategy, shape.passing) == (strategy, passing)
         assert [*shape.shard_lens] == [count for lens, _ in expected for count in lens]
-        assert [*shape.last_shard_lens] == [count for _, last in expected for count in last]
+        assert [*shape.last_layer_lens] == [count for _, last in expected for count in last]
         assert shape.is_decode == all(each.is_decode for each in shapes)
 
 
@@ -91,7 +91,7 @@ def test_every_rank_computes_as_many_tokens_as_the_shape_says(
         assert len(batch.token_ids) == batch.shape.shard_lens[shard]
         narrowed = batch.narrowed()
         num_queries = len(batch.token_ids) if narrowed.query_rows is None else len(narrowed.query_rows)
-        assert num_queries == batch.shape.last_shard_lens[shard]
+        assert num_queries == batch.shape.last_layer_lens[shard]
 
 
 @given(REQUESTS, st.sampled_from(CpMode), SIZES)
@@ -110,7 +110,7 @@ def test_a_chooser_returns_the_shape_of_its_strategy_and_passing(
 def test_a_decode_step_needs_no_shard_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.context_parallel.shard_plan.make_shard_plan", None)
     shape = undivided(scheduled_of([ONE_TOKEN] * 64)).shape
-    assert shape == StepShape(shard_lens=(64,), last_shard_lens=(64,))
+    assert shape == StepShape(shard_lens=(64,), last_layer_lens=(64,))
 
 
 @pytest.mark.parametrize("is_loading", [False, True])
