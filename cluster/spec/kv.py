@@ -30,7 +30,7 @@ class KvPart(msgspec.Struct, frozen=True, kw_only=True):
     dim: int
     """Elements per token and head."""
     dtype: str
-    """``float32`` or ``bfloat16``."""
+    """Number format of an element, one of ``DTYPE_BYTES``."""
 
     @property
     def slot_bytes(self) -> int:

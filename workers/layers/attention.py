@@ -85,24 +85,24 @@ class Attention(nn.Module):
             value_dim=config.head_dim,
             params=AttentionParams(config.head_dim**-0.5, window),
         )
-        self.qkv_proj = FusedLinear(hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=config.qkv_bias)
-        self.o_proj = SummedLinear(q, hidden_size, bias=config.output_bias)
+        self.qkv = FusedLinear(hidden_size, {"q": q, "k": kv, "v": kv}, bias=config.qkv_bias)
+        self.out = SummedLinear(q, hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
         attended = context.attend(self.layer, self._queries(x, rotation, context), self.shape.params)
-        out: Tensor = self.o_proj(attended.flatten(1), self._group.all_reduce)
+        out: Tensor = self.out(attended.flatten(1), self._group.all_reduce)
         return out
 
     def _queries(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
         """Pass on keys and values, and return the rotated queries."""
         if context.kv_first:
-            self._put(self.qkv_proj.project(x, slice(self.q_size, None)), rotation, context)
-            q = self.qkv_proj.project(take(x, context.query_rows), slice(self.q_size))
+            self._put(self.qkv.project(x, slice(self.q_size, None)), rotation, context)
+            q = self.qkv.project(take(x, context.query_rows), slice(self.q_size))
             rotation = rotation.take(context.query_rows)
         else:
-            qkv = self.qkv_proj(x)
+            qkv = self.qkv(x)
             if (kv_slots := context.kv_slots(self.layer)) is not None:
                 return rotation.apply_storing(self._split_heads(qkv), self.q_norm, self.k_norm, kv_slots)
             q, kv = qkv.tensor_split((self.q_size,), dim=-1)

@@ -41,13 +41,13 @@ class GatedMLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, groups: ModelGroups, *, bias: bool) -> None:
         super().__init__()
         inner = even_shard(intermediate_size, groups.dense_width)
-        self.gate_up_proj = FusedLinear(hidden_size, {"gate_proj": inner, "up_proj": inner}, bias=bias)
-        self.down_proj = SummedLinear(inner, hidden_size, bias=bias)
+        self.gate_up = FusedLinear(hidden_size, {"gate": inner, "up": inner}, bias=bias)
+        self.down = SummedLinear(inner, hidden_size, bias=bias)
         self._exchange = TokenExchange(groups.dp, groups.dense_shards, groups.tp)
 
     def forward(self, x: Tensor, lens: Lens) -> Tensor:
-        inner = gated(self.gate_up_proj(self._exchange.gather(x, lens)))
-        out: Tensor = self.down_proj(inner, lambda terms: self._exchange.scatter_sums(terms, lens))
+        inner = gated(self.gate_up(self._exchange.gather(x, lens)))
+        out: Tensor = self.down(inner, lambda terms: self._exchange.scatter_sums(terms, lens))
         return out
 
 
@@ -133,16 +133,16 @@ class Experts(ShardedLayer):
         hidden = replicated(self.gate_up.shape[2])
         for index, expert in enumerate(self.numbers):
             gate, up = self.gate_up[index].chunk(2)
-            yield f"{expert}.gate_proj.weight", WeightShard(gate, (self._inner, hidden))
-            yield f"{expert}.up_proj.weight", WeightShard(up, (self._inner, hidden))
-            yield f"{expert}.down_proj.weight", WeightShard(self.down[index], (hidden, self._inner))
+            yield f"{expert}.gate.weight", WeightShard(gate, (self._inner, hidden))
+            yield f"{expert}.up.weight", WeightShard(up, (self._inner, hidden))
+            yield f"{expert}.down.weight", WeightShard(self.down[index], (hidden, self._inner))
 
 
 class MoeBlock(nn.Module):
     def __init__(self, hidden_size: int, moe: MoeConfig, groups: ModelGroups) -> None:
         super().__init__()
         num_local, ep_rank = moe.num_experts // groups.parallel.ep, groups.position.ep
-        self.gate = ExpertRouter(hidden_size, moe)
+        self.router = ExpertRouter(hidden_size, moe)
         inner = even_shard(moe.intermediate_size, groups.expert_width)
         self.experts = Experts(hidden_size, inner, range(ep_rank * num_local, (ep_rank + 1) * num_local))
         self.shared_expert: GatedMLP | None = None
@@ -152,7 +152,7 @@ class MoeBlock(nn.Module):
         self._dispatcher = make_dispatcher(groups, moe.top_k, num_local)
 
     def forward(self, x: Tensor, lens: Lens, counted: Tensor | None = None) -> Tensor:
-        routed = self._dispatcher.run(self.gate(x, counted), lens, self.experts)
+        routed = self._dispatcher.run(self.router(x, counted), lens, self.experts)
         if self.shared_expert is None:
             return routed
         shared: Tensor = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x, lens)

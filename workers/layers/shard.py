@@ -67,6 +67,6 @@ class ShardedLayer(nn.Module):
     """Layer with weights of its own. Each rank holds a shard of them, or by default all."""
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
-        """Yield every weight under its name in this layer, as the checkpoint spells it."""
+        """Yield every weight and its path in this layer. The model's configuration maps paths to checkpoint names."""
         for name, parameter in self.named_parameters(recurse=False):
             yield name, WeightShard(parameter, tuple(map(replicated, parameter.shape)))

@@ -218,9 +218,9 @@ def refuse_sliding_window(hf: HfConfig, *, is_used: bool) -> None:
     """Raise UnsupportedModelError if any layer has a window; ``is_used`` decides if there are no `layer_types`."""
     layer_types = hf.get("layer_types")
     if layer_types is not None:
-        is_used = any(layer_type != "full_attention" for layer_type in layer_types)
+        is_used = any(layer_type != FULL_ATTENTION for layer_type in layer_types)
     if is_used:
-        raise UnsupportedModelError("the model uses sliding-window attention; only full attention is supported")
+        raise UnsupportedModelError("the model uses sliding-window attention; allowed in this family: full attention")
 
 
 def uses_sliding_window(hf: HfConfig) -> bool:

@@ -20,8 +20,19 @@ from workers.layers.config import AttentionConfig, FeedForwardConfig, MoeConfig,
 Dtype = Literal["float32", "bfloat16", "float16"]
 INPUT_TABLE = "embed_tokens.weight"
 OUTPUT_TABLE = "lm_head.weight"
-_FUSED = ("qkv_proj", "gate_up_proj")
+_FUSED = ("qkv", "gate_up")
 """Modules that checkpoints store as separate projections."""
+_USUAL_NAMES = {
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "out": "o_proj",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+    "router": "gate",
+}
+"""Names of modules in most checkpoints, by their names in `workers.layers`, where the two differ."""
 
 
 class UnsupportedModelError(UserError):
@@ -67,7 +78,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...]
     """Tokens that end an answer; empty if the checkpoint names none."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """The checkpoint's own names for modules, by their usual names."""
+    """Checkpoint names of modules that differ from the usual ones, by the modules' own names."""
 
     def __post_init__(self) -> None:
         attention = self.attention
@@ -115,9 +126,9 @@ class DecoderConfig:
 
     def checkpoint_name(self, path: str) -> str:
         """Return the checkpoint's name for a weight, given its path in the model."""
-        names = [self.renamed.get(part, part) for part in path.split(".") if part not in _FUSED]
+        names = {**_USUAL_NAMES, **self.renamed}
         root = [] if path == OUTPUT_TABLE else ["model"]
-        return ".".join(root + names)
+        return ".".join(root + [names.get(part, part) for part in path.split(".") if part not in _FUSED])
 
     @property
     def copies(self) -> Mapping[str, str]:

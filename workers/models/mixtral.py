@@ -11,5 +11,5 @@ def read(hf: HfConfig) -> DecoderConfig:
         hf,
         read_attention(hf),
         [moe] * hf.num_layers,
-        renamed={"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+        renamed={"mlp": "block_sparse_moe", "gate": "w1", "up": "w3", "down": "w2"},
     )

@@ -181,7 +181,7 @@ def test_a_dense_mlp_is_divided_over_dp_and_tp(parallel: ParallelConfig, lens: A
     if lens or parallel.dp == 1:
         blocks = check(dense, parallel, step_of(parallel, lens), MoeDispatch.AUTO)
         width = -(-WIDTH // (parallel.dp * parallel.tp))
-        assert {block.down_proj.weight.shape[1] for block in blocks} == {width}
+        assert {block.down.weight.shape[1] for block in blocks} == {width}
 
 
 @pytest.mark.parametrize("dispatch", [MoeDispatch.GATHER, MoeDispatch.ALL_TO_ALL])

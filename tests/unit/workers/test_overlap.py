@@ -164,13 +164,13 @@ def test_queries_are_projected_while_keys_and_values_travel_by_themselves(
     config = parse_model_config(raw)
     attention = Attention(config.hidden_size, config.attention, config.rms_norm_eps, 0, Communicator("tp"))
     rotation = RotaryEmbedding(config.rope, DIM, torch.device("cpu"))(torch.arange(num_tokens), torch.float32)
-    project = attention.qkv_proj.project
+    project = attention.qkv.project
 
     def noted(x: Tensor, outputs: slice) -> Tensor:
         events.append("queries" if outputs.start is None else "keys and values")
         return project(x, outputs)
 
-    monkeypatch.setattr(attention.qkv_proj, "project", noted)
+    monkeypatch.setattr(attention.qkv, "project", noted)
     with torch.no_grad():
         attention(torch.zeros(num_tokens, HEADS * DIM), rotation, context)
     first = ["keys and values", "sent", "queries"] if in_background else ["sent", "arrived"]
