@@ -43,9 +43,9 @@ def _num_weights(config: DeployConfig, pool: Pool, model: ModelFacts, stage: int
     numbers = num_tables * model.config.vocab_size * model.config.hidden_size / tp
     copies = head_copies((group.num_heads for group in model.geometry.groups), tp)
     for layer in stage_layers(model.config.num_layers, pool.parallel.pp, stage):
-        weights = model.config.layer_cost(layer)
-        attention = (weights.queries + weights.kv * copies) / tp
-        numbers += attention + weights.dense / (dp * tp) + weights.experts * moe_dp / (dp * cp * tp)
+        cost = model.config.layer_cost(layer)
+        attention = (cost.queries + cost.kv * copies) / tp
+        numbers += attention + cost.dense / (dp * tp) + cost.experts * moe_dp / (dp * cp * tp)
     return numbers
 
 
@@ -69,9 +69,7 @@ def expected_memory(config: DeployConfig, pool: Pool, model: ModelFacts) -> GpuM
 def _activation_bytes(pool: Pool, model: ModelFacts) -> float:
     """Return the activations of the widest layer in the largest step, and of sampling one token per request."""
     num_tokens, config, hidden = _most_tokens(pool), model.config, model.config.hidden_size
-    # Every matrix that multiplies a hidden state is as wide as its number of weights per hidden element.
-    width = max(weights.used for weights in _layers(config)) / hidden
-    widths = width / pool.parallel.tp + _answers_width(config) / pool.parallel.ep
+    widths = max(cost.width for cost in _layers(config)) / pool.parallel.tp + _answers_width(config) / pool.parallel.ep
     # A rank that gathers other shards' tokens computes less of the width, but holds all tokens and their sums.
     gathered = 2 * hidden * (_num_shards(pool.parallel, config) - 1)
     layer = num_tokens * (4 * hidden + widths + gathered) * DTYPE_BYTES[model.dtype]
@@ -106,14 +104,14 @@ def _graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
     sizes = batch_sizes(pool.max_requests)
     tables = sum(sizes) * pages_for(model.config.max_position_embeddings, config.kv.page_size) * _PAGE_ID_BYTES
     parallel, hidden, shards = pool.parallel, model.config.hidden_size, _num_shards(pool.parallel, model.config)
-    attention = max(weights.queries + weights.kv for weights in _layers(model.config)) / hidden
+    attention = max(cost.attention_width for cost in _layers(model.config))
     own = 4 * hidden + attention / parallel.tp + 2 * hidden * (shards - 1)
     # Every choice of every shard's tokens takes a row, even if another rank holds its expert.
     inner = max(
-        weights.dense / (parallel.dp * parallel.tp) + weights.routed / moe_tp_size(parallel)
-        for weights in _layers(model.config)
+        cost.dense_width / (parallel.dp * parallel.tp) + cost.routed_width / moe_tp_size(parallel)
+        for cost in _layers(model.config)
     )
-    widths = own + shards * (inner / hidden + _answers_width(model.config))
+    widths = own + shards * (inner + _answers_width(model.config))
     step = pool.max_requests * widths * DTYPE_BYTES[model.dtype]
     return tables + step + len(sizes) * model.geometry.num_layers * _GRAPH_LAYER_BYTES + _WORKSPACE_BYTES
 

@@ -40,7 +40,10 @@ class UnsupportedModelError(UserError):
 
 
 class LayerCost(NamedTuple):
-    """Number of matrix elements in one layer, by how they are sharded. Each used one costs 2 FLOPs per token."""
+    """Matrix elements in one layer and activations of one token, by how they are sharded.
+
+    Each element used costs 2 FLOPs per token. A width counts the inputs or outputs, except hidden states, of matrices.
+    """
 
     queries: int
     """Query and output projections, sharded over TP ranks."""
@@ -53,10 +56,17 @@ class LayerCost(NamedTuple):
     """The experts of one token."""
     experts_per_token: int
     """0 for a layer without experts."""
+    attention_width: int
+    dense_width: int
+    routed_width: int
 
     @property
     def used(self) -> int:
         return self.queries + self.kv + self.dense + self.routed
+
+    @property
+    def width(self) -> int:
+        return self.attention_width + self.dense_width + self.routed_width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,13 +166,17 @@ class DecoderConfig:
         hidden, feed_forward = self.hidden_size, self.feed_forward[layer]
         moe = feed_forward if isinstance(feed_forward, MoeConfig) else None
         expert = 3 * hidden * moe.intermediate_size if moe else 0
+        per_token = moe.top_k if moe else 0
         return LayerCost(
             queries=2 * hidden * self.attention.q_size,
             kv=2 * hidden * self.attention.kv_size,
             dense=3 * hidden * feed_forward.dense_size,
             experts=expert * moe.num_experts if moe else 0,
-            routed=expert * moe.top_k if moe else 0,
-            experts_per_token=moe.top_k if moe else 0,
+            routed=expert * per_token,
+            experts_per_token=per_token,
+            attention_width=2 * (self.attention.q_size + self.attention.kv_size),
+            dense_width=3 * feed_forward.dense_size,
+            routed_width=expert * per_token // hidden,
         )
 
     @property
