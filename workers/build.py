@@ -18,8 +18,8 @@ from workers.context_parallel.cost_model import even_chunk
 from workers.context_parallel.strategy_choice import StrategyChooser, undivided
 from workers.handoff.kv_sender import KvSender
 from workers.hicache.copier import Copier
-from workers.hicache.storage.interface import make_storage
 from workers.hicache.storage.page_store import PageStore
+from workers.hicache.storage.registry import make_storage
 from workers.hicache.tier_worker import TierWorker
 from workers.hicache.tiers import Tiers
 from workers.memory.peer_memory import TierMemory

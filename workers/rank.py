@@ -16,7 +16,8 @@ from cluster.spec.hicache_config import StorageBackendName
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.memory import GIB, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
-from transfer.backends.interface import Region, TransferBackend, make_backend
+from transfer.backends.interface import Region, TransferBackend
+from transfer.backends.registry import make_backend
 from workers.attention.interface import AttentionBackend, Feature
 from workers.attention.registry import choose_backend, needs_of
 from workers.context_parallel.cost_model import ModelShape, Rates

@@ -1,9 +1,8 @@
-"""Checks that each request ends once, that targets are stopped, and that the router knows what is cached."""
+"""Checks that each request ends once, that targets are stopped, and that leaders drop messages for other starts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from cluster.simulator.device import answer
 from cluster.simulator.memory import Violation
@@ -14,19 +13,13 @@ from cluster.spec.messages import (
     Command,
     Failure,
     Inquire,
-    KvEvents,
     Message,
     Output,
     Submit,
     SubscribeKvEvents,
 )
 from cluster.spec.transfer_messages import Done, Drained, Refused, Result, Revoke, Ticket
-from router.directory import Directory
-from router.picker import Picker
 from workers.scheduler.replica_leader import ReplicaLeader
-
-if TYPE_CHECKING:
-    from cluster.simulator.replica import LeaderProcess
 
 
 def hand_over(leader: ReplicaLeader, me: Peer, message: Message, now_s: float) -> None:
@@ -99,42 +92,6 @@ class Duties:
         addresses.discard(address)
         if not addresses:
             self._at_work.pop(room, None)
-
-
-class KnownPages:
-    """Cache index of a router, which subscribes to KV events like ``router.relay``."""
-
-    def __init__(self, me: Peer, directory: Directory, picker: Picker, send: Callable[[str, Message], None]) -> None:
-        self._me, self._directory, self._picker, self._send = me, directory, picker, send
-
-    def on_table(self, now_s: float) -> None:
-        for peer in self._picker.pages.update(self._peers, now_s):
-            self._follow(peer)
-
-    def on_kv_events(self, events: KvEvents, now_s: float) -> None:
-        """Apply a replica's KV events. Subscribe again if some are missing."""
-        if self._picker.pages.on_kv_events(events, now_s):
-            for peer in self._peers:
-                if (peer.replica, peer.incarnation) == (events.replica, events.incarnation):
-                    self._follow(peer)
-
-    def check(self, leader: "LeaderProcess") -> None:
-        """Compare the index with a leader's cache if all KV events have arrived."""
-        pages, me = self._picker.pages, leader.me
-        known, cached = pages.find(me), leader.cached_keys()
-        if known is None or known.next_number is None or known.next_number != leader.num_kv_events[self._me.address]:
-            return
-        keys = set(known.keys)
-        # The router forgets a page that several DP ranks have cached when one of them evicts it.
-        if not keys <= cached or (keys != cached and leader.row.sizes.dp == 1):
-            raise Violation(f"the router has all KV events of {me.replica}, but its index differs from the cache")
-
-    @property
-    def _peers(self) -> list[Peer]:
-        return self._directory.peers(*self._picker.prefix_roles)
-
-    def _follow(self, peer: Peer) -> None:
-        self._send(peer.address, SubscribeKvEvents(router=self._me, incarnation=peer.incarnation))
 
 
 class End(StrEnum):

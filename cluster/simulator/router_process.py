@@ -1,17 +1,18 @@
 """Process of the router: the loop of ``router.relay`` around the real request table, directory and picker."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from cluster.simulator.bootstrap import Bootstrap
 from cluster.simulator.memory import Violation
-from cluster.simulator.promises import Client, Duties, End, KnownPages
+from cluster.simulator.promises import Client, Duties, End
+from cluster.simulator.replica import LeaderProcess
 from cluster.simulator.scenario import PAGE_SIZE, Ask
 from cluster.simulator.world import HOME, Process, Surroundings
 from cluster.spec.clock import LEASE_S
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import ROUTER, Incarnation, Peer, Role, Room
-from cluster.spec.messages import Failure, Inquire, KvEvents, Message, Output
+from cluster.spec.messages import Failure, Inquire, KvEvents, Message, Output, SubscribeKvEvents
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.wire import TokenIds
@@ -35,6 +36,42 @@ _LOOK_S = 0.25
 """Interval between deadline checks."""
 
 _SESSIONS = ("", "a", "b")
+
+
+class KnownPages:
+    """Cache index of a router, which subscribes to KV events like ``router.relay``."""
+
+    def __init__(self, me: Peer, directory: Directory, picker: Picker, send: Callable[[str, Message], None]) -> None:
+        self._me, self._directory, self._picker, self._send = me, directory, picker, send
+
+    def on_table(self, now_s: float) -> None:
+        for peer in self._picker.pages.update(self._peers, now_s):
+            self._follow(peer)
+
+    def on_kv_events(self, events: KvEvents, now_s: float) -> None:
+        """Apply a replica's KV events. Subscribe again if some are missing."""
+        if self._picker.pages.on_kv_events(events, now_s):
+            for peer in self._peers:
+                if (peer.replica, peer.incarnation) == (events.replica, events.incarnation):
+                    self._follow(peer)
+
+    def check(self, leader: LeaderProcess) -> None:
+        """Compare the index with a leader's cache if all KV events have arrived."""
+        pages, me = self._picker.pages, leader.me
+        known, cached = pages.find(me), leader.cached_keys()
+        if known is None or known.next_number is None or known.next_number != leader.num_kv_events[self._me.address]:
+            return
+        keys = set(known.keys)
+        # The router forgets a page that several DP ranks have cached when one of them evicts it.
+        if not keys <= cached or (keys != cached and leader.row.sizes.dp == 1):
+            raise Violation(f"the router has all KV events of {me.replica}, but its index differs from the cache")
+
+    @property
+    def _peers(self) -> list[Peer]:
+        return self._directory.peers(*self._picker.prefix_roles)
+
+    def _follow(self, peer: Peer) -> None:
+        self._send(peer.address, SubscribeKvEvents(router=self._me, incarnation=peer.incarnation))
 
 
 class RouterProcess(Process):

@@ -8,7 +8,7 @@ import msgspec
 from cluster.spec.config import TransferBackendName
 from cluster.spec.errors import TransferError
 from cluster.spec.registry import Endpoint
-from transfer.backends.interface import make_backend
+from transfer.backends.registry import make_backend
 from transfer.page_range import Span
 
 

@@ -9,9 +9,10 @@ from unittest.mock import patch
 
 from cluster.spec.config import TransferBackendName, TransferProtocol
 from cluster.spec.hicache_config import StorageBackendName, StorageConfig
-from transfer.backends.interface import TransferBackend, make_backend
+from transfer.backends.interface import TransferBackend
+from transfer.backends.registry import make_backend
 from workers import rank
-from workers.hicache.storage import interface
+from workers.hicache.storage import registry
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import Read, StorageError, StorageObject, Written
 from workers.memory.peer_memory import open_apart
@@ -85,7 +86,7 @@ def _store_with(storage: type[FileStorage]) -> None:
         assert config.folder is not None
         return storage(Path(config.folder), 1 << 30)
 
-    interface.MAKERS[StorageBackendName.FILES] = make
+    registry.MAKERS[StorageBackendName.FILES] = make
 
 
 class WorkerWithStagedPool(EagerWorker):

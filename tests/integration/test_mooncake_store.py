@@ -18,7 +18,8 @@ from tests.fakes.local_engine import LocalEngine, Models
 from tests.fakes.mooncake_master import mooncake_master
 from tests.fakes.page_stores import RankStore, page_of, read_one, rows_of, sizes, write_one
 from tests.integration.test_hicache import LONG, NUM_TOKENS, PAGE_SIZE, ask_until
-from workers.hicache.storage.interface import MAKERS, CorruptObjectError, StorageError, StorageObject, make_storage
+from workers.hicache.storage.interface import CorruptObjectError, StorageError, StorageObject
+from workers.hicache.storage.registry import MAKERS, make_storage
 
 pytestmark = [pytest.mark.integration, pytest.mark.mooncake]
 

@@ -18,7 +18,8 @@ from cluster.spec.config import TransferBackendName
 from cluster.spec.errors import TransferError, UserError
 from cluster.spec.registry import Endpoint
 from transfer.backends import shared_memory
-from transfer.backends.interface import Region, TransferBackend, make_backend
+from transfer.backends.interface import Region, TransferBackend
+from transfer.backends.registry import make_backend
 from transfer.page_range import Span
 
 pytestmark = pytest.mark.integration

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from cluster.spec.config import TransferBackendName
-from transfer.backends.interface import make_backend
+from transfer.backends.registry import make_backend
 
 
 def main() -> None:

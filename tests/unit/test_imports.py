@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("cluster", "workers", "transfer", "router")
 ON_GPUS = (
     "workers.kernels.",
-    "workers.bench.kernel_cases",
+    "workers.bench.kernels",
     "workers.attention.triton.",
     "workers.attention.flash_attn",
 )

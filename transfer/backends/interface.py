@@ -1,11 +1,11 @@
-"""Interface and factory of transfer backends. A backend copies bytes and knows nothing about pages or requests."""
+"""Interface of transfer backends. A backend copies bytes and knows nothing about pages or requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.spec.config import TransferBackendName, TransferProtocol
-from cluster.spec.errors import TransferError, UserError
+from cluster.spec.config import TransferBackendName
+from cluster.spec.errors import TransferError
 from cluster.spec.registry import Endpoint
 from transfer.page_range import Span
 
@@ -72,28 +72,6 @@ class TransferBackend(Protocol):
     def close(self) -> None:
         """Close all regions to peers and forget all peers. Safe to call twice."""
         ...
-
-
-def make_backend(
-    name: TransferBackendName, host: str, protocol: TransferProtocol = TransferProtocol.TCP
-) -> TransferBackend:
-    """Create the named backend, which peers reach at ``host``.
-
-    Raises:
-        UserError: a library or device that the backend needs is missing.
-    """
-    if name is TransferBackendName.SHARED_MEMORY:
-        from transfer.backends.shared_memory import SharedMemoryBackend
-
-        return SharedMemoryBackend()
-    try:
-        from transfer.backends.mooncake import MooncakeBackend
-    except ImportError as error:
-        raise UserError(
-            f"transfer.backend: mooncake cannot be loaded ({error}); it needs the Python package "
-            "mooncake-transfer-engine-non-cuda and the Debian packages libibverbs1 librdmacm1 libnuma1"
-        ) from error
-    return MooncakeBackend(host, protocol)
 
 
 def check_bounds(spans: Sequence[Span], source_bytes: int, target_bytes: int, peer: Endpoint) -> None:

@@ -14,7 +14,7 @@ from cluster.spec.kv import pages_for
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from workers.attention.registry import choose_backend, needs_of
-from workers.bench.kernels import GpuTimer, cpu_limits, gpu_limits
+from workers.bench.device_limits import GpuTimer, cpu_limits, gpu_limits
 from workers.bench.results import DeviceLimits, EngineResult
 from workers.bench.shapes import SHAPES
 from workers.context_parallel.shard_plan import make_step_shape

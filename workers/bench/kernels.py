@@ -1,86 +1,57 @@
-"""`baton bench kernels`: times of GPU kernels compared with the limits of the device."""
+"""`baton bench kernels`: times of GPU kernels at the shapes of a model, compared with the limits of the device."""
 
-import time
-from collections.abc import Callable, Sequence
-from statistics import median
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from cluster.spec.config import Device
-from workers.bench.results import DeviceLimits, KernelResult
-from workers.bench.shapes import SHAPES
+from cluster.spec.kv import FULL_ATTENTION, KvGeometry, key_value_group, pages_for
+from workers.attention.interface import AttentionParams, GraphShape
+from workers.attention.runs import Run
+from workers.attention.triton.backend import TritonAttention
+from workers.attention.triton.decode import DecodeAttention
+from workers.bench.device_limits import GpuTimer, Launch, gpu_limits
+from workers.bench.results import DeviceLimits, KernelResult, Limit
+from workers.bench.shapes import SHAPES, BenchShape
 from workers.device import open_device
+from workers.kernels.experts import grouped_matmul, tiles_of
+from workers.memory.page_pool import PagePool
 
-if TYPE_CHECKING:
-    from workers.bench.kernel_cases import KernelCase
-
-Launch = Callable[[], object]
-
-_REPEATS = 20
-_WARM_UPS = 3
-_CACHE_BYTES = 256 << 20
-"""Size of a buffer larger than any GPU cache: reading it before each run evicts data and flushes pending writes."""
-_SLEEP_CYCLES = 4_000_000
-"""Delay of about 2 ms in which the host gets ahead, so that launch overhead is not measured."""
-_MATRIX = 8192
-_COPY_BYTES = 1 << 30
-_CPU_MATRIX = 1024
-_CPU_COPY_BYTES = 64 << 20
-_CPU_REPEATS = 5
+PAGE_SIZE = 64
+NUM_EXPERTS = 8
+"""Number of experts, each as wide as the shape's MLP and with as many tokens as the others."""
+_DTYPE = torch.bfloat16
+_Batch = Sequence[tuple[int, int]]
+"""Pairs of (number of requests, their length)."""
 
 
-class GpuTimer:
-    """Timer of launches on one GPU with a cold cache."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cache = torch.zeros(_CACHE_BYTES, dtype=torch.uint8, device=device)
-
-    def medians(self, launches: Sequence[Launch]) -> list[float]:
-        """Return the median time of each launch in seconds. The launches alternate, so clock changes affect all."""
-        rounds = [[self._time(launch) for launch in launches] for _ in range(_WARM_UPS + _REPEATS)]
-        return [median(times) for times in zip(*rounds[_WARM_UPS:], strict=True)]
-
-    def _time(self, launch: Launch) -> float:
-        self._cache.sum()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-        begin.record()
-        launch()
-        end.record()
-        end.synchronize()
-        seconds: float = begin.elapsed_time(end) / 1e3
-        return seconds
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    kernel: str
+    limit: Limit
+    work: float
+    """Minimum number of FLOPs, or of bytes read and written."""
+    run: Launch
+    peers: Mapping[str, Launch] = field(default_factory=dict)
+    """Other implementations by name: torch, flash_attn."""
 
 
-def gpu_limits(device: torch.device, timer: GpuTimer) -> DeviceLimits:
-    """Measure bf16 matrix products and copies in device memory."""
-    a, b = (torch.randn(_MATRIX, _MATRIX, device=device).bfloat16() for _ in range(2))
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    product, copy = timer.medians([lambda: a @ b, lambda: target.copy_(source)])
-    return DeviceLimits(
-        device=torch.cuda.get_device_name(device),
-        flops_per_s=2 * _MATRIX**3 / product,
-        bytes_per_s=2 * _COPY_BYTES / copy,
-    )
-
-
-def cpu_limits() -> DeviceLimits:
-    a, b = torch.randn(2, _CPU_MATRIX, _CPU_MATRIX)
-    source = torch.ones(_CPU_COPY_BYTES, dtype=torch.uint8)
-    target = source.clone()
-    return DeviceLimits(
-        device="one CPU thread",
-        flops_per_s=2 * _CPU_MATRIX**3 / min(_seconds(lambda: a @ b) for _ in range(_CPU_REPEATS)),
-        bytes_per_s=2 * _CPU_COPY_BYTES / min(_seconds(lambda: target.copy_(source)) for _ in range(_CPU_REPEATS)),
-    )
-
-
-def _seconds(run: Launch) -> float:
-    start_s = time.perf_counter()
-    run()
-    return time.perf_counter() - start_s
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    prompt_len: int = 8192
+    prefix_len: int = 30_720
+    chunk_len: int = 2048
+    decode_len: int = 32_768
+    decode_kv_bytes: int = 2 << 30
+    """Size of the KV in a batch of requests of ``decode_len``."""
+    long_len: int = 131_072
+    """Length of a request that is decoded alone and in a batch with short ones."""
+    short_len: int = 2000
+    num_short: int = 63
 
 
 class KernelBench:
@@ -97,12 +68,10 @@ class KernelBench:
         return self._limits
 
     def measure(self, model: str) -> list[KernelResult]:
-        from workers.bench.kernel_cases import Sizes, kernel_cases  # loads Triton
-
         with torch.inference_mode():
             return [self._result(model, case) for case in kernel_cases(SHAPES[model], Sizes(), self._device)]
 
-    def _result(self, model: str, case: "KernelCase") -> KernelResult:
+    def _result(self, model: str, case: KernelCase) -> KernelResult:
         seconds, *others = self._timer.medians([case.run, *case.peers.values()])
         by_peer = {name: other * 1e6 for name, other in zip(case.peers, others, strict=True)}
         return KernelResult(
@@ -115,3 +84,110 @@ class KernelBench:
             torch_us=by_peer.get("torch"),
             flash_attn_us=by_peer.get("flash_attn"),
         )
+
+
+def kernel_cases(shape: BenchShape, sizes: Sizes, device: torch.device) -> Iterator[KernelCase]:
+    """Yield one kernel at a time, so that its memory is released before the next one's is allocated."""
+    yield _prefill(shape, device, num_tokens=sizes.prompt_len, prefix_len=0)
+    yield _prefill(shape, device, num_tokens=sizes.chunk_len, prefix_len=sizes.prefix_len)
+    for batch in _decode_batches(shape, sizes):
+        yield _decode(shape, device, batch=batch)
+    yield _experts(shape, device, num=sizes.prompt_len)
+
+
+def _prefill(shape: BenchShape, device: torch.device, *, num_tokens: int, prefix_len: int) -> KernelCase:
+    total = prefix_len + num_tokens
+    pool, table = _pages(shape, device, total)
+    kv, params = pool.layer_view(0), AttentionParams(shape.head_dim**-0.5)
+    query = _random(device, num_tokens, shape.heads, shape.head_dim)
+    step = TritonAttention().prepare([Run(0, prefix_len, num_tokens, 1)], [table], PAGE_SIZE)
+    key, value = _random(device, 2, 1, total, shape.kv_heads, shape.head_dim)
+    pairs = num_tokens * prefix_len + num_tokens * (num_tokens + 1) / 2
+    return KernelCase(
+        f"prefill {num_tokens}" + (f" after {prefix_len}" if prefix_len else ""),
+        Limit.FLOPS,
+        4.0 * shape.heads * shape.head_dim * pairs,
+        lambda: step.attend(query, *kv, params),
+        _attention_peers([(query[None], key, value)], is_causal=True),
+    )
+
+
+def _decode_batches(shape: BenchShape, sizes: Sizes) -> list[_Batch]:
+    request_bytes = sizes.decode_len * shape.kv_row_len * _DTYPE.itemsize
+    long = (1, sizes.long_len)
+    return [
+        [(max(1, sizes.decode_kv_bytes // request_bytes), sizes.decode_len)],
+        [long],
+        [(sizes.num_short, sizes.short_len), long],
+    ]
+
+
+def _decode(shape: BenchShape, device: torch.device, *, batch: _Batch) -> KernelCase:
+    lens = [length for count, length in batch for _ in range(count)]
+    num_pages = [pages_for(length, PAGE_SIZE) for length in lens]
+    pool, pages = _pages(shape, device, sum(num_pages) * PAGE_SIZE)
+    kv, params = pool.layer_view(0), AttentionParams(shape.head_dim**-0.5)
+    query = _random(device, len(lens), shape.heads, shape.head_dim)
+    step = DecodeAttention(
+        GraphShape(
+            num_requests=len(lens),
+            most_pages=max(num_pages),
+            page_size=PAGE_SIZE,
+            num_heads=shape.heads,
+            num_kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=query.dtype,
+            device=device,
+        )
+    )
+    step.fill(lens, [table.numpy() for table in torch.split(pages.cpu(), num_pages)])
+    contiguous = []
+    for queries, (count, length) in zip(torch.split(query, [count for count, _ in batch]), batch, strict=True):
+        key, value = _random(device, 2, count, shape.kv_heads, length, shape.head_dim).transpose(2, 3)
+        contiguous.append((queries[:, None], key, value))
+    return KernelCase(
+        "decode " + " + ".join(f"{count} x {length}" for count, length in batch),
+        Limit.BYTES,
+        float(sum(lens) * shape.kv_row_len * _DTYPE.itemsize),
+        lambda: step.attend(query, *kv, params),
+        _attention_peers(contiguous, is_causal=False),
+    )
+
+
+def _attention_peers(batches: Sequence[tuple[Tensor, Tensor, Tensor]], *, is_causal: bool) -> dict[str, Launch]:
+    """Return attention over ``[request, token, head, D]``, one call per batch. A causal mask aligns the last tokens."""
+    peers: dict[str, Launch] = {"torch": lambda: [_sdpa(*batch, is_causal=is_causal) for batch in batches]}
+    try:
+        from flash_attn import flash_attn_func
+    except ImportError:
+        return peers
+    return peers | {"flash_attn": lambda: [flash_attn_func(*batch, causal=is_causal) for batch in batches]}
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    mask = causal_lower_right(q.shape[2], k.shape[2]) if is_causal else None
+    return functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
+def _experts(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
+    counts = [num // NUM_EXPERTS + (expert < num % NUM_EXPERTS) for expert in range(NUM_EXPERTS)]
+    x, weights = _random(device, num, shape.hidden), _random(device, NUM_EXPERTS, shape.inner, shape.hidden)
+    tiles = tiles_of(counts, x.itemsize, device)
+    work = 2.0 * num * shape.hidden * shape.inner
+    return KernelCase(f"{NUM_EXPERTS} experts", Limit.FLOPS, work, lambda: grouped_matmul(x, weights, tiles))
+
+
+def _pages(shape: BenchShape, device: torch.device, num_tokens: int) -> tuple[PagePool, Tensor]:
+    """Return a pool and all its pages in random order."""
+    num_pages = pages_for(num_tokens, PAGE_SIZE)
+    dtype = str(_DTYPE).removeprefix("torch.")
+    group = key_value_group(range(1), shape.kv_heads, shape.head_dim, dtype)
+    geometry = KvGeometry(model="bench", num_layers=1, groups=(group,), page_size=PAGE_SIZE)
+    pool = PagePool.of_one_rank(geometry, num_pages, device)
+    pool.group(FULL_ATTENTION).normal_()
+    return pool, torch.randperm(num_pages, device=device)
+
+
+def _random(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.float32).to(_DTYPE)

@@ -9,9 +9,10 @@ import pytest
 from cluster.spec.errors import UserError
 from cluster.spec.hicache_config import StorageConfig
 from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
-from workers.hicache.storage import interface
+from workers.hicache.storage import registry
 from workers.hicache.storage.files import FileStorage
-from workers.hicache.storage.interface import OpeningStorage, StorageBackend, StorageError, make_storage
+from workers.hicache.storage.interface import StorageBackend, StorageError
+from workers.hicache.storage.registry import OpeningStorage, make_storage
 
 PAGES = [page_of(0)]
 
@@ -56,7 +57,7 @@ def test_storage_that_is_away_at_the_start_is_used_when_it_comes(
 
 
 def test_nobody_waits_for_storage_that_takes_long_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "_FIRST_S", 0.01)
+    monkeypatch.setattr(registry, "_FIRST_S", 0.01)
     go_on, closed = threading.Event(), list[bool]()
 
     class Closing(FileStorage):

@@ -19,7 +19,8 @@ from cluster.spec.tiers import TierPage
 from tests.fakes.loopback import Loopback
 from tests.fakes.mooncake_engine import FakeFabric
 from tests.fakes.paged_ranks import row
-from transfer.backends.interface import TransferBackend, make_backend
+from transfer.backends.interface import TransferBackend
+from transfer.backends.registry import make_backend
 from transfer.page_range import PageRange, Span
 from workers.hicache.copier import Copier
 from workers.memory.peer_memory import PeerMemory, TierMemory, _check_reachable, open_apart

@@ -1,23 +1,11 @@
-"""Interface and factory of storage backends. A backend keeps named objects and knows nothing about pages or ranks."""
+"""Interface of storage backends. A backend keeps named objects and knows nothing about pages or ranks."""
 
-import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Protocol
 
-from cluster.spec.env import CACHE_DIR
-from cluster.spec.errors import BatonError, UserError
-from cluster.spec.hicache_config import StorageBackendName, StorageConfig
+from cluster.spec.errors import BatonError
 from cluster.spec.tiers import StorageFigures
-
-_log = logging.getLogger(__name__)
-
-_FIRST_S = 5.0
-"""Maximum wait for storage when a worker starts. A replica also works without storage."""
 
 
 class StorageError(BatonError):
@@ -82,114 +70,3 @@ class StorageBackend(Protocol):
     def close(self) -> None:
         """Release all resources. Safe to call twice."""
         ...
-
-
-def make_storage(config: StorageConfig, host: str) -> StorageBackend | None:
-    """Return the configured backend, or None. ``host`` is this process's address for peers.
-
-    Raises:
-        UserError: the configuration is wrong. Unavailable storage does not raise.
-    """
-    maker = MAKERS.get(config.backend)
-    return OpeningStorage(partial(maker, config, host)) if maker else None
-
-
-class OpeningStorage:
-    """Storage backend that opens another backend on a thread. Calls fail until it is open, which may take minutes.
-
-    A call after a failed attempt starts a new attempt, so the leader's breaker limits the rate of attempts.
-    """
-
-    def __init__(self, open_storage: Callable[[], StorageBackend]) -> None:
-        """Start the first attempt, and wait a few seconds for it.
-
-        Raises:
-            UserError: the configuration is wrong.
-        """
-        self._open_storage = open_storage
-        self._lock = threading.Lock()
-        """Lock that guards the fields below."""
-        self._is_closed = False
-        self._attempt = self._start()
-        wait([self._attempt], _FIRST_S)
-        error = self._attempt.exception() if self._attempt.done() else "opening is in progress"
-        if isinstance(error, UserError):
-            raise error
-        if error is not None:
-            _log.warning("starting without storage: %s", error)
-
-    def present(self, depths: Mapping[str, int]) -> list[str]:
-        return self._opened().present(depths)
-
-    def read(self, objects: Sequence[StorageObject]) -> list[Read]:
-        return self._opened().read(objects)
-
-    def write(self, objects: Sequence[StorageObject]) -> list[Written]:
-        return self._opened().write(objects)
-
-    def delete(self, name: str) -> None:
-        self._opened().delete(name)
-
-    def figures(self) -> StorageFigures | None:
-        is_open = self._attempt.done() and self._attempt.exception() is None
-        return self._attempt.result().figures() if is_open else None
-
-    def close(self) -> None:
-        """Close the backend once it is open."""
-        with self._lock:
-            self._is_closed = True
-        self._attempt.add_done_callback(_close)
-
-    def _opened(self) -> StorageBackend:
-        with self._lock:
-            if self._is_closed:
-                raise StorageError("storage is closed")
-            if not self._attempt.done():
-                raise StorageError("storage is still being opened")
-            error = self._attempt.exception()
-            if error is None:
-                return self._attempt.result()
-            self._attempt = self._start()
-        raise StorageError(f"storage is unavailable: {error}") from error
-
-    def _start(self) -> Future[StorageBackend]:
-        attempt = Future[StorageBackend]()
-        threading.Thread(target=self._try, args=(attempt,), name="hicache-open", daemon=True).start()
-        return attempt
-
-    def _try(self, attempt: Future[StorageBackend]) -> None:
-        try:
-            attempt.set_result(self._open_storage())
-        except Exception as error:  # raised by the next call
-            attempt.set_exception(error)
-
-
-def _close(attempt: Future[StorageBackend]) -> None:
-    if attempt.exception() is None:
-        attempt.result().close()
-
-
-def _files(config: StorageConfig, host: str) -> StorageBackend:  # noqa: ARG001 - a folder has no address
-    from workers.hicache.storage.files import FileStorage
-
-    folder = Path(config.folder).expanduser() if config.folder else CACHE_DIR.get() / "hicache"
-    storage = FileStorage(folder, int(config.max_gib * (1 << 30)))
-    storage.start_sweeper()
-    return storage
-
-
-def _mooncake_store(config: StorageConfig, host: str) -> StorageBackend:
-    try:
-        from workers.hicache.storage.mooncake_store import MooncakeStorage
-    except ImportError as error:
-        raise UserError(
-            f"hicache.storage.backend: mooncake_store cannot be loaded ({error}); it needs the Python package "
-            "mooncake-transfer-engine-non-cuda and the Debian packages libibverbs1 librdmacm1 libnuma1"
-        ) from error
-    return MooncakeStorage(host, config.master, int(config.lent_gib * (1 << 30)))
-
-
-MAKERS: dict[StorageBackendName, Callable[[StorageConfig, str], StorageBackend]] = {
-    StorageBackendName.FILES: _files,
-    StorageBackendName.MOONCAKE_STORE: _mooncake_store,
-}

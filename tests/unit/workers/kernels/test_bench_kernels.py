@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from workers.bench import kernel_cases as kernel_cases_module
-from workers.bench.kernel_cases import KernelCase, Sizes, kernel_cases
-from workers.bench.kernels import KernelBench
+from workers.bench import kernels
+from workers.bench.kernels import KernelBench, KernelCase, Sizes, kernel_cases
 from workers.bench.results import DeviceLimits, Limit
 from workers.bench.shapes import BenchShape
 
@@ -56,7 +55,7 @@ def test_results_are_shares_of_the_measured_limits(monkeypatch: pytest.MonkeyPat
     bench._limits = DeviceLimits(device="NVIDIA H200", flops_per_s=700e12, bytes_per_s=4e12)
     bench._timer = SimpleNamespace(medians=lambda launches: [launch() for launch in launches])
     bench._device = CPU
-    monkeypatch.setattr(kernel_cases_module, "kernel_cases", lambda *_: CASES)
+    monkeypatch.setattr(kernels, "kernel_cases", lambda *_: CASES)
     decode, prefill = bench.measure("Qwen3-8B")
     assert (decode.model, decode.kernel, prefill.kernel) == ("Qwen3-8B", "decode", "prefill")
     assert (decode.us, decode.torch_us, decode.flash_attn_us) == pytest.approx((500, 700, 600))
