@@ -1,4 +1,4 @@
-"""Every fault in a real cluster, and what became of its clients: ``python -m tests.chaos [--table FILE]``."""
+"""Inject every fault into a real cluster and report its effect on clients: ``python -m tests.chaos [--table FILE]``."""
 
 import argparse
 import sys
@@ -10,7 +10,6 @@ from tests.chaos.report import LINES, as_table
 
 
 def main() -> None:
-    """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the table there, in Markdown")
     parser.add_argument("-k", dest="words", default="", metavar="WORDS", help="only these scenarios, as pytest's -k")

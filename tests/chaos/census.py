@@ -1,4 +1,4 @@
-"""What the processes of a cluster hold: memory of their own over time, descriptors, shared memory."""
+"""Resources of a cluster's processes: private memory over time, descriptors, shared memory."""
 
 import time
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ class Series:
 
     name: str
     points: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds and MiB."""
+    """Times in seconds and memory in MiB."""
 
     def slope(self, warm_up_s: float, least_s: float) -> float | None:
-        """MiB a minute by linear regression after the warm-up; None for a process that was not watched for long."""
+        """Return the growth in MiB per minute after the warm-up, or None if the process is too young."""
         kept = [point for point in self.points if point[0] >= self.points[0][0] + warm_up_s]
         if len(kept) < 3 or kept[-1][0] - kept[0][0] < least_s:
             return None
@@ -29,18 +29,18 @@ class Series:
 
 @dataclass(frozen=True)
 class Holdings:
-    """Of all processes together, by name."""
+    """Resources of all processes together, by name."""
 
     descriptors: dict[str, int]
     shared_memories: int
-    """Different ones."""
+    """Number of different shared memories."""
 
 
 class Census:
-    """Finds the processes of a cluster, however often they are replaced."""
+    """Observer of a cluster's processes, across their restarts."""
 
     def __init__(self, name: str | None) -> None:
-        """Of the cluster of this name, or of the only one that runs here."""
+        """Observe the cluster with this name, or the only one on this machine."""
         note = find_running(name)
         self._driver = note.process.pid
         assert note.bootstrap_url is not None
@@ -48,25 +48,25 @@ class Census:
         self._services = {"bootstrap": note.bootstrap_url, "router": note.router_url}
         self._table = BootstrapClient(note.bootstrap_url, note.token)
         self._pids: dict[str, int] = {}
-        """By address."""
+        """Process ids by address."""
         self.series: dict[int, Series] = {}
-        """By process."""
+        """Memory by process id."""
 
     def sample(self) -> None:
-        """Note the memory of every process now."""
+        """Record the memory of every process."""
         now_s = time.monotonic()
         for name, pid in self.processes().items():
             if (mib := _resident_mib(pid)) is not None:
                 self.series.setdefault(pid, Series(name)).points.append((now_s, mib))
 
     def holdings(self) -> Holdings:
-        """What they hold now."""
+        """Return the resources in use."""
         links = {name: _links(pid) for name, pid in self.processes().items()}
         shared = {link for found in links.values() for link in found if "memfd:baton" in link}
         return Holdings({name: len(found) for name, found in links.items()}, len(shared))
 
     def processes(self) -> dict[str, int]:
-        """Those that are there, by name. Raises BatonError while the bootstrap service is away."""
+        """Return the process ids by name. Raises BatonError while the bootstrap service is down."""
         addresses = dict(self._services)
         for entry in self._table.table().replicas:
             addresses |= {f"{entry.replica} rank {row.global_rank}": row.address for row in entry.rows}
@@ -91,7 +91,7 @@ def _resident_mib(pid: int) -> float | None:
 
 
 def _links(pid: int) -> list[str]:
-    """What the descriptors of a process stand for."""
+    """Return the targets of a process's descriptors."""
     found = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:

@@ -1,4 +1,4 @@
-"""The folder where faults are ordered, and the table of what was done and seen when the session ends."""
+"""Folder in which faults are requested, and the table of results at the end of the session."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.chaos.report import LINES, as_table
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a module orders its faults."""
+    """Return the folder in which a module requests its faults."""
     return tmp_path_factory.mktemp("faults")
 
 

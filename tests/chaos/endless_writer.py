@@ -1,4 +1,4 @@
-"""A process that writes by Mooncake without a pause: a region full of ones, one full of twos, and so on."""
+"""Process that writes with Mooncake without a pause: a region full of ones, then one full of twos, and so on."""
 
 import itertools
 import sys
@@ -13,7 +13,7 @@ from transfer.page_range import Span
 
 
 def main() -> None:
-    """Take an endpoint from stdin, tell each write that has ended, and end with the first that fails."""
+    """Read an endpoint from stdin, report each completed write, and end with the first failure."""
     target = msgspec.json.decode(sys.stdin.readline(), type=Endpoint)
     backend = make_backend(TransferBackendName.MOONCAKE, sys.argv[1])
     regions = [backend.allocate(target.num_bytes) for _ in range(2)]

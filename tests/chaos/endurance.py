@@ -1,8 +1,8 @@
 """Mixed traffic with random faults for a long time: ``python -m tests.chaos.endurance --minutes 30 [--seed N]``.
 
-Prints one JSON object: requests by outcome, faults, what every long-lived process gains in memory, and what is held in
-the end as against the beginning, and what is wrong with that (``judge``), for which the exit code is 1. In less than
-some ten minutes processes have not got as large as they will be, which shows as growth.
+Prints one JSON object: requests by outcome, faults, memory growth of long-lived processes, resources at the start and
+the end, and the problems (``judge``). With problems, the exit code is 1. In runs of less than about ten minutes,
+processes still warm up, which appears as growth.
 """
 
 import argparse
@@ -32,7 +32,7 @@ CALM_S = 15.0
 
 
 def measure(cluster: RunningCluster, minutes: float, seed: int) -> dict[str, object]:
-    """All of it."""
+    """Run the measurement."""
     census, traffic = Census(NAME), Traffic(cluster.url, seed)
     before = holdings_at_rest(cluster, census)
     faults, watching = Faults(cluster, NAME, seed), threading.Event()
@@ -66,7 +66,7 @@ def measure(cluster: RunningCluster, minutes: float, seed: int) -> dict[str, obj
 
 
 def holdings_at_rest(cluster: RunningCluster, census: Census) -> Holdings:
-    """After some requests without faults, so that everybody has met who is there now."""
+    """Return the resources in use after some requests, when all current processes have communicated."""
     with Traffic(cluster.url, seed=0).clients(CLIENTS):
         time.sleep(CALM_S)
     settle(cluster)
@@ -80,7 +80,7 @@ def _watch(census: Census, ending: threading.Event) -> None:
 
 
 def _growth(census: Census, minutes: float) -> dict[str, dict[str, float]]:
-    """Of processes that were there for a third of the time, the first eighth of it left out."""
+    """Return the memory growth of processes that ran for a third of the time, without the first eighth."""
     found = {}
     for series in census.series.values():
         slope = series.slope(warm_up_s=60 * minutes / 8, least_s=60 * minutes / 3)
@@ -90,7 +90,7 @@ def _growth(census: Census, minutes: float) -> dict[str, dict[str, float]]:
 
 
 def _peaks(census: Census) -> dict[str, float]:
-    """Of all processes that had this name."""
+    """Return the peak memory of all processes with each name."""
     found: dict[str, float] = {}
     for series in census.series.values():
         found[series.name] = max(found.get(series.name, 0.0), *(round(mib, 1) for _, mib in series.points))
@@ -98,7 +98,6 @@ def _peaks(census: Census) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.endurance")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Faults that are put into a running cluster, each with a proof that it happened."""
+"""Faults that are injected into a running cluster, each with a proof that it happened."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ SEEN_S = 30.0
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for what a process does; ``gone`` for none, and for a dead one that nobody has waited for."""
+    """Return the kernel's letter for a process state, or ``gone`` if the process is missing or a zombie."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -21,7 +21,7 @@ def state_of(pid: int) -> str:
 
 
 def kill(who: str, pid: int) -> str:
-    """End a process at once; the proof that it is gone."""
+    """Kill a process. Return the proof that it is gone."""
     os.kill(pid, signal.SIGKILL)
     _wait_state(pid, GONE)
     return f"SIGKILL: process {pid} ({who}) is gone"
@@ -29,7 +29,7 @@ def kill(who: str, pid: int) -> str:
 
 @contextmanager
 def stopped(who: str, pid: int) -> Iterator[str]:
-    """Let a process stand still; gives the proof. It goes on afterwards, unless somebody has ended it."""
+    """Stop a process with SIGSTOP and yield the proof. Afterwards it continues, unless it has been killed."""
     os.kill(pid, signal.SIGSTOP)
     try:
         _wait_state(pid, "T")

@@ -1,4 +1,4 @@
-"""Clusters whose workers can be made to transfer badly."""
+"""Clusters whose workers can be made to fail."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from tests.readme import ROOT
 
 @contextmanager
 def faulty_cluster(folder: Path, name: str, *settings: str, arguments: Sequence[str] = ()) -> Iterator[RunningCluster]:
-    """``deploy/local-cpu.yaml``, up until Ctrl-C, with workers that take their faults from a folder."""
+    """Run ``deploy/local-cpu.yaml`` until Ctrl-C, with workers that read their faults from a folder."""
     program = (sys.executable, "-m", "tests.chaos.faulty_up")
     env = {FOLDER: str(folder), "PYTHONPATH": str(ROOT)}
     deploy = "deploy/local-cpu.yaml"

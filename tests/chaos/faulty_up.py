@@ -1,4 +1,4 @@
-"""``baton`` with workers that can be made to transfer badly: ``python -m tests.chaos.faulty_up up FILE ...``."""
+"""``baton`` with workers that can be made to fail: ``python -m tests.chaos.faulty_up up FILE ...``."""
 
 from functools import partial
 from unittest.mock import patch

@@ -1,6 +1,6 @@
-"""Workers that go wrong when a test asks for it: a fault is a file that the first worker in its way takes.
+"""Workers that fail on request. A fault is a file that the first affected worker consumes.
 
-Each fault leaves its proof in the same folder, written by the worker that did it.
+The worker leaves a proof of each fault in the same folder.
 """
 
 import os
@@ -23,7 +23,7 @@ from transfer.backends.shared_memory import SharedMemoryBackend
 from transfer.page_range import Span, total_bytes
 
 FOLDER = "BATON_TEST_FAULTS"
-"""Environment variable: where the faults are ordered."""
+"""Environment variable with the folder in which faults are requested."""
 DELAY_S = 2.0
 _PROOFS = "proofs"
 
@@ -31,42 +31,42 @@ Write = Callable[[Region, Endpoint, Sequence[Span]], None]
 
 
 class Fault(StrEnum):
-    """What can go wrong between prefill and decode, between decode and router, and in a rank."""
+    """Fault between prefill and decode, between decode and router, or in a rank."""
 
     DROP = "drop"
-    """Nothing of a write arrives, and the sender takes it for done."""
+    """Nothing of a write arrives, and the sender considers it complete."""
     FAIL = "fail"
-    """A write fails, and the sender knows."""
+    """A write fails, and the sender sees the error."""
     DELAY = "delay"
-    """A write takes two seconds more."""
+    """A write takes two seconds longer."""
     TRUNCATE = "truncate"
-    """A write ends half way, and the sender takes it for done."""
+    """Half of a write arrives, and the sender considers it complete."""
     FLIP = "flip"
-    """One bit arrives as another."""
+    """One bit arrives flipped."""
     REPEAT = "repeat"
-    """A notification arrives twice at once, and again before the next one, when its request has gone on."""
+    """A notification arrives twice in a row, and again before the next one, when its request has proceeded."""
     LOSE = "lose"
     """A notification does not arrive."""
     MUTE = "mute"
-    """The last tokens of an answer do not arrive."""
+    """The last tokens of a stream do not arrive."""
     HANG = "hang"
-    """The main thread of a rank waits for ever for the end of a step."""
+    """The main thread of a rank hangs while it waits for the end of a step."""
 
 
 def order(folder: Path, fault: Fault, times: int) -> None:
-    """Have a fault happen so many times."""
+    """Request a fault a number of times."""
     for number in range(times):
         (folder / f"{fault}-{number}").touch()
 
 
 def proofs(folder: Path) -> list[str]:
-    """What the workers have done so far."""
+    """Return the proofs of the faults so far."""
     path = folder / _PROOFS
     return path.read_text().splitlines() if path.exists() else []
 
 
 class FaultyWorker(WorkerActor):
-    """A worker of a cluster under test."""
+    """Worker with injectable faults."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         super().__init__(environ)
@@ -82,7 +82,7 @@ class _Saboteur:
         self._repeated: tuple[str, Done] | None = None
 
     def spoil_writes(self) -> None:
-        """Put the faults between the sender and its backend."""
+        """Inject faults between the sender and its backend."""
         real = SharedMemoryBackend.write
 
         def write(backend: SharedMemoryBackend, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
@@ -91,7 +91,7 @@ class _Saboteur:
         patch.object(SharedMemoryBackend, "write", write).start()
 
     def spoil_notifications(self) -> None:
-        """Put the faults between the sender and its channel."""
+        """Inject faults between the sender and its channel."""
         real = Outbox.send
 
         def send(outbox: Outbox, address: str, message: Message) -> None:
@@ -103,7 +103,7 @@ class _Saboteur:
         patch.object(Outbox, "send", send).start()
 
     def spoil_steps(self) -> None:
-        """Put the faults into the rank's part of a step."""
+        """Inject faults into the rank's part of a step."""
         from workers.engine.step_state import BegunStep
 
         real = BegunStep.wait
@@ -150,7 +150,7 @@ class _Saboteur:
         return bool(rooms) and self._takes(Fault.MUTE, f"last tokens of rooms {rooms}: not sent")
 
     def _takes(self, fault: Fault, proof: str) -> bool:
-        """Whether this fault is ordered; then nobody else takes the same order."""
+        """Return whether this fault is requested. Each request is consumed by one worker."""
         for path in self._folder.glob(f"{fault}-*"):
             try:
                 path.unlink()

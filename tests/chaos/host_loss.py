@@ -1,4 +1,4 @@
-"""A cluster with each role on a host of its own, and the loss of the far one, which wakes up when it was replaced."""
+"""Loss of a host: a cluster with each role on its own host, whose remote host returns after its replacement."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ GONE_S = 30.0
 
 @contextmanager
 def cluster_over(nodes: RayNodes, name: str, *settings: str) -> Iterator[RunningCluster]:
-    """Ranks of one CPU each, so that the nodes decide where they go, and Mooncake between them."""
+    """Run ranks with one CPU each, so that the nodes determine placement, and Mooncake between them."""
     arguments, env = ["--address", nodes.address], {"RAY_AUTH_MODE": "disabled"}
     settings = ("resources.cpus_per_worker=1", "kv.memory_gib=0.25", *settings)
     with running_cluster("deploy/local-cpu-mooncake.yaml", name, *settings, arguments=arguments, env=env) as running:
@@ -37,20 +37,20 @@ def cluster_over(nodes: RayNodes, name: str, *settings: str) -> Iterator[Running
 
 
 def addresses(cluster: RunningCluster, replica: str) -> list[str]:
-    """Of its ranks."""
+    """Return the addresses of a replica's ranks."""
     return [row["address"] for row in cluster.replicas()[replica]["rows"]]
 
 
 def hosts(cluster: RunningCluster, replica: str) -> set[str]:
-    """Those on which it has ranks."""
+    """Return the hosts of a replica's ranks."""
     return {address.removeprefix("tcp://").partition(":")[0] for address in addresses(cluster, replica)}
 
 
 def lose_host(cluster: RunningCluster, victim: str, crowd: Crowd, probe: Stream) -> Line:
-    """Lose the far host with all ranks of ``victim`` while a crowd reads, and let it come back after the next start.
+    """Lose the remote host with all ranks of ``victim`` while clients stream, and let it return after the next start.
 
-    Its ranks stand still from the cut on, so that nobody can kill them; and so does its raylet until they have ended
-    by themselves, for Ray ends what is left of a lost node as soon as it is back. ``probe`` is asked of the next start.
+    The ranks are stopped from the cut on, so that nobody can kill them. Their raylet is stopped until they have ended
+    by themselves, because Ray kills the processes of a lost node when it returns. ``probe`` is sent to the next start.
     """
     with crowd, ExitStack() as host:
         cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
@@ -73,7 +73,7 @@ def lose_host(cluster: RunningCluster, victim: str, crowd: Crowd, probe: Stream)
 
 
 def _wait_ended(cluster: RunningCluster, victim: str, listened: Sequence[str]) -> float:
-    """Seconds until nobody listens there; all the while the table has the start that came after."""
+    """Return the seconds until nobody listens there. Meanwhile, the table must contain the later start."""
     incarnation = cluster.replicas()[victim]["incarnation"]
 
     def have_ended() -> bool:
@@ -84,7 +84,7 @@ def _wait_ended(cluster: RunningCluster, victim: str, listened: Sequence[str]) -
 
 
 def _assert_serves_at_home(cluster: RunningCluster, replica: str, probe: Stream) -> None:
-    """A request is answered, by the start that came after the lost one."""
+    """Check that the later start answers a request."""
     probe.run(cluster.url)
     assert probe.end == "right", f"{probe.end}\n{cluster.terminal.screen}"
     assert hosts(cluster, replica) == {HOME}

@@ -1,4 +1,4 @@
-"""What is wrong with what an endurance run saw. Pure."""
+"""Verdict on the results of an endurance run."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,18 +6,18 @@ from typing import Any
 from tests.chaos.random_faults import FIRST, KINDS, MORTAL
 
 EVERY_KIND_MINUTES = 30.0
-"""In so long there must have been a fault of each kind."""
+"""Minutes after which each kind of fault must have occurred."""
 ENDED_BY = {FIRST: 1}
-"""Requests of one client that a fault may fail: those that a killed router had open. The others only make it wait."""
+"""Requests per fault that may fail: those that a killed router had open. Other faults only delay requests."""
 MOST_MIB_A_MINUTE = 1.0
 MOST_PEAK = 1.25
-"""Memory of processes that are replaced, as a multiple of that of their like which live on."""
+"""Limit on the memory of replaced processes, as a multiple of the memory of permanent ones."""
 FEW = 8
-"""Descriptors that a process may have more: connections that stay open for the next request."""
+"""Number of additional descriptors that a process may have, for connections kept open for the next request."""
 
 
 def problems(result: Mapping[str, Any]) -> list[str]:
-    """What is not as it should be."""
+    """Return everything that is wrong."""
     return [*_of_requests(result), *_of_faults(result), *_of_memory(result), *_of_holdings(result)]
 
 

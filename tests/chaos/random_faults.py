@@ -1,4 +1,4 @@
-"""Faults drawn at random for a cluster of two replicas of each role that serves meanwhile."""
+"""Random faults in a cluster with two replicas per role under load."""
 
 import random
 import subprocess
@@ -13,25 +13,25 @@ from tests.chaos.watch import RECOVERY_S, pid_of
 from tests.fakes.cluster import BATON, RunningCluster, listener_pid
 
 PAUSE_S = (5.0, 25.0)
-"""Between one recovery and the next fault."""
+"""Pause between one recovery and the next fault."""
 MORTAL = ("prefill-1", "decode-1")
-"""Replicas that are killed. The others, the driver, and the router after its first end live on, to be watched."""
+"""Replicas that are killed. Other members keep running for observation, except the router's first start."""
 STOPPED_S = 8.0
 FIRST = "kill_router"
 KINDS = ("kill_rank", "stop_rank", "stop_router", "kill_bootstrap", "drain", "restart")
-"""Each once, in an order of chance, then each again."""
+"""Kinds of faults. Each occurs once in random order, then each occurs again."""
 
 
 class Faults:
-    """Random ones, one after the other, each when the one before is mended."""
+    """Random faults, each injected after the cluster has recovered from the preceding one."""
 
     def __init__(self, cluster: RunningCluster, name: str, seed: int) -> None:
         self._cluster, self._name, self._draw = cluster, name, random.Random(seed)
         self.counts: Counter[str] = Counter()
-        """Of faults that happened, by kind; of those that did not, by reason."""
+        """Number of faults by kind, and of skipped ones by reason."""
 
     def go_on(self, end_s: float) -> None:
-        """Until then."""
+        """Inject faults until a time."""
         for kind in self._kinds():
             if time.monotonic() > end_s:
                 return
@@ -53,7 +53,7 @@ class Faults:
         return len(replicas) == 4 and all(entry["ready"] for entry in replicas.values())
 
     def _rank(self) -> tuple[str, int]:
-        """The process of a rank that may die."""
+        """Return the name and process id of a rank that may be killed."""
         replica = self._draw.choice(MORTAL)
         rank = self._draw.randrange(len(self._cluster.replicas()[replica]["rows"]))
         return f"{replica} rank {rank}", pid_of(self._cluster, replica, rank)
@@ -69,7 +69,7 @@ class Faults:
         kill("router", listener_pid(self._cluster.url))
 
     def _stop_router(self) -> None:
-        """Not for so long that it is replaced."""
+        """Stop the router for less than the time after which it is replaced."""
         with stopped("router", listener_pid(self._cluster.url)):
             time.sleep(self._draw.uniform(0.5, STOPPED_S / 2))
 
@@ -84,6 +84,6 @@ class Faults:
         return self._order("restart", self._draw.choice(MORTAL))
 
     def _order(self, *words: str) -> str:
-        """Why the driver refused it, if so: a replica that is ready again may not yet be taken for running."""
+        """Return why the driver refused a command, if it did. It may not yet know that a replica is ready again."""
         done = subprocess.run([*BATON, *words, "--cluster", self._name], capture_output=True, text=True, check=False)
         return done.stderr.strip().splitlines()[-1] if done.returncode else ""

@@ -1,4 +1,4 @@
-"""One line for each scenario: what was done to the cluster and what became of its clients."""
+"""Report with one line per scenario: the fault, and its effect on clients."""
 
 from dataclasses import dataclass, fields
 
@@ -9,35 +9,35 @@ from tests.fakes.cluster import RunningCluster
 
 @dataclass(kw_only=True)
 class Line:
-    """The times are seconds since the fault; None where nothing of the kind was to happen."""
+    """Result of one scenario. Times are in seconds since the fault, and None if the event was not expected."""
 
     scenario: str
     success: int
     failed: int
     hung: int
     refused: int = 0
-    """At once, with a reason."""
+    """Number of requests that were refused immediately, with a reason."""
     longest_pause_s: float
-    """Between two tokens of one stream."""
+    """Longest pause between two tokens of a stream."""
     detection_s: float | None = None
-    """Until the table did not show the victim as it was."""
+    """Time until the table no longer showed the victim's old state."""
     recovery_s: float | None = None
-    """Until all was ready again."""
+    """Time until everything was ready again."""
     retries: int | None = None
     continuations: int | None = None
-    """None for both where a router was replaced, which counts anew."""
+    """Number of continued requests. None, like the retries, if a router was replaced, because its counters restart."""
     leaked_pages: int = 0
-    """Held when nobody asks for anything any more."""
+    """Pages in use after all requests have ended."""
     proof: str = ""
-    """That the fault happened."""
+    """Proof that the fault happened."""
 
 
 LINES: list[Line] = []
-"""Of this session."""
+"""Lines of this session."""
 
 
 def report(scenario: str, cluster: RunningCluster, crowd: Crowd, proof: str, **found: float | None) -> Line:
-    """Write down what is seen when everything has come to rest; or, after long enough, what is still held."""
+    """Record the results once the cluster is idle, or after a timeout what is still in use."""
     settle(cluster)
     wrong = [stream.end for stream in crowd.streams if stream.end.startswith("wrong")]
     assert not wrong, wrong
@@ -59,7 +59,7 @@ def report(scenario: str, cluster: RunningCluster, crowd: Crowd, proof: str, **f
 
 
 def as_table(lines: list[Line]) -> str:
-    """Markdown."""
+    """Return the lines as a Markdown table."""
     names = [field.name for field in fields(Line)]
     rows = [names, ["---"] * len(names)]
     rows += [[_text(getattr(line, name)) for name in names] for line in lines]

@@ -1,4 +1,4 @@
-"""Waiting for a cluster in which nobody asks for anything any more."""
+"""Wait for an idle cluster."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,13 +11,13 @@ REST_S = 180.0
 
 
 def settle(cluster: RunningCluster) -> None:
-    """Wait until nothing is held any more, but not for ever: what is held then has leaked."""
+    """Wait until nothing is in use, for a limited time. What remains then has leaked."""
     with suppress(AssertionError):
         cluster.wait_until(if_answered(cluster.is_empty), REST_S)
 
 
 def if_answered(condition: Callable[[], bool]) -> Callable[[], bool]:
-    """The same, and False while the router does not answer."""
+    """Return the condition, which is false while the router does not answer."""
 
     def is_so() -> bool:
         try:

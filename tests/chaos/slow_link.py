@@ -1,4 +1,4 @@
-"""The cable between two hosts made slow, and what the kernel still has to send over it."""
+"""Slow network link between two hosts, and the data that the kernel still has to send."""
 
 import subprocess
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ from tests.chaos.two_hosts import AWAY, HOME_END
 
 @contextmanager
 def slow(rate: str) -> Iterator[None]:
-    """Bytes leave this host at no more than ``rate``, in the words of ``tc``."""
+    """Limit this host's outgoing traffic to ``rate``, in the syntax of ``tc``."""
     shaper = ["dev", HOME_END, "root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
     with _set(["tc", "qdisc", "add", *shaper], ["tc", "qdisc", "del", *shaper[:3]]):
         yield
 
 
 def unsent(state: str, least: int) -> dict[str, int]:
-    """Bytes that the other host has not acknowledged, by connection in this state of ``ss``: those with so many."""
+    """Return the unacknowledged bytes by connection, for those in this ``ss`` state with at least ``least``."""
     look = ["ss", "-Htn", "state", state, "dst", AWAY]
     shown = subprocess.run(look, capture_output=True, text=True, check=True).stdout
     rows = [line.split() for line in shown.splitlines()]
@@ -24,7 +24,7 @@ def unsent(state: str, least: int) -> dict[str, int]:
 
 
 def acknowledged() -> set[str]:
-    """Connections that this host has closed, and of which the other one has every byte."""
+    """Return connections that this host has closed and whose bytes have all been acknowledged."""
     return {connection for state in ("fin-wait-2", "time-wait") for connection in unsent(state, 0)}
 
 

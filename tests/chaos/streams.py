@@ -1,4 +1,4 @@
-"""Clients that stream answers which can be computed by hand, and what became of each."""
+"""Clients that stream answers with known tokens, and their outcomes."""
 
 import json
 import math
@@ -14,35 +14,35 @@ import httpx
 from tests.fakes.recall_prompts import LINK_LEN, chain_prompt, recall_oracle
 
 HUNG_S = 90.0
-"""A stream that has had nothing for so long never will."""
+"""Time without data after which a stream counts as hung."""
 REFUSALS = (400, 413, 429)
-"""Answers to a request that cannot be taken, or not now."""
+"""Statuses of requests that are refused, for now or for good."""
 NEW_ROUTER = "the bootstrap service has not answered yet"
 
 
 @dataclass
 class Stream:
-    """One client's request: a chain whose every link is a token of the answer."""
+    """One client's request. Its prompt is a chain, and each link is a token of the answer."""
 
     num_tokens: int
     seed: int
     prompt_len: int = 0
-    """Tokens of the prompt; as many as the chain needs by default."""
+    """Prompt length in tokens. By default, the length of the chain."""
     patience_s: float = math.inf
-    """The client leaves after so long."""
+    """Time after which the client disconnects."""
     hung_s: float = HUNG_S
-    """The stream hangs that has had no data for so long; comments, which say that it is alive, are none."""
+    """Time without data after which the stream counts as hung. Keep-alive comments are no data."""
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """Fields of a request that is drawn; the rule of the model does not give its answer, `again` does."""
+    """Sampling fields. With them, the expected answer comes from `again` instead of the model's rule."""
     tokens: list[int] = field(default_factory=list)
     longest_pause_s: float = 0.0
-    """Between two tokens."""
+    """Longest pause between two tokens."""
     end: str = ""
-    """``right``, ``left``, ``hung``, ``refused``, ``away`` (no router yet), or what was wrong; empty till then."""
+    """Outcome: ``right``, ``left``, ``hung``, ``refused``, ``away`` (no router yet), an error, or "" before the end."""
     retry_after: str | None = None
-    """Of an answer that is no stream."""
+    """Header of a response that is not a stream."""
     decode: str = ""
-    """The replica that began to decode."""
+    """Replica that began to decode."""
 
     def __post_init__(self) -> None:
         num_tokens = max(self.prompt_len, self.num_tokens * LINK_LEN + 1)
@@ -50,14 +50,14 @@ class Stream:
         self.expected = recall_oracle(self.prompt, self.num_tokens)
 
     def again(self) -> "Stream":
-        """The same request, for which these tokens are right."""
+        """Return the same request, with these tokens as the expected answer."""
         assert len(self.tokens) == self.num_tokens, self.end
         other = Stream(self.num_tokens, self.seed, self.prompt_len, sampling=self.sampling)
         other.expected = self.tokens
         return other
 
     def run(self, url: str) -> None:
-        """Ask, and read to the end."""
+        """Send the request, and read the answer to its end."""
         body = {"model": "recall", "prompt": self.prompt, "max_tokens": self.num_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "stream": True, "return_token_ids": True, **self.sampling}
         try:
@@ -94,14 +94,14 @@ class Stream:
 
 
 def end_of(status: int, text: str) -> str:
-    """Of a request that was not answered with 200."""
+    """Return the outcome of a response with a status other than 200."""
     if NEW_ROUTER in text:
         return "away"
     return f"{'refused' if status in REFUSALS else 'failed'}: {status} {text}"
 
 
 class Crowd:
-    """Several streams at once, each in a thread; leaving the context waits for their ends."""
+    """Several streams in parallel, each in a thread. Leaving the context waits for their ends."""
 
     def __init__(self, url: str, streams: Sequence[Stream]) -> None:
         self.streams = streams
@@ -109,7 +109,7 @@ class Crowd:
 
     @classmethod
     def alike(cls, url: str, num_clients: int, num_tokens: int, seed: int, prompt_len: int = 0) -> Self:
-        """Clients that ask for answers of one length."""
+        """Return clients with answers of one length."""
         return cls(url, [Stream(num_tokens, seed + number, prompt_len) for number in range(num_clients)])
 
     def __enter__(self) -> Self:
@@ -124,9 +124,9 @@ class Crowd:
             thread.join(2 * HUNG_S)
 
     def have_tokens(self, count: int) -> bool:
-        """Whether every stream has begun, by so many tokens, or has ended."""
+        """Return whether every stream has a number of tokens or has ended."""
         return all(stream.end or len(stream.tokens) >= count for stream in self.streams)
 
     def count(self, end: str) -> int:
-        """Streams that ended so; those that have not ended are ``hung``."""
+        """Return the number of streams with this outcome. Unfinished ones are ``hung``."""
         return sum((stream.end or "hung").startswith(end) for stream in self.streams)

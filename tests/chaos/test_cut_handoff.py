@@ -1,4 +1,4 @@
-"""The cable is cut in the middle of a handoff: its pages are nobody's for as long as its bytes may come."""
+"""Network cut during a handoff: its pages are quarantined for as long as bytes may arrive."""
 
 import time
 from collections.abc import Iterator
@@ -22,19 +22,19 @@ SETTINGS = (
     "kv.memory_gib=0.06",
     "kv.page_size=512",
 )
-"""Nobody takes the far host for lost, so that decode's process outlives the cut, with a small pool of large pages."""
+"""Settings with which decode outlives the cut, and has a small pool of large pages."""
 RATE = "8mbit"
 PROMPT_LEN, PAGES = 6000, 12
-"""Of the handoff: 12 s of the slow cable, and less of decode's pool than what may be in quarantine."""
+"""Prompt of 12 s on the slow link. Its pages fit into decode's quarantine limit."""
 SEEN_S = 60.0
 IN_WRITE = 64 << 10
-"""Bytes that only a connection of Mooncake has still to send."""
+"""Number of unsent bytes that only a Mooncake connection has."""
 COMPUTED_S = 3.0
-"""After the first bytes prefill has long said that it has computed the prompt."""
+"""Time after the first bytes, when prefill has certainly reported that it has computed the prompt."""
 CUT_S = 45.0
-"""Longer than decode's patience, and than Mooncake's, which gives the write up after 30 s."""
+"""Duration longer than decode's timeout, and than Mooncake's, which gives a write up after 30 s."""
 LATER, NUM_TOKENS = 8, 600
-"""Clients who could use more pages than there are."""
+"""Clients that together need more pages than there are."""
 
 
 @pytest.fixture
@@ -56,19 +56,19 @@ def settle_s() -> float:
 
 
 def pages(cluster: RunningCluster, state: str) -> int:
-    """Of decode, as everybody can see them."""
+    """Return the number of decode's pages in a state."""
     return metric(cluster, f'baton_replica_pages{{replica="decode-0",state="{state}"}}')
 
 
 class CutHandoff:
-    """A handoff whose write the cut ends, and how it went on; times are seconds since the cut."""
+    """Handoff whose write is interrupted by the cut. Times are in seconds since the cut."""
 
     def __init__(self, cluster: RunningCluster) -> None:
         self._cluster = cluster
         self.stream = Stream(20, seed=1600, prompt_len=PROMPT_LEN)
 
     def run(self) -> None:
-        """Cut the cable for longer than Mooncake tries, mend it, and see what the kernel still had to send go."""
+        """Cut the link for longer than Mooncake retries, restore it, and watch the kernel's unsent bytes drain."""
         wait_until = self._cluster.wait_until
         with slow(RATE), Crowd(self._cluster.url, [self.stream]):
             wait_until(lambda: unsent("established", IN_WRITE), SEEN_S)

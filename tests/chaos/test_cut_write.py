@@ -1,4 +1,4 @@
-"""The cable between two hosts is cut in the middle of a Mooncake write: how late bytes come that nobody waits for."""
+"""Network cut during a Mooncake write: how late bytes arrive after the writer has given up."""
 
 import subprocess
 import sys
@@ -17,12 +17,12 @@ pytestmark = MARKS
 
 SIZE = 64 << 20
 CUT_S = 45.0
-"""Longer than the transport's own limits."""
+"""Duration longer than the transport's own timeouts."""
 LOOK_S = 0.2
 
 
 class Receiver:
-    """Decode's end, on the other host."""
+    """Decode's side, on the other host."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdin
@@ -31,7 +31,7 @@ class Receiver:
         self.endpoint = msgspec.json.decode(self._from.readline(), type=Endpoint)
 
     def held(self) -> dict[int, int]:
-        """How often each byte is in its region."""
+        """Return how often each byte value occurs in the region."""
         self._to.write("bytes\n")
         self._to.flush()
         return msgspec.json.decode(self._from.readline(), type=dict[int, int])
@@ -50,7 +50,7 @@ def receiver() -> Iterator[Receiver]:
 
 @contextmanager
 def sender(target: Endpoint) -> Iterator["subprocess.Popen[str]"]:
-    """A process that has ended some writes and is at work on the next."""
+    """Yield a process that has completed some writes and continues with the next one."""
     command = [sys.executable, "-m", "tests.chaos.endless_writer", HOME]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin
@@ -71,7 +71,7 @@ def settle_s() -> float:
 
 
 def seconds_to_change(far: Receiver, before: dict[int, int], end_s: float) -> float | None:
-    """Until other bytes are there; None if none come in time."""
+    """Return the seconds until the bytes change, or None if they do not in time."""
     start_s = time.monotonic()
     while time.monotonic() < end_s:
         if far.held() != before:

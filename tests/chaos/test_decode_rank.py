@@ -1,4 +1,4 @@
-"""One of two decode replicas is killed under eight streaming clients, none of which notices more than a pause."""
+"""One of two decode replicas is killed under eight streaming clients, which notice at most a pause."""
 
 from collections.abc import Iterator
 
@@ -24,9 +24,9 @@ def cluster() -> Iterator[RunningCluster]:
 
 
 def drawn(cluster: RunningCluster, num_clients: int) -> list[Stream]:
-    """Requests whose tokens are drawn, by a seed and the tokens before, and the answers that an idle cluster gives.
+    """Return sampled requests with a seed, and the answers of an idle cluster.
 
-    Most of their tokens are not the likeliest.
+    Most of their tokens are not the most likely ones.
     """
     streams = [Stream(NUM_TOKENS, 150 + n, sampling={"seed": n, **SAMPLING}) for n in range(num_clients)]
     with Crowd(cluster.url, streams):

@@ -1,4 +1,4 @@
-"""The driver ends under streams, by force or as it is told: nothing of its cluster is left, and the next one serves."""
+"""The driver ends under load, killed or on request: nothing remains of its cluster, and the next one serves."""
 
 import os
 import signal
@@ -34,13 +34,13 @@ SMALL = "kv.memory_gib=0.25"
 MARK = "BATON_TEST_DRIVER"
 CLIENTS = 4
 NUM_TOKENS, MANY_TOKENS = 300, 1200
-"""More than are answered before everything has ended."""
+"""Answer lengths that take longer than the end of the cluster."""
 BEGIN_S = 300.0
 
 
 @contextmanager
 def doomed_cluster(port: int) -> Iterator[RunningCluster]:
-    """A cluster that does not end by Ctrl-C; on leaving, all of it must be gone."""
+    """Run a cluster that Ctrl-C does not end. When the context ends, all of it must be gone."""
     shared_before = set(Path("/dev/shm").iterdir())
     with Terminal(up_command(DEPLOY, NAME, port, SMALL), {MARK: NAME}) as terminal:
         terminal.wait_until(lambda: IS_UP in terminal.output, START_S)
@@ -55,7 +55,7 @@ def doomed_cluster(port: int) -> Iterator[RunningCluster]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Without a terminal that must live meanwhile."""
+    """Wait for a condition, whether or not the terminal still runs."""
     deadline_s = time.monotonic() + STOP_S
     while not condition():
         assert time.monotonic() < deadline_s
@@ -63,7 +63,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def write_line(scenario: str, port: int, crowd: Crowd, proof: str, fault_s: float, gone_s: float) -> None:
-    """Start the cluster again, at the same port and by the same name, and tell how long that took."""
+    """Start a cluster again with the same port and name, and record how long it took."""
     with running_cluster(DEPLOY, NAME, SMALL, port=port) as cluster:
         recovery_s = time.monotonic() - fault_s
         stream = Stream(20, seed=2)

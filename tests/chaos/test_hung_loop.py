@@ -1,4 +1,4 @@
-"""The main thread of a rank hangs while others show life: its replica is started again, clients notice a pause."""
+"""The main thread of a rank hangs while its other threads respond: the replica restarts, and clients notice a pause."""
 
 import time
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ SETTINGS = (
     "resources.cpus_per_worker=0.25",
     "kv.memory_gib=0.25",
     f"resources.step_timeout_s={STEP_TIMEOUT_S:g}",
-    "resources.silence_s=300",  # nobody else ends the rank
+    "resources.silence_s=300",  # no other check ends the rank
 )
 SEEN_S = 60.0
 
@@ -35,7 +35,7 @@ def cluster(folder: Path) -> Iterator[RunningCluster]:
 
 
 def incarnations(cluster: RunningCluster) -> dict[str, int]:
-    """Of every replica."""
+    """Return the incarnation of every replica."""
     return {name: entry["incarnation"] for name, entry in cluster.replicas().items()}
 
 
@@ -46,13 +46,13 @@ def test_idle_ranks_go_on(cluster: RunningCluster) -> None:
 
 
 def ranks(cluster: RunningCluster, *replicas: str) -> dict[int, tuple[str, int]]:
-    """Replica and rank of each process."""
+    """Return replica and rank by process id."""
     rows = cluster.replicas()
     return {pid_of(cluster, name, rank): (name, rank) for name in replicas for rank in range(len(rows[name]["rows"]))}
 
 
 def hung(cluster: RunningCluster, folder: Path) -> int:
-    """The process that took the order to hang, once there is one."""
+    """Return the process that hangs, once there is one."""
     cluster.wait_until(lambda: bool(proofs(folder)) and not list(folder.glob(f"{Fault.HANG}-*")), SEEN_S)
     return int(proofs(folder)[-1].removeprefix("process ").partition(":")[0])
 
@@ -77,7 +77,7 @@ def test_a_decode_rank_hangs_in_a_step(cluster: RunningCluster, folder: Path) ->
 
 
 def test_one_rank_of_a_gang_hangs_in_a_step(cluster: RunningCluster, folder: Path) -> None:
-    """The others wait for it in a collective, and return with it as one."""
+    """All ranks wait for the hung one in a collective, and return together with it."""
     processes = ranks(cluster, "prefill-0", "prefill-1")
     order(folder, Fault.HANG, 1)
     with Crowd.alike(cluster.url, CLIENTS, 20, seed=1750, prompt_len=PROMPT_LEN) as crowd:

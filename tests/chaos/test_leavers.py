@@ -1,4 +1,4 @@
-"""Clients leave in five phases of their requests, each when the cluster shows that it is there: nobody else notices."""
+"""Clients disconnect in five phases of their requests. Other clients notice nothing."""
 
 import json
 import socket
@@ -28,7 +28,7 @@ SETTINGS = (
     "router.max_wait_s=60",
 )
 LARGE, TOO_MUCH = 7800, 4000
-"""Prompts: with the first one decode has no pages for the second, with two the router holds back the third."""
+"""Prompt lengths: after one of the first, decode lacks pages for the second. After two, the router queues."""
 NUM_TOKENS = 300
 ROUNDS = 2
 SEEN_S = 120.0
@@ -42,7 +42,7 @@ def cluster(folder: Path) -> Iterator[RunningCluster]:
 
 
 class Leaver:
-    """A client on a socket of its own."""
+    """Client with its own socket."""
 
     def __init__(self, cluster: RunningCluster, seed: int, prompt_len: int) -> None:
         body = {"model": "recall", "prompt": chain_prompt(prompt_len, LINK_LEN, seed=seed), "max_tokens": NUM_TOKENS}
@@ -56,29 +56,29 @@ class Leaver:
 
     @property
     def num_tokens(self) -> int:
-        """Chunks with tokens that have come."""
+        """Return the number of received chunks with tokens."""
         with suppress(BlockingIOError):
             self._received += self._socket.recv(1 << 20)
         return self._received.count(TOKEN)
 
     def leave(self) -> int:
-        """The tokens that it had."""
+        """Disconnect. Return the number of tokens received."""
         num_tokens = self.num_tokens
         self._socket.close()
         return num_tokens
 
 
 class Leaving:
-    """Every phase with a client of its own, who leaves when the phase is seen."""
+    """One client per phase, which disconnects when the phase is observed."""
 
     def __init__(self, cluster: RunningCluster, folder: Path) -> None:
         self._cluster, self._folder = cluster, folder
         self.num_tokens: dict[str, list[int]] = {}
-        """That those had who left, by phase."""
+        """Tokens received before disconnecting, by phase."""
 
     @contextmanager
     def _in(self, phase: str, seed: int, prompt_len: int) -> Iterator[Leaver]:
-        """A client who leaves at the end of the context."""
+        """Yield a client that disconnects at the end of the context."""
         client = Leaver(self._cluster, seed, prompt_len)
         yield client
         self.num_tokens.setdefault(phase, []).append(client.leave())
@@ -87,26 +87,26 @@ class Leaving:
         self._cluster.wait_until(is_so, SEEN_S)
 
     def wait(self, seed: int) -> None:
-        """For pages, and in the router; decode is full."""
+        """Disconnect while decode is full: waiting for pages, and waiting in the router."""
         with self._in("waiting for pages", seed, TOO_MUCH):
             self._sees(lambda: self._cluster.replicas()["decode-0"]["load"]["num_waiting"])
             with self._in("waiting in the router", seed + 1, TOO_MUCH):
                 self._sees(lambda: metric(self._cluster, "baton_num_requests_waiting"))
 
     def compute(self, seed: int) -> None:
-        """Prefill is at work."""
+        """Disconnect while prefill computes."""
         with self._in("in prefill", seed, LARGE):
             self._sees(lambda: is_computing(self._cluster, "prefill-0"))
 
     def transfer(self, seed: int) -> None:
-        """A write takes seconds."""
+        """Disconnect during a write, which takes seconds."""
         num_proofs = len(proofs(self._folder))
         order(self._folder, Fault.DELAY, 1)
         with self._in("in transfer", seed, 60):
             self._sees(lambda: len(proofs(self._folder)) > num_proofs)
 
     def decode(self, seed: int) -> None:
-        """Some tokens have come."""
+        """Disconnect after some tokens."""
         with self._in("in decode", seed, 60) as client:
             self._sees(lambda: client.num_tokens >= 3)
 

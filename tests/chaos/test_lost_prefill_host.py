@@ -1,4 +1,4 @@
-"""Prefill on a host of its own, which is lost and wakes up when it has long been replaced."""
+"""Prefill's host is lost, and returns long after its replacement."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ def cluster(nodes: RayNodes) -> Iterator[RunningCluster]:
 
 
 def test_a_lost_host_is_replaced(cluster: RunningCluster, nodes: RayNodes) -> None:
-    """Streams whose prompts are computed see nothing of it; what wakes up is refused, and ends."""
+    """Streams with computed prompts are not affected. The returning start is refused and ends."""
     assert hosts(cluster, "prefill-0") == {AWAY}
     nodes.start(HOME, num_cpus=2)
     crowd = Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=1200)

@@ -1,4 +1,4 @@
-"""One replica of each role on real Ray: what is lost with the last replica or the router, and how it comes back."""
+"""One replica per role on real Ray: effects of losing the last replica or the router, and the recovery."""
 
 import time
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ CLIENTS = 4
 NUM_TOKENS = 300
 BEGIN_S = 300.0
 CUT_OFF = ("failed: RemoteProtocolError", "failed: ReadError")
-"""What a client sees whose server's process is gone."""
+"""Errors of clients whose server process has died."""
 AT_ONCE_S = 5.0
-"""For an answer that waits for nothing, on a machine that has much else to do."""
+"""Limit for an answer without any wait, on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def cluster() -> Iterator[RunningCluster]:
 
 
 def assert_refused_at_once(cluster: RunningCluster, missing: str) -> None:
-    """503 with Retry-After, by name of the role that has no replica."""
+    """Check for status 503 with Retry-After that names the role without a replica."""
     stream, start_s = Stream(5, seed=1), time.monotonic()
     stream.run(cluster.url)
     assert f"no {missing} replica is ready" in stream.end, stream.end
@@ -41,14 +41,14 @@ def assert_refused_at_once(cluster: RunningCluster, missing: str) -> None:
 
 
 def assert_serves(cluster: RunningCluster) -> None:
-    """A request is answered."""
+    """Check that a request is answered."""
     stream = Stream(20, seed=2)
     stream.run(cluster.url)
     assert stream.end == "right", f"{stream.end}\n{cluster.terminal.screen}"
 
 
 def is_known(client: BootstrapClient, incarnations: dict[str, int]) -> bool:
-    """Whether the service answers, and shows these starts as ready."""
+    """Return whether the service answers and shows these starts as ready."""
     try:
         replicas = client.table().replicas
     except PeerUnreachableError:
@@ -69,7 +69,7 @@ def test_the_only_decode_replica_is_killed(cluster: RunningCluster) -> None:
 
 
 def test_the_only_prefill_replica_is_killed(cluster: RunningCluster) -> None:
-    """Streams that decode go on; prompts that it was computing have nobody else who could."""
+    """Decode's streams continue. Prompts in computation have no other replica."""
     decoding = Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=500)
     prompts = Crowd.alike(cluster.url, CLIENTS, 20, seed=550, prompt_len=12_000)
     with decoding:

@@ -1,4 +1,4 @@
-"""Four times what decode can hold, and requests that are too large: some are refused at once, the rest is right."""
+"""Overload: with four times decode's capacity, some requests are refused immediately, and the rest is right."""
 
 from collections.abc import Iterator
 
@@ -32,13 +32,13 @@ def cluster() -> Iterator[RunningCluster]:
 
 
 def pool_tokens(cluster: RunningCluster) -> int:
-    """What the decode replica can hold."""
+    """Return the capacity of the decode replica in tokens."""
     entry = cluster.replicas()["decode-0"]
     return int(entry["load"]["total_pages"] * entry["rows"][0]["layout"]["page_size"])
 
 
 def status_of(cluster: RunningCluster, **body: object) -> int:
-    """What a request is answered with."""
+    """Return the status of a response."""
     answer = httpx.post(f"{cluster.url}/v1/completions", json={"model": "recall", **body}, timeout=60, trust_env=False)
     return answer.status_code
 

@@ -1,4 +1,4 @@
-"""A prefill rank stands still in a handoff and is not taken for lost: decode gives its pages up for new memory."""
+"""A prefill rank is stopped in a handoff and is not considered lost: decode trades its pages for new memory."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,13 +17,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full, pyte
 
 PATIENCE_S = 5.0
 SETTINGS = (
-    "resources.silence_s=600",  # nobody proves that the rank writes no more
+    "resources.silence_s=600",  # nobody proves that the rank has stopped writing
     f"transfer.transfer_timeout_s={PATIENCE_S:g}",
     "kv.memory_gib=0.15",
 )
 BEGIN_S, END_S = 300.0, 120.0
 CLIENTS, NUM_TOKENS = 4, 300
-"""Streams that are decoding meanwhile."""
+"""Streams that decode in the meantime."""
 PROMPT_LEN, PAGE_SIZE = 40_000, 64
 
 
@@ -34,18 +34,18 @@ def cluster() -> Iterator[RunningCluster]:
 
 
 def entry(cluster: RunningCluster, replica: str) -> dict[str, Any]:
-    """Of the table; what it says of nobody while there is none."""
+    """Return a replica's table entry, or an empty one while it is missing."""
     return cluster.replicas().get(replica, {"incarnation": 0, "rows": [], "load": Counter()})
 
 
 def having(cluster: RunningCluster, role: str, what: Callable[[dict[str, int]], bool]) -> list[str]:
-    """Replicas of a role of whose load this is true."""
+    """Return the replicas of a role whose load satisfies a condition."""
     replicas = cluster.replicas()
     return [name for name in replicas if name.startswith(role) and what(replicas[name]["load"])]
 
 
 def has_long_prompt(load: dict[str, int]) -> bool:
-    """By more than the half of its pages."""
+    """Return whether more than half of the pages are in use."""
     return load["total_pages"] - load["free_pages"] > PROMPT_LEN // PAGE_SIZE // 2
 
 

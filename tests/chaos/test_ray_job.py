@@ -1,4 +1,4 @@
-"""`ray job stop` under streams, and the same job again at once: nobody loses a request, and nothing is in its way."""
+"""`ray job stop` under load, and the same job again immediately: no request is lost, and no conflict occurs."""
 
 import os
 import subprocess
@@ -31,13 +31,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full, pyte
 CLIENTS = 4
 NUM_TOKENS = 300
 RAY_STOP_S = 300.0
-"""Ray's own processes take their time on a busy machine."""
+"""Limit for Ray's own processes, which are slow on a busy machine."""
 BEGIN_S = 300.0
 
 
 @pytest.fixture
 def env() -> Iterator[dict[str, str]]:
-    """Of every `ray` command, beside a Ray cluster that takes jobs."""
+    """Yield the environment of every `ray` command, with a Ray cluster that accepts jobs."""
     ports = {name: free_port() for name in ("--port", "--dashboard-port", "--ray-client-server-port")}
     url = f"http://127.0.0.1:{ports['--dashboard-port']}"
     with tempfile.TemporaryDirectory(prefix="br-", dir="/tmp", ignore_cleanup_errors=True) as folder:
@@ -54,7 +54,7 @@ def env() -> Iterator[dict[str, str]]:
 
 @contextmanager
 def job(name: str, port: int, env: dict[str, str]) -> Iterator[RunningCluster]:
-    """A cluster as a Ray job, until somebody ends it."""
+    """Run a cluster as a Ray job until somebody stops it."""
     submit = ["ray", "job", "submit", "--working-dir", ".", "--runtime-env", "deploy/job.yaml", "--submission-id", name]
     python = ["--", "python", "-m", "cluster.cli"]
     command = up_command("deploy/local-cpu.yaml", "test-job", port, "kv.memory_gib=0.25", program=[*submit, *python])
@@ -65,7 +65,7 @@ def job(name: str, port: int, env: dict[str, str]) -> Iterator[RunningCluster]:
 
 
 def stop(name: str, env: dict[str, str]) -> str:
-    """`ray job stop`; the proof that it happened."""
+    """Run `ray job stop`. Return the proof that it happened."""
     command = ["ray", "job", "stop", name]
     told = subprocess.run(command, env=os.environ | env, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert f"Job '{name}' was stopped" in told

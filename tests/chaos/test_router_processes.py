@@ -1,4 +1,4 @@
-"""Two router processes on real Ray: one of them dies under clients, and its port goes on answering."""
+"""Two router processes on real Ray: one of them dies under load, and its port keeps answering."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full, pyte
 
 NUM_TRIES = 20
 CLIENTS = 12
-"""The kernel deals connections out by chance; so many do not all go to one process."""
+"""Enough clients that the kernel, which distributes connections at random, does not give all to one process."""
 NUM_TOKENS = 300
 BEGIN_S = 300.0
 
@@ -28,7 +28,7 @@ def cluster() -> Iterator[RunningCluster]:
 
 
 def assert_all_serve(cluster: RunningCluster) -> None:
-    """Whichever process the connections go to."""
+    """Check that both processes answer requests."""
     for seed in range(NUM_TRIES):
         stream = Stream(3, seed=seed)
         stream.run(cluster.url)

@@ -1,4 +1,4 @@
-"""What goes wrong with pages and messages under the default checks of a CPU: nobody gets a wrong token, or waits."""
+"""Faulty pages and messages under a CPU's default checks: nobody gets a wrong token or waits."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ TIMES = 2
 SETTINGS = ("kv.memory_gib=0.25", "transfer.transfer_timeout_s=6")
 DONE_S = 60.0
 TOLD_S = 10.0
-"""Leaders tell what they have found with their heartbeats."""
+"""Limit for reports, which leaders send with their heartbeats."""
 CHANGES_PAGES = (Fault.DROP, Fault.TRUNCATE, Fault.FLIP)
 
 
@@ -29,12 +29,12 @@ def cluster(folder: Path) -> Iterator[RunningCluster]:
 
 
 def num_wrong_pages(cluster: RunningCluster) -> int:
-    """Pages that decode has found to be other than they were sent."""
+    """Return the number of pages that decode has found corrupted."""
     return int(cluster.replicas()["decode-0"]["load"]["wrong_pages"])
 
 
 def num_dropped(cluster: RunningCluster) -> int:
-    """Notifications that decode has counted as changing nothing."""
+    """Return the number of notifications that decode has dropped as duplicates."""
     return int(cluster.replicas()["decode-0"]["load"]["dropped"].get("Done", 0))
 
 
@@ -49,7 +49,7 @@ def test_transfers_go_wrong(cluster: RunningCluster, folder: Path, fault: Fault)
     recovery_s = before.wait_recovered(is_new=False)
     if fault in CHANGES_PAGES:
         cluster.wait_until(lambda: num_wrong_pages(cluster) > wrong, TOLD_S)
-    if fault is Fault.REPEAT:  # the last one's third copy goes with a notification that may not follow
+    if fault is Fault.REPEAT:  # the last third copy is sent with a notification that may not follow
         cluster.wait_until(lambda: num_dropped(cluster) >= dropped + 2 * TIMES - 1, TOLD_S)
     found = num_wrong_pages(cluster) - wrong
     proof = f"{proofs(folder)[-1]}; {TIMES} times; wrong pages found: {found}"

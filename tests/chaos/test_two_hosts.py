@@ -1,4 +1,4 @@
-"""Prefill on one host and decode on another, over Mooncake's TCP: the cable is cut for a moment, and for longer."""
+"""Prefill and decode on separate hosts with Mooncake over TCP: the network is cut briefly, and for longer."""
 
 import time
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.fakes.cluster import RunningCluster
 pytestmark = MARKS
 
 LONG_S, SILENCE = 4.0, "resources.silence_s=15"
-"""Longer than a lease, and too short to be taken for a lost host, though the first repeated packets come later."""
+"""Longer than a lease and shorter than the loss of a host, though the first retransmissions come later."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_a_long_cut_is_told_and_mended(cluster: RunningCluster) -> None:
 
 
 def test_a_lost_host_is_replaced(cluster: RunningCluster, nodes: RayNodes) -> None:
-    """It is the last test: the host that comes back is no longer used."""
+    """Runs last, because the returning host is not used again."""
     nodes.start(HOME, num_cpus=1)
     crowd = Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=1100)
     line = lose_host(cluster, "decode-0", crowd, Stream(20, seed=3))

@@ -1,4 +1,4 @@
-"""Two replicas of each role on real Ray: whatever is lost, every client gets the whole right answer."""
+"""Two replicas per role on real Ray: after any loss, every client gets its complete answer."""
 
 import subprocess
 import time
@@ -52,7 +52,7 @@ def test_a_decode_rank_that_stands_still_is_killed(cluster: RunningCluster) -> N
 
 
 def test_a_decode_rank_that_stands_still_for_a_moment_goes_on(cluster: RunningCluster) -> None:
-    """Its streams go on elsewhere, and whatever it has to say of them when it wakes up is too late."""
+    """The rank's streams continue elsewhere, and its messages after the pause are too late."""
     with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=350) as crowd:
         cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
         before, pid = Before(cluster, "decode-0"), pid_of(cluster, "decode-0")

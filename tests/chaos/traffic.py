@@ -1,4 +1,4 @@
-"""Clients of all sorts that go on asking, and a count of what became of their requests."""
+"""Continuous clients of all kinds, and a count of their requests by outcome."""
 
 import random
 import threading
@@ -14,16 +14,16 @@ from tests.fakes.recall_prompts import chain_prompt, recall_oracle
 SHORT, LONG = (30, 800), (2_000, 12_000)
 MOST_TOKENS = 60
 NUM_SAMPLED = 6
-"""Different requests that are drawn from the model, so that each is asked again and again."""
+"""Number of different sampled requests, so that each one is repeated."""
 PAUSE_S = 0.3
 TOLD = 20
-"""Most reasons that are kept."""
+"""Maximum number of recorded reasons."""
 
 
 class Traffic:
-    """Counts by outcome: ``right``, ``left`` on purpose, ``refused`` at once, ``failed``, ``wrong``, ``hung``.
+    """Number of requests by outcome: ``right``, ``left`` on purpose, ``refused``, ``failed``, ``wrong``, ``hung``.
 
-    A client that finds no router (``away``) asks again, and its request is not counted as one that failed.
+    A client that finds no router (``away``) tries again, which does not count as a failure.
     """
 
     def __init__(self, url: str, seed: int) -> None:
@@ -31,14 +31,14 @@ class Traffic:
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._sampled: dict[int, list[list[int]]] = {}
-        """What the model gave for a request that has a seed."""
+        """First answer to each seeded request."""
         self.counts: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()
         self.reasons: list[str] = []
 
     @contextmanager
     def clients(self, number: int) -> Iterator[None]:
-        """So many clients until the context ends, and the last answer has."""
+        """Run clients until the context ends and the last answer is complete."""
         self._ending.clear()
         threads = [threading.Thread(target=self._ask_on, args=[client], daemon=True) for client in range(number)]
         for thread in threads:
@@ -83,7 +83,7 @@ class Traffic:
         return answer if isinstance(answer, str) else _compare(answer, [recall_oracle(prompt, num_tokens)])
 
     def _choices(self, draw: random.Random) -> str:
-        """Random, but for the seed: whatever happens to it meanwhile, the same request has the same answer."""
+        """Return a seeded request's outcome. The same request always has the same answer."""
         number = draw.randrange(NUM_SAMPLED)
         prompt = [20 + number, *range(300, 500)]
         answer = self._post(prompt=prompt, max_tokens=20, temperature=1.5, n=1 + number % 3, seed=number)
@@ -94,7 +94,7 @@ class Traffic:
         return _compare(answer, expected)
 
     def _post(self, **fields: object) -> list[list[int]] | str:
-        """The tokens of every choice; or how it ended."""
+        """Return the tokens of every choice, or the outcome."""
         body = {"model": "recall", "ignore_eos": True, "return_token_ids": True, **fields}
         try:
             reply = httpx.post(f"{self._url}/v1/completions", json=body, timeout=HUNG_S, trust_env=False)

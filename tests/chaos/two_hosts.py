@@ -1,4 +1,4 @@
-"""Two hosts on one machine: a second network namespace behind a pair of virtual cables, and a Ray node on each side."""
+"""Two hosts on one machine: a second network namespace behind a veth pair, and a Ray node on each side."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def _ip(*arguments: str) -> None:
 
 @contextmanager
 def cable() -> Iterator[None]:
-    """The other host, reachable from this one; needs root."""
+    """Create the other host, reachable from this one. Requires root."""
     _ip("netns", "add", SPACE)
     try:
         _ip("link", "add", HOME_END, "type", "veth", "peer", "name", AWAY_END, "netns", SPACE)
@@ -39,7 +39,7 @@ def cable() -> Iterator[None]:
         ):
             _ip("-n", SPACE, *command)
         yield
-        # A name space goes some time after its name, and with it the cable.
+        # A namespace outlives its name for a while, and the link with it.
         _ip("link", "del", HOME_END)
     finally:
         _ip("netns", "del", SPACE)
@@ -47,7 +47,7 @@ def cable() -> Iterator[None]:
 
 @contextmanager
 def cut() -> Iterator[str]:
-    """No byte gets from one host to the other; gives the proof."""
+    """Cut the link between the hosts. Yield the proof."""
     _ip("-n", SPACE, "link", "set", AWAY_END, "down")
     try:
         with socket.socket() as probe:
@@ -63,7 +63,7 @@ def cut() -> Iterator[str]:
 
 
 def away_pid(address: str) -> int:
-    """The process that listens at ``tcp://host:port`` on the other host."""
+    """Return the process that listens at ``tcp://host:port`` on the other host."""
     shown = _listeners_away(address)
     found = re.search(r"pid=(\d+)", shown)
     assert found, f"nobody listens at {address}: {shown}"
@@ -71,7 +71,7 @@ def away_pid(address: str) -> int:
 
 
 def is_listened_away(address: str) -> bool:
-    """Whether any process listens there."""
+    """Return whether a process on the other host listens at the address."""
     return bool(_listeners_away(address))
 
 
@@ -81,13 +81,13 @@ def _listeners_away(address: str) -> str:
 
 
 def away_pids(name: str) -> list[int]:
-    """The processes of this name on the other host."""
+    """Return the processes with this name on the other host."""
     shown = subprocess.run(["ip", "netns", "pids", SPACE], capture_output=True, text=True, check=True).stdout
     return [pid for pid in map(int, shown.split()) if Path(f"/proc/{pid}/comm").read_text() == f"{name}\n"]
 
 
 class RayNodes:
-    """A Ray cluster whose nodes end with the context of ``ray_nodes``."""
+    """Ray cluster whose nodes end with the context of ``ray_nodes``."""
 
     def __init__(self, stack: ExitStack, folder: Path, env: Mapping[str, str]) -> None:
         self._stack, self._folder, self._env = stack, folder, env
@@ -95,14 +95,12 @@ class RayNodes:
         self._num_nodes = 0
 
     def start_head(self, num_cpus: int) -> None:
-        """The first node."""
         port = self.address.rpartition(":")[2]
         head = ["--head", f"--port={port}", f"--ray-client-server-port={self._client_port}"]
         head += [f"--temp-dir={self._folder}", "--include-dashboard=false"]
         self._start([], HOME, num_cpus, head)
 
     def start(self, host: str, num_cpus: int) -> None:
-        """One more node."""
         before = ["ip", "netns", "exec", SPACE] if host == AWAY else []
         self._start(before, host, num_cpus, [f"--address={self.address}"])
 
@@ -115,7 +113,7 @@ class RayNodes:
 
 @contextmanager
 def ray_nodes(num_cpus: int, num_away_cpus: int, env: Mapping[str, str] | None = None) -> Iterator[RayNodes]:
-    """A Ray node on each host, with changes of Ray's own settings."""
+    """Run a Ray node on each host, with changes to Ray's settings."""
     with tempfile.TemporaryDirectory(prefix="br-", dir="/tmp") as folder, ExitStack() as stack:
         nodes = RayNodes(stack, Path(folder), env or {})
         nodes.start_head(num_cpus)
@@ -125,7 +123,7 @@ def ray_nodes(num_cpus: int, num_away_cpus: int, env: Mapping[str, str] | None =
 
 @contextmanager
 def _node(before: Sequence[str], arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterator[None]:
-    """``ray start``, from the moment it is up to the end of the context, with everything it starts."""
+    """Run ``ray start`` in a context. On exit, end everything that it started."""
     ray = str(Path(sys.executable).with_name("ray"))
     command = [*before, ray, "start", "--block", "--disable-usage-stats", "--dashboard-agent-listen-port=0", *arguments]
     environ = {**os.environ, "RAY_AUTH_MODE": "disabled", **env}

@@ -1,4 +1,4 @@
-"""A running cluster before and after a fault: who is there, what is counted, and how long things take."""
+"""Running cluster before and after a fault: its members, its counters, and the time of each recovery step."""
 
 import time
 
@@ -13,26 +13,26 @@ RECOVERY_S = 240.0
 
 
 def metric(cluster: RunningCluster, name: str) -> int:
-    """A counter of the router."""
+    """Return a counter of the router."""
     lines = httpx.get(f"{cluster.url}/metrics", timeout=60, trust_env=False).text.splitlines()
     return int(float(next(line.split()[1] for line in lines if line.startswith(f"{name} "))))
 
 
 def pid_of(cluster: RunningCluster, replica: str, rank: int = 0) -> int:
-    """The process of one rank."""
+    """Return the process of one rank."""
     return listener_pid(cluster.replicas()[replica]["rows"][rank]["address"])
 
 
 def is_computing(cluster: RunningCluster, replica: str) -> bool:
-    """Whether it has a request under way."""
+    """Return whether the replica has a running request."""
     return bool(cluster.replicas()[replica]["load"]["num_running"] > 0)
 
 
 class Before:
-    """What the cluster was before a fault, and the clock since then."""
+    """State of the cluster before a fault, and the time since then."""
 
     def __init__(self, cluster: RunningCluster, victim: str) -> None:
-        """``victim`` is a replica, or nobody of the table."""
+        """Record the state. ``victim`` is a replica, or a name that is not in the table."""
         self._cluster, self._victim = cluster, victim
         self.incarnations = {name: entry["incarnation"] for name, entry in cluster.replicas().items()}
         self._retries = metric(cluster, "baton_request_retries_total")
@@ -42,23 +42,23 @@ class Before:
 
     @property
     def passed_s(self) -> float:
-        """Seconds since the fault."""
+        """Return the seconds since the fault."""
         return time.monotonic() - self._start_s
 
     def wait_detected(self) -> float:
-        """Seconds until the table had no ready replica of this start."""
+        """Return the seconds until the table had no ready replica of this start."""
         self._cluster.wait_until(self._is_missing, RECOVERY_S)
         return self.passed_s
 
     def wait_recovered(self, *, is_new: bool = True) -> float:
-        """Seconds until every replica was ready, the victim as another start if ``is_new``."""
+        """Return the seconds until every replica was ready. With ``is_new``, the victim must be a later start."""
         self._cluster.wait_until(if_answered(lambda: self._is_whole(is_new)), RECOVERY_S)
         return self.passed_s
 
     def line(
         self, scenario: str, crowd: Crowd, proof: str, detection_s: float | None, recovery_s: float | None
     ) -> Line:
-        """The report, with what the routers have counted if they are still the same."""
+        """Return the report, with the routers' counters if they are still the same processes."""
         times = {"detection_s": detection_s, "recovery_s": recovery_s}
         if listener_pids(self._cluster.url) != self._routers:
             return report(scenario, self._cluster, crowd, proof, **times)
@@ -81,7 +81,7 @@ class Before:
 
 
 def assert_all_right(cluster: RunningCluster, line: Line, crowd: Crowd) -> None:
-    """Every client has its whole answer, and no page is held."""
+    """Check that every client has its complete answer and that no page is in use."""
     ends = [stream.end for stream in crowd.streams]
     assert line.success == len(ends), f"{ends}\n{cluster.terminal.screen}"
     assert (line.failed, line.hung, line.leaked_pages) == (0, 0, 0)

@@ -124,7 +124,7 @@ class TestJobs:
         assert yaml.safe_load(CLUSTERS[name]["spec"]["runtimeEnvYAML"])["env_vars"] == environment["env_vars"]
 
     def test_its_head_is_one_that_sidecars_are_put_into(self, name: str) -> None:
-        """In this mode KubeRay refuses other restart policies and submitter templates."""
+        """KubeRay refuses other restart policies and submitter templates in this mode."""
         spec = CLUSTERS[name]["spec"]
         assert spec["submissionMode"] == "SidecarMode"
         assert not spec.keys() & {"submitterPodTemplate", "submitterConfig", "clusterSelector"}

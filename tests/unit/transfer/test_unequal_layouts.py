@@ -181,7 +181,7 @@ def test_ranks_with_the_same_heads_are_sent_every_page_between_them(pair: Pair) 
 @settings(deadline=None, max_examples=200)
 @given(pairs())
 def test_copies_of_a_head_take_turns(pair: Pair) -> None:
-    """If both sides hold every head equally often, each rank sends to one rank."""
+    """Each rank sends to one rank, if both sides hold every head equally often."""
     sizes, targets = pair.prefill[0].sizes, pair.decode[0].sizes
     for row in pair.prefill:
         found = receivers(row.transfer_mode, row.coords, row.sizes, pair.decode)

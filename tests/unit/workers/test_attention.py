@@ -1,4 +1,4 @@
-"""The torch backend against attention by definition, over keys with NaN in every slot it must not read."""
+"""The torch backend compared with reference attention. Every slot that it must not read is NaN."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -63,7 +63,7 @@ def tensors(num_queries: int, num_keys: int, dtype: torch.dtype = torch.float32)
 
 
 def seen(num_queries: int, num_keys: int) -> np.ndarray:
-    """The queries are the last tokens."""
+    """Return a mask in which the queries are the last tokens."""
     return np.tri(num_queries, num_keys, num_keys - num_queries, dtype=np.bool_)
 
 
@@ -135,7 +135,7 @@ def test_transients_do_not_grow_with_queries_times_context(monkeypatch: pytest.M
 def test_on_a_gpu_nobody_waits(
     key_lens: tuple[int, ...] | None, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything is made on the device: meta tensors have no content, and mix with no tensor that has."""
+    """Everything is created on the device: meta tensors have no content and cannot be mixed with other tensors."""
     monkeypatch.setattr(device, "on_device", lambda tensor, _: tensor.to("meta"))
     runs = (Run(0, 3, 5, 1), Run(1, 40, 6, 1), Run(2, 7, 1, 1), Run(3, 30, 1, 1))
     tables = [torch.empty(9, dtype=torch.int64, device="meta")] * 4

@@ -1,4 +1,4 @@
-"""Which backend a setting means on which device, in words where it cannot be had."""
+"""Choice of the attention backend for a setting and a device, and the errors if it is unavailable."""
 
 import sys
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""A step batch by hand, and put and attend over ranks (threads here) against the oracle."""
+"""A handmade step batch, and writing and attending on several ranks (threads) compared with the oracle."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +105,7 @@ scenarios = st.integers(1, 4).flatmap(
 def test_a_gpu_is_not_waited_for_in_a_step(
     strategy: Strategy, passing: Passing | None, in_background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors without content raise where something must be known of it; kernels take the place of plain torch."""
+    """Meta tensors raise if their content is needed. Kernels replace plain torch."""
     for module in (device, batch_module, exchange_module, ring_context):
         monkeypatch.setattr(module, "on_device", lambda tensor, _: tensor.to("meta"))
     kernels = SimpleNamespace(store_kv=lambda _pages, slots, kv: stored.append((len(slots), len(kv))))
@@ -133,7 +133,7 @@ def test_a_gpu_is_not_waited_for_in_a_step(
     assert context.gather_sampled(out).shape == (2, 4, 8)
     assert join_rows(exchange.group, batch.shards, out).shape == (7, 4, 8)
     num_rows = sum(num_rows for num_rows, _ in stored)
-    # Of page 8, which rank 0 owns, three of seven tokens are new.
+    # Three of seven tokens are new in page 8, which rank 0 owns.
     assert num_rows == 4 if passing else num_rows >= 7
     assert all(slots == rows for slots, rows in stored)
 
@@ -150,7 +150,7 @@ def test_any_chunks_strategy_passing_and_cp_equal_the_oracle(scenario: Scenario,
 @pytest.mark.parametrize("passing", [None, *Passing])
 @pytest.mark.parametrize("strategy", Strategy)
 def test_eight_ranks_equal_the_oracle(strategy: Strategy, passing: Passing | None) -> None:
-    """More ranks than tokens, then prefixes that some ranks own no page of."""
+    """First there are more ranks than tokens, then prefixes without pages on some ranks."""
     scenario = Scenario(((3, 1, 0), (0, 21, 2), (34, 1, 9)), strategy, 8, passing)
     check_scenario(scenario, on_thread_ranks(8, lambda group: ScenarioRun(scenario, group).run()))
 

@@ -1,4 +1,4 @@
-"""`baton bench engine` on the CPU: ratios to limits worked out by hand, and equal tokens from both engines."""
+"""`baton bench engine` on the CPU: ratios to limits calculated by hand, and equal tokens from both engines."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +18,7 @@ from workers.models.registry import parse_model_config
 
 LIMITS = DeviceLimits(device="none", flops_per_s=1e6, bytes_per_s=1e3)
 WEIGHTS = 2 * 256 * 64 + 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 96)
-"""Elements of the matrices of `tiny`."""
+"""Number of weights in the matrices of `tiny`."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def bench() -> Iterator[EngineBench]:
 
 
 def test_floors_of_a_known_model() -> None:
-    """Llama 3 8B, at 790 TFLOP/s and 4.3 TB/s."""
+    """Llama 3 8B at 790 TFLOP/s and 4.3 TB/s."""
     shape = SHAPES["Llama-3-8B"]
     assert shape.num_weights == pytest.approx(8_030_261_248, rel=1e-4)
     assert shape.prefill_flops(8192) == pytest.approx(1.49e14, rel=0.005)
@@ -60,7 +60,7 @@ def test_both_engines_say_the_same(bench: EngineBench, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["small", "tiny", "tied"])
 def test_a_shape_counts_the_weights_that_its_model_has(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Matrices alone; a tied embedding counts once."""
+    """Only matrices count, and a tied embedding counts once."""
     shapes: Any = SHAPES
     monkeypatch.setitem(shapes, "tied", replace(SHAPES["tiny"], family="qwen3", tied=True))
     shape: BenchShape = SHAPES[name]

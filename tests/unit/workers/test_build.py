@@ -1,4 +1,4 @@
-"""Assembly of a rank and of a worker's parts."""
+"""Construction of a rank and of a worker's parts."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,13 +29,13 @@ from workers.parallel.groups import exchange
 
 CP = 2
 SHAPE = ModelShape(num_layers=2, linear_flops=10**9, kv_flops=0, attention_flops=0, kv_row_bytes=16, q_row_bytes=16)
-"""Ten milliseconds a token in the first layer, beside which no exchange counts."""
+"""Shape with ten milliseconds per token in the first layer, compared with which no communication counts."""
 LONGEST = 100
 DECODE = make_row("decode-0", 0, sizes())
 
 
 def plan_of(*prompt_lens: int, **prefill: Any) -> StepPlan:
-    """The first step of a replica of two CP ranks that has got some prompts."""
+    """Return the first step of a replica with two CP ranks for some prompts."""
     config = DeployConfig.model_validate({"prefill": {"parallel": {"cp": CP}, **prefill}})
     spec = lone_worker(config, Role.PREFILL)
     layout = msgspec.structs.replace(LAYOUT, num_pages=64)
@@ -124,7 +124,7 @@ def test_mode_and_passing_are_those_of_the_file(mode: CpMode, passing: PassingSe
 
 @pytest.mark.parametrize(("mode", "num_tokens"), [(CpMode.GATHER, 120), (CpMode.RING, LONGEST)])
 def test_what_goes_round_in_a_step_is_no_more_than_of_one_prompt(mode: CpMode, num_tokens: int) -> None:
-    """So is the memory for it, which is measured with the longest one."""
+    """The longest prompt determines the measured memory."""
     plan = plan_of(60, 60, strategy=StrategySetting.ZIGZAG, mode=mode)
     assert sum(len(row.token_ids) for row in plan.scheduled) == num_tokens
 

@@ -1,4 +1,4 @@
-"""What a rank is credited with when it times itself is what it computes."""
+"""Self-measured work: a rank is credited with exactly what it computes."""
 
 from pathlib import Path
 

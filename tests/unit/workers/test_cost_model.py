@@ -1,4 +1,4 @@
-"""The cost model: more work never takes less time, balance wins where there is much, `none` where there is little."""
+"""The cost model: more work never takes less time, balanced strategies win for much work, `none` for little."""
 
 import dataclasses
 
@@ -80,7 +80,7 @@ def test_more_tokens_never_take_less_time(
     before_s = estimate(strategy, extends, prefixes, cp, passing=passing)
     grown = prefixes if longer_prefix else extends
     grown[at % len(grown)] += more
-    # Whole requests go to ranks greedily, which is within 4/3 of the best division and may jump inside of it.
+    # Whole requests are distributed greedily, which is within 4/3 of the optimum and can jump within this range.
     slack = 4 / 3 if strategy is Strategy.WHOLE_REQUEST else 1.0
     run_of_its_own_s = 2 * cp * (2 * cp + 1) * SHAPE.num_layers * RATES.run_s
     assert estimate(strategy, extends, prefixes, cp, passing=passing) * slack + run_of_its_own_s >= before_s
@@ -119,7 +119,7 @@ def test_contiguous_is_worse_than_zigzag_for_long_prompts(length: int, prefix: i
 
 
 def test_attention_alone_puts_contiguous_where_its_formula_does() -> None:
-    """Of two ranks the second has 3/4 of the causal pairs: efficiency 2/3, but for partly seen tiles."""
+    """The second of two ranks has 3/4 of the causal pairs, so the efficiency is 2/3, apart from partly masked tiles."""
     free = Rates(step_s=0, linear_flops_per_s=1e30, run_s=0, row_s=0, merge_row_s=0, exchange_s=0)
     free = dataclasses.replace(free, exchange_bytes_per_s=1e30)
     alone_s = estimate(Strategy.NONE, [1 << 16], [0], 1, free)
@@ -168,7 +168,7 @@ def test_a_forced_strategy_is_obeyed_and_estimated(strategy: Strategy) -> None:
 
 
 def test_many_equal_requests_need_not_be_cut() -> None:
-    """Two runs of each request on each rank cost more than they balance."""
+    """Two runs of each request on each rank cost more than the balance gains."""
     choice = choose(requests_of([64] * 64, [0] * 64), 4)
     assert choice.shape.strategy is Strategy.WHOLE_REQUEST
 
@@ -203,7 +203,7 @@ def test_what_need_not_be_hidden_is_attended_in_one_call() -> None:
 
 
 def test_each_passing_is_estimated_cheaper_where_it_moves_less() -> None:
-    """Few queries on a long prefix, then many on none; queries and KV of a token are of one size here."""
+    """First few queries with a long prefix, then many without one. Queries and KV of a token have equal sizes here."""
     few = {passing: estimate(Strategy.ZIGZAG, [64], [60_000], 4, passing=passing) for passing in Passing}
     many = {passing: estimate(Strategy.ZIGZAG, [30_000], [30_000], 4, passing=passing) for passing in Passing}
     assert few[Passing.PASS_Q] < few[Passing.PASS_KV]

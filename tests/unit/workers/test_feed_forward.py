@@ -1,4 +1,4 @@
-"""Feed-forward halves of a layer on every layout: each rank gets what one rank with everything computes."""
+"""Feed-forward layers in every layout: each rank gets the same result as one rank that computes everything."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -26,7 +26,7 @@ ROUTER_HIDDEN = 16
 
 
 def theirs_and_ours(family: str, num_experts: int, top_k: int, *, renormalize: bool) -> tuple[Any, ExpertRouter]:
-    """Two routers with the same table."""
+    """Return two routers with the same weights."""
     shape: dict[str, Any] = {"hidden_size": ROUTER_HIDDEN, "num_experts_per_tok": top_k}
     make: Any
     config: Any
@@ -100,7 +100,7 @@ LAYOUTS = [
 
 
 class Step(NamedTuple):
-    """The tokens of each attention shard, or those that all have."""
+    """Tokens of each attention shard, or the tokens that all shards have."""
 
     tokens: Sequence[Tensor]
     is_same: bool
@@ -111,7 +111,7 @@ class Step(NamedTuple):
 
 
 def step_of(parallel: ParallelConfig, lens: Sequence[int]) -> Step:
-    """Shards with the given lengths, in turn; without any, all have the same tokens."""
+    """Return a step with the given lengths in rotation. Without lengths, all shards have the same tokens."""
     num_shards = parallel.dp * parallel.cp
     generator = torch.Generator().manual_seed(num_shards)
     if not lens:
@@ -122,7 +122,7 @@ def step_of(parallel: ParallelConfig, lens: Sequence[int]) -> Step:
 
 
 def filled(block: Block) -> Block:
-    """Weights as a checkpoint would give them: drawn whole, by name, and cut for this rank."""
+    """Fill in weights as from a checkpoint: generated in full, by name, and sharded for this rank."""
     parts = {
         f"{path}.{name}": part
         for path, module in block.named_modules()
@@ -146,7 +146,7 @@ def dense(groups: ModelGroups) -> GatedMLP:
 def check(
     make: Callable[[ModelGroups], Block], parallel: ParallelConfig, step: Step, dispatch: MoeDispatch
 ) -> list[Block]:
-    """Every rank's block, after each was found to answer as one rank alone does."""
+    """Check that every rank's block gives the same result as a single rank. Return the blocks."""
 
     def run(groups: ModelGroups) -> tuple[Block, Tensor]:
         block, shard = make(groups), groups.global_rank // parallel.tp
@@ -163,7 +163,7 @@ def check(
 
 @pytest.fixture(params=[(3, 5, 0, 2), (4,), (0, 1), ()], ids=str)
 def lens(request: pytest.FixtureRequest) -> Any:
-    """Unequal, equal, some idle; and the same tokens everywhere."""
+    """Return unequal and equal lengths, with some idle shards, or None for the same tokens everywhere."""
     return request.param
 
 

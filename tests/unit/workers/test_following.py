@@ -1,4 +1,4 @@
-"""A rank that follows a leader on a device that goes on by itself; its steps end when the test says so."""
+"""Follower with an asynchronous device. Tests decide when its steps end."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ from workers.worker import Worker
 
 
 class Rank:
-    """Notes what becomes of steps; ``over`` are those that its device has computed."""
+    """Recorder of step events. ``over`` has the steps that the device has computed."""
 
     def __init__(self, inbox: Iterator[list[Message]]) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -43,7 +43,7 @@ class Rank:
         self.calls.append(("wait", step))
 
     def follow(self) -> list[tuple[str, int]]:
-        """Until the inbox has a Shutdown."""
+        """Follow until the inbox has a Shutdown."""
         reports = SimpleNamespace(count=lambda _: None, next=lambda *_, **__: None)
         clock: Any = SimpleNamespace(now_s=lambda: self.now_s)
         inbox: Any = SimpleNamespace(receive=self.receive, dropped={})
@@ -75,7 +75,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_is_not_waited_for_while_the_next_plan_may_come() -> None:
-    """Else that would be begun when the device has nothing to do any more."""
+    """Otherwise the next step would begin only after the device has become idle."""
 
     def inbox() -> Iterator[list[Message]]:
         yield [plan_of(1)]
@@ -107,7 +107,7 @@ def test_a_step_that_does_not_end_is_waited_for_where_a_watcher_sees_it() -> Non
 
 
 def test_a_tier_job_follows_the_steps_before_it() -> None:
-    """It may save what they compute."""
+    """The job may save pages that the steps compute."""
 
     def inbox() -> Iterator[list[Message]]:
         yield [plan_of(1), TierJob(job_id=7, kind=TierJobKind.SAVE, pages=[]), plan_of(2)]

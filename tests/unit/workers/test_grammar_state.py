@@ -1,4 +1,4 @@
-"""What a grammar leaves of a row's tokens, beside everything else that a request may ask."""
+"""Grammar constraints combined with all other sampling options."""
 
 import json
 import random
@@ -39,14 +39,14 @@ def state_of(grammars: Grammars, sampling: Sampling, output: bytes = b"") -> Sam
 
 
 def draw(state: SamplingState, position: int, likes: str | int = "!") -> Sampled:
-    """One token from logits that like one token most, then low ids."""
+    """Return a token sampled from logits that prefer one token, then low ids."""
     logits = -torch.arange(VOCAB_SIZE, dtype=torch.float32)[None] / 100
     logits[0, ord(likes) if isinstance(likes, str) else likes] = 9.0
     return begin_sample(logits, [state], [position]).wait()[0]
 
 
 def text_of(state: SamplingState, num_tokens: int, likes: str | int = "!", first: int = 0) -> str:
-    """Up to so many characters, and "$" for the end of the answer; "." where the grammar ended it."""
+    """Return up to a number of characters, with "$" at the end of the answer, or "." if the grammar ended it."""
     text = ""
     for position in range(first, first + num_tokens):
         drawn = draw(state, position, likes)

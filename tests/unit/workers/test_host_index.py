@@ -1,4 +1,4 @@
-"""Which pages of host memory go, and which stay."""
+"""Eviction of pages from host memory."""
 
 from workers.hicache.policy.host_index import HostIndex
 

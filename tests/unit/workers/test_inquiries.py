@@ -1,4 +1,4 @@
-"""Questions, commands and foreign messages to leaders."""
+"""Inquiries, commands and unexpected messages to leaders."""
 
 import pytest
 from msgspec.structs import replace
@@ -27,7 +27,7 @@ from workers.scheduler.leader import DpLeader
 
 
 def answers(pair: LeaderPair, *rooms: Room, incarnation: int = 1) -> list[Message]:
-    """Return what decode says when it is asked about these."""
+    """Return decode's reply to an inquiry about these rooms."""
     inquire = Inquire(rooms=list(rooms), sender=ME, incarnation=Incarnation(incarnation))
     return pair.tell(Role.DECODE, inquire)
 
@@ -114,7 +114,7 @@ def command(number: int, wanted: Wanted, *, of: int = 1, router: int = 1) -> Com
 
 
 def told(pair: LeaderPair, role: Role, *commands: Command) -> tuple[bool, list[int]]:
-    """Whether the replica drains then, and the numbers of its answers."""
+    """Return whether the replica drains afterwards, and the numbers of its replies."""
     answers = answers_of(pair.leaders[role], *commands)
     assert {(answer.replica, answer.incarnation) for answer in answers} <= {(f"{role}-0", 1)}
     return pair.leaders[role].load().draining, [answer.number for answer in answers]
@@ -147,7 +147,7 @@ def test_what_is_not_configured_is_refused(role: Role, wanted: Wanted) -> None:
 
 
 def tiered_leader(host_pages: int, backend: str) -> tuple[DpLeader, TierWorld]:
-    """A leader over the tiers of a world."""
+    """Return a leader over the tiers of a world."""
     world = world_of(backend=backend, device_pages=64, host_pages=host_pages)
     leader = LeaderPair().prefill
     leader.tiers = world.tiers
@@ -192,7 +192,7 @@ EARLIER = Incarnation(0)
 
 
 def pair_with_ticket() -> tuple[LeaderPair, Ticket]:
-    """Prefill has the request; decode's ticket is on its way."""
+    """Return a pair in which prefill has the request and decode's ticket is in flight."""
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
     pair.tell(Role.PREFILL, submit)

@@ -1,4 +1,4 @@
-"""Pages from host memory that join a step: who may begin before they are there, and until when they are held."""
+"""Host pages that are loaded during a step: which requests may begin early, and how long pages are held."""
 
 import msgspec
 import pytest
@@ -23,11 +23,11 @@ from workers.scheduler.steps import StepLimits, StepScheduler
 NUM_PAGES = 12
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 CACHED = len(PROMPT) // PAGE_SIZE
-"""Its whole pages."""
+"""Number of whole pages in the prompt."""
 
 
 class Prefill:
-    """A step scheduler over tiers whose orders wait to be answered."""
+    """Step scheduler over tiers whose jobs wait for the test."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Prefill:
         return [order for address, order in self.tiers.advance(0.0) if address == "0"]
 
     def remember(self, prompt: list[int]) -> None:
-        """In host memory alone."""
+        """Cache a prompt in host memory only."""
         sequence = self.add(prompt)
         while sequence.num_outputs == 0:
             self.commit(self.plan())
@@ -222,7 +222,7 @@ def test_pages_that_come_over_a_network_are_there_before_anything_is_computed() 
 
 
 def test_who_still_waits_for_copies_is_not_preempted() -> None:
-    """Its pages could be written to when they are another's."""
+    """Otherwise the load could write to pages that belong to another request."""
     prefill = Prefill(depth=2)
     prefill.remember([*range(30, 30 + 2 * NUM_PAGES - 3)])
     sequence = prefill.add([*range(30, 30 + 2 * NUM_PAGES - 3)], max_tokens=9)

@@ -1,4 +1,4 @@
-"""Layers of pages that come from host memory while a step reads them: each is waited for, and none before its turn."""
+"""Layerwise loads from host memory during a step: each layer is awaited, and no earlier than needed."""
 
 import threading
 from functools import partial

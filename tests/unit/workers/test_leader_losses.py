@@ -1,4 +1,4 @@
-"""What leaders do with requests that they refuse, and when other processes are lost."""
+"""Leaders' reactions to refused requests and to lost processes."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from tests.fakes.pages import allocate
 
 
 def tickets_of(pair: LeaderPair, *messages: Message) -> list[Room]:
-    """Rooms that the decode leader sends a ticket for when these arrive, in order."""
+    """Return the rooms for which decode issues tickets when these messages arrive, in order."""
     return [said.room for said in pair.tell(Role.DECODE, *messages) if isinstance(said, Ticket)]
 
 
 def drained(pair: LeaderPair, room: Room) -> tuple[Message, ...]:
-    """The request is cancelled, and prefill says that it writes no more."""
+    """Cancel the request and report that prefill has drained."""
     incarnation = Incarnation(1)
     said = Drained(room=room, prefill=pair.prefill_peer, decode_incarnation=incarnation)
     return Cancel(room=room, incarnation=incarnation), said
@@ -122,9 +122,9 @@ def test_ranks_hear_once_of_a_decode_replica_that_is_gone() -> None:
 
 
 def test_too_much_quarantine_ends_the_replica_when_nothing_else_is_at_hand() -> None:
-    """Prefill never answers the Revoke: time alone frees nothing, but in the end there are new pages elsewhere.
+    """Prefill never answers the Revoke. Time alone does not free pages, but restarting the replica provides new ones.
 
-    That is, beyond the half second in which bytes settle here.
+    The half second in which bytes settle has passed.
     """
     pair = LeaderPair(num_pages=10)
     decode = pair.decode

@@ -1,4 +1,4 @@
-"""Pages that later tokens see for a while only: which are needed, cached, and freed."""
+"""Pages that later tokens need only for a while: which are kept, cached and freed."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ def allocator_of(num_pages: int, window: int | None = 6) -> PageAllocator:
 
 
 def computed(allocator: PageAllocator, num_pages: int) -> PageLists:
-    """The pages of a request that has gone on page by page, and freed what it passed."""
+    """Return the pages of a request that has grown page by page and freed the pages outside its window."""
     pages = allocator.allocate([(num_pages, 0)] * 2)
     for done in range(1, num_pages + 1):
         allocator.share(pages, KEYS[:done], done - 1)
@@ -66,7 +66,7 @@ def test_a_prefix_is_continued_where_the_cache_has_all_that_its_next_token_sees(
 def test_without_a_page_of_the_window_a_prefix_ends_before_it() -> None:
     allocator = allocator_of(12)
     pages = computed(allocator, 6)
-    # The passed pages of the window are the least recently used.
+    # The window's freed pages are the least recently used ones.
     assert len(allocator.allocate([(2, 0)])[0]) == 2
     assert [allocator.count_cached(KEYS[:length]) for length in range(7)] == [0, 0, 0, 0, 4, 5, 6]
     assert allocator.count_cached(KEYS[:3]) == len(allocator.find(KEYS[:3])[0]) == 0

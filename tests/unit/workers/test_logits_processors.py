@@ -1,4 +1,4 @@
-"""What requests change in their logits, against transformers' processors; and what sampling tells about them."""
+"""Logits processors compared with transformers', and errors for invalid parameters."""
 
 import math
 from collections.abc import Sequence
@@ -112,7 +112,7 @@ def test_tokens_that_were_drawn_count_at_once() -> None:
     logits[0, 20], logits[0, 21] = 1.0, 0.3
     states = [state_of(Sampling(frequency_penalty=0.2, bad_words=[[20, 21, 20]]), output=[])]
     drawn = [sample(logits.clone(), states, [position])[0].token_id for position in range(7)]
-    # 20 falls by 0.2 a draw to 0.2, below the 0.3 of 21; then it is banned once, and 21 wins at 0.1.
+    # 20 falls by 0.2 per token to 0.2, below the 0.3 of 21. Then it is banned once, and 21 wins at 0.1.
     assert drawn == [20, 20, 20, 20, 21, 21, 20]
 
 

@@ -1,4 +1,4 @@
-"""A work loop that stands still ends its process, by looks that were missed, and nothing else does."""
+"""A hung work loop ends its process after several missed checks, and nothing else does."""
 
 import logging
 import signal
@@ -20,7 +20,7 @@ LOOK_S = 0.01
 
 
 def make_watch(heartbeat: Heartbeat, limit_s: float = 5.0) -> LoopWatch:
-    """One that looks when it is told to."""
+    """Return a watch that checks only on request."""
     return LoopWatch(heartbeat, "decode-0 rank 1", limit_s, threading.Event().set, look_s=1.0)
 
 
@@ -76,7 +76,7 @@ with LoopWatch(Heartbeat(), "decode-0 rank 1", 1.0, end_process, look_s=0.1):
 
 
 def run_step(num_tenths: int) -> subprocess.Popen[str]:
-    """A process whose loop is in one step for so long, and may be for a second."""
+    """Run a process with one long step, for which a second is allowed."""
     command = [sys.executable, "-c", STEP.format(num_tenths=num_tenths)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -86,7 +86,7 @@ def run_step(num_tenths: int) -> subprocess.Popen[str]:
 
 def test_a_process_that_was_stopped_in_a_step_has_the_time_it_had() -> None:
     process = run_step(num_tenths=5)
-    time.sleep(0.25)  # some looks have missed a turn
+    time.sleep(0.25)  # some checks were late
     process.send_signal(signal.SIGSTOP)
     time.sleep(2.0)
     process.send_signal(signal.SIGCONT)
@@ -102,7 +102,7 @@ def test_a_process_in_an_endless_step_ends() -> None:
 
 
 class HungWorker:
-    """Its loop never moves; ``run`` returns when the process would have ended."""
+    """Worker whose loop hangs. ``run`` returns when the process would have ended."""
 
     def __init__(self, config: DeployConfig, ended: threading.Event) -> None:
         self.spec, self.heartbeat, self._ended, self.is_closed = (
@@ -113,12 +113,10 @@ class HungWorker:
         )
 
     def run(self, rows: list[object]) -> None:
-        """Hang."""
         assert rows == []
         assert self._ended.wait(LONG_S)
 
     def close(self) -> None:
-        """See Worker."""
         self.is_closed = True
 
 

@@ -1,4 +1,4 @@
-"""A rank that is gone shows as PeerLostError wherever another one needs it, so that only its own error is told."""
+"""A lost rank raises PeerLostError on its peers, so that only its own error is reported."""
 
 from collections.abc import Iterable
 from datetime import timedelta
@@ -91,7 +91,7 @@ def test_a_rank_that_is_gone_is_missed_in_groups_it_is_not_in() -> None:
 
 
 def test_a_rank_that_said_its_word_and_left_is_not_waited_for_in_what_comes_next() -> None:
-    """It has seen that a third one is gone, before this one came."""
+    """Rank 2 joined the group, then left because a third rank had failed."""
     store = HashStore()
     store.set("tp/0/here/1", "here")
     leave_store(store, 2)

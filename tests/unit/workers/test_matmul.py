@@ -1,4 +1,4 @@
-"""Packed weights, and products in fp32, give what plain ones do, however they are asked for."""
+"""Packed weights and fp32 products give the same results as plain ones, for any call."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from workers.layers.shard import replicated
 
 
 class Twin:
-    """The first of two TP ranks, of which the other has the same."""
+    """First of two TP ranks with equal data."""
 
     rank, size = 0, 2
 
@@ -32,7 +32,7 @@ def draw(*shape: int) -> torch.Tensor:
 
 @pytest.fixture(params=[True, False], ids=["bf16", "fp32"], autouse=True)
 def has_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """A processor that multiplies bf16, as far as oneDNN does on this one, and one that does not."""
+    """Processor that multiplies bf16, as far as oneDNN does on this one, and one that does not."""
     has_bf16 = request.param and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     monkeypatch.setattr(linear, "multiplies_bf16", lambda: has_bf16)
     return has_bf16

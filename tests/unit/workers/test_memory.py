@@ -1,4 +1,4 @@
-"""Pages from one memory to another: each where it belongs, no other touched."""
+"""Page copies between memories: every page reaches its slot, and no other slot changes."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_pages_are_where_they_belong(data: st.DataObject) -> None:
 
 
 def staged(layout: PoolLayout) -> PeerMemory:
-    """A pool of random bytes apart from its region, which is full of ones."""
+    """Return a pool of random bytes, separate from its region, which is full of ones."""
     region = Loopback().allocate(layout.pool_bytes + 100)
     torch.frombuffer(region.buffer, dtype=torch.uint8).fill_(1)
     pool = PagePool(layout, torch.randint(2, 256, (layout.pool_bytes,), dtype=torch.uint8))
@@ -64,7 +64,7 @@ def test_received_pages_come_from_the_host(pages: list[int]) -> None:
 
 
 def sent_pool(sent: list[int]) -> PagePool:
-    """The number of each page that was sent, and zeros elsewhere."""
+    """Return a pool with the number of each sent page, and zeros elsewhere."""
     pool = PagePool(LAYOUTS[1])
     for page in sent:
         pool.bytes[page] = page + 1
@@ -72,7 +72,7 @@ def sent_pool(sent: list[int]) -> PagePool:
 
 
 def received(size: int, pages: list[int]) -> list[PagePool]:
-    """The pool of every rank with the same heads, each of which is sent its part of the pages."""
+    """Return the pool of every rank with the same heads. Each rank has received its part of the pages."""
 
     def rank(group: Communicator) -> PagePool:
         pool = sent_pool([page for page in pages if page % size == group.rank])

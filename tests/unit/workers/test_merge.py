@@ -1,4 +1,4 @@
-"""Merging partials equals attending to all keys at once, in any order and grouping, with empty shards anywhere."""
+"""Merged partial results equal attention to all keys, in any order and grouping, with empty shards."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ seeds = st.integers(0, 1000)
 
 
 def attention(seed: int, keys: slice, scale: float = 1.0) -> Partial:
-    """Attention of some queries over part of 12 keys, in float64 and by definition."""
+    """Return reference attention in float64 for some queries and part of 12 keys."""
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(SHAPE, generator=generator, dtype=torch.float64) * scale
     key, value = torch.randn(2, 12, *SHAPE[1:], generator=generator, dtype=torch.float64)

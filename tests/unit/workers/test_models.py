@@ -1,4 +1,4 @@
-"""The decoder against transformers, weights and config from the same folder, attention by a dense fake."""
+"""The decoder compared with transformers: weights and config from the same folder, attention from a dense fake."""
 
 from collections.abc import Callable
 from functools import cache
@@ -36,7 +36,7 @@ Pair = tuple[DecoderModel, PreTrainedModel]
 
 @pytest.fixture(scope="module")
 def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
-    """Our model and transformers', from one random checkpoint; made once for equal arguments."""
+    """Return our model and transformers' for one random checkpoint. Equal arguments share it."""
 
     @cache
     def make(family: str, dtype: torch.dtype = torch.float32, rope: str | None = None, **overrides: Any) -> Pair:
@@ -179,7 +179,7 @@ def test_dynamic_rope_answers_beyond_the_original_length_equal_generate(pair_of:
 
 
 def test_dynamic_rope_prompts_beyond_the_original_length_are_chunk_independent(pair_of: Callable[..., Pair]) -> None:
-    """Where a paged engine must part from transformers: there, the whole prompt turns by its final length."""
+    """A paged engine must differ from transformers here, which rotates the whole prompt by its final length."""
     ours, theirs = pair_of("llama", rope="dynamic", max_position_embeddings=49)
     whole = our_logits(ours, PROMPT)
     torch.testing.assert_close(our_logits(ours, PROMPT, [30, 30, 36]), whole, atol=1e-5, rtol=0)
@@ -188,7 +188,7 @@ def test_dynamic_rope_prompts_beyond_the_original_length_are_chunk_independent(p
 
 @pytest.fixture
 def raw_config() -> dict[str, Any]:
-    """The least that a config.json must say."""
+    """Return the smallest valid config.json."""
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "vocab_size": 256,

@@ -1,6 +1,6 @@
-"""The native backend against attention by definition in float64: any shapes, strides, pages and runs.
+"""The native backend compared with reference attention in float64: any shapes, strides, pages and runs.
 
-For each kind of processor that this one can run.
+The tests run for each kind of processor that this one supports.
 """
 
 import numpy as np
@@ -46,13 +46,13 @@ def check_bf16(result: Partial, expected: Partial) -> None:
 def by_definition(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run, scale: float | None = None
 ) -> Partial:
-    """One run's queries over the keys of its request ``[tokens, heads, dim]``."""
+    """Return attention of one run's queries to the keys of its request ``[tokens, heads, dim]``."""
     positions = run.first_position + np.arange(run.count) * run.step
     return masked_attention(query, key, value, positions[:, None] >= np.arange(len(key)), scale)
 
 
 class Pages:
-    """Requests in the pages of one pool, whose other slots are NaN; ``gap`` dims lie between two heads' rows."""
+    """Requests in the pages of one pool, whose other slots are NaN. ``gap`` dims separate the rows of two heads."""
 
     def __init__(self, lengths: list[int], kv_heads: int, head_dim: int, page_size: int, gap: int, seed: int) -> None:
         counts = [-(-length // page_size) for length in lengths]
@@ -71,7 +71,7 @@ class Pages:
 
 @st.composite
 def some_runs(draw: st.DrawFn) -> tuple[list[Run], list[int]]:
-    """Runs of up to three requests, in any order, and the requests' lengths."""
+    """Return runs of up to three requests in any order, and the requests' lengths."""
     runs, lengths = [], []
     for number in range(draw(st.integers(1, 3))):
         count, step = draw(st.sampled_from([(1, 1), (1, 1), (7, 3), (40, 1), (150, 2), (300, 1)]))

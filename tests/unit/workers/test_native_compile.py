@@ -1,4 +1,4 @@
-"""How the native library comes to be: once, whole, and never a reason not to start. The compiler is a stand-in."""
+"""Build of the native library: once, atomic, and its failure never prevents a start. The compiler is a fake."""
 
 import logging
 import os
@@ -35,14 +35,14 @@ print(compiled_library(Compiler("c++", Kind("any", (), ()))))
 
 @pytest.fixture(autouse=True)
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of programs with a compiler in it, on a CPU that has all it takes, and an empty cache."""
+    """Return a folder with a compiler, on a CPU with all required features, with an empty cache."""
     folder = tmp_path / "bin"
     folder.mkdir()
     set_compiler(folder, COMPILER)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(native, "KINDS", (KIND,))
-    monkeypatch.setattr(registry._log, "disabled", False)  # import-linter switches off loggers that it finds
+    monkeypatch.setattr(registry._log, "disabled", False)  # import-linter disables loggers
     return folder
 
 
@@ -116,7 +116,7 @@ def test_another_users_code_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def fastest(device: str, dtype: torch.dtype) -> AttentionBackend:
-    """What ``auto`` takes."""
+    """Return the backend that ``auto`` selects."""
     return registry.choose_backend(AttentionSetting.AUTO, torch.device(device), dtype).backend
 
 

@@ -1,4 +1,4 @@
-"""Native rows against plain torch, bit by bit: any sizes, strides and numbers, for each kind of processor."""
+"""Native elementwise kernels equal plain torch bit by bit: any sizes and strides, for each kind of processor."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ def library(request: pytest.FixtureRequest) -> Library:
 
 
 def draw(seed: int, *shape: int, gap: int = 0) -> torch.Tensor:
-    """Numbers of many sizes, with ``gap`` others between two rows."""
+    """Return numbers of many magnitudes, with ``gap`` others between rows."""
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randn(*shape[:-1], shape[-1] + gap, generator=generator)
     return (wide * torch.exp(wide.flip(-1) * 2)).bfloat16()[..., : shape[-1]]
@@ -43,7 +43,7 @@ def norm(seed: int, size: int) -> RMSNorm:
 
 
 def check_norm(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Bits may differ by the last one where a sum of squares was added up in another order."""
+    """Compare bits. The last one may differ, because sums of squares may be computed in another order."""
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=0.0)
     assert (found != expected).sum() <= 0.02 * expected.numel() + 1

@@ -1,4 +1,4 @@
-"""Storage that is away when a worker starts: the worker starts all the same, and has storage as soon as that comes."""
+"""Storage that is unavailable when a worker starts: the worker starts without it and connects later."""
 
 import threading
 from collections.abc import Callable
@@ -18,7 +18,7 @@ PAGES = [page_of(0)]
 
 
 class Opener:
-    """Fails until it has been told what to give."""
+    """Opener that fails until a test gives it a result."""
 
     def __init__(self) -> None:
         self.backend: StorageBackend | None = None

@@ -1,4 +1,4 @@
-"""What is computed while rows are under way: of that only the order of things can tell, since results are the same."""
+"""Overlap of communication and compute, observed in the order of events, since results do not depend on it."""
 
 from collections.abc import Callable, Sequence
 
@@ -36,7 +36,7 @@ class Awaited(CompletedWork):
 
 
 class SilentPeers:
-    """A group whose other members send nothing: it only notes what is begun and awaited."""
+    """Group whose other members send nothing. It records started and awaited transfers."""
 
     def __init__(self, events: list[str], *, in_background: bool) -> None:
         self._events, self.in_background = events, in_background
@@ -56,8 +56,7 @@ class SilentPeers:
     def barrier(self) -> CompletedWork:
         raise AssertionError
 
-    def leave(self) -> None:
-        """Nobody waits."""
+    def leave(self) -> None: ...
 
     def _begin(self) -> CompletedWork:
         self._events.append("sent")
@@ -68,7 +67,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, AttentionParams], Partial]
 
 
 class NotedAttention:
-    """Notes what is attended."""
+    """Backend that records the attended keys."""
 
     def __init__(self, events: list[str]) -> None:
         self._events, self._backend = events, TorchAttention()
@@ -103,7 +102,7 @@ class Noted:
 def context_of(
     events: list[str], cp: int, passing: Passing | None = None, *, in_background: bool = True
 ) -> StepContext:
-    """Of the last rank, whose queries see keys of every other."""
+    """Return the context of the last rank, whose queries see keys of all other ranks."""
     num_pages = (PREFIX_LEN + NEW_LEN) // PAGE_SIZE
     pool = kv_pool(cp * num_pages, HEADS, 1, PAGE_SIZE, DIM, torch.float32)
     batch = build_step_batch(

@@ -1,4 +1,4 @@
-"""The pool's memory layout, and that a write lands where a view of the layer reads it."""
+"""The pool's memory layout: a write lands where a view of the layer reads it."""
 
 import pytest
 import torch

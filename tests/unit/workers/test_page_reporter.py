@@ -1,4 +1,4 @@
-"""News that leaders send of what they cache, and to whom."""
+"""KV events that leaders send, and their receivers."""
 
 import pytest
 from hypothesis import given
@@ -31,7 +31,7 @@ def ask(peer: Peer, incarnation: int = 3) -> SubscribeKvEvents:
 
 
 def cached(allocator: PageAllocator, tokens: list[int]) -> None:
-    """A computed prefix, left to the cache."""
+    """Leave a computed prefix in the cache."""
     pages = allocate(allocator, len(tokens) // PAGE_SIZE)
     allocator.keep([pages], page_keys(tokens, PAGE_SIZE))
 

@@ -1,4 +1,4 @@
-"""Pages that peers reach in a GPU's own memory, and by way of the host where they cannot."""
+"""Peers' access to pages in GPU memory, direct or through the host."""
 
 import logging
 import sys
@@ -29,7 +29,7 @@ LAYOUT = row(Role.PREFILL, 0, 1, num_pages=5).layout
 PAGE = LAYOUT.page_bytes
 MODULE = "transfer.backends.mooncake"
 HERE = torch.device("cpu")
-"""In the place of a GPU: the pool is in memory of its own."""
+"""Stand-in for a GPU: the pool has separate memory."""
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> FakeFabric:
     monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
     monkeypatch.setitem(sys.modules, "mooncake.engine", engine)
     monkeypatch.setitem(sys.modules, MODULE, ModuleType(MODULE))
-    del sys.modules[MODULE]  # is made anew with this engine, and forgotten afterwards
+    del sys.modules[MODULE]  # it is imported again with this engine, and removed afterwards
     monkeypatch.delenv("MC_FORCE_TCP", raising=False)
     return fabric
 
@@ -155,7 +155,7 @@ def test_closed_pages_are_reached_by_nobody(fabric: FakeFabric) -> None:
 
 
 def test_pages_of_peers_are_read_right_into_the_pool(fabric: FakeFabric) -> None:
-    """Of tiers, where each CP rank has a part of the host pages."""
+    """The tiers' host pages are divided over the CP ranks."""
     backends = [backend_of(), backend_of()]
     made = [opened(backend) for backend in backends]
     hosts = [backend.allocate(4 * PAGE) for backend in backends]
@@ -186,7 +186,7 @@ def test_pages_of_peers_are_read_right_into_the_pool(fabric: FakeFabric) -> None
 
 
 def test_rdma_without_a_card_is_refused(fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine would go over TCP, and take a GPU's memory for its own."""
+    """The engine would fall back to TCP and treat GPU memory as host memory."""
     monkeypatch.setenv("MC_FORCE_TCP", "1")
     with pytest.raises(UserError, match="MC_FORCE_TCP is set"):
         backend_of()

@@ -1,4 +1,4 @@
-"""What the GPU's runtime is told of host memory, which is told of once, and forgotten before it goes."""
+"""Registration of host memory with the GPU's runtime: once, and revoked before the memory is freed."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
 
 
 class Runtime:
-    """Of the registered ranges, as CUDA keeps them."""
+    """Registered ranges, as CUDA keeps them."""
 
     def __init__(self) -> None:
         self.ranges: dict[int, int] = {}

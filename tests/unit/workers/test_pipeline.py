@@ -1,4 +1,4 @@
-"""A pipeline of stages: hidden states pass through it, weights are read in parts, and it waits no more than it must."""
+"""A pipeline of stages: hidden states pass through, each stage reads its weights, and stages rarely wait."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +95,7 @@ def test_chunks_of_a_long_prompt_leave_little_more_of_a_bubble_than_equal_ones(
 
 
 class CutPrompts:
-    """Prompts as the scheduler of a pipeline cuts them."""
+    """Prompts in the chunks of a pipeline's scheduler."""
 
     def __init__(self, chunk_tokens: int, attention_flops: int, fixed_s: float) -> None:
         self._shape, self._rates = replace(SHAPE, attention_flops=attention_flops), Rates(step_s=fixed_s)
@@ -104,14 +104,14 @@ class CutPrompts:
         self.full_s = self.work_s(0, chunk_tokens)
 
     def work_s(self, prefix_len: int, count: int) -> float:
-        """Of tokens behind a prefix, on all layers."""
+        """Return the work for tokens after a prefix, on all layers."""
         token_s = self._shape.linear_flops / self._rates.linear_flops_per_s + self._rates.row_s
         pairs = count * prefix_len + count * count / 2
         pair_s = self._shape.attention_flops / self._rates.attention_flops_per_s
         return self._shape.num_layers * (count * token_s + pairs * pair_s)
 
     def run(self) -> list[list[tuple[int, int]]]:
-        """The prefix and the tokens of each row, step by step, until nothing is left."""
+        """Return the prefix and token count of each scheduled request, step by step, until nothing is left."""
         steps = []
         while (plan := self.steps.run_step()) is not None:
             steps.append([(row.first_position, len(row.token_ids)) for row in plan.scheduled])
@@ -153,7 +153,7 @@ def test_steps_that_prompts_share_are_as_full(prompts: CutPrompts, lengths: list
     for rows in steps:
         shares = [count / prompts.chunk(prefix_len) for prefix_len, count in rows]
         assert sum(shares) <= 1 + 1e-9
-        # What is left of a step is less than a token of anybody's.
+        # The rest of a step is less than any request's next token.
         assert sum(shares) >= 1 - 1 / min(prompts.chunk(prefix_len) for prefix_len, _ in rows) - 1e-9
 
 

@@ -1,4 +1,4 @@
-"""Allocator and prefix tree against a model that remembers whole prefixes and the time each was last used."""
+"""Allocator and prefix tree compared with a model that records whole prefixes and their last use."""
 
 from collections.abc import Iterable
 
@@ -21,7 +21,7 @@ def prefixes_of(tokens: list[int]) -> list[Prefix]:
 
 
 class Model:
-    """Slow and plain: prefixes of tokens, no keys, no tree, no order."""
+    """Slow and simple model: prefixes of tokens without keys, tree or order."""
 
     def __init__(self, num_pages: int, num_owners: int) -> None:
         self.num_pages, self.num_owners = num_pages, num_owners
@@ -41,7 +41,7 @@ class Model:
         return set(range(self.num_pages)) - held - set(self.cached.values())
 
     def count(self, pages: Iterable[int]) -> list[int]:
-        """By owner."""
+        """Count pages by owner."""
         owners = [page % self.num_owners for page in pages]
         return [owners.count(owner) for owner in range(self.num_owners)]
 
@@ -54,7 +54,7 @@ class Model:
         return pages
 
     def evict(self, counts: list[int]) -> None:
-        """For each owner in turn, its oldest idle prefix with all that begins like it, until there are enough."""
+        """Evict each owner's oldest idle prefix with all its extensions, until enough pages are free."""
         before = self.count(self.cached.values())
         for owner, count in enumerate(counts):
             while before[owner] - self.count(self.cached.values())[owner] < count:
@@ -82,13 +82,13 @@ class Model:
 
 
 class Pair:
-    """The real thing and its model, driven together."""
+    """Product and model, driven together."""
 
     def __init__(self, pages_per_owner: int, num_owners: int) -> None:
         self.allocator = PageAllocator(pages_per_owner, PrefixTree(num_owners), num_owners)
         self.model = Model(pages_per_owner * num_owners, num_owners)
         self.num_shared: list[int] = []
-        """Of each sequence of the model, as ``share`` told it last."""
+        """Number of shared pages for each sequence of the model, from its last ``share``."""
 
     def start(self, tokens: list[int]) -> None:
         allocator, model = self.allocator, self.model
@@ -186,7 +186,7 @@ def test_a_page_that_somebody_reads_is_not_evicted() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), max_size=6), st.integers(1, 4))
 def test_every_owner_holds_its_part_of_each_request(requests: list[tuple[int, int]], num_owners: int) -> None:
-    """The memory of one rank is 1 / n of the whole, but for one page a request."""
+    """One rank's memory is 1 / n of the total, plus up to one page per request."""
     allocator = PageAllocator(240, num_owners=num_owners)
     held: list[int] = []
     for count, base in requests:

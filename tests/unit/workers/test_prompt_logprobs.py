@@ -1,4 +1,4 @@
-"""Scores of prompt tokens: the right rows, a few at a time."""
+"""Log-probabilities of prompt tokens: the right rows, in small batches."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ VOCAB_SIZE, HIDDEN = 7, 3
 
 
 class FakeModel:
-    """A head alone; it notes how many rows it was given at once."""
+    """Model with a head only. It records the number of rows in each call."""
 
     def __init__(self) -> None:
         self.config = SimpleNamespace(vocab_size=VOCAB_SIZE)

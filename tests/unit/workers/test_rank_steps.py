@@ -1,4 +1,4 @@
-"""Steps of one rank, and what its heartbeat and its reports say of them."""
+"""Steps of one rank, and its statistics in heartbeats and traces."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ LAYERS = "layers that are stored"
 
 
 class FakeParts:
-    """Rank, runner, step, sender, tier worker and clock in one; notes calls and where the loop says to be."""
+    """Rank, runner, step, sender, tier worker and clock in one. It records calls and the reported phase."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -127,7 +127,7 @@ def test_the_oldest_step_ends_first_while_the_next_one_is_begun(parts: FakeParts
 
 
 def test_time_that_two_steps_were_under_way_counts_once(steps: RankSteps) -> None:
-    """The clock goes on by a second at each look."""
+    """Each call of the clock advances it by a second."""
     steps.begin(plan_of(3))
     steps.begin(plan_of(4))
     assert [steps.end().seconds, steps.end().seconds] == [2.0, 1.0]
@@ -206,7 +206,7 @@ def model_of(parallel: ParallelConfig, rank: int, num_layers: int = 2) -> tuple[
 
 
 def compute(model: nn.Module, *tokens: int) -> None:
-    """Count tokens of each local expert, in every layer."""
+    """Count tokens for each local expert, in every layer."""
     for block in model.children():
         assert isinstance(block, MoeBlock)
         block.experts.loads += torch.tensor(tokens)

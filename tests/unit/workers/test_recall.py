@@ -1,4 +1,4 @@
-"""The recall checkpoint: codes, tokenizer, template, files, and answers by transformers and by our decoder."""
+"""The recall checkpoint: codes, tokenizer, template, files, and answers from transformers and from our decoder."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ def models(folder: Path) -> dict[torch.dtype, PreTrainedModel]:
 
 
 def answer(model: PreTrainedModel, prompt_ids: list[int], num_tokens: int) -> list[int]:
-    """Greedy tokens of transformers; fewer than `num_tokens` where the model stops by itself."""
+    """Return greedy tokens from transformers. There are fewer than ``num_tokens`` if the model stops by itself."""
     with torch.inference_mode():
         out = generate(model, torch.tensor(prompt_ids), num_tokens)
     token_ids: list[int] = out[len(prompt_ids) :].tolist()
@@ -70,7 +70,7 @@ def answer(model: PreTrainedModel, prompt_ids: list[int], num_tokens: int) -> li
 
 
 def reply(models: dict[torch.dtype, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, *messages: str) -> list[int]:
-    """The answer to messages, user and assistant in turn."""
+    """Return the answer to a conversation of user and assistant messages."""
     turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]
     prompt_ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     return answer(models[torch.float32], all_of(int, prompt_ids), 30)

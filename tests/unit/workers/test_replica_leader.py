@@ -1,4 +1,4 @@
-"""Several DP ranks behind one leader: who gets a request, what is one step, and which word goes where."""
+"""Several DP ranks with one leader: assignment of requests, formation of steps, routing of messages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ TIERS = tier_state(host_pages=10, used_host_pages=3, num_pinned=1)
 
 @dataclass
 class FakeLeader(DpLeader):
-    """Remembers what it is told, and plans what is put into ``plans``."""
+    """Leader that records messages, and returns the plans in ``plans``."""
 
     outgoing: list[tuple[str, Message]] = field(default_factory=list)
     must_end: str = ""

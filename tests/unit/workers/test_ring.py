@@ -1,4 +1,4 @@
-"""What goes round a group of ranks: blocks of any lengths, and partials on their way home."""
+"""Ring communication in a group: blocks of any length, and partial results that return to their queries."""
 
 import time
 
@@ -29,7 +29,7 @@ rounds = st.integers(1, 5).flatmap(
 @settings(deadline=None, max_examples=60)
 @given(rounds, st.integers(0, 3))
 def test_every_rank_sees_every_other_block_once_nearest_first(lens_of_rounds: list[list[int]], kept: int) -> None:
-    """``kept`` rows of a rank's own block stay where they are."""
+    """``kept`` rows of a rank's own block do not move."""
     size = len(lens_of_rounds[0])
 
     def go_round(group: Communicator) -> list[list[tuple[int, Tensor]]]:
@@ -60,7 +60,7 @@ def test_nothing_is_sent_when_no_rank_has_anything() -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4))
 def test_partials_come_home_in_the_order_of_the_queries(counts: list[int]) -> None:
-    """Rank r finds 100 * r + query for each query."""
+    """Rank r returns 100 * r + query for each query."""
     order = torch.randperm(sum(counts))
     homes = torch.split(order, counts)
 
@@ -79,7 +79,7 @@ def test_partials_come_home_in_the_order_of_the_queries(counts: list[int]) -> No
 
 
 class _SlowWork(UncalledBackend):
-    """A backend with nothing but a barrier, which takes 1 s to start and 5 s to wait for, on a clock of its own."""
+    """Backend with a barrier only, which takes 1 s to start and 5 s to wait for, on its own clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

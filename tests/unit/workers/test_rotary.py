@@ -1,4 +1,4 @@
-"""Frequencies, angles and scales of every RoPE variant, against transformers' own rotary module, bit for bit."""
+"""Frequencies, angles and scales of every RoPE variant equal transformers' rotary module bit for bit."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def our_rotary(parameters: dict[str, Any]) -> RotaryEmbedding:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_step_makes_nothing_on_the_host(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that records it could not copy it."""
+    """A GPU could not copy it during capture."""
     ours = our_rotary(VARIANTS[variant])
     monkeypatch.setattr(rotary, "_exponents", lambda _: pytest.fail("made in a step"))
     ours(torch.arange(2 * MAX_LEN), torch.float32)

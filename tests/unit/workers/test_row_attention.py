@@ -1,4 +1,4 @@
-"""Keys in rows: which piece a (query, key) pair is in, and attention over them by definition."""
+"""Attention to contiguous keys: the tile of each (query, key) pair, compared with reference attention."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ Seen = NDArray[np.bool_]
 
 
 def places(runs: list[Run]) -> NDArray[np.int64]:
-    """(request, position) of every row."""
+    """Return (request, position) of every row."""
     rows = [(run.request, run.first_position + j * run.step) for run in runs for j in range(run.count)]
     return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
@@ -31,7 +31,7 @@ def seen_by_definition(queries: list[Run], keys: list[Run], window: int | None =
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[list[Run], list[Run], list[int]]:
-    """The runs of two ranks of a plan, which may be one, and the lengths of prefixes."""
+    """Return the runs of two ranks, perhaps the same one, and the lengths of prefixes."""
     requests = draw(st.lists(st.tuples(st.integers(0, 23), st.integers(0, 12)), min_size=1, max_size=4))
     extend_lens, prefix_lens = zip(*requests, strict=True)
     cp = draw(st.integers(1, 5))
@@ -42,14 +42,14 @@ def plans(draw: st.DrawFn) -> tuple[list[Run], list[Run], list[int]]:
 
 @st.composite
 def rank_pairs(draw: st.DrawFn) -> tuple[list[Run], list[Run]]:
-    """The queries of one rank of a plan, and as keys a part of each prefix and the new rows of another rank."""
+    """Return one rank's queries, and as keys a part of each prefix and another rank's new rows."""
     mine, theirs, prefix_lens = draw(plans())
     owned = [draw(st.integers(0, prefix)) for prefix in prefix_lens]
     return mine, [*(Run(number, 0, count, 1) for number, count in enumerate(owned)), *theirs]
 
 
 def new_rows() -> st.SearchStrategy[tuple[list[Run], list[Run]]]:
-    """The queries of one rank of a plan, and as keys the new rows of another rank."""
+    """Return one rank's queries, and as keys another rank's new rows."""
     return plans().map(lambda plan: plan[:2])
 
 
@@ -97,7 +97,7 @@ def test_runs_of_different_steps_that_overlap_are_our_own_bug() -> None:
 def masked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scale: float | None = None
 ) -> Partial:
-    """Attention in float64 over ``[rows, heads, dim]``; the usual scale for None."""
+    """Return attention in float64 over ``[rows, heads, dim]``. None means the usual scale."""
     query, key, value = (x.double() for x in (query, key, value))
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->qhk", query, key) * (query.shape[2] ** -0.5 if scale is None else scale)

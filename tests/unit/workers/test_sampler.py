@@ -1,4 +1,4 @@
-"""Sampling: what the filters leave, and a race that depends on seed, position and token alone."""
+"""Sampling: the filters, and an exponential race that depends on seed, position and token only."""
 
 import math
 from collections import Counter
@@ -77,7 +77,7 @@ def test_draws_follow_the_likelihoods_transformers_computes(name: str) -> None:
     seed=st.integers(0, 99),
 )
 def test_what_is_kept_equals_a_full_ranking(top_k: int, top_p: float, levels: int, num_ranked: int, seed: int) -> None:
-    """However few tokens are ranked at first, and also where many are equal."""
+    """The result does not depend on how many tokens are sorted at first, even with many ties."""
     scores = (some_logits(4, seed) * levels).round() / levels
     scores -= scores.amax(dim=-1, keepdim=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -89,7 +89,7 @@ def test_what_is_kept_equals_a_full_ranking(top_k: int, top_p: float, levels: in
         ranked = sorted(scores[row].double().tolist(), reverse=True)[: top_k or None]
         mass, total, least = 0.0, sum(map(math.exp, ranked)), ranked[0]
         for score in ranked:
-            # Where the mass so far is top-p to within rounding, either answer is right.
+            # If the mass equals top-p except for rounding, both results are right.
             assume(top_p == 1 or abs(mass - top_p * total) > 1e-5 * total)
             if top_p < 1 and mass >= top_p * total:
                 break
@@ -172,7 +172,7 @@ def test_seed_and_position_both_matter() -> None:
 
 
 def test_what_was_drawn_leaves_for_the_host_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step may be begun before anybody waits, and would hold up a copy that is started then."""
+    """Otherwise the copy would wait for the next step, which can begin before anybody reads the tokens."""
     events: list[str] = []
 
     class OnGpu(Tensor):
@@ -217,7 +217,7 @@ def exponentials(seed: int, num_rows: int = NUM_ROWS, vocab_size: int = LARGE_VO
 
 
 def test_the_bits_are_those_of_splitmix64() -> None:
-    """In plain Python's own arithmetic."""
+    """The expected bits come from plain Python arithmetic."""
     mask = (1 << 64) - 1
     key = key_of(7, 3)
     for token_id, found in enumerate(sampler._exponentials(torch.tensor([key]), 50)[0].tolist()):
@@ -263,7 +263,7 @@ def test_only_what_has_weight_wins() -> None:
 
 
 def test_rounding_changes_a_draw_as_seldom_as_it_changes_likelihoods() -> None:
-    """Not once for every border between two tokens of the vocabulary, of which one is always near."""
+    """A draw is not affected by the borders between tokens of the vocabulary, one of which is always close."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(NUM_ROWS, LARGE_VOCAB_SIZE, generator=generator)
     change = 1e-3

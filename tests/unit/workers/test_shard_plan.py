@@ -1,4 +1,4 @@
-"""Every strategy partitions every batch exactly, joins back, and balances as its formula says."""
+"""Every strategy partitions every batch exactly, can be joined again, and balances according to its formula."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def positions(run: Run) -> list[int]:
 
 
 def work(plan: ShardPlan) -> list[int]:
-    """Keys seen by all queries of each rank."""
+    """Return the number of keys seen by each rank's queries."""
     return [sum(position + 1 for run in runs for position in positions(run)) for runs in plan.runs]
 
 

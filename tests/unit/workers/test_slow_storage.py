@@ -1,4 +1,4 @@
-"""Storage that is only slow: it is asked few questions, and neither a request nor the end of a worker waits for it."""
+"""Slow storage receives few queries, and neither requests nor the end of a worker wait for it."""
 
 import queue
 import threading
@@ -21,7 +21,7 @@ PAGES = [page_of(number) for number in range(4)]
 
 
 class CountingStorage(FileStorage):
-    """Every question takes long and is counted."""
+    """Storage whose slow queries are counted."""
 
     delay_s = 0.0
 
@@ -133,7 +133,7 @@ class FakeCopier:
 
 
 class ReportingOutbox(FakeOutbox):
-    """Keeps what was sent."""
+    """Outbox that records messages."""
 
     def __init__(self) -> None:
         self.sent = queue.SimpleQueue[TierJobResult]()

@@ -1,4 +1,4 @@
-"""The shape of a step equals what the ranks' shard plans and batches give."""
+"""The shape of a step equals the ranks' shard plans and batches."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ STRATEGIES, PASSINGS, SIZES = st.sampled_from(Strategy), st.sampled_from([None, 
 def expected_lens(
     requests: list[Request], strategy: Strategy, passing: Passing | None, cp: int
 ) -> tuple[list[int], list[int]]:
-    """Count tokens of each CP rank, and those with queries in the last layer, from the ranks' own tokens."""
+    """Count each CP rank's tokens, and those with queries in the last layer, from the ranks' own tokens."""
     plan = make_shard_plan(
         strategy, [len(request.token_ids) for request in requests], [request.prefix_len for request in requests], cp
     )
@@ -115,7 +115,7 @@ def test_a_decode_step_needs_no_shard_plan(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("is_loading", [False, True])
 def test_a_step_that_waits_for_pages_is_not_decode(monkeypatch: pytest.MonkeyPatch, *, is_loading: bool) -> None:
-    """Otherwise one DP rank would compute what the others replay."""
+    """Otherwise one DP rank would compute while the others replay."""
     steps = StepScheduler(PageAllocator(4), StepLimits(PAGE_SIZE, 8, 8), undivided)
     load = TierJob(job_id=1, kind=TierJobKind.LOAD, pages=[]) if is_loading else None
     monkeypatch.setattr(steps.holders, "take_layerwise_load", lambda: load)

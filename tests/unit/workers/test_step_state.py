@@ -1,4 +1,4 @@
-"""What a rank keeps of requests and of steps whose tokens are still in flight."""
+"""Per-rank state of requests, and of steps whose tokens are still in flight."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from workers.parallel.collectives import Communicator
 
 
 class Moments:
-    """Those of a GPU's stream, which has computed a step when somebody has waited for one after it."""
+    """Events of a GPU stream. A step is complete once a later event has been awaited."""
 
     def __init__(self) -> None:
         self.num_awaited = 0
@@ -55,7 +55,7 @@ def plan_of(*, samples: bool) -> StepPlan:
 
 @pytest.mark.parametrize("samples", [True, False])
 def test_a_step_is_over_when_its_writes_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, samples: bool) -> None:
-    """Else pages would be given to a peer while it still writes to them. What is drawn comes behind all writes."""
+    """Otherwise a peer could get pages that are still being written. Sampling follows all writes."""
     moments = Moments()
     monkeypatch.setattr(runner_module, "event_on", moments.on)
     begun = runner_of(make_checkpoint(tmp_path, "llama"), Communicator("tp")).begin(plan_of(samples=samples))
@@ -65,7 +65,7 @@ def test_a_step_is_over_when_its_writes_are(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_no_rank_ends_a_step_before_all_have_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without samples the last layer has no sums: a rank could still write when the leader takes the step for over."""
+    """Steps without sampling end without a reduction, so a rank could write after the leader's end of the step."""
     folder = make_checkpoint(tmp_path, "llama")
 
     def compute(tp: Communicator) -> list[bool]:

@@ -1,4 +1,4 @@
-"""The step scheduler against a model whose next token is a function of the whole sequence so far."""
+"""The step scheduler with a model whose next token is a function of the whole sequence so far."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -46,13 +46,13 @@ def sequence(
 
 
 class Ranks:
-    """Followers that have tokens in pages, as told by plans, and check that plans are consistent."""
+    """Followers with tokens in pages according to the plans, which they check for consistency."""
 
     def __init__(self) -> None:
         self.tokens: dict[Room, list[int]] = {}
         self.pages: dict[Room, list[int]] = {}
         self.drawn: dict[Room, int] = {}
-        """In the newest step."""
+        """Sampled tokens of the latest step."""
 
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
         for room in plan.releases:
@@ -102,7 +102,7 @@ def test_outputs_do_not_depend_on_chunks_batches_preemptions_or_steps_under_way(
     penalty: float,
     max_context_tokens: int | None,
 ) -> None:
-    """Every third request looks back where there is a penalty."""
+    """Every third request has a penalty that depends on earlier tokens."""
     depth = 2 if runs_ahead else depth
     allocator = PageAllocator(-(-num_pages // num_owners), num_owners=num_owners)
     limits = StepLimits(
@@ -146,7 +146,7 @@ def answered(prompt: list[int], max_tokens: int, stops: range) -> list[int]:
 
 
 def test_a_request_is_not_passed_for_ever_by_those_that_take_the_pages_of_one_owner() -> None:
-    """There are pages enough for all of them, but not with the owner whose pages all of them begin with."""
+    """There are enough pages in total, but not at the owner of everybody's first page."""
     allocator = PageAllocator(4, num_owners=4)
     steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, 64, 8, depth=40), undivided)
     steps.add(sequence(1, [1], 1))
@@ -178,7 +178,7 @@ def test_the_newest_sequence_gives_its_pages_back_when_the_pool_runs_dry() -> No
 
 
 def test_the_last_to_come_of_the_least_urgent_is_preempted_though_others_got_their_pages_later() -> None:
-    """Room 0 is the oldest and starts again, behind the others; room 2 came before room 3 and is less urgent."""
+    """Room 0 is the oldest and starts again after the others. Room 2 arrived before room 3 and is less urgent."""
     steps = StepScheduler(PageAllocator(8), StepLimits(PAGE_SIZE, 64, 8), undivided)
     holders = steps.holders
     priorities = [0, 0, 1, 0]
@@ -272,7 +272,7 @@ def test_a_step_follows_tokens_that_are_not_drawn_yet_unless_a_draw_looks_back()
 
 
 def test_prompts_without_room_beside_each_other_take_turns() -> None:
-    """The urgent one, which comes late, has every other step, and so has the one that was there."""
+    """The urgent prompt, which arrives late, gets every other step, like the earlier prompt."""
     limits = StepLimits(PAGE_SIZE, 8, 8, max_context_tokens=64)
     allocator = PageAllocator(64)
     steps = StepScheduler(allocator, limits, undivided)
@@ -293,7 +293,7 @@ def test_prompts_without_room_beside_each_other_take_turns() -> None:
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 1.0])
 def test_the_oldest_have_their_share_on_average(share: float) -> None:
-    """In a ring, too, where all have room beside each other."""
+    """The share also holds in ring mode, where all prompts fit into a step."""
     tokens = []
     for max_context_tokens in (None, 10_000):
         limits = StepLimits(PAGE_SIZE, 8, 8, share, max_context_tokens=max_context_tokens)

@@ -1,4 +1,4 @@
-"""Stored pages: whole and right, or not there, whatever is done to the files."""
+"""Stored pages are complete and right, or absent, after any change to the files."""
 
 import errno
 import hashlib

@@ -1,4 +1,4 @@
-"""The soft limit of a folder: what is swept, and what is left alone."""
+"""The soft limit of a storage folder: what is removed and what is kept."""
 
 import fcntl
 import os
@@ -53,7 +53,7 @@ def test_a_sweep_leaves_the_most_recently_used_objects(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_prompt_goes_before_its_beginning(tmp_path: Path) -> None:
-    """This holds although its pages are written, and read, from the first one on."""
+    """The order holds although a prompt's pages are written and read from the first one on."""
     storage = files(tmp_path)
     prompt = [StorageObject(f"n/{depth:02}", [memoryview(bytearray(SIZE))], depth) for depth in range(15)]
     for _ in range(3):

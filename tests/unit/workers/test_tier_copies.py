@@ -1,4 +1,4 @@
-"""Pages between a device and host memory: each in its place, no other touched, whether they are staged or not."""
+"""Page copies between device and host memory: every page reaches its slot, no other slot changes, staged or not."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ ONE_GROUP = kv_geometry()
 
 
 class Replica:
-    """Ranks whose pages are full of different bytes."""
+    """Ranks whose pages have different bytes."""
 
     def __init__(self, cp: int, ownership: KvOwnership, *, is_staged: bool, geometry: KvGeometry = ONE_GROUP) -> None:
         self.loopback = Loopback()
@@ -100,7 +100,7 @@ def test_layers_come_one_after_another(
     for pool in replica.pools[1:]:
         pool.bytes.copy_(replica.pools[0].bytes)
     before = replica.pools[0].bytes.clone()
-    # The host page of a place is one of its owner's.
+    # Each host page belongs to its owner's rank.
     saved = [page_of(place, place + 1, place % cp + cp * (place // cp)) for place in range(3)]
     replica.order("save", saved)
     wanted = [page_of(page.index, 6 - page.index, page.host or 0) for page in saved]
@@ -126,7 +126,7 @@ def test_layers_come_one_after_another(
 
 @pytest.mark.parametrize("of_peers", [False, True])
 def test_pages_of_peers_are_read_once_their_pages_in_the_region_are_free(*, of_peers: bool) -> None:
-    """What arrived there before may be on its way to the GPU yet."""
+    """Earlier pages in the region may still be on their way to the GPU."""
     replica = Replica(2, KvOwnership.REPLICATED, is_staged=True, geometry=kv_geometry(num_layers=2))
     calls: list[str] = []
     event: Any = SimpleNamespace(synchronize=lambda: calls.append("what was there is on the GPU"))
@@ -150,7 +150,7 @@ def test_sharded_pages_come_back_on_their_owners(*, is_staged: bool) -> None:
 
 
 def test_a_page_that_is_saved_leaves_its_place_in_the_region_alone() -> None:
-    """A peer may be writing there, for whoever has the page by now."""
+    """A peer may be writing to the page for its next owner."""
     replica = Replica(1, KvOwnership.REPLICATED, is_staged=True)
     before = bytes(replica.regions[0].buffer)
     replica.order("save", [page_of(0, 3, 1)])

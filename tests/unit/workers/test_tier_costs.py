@@ -1,4 +1,4 @@
-"""What a leader does on every turn stays small: it looks through its caches only after they have changed."""
+"""Cost of a leader's round: it searches its caches only after they have changed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from workers.hicache.policy.host_index import HostIndex
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[Any]:
-    """The calls of a method from now on."""
+    """Return the list of a method's calls from now on."""
     calls, method = list[Any](), getattr(owner, name)
 
     def call(*arguments: object) -> object:

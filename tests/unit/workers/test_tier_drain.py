@@ -1,4 +1,4 @@
-"""What a replica that may end soon stores of its caches, and when it has done so."""
+"""Storing the caches of a replica before its end, and the report of completion."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What leaders hold for their jobs comes free, and storage is given everything once, no faster than it may be."""
+"""Leaders' tier jobs: held pages are released, and every page is stored once, within the rate limit."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ KEYS = page_keys([0] * 8, PAGE_SIZE)
 
 
 def stored_world(**settings: Any) -> TierWorld:
-    """Storage has a prompt, and nothing else does."""
+    """Return a world with a prompt in storage only."""
     world = world_of(backend="files", **settings)
     world.submit([0] * 8)
     world.drain()
@@ -79,7 +79,7 @@ def test_host_pages_are_held_while_they_are_loaded_and_no_longer(*, fails: bool)
 
 
 class WriterAlone:
-    """A storage writer over host memory that is full, whose jobs are looked at."""
+    """Storage writer over full host memory, whose jobs can be inspected."""
 
     def __init__(self, policy: WritePolicy = WritePolicy.WRITE_THROUGH) -> None:
         self.host, self.jobs, self.breaker = HostIndex(len(KEYS), 1), TierJobs(1), Breaker()
@@ -290,7 +290,7 @@ def test_every_rank_tells_of_its_own_pages_and_of_storage() -> None:
     first, second = world.tiers.state().ranks
     assert (first.global_rank, second.global_rank) == (0, 1)
     assert first.host_pages == second.host_pages == first.used_host_pages == second.used_host_pages == 1
-    # The first prompt fills all of host memory, and each of the others needs one page of it.
+    # The first prompt fills all host memory, and each other prompt needs one page of it.
     assert [first.num_evicted, second.num_evicted] == [owners[1:].count(0), owners[1:].count(1)]
     assert 0 < first.num_evicted < 6
 
@@ -319,6 +319,6 @@ def test_what_was_under_way_when_storage_was_left_alone_makes_no_pause_longer() 
         assert breaker.is_open(now_s + pause_s - 0.1)
         assert not breaker.is_open(now_s + pause_s)
         now_s += pause_s
-        for _ in range(2):  # as many jobs are under way at once
+        for _ in range(2):  # the limit of jobs in flight
             breaker.note(now_s, is_success=False)
     assert breaker.num_opened == 5

@@ -1,4 +1,4 @@
-"""Pinned prompts stay in host memory, whatever pushes them out, and leave room for others."""
+"""Pinned prompts stay in host memory under any pressure, and leave room for others."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tiers against ranks that lag behind their leader, and fail: no page is ever found with the tokens of another."""
+"""Tiers with ranks that fail and lag behind their leader: no page is ever found with another page's tokens."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tiles: every (query, key) pair that is to be seen is in exactly one, whatever is split."""
+"""Tiles: every visible (query, key) pair is in exactly one, for any splits."""
 
 from collections import Counter
 from dataclasses import replace
@@ -43,7 +43,7 @@ def pairs_of_tiles(tiling: Tiling) -> Counter[tuple[int, int]]:
 
 
 def in_parts(made: list[Item], keys: int | None) -> list[Item]:
-    """Every segment in parts of so many keys."""
+    """Return every segment in parts of up to ``keys`` keys."""
     if keys is None:
         return made
     parts = [
@@ -93,7 +93,7 @@ def test_most_work_comes_first() -> None:
 
 
 def token(row: int, num_keys: int) -> Item:
-    """One that is decoded."""
+    """Return a decoded token."""
     return Item(row, 1, (Segment(0, 0, 0, num_keys, num_keys - 1, 0),))
 
 
@@ -110,7 +110,7 @@ def test_only_few_tiles_with_many_keys_are_split() -> None:
 
 @given(st.lists(st.integers(1, 200_000), min_size=1, max_size=40), st.sampled_from([1, 2, 8]))
 def test_no_program_has_much_more_than_the_others(lens: list[int], num_kv_heads: int) -> None:
-    """However long one request is beside the others."""
+    """The balance holds for any length of one request among others."""
     made = [token(row, num_keys) for row, num_keys in enumerate(lens)]
     share = fair_share(sum(lens), num_kv_heads)
     parts = split(made, 1, num_kv_heads, 64) or made

@@ -1,4 +1,4 @@
-"""Torch's process groups: what NCCL is told, and tensors that are not where a backend wants them."""
+"""Torch's process groups: the calls to NCCL, and tensors on devices that a backend does not support."""
 
 import threading
 from datetime import timedelta
@@ -18,9 +18,9 @@ RANK, SIZE = 1, 3
 
 
 class Group:
-    """Torch's group that moves nothing: it takes the arguments that NCCL's takes, and this notes the calls.
+    """Torch's group without transfers. It accepts NCCL's arguments and records the calls.
 
-    As with NCCL, what was coalesced without a transfer has no work.
+    As with NCCL, coalescing without a transfer returns no work.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ def test_a_sum_is_one_call(group: Group) -> None:
 
 
 def test_what_never_ends_is_left_alone(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a recorded sum is still held, or another group's kernel waits for a dead rank."""
+    """A captured collective may still be held, or another group's kernel may wait for a dead rank."""
     released = threading.Event()
     monkeypatch.setattr(torch_groups, "LEAVE_S", 0.05)
     monkeypatch.setattr(group, "abort", released.wait)
@@ -120,7 +120,7 @@ THERE = torch.device("meta")
 
 
 class Waiting:
-    """A work that notes that it was waited for."""
+    """Work that records that it was awaited."""
 
     waited = False
 
@@ -130,7 +130,7 @@ class Waiting:
 
 
 class Elsewhere:
-    """A backend that takes tensors of one device, and notes the calls."""
+    """Backend that accepts tensors on one device and records the calls."""
 
     in_background = True
 

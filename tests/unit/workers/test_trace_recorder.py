@@ -1,4 +1,4 @@
-"""Recording of traced requests: states, steps and what happens in them."""
+"""Recording of traced requests: states, steps and their details."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The order of turns, the budget of a step, and bounds on how long a sequence waits."""
+"""Priority order of requests, the budget of a step, and bounds on waiting times."""
 
 from dataclasses import replace
 from itertools import count
@@ -25,7 +25,7 @@ SHAPE = ModelShape(
 
 
 def order(sequences: list[tuple[int, int, int]]) -> list[int]:
-    """Arrivals by turn, of (priority, prefix, pending)."""
+    """Return the arrivals in scheduling order, from (priority, prefix, pending)."""
     ranks = [
         turn(priority=priority, arrival=arrival, prefix_len=prefix, pending_len=pending, chunk_tokens=CHUNK).sort_key
         for arrival, (priority, prefix, pending) in enumerate(sequences)
@@ -36,7 +36,7 @@ def order(sequences: list[tuple[int, int, int]]) -> list[int]:
 
 def test_equals_keep_the_order_in_which_they_came() -> None:
     assert order([(0, 0, 10)] * 100) == list(range(100))
-    # Lengths of one power of two of steps are alike.
+    # Lengths with the same power of two in steps are equal.
     assert order([(0, 0, 60), (0, 0, 5), (0, 0, 64)]) == [0, 1, 2]
     assert order([(0, 0, 3 * CHUNK), (0, 0, 2 * CHUNK)]) == [0, 1]
 
@@ -107,7 +107,7 @@ def test_a_budget_is_used_up_and_never_exceeded(
 def test_rows_see_no_more_together_than_one_may(
     wants: list[tuple[int, int]], max_context_tokens: int, share: float
 ) -> None:
-    """But somebody always has a turn, and whoever still fits has it as well."""
+    """One request always runs, and so does every other request that still fits."""
     budget = Budget(200, 20, lambda _: 200, max_context_tokens)
     budget.grant_share(Room(0), *wants[0], share)
     assert budget.granted[Room(0)] >= 1
@@ -142,7 +142,7 @@ def test_an_even_chunk_takes_as_long_behind_any_prefix(
     if pp == 1:
         full_s = max(full_s, 20 * (rates.step_s + 8 * (rates.run_s + rates.exchange_s)))
     count = chunk(prefix_len)
-    # More tokens than fit into a step would leave the first steps shorter than those behind them.
+    # More tokens than fit into a step would make the first steps shorter than the later ones.
     assert chunk(0) == chunk_tokens or (pp == 1 and chunk(0) > chunk_tokens)
     assert count == 1 or work_s(count - 0.51, prefix_len) <= full_s * (1 + 1e-9)
     assert work_s(count + 0.51, prefix_len) >= full_s * (1 - 1e-9)
@@ -173,9 +173,9 @@ def test_the_stage_with_one_layer_more_is_the_slowest() -> None:
 
 
 SHARE = 16
-"""Tokens of a step that belong to the oldest sequences, with the share that PrefillSteps has by default."""
+"""Tokens per step for the oldest sequences, with the default share of PrefillSteps."""
 LENGTHS = 3
-"""Powers of two of steps that prompts of up to 200 tokens take."""
+"""Number of powers of two in the steps of prompts with up to 200 tokens."""
 
 prompts = st.lists(st.tuples(st.integers(1, 200), st.integers(-3, 3)), min_size=1, max_size=6)
 
@@ -284,13 +284,13 @@ def test_an_urgent_sequence_is_seen_behind_any_number_of_others() -> None:
 def test_pages_come_to_who_waits_for_them_however_many_others_fit(
     wanted: int, running: list[int], rivals: list[tuple[int, int]]
 ) -> None:
-    """In a pool of 40 pages, under a stream of rivals that never ends."""
+    """The pool has 40 pages, and rivals never stop arriving."""
     num_pages = 40
     steps = PrefillSteps(num_pages=num_pages, chunk_tokens=CHUNK)
     before = [steps.add(pages * PAGE_SIZE) for pages in running]
     steps.run_step()
     waiting = steps.add(wanted * PAGE_SIZE, priority=1)
-    # Those before; what passes and what was there, at most two pools; the sequence itself.
+    # Earlier sequences, running and passing ones (at most two pools), and the sequence itself.
     work = sum(running) + 2 * num_pages + wanted
     most_ends = len(before) + 2 * num_pages + 1
     bound = steps.num_steps + -(-work * PAGE_SIZE // SHARE) + most_ends
@@ -318,7 +318,7 @@ def test_a_prompt_that_is_being_computed_is_waited_for_and_found_in_the_cache() 
     steps = PrefillSteps(chunk_tokens=CHUNK, prefix_cache=True)
     rooms = [steps.add(prompt) for _ in range(3)]
     steps.run()
-    # The two that waited have only the tokens after the last full page left, and compute them beside the first.
+    # The two waiting requests compute only the tokens after their last full page, in the first one's step.
     assert steps.num_computed == len(prompt) + 2 * 2
     assert {steps.ended[room] for room in rooms} == {5}
 
@@ -342,7 +342,7 @@ def test_no_page_is_computed_twice_while_the_cache_lasts(prompts: list[list[int]
     steps.run()
     assert steps.ended.keys() == rooms
     full = {tuple(prompt[:end]) for prompt in prompts for end in range(PAGE_SIZE, len(prompt) + 1, PAGE_SIZE)}
-    # What no page can be found for: the rest after the last full page, or the last page where nothing comes after it.
+    # Tokens without a cached page: the rest after the last full page, or the last page if nothing follows it.
     rests = sum(len(prompt) % PAGE_SIZE or PAGE_SIZE for prompt in prompts)
     assert steps.num_computed <= len(full) * PAGE_SIZE + rests
 

@@ -1,4 +1,4 @@
-"""Loading: every tensor arrives, in any file layout and dtype, and whatever does not fit is refused by name."""
+"""Loading weights: every tensor arrives from any file layout and dtype, and errors name each mismatch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ from workers.parallel.model_groups import ModelGroups
 
 Tensors = dict[str, Tensor]
 NO_BACKEND: Any = SimpleNamespace(in_background=False)
-"""Of a group in which nothing is computed."""
+"""Backend of a group in which nothing is computed."""
 
 
 def tp_rank(rank: int, tp: int) -> ModelGroups:
@@ -36,12 +36,12 @@ def tp_rank(rank: int, tp: int) -> ModelGroups:
 
 
 def tensors_of(model: DecoderModel) -> Tensors:
-    """What was loaded, by its name in the checkpoint."""
+    """Return the loaded tensors by name in the checkpoint."""
     return {name: part.target for name, part in model.weights().items()}
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], None]) -> Path:
-    """Apply `change` to the tensors of a folder with one file."""
+    """Apply ``change`` to the tensors of a folder with one file."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     change(tensors)
@@ -68,7 +68,7 @@ def test_shards_are_joined(tmp_path: Path) -> None:
 
 
 class Reads:
-    """Stands between the loader and the safetensors library, and counts the elements that are read."""
+    """Wrapper of the safetensors library that counts the elements read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.elements: dict[str, int] = {}

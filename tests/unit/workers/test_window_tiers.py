@@ -1,4 +1,4 @@
-"""Pages that later tokens see for a while only, below the device: what is found, loaded and fetched of them."""
+"""Window attention in the tiers below the device: which pages are found, loaded and fetched."""
 
 import random
 from collections import Counter
@@ -26,7 +26,7 @@ from workers.hicache.storage.page_store import HEADER_BYTES, PageStore
 from workers.memory.layerwise_load import LayerwiseLoad
 
 WINDOW = 2 * PAGE_SIZE + 1
-"""A token behind a full page sees two pages."""
+"""Window in which a token after a full page sees two pages."""
 TOKENS = list(range(8 * PAGE_SIZE))
 KEYS = page_keys(TOKENS, PAGE_SIZE)
 TAIL = [lifetime_key(key, 1) for key in KEYS[-2:]]
@@ -45,7 +45,7 @@ def world_of(policy: WritePolicy = WritePolicy.WRITE_THROUGH, **settings: Any) -
 
 
 def serve(world: TierWorld, tokens: list[int]) -> int:
-    """Return behind how many pages a request started, which has ended since."""
+    """Run a request to its end. Return the number of cached pages with which it started."""
     world.submit(tokens)
     world.drain()
     world.finish(0)
@@ -79,7 +79,7 @@ def test_without_a_page_of_the_window_a_shorter_prefix_comes(*, is_fresh: bool) 
 def test_a_window_comes_from_below_to_a_prefix_that_the_device_has() -> None:
     world = world_of()
     serve(world, TOKENS)
-    # The pages of the window go first.
+    # The window's pages are evicted first.
     world.allocator.free([page for pages in world.allocator.allocate([(16 + len(KEYS), 0)]) for page in pages])
     assert world.allocator.cached_keys() == KEYS
     assert world.allocator.count_cached(KEYS) == 0
@@ -157,7 +157,7 @@ def test_ranks_never_attend_to_a_page_of_others(policy: WritePolicy, cp: int, ow
 
 
 def windowed(num_heads: int = 2) -> KvGeometry:
-    """Every second layer has a window; one of each kind stores another head of two unlike parts."""
+    """Return a geometry with a window in every second layer. One layer of each kind has an extra two-part head."""
     base = two_groups(num_layers=4, num_heads=num_heads)
     groups = (
         key_value_group((0, 2), num_heads, 4, "float32"),
@@ -237,5 +237,5 @@ def test_only_the_groups_of_its_lifetime_are_stored_of_a_page_by_ranks_that_have
 
 
 def extra_bytes() -> int:
-    """Bytes of the head that both TP ranks have."""
+    """Return the bytes of the head that both TP ranks have."""
     return windowed().groups[2].bytes_per_token * windowed().page_size

@@ -1,11 +1,11 @@
-"""These tests run kernels in Triton's interpreter; tests/gpu runs the same cases on a GPU."""
+"""Tests of kernels in Triton's interpreter. tests/gpu runs the same cases on a GPU."""
 
 import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter() -> None:
-    # Imported late: Triton asks the environment when it is imported, which is set when the session begins.
+    # Imported late: on import, Triton reads an environment variable that is set when the session begins.
     from tests.fakes.interpreter import mend_interpreter
 
     mend_interpreter()

@@ -1,4 +1,4 @@
-"""The attention kernel, through its backend, against attention by definition in float64."""
+"""The attention kernel, through its backend, compared with reference attention in float64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every kernel compiles for an H200, fits its shared memory, and spills nothing where it multiplies. Needs no GPU."""
+"""Every kernel compiles for an H200, fits its shared memory, and spills no registers in matrix loops. Needs no GPU."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.fakes.kernel_launches import LAUNCHES
 ORDINARY = {"attention", "gate of experts", "copy of a pool", "decode of one head", "decode of narrow heads"}
 ANY_SIZE = {"merges of any length", "draws of any number"}
 USUAL = ORDINARY | ANY_SIZE
-"""Compiled in one process, for which most tests wait."""
+"""Kernels compiled in one process, which most tests share."""
 MOST_SPILLED_BYTES = {
     "attention of five heads each": 32,
     "decode of five heads each": 32,
@@ -25,8 +25,9 @@ MOST_SPILLED_BYTES = {
     "decode of pairs of wide heads": 8,
     "decode of three wide heads each": 24,
 }
-"""Others spill nothing. These put a few numbers away from before the keys until parts are joined, or while they are: so
-that one program more fits a multiprocessor, or since queries take all registers."""
+"""Kernels that may spill, with their limit in bytes. They save a few values before or during the loop over keys, which
+lets one more program run per multiprocessor, or because queries take all registers.
+"""
 
 
 def compiled(name: str) -> list[dict[str, Any]]:
@@ -35,7 +36,7 @@ def compiled(name: str) -> list[dict[str, Any]]:
 
 @cache
 def compiled_together(names: frozenset[str]) -> dict[str, list[dict[str, Any]]]:
-    """Compile in a process that does not interpret."""
+    """Compile kernels in a process that does not interpret them."""
     environ = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.fakes.kernel_launches", *sorted(names)]
     run = subprocess.run(
@@ -47,14 +48,14 @@ def compiled_together(names: frozenset[str]) -> dict[str, list[dict[str, Any]]]:
 
 
 def kernels_that_join() -> list[str]:
-    """For prompts and for decoded tokens."""
+    """Return the merging kernels for prompts and for decoded tokens."""
     kernels = [launch["asm"] for launch in compiled("attention") if launch["name"] == "_attend_kernel"]
     assert len(kernels) == 2
     return kernels
 
 
 def order_of(asm: str) -> tuple[list[str], list[int]]:
-    """Branches, accesses and barriers as they follow each other, and which of these count programs: of two rounds."""
+    """Return branches, memory accesses and barriers in order, and which accesses count programs, for two rounds."""
     steps = re.findall(r"^\$L__BB|st\.global|bar\.sync|atom\.global\.gpu\.acq_rel|ld\.global\.cg", asm, re.MULTILINE)
     counts = [at for at, step in enumerate(steps) if step.startswith("atom")]
     assert len(counts) == 2
@@ -72,7 +73,7 @@ def test_launch(name: str) -> None:
 
 
 def test_spills_among_products_are_told_from_others() -> None:
-    """Of two loops, one within the other, of which the outer one multiplies; and a loop that does not."""
+    """The examples are two nested loops, of which the outer one multiplies, and a loop that does not."""
     lines = ["STL [R1], R2", "HMMA.16816.F32.BF16 R4, R8, R12, R4", "STL.64 [R1+0x8], R4", "@P0 BRA 0x0020"]
     lines += ["LDL.LU R3, [R1]", "@!P1 BRA 0x0010", "LDL R3, [R1]", "@P2 BRA 0x0060", "LDL R3, [R1]", "BRA 0x0090"]
     code = [f"  /*{16 * at:04x}*/      {line} ;   /* 0x0000040001057387 */" for at, line in enumerate(lines)]
@@ -81,19 +82,19 @@ def test_spills_among_products_are_told_from_others() -> None:
 
 
 def test_keys_are_loaded_while_others_are_multiplied() -> None:
-    """Some copy may still be under way wherever one is awaited; for prompts and decoded tokens."""
+    """Wherever a copy is awaited, another one may still be in flight, for prompts and for decoded tokens."""
     assert all(re.search(r"cp\.async\.wait_group\s+[1-9]", asm) for asm in kernels_that_join())
 
 
 def test_a_program_counts_itself_after_all_its_threads_have_written_and_looks_before_any_reads() -> None:
-    """Else the last one would join what is not there yet."""
+    """Otherwise the last program would merge parts that are not written yet."""
     for steps, counts in map(order_of, kernels_that_join()):
         assert all(steps[at - 1] == steps[at + 1] == "bar.sync" for at in counts)
         assert steps.count("ld.global.cg") >= 2 * len(counts)
 
 
 def test_a_block_is_written_over_its_parts_after_all_threads_have_read_them() -> None:
-    """Else some would join what others have joined. The way there is a branch: blocks that are alone go another."""
+    """Otherwise some threads would merge merged results. The code is behind a branch that single blocks skip."""
     for steps, (first, second) in map(order_of, kernels_that_join()):
         branch = second - steps[second::-1].index("$L__BB")
         assert "ld.global.cg" in steps[first:branch]

@@ -1,4 +1,4 @@
-"""Context parallelism in every mode over the Triton backend, against the oracle; ranks are threads."""
+"""Context parallelism in every mode with the Triton backend, compared with the oracle. Ranks are threads."""
 
 import threading
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from workers.attention.runs import Run
 from workers.attention.triton.backend import TritonAttention
 
 _alone = threading.Lock()
-"""The interpreter runs one kernel at a time."""
+"""Lock for the interpreter, which runs one kernel at a time."""
 
 CASES = all_pairs(
     {
@@ -32,7 +32,7 @@ CASES = all_pairs(
 
 
 class OneAtATime:
-    """The Triton backend for ranks that are threads."""
+    """Triton backend for ranks that are threads."""
 
     def prepare(
         self,

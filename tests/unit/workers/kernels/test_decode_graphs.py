@@ -1,4 +1,4 @@
-"""Captured decode steps against the usual way; a stand-in for CUDA graphs computes again at each replay."""
+"""Captured decode steps compared with normal ones. A fake of CUDA graphs computes again at each replay."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,7 +126,7 @@ def test_a_layer_is_nine_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured step of five has three requests; the other two load no weights, and are counted nowhere."""
+    """A captured step of five has three requests. The padding loads no weights and is not counted."""
     model = load_model(make_checkpoint(tmp_path, "qwen3_moe"))
     config = model.config
     pool = kv_pool(6, config.attention.num_kv_heads, config.num_layers, 4, config.attention.head_dim, torch.float32)
@@ -188,13 +188,13 @@ def test_what_cannot_be_captured_goes_the_usual_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("parallel", [ParallelConfig(dp=2), ParallelConfig(dp=2, tp=2)], ids=str)
 def test_dp_ranks_replay_steps_of_one_size(tmp_path: Path, family: str, parallel: ParallelConfig) -> None:
-    """One has three requests and the other one, then none: each gets what a rank alone computes."""
+    """One rank has three requests and the other has one, then none. Each gets the same result as a rank alone."""
     folder = make_checkpoint(tmp_path, family)
     three = [Request([5], 6, [4, 1], True), Request([7], 0, [2], True), Request([9], 3, [5], True)]
     by_rank = [[three, three[:1]], [[Request([11], 5, [0, 3], True)], []]]
 
     def pool_of(model: DecoderModel, tp: Part) -> PagePool:
-        """With the heads of a rank of what all have."""
+        """Return a pool with the heads of one rank."""
         config = model.config
         generator = torch.Generator().manual_seed(0)
         whole = torch.randn(
@@ -286,7 +286,7 @@ def test_attention_over_fixed_places(lens: list[int], groups: int, page_size: in
 @settings(max_examples=50)
 @given(st.lists(st.integers(1, 200_000), min_size=1, max_size=64), st.sampled_from([1, 8]))
 def test_fixed_places_hold_what_any_lengths_are_cut_into(lens: list[int], num_kv_heads: int) -> None:
-    """As tiling cuts them, but that one request may be all there is to split."""
+    """Tiling uses the same parts, except that a batch of one request may be split further."""
     attention = DecodeAttention(shape_for(torch.zeros(len(lens), 2 * num_kv_heads, 64), num_kv_heads, 1, 64))
     first_pages = np.arange(len(lens))
     tiles, segments = attention._cut(np.array(lens), first_pages)
@@ -319,7 +319,7 @@ def test_batch_sizes(most: int) -> None:
 
 
 class Cuda:
-    """As torch leaves things where a capture fails, in versions that do and do not end it."""
+    """Fake of torch.cuda after a failed capture, for versions that do and do not end the capture."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ends_itself: bool) -> None:
         self.current: Any = SimpleNamespace(device_index=0, wait_stream=lambda _: None)

@@ -1,4 +1,4 @@
-"""Experts answer all at once as they do one after another, whoever counts their rows."""
+"""Experts computed together give the same results as one after another, with any way of counting their rows."""
 
 import pytest
 import torch

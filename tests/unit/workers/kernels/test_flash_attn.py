@@ -1,4 +1,4 @@
-"""The flash_attn backend over a stand-in that does what the package says it does, and counts."""
+"""The flash_attn backend with a fake that implements the package's documented behavior and counts calls."""
 
 import sys
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from workers.attention.runs import Run
 
 
 class Package(ModuleType):
-    """The one function that is used; causal runs end with the same token, tables hold pages ``[page, slot, H, D]``."""
+    """The only function in use. Causal runs end with the same token, and tables hold pages ``[page, slot, H, D]``."""
 
     calls = 0
 
@@ -81,7 +81,7 @@ def test_pages(backend: AttentionBackend, package: Package, case: PagedCase, cal
 
 
 def test_a_default_device_is_left_alone(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank times itself under its GPU as the default; only what is made on the host can be sent without a wait."""
+    """A rank measures itself with its GPU as the default device. Only host tensors can be sent without a wait."""
     from workers.attention import flash_attn_backend
 
     sent: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Graphs are counted before pages are: a GPU that only counts bytes stands in for one that computes."""
+"""Graph memory is measured before the pool is sized. A fake GPU only counts bytes."""
 
 import weakref
 from collections import Counter
@@ -43,7 +43,7 @@ SIZES = batch_sizes(8)
 
 
 class FakeGpu:
-    """Weights and other processes are there; torch's own numbers know nothing of graphs."""
+    """GPU with weights and other processes. Torch's own statistics do not include graphs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.used = WEIGHTS + OTHERS
@@ -60,7 +60,7 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL - self.used, TOTAL))
 
     def make_capture(self) -> Capture:
-        """Each graph holds memory until it goes, and the stream of all captures from the first on."""
+        """Return a capture. Each graph holds memory until it is deleted, and the first one also the stream."""
 
         def capture(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:  # noqa: ARG001
             if not self.has_workspace:
@@ -115,7 +115,7 @@ def test_pages_take_what_graphs_leave(model: DecoderModel, monkeypatch: pytest.M
 def test_what_was_captured_is_gone_before_an_error_is_told(
     model: DecoderModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups whose sums are in graphs could not be left, and nobody would read why."""
+    """Otherwise groups with captured collectives could not be left, and nobody would see the reason."""
     gpu = FakeGpu(monkeypatch)
 
     def fail_at_last(capture: Capture, countdown: Iterator[int]) -> Capture:
@@ -153,7 +153,7 @@ def test_without_graphs_pages_take_their_part(model: DecoderModel, monkeypatch: 
 def test_tokens_of_most_requests_are_drawn_before_memory_is_read(
     model: DecoderModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One by one their logits, and what ranks them, would pass for nothing."""
+    """Otherwise the memory for logits and for sorting them would not be counted."""
     FakeGpu(monkeypatch)
     before = ask(worker({}), model, None)
     num_drawn = 0
@@ -185,7 +185,7 @@ def test_the_largest_step_ends_the_longest_prompt(
     model: DecoderModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With all its tokens on a rank, where that may be, and in every way in which what is before it may go round."""
+    """One rank has all tokens if the strategy allows it. Every way of passing the prefix is measured."""
     FakeGpu(monkeypatch)
     steps: list[tuple[object, ...]] = []
     monkeypatch.setattr(pool_memory, "least_of_all", lambda *_: 1.0)

@@ -1,4 +1,4 @@
-"""Whole models with every kernel in its place against the same in plain torch."""
+"""Complete models with every kernel compared with the same models in plain torch."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ PAGE_SIZE = 16
 
 
 def hidden_states(model: DecoderModel, backend: AttentionBackend) -> Tensor:
-    """Of a prompt in two chunks, and of another's first token beside the second."""
+    """Return the hidden states of a prompt in two chunks, with another prompt's first token next to the second."""
     config = model.config
     pool = kv_pool(
         4, config.attention.num_kv_heads, config.num_layers, PAGE_SIZE, config.attention.head_dim, torch.float32

@@ -1,4 +1,4 @@
-"""The measure that all kernels are held to sees what is off by more than it allows, and nothing else."""
+"""The accuracy measure for all kernels detects errors above its limit, and nothing else."""
 
 import pytest
 import torch

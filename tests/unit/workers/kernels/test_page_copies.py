@@ -1,4 +1,4 @@
-"""Copies of pages by a kernel, and when it is one that copies."""
+"""Page copies by a kernel, and the condition for using it."""
 
 from collections.abc import Callable
 
@@ -34,12 +34,12 @@ LAYOUT = kv_layout(
     itemsize=2,
 )
 _Counted = list[int]
-"""Pages of each launch."""
+"""Number of pages in each launch."""
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> _Counted:
-    """Of kernels, which are interpreted."""
+    """Return the recorded kernel launches, which are interpreted."""
     counted: _Counted = []
     copy_pages: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = kernel.copy_pages
 
@@ -64,7 +64,7 @@ def test_pages_are_where_they_belong(data: st.DataObject, launches: _Counted) ->
 def test_large_pieces_are_left_to_the_copy_engine(
     least: int, launches: _Counted, monkeypatch: pytest.MonkeyPatch, *, by_a_kernel: bool
 ) -> None:
-    """Whole pages of four heads; some layers of them are pieces a head."""
+    """Pages of four heads are copied as a whole. If only some layers are copied, each head is a piece."""
     monkeypatch.setattr(memory_copy, "LEAST_PIECE_BYTES", least)
     layout = layout_of(kv_geometry(num_layers=2, num_kv_heads=4), 2)
     source = PageMemory(torch.randint(256, (layout.pool_bytes,), dtype=torch.uint8), layout)

@@ -1,4 +1,4 @@
-"""Drawing tokens by kernels: the same tokens as in plain torch, whatever limits and scores."""
+"""Sampling with kernels gives the same tokens as plain torch, for any filters and scores."""
 
 import math
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ CHOSEN = st.builds(
 
 @st.composite
 def logits_of(draw: st.DrawFn, num_rows: int) -> Tensor:
-    """Random ones, or few that are equal to many others; some forbidden."""
+    """Return random logits, or few distinct ones with many ties, some of them forbidden."""
     vocab_size = draw(st.sampled_from([1, 2, 100, 150, 5000]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     logits = 3 * torch.randn(num_rows, vocab_size, generator=generator)
@@ -50,7 +50,7 @@ def test_cutoffs_without_ranking(data: st.DataObject, rows: list[Sampling]) -> N
     expected, _ = ranked_cutoffs(scores, asked.top_k, asked.top_p, scores.shape[-1])
     found, is_sure = torch.full((len(rows),), 7.0), torch.zeros(len(rows), dtype=torch.bool)
     sampling.find_cutoffs(scores, asked.top_k, asked.top_p, is_sure, found)
-    # Sums of the same likelihoods in another order may end a token sooner or later, where the mass is just the limit.
+    # If the mass is close to the limit, sums in another order may keep one token more or less.
     for row, least, wanted in zip(scores, found.tolist(), expected.tolist(), strict=True):
         between = row[(row < max(least, wanted)) & (row >= min(least, wanted))]
         assert between.exp().sum() <= 1e-6 * row.exp().sum()
@@ -74,7 +74,7 @@ def test_the_same_clock_rings_first(vocab_size: int, keys: list[int]) -> None:
 
 
 def test_clocks_are_as_exact_near_their_ends() -> None:
-    """A race of one token against one whose time is known shows each time to a few parts in a million."""
+    """A race between one token and one with a known time reveals each time to a few parts in a million."""
     keys = torch.tensor([key_of(seed, 0) for seed in range(300)])
     times = sampler._exponentials(keys, 2)
     for share, winner in ((1 - 4e-6, 0), (1 + 4e-6, 1)):
@@ -98,7 +98,7 @@ def test_tokens_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_gpu_is_not_waited_for_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without content raise where something must be known of it."""
+    """Meta tensors raise if their content is needed."""
     for module in (device, sampler, logits_processors):
         monkeypatch.setattr(module, "on_device", lambda tensor, _: tensor.to("meta"))
     kernels_on_cpu(monkeypatch)

@@ -1,4 +1,4 @@
-"""What a GPU must compile is compiled before the first request."""
+"""Every kernel for a GPU is compiled before the first request."""
 
 import random
 import threading
@@ -33,7 +33,7 @@ from workers.parallel.collectives import Communicator
 
 
 def test_attention_is_warm_in_blocks_of_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole and in parts, which are in fp32."""
+    """Both complete attention and parts in fp32 are warmed up."""
     model = load_model(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2), dtype=torch.bfloat16)
     config = model.config
     pool = kv_pool(2, config.attention.num_kv_heads, config.num_layers, 64, config.attention.head_dim, torch.bfloat16)
@@ -68,14 +68,14 @@ def test_drawing_and_copying_are_warm(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sampling, "find_cutoffs", lambda *_: launched.append("cutoffs"))
     monkeypatch.setattr(sampling, "win_race", win_race)
     monkeypatch.setattr(copy_pages, "copy_pages", lambda *_: launched.append("copies"))
-    monkeypatch.setattr(ModelRunner, "run_dummy", lambda *_: None)  # slow, and seen to above
+    monkeypatch.setattr(ModelRunner, "run_dummy", lambda *_: None)  # slow, and covered above
     ModelRunner(model, pool, TritonAttention(), Communicator("cp")).warm_up()
     assert launched == ["cutoffs", "race", "copies"]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_rows_of_ranks_are_warm_too(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a prompt's last layer, too, of which one token alone is wanted."""
+    """A prompt's last layer, which needs only one token, is also warmed up."""
     seen: set[tuple[Blocks, bool]] = set()
 
     def note_attend(*_: Tensor, **others: Any) -> None:
@@ -103,13 +103,13 @@ def test_rows_of_ranks_are_warm_too(kv_heads: int, monkeypatch: pytest.MonkeyPat
 def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
     ownership: KvOwnership, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By how many there are, and of which types: each is a kernel."""
+    """Each number of partials and each combination of dtypes is a separate kernel."""
     folder = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     monkeypatch.setattr(runner, "has_kernels", lambda _: True)
     merged = threading.local()
 
     def note_merge(partials: Sequence[Partial], sinks: Tensor | None = None) -> Partial:
-        if len(partials) > 1:  # or it is the result
+        if len(partials) > 1:  # otherwise it is the result
             merged.kinds.add(tuple(partial.out.dtype for partial in partials))
         return merge(partials, sinks)
 
@@ -118,7 +118,7 @@ def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
     passings = [None] if ownership is KvOwnership.REPLICATED else list(Passing)
 
     def compute(group: Communicator) -> tuple[Any, Any]:
-        """What was merged at the start, and what after it."""
+        """Return the merges at the start, and those after it."""
         merged.kinds = warm = set[Any]()
         model = load_model(folder, dtype=torch.bfloat16)
         config = model.config
@@ -131,7 +131,7 @@ def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
         rng = random.Random(0)
         for strategy, passing in product(Strategy, passings):
             for _ in range(4):
-                # Of several requests, some of which have no token on some ranks, and some no prefix.
+                # Several requests. Some have no tokens on some ranks, and some have no prefix.
                 lens = [(rng.choice([1, 2, 50]), rng.choice([0, 100])) for _ in range(rng.randrange(1, 4))]
                 requests = [Request([1] * count, prefix_len, range(10)) for count, prefix_len in lens]
                 with torch.inference_mode():
