@@ -52,7 +52,7 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/python -m tests.lint_docstrings workers transfer router cluster
+	$(VENV)/bin/python -m tests.lint_docstrings workers transfer router cluster tests
 
 bench: $(VENV)/.serve
 	@exec $(VENV)/bin/baton bench serve --num-requests 32 --concurrency 4 --input-len 512 --output-len 64

@@ -1,4 +1,4 @@
-"""Models and engine processes that the modules of this folder share."""
+"""Models and engine processes that the modules in this folder share."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -21,7 +21,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> "Models":
 
 @pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest) -> "Iterator[LocalEngine]":
-    """Processes that serve one case after another, with workers of the class that the module names as WORKER."""
+    """Yield processes that serve case after case, with the worker class that the module names as WORKER."""
     from tests.fakes.local_engine import LocalEngine
 
     with closing(LocalEngine(getattr(request.module, "WORKER", WORKER))) as engine:

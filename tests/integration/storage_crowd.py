@@ -1,4 +1,4 @@
-"""Kill one of many processes that write to a full folder and sweep it, again and again.
+"""Kill one of many processes that write to a full folder and sweep it, repeatedly.
 
 python -m tests.integration.storage_crowd FOLDER TIMES
 """

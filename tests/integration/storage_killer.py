@@ -1,4 +1,4 @@
-"""Kills processes that write objects, at any moment, and prints how many objects they did not finish.
+"""Kill processes at random times while they write objects, and print the number of unfinished objects.
 
 python -m tests.integration.storage_killer FOLDER COUNT
 """
@@ -17,7 +17,7 @@ SIZE = 200_000
 
 
 def content_of(number: int) -> bytes:
-    """The bytes of an object, which its name tells."""
+    """Return the content of an object, which its name determines."""
     return number.to_bytes(4, "little") * (SIZE // 4)
 
 

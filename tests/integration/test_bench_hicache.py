@@ -1,4 +1,4 @@
-"""`tests.bench.hicache`: with storage, conversations hit as often as in an unbounded cache."""
+"""`tests.bench.hicache`: with storage, conversations have as many hits as with an unbounded cache."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The bootstrap service over real sockets: routes, refusals in words, watches, leases, and its own restart."""
+"""The bootstrap service over real sockets: routes, refusals, watches, leases, and its own restart."""
 
 import asyncio
 import socket
@@ -39,7 +39,7 @@ ROUTES = [
     for method in methods
     if path != "/health"
 ]
-"""Of the service: all that are not open to everybody."""
+"""Routes of the service that require the token."""
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def empty_url() -> Iterator[str]:
-    """A service that no test registers anything with."""
+    """Yield a service in which no test registers anything."""
     server = BootstrapServer("127.0.0.1", 0, TOKEN, LEASE_S)
     yield server.start()
     server.stop()
@@ -291,7 +291,7 @@ async def test_watch_table_waits_through_the_absence_of_the_service() -> None:
 
 
 class _Ailing(BaseHTTPRequestHandler):
-    """Gives what is no table before it gives one."""
+    """Handler that returns invalid tables before a valid one."""
 
     answers: ClassVar[list[tuple[int, bytes]]]
 
@@ -302,13 +302,12 @@ class _Ailing(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: object) -> None:
-        """Quiet."""
+    def log_message(self, *_: object) -> None: ...
 
 
 @contextmanager
 def ailing_service() -> Iterator[str]:
-    """A service that fails, and answers with nonsense, before it is well."""
+    """Yield a service that fails and returns nonsense before it works."""
     table = msgspec.json.encode(TableSnapshot(version=7, replicas=(), reaped={}))
     unauthorized = b'{"error": {"code": "unauthorized", "message": "wrong token"}}'
     _Ailing.answers = [(503, b"busy"), (200, b"[]"), (401, unauthorized), (200, table)]
@@ -337,7 +336,7 @@ def test_answers_that_are_no_table_count_as_a_lost_service() -> None:
 
 
 def test_the_router_is_seen_while_it_answers() -> None:
-    """Any service with this route will do."""
+    """Any service with this route is sufficient."""
     server = BootstrapServer("127.0.0.1", 0, TOKEN, LEASE_S)
     url = server.start()
     seen: list[bool] = []

@@ -1,4 +1,4 @@
-"""Chunks of one prompt that are divided over CP ranks in different ways give the tokens of the whole prompt."""
+"""One prompt's chunks with different CP strategies give the same tokens as the prompt in one piece."""
 
 import pytest
 
@@ -13,7 +13,7 @@ WORKER = "tests.fakes.choosing_worker:WorkerTakingTurns"
 NUM_TOKENS = 24
 CHUNK_TOKENS = 17
 LONG, *OTHERS = prompts_of((203, 90, 33, 1))
-"""The first has twelve chunks, in which every strategy meets every passing and every other strategy."""
+"""Prompts. The first has twelve chunks, in which every strategy meets every way of passing and every other strategy."""
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

@@ -1,4 +1,4 @@
-"""Messages over real sockets: who has the key gets in, nobody else does, and what is no message harms nothing."""
+"""Messages over real sockets: only peers with the key are admitted, and invalid messages do no harm."""
 
 import asyncio
 import socket
@@ -44,7 +44,7 @@ def receive(inbox: Inbox, count: int) -> list[Message]:
 
 
 def wait_dropped(inbox: Inbox, why: str) -> None:
-    """Until something was dropped for a reason; what else comes is no message."""
+    """Wait until a message has been dropped for a reason. No valid message may arrive."""
     for _ in range(int(WAIT_S * 10)):
         if inbox.dropped[why]:
             return
@@ -55,7 +55,7 @@ def wait_dropped(inbox: Inbox, why: str) -> None:
 def raw_sender(
     address: str, key: ChannelKey | None, context: "zmq.Context[zmq.Socket[bytes]]", server: bytes | None = None
 ) -> "zmq.Socket[bytes]":
-    """A socket like an outbox's, that sends anything; ``server`` is the public key that it expects there."""
+    """Return a socket like an outbox's for arbitrary bytes. ``server`` is the public key that it expects."""
     pusher = context.socket(zmq.PUSH)
     pusher.linger = 0
     if key is not None:
@@ -74,7 +74,7 @@ def test_members_reach_each_other(inbox: Inbox) -> None:
 
 
 def test_who_was_not_written_to_for_long_costs_nothing(monkeypatch: pytest.MonkeyPatch, inbox: Inbox) -> None:
-    """Else every peer that ever was would keep its descriptors."""
+    """Otherwise connections to all former peers would keep their descriptors."""
     now_s = 0.0
     monkeypatch.setattr("cluster.channel.time.monotonic", lambda: now_s)
     with closing(Outbox(KEY)) as outbox:
@@ -103,7 +103,7 @@ def test_an_event_loop_takes_messages_of_members() -> None:
 
 
 def test_a_stranger_with_a_key_of_its_own_is_turned_away_and_counted(inbox: Inbox) -> None:
-    """Even one that knows the public half."""
+    """The stranger may even know the public half of the key."""
     stranger = draw_key()
     with zmq.Context() as context, raw_sender(inbox.address, stranger, context, KEY.public) as pusher:
         pusher.send(encode(Shutdown(reason="evil")))
@@ -149,7 +149,7 @@ def test_a_frame_over_the_limit_is_dropped_and_counted(inbox: Inbox) -> None:
 
 
 def test_who_announces_an_endless_frame_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory is never taken: the connection ends, and so does whatever was to come over it."""
+    """The frame's memory is never allocated. The connection ends, with all later messages."""
     monkeypatch.setattr(channel, "_HARD_LIMIT_BYTES", 1 << 20)
     with (
         closing(Inbox(HOST, KEY)) as strict,

@@ -1,4 +1,4 @@
-"""`baton chat` and `baton bench serve` against an endpoint that answers at once."""
+"""`baton chat` and `baton bench serve` with an endpoint that answers immediately."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Choices of one prompt give the tokens of as many requests with the same seeds; prefill computes the prompt once."""
+"""Choices of one prompt equal separate requests with the same seeds, and prefill computes the prompt once."""
 
 from dataclasses import replace as replace_prompt
 
@@ -43,7 +43,7 @@ def choices_of(prompt: list[int], sampling: Sampling) -> list[Prompt]:
 
 
 def test_decode_computes_prompts_alone(models: Models, engine: LocalEngine) -> None:
-    """A second time, and among choices too; what is told of prompts is the same."""
+    """Prompts are repeated, also with several choices. Their log-probabilities are the same."""
     prompts = dict(zip(LENGTHS, prompts_of(LENGTHS), strict=True))
     apart = [
         Prompt(prompt, Stopping(max_tokens=NUM_TOKENS), replace(sampling, num_prompt_logprobs=2))

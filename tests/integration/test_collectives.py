@@ -1,4 +1,4 @@
-"""Collectives through shared memory against those of gloo, between real processes, and what happens when one goes."""
+"""Collectives through shared memory compared with gloo between real processes, and the loss of a process."""
 
 import contextlib
 import multiprocessing
@@ -40,7 +40,7 @@ def shared_group(address: str, rank: int, size: int, timeout_s: float = TIMEOUT_
 
 
 def serve_rank(rank: int, address: str, pipe: Connection) -> None:
-    """For every seed that comes down the pipe, tell what one sequence of calls did on both kinds of group."""
+    """Report for every seed from the pipe how the results of both kinds of groups differ."""
     torch.set_num_threads(1)
     group = shared_group(address, rank, SIZE)
     scope = PrefixStore("oracle", join_store(address, TIMEOUT_S))
@@ -56,7 +56,7 @@ CALLS = ["all_gather", "shift", "broadcast", "barrier", "all_reduce"]
 
 
 def differences(rng: random.Random, rank: int, group: Communicator, oracle: Communicator) -> list[str]:
-    """The calls of a random sequence whose results are not the same, bit for bit."""
+    """Return the calls in a random sequence whose results differ in any bit."""
     wrong = []
     for _ in range(16):
         call, dtype, root = rng.choice(CALLS), rng.choice(DTYPES), rng.randrange(SIZE)
@@ -76,13 +76,13 @@ def differences(rng: random.Random, rank: int, group: Communicator, oracle: Comm
 def result_of(
     group: Communicator, call: str, mine: Tensor, root: int, num_rows: list[int], start_others: bool
 ) -> Tensor:
-    """One call, in flight together with a second one of its kind or alone."""
+    """Run one call, alone or in flight together with a second one of its kind."""
     if call == "broadcast":
         out = mine.clone()
         group.broadcast(out, root)
         return out
     if call == "all_reduce":
-        # Numbers of 8 bits, so that the order in which gloo adds them up changes nothing.
+        # Eight-bit numbers make the result independent of gloo's order of addition.
         return group.all_reduce(mine.clone() if mine.is_floating_point() else mine.float())
     if call == "barrier":
         group.barrier()
@@ -140,7 +140,7 @@ def test_results_equal_those_of_gloo_bit_for_bit() -> None:
 
 
 def both_groups(address: str, rank: int, size: int, tcp_timeout_s: float) -> list[Communicator]:
-    """The same ranks over shared memory and over TCP."""
+    """Return groups of the same ranks over shared memory and over TCP."""
     shared = shared_group(address, rank, size)
     scope = PrefixStore("tcp", join_store(address, TIMEOUT_S))
     shared.barrier()
@@ -149,7 +149,7 @@ def both_groups(address: str, rank: int, size: int, tcp_timeout_s: float) -> lis
 
 
 def answer_once(rank: int, address: str, pipe: Connection) -> None:
-    """Take part in one shift on each kind of group, and never again."""
+    """Take part in one shift on each kind of group, and then hang."""
     pipe.send(os.getpid())
     groups = both_groups(address, rank, 2, TIMEOUT_S)
     for group in groups:
@@ -207,7 +207,7 @@ WHOLE_SUM_BYTES = 32
 
 
 def on_threads(function: Callable[[SharedMemoryCollectives], T], piece_bytes: int) -> list[T]:
-    """What a function returns as each rank of a group inside this process, whose memory is moved in small pieces."""
+    """Return each rank's result for a group of threads, whose memory is moved in small pieces."""
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, SharedMemoryCollectives.num_bytes(SIZE))
     with ThreadPoolExecutor(SIZE) as threads:

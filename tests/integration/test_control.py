@@ -1,4 +1,4 @@
-"""The driver's socket for commands: for its owner alone, wherever the folder is, and deaf to what is no command."""
+"""The driver's control socket: for its owner only, in any folder, and immune to invalid commands."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ ANSWERS = [Answer(7, "on the way", Outcome.GOING_ON), Answer(7, "prefill: 2", Ou
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Longer than a socket's address may be."""
+    """Return a path that is longer than a socket's address may be."""
     folder = tmp_path / ("long" * 20)
     folder.mkdir()
     return folder / "baton.sock"
@@ -34,7 +34,7 @@ def test_an_order_arrives_and_its_answers_come_back(path: Path) -> None:
         given.append(command)
         yield from ANSWERS
 
-    path.touch()  # left by a driver that was killed
+    path.touch()  # left by a killed driver
     with serve_commands(path, give):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert list(send_command(path, ORDER)) == ANSWERS
@@ -49,7 +49,7 @@ def test_what_is_no_command_is_refused_and_harms_nothing(path: Path, line: bytes
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"/proc/self/fd/{folder}/{path.name}")
             connection.sendall(line)
-            if len(line) < 65_536:  # the longest that is read; it is not waited for the rest
+            if len(line) < 65_536:  # the longest line that is read, without waiting for its rest
                 connection.shutdown(socket.SHUT_WR)
             assert b"invalid command" in connection.recv(4096)
         os.close(folder)

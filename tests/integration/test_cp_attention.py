@@ -1,6 +1,6 @@
-"""Context-parallel attention over real processes.
+"""Context-parallel attention in real processes.
 
-Ranks cost seconds to start, so one set of processes serves all cases.
+Ranks take seconds to start, so one set of processes serves all cases.
 """
 
 import multiprocessing
@@ -32,7 +32,7 @@ CHUNKS = {
 
 
 def serve_rank(rank: int, world_size: int, address: str, connection: Connection) -> None:
-    """Run scenarios sent down the pipe in groups of 1 to world_size ranks, until the pipe closes."""
+    """Run scenarios from the pipe in groups of 1 to ``world_size`` ranks until the pipe closes."""
     torch.set_num_threads(1)
     store = join_store(address, TIMEOUT_S)
     groups: dict[tuple[str, int], Communicator] = {}
@@ -56,7 +56,7 @@ def tcp_group(store: Store, rank: int, size: int) -> Communicator:
 
 
 class Ranks:
-    """Rank processes and the pipes to them."""
+    """Rank processes and their pipes."""
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -73,7 +73,7 @@ class Ranks:
             theirs.close()
 
     def run(self, scenario: Scenario, kind: str = "shared") -> list[list[StepResult]]:
-        """What every rank of the scenario's group saw, over shared memory or tcp."""
+        """Return the results of every rank in the scenario's group, over shared memory or TCP."""
         members = self.connections[: scenario.cp]
         for connection in members:
             connection.send((scenario, kind))
@@ -111,7 +111,7 @@ def eight_ranks() -> Iterator[Ranks]:
 def test_every_strategy_over_eight_ranks_equals_the_oracle(
     eight_ranks: Ranks, name: str, passing: Passing | None
 ) -> None:
-    """As many as deploy/h200-2x8-ring.yaml has, and five as a size that divides nothing."""
+    """Eight is the size in deploy/h200-2x8-ring.yaml, and five divides nothing."""
     for strategy, cp, kind in product(Strategy, (5, 8), ("shared", "tcp")):
         scenario = Scenario(CHUNKS[name], strategy, cp, passing, seed=cp)
         check_scenario(scenario, eight_ranks.run(scenario, kind))
@@ -128,7 +128,7 @@ def test_every_strategy_over_tcp_equals_the_oracle(ranks: Ranks, passing: Passin
     "length", [1000, pytest.param(16384, marks=pytest.mark.full, id="16384")], ids=lambda length: str(length)
 )
 def test_long_prompts_agree_with_one_rank(ranks: Ranks, length: int) -> None:
-    """In two chunks, the second on the first as its prefix; every rank sees the joined rows of all."""
+    """The second of two chunks has the first as its prefix. Every rank sees the joined outputs of all."""
     chunks = ((length // 2,), (length - length // 2,))
     alone = ranks.run(Scenario(chunks, Strategy.NONE, 1, page_size=64))[0]
     for passing, strategy in product((None, *Passing), (Strategy.ZIGZAG, Strategy.INTERLEAVE)):

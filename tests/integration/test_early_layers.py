@@ -1,4 +1,4 @@
-"""Layers of a prompt's last pages travel while the step goes on, each once, and what arrives is what was computed."""
+"""Layers of a prompt's last pages are sent while the step continues: each once, with the computed bytes."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ ENDS = [2, 4, 6]
 
 
 def deep(of: RankRow) -> RankRow:
-    """The same with several layers and heads."""
+    """Return the rank with several layers and heads."""
     num_pages, page_size = of.layout.num_pages, of.layout.page_size
     layout = kv_layout(num_pages=num_pages, num_layers=NUM_LAYERS, num_heads=NUM_HEADS, page_size=page_size)
     geometry = kv_geometry(num_layers=NUM_LAYERS, num_kv_heads=NUM_HEADS, page_size=page_size)
@@ -52,7 +52,7 @@ def deep(of: RankRow) -> RankRow:
 
 
 def pages_of(region: Region, layout: PoolLayout) -> npt.NDArray[np.uint8]:
-    """``[page, head, layer, byte]``."""
+    """Return the pages as ``[page, head, layer, byte]``."""
     (group,) = layout.groups
     shape = (-1, group.num_heads, layout.num_layers, group.layer_bytes)
     return np.frombuffer(region.buffer, dtype=np.uint8).reshape(shape)
@@ -74,7 +74,7 @@ class Case:
         return {ROOM: known_of(self.admit, [PAGES])}
 
     def compute(self, layer: int) -> None:
-        """Write what only now is known."""
+        """Write the KV of one layer."""
         self.source[PAGES, :, layer] = np.random.default_rng(layer).integers(1, 256, self.source[PAGES, :, layer].shape)
 
     def is_there(self, layers: slice) -> bool:

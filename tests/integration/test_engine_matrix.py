@@ -1,6 +1,6 @@
-"""Greedy fp32 tokens equal transformers' own for every way to divide a prompt, whatever of it is cached.
+"""Greedy fp32 tokens equal transformers' for every CP strategy and every amount of cached tokens.
 
-So do log-probabilities: a wrong page or position that does not change the likeliest token shows in them.
+Log-probabilities are compared, too. They reveal wrong pages or positions that do not change the most likely token.
 """
 
 from itertools import product
@@ -40,7 +40,7 @@ CROSSED = WAYS | {"lengths": [(1,), (3, 1, 2), (200,), (1, 33, 64, 130, 5)]}
 CACHED = WAYS | {"caching": [set(Role), {Role.PREFILL}, {Role.DECODE}, set()], "batch": ["together", "in turn"]}
 TURNING: dict[str, list[Any]] = {"family": list(DENSE), "collectives": list(Collectives)}
 LONG, SHORT, *OTHERS = prompts_of((6 * PAGE_SIZE, 5, 70, 60, 1, 21, 9))
-"""Prompts that are cached, and parts of those that follow them."""
+"""Prompts that are cached, and parts of the prompts that extend them."""
 
 
 def in_loading_order(cases: list[Case]) -> list[Case]:
@@ -78,7 +78,7 @@ def config_of(case: Case, role: Role = Role.PREFILL, backend: str = "shared_memo
 
 
 def check(case: Case, models: Models, engine: LocalEngine, backend: str = "shared_memory") -> None:
-    """Our answers to the case's prompts are transformers'."""
+    """Check that the answers to the case's prompts equal transformers'."""
     prompts, folder = prompts_of(case["lengths"]), models.folder(case["family"])
     with engine.running(folder, config_of(case, backend=backend)) as cluster:
         answers = cluster.answer(asked(prompts, NUM_TOKENS, NUM_LOGPROBS), timeout_s=120)
@@ -88,7 +88,7 @@ def check(case: Case, models: Models, engine: LocalEngine, backend: str = "share
 
 
 def check_ways(case: Case, engine: LocalEngine) -> None:
-    """The leader reports every token, computed in the way that was asked for."""
+    """Check that the leader reports every token under the requested strategy."""
     steps = engine.ask(Role.PREFILL, "told_load")[0].steps
     assert sum(times.num_tokens for times in steps) == sum(case["lengths"])
     ways = {(times.strategy, times.passing) for times in steps}
@@ -117,7 +117,7 @@ def test_tokens_equal_transformers_for_the_whole_matrix(models: Models, engine: 
 
 
 def follow_ups(oracle: Oracle) -> dict[str, tuple[list[int], int]]:
-    """Prompts to ask after LONG and SHORT, by prefix state, with the pages that prefill should find."""
+    """Return prompts to send after LONG and SHORT by prefix state, with the pages that prefill should find."""
     long_turn = [*LONG, *oracle.tokens(LONG)]
     short_turn = [*SHORT, *oracle.tokens(SHORT)]
     return {

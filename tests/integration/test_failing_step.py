@@ -1,4 +1,4 @@
-"""A rank that fails while it loads or computes ends its replica at once, and its error is the one reported."""
+"""A rank that fails while it loads or computes ends its replica at once, and its error is reported."""
 
 import time
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from workers.process import RemoteError, WorkerProcess
 pytestmark = pytest.mark.integration
 
 ANSWER_S, LONGEST_S = 3.0, 20.0
-"""A collective waits a minute for a rank that stands still."""
+"""Limits in seconds. A collective waits a minute for a rank that hangs."""
 DAMAGED = r"^CheckpointError: .*model.safetensors is damaged"
 UNREADABLE = r"^UnsupportedModelError: .*config.json"
 
@@ -30,7 +30,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     cluster = LocalCluster("tests.fakes.failing_worker:FailingWorker")
     yield cluster
     for process in cluster._processes:
-        process._process.kill()  # in a cluster, too, nobody waits until they have left each other
+        process._process.kill()  # in a cluster, too, nobody waits for them to leave each other's groups
     cluster.close()
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at a terminal ends `make` with the exit code of the command that it runs."""
+"""Ctrl-C at a terminal ends `make` with the exit code of its command."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def test_ctrl_c_at_a_terminal_ends_make_with_the_commands_code(tmp_path: Path, c
     with Terminal(["make", "--silent", "-f", str(makefile), "serve"]) as terminal:
         terminal.wait_until(lambda: "ready" in terminal.output, 30)
         terminal.press(b"\x03")
-        # make answers a recipe's failure with 2, whatever the recipe's code was.
+        # make reports any failure of a recipe as 2
         assert terminal.wait(30) == (2 if code else 0)
         assert "drained" in terminal.output
 

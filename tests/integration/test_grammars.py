@@ -1,4 +1,4 @@
-"""Output of a random model keeps to its grammar over handoff and preemption, and costs nobody else a token."""
+"""A random model's output follows its grammar through handoff and preemption, without an effect on other requests."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from tests.fakes.model_folder import EOS, VOCAB_SIZE, write_model_folder
 pytestmark = pytest.mark.integration
 
 NUM_PAGES, PAGE_BYTES = 30, 8192
-"""The prompts fill 27 pages, so that answers run out of them and some are preempted and start again."""
+"""Pool in which the prompts fill 27 pages, so that answers need more, and some requests are preempted."""
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -1,4 +1,4 @@
-"""Greedy fp32 tokens equal transformers' own whichever tiers hold a prompt, and the answer says which did."""
+"""Greedy fp32 tokens equal transformers' whichever tier holds a prompt, and the answer names the tier."""
 
 import random
 import time
@@ -35,7 +35,7 @@ GATHER, RING = CpMode
 SHARDINGS: dict[str, Sequence[Any]] = {"cp": (1, 2, 3, 4), "mode": tuple(CpMode), "tp": (1, 2)}
 SOME: list[Way] = [(way["cp"], way["mode"], way["tp"]) for way in all_pairs(SHARDINGS)]
 ALL: list[Way] = list(product(*SHARDINGS.values()))
-"""Ways to shard prefill: cp, mode, tp."""
+"""Layouts of prefill: cp, mode, tp."""
 
 
 def draw(seed: int, length: int) -> list[int]:
@@ -79,7 +79,7 @@ def ask(cluster: LocalCluster, prompt: list[int]) -> Answer:
 
 
 def ask_until(cluster: LocalCluster, prompt: list[int], oracle: Oracle, *flushed: Tier, **tokens: int) -> None:
-    """Copies are made beside the work, so that the first answers may come before them; all must be right."""
+    """Ask until the prompt is cached. Copies are asynchronous, so the first answers may be early. All must be right."""
     for _ in range(50):
         cluster.flush(*flushed)
         answer = ask(cluster, prompt)
@@ -90,7 +90,7 @@ def ask_until(cluster: LocalCluster, prompt: list[int], oracle: Oracle, *flushed
 
 
 def ask_until_in_all_tiers(cluster: LocalCluster, oracle: Oracle) -> None:
-    """A prompt whose beginning is on the device, what follows in host memory, and what follows that in storage."""
+    """Ask for a prompt that is cached on the device, then in host memory, and then in storage."""
     wanted = CachedTokens(total=9 * PAGE_SIZE, host=2 * PAGE_SIZE, storage=5 * PAGE_SIZE)
     for _ in range(50):
         cluster.flush(Tier.DEVICE, Tier.HOST)

@@ -1,4 +1,4 @@
-"""One rank's sender over the real channel: what was cached travels before the step, what decode holds not at all."""
+"""One rank's sender over the real channel: cached pages are sent before the step, pages that decode holds are not."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.integration
 NUM_PAGES = 8
 ROOM = Room(7)
 PAGES = [5, 2, 6, 1]
-"""The request's pages in prefill; the first three are cached."""
+"""Prefill's pages for the request, of which the first three are cached."""
 HELD = 1
 TICKETED = [3, 4, 0]
 
@@ -66,14 +66,14 @@ def leader() -> Iterator[Inbox]:
 
 
 def filled(backend: Loopback, row: RankRow, first: int) -> Region:
-    """Pool memory in which every byte of page p is first + p."""
+    """Return pool memory in which every byte of page p is first + p."""
     region = backend.allocate(row.layout.pool_bytes)
     region.buffer[:] = bytes(first + place // row.layout.page_bytes for place in range(row.layout.pool_bytes))
     return region
 
 
 def page_value(region: Region, num_pages: int, page: int) -> int:
-    """The one value that all bytes of a page have."""
+    """Return the only value of all bytes in a page."""
     size = len(region.buffer) // (num_pages + 1)
     (value,) = set(region.buffer[page * size : (page + 1) * size])
     return value
@@ -106,7 +106,7 @@ def admit_to(decode: Inbox, target: Region, owner_base: int = 0) -> Admit:
 
 
 def plan_of(admit: Admit, pages: list[int]) -> StepPlan:
-    """The last page is computed, the others are cached."""
+    """Return a plan that computes the last page after cached ones."""
     return StepPlan(
         step=1,
         shape=StepShape(),
@@ -166,7 +166,7 @@ def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: In
 
 
 def test_what_has_failed_does_not_begin_again_with_the_next_chunk(decode: Inbox, leader: Inbox) -> None:
-    """Its pages may be another's once the leader has heard of it; nothing of it is kept once it was released."""
+    """Another request can own the pages once the leader knows of the failure."""
     backend = Loopback()
     mine = row(Role.PREFILL, 0, 1, NUM_PAGES)
     source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
@@ -198,7 +198,7 @@ def test_what_has_failed_does_not_begin_again_with_the_next_chunk(decode: Inbox,
 
 
 def test_nothing_is_kept_of_what_fails_after_its_last_chunk(decode: Inbox, leader: Inbox) -> None:
-    """Its room may have been released by then, and is not released again."""
+    """The room may have been released already, and is not released again."""
     backend = Loopback()
     mine = row(Role.PREFILL, 0, 1, NUM_PAGES)
     source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
@@ -236,7 +236,7 @@ def test_the_memory_of_a_decode_replica_that_is_gone_is_let_go_once(
 
 
 def test_ranks_of_a_ring_send_the_pages_they_hold(decode: Inbox, leader: Inbox) -> None:
-    """Page 0 belongs to rank 1; of a page id, rank and place on the rank are the remainder and the quotient by 2."""
+    """Page 0 belongs to rank 1. A page id divided by 2 gives the local page, and its remainder the rank."""
     backend = Loopback()
     rows = [row(Role.PREFILL, rank, 2, NUM_PAGES // 2, ownership=KvOwnership.SHARDED) for rank in range(2)]
     target = backend.allocate(row(Role.DECODE, 0, 1, NUM_PAGES).layout.pool_bytes)

@@ -1,4 +1,4 @@
-"""Greedy fp32 tokens equal transformers' own for every legal way to cut prefill and decode, dense and with experts."""
+"""Greedy fp32 tokens equal transformers' for every legal layout of prefill and decode, dense and with experts."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -20,7 +20,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_hidden_layers": 3, "num_local_experts": 8},
     "llama": {"num_hidden_layers": 3, "mlp_bias": True},
 }
-"""Three layers, so that stages are unequal; by family. Only the last has no experts."""
+"""Models by family, with three layers so that stages are unequal. Only the last one has no experts."""
 ODD: dict[str, Any] = {"vocab_size": 251, "intermediate_size": 97}
 """Sizes that divide evenly on one rank only."""
 DENSE_MODELS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ DENSE_MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
     "qwen3": {"num_key_value_heads": 1},
 }
-"""Biases and norms of every kind, and from 1 to 4 KV heads."""
+"""Models with biases and norms of every kind, and with 1 to 4 KV heads."""
 TENSOR_PARALLEL: dict[str, list[Any]] = {
     "family": list(DENSE_MODELS),
     "prefill": [ParallelConfig(cp=cp, tp=tp) for cp, tp in product((1, 2), (1, 2, 4)) if cp * tp < 8],
@@ -63,25 +63,25 @@ def _name(parallel: ParallelConfig) -> str:
 
 
 class Cut(NamedTuple):
-    """A model of some family, and how one side cuts it."""
+    """Model of some family, and the layout of one role."""
 
     family: str
     layout: ParallelConfig
 
     @property
     def traits(self) -> frozenset[str]:
-        """The axes that are divided, and the family."""
+        """Return the axes with several ranks, and the family."""
         return divided(self.layout, has_experts=self.family != "llama") | {self.family}
 
 
 def cuts_of(layouts: Sequence[ParallelConfig]) -> list[Cut]:
-    """Each layout once for each family that can be cut so."""
+    """Return each layout with each family that supports it."""
     cuts = [Cut(family, layout) for layout in layouts for family in MODELS]
     return [cut for cut in cuts if cut.family != "llama" or not needs_experts(cut.layout)]
 
 
 def cases_of(prefills: list[Cut], decodes: list[Cut]) -> list[Case]:
-    """Each prefill once, everything else taking turns; those with CP ranks first, since all ways of KV are theirs."""
+    """Return each prefill layout once, with all other settings in rotation, those with CP ranks first."""
     cases = []
     for turn, (family, layout) in enumerate(sorted(prefills, key=lambda cut: -cut.layout.cp)):
         fitting = [decode.layout for decode in decodes if decode.family == family]
@@ -92,7 +92,7 @@ def cases_of(prefills: list[Cut], decodes: list[Cut]) -> list[Case]:
                 prefill=layout,
                 decode=fitting[turn % len(fitting)],
                 kv=ways[turn % len(ways)],
-                # Five strategies and four ways: in twenty turns, every strategy meets every way of KV.
+                # Five strategies and four ways meet in all combinations within twenty cases.
                 strategy=STRATEGIES[turn % len(STRATEGIES)],
                 chunk_tokens=(37, 4096)[turn // 3 % 2],
                 dispatch=tuple(MoeDispatch)[turn % 3],
@@ -104,7 +104,7 @@ def cases_of(prefills: list[Cut], decodes: list[Cut]) -> list[Case]:
 
 
 def tensor_parallel_cases() -> list[Case]:
-    """Any two sizes of prefill and decode, for dense models."""
+    """Return any two sizes of prefill and decode for dense models."""
     others = {"strategy": Strategy.ZIGZAG, "dispatch": MoeDispatch.AUTO, "collectives": Collectives.AUTO}
     cases = [{**case, **others, "model": DENSE_MODELS[case["family"]]} for case in all_pairs(TENSOR_PARALLEL)]
     return in_loading_order([Case(**case) for case in cases])
@@ -135,7 +135,7 @@ def config_of(case: Case) -> DeployConfig:
 
 
 def check(case: Case, models: Models, engine: LocalEngine) -> None:
-    """All prompts at once, twice: the second time their pages are cached on both sides."""
+    """Run all prompts together twice. The second time, their pages are cached on both sides."""
     prompts, folder = prompts_of(LENGTHS), models.folder(case.family, **case.model)
     theirs = [models.oracle(folder, NUM_TOKENS).tokens(prompt) for prompt in prompts]
     with engine.running(folder, config_of(case)) as cluster:
@@ -144,7 +144,7 @@ def check(case: Case, models: Models, engine: LocalEngine) -> None:
 
 
 def covering(layouts: list[ParallelConfig]) -> list[Cut]:
-    """Few cuts, in which any two axes meet, and each family meets each axis; rather of few ranks."""
+    """Return few layouts in which any two axes meet, and each family meets each axis, preferably with few ranks."""
     return covering_pairs(cuts_of(sorted(layouts, key=num_ranks)), lambda cut: cut.traits)
 
 
@@ -155,7 +155,7 @@ ALL = [
     for case in cases_of(cuts_of(legal_layouts(8) + WIDE), cuts_of(legal_layouts(8, is_decode=True) + WIDE_DECODES))
     for collectives in Collectives
 ]
-"""Each over shared memory and over TCP."""
+"""Cases over shared memory and over TCP."""
 
 
 def test_every_strategy_meets_every_way_of_kv() -> None:

@@ -1,4 +1,4 @@
-"""The engine without Ray, HTTP or a router: as its own command runs it, and cut as every file for one machine says."""
+"""The engine without Ray, HTTP or a router: with its own command, and with the layout of every file for one machine."""
 
 import os
 import re
@@ -31,7 +31,7 @@ FILES = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    """Its processes serve one file after another."""
+    """Yield processes that serve one file after another."""
     cluster = LocalCluster()
     yield cluster
     cluster.close()
@@ -59,7 +59,7 @@ def test_whoever_calls_a_process_that_was_killed_is_told_so(is_stopped: bool) ->
     assert pid is not None
     died = re.escape(f"worker process {pid} died, exit code -9")
     try:
-        if is_stopped:  # it dies with a call that it has not taken
+        if is_stopped:  # it dies with a pending call
             os.kill(pid, signal.SIGSTOP)
             process.call("make")
         process._process.kill()

@@ -1,4 +1,4 @@
-"""Mooncake Store under the contract of storage backends, and under a cluster."""
+"""Mooncake Store under the storage backends' contract, and in a cluster."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.mooncake]
 
 WORKER = "tests.fakes.tier_workers:EagerWorker"
 STALL_S = 1.5
-"""Longest time without a turn for a thread that never has to wait, on a machine that is busy otherwise."""
+"""Longest time without CPU for a thread that never waits, on a busy machine."""
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_the_store_uses_the_least_that_it_may_be_lent_and_no_less(master: str) -
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """How long a call takes until it fails; nobody else may have to wait meanwhile."""
+    """Return the time until a call fails. Meanwhile, no other thread may be blocked."""
     failed = list[float]()
 
     def run() -> None:
@@ -102,7 +102,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def stop(pid: int) -> None:
-    """Returns once all of its threads stand still; until then they answer."""
+    """Stop a process. Return once all its threads have stopped, because they respond until then."""
     os.kill(pid, signal.SIGSTOP)
     while any(_state(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts equal transformers', however a prompt is cut and whatever is cached of it."""
+"""Prompt log-probabilities equal transformers' for any chunks and any amount of cached tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +35,7 @@ def name_of(case: Case) -> str:
 
 
 def compare(answer: Answer, prompt: list[int], expected: Tensor) -> None:
-    """``expected [tokens, vocabulary]``: of what follows each token."""
+    """Compare with ``expected [tokens, vocabulary]`` after each token."""
     assert len(answer.prompt_logprobs) == len(prompt) - 1
     for place, told in enumerate(answer.prompt_logprobs):
         row = expected[place]
@@ -72,7 +72,7 @@ SELECTION = [
 
 @pytest.mark.parametrize("case", in_loading_order(SELECTION), ids=name_of)
 def test_prompt_logprobs_equal_transformers(models: Models, engine: LocalEngine, case: Case) -> None:
-    """Ask about each prompt twice, the second time when it is cached, and in between only for an answer."""
+    """Each prompt is scored twice, the second time when cached, and answered without scores in between."""
     prompts, folder = prompts_of(LENGTHS), models.folder("qwen3")
     asked = [Prompt(prompt, Stopping(max_tokens=3), Sampling(num_prompt_logprobs=NUM_TOP)) for prompt in prompts]
     plain = [Prompt(prompt, Stopping(max_tokens=3)) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Ring mode divides the KV of a prefill replica over its ranks: what that leaves in each pool, and what then fits."""
+"""Ring mode shards a prefill replica's KV over its ranks: the content of each pool, and the prompts that then fit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +55,7 @@ def running(engine: LocalEngine, folder: Path, cp: int, mode: CpMode, pages_per_
 
 
 def written_pages(row: RankRow) -> int:
-    """Pages of a rank's pool that hold anything; the shared-memory backend opens a pool by path and name."""
+    """Return the pages in a rank's pool that hold data. The shared-memory backend opens a pool by path and name."""
     path, _ = row.endpoint.session.split()
     memory = Path(path).read_bytes()
     assert row.layout.page_bytes == PAGE_BYTES
@@ -91,7 +91,7 @@ def test_a_prompt_that_fits_into_no_rank_is_served_by_a_ring(folder: Path, oracl
 
 
 def test_a_ring_that_is_full_evicts_and_goes_on(folder: Path, oracle: Oracle, engine: LocalEngine) -> None:
-    """Three prompts that begin alike in turns with three that do not, in a pool for two of them."""
+    """Three prompts with a common prefix alternate with three others, in a pool for two of them."""
     prefix, *others = prompts_of((170, 250, 180, 300))
     alike = [[*prefix, *range(3, 3 + length)] for length in (5, 70, 100)]
     prompts = [prompt for pair in zip(alike, others, strict=True) for prompt in pair]
@@ -104,7 +104,7 @@ def test_a_ring_that_is_full_evicts_and_goes_on(folder: Path, oracle: Oracle, en
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_every_mode_says_the_same_of_16k_tokens_as_one_rank(models: Models, engine: LocalEngine) -> None:
-    """To 1e-5, of the twenty likeliest tokens at each place; and the tokens are transformers'."""
+    """Compare the twenty most likely tokens at each position to 1e-5, and the tokens with transformers'."""
     length = 16_384
     folder = models.folder("qwen3", max_position_embeddings=2 * length)
     (prompt,) = prompts_of((length,))
@@ -126,7 +126,7 @@ def test_every_mode_says_the_same_of_16k_tokens_as_one_rank(models: Models, engi
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 def test_a_chain_through_every_page_of_128k_tokens_is_followed(tmp_path: Path, engine: LocalEngine) -> None:
-    """Four ranks, each with a quarter of the prompt's pages: the answer is right only if every page was read."""
+    """Four ranks each have a quarter of the prompt's pages. The answer is right only if every page was read."""
     page_size, context = 256, 131_072
     num_pages = context // page_size - 3
     prompt = chain_prompt(num_pages * page_size + 1, page_size)

@@ -1,4 +1,4 @@
-"""Two router processes share a port and the limits; each answers for itself on an address of its own."""
+"""Two router processes share a port and the limits. Each has its own address, too."""
 
 import threading
 import time
@@ -36,7 +36,7 @@ class Routers:
     processes: list[WorkerProcess]
 
     def ask(self, max_tokens: int = 2, **fields: object) -> httpx.Response:
-        """Over a connection of its own, which goes to either process."""
+        """Send a request with a new connection, which goes to either process."""
         body = {"model": "echo", "prompt": "hello", "max_tokens": max_tokens, **fields}
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=WAIT_S, trust_env=False)
 

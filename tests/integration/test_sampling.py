@@ -1,4 +1,4 @@
-"""What requests ask of sampling holds over the handoff: the first token is drawn on prefill, the others on decode."""
+"""Sampling parameters hold across the handoff: prefill samples the first token, and decode the others."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 
 NUM_TOKENS = 24
 NUM_PAGES, PAGE_BYTES = 30, 8192
-"""The prompts fill 27 pages, so that answers run out of them and some are preempted and start again."""
+"""Pool in which the prompts fill 27 pages, so that answers need more, and some requests are preempted."""
 BIAS = {7: 4.0, 90: 6.5, 91: -100.0}
 BAD_WORDS = [[90], [7, 7], [12, 13, 14]]
 ALLOWED = frozenset(range(40, 80))
@@ -41,7 +41,7 @@ REQUESTS: dict[str, tuple[Sampling, dict[str, Any]]] = {
         {"min_new_tokens": 9, "eos_token_id": list(range(128))},
     ),
 }
-"""Our settings and transformers' for the same."""
+"""Our settings, and the equivalent ones of transformers."""
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def compare(model: Any, prompt: list[int], answer: Answer, settings: dict[str, A
 
 @pytest.mark.parametrize("num_given", [1, 7, 17])
 def test_an_answer_goes_on_elsewhere_as_if_nothing_had_happened(cluster: LocalCluster, num_given: int) -> None:
-    """Random numbers, penalties, banned words, lengths and log-probabilities count what was given before as output."""
+    """Random numbers, penalties, banned words, lengths and log-probabilities count earlier tokens as output."""
     drawn = Sampling(temperature=1.2, seed=9, frequency_penalty=0.4, presence_penalty=0.2, top_p=0.9)
     samplings = [*(sampling for sampling, _ in REQUESTS.values()), drawn]
     prompts = prompts_of((90, 60, 33, 5, 64, 47))

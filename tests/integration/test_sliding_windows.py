@@ -1,4 +1,4 @@
-"""Greedy fp32 tokens equal transformers' own for a model whose layers differ in what a token sees."""
+"""Greedy fp32 tokens equal transformers' for a model with full and window attention in different layers."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ CLUSTERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(models: Models) -> Path:
-    """Four layers; the first sees everything, the others a window of less than three pages."""
+    """Return four layers. The first has full attention, and the others have a window of less than three pages."""
     windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
     return models.folder("qwen3", num_hidden_layers=4, **windows)
 
@@ -72,7 +72,7 @@ def test_a_prefix_comes_from_host_memory_and_in_new_processes_from_storage(
 
 
 def ask_until(cluster: LocalCluster, prompt: list[int], oracle: Oracle, wanted: CachedTokens, *flushed: Tier) -> None:
-    """Ask until the prompt is cached as wanted; copies are made beside the work. All answers must be right."""
+    """Ask until the prompt is cached as expected. Copies are asynchronous. All answers must be right."""
     for _ in range(50):
         cluster.flush(*flushed)
         (answer,) = cluster.answer(asked([prompt], NUM_TOKENS), timeout_s=120)

@@ -1,4 +1,4 @@
-"""What a rank takes while it loads: its part of the weights and one tensor, whatever the files hold."""
+"""Memory of a rank while it loads: its part of the weights and one more tensor, for any file layout."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.integration
 
 MIB = 1 << 20
 SLACK = 12 * MIB
-"""What Python and torch take beside tensors."""
+"""Memory of Python and torch in addition to tensors."""
 SIZES: dict[str, Any] = {
     "vocab_size": 8192,
     "hidden_size": 1024,
@@ -28,18 +28,18 @@ SIZES: dict[str, Any] = {
 
 
 class Loading(NamedTuple):
-    """Bytes of one rank."""
+    """Sizes in bytes on one rank."""
 
     most: int
-    """Anonymous memory at its peak, without what there was before."""
+    """Peak of anonymous memory, without the initial value."""
     share: int
     largest: int
-    """Of its tensors."""
+    """Size of the largest tensor."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of some 200 MiB each, in several files."""
+    """Return checkpoints of about 200 MiB in several files."""
     root = tmp_path_factory.mktemp("models")
     folders = {
         "llama": make_checkpoint(root / "llama", "llama", intermediate_size=4096, num_hidden_layers=2, **SIZES),
@@ -53,7 +53,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(folder: Path, axes: dict[str, int], *, dtype: str = "float32", reads_whole_files: bool = False) -> Loading:
-    """Load the last rank's part in a process of its own, and watch its memory meanwhile."""
+    """Load the last rank's part in a separate process, and watch its memory."""
     size = axes.get("tp", 1) * axes.get("pp", 1)
     arguments = {"folder": str(folder), "axes": axes, "global_rank": size - 1, "dtype": dtype}
     command = [sys.executable, "-m", "tests.fakes.loading_rank"]
@@ -88,7 +88,7 @@ def load(folder: Path, axes: dict[str, int], *, dtype: str = "float32", reads_wh
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Memory of a process that no file stands behind."""
+    """Return a process's memory that is not backed by a file."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 

@@ -1,4 +1,4 @@
-"""A decode worker whose device goes on by itself plans a step ahead, and answers as one that waits for every step."""
+"""A decode worker with an asynchronous device plans one step ahead, and answers like one that waits for every step."""
 
 import threading
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ MAX_TOKENS = 14
 
 
 class Decode:
-    """One worker on a thread, and its router."""
+    """One worker in a thread, and its router."""
 
     def __init__(self, worker: Worker, inbox: Inbox, outbox: Outbox, address: str) -> None:
         self.worker, self._inbox, self._outbox = worker, inbox, outbox
@@ -44,7 +44,7 @@ class Decode:
         self._num_asked = 0
 
     def answer(self, prompts: list[list[int]], samplings: list[Sampling], stopping: Stopping) -> list[list[Output]]:
-        """Of requests that are asked together."""
+        """Return the outputs of requests that are sent together."""
         answers: dict[Room, list[Output]] = {}
         for prompt, sampling in zip(prompts, samplings, strict=True):
             self._num_asked += 1
@@ -92,7 +92,7 @@ def decode(folder: Path, *, is_asynchronous: bool) -> Iterator[Decode]:
 
 
 def test_answers_are_the_same_a_step_ahead(tmp_path: Path) -> None:
-    """Some end by length, others by a token seen a step late; one looks back; there are pages for fewer."""
+    """Some requests end by length, others with a token seen a step late. One has penalties, and pages are scarce."""
     folder = make_checkpoint(tmp_path / "model", "llama")
     prompts = [[7 * number % 250 + place for place in range(5 + number)] for number in range(5)]
     found = []
@@ -112,7 +112,7 @@ def test_answers_are_the_same_a_step_ahead(tmp_path: Path) -> None:
     assert [[_told(output) for output in answer] for answer in ahead] == [
         [_told(output) for output in answer] for answer in plain
     ]
-    # Steps may have other company, and so round otherwise.
+    # Batches may differ, and with them the rounding.
     assert _logprobs(ahead) == pytest.approx(_logprobs(plain), abs=1e-4)
 
 
@@ -126,7 +126,7 @@ def _logprobs(answers: list[list[Output]]) -> list[float]:
 
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_ranks_that_do_not_draw_follow_as_well(tmp_path: Path, parallel: dict[str, int]) -> None:
-    """Greedy tokens are transformers' own; whoever comes and goes does so at other steps on each DP rank."""
+    """Greedy tokens equal transformers'. Requests start and end in different steps on each DP rank."""
     folder = make_checkpoint(tmp_path / "model", "llama")
     config = DeployConfig.model_validate(
         {

@@ -1,8 +1,8 @@
-"""Tokens of every kind of cluster equal the committed ones, greedy and drawn, computed and cached.
+"""Tokens of every kind of cluster equal the committed ones: greedy and sampled, computed and cached.
 
-A change that should not alter tokens keeps ``tests/data/token_fingerprints.json`` as it is. Write it anew, on purpose,
-with ``python -m tests.integration.test_token_fingerprints``: it picks prompts of which no token is a near tie, so that
-the tokens hold on any CPU.
+A change that should not alter tokens keeps ``tests/data/token_fingerprints.json`` as it is. To write it again, on
+purpose, run ``python -m tests.integration.test_token_fingerprints``. It selects prompts without near ties, so that the
+tokens hold on any CPU.
 """
 
 import json
@@ -34,14 +34,14 @@ VOCABULARY = 256
 NUM_TOKENS = 24
 PAGE_SIZE = 16
 MARGIN, BLUR = 0.01, 2e-5
-"""Tokens stay when logits are moved by so much, or weights by this part of them. Processors differ by far less."""
+"""Changes to logits, and relative changes to weights, that must not change tokens. Processors differ by far less."""
 NUM_CANDIDATES = 16
 
 Fingerprints = dict[str, dict[str, Any]]
 
 
 class Request(NamedTuple):
-    """A prompt's length and what its answer is sampled with."""
+    """Length of a prompt and the sampling parameters of its answer."""
 
     length: int
     sampling: dict[str, Any]
@@ -137,7 +137,7 @@ def prompt_of(name: str, number: int) -> list[int]:
 
 
 def generate(cluster: LocalCluster, numbers: dict[str, int]) -> dict[str, list[int]]:
-    """The tokens of all requests, asked at once."""
+    """Return the tokens of all requests, which are sent together."""
     asked = [
         Prompt(prompt_of(name, number), Stopping(max_tokens=NUM_TOKENS), Sampling(**REQUESTS[name].sampling))
         for name, number in numbers.items()
@@ -146,7 +146,7 @@ def generate(cluster: LocalCluster, numbers: dict[str, int]) -> dict[str, list[i
 
 
 def check(case: Case, fingerprints: Fingerprints, models: Models, engine: LocalEngine) -> None:
-    """Computed, then from the prefix cache, then from the host tier if there is one."""
+    """Check computed tokens, then those from the prefix cache, then those from the host tier if there is one."""
     numbers = {name: entry["prompt"] for name, entry in fingerprints.items()}
     expected = {name: entry["tokens"] for name, entry in fingerprints.items()}
     with engine.running(models.folder(case.family, **MODELS[case.family]), config_of(case)) as cluster:
@@ -157,7 +157,7 @@ def check(case: Case, fingerprints: Fingerprints, models: Models, engine: LocalE
 
 
 def check_host_tier(cluster: LocalCluster, numbers: dict[str, int], expected: dict[str, list[int]]) -> None:
-    """Copies are made beside the work, so the first answers may come before them."""
+    """Ask until the host tier is used. Copies are asynchronous, so the first answers may be early."""
     longest = "greedy, 203 tokens"
     prompt = Prompt(prompt_of(longest, numbers[longest]), Stopping(max_tokens=NUM_TOKENS))
     for _ in range(50):
@@ -181,13 +181,13 @@ def test_tokens_are_those_committed(models: Models, engine: LocalEngine, case: C
 
 
 def answers_to(cluster: LocalCluster, name: str, bias: dict[int, float]) -> list[list[int]]:
-    """The tokens of every candidate for a request."""
+    """Return the tokens of every candidate for a request."""
     sampling, stopping = Sampling(**REQUESTS[name].sampling, logit_bias=bias), Stopping(max_tokens=NUM_TOKENS)
     return cluster.generate([Prompt(prompt_of(name, number), stopping, sampling) for number in range(NUM_CANDIDATES)])
 
 
 def blur(folder: Path, into: Path) -> Path:
-    """Copy a checkpoint, each weight changed by more than what processors make different."""
+    """Copy a checkpoint with each weight changed by more than the differences between processors."""
     shutil.copytree(folder, into)
     weights = load_file(folder / "model.safetensors")
     random_numbers = torch.Generator().manual_seed(1)
@@ -198,7 +198,7 @@ def blur(folder: Path, into: Path) -> Path:
 
 
 def clear_answers(models: Models, engine: LocalEngine, family: str) -> dict[str, dict[str, Any]]:
-    """For each request the first candidate whose tokens stay when logits, and when weights, are moved a little."""
+    """Return for each request the first candidate whose tokens survive small changes to logits and to weights."""
     folder = models.folder(family, **MODELS[family])
     config = config_of(Case("one rank", family, gather(1, "none", 4096)))
     moved = [{token: random.choice((-MARGIN, MARGIN)) for token in range(VOCABULARY)} for _ in range(4)]
@@ -222,7 +222,7 @@ def clear_answers(models: Models, engine: LocalEngine, family: str) -> dict[str,
 
 
 def write_fingerprints() -> None:
-    """One line a request."""
+    """Write one line per request."""
     random.seed(0)
     parts = []
     with tempfile.TemporaryDirectory() as root, closing(LocalEngine()) as engine:

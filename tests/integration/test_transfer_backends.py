@@ -1,4 +1,4 @@
-"""Both real backends between two processes: bytes arrive before write returns, and a peer that is gone is an error."""
+"""Both real backends between two processes: bytes arrive before write returns, and a lost peer is an error."""
 
 import hashlib
 import os
@@ -33,7 +33,7 @@ BACKENDS = [
 
 
 class Peer:
-    """A process that owns a region."""
+    """Process that owns a region."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdin
@@ -82,7 +82,7 @@ def source(backend: TransferBackend) -> Region:
 
 
 def _scattered_spans() -> list[Span]:
-    """1,500 spans of many sizes that permute the region's pieces."""
+    """Return 1,500 spans of many sizes that permute the region's pieces."""
     rng = random.Random(2)
     cuts = sorted(rng.sample(range(1, SIZE), 1499))
     pieces = list(zip([0, *cuts], [*cuts, SIZE], strict=True))

@@ -1,4 +1,4 @@
-"""The far end of a transfer in its own process: owns a region and answers questions about it on stdin."""
+"""Remote side of a transfer in a separate process, which owns a region and answers queries on stdin."""
 
 import hashlib
 import sys
@@ -11,7 +11,6 @@ from transfer.backends.registry import make_backend
 
 
 def main() -> None:
-    """Print the endpoint, then answer ``digest``, ``bytes`` and ``close`` until stdin ends."""
     backend = make_backend(TransferBackendName(sys.argv[1]), sys.argv[3] if len(sys.argv) > 3 else "127.0.0.1")
     region = backend.allocate(int(sys.argv[2]))
     print(msgspec.json.encode(region.endpoint).decode(), flush=True)

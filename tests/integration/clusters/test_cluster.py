@@ -1,4 +1,4 @@
-"""A whole cluster on real Ray, through its endpoint: exact answers, many clients, lost clients, lost ranks."""
+"""A whole cluster on real Ray, through its HTTP API: exact answers, many clients, lost clients, lost ranks."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ NAME = "test-endpoint"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RunningCluster]:
-    # Room for more replicas, however few cores the machine has.
+    # Room for more replicas, with any number of cores.
     settings = ("resources.cpus_per_worker=0.25", "router.tool_parser=llama3")
     with running_cluster("deploy/local-cpu.yaml", NAME, *settings) as running:
         yield running
@@ -214,7 +214,7 @@ def test_replicas_come_go_and_start_again_under_load_and_no_request_fails(cluste
         assert _order("drain", "decode-0") == (0, "decode-0: drained\n")
         assert _order("scale", "decode=1")[0] == 2, "the one that would stay takes no requests"
         assert _order("resume", "decode-0")[0] == 0
-        # Refused until the driver has heard that decode-0 takes requests again.
+        # Refused until the driver knows that decode-0 accepts requests again.
         cluster.wait_until(lambda: _order("scale", "prefill=1", "decode=1") == (0, "prefill: 1, decode: 1\n"), 120)
         are("prefill-0", "decode-0")
     assert set(outcomes) == {"right"}
@@ -271,7 +271,7 @@ def test_services_that_die_come_back_and_no_replica_is_loaded_anew(cluster: Runn
 def test_a_lost_rank_takes_its_replica_down_and_it_comes_back_as_a_new_one(
     cluster: RunningCluster, replica: str, number: int
 ) -> None:
-    """Requests at hand end well or with an error, never wrong, never not at all. A rank that stops is no leader."""
+    """Running requests end with the right answer or with an error. A follower is stopped."""
     before = cluster.replicas()[replica]
     victim = listener_pid(before["rows"][-1]["address"])
     outcomes = asyncio.run(crowd(cluster.url, num_clients=12, seed=3, leavers=0, after_s=(0.5, victim, number)))
@@ -296,7 +296,7 @@ def _kill_listener(url: str) -> None:
 
 
 def _command_lines() -> list[bytes]:
-    """Of every process of this machine."""
+    """Return the command line of every process on this machine."""
     commands = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has just ended
@@ -305,7 +305,7 @@ def _command_lines() -> list[bytes]:
 
 
 def _order(*arguments: str) -> tuple[int, str]:
-    """Exit code and what was said."""
+    """Return exit code and output."""
     command = [sys.executable, "-m", "cluster.cli", *arguments, "--cluster", NAME]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stderr

@@ -1,4 +1,4 @@
-"""Through the endpoint on real Ray, greedy fp32 tokens equal transformers': a sample of the engine's matrix."""
+"""Greedy fp32 tokens through the API on real Ray equal transformers': a sample of the engine's matrix."""
 
 import json
 import subprocess
@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 NUM_TOKENS = 32
 CALLING = TEMPLATE.removeprefix("{{ bos_token }}") + "{# <tool_call> #}"
-"""Without the one token that the models do not have."""
+"""Template without the only token that the models lack."""
 SCORED: dict[str, Any] = {"max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
-"""What lm-eval's local-completions asks, to learn how likely the ends of prompts are."""
+"""Request fields with which lm-eval's local-completions scores the ends of prompts."""
 LENGTHS = (1, 2, 33, 64, 130, 5, 300)
 
 
@@ -66,7 +66,7 @@ def test_tokens_through_the_endpoint_equal_transformers(tmp_path: Path, family: 
 
 
 def assert_ranks_are_shown(cluster: RunningCluster, name: str) -> None:
-    """`baton status` shows every rank of the table, with its place on each axis."""
+    """Check that `baton status` shows every rank of the table, with its coordinates."""
     command = [sys.executable, "-m", "cluster.cli", "status", name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -80,7 +80,7 @@ def assert_ranks_are_shown(cluster: RunningCluster, name: str) -> None:
 
 
 def assert_likelihoods(folder: Path, url: str, model: str, ends: list[tuple[list[int], list[int]]]) -> None:
-    """As lm-eval reads them: the sum over the end of each prompt, and whether it is what greedy decoding gives."""
+    """Check what lm-eval reads: the summed log-probability of each end, and whether it equals greedy decoding."""
     body = SCORED | {"model": model, "prompt": [[*prompt, *end] for prompt, end in ends]}
     scored = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status().json()
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -94,7 +94,7 @@ def assert_likelihoods(folder: Path, url: str, model: str, ends: list[tuple[list
 
 
 def _drawn(url: str, model: str, stream: bool) -> list[list[tuple[int, float]]]:
-    """Tokens of two choices, each with its log-probability."""
+    """Return the tokens of two choices with their log-probabilities."""
     body = {"model": model, "prompt": prompts_of((40,))[0], "max_tokens": 20, "n": 2, "stream": stream}
     body |= {"seed": 7, "temperature": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.01}
     body |= {"logprobs": 1, "return_token_ids": True, "ignore_eos": True}
@@ -109,7 +109,7 @@ def _drawn(url: str, model: str, stream: bool) -> list[list[tuple[int, float]]]:
 
 
 def _called(url: str, model: str, seed: int) -> str:
-    """The arguments of the one call that a model, which knows nothing, is made to write; whole and streamed alike."""
+    """Return the arguments of a forced call by a random model. The streamed arguments must be equal."""
     parameters: dict[str, object] = {
         "type": "object",
         "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 999}},

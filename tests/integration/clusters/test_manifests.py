@@ -1,4 +1,4 @@
-"""Every manifest of deploy/ for one machine, brought up by ``baton up``: an exact answer, and nothing held after it."""
+"""Every manifest of deploy/ for one machine, started with ``baton up``: an exact answer, and no leaked pages."""
 
 import openai
 import pytest
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(600
 
 MANIFESTS = sorted(path.name for path in (readme.ROOT / "deploy").glob("local-*.yaml"))
 SETTINGS = ("resources.cpus_per_worker=0.25", "kv.memory_gib=0.25")
-"""So that they fit any machine."""
+"""Settings that fit any machine."""
 PROMPT = needle_prompt(3000, 0.5)
 
 

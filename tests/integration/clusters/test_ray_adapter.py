@@ -1,4 +1,4 @@
-"""Real Ray: a cluster of members that compute nothing comes up, loses a rank, replaces the gang, and leaves nothing."""
+"""Real Ray: a cluster without models starts, loses a rank, restarts the replica, and leaves nothing behind."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ def ray_system() -> Iterator["RaySystem"]:
 
 
 class Plain:
-    """What an actor can be made of."""
+    """Plain class for an actor."""
 
     def __init__(self, greeting: str) -> None:
         if not greeting:
@@ -77,7 +77,7 @@ class Plain:
 
 
 def _children() -> list[ProcessId]:
-    """Every process below this one, seen from Ray's own daemons on."""
+    """Return every descendant of this process, beginning with Ray's daemons."""
     tree: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -173,7 +173,7 @@ print([folder.exists() for folder in folders])
 
 
 def start_late(num_late: int) -> list[str]:
-    """What is said when the first so many starts of Ray time out; in a process of its own, which has one Ray only."""
+    """Return the messages if Ray's first starts time out. Runs in a new process, because Ray starts once only."""
     command = [sys.executable, "-c", LATE, str(num_late)]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S).stdout.splitlines()
 

@@ -1,4 +1,4 @@
-"""Addresses at which there is no Ray to join: `baton up` says so in one line, and soon."""
+"""Addresses without a Ray cluster: `baton up` fails soon, with one line."""
 
 import os
 import socket
@@ -11,11 +11,11 @@ import pytest
 pytestmark = pytest.mark.integration
 
 SOON_S = 60.0
-"""Ray itself would try for ten minutes."""
+"""Limit in seconds. Ray itself would try for ten minutes."""
 
 
 def up(notes: Path, *options: str, address: str = "") -> tuple[int, str]:
-    """Exit code and standard error of ``baton up`` with RAY_ADDRESS set, if it ends soon."""
+    """Return exit code and standard error of ``baton up`` with RAY_ADDRESS set, if it ends in time."""
     command = [str(Path(sys.executable).with_name("baton")), "up", "deploy/local-cpu.yaml", "--set", "router.port=0"]
     environ = {**os.environ, "XDG_RUNTIME_DIR": str(notes), "RAY_ADDRESS": address}
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""README's commands, as printed: one cluster by `make serve`, one with a model of the hub, one as a Ray job."""
+"""README's commands as printed: one cluster from `make serve`, one with a model from the hub, one as a Ray job."""
 
 import json
 import os
@@ -31,7 +31,7 @@ NO_AGENT = "No available agent to submit job"
 
 @pytest.fixture(scope="class")
 def cluster() -> Iterator[Terminal]:
-    # The environment that runs the tests stands for the one that make would create.
+    # The environment of the tests replaces the one that make would create.
     make = [*shlex.split(readme.command("make serve")), f"VENV={Path(sys.prefix)}"]
     with Terminal(make) as terminal:
         terminal.wait_until(_is_ready, START_S)
@@ -74,7 +74,7 @@ class TestMakeServe:
 
 
 def test_a_model_of_the_hub(tmp_path: Path) -> None:
-    """The hub is a cache folder that holds a small checkpoint under the model's name."""
+    """The hub is a cache folder with a small checkpoint under the model's name."""
     name = "Qwen/Qwen3-0.6B"
     write_hub_cache(tmp_path, name)
     command = shlex.split(_installed(readme.command(".venv/bin/baton up")))
@@ -91,7 +91,7 @@ def test_a_model_of_the_hub(tmp_path: Path) -> None:
 
 @pytest.fixture
 def short_folder() -> Iterator[str]:
-    """Ray's sockets lie in it, and their paths must be shorter than those of pytest's own folders."""
+    """Yield a folder for Ray's sockets, whose paths must be shorter than those in pytest's folders."""
     with tempfile.TemporaryDirectory(prefix="baton-job-", ignore_cleanup_errors=True) as folder:
         yield folder
 
@@ -116,7 +116,7 @@ def test_ray_job(short_folder: str) -> None:
 
 @contextmanager
 def _submitted(env: Mapping[str, str]) -> Iterator[Terminal]:
-    """The job, once it runs. Ray's head answers before it can take one, and says then to come again."""
+    """Yield the running job. Ray's head answers before it accepts jobs, and asks clients to retry."""
     while True:
         with Terminal(shlex.split(readme.command("ray job submit")), env) as job:
             job.wait_until(partial(_is_ready_or_refused, job), START_S)

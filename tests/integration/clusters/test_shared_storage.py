@@ -1,4 +1,4 @@
-"""Replicas of real clusters over one folder: one reads what another has computed, each rank its half."""
+"""Replicas of real clusters with one storage folder: one reads what another has computed, and each rank its half."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def settings_of(folder: Path, **changes: object) -> list[str]:
 
 
 def ask(cluster: RunningCluster, prompt: list[int]) -> dict[str, int]:
-    """Return where the prompt's pages came from; the answer depends on every one of them."""
+    """Return the sources of the prompt's pages. The answer depends on every one of them."""
     body = {"model": "recall", "prompt": prompt, "max_tokens": NUM_PAGES, "temperature": 0, "return_token_ids": True}
     answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=300).raise_for_status().json()
     assert answer["choices"][0]["token_ids"] == recall_oracle(prompt, NUM_PAGES)
@@ -40,7 +40,7 @@ def ask(cluster: RunningCluster, prompt: list[int]) -> dict[str, int]:
 
 
 def stored_bytes(folder: Path) -> list[int]:
-    """Return the size of every stored page, without its header."""
+    """Return the size of every stored page without its header."""
     files = [path for path in folder.rglob("*.h*") if not path.name.startswith(".")]
     return [path.stat().st_size - HEADER_BYTES for path in files]
 
@@ -48,7 +48,7 @@ def stored_bytes(folder: Path) -> list[int]:
 def moved(
     cluster: RunningCluster, kind: TierJobKind, name: str = "baton_tier_bytes_total"
 ) -> dict[tuple[str, str], int]:
-    """Return what was moved by replica and CP rank, for those that moved something."""
+    """Return the tier traffic by replica and CP rank, without zeros."""
     families = text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics", timeout=60).text)
     samples = [sample for family in families for sample in family.samples if sample.name == name]
     return {
@@ -59,7 +59,7 @@ def moved(
 
 
 def test_what_one_replica_has_computed_others_read_even_after_its_end(tmp_path: Path) -> None:
-    """Pages that only the device has are stored before a cluster ends: there is host memory for half of them."""
+    """Pages that only the device has are stored before a cluster stops. Host memory has room for half of them."""
     small = settings_of(tmp_path, **{"hicache.host_gib": 0.00125, "hicache.write": "write_back"})
     with running_cluster("deploy/local-cpu.yaml", "test-device-at-end", *small) as cluster:
         assert ask(cluster, PROMPT) == {"cached_tokens": 0}
@@ -71,7 +71,7 @@ def test_what_one_replica_has_computed_others_read_even_after_its_end(tmp_path: 
 
 
 def check_sharing(cluster: RunningCluster, folder: Path) -> None:
-    """The first replica reads one prompt that is stored, and then one that the second has computed."""
+    """Check that the first replica reads a stored prompt, and then one that the second has computed."""
     from_storage = {"cached_tokens": NUM_PAGES * PAGE_SIZE, "storage_tokens": NUM_PAGES * PAGE_SIZE}
     cluster.wait_until(lambda: [entry["ready"] for entry in cluster.replicas().values()] == [True] * 3, 60)
     assert ask(cluster, PROMPT) == from_storage

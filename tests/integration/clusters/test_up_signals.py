@@ -1,4 +1,4 @@
-"""Signals to `baton up`: whatever arrives, and whenever, the driver ends its cluster in order and leaves nothing."""
+"""Signals to `baton up` at any time: the driver stops its cluster in order and leaves nothing behind."""
 
 import os
 import signal
@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 MARK = "BATON_TEST_UP"
 STOP_S = 60.0
 AT_ONCE_S = 14.0
-"""Less than a stop in order waits for a Ray that does not answer."""
+"""Limit that is shorter than the wait of an orderly stop for an unresponsive Ray."""
 
 
 @contextmanager
 def up(name: str, notes: Path, *options: str) -> Iterator[Terminal]:
-    """Run ``baton up``; at the end none of its processes, notes and folders may be left."""
+    """Run ``baton up``. At the end, none of its processes, notes and folders may remain."""
     with Terminal(_up_command(name, *options), {MARK: name, "XDG_RUNTIME_DIR": str(notes)}) as terminal:
         yield terminal
         assert find_processes(MARK, name) == []
@@ -39,12 +39,12 @@ def _up_command(name: str, *options: str) -> list[str]:
 
 
 def _ray_folders(terminal: Terminal) -> list[Path]:
-    """Made right before Ray starts."""
+    """Return the folders that are created just before Ray starts."""
     return list(Path("/tmp").glob(f"baton-ray-{terminal.pid}-*"))
 
 
 def test_signals_to_the_whole_group_while_serving(tmp_path: Path) -> None:
-    """As a closed terminal or a job manager sends them; Ray's daemons are not to die of them before the workers."""
+    """A closed terminal or a job manager signals the group. Ray's daemons must not die before the workers."""
     with up("test-group", tmp_path) as terminal:
         terminal.wait_until(lambda: IS_UP in terminal.output, START_S)
         os.killpg(terminal.pid, signal.SIGTERM)
@@ -70,7 +70,7 @@ def test_ctrl_c_twice_while_ray_starts(tmp_path: Path) -> None:
     with up("test-early", tmp_path) as terminal:
         terminal.wait_until(lambda: _ray_folders(terminal) != [], START_S)
         for _ in range(2):
-            time.sleep(0.5)  # anywhere within Ray's start
+            time.sleep(0.5)  # any point in Ray's start
             terminal.press(CTRL_C)
         assert terminal.wait(STOP_S + START_S) == 0, terminal.screen
         assert "SIGINT: stopping once Ray has started" in terminal.output
@@ -83,7 +83,7 @@ def test_a_second_ctrl_c_is_final_while_a_ray_to_join_does_not_answer(tmp_path: 
         with up("test-deaf", tmp_path, "--address", address) as terminal:
             terminal.wait_until(lambda: select([deaf], [], [], 0)[0] != [], START_S)
             for _ in range(2):
-                time.sleep(1.0)  # anywhere within Ray's tries
+                time.sleep(1.0)  # any point in Ray's retries
                 terminal.press(CTRL_C)
             assert terminal.wait(AT_ONCE_S) == 128 + signal.SIGINT, terminal.screen
 

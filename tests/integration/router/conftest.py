@@ -1,4 +1,4 @@
-"""One router that is shared, and one a test."""
+"""A shared router, and one per test."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +17,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def shared(folder: Path) -> Iterator[RouterCluster]:
-    """For tests that leave replicas and table as they are."""
+    """Yield a router for tests that do not change replicas or table."""
     yield from run_cluster(folder)
 
 
 @pytest.fixture
 def cluster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RouterCluster]:
-    """For tests that change them."""
+    """Yield a router for tests that change replicas or table."""
     monkeypatch.setattr(connection, "COMMENT_S", 0.5)
     yield from run_cluster(folder)

@@ -1,4 +1,4 @@
-"""A record for every request, where they are asked for; never with a prompt, an answer or a key."""
+"""Access log: a record for every request if enabled, never with a prompt, an answer or a key."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""The administrator's routes, and the keys of clients."""
+"""Administrative routes and clients' API keys."""
 
 from collections.abc import Iterator
 from pathlib import Path

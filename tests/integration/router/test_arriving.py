@@ -1,4 +1,4 @@
-"""Bodies that do not come whole: each has its time, and all together their memory."""
+"""Slow request bodies: each has a time limit, and all together a memory limit."""
 
 import json
 import select
@@ -16,7 +16,7 @@ WAIT_S = 60.0
 
 
 def begin(cluster: RouterCluster, num_bytes: int, sent: bytes) -> HTTPConnection:
-    """A request whose body has begun."""
+    """Send the beginning of a request body."""
     url = cluster.http.base_url
     connection = HTTPConnection(url.host, url.port, timeout=WAIT_S)
     connection.putrequest("POST", "/v1/completions")
@@ -26,7 +26,7 @@ def begin(cluster: RouterCluster, num_bytes: int, sent: bytes) -> HTTPConnection
 
 
 def answer(connection: HTTPConnection) -> tuple[int, str, str | None]:
-    """Status, body, and when to try again."""
+    """Return status, body, and the Retry-After header."""
     reply = connection.getresponse()
     found = reply.status, reply.read().decode(), reply.headers["retry-after"]
     connection.close()
@@ -50,7 +50,7 @@ def test_a_body_that_comes_in_parts(folder: Path) -> None:
 
 @pytest.mark.parametrize("offer", ["h2c", " TLS/1.0, h2c\t"])
 def test_a_body_behind_an_offer_of_http_2(cluster: RouterCluster, offer: str) -> None:
-    """As Java's client sends it to an address without TLS; it is answered in HTTP/1.1, again and again."""
+    """Java's client offers this upgrade at addresses without TLS. The answer is HTTP/1.1 every time."""
     url = cluster.http.base_url
     connection = HTTPConnection(url.host, url.port, timeout=WAIT_S)
     headers = {"connection": "Upgrade, HTTP2-Settings", "HTTP2-Settings": "AAMAAABkAAQAAP__", "Upgrade": offer}

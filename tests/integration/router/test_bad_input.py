@@ -1,4 +1,4 @@
-"""What clients get wrong is answered with OpenAI's errors, in words."""
+"""Client errors are answered with OpenAI's error objects and clear messages."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
 pytestmark = pytest.mark.integration
 
 MISSING = object()
-"""Leaves a field out of a body that would be good with it."""
+"""Marker that removes a field from an otherwise valid body."""
 
 GOOD_BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": MODEL, "prompt": "x"},

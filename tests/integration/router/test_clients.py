@@ -1,4 +1,4 @@
-"""Clients that wait, leave, or read slowly."""
+"""Clients that wait, disconnect, or read slowly."""
 
 import asyncio
 import json

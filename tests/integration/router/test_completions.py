@@ -1,4 +1,4 @@
-"""Completions and chats: prompts, templates, stops, defaults, and what reaches the replicas."""
+"""Completions and chats: prompts, templates, stops, defaults, and the requests to replicas."""
 
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ class TestChat:
             assert bytes(plain.last_submit().prompt_ids) == b'|{"a": 1};"{a";{};|x|'
 
     def test_a_template_sees_nothing_of_what_a_client_sends_back_as_null(self, tmp_path: Path) -> None:
-        """Llama 3.1's asks whether there are calls, and then for their number."""
+        """Llama 3.1's template asks whether there are calls, and then for their number."""
         template = (
             "{% for message in messages %}{{ message.content }}{% if 'tool_calls' in message %}"
             "{{ message.tool_calls | length }} calls{% endif %}{{ message.reasoning_content }};{% endfor %}"

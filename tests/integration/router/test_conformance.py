@@ -1,4 +1,4 @@
-"""What OpenAI's own client expects of an endpoint, from its synchronous and its asynchronous half alike."""
+"""Expectations of OpenAI's own client, for its synchronous and its asynchronous half."""
 
 from collections.abc import AsyncIterator, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What replicas are asked where an answer must have a form: the grammar takes what it should, and nothing else."""
+"""Constrained answers: replicas get a grammar that accepts exactly the valid texts."""
 
 import json
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def llama3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterCluster]:
 
 
 def check(grammars: Grammars, cluster: RouterCluster, good: list[str], bad: list[str]) -> None:
-    """What the last request's grammar says of whole texts."""
+    """Check which complete texts the last request's grammar accepts."""
     sampling = cluster.last_submit().sampling
     assert sampling.ending_ids == {EOS}
 

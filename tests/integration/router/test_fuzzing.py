@@ -1,4 +1,4 @@
-"""Every route, asked what its schema allows and what it does not: a sound answer or an error in words, never a 5xx."""
+"""Every route with valid and invalid input from its schema: a valid answer or a clear error, never a 5xx."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.integration
 
 ADMIN = {"Authorization": "Bearer the-administrator"}
 ANSWER_S = 60.0
-"""Longest wait for any answer; none of them computes anything."""
+"""Longest wait for an answer. None of them computes anything."""
 NUM_FIELDS = 2
-"""Beside those of a good body."""
+"""Number of fields in addition to a valid body."""
 
 GOOD_BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": MODEL, "prompt": "x", "max_tokens": 3},
@@ -36,13 +36,13 @@ _document = create_api(_service).openapi()
 
 
 def api(*, has_coverage: bool) -> BaseSchema:
-    """The routes; with coverage also a request for every limit of every field."""
+    """Return the routes. With coverage, they include a request for every limit of every field."""
     config = schemathesis.Config.from_dict({"phases": {"coverage": {"enabled": has_coverage}}})
     return schemathesis.openapi.from_dict(_document, config=config)
 
 
 def few(test: Callable[..., None]) -> Any:
-    """As many requests as the ordinary run has time for."""
+    """Limit a test to as many requests as the ordinary run has time for."""
     return settings(max_examples=10, suppress_health_check=list(HealthCheck))(test)
 
 

@@ -1,4 +1,4 @@
-"""Pages of other origins use the endpoint from a browser, where the deploy file lets them."""
+"""Cross-origin use from a browser, if the deploy file allows it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.integration
 ORIGIN, OTHER = "https://chat.example", "https://other.example"
 KEY = "key-of-anybody"
 SAFE = {"cache-control", "content-length", "content-type"}
-"""What pages may read anyway."""
+"""Headers that pages may always read."""
 UNREAD = {"access-control-allow-origin", "access-control-expose-headers", "date", "server", "vary", "x-accel-buffering"}
 
 

@@ -1,4 +1,4 @@
-"""The page at ``/`` and what it reads."""
+"""The page at ``/`` and the data that it reads."""
 
 from collections.abc import Iterator
 from pathlib import Path

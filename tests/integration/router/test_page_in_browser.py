@@ -1,4 +1,4 @@
-"""A real browser: the page at ``/``, over several replicas and ranks, and pages from elsewhere."""
+"""The page at ``/`` in a real browser, with several replicas and ranks, and cross-origin pages."""
 
 import re
 import subprocess
@@ -24,7 +24,7 @@ fetch("%s/v1/completions", {method: "POST", headers, body: JSON.stringify(asked)
 
 
 def wide(entry: ReplicaEntry, cp: int, tp: int) -> ReplicaEntry:
-    """The replica with more ranks than its one."""
+    """Return the replica with more ranks."""
     (row,) = entry.rows
     sizes = AxisSizes(dp=1, cp=cp, tp=tp, pp=1)
     rows = tuple(

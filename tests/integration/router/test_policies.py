@@ -1,4 +1,4 @@
-"""Where requests go, seen from outside: the response names the replica."""
+"""Routing policies seen from outside: the response names the replica."""
 
 import time
 from collections import Counter
@@ -25,7 +25,7 @@ SHARED = [BOS, *b"shared" * PAGE_SIZE][: 3 * PAGE_SIZE]
 
 
 def serve(folder: Path, cached: list[int] | None = None, **router: Any) -> Iterator[httpx.Client]:
-    """A router with two prefill and two decode replicas, the second of each with the pages of some tokens."""
+    """Run a router with two prefill and two decode replicas. The second one of each has cached some tokens."""
     table = FakeTable()
     replicas = [FakeReplica(name) for name in NAMES]
     for replica in replicas[1::2]:
@@ -67,7 +67,7 @@ def test_prompts_go_where_their_beginning_is_cached_and_others_by_load(folder: P
             assert time.monotonic() < deadline_s
         assert homes(http, 6, prompt=[*SHARED, 97]) == {"prefill-1": 6}
         assert homes(http, 6, prompt=[*SHARED[:PAGE_SIZE], 97]) == {"prefill-1": 6}
-        # The last token is always computed, so one page less can come from a cache.
+        # The last token is always computed, so one page less can be cached.
         assert homes(http, 6, prompt=SHARED[:PAGE_SIZE]) == {"prefill-0": 3, "prefill-1": 3}
         for name in ("cache_salt", "extra_key"):
             assert homes(http, 6, prompt=[*SHARED, 97], **{name: "mine"}) == {"prefill-0": 3, "prefill-1": 3}
@@ -85,7 +85,7 @@ def test_decode_computes_what_little_it_lacks(folder: Path) -> None:
         assert homes(http, 2, prompt=[BOS] * (PAGE_SIZE + 1)).keys() <= {"decode-0", "decode-1"}
         assert homes(http, 2, prompt=[BOS] * (PAGE_SIZE + 2)).keys() <= {"prefill-0", "prefill-1"}
         assert homes(http, 2, prompt=[*SHARED, *[97] * PAGE_SIZE]) == {"decode-1": 2}
-        # What is told of a prompt needs the whole of it.
+        # Prompt log-probabilities require the whole prompt.
         assert homes(http, 2, prompt=[*SHARED, 97], prompt_logprobs=0).keys() <= {"prefill-0", "prefill-1"}
         assert homes(http, 1, prompt=[*SHARED, 97], n=3) == {"decode-1": 1}
         assert metric(http, "baton_prefill_skipped_total") == 5

@@ -1,4 +1,4 @@
-"""A replica fails and a client does not notice: other replicas compute the request again, or go on where it stood."""
+"""Failed replicas without an effect on clients: other replicas compute the request again, or continue it."""
 
 import time
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def cluster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RouterClu
 
 @contextmanager
 def joined(cluster: RouterCluster, name: str) -> Iterator[FakeReplica]:
-    """One more replica, whose turn is after the first one's."""
+    """Add a replica, which follows the first one in turn."""
     with FakeReplica(name) as other:
         peers = (cluster.prefill.peer, cluster.decode.peer, other.peer)
         cluster.table.show(table_of(*map(entry_of, peers), version=2))
@@ -89,7 +89,7 @@ def test_a_prefill_replica_that_fails_all_the_time_gets_nothing_more(cluster: Ro
     with joined(cluster, "prefill-1") as other:
         cluster.prefill.fails = "no memory"
         for count in range(1, 9):
-            cluster.decode.flow.clear()  # the fake would answer before prefill has failed
+            cluster.decode.flow.clear()  # otherwise the fake would answer before prefill has failed
             with ThreadPoolExecutor() as threads:
                 answer = threads.submit(cluster.complete, "abc", max_tokens=3)
                 other.wait_submits(count)

@@ -1,4 +1,4 @@
-"""Replicas that come, fail and go under open requests."""
+"""Replicas that join, fail and leave under open requests."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +62,7 @@ class TestReplicasComeAndGo:
         cluster.decode.wait_cancels(4)
 
     def test_a_request_waits_in_the_router_until_decode_has_room(self, cluster: RouterCluster) -> None:
-        # Pools of 4 tokens, filled 16 times by the choices of one request, of which one alone counts the prompt.
+        # Pools of 4 tokens, filled 16 times by the choices of one request, of which only one counts the prompt.
         entries = (entry_of(peer, total_pages=1) for peer in (cluster.prefill.peer, cluster.decode.peer))
         cluster.table.show(table_of(*entries, version=2))
         deadline_s = time.monotonic() + 60
@@ -86,7 +86,7 @@ class TestReplicasComeAndGo:
         for cluster in run_cluster(folder, PrefillConfig(max_queued_tokens=20), max_waiting_requests=0):
             cluster.decode.flow.clear()
             with ThreadPoolExecutor() as threads:
-                # With nothing before it, one that is longer than the limit is taken.
+                # A request above the limit is accepted if it is the only one.
                 first = threads.submit(cluster.complete, [BOS] + [97] * 20, max_tokens=4)
                 cluster.decode.wait_submits(1)
                 refused = cluster.post("/v1/completions", prompt="hello", stream=stream)

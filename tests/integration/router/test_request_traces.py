@@ -1,4 +1,4 @@
-"""``trace: true`` over real sockets, with replicas that answer at once, late, or never."""
+"""``trace: true`` over real sockets, with replicas that answer immediately, late, or never."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tools, structured output and thoughts over ``/v1/responses``, as the openai client sees them."""
+"""Tools, structured output and reasoning in ``/v1/responses``, as the openai client sees them."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""``/v1/responses``, with OpenAI's own client as the judge of its shape."""
+"""``/v1/responses``, checked by OpenAI's own client."""
 
 from typing import Any
 

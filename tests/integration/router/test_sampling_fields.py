@@ -1,4 +1,4 @@
-"""What a request asks of sampling, and what comes back of it."""
+"""Sampling parameters of requests, and log-probabilities in responses."""
 
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,7 @@ SECOND: Any = {
     "97": {"logprob": -0.097, "rank": 9, "decoded_token": "a"},
     "98": {"logprob": -0.125, "rank": 1, "decoded_token": "b"},
 }
-"""What is told of an a in a prompt."""
+"""Prompt log-probabilities of an "a"."""
 
 
 class TestPromptLogprobs:

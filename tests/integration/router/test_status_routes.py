@@ -14,7 +14,7 @@ pytestmark = pytest.mark.integration
 
 
 def references_in(part: Any) -> Iterator[str]:
-    """Every ``$ref`` of a JSON document."""
+    """Yield every ``$ref`` in a JSON document."""
     if isinstance(part, dict):
         if isinstance(reference := part.get("$ref"), str):
             yield reference

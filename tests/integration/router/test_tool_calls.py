@@ -1,4 +1,4 @@
-"""Tools and thoughts as the openai client sees them, whole and as a stream."""
+"""Tools and reasoning as the openai client sees them, complete and streamed."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -57,7 +57,7 @@ def test_whole(cluster: RouterCluster, client: openai.OpenAI) -> None:
 
 
 def collect(chunks: list[Any]) -> tuple[str, str, list[dict[str, str]]]:
-    """Thoughts, content and calls, put together as clients do."""
+    """Return reasoning, content and calls, joined as clients do it."""
     thoughts = content = ""
     calls: list[dict[str, str]] = []
     for delta in [chunk.choices[0].delta for chunk in chunks if chunk.choices]:
@@ -131,7 +131,7 @@ def test_parsers_can_be_switched_off(tmp_path: Path) -> None:
 
 
 def test_markers_that_are_special_tokens(tmp_path: Path) -> None:
-    """They are seen where others are hidden, and asked for as one token."""
+    """Markers are visible although other special tokens are hidden, and the grammar has them as one token."""
     folder = write_model_folder(tmp_path, template=TEMPLATE + "{# </think> #}")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     markers = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -158,7 +158,7 @@ def test_markers_that_are_special_tokens(tmp_path: Path) -> None:
 
 
 def follows(grammars: Grammars, cluster: RouterCluster, token_ids: list[int]) -> bool:
-    """These tokens are a whole answer to the last request, by its grammar."""
+    """Return whether the last request's grammar accepts these tokens as a complete answer."""
     matcher = grammars.matcher(cluster.last_submit().sampling.grammar)
     matcher.advance(token_ids)
     return matcher.is_whole and not matcher.problem

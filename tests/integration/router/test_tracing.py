@@ -1,4 +1,4 @@
-"""The spans of requests, where somebody collects them, and their place in the client's own trace."""
+"""Spans of requests, if a collector is configured, and their place in the client's trace."""
 
 import socket
 import threading
@@ -146,7 +146,7 @@ def test_the_router_gets_the_variables_of_opentelemetry() -> None:
 def test_a_collector_that_is_gone_does_not_hold_up_the_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It takes connections, and never answers: the exporter alone would wait for it, and try again."""
+    """The collector accepts connections and never answers. The exporter alone would wait for it and retry."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         clusters = run_cluster(folder)
@@ -156,5 +156,5 @@ def test_a_collector_that_is_gone_does_not_hold_up_the_end(
         next(clusters, None)
     assert "the collector did not take them within 2 s" in caplog.text
     for thread in threading.enumerate():
-        if thread.name == "OtelBatchSpanRecordProcessor":  # it gives up by itself, and is not to do so in another test
+        if thread.name == "OtelBatchSpanRecordProcessor":  # it gives up by itself, but must not do so in another test
             thread.join(20)
