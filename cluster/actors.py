@@ -1,4 +1,4 @@
-"""Interface of the system that runs Baton's processes: machines, reservations, actors. Tests fake it."""
+"""Interface of the actor system that runs Baton's processes. Tests substitute a fake."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -53,7 +53,7 @@ class Actor(Protocol):
 
 
 class ActorSystem(Protocol):
-    """Starts processes and calls methods in them. It owns the processes, and none outlives it. Thread-safe."""
+    """System that starts processes and calls methods in them. The processes end with it. Thread-safe."""
 
     @property
     def home(self) -> Machine:
@@ -63,13 +63,13 @@ class ActorSystem(Protocol):
         """Return every live machine with its free resources."""
 
     def wanting(self, name: str, demand: Demand) -> AbstractContextManager[Callable[[float], bool]]:
-        """Announce a demand, so that an autoscaler may add machines; yield a function that waits some seconds for it.
+        """Announce a demand to the autoscaler; yield a function that waits up to the given seconds for it to be met.
 
-        The announcement reserves nothing beyond the context.
+        Nothing stays reserved after the context ends.
         """
 
     def reserve(self, name: str, seats: Sequence[Seat], timeout_s: float) -> Reservation:
-        """Reserve seats, all or none.
+        """Reserve all of the seats or none.
 
         Raises:
             UserError: the seats are not free in time; the message names what is wanted and what is free.
@@ -90,4 +90,4 @@ class ActorSystem(Protocol):
         """
 
     def kill(self, actors: Sequence[Actor], timeout_s: float) -> bool:
-        """Kill processes; return whether all are proven gone within the timeout."""
+        """Kill processes; return whether all are confirmed dead within the timeout."""

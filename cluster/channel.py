@@ -54,7 +54,7 @@ def draw_key() -> ChannelKey:
 
 
 class _Pull:
-    """Listening socket that counts what it drops."""
+    """Listening socket that counts dropped messages and connections."""
 
     def __init__(self, host: str, key: ChannelKey | None = None) -> None:
         """Listen on a host; with a key, accept only peers that hold it."""
@@ -121,7 +121,7 @@ class AsyncInbox(_Pull):
         self._arrived = asyncio.Event()
         self._is_empty = False
         self._loop = asyncio.get_running_loop()
-        # The descriptor is readable from a change of the socket's state until the socket is read.
+        # The descriptor becomes readable when the socket's state changes, and stays so until the socket is read.
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._arrived.set)
 
@@ -145,10 +145,10 @@ class AsyncInbox(_Pull):
 
 
 class Outbox:
-    """Sender to any inbox that never blocks, for use by one thread."""
+    """Non-blocking sender to any inbox, for use by one thread."""
 
     def __init__(self, key: ChannelKey | None = None) -> None:
-        """Create an outbox, which reaches only inboxes with the same key."""
+        """Create an outbox. With a key, it reaches only inboxes with the same key."""
         self._context = zmq.Context()
         self._key = key
         self._sockets: dict[str, zmq.Socket[bytes]] = {}

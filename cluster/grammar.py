@@ -1,4 +1,4 @@
-"""Grammars of structured output, as masks over one model's tokens. The only file that imports llguidance.
+"""Grammars for structured output, compiled to token masks for one model. The only file that imports llguidance.
 
 A grammar is a JSON text in llguidance's format, made by ``router.api.constrain``.
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from cluster.spec.errors import UserError
 
 _END = "<|baton: end of text|>"
-"""Token text that marks the end of a text for llguidance; never sampled."""
+"""End-of-text token that llguidance requires; never sampled."""
 
 _MAX_COMPILED = 64
 """Maximum number of cached grammars; the least recently used one is evicted."""
@@ -28,9 +28,8 @@ _MAX_FORMAT_CHARS = 64
 """Maximum length of a format name: longer than any known name, so that long client input is never cached."""
 
 _WORDS = {
-    ("NoExtensionBias",): "no text can follow it to its end",
-    ("Too many items", "Current row has"): "it has too many ways to go on from one place; write fewer, or longer, "
-    "alternatives, and repeat from the left",
+    ("NoExtensionBias",): "no finite text matches it",
+    ("Too many items", "Current row has"): "it is too ambiguous; use fewer or longer alternatives, and left recursion",
 }
 """Explanations of problems, by fragments of llguidance's messages."""
 
@@ -72,7 +71,7 @@ class Matcher:
 
 
 class Grammars:
-    """Compiler of grammars for one model, which caches them and compiles on a thread. Called from one thread."""
+    """Compiler and cache of one model's grammars. It compiles in a background thread, and is called from one thread."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         """Start reading ``tokenizer.json``; the model's ids are below ``vocab_size``."""
@@ -155,10 +154,10 @@ def _read_tokens(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
         tokenizer.add_special_tokens([_END])
         end = tokenizer.token_to_id(_END)
         if end is None or end in taken:
-            raise ValueError(f"its token ids have gaps; {end} was to be free")
+            raise ValueError(f"its token ids have gaps: id {end} is not free")
         return llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=max(end + 1, vocab_size), eos_token=end)
     except Exception as error:
-        raise UserError(f"this model's tokenizer cannot follow a grammar: {_in_one_line(str(error))}") from error
+        raise UserError(f"this model's tokenizer does not support grammars: {_in_one_line(str(error))}") from error
 
 
 def _in_words(error: str) -> str:

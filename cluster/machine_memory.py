@@ -24,7 +24,7 @@ class MachineMemory:
 
     @property
     def owner(self) -> str:
-        """Owner of the limit, for messages."""
+        """Name of the machine or container that sets the limit, for messages."""
         return "this container" if self.is_limited else "this machine"
 
     @classmethod

@@ -1,7 +1,7 @@
 """Placement of workers on machines. Pure: nothing is reserved here.
 
-All workers need the same resources, so a machine has room for a number of workers. The router and the bootstrap service
-need none.
+All workers need the same resources, so a machine's room is a number of workers. The router and the bootstrap service
+reserve no resources.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def place(
     """Place replicas, by default all of the configuration, on free resources.
 
     A replica takes as few machines as possible, and replicas of a role are spread if that costs nothing. If all workers
-    must be on one machine, it is the first that holds them.
+    must be on one machine, the first one with enough room is taken.
 
     Raises:
         ConfigError: the workers do not fit; the message names what is wanted and what is free.

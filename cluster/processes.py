@@ -16,7 +16,7 @@ _SESSION_FIELD = 3
 _START_TICKS_FIELD = 19
 """Index of the start time among the fields of ``/proc/PID/stat`` after the command name."""
 GRACE_S = 3.0
-"""Time for processes to notice by themselves that the driver is gone."""
+"""Time for processes to notice that the driver has died, and to exit by themselves."""
 _KILL_S = 10.0
 _DISMISS = "dismiss"
 
@@ -121,7 +121,7 @@ class Guard:
         try:
             print(word, file=self._process.stdin, flush=True)
         except BrokenPipeError:
-            return  # the guard was killed, which the driver can do without
+            return  # the guard was killed; the driver does not depend on it
 
 
 def main() -> None:

@@ -132,7 +132,8 @@ class RaySystem:
 
     @contextmanager
     def wanting(self, name: str, demand: Demand) -> Iterator[Callable[[float], bool]]:
-        """See ActorSystem. Ray's autoscaler sees a pending placement group, which is released if the driver dies."""
+        """Announce the demand as a pending placement group, which Ray's autoscaler sees and which dies with the
+        driver."""
         strategy = "STRICT_PACK" if demand.on_one_machine else "PACK"
         group = placement_group([_bundle(demand.cpus, demand.gpus)] * demand.num_seats, strategy=strategy, name=name)
         try:
@@ -201,7 +202,7 @@ class RaySystem:
                 with _signals_kept(), _daemons_apart(self._guard):
                     _init_here(num_cpus, self.temp_dir, common)
                 return
-            except Exception as exc:  # Ray has no class for a start that took too long
+            except Exception as exc:  # Ray has no exception class for a start timeout
                 if not tries_left:
                     raise BatonError(_not_started(exc, time.monotonic() - begun_s)) from exc
                 self.shutdown()
@@ -243,7 +244,7 @@ def _probe(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), port), PROBE_S).close()
     except OSError as exc:
-        why = f"{target}: {exc.strerror or exc}; allowed: host:port of the head of a Ray that runs, or auto"
+        why = f"{target}: {exc.strerror or exc}; allowed: host:port of a running Ray head node, or auto"
         raise UserError(f"Ray at {address} cannot be used: {why}") from exc
 
 
@@ -260,11 +261,11 @@ def _init_here(num_cpus: int, temp_dir: Path, common: dict[str, Any]) -> None:
 
 def _not_started(error: Exception, waited_s: float) -> str:
     waited = f"Ray did not start in {waited_s:.0f} s, tried {START_TRIES} times ({_first_line(error)})"
-    return f"{waited}; try again when this machine has less to do; `baton doctor` says what may be wrong with it"
+    return f"{waited}; try again when this machine is less busy, or check it with `baton doctor`"
 
 
 def _signals_kept() -> AbstractContextManager[None]:
-    """Keep the driver's own signal handlers: Ray's would raise SystemExit anywhere, with locks held."""
+    """Keep the driver's own signal handlers: Ray's would raise SystemExit at any point, possibly with locks held."""
     return _replaced(ray_utils, "set_sigterm_handler", lambda _: None)
 
 
@@ -356,7 +357,7 @@ def _error(name: str, error: BaseException) -> BaseException:
 
 
 def _room(seats: Sequence[Seat], machines: Sequence[Machine]) -> str:
-    """Describe in one line what is wanted and free on each machine."""
+    """Describe the requested and the free resources of each machine in one line."""
     parts = []
     for machine in machines:
         here = [seat for seat in seats if seat.node_id == machine.node_id]

@@ -1,4 +1,4 @@
-"""Environment variables of a Ray cluster that Baton starts. Ray reads them on import, so they are set before."""
+"""Environment variables of a Ray cluster that Baton starts, to be set before importing Ray, which reads them then."""
 
 import os
 import secrets
@@ -7,8 +7,8 @@ import secrets
 def set_for_own_cluster() -> None:
     """Set every variable that the user has not set.
 
-    Anyone who can talk to Ray can run code, so it requires a token that is new for each run, and listens on loopback
-    only. Workers run at niceness 0, because at Ray's default of 15 any other load delays tokens and heartbeats.
+    Anyone who can reach Ray can run code, so Ray gets a new token for each run and listens on loopback only. Workers
+    run at niceness 0, because at Ray's default of 15 any other load delays tokens and heartbeats.
     """
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:

@@ -18,7 +18,7 @@ _UNFINISHED = "\ufffd"
 """Character that decoders return for invalid or incomplete bytes."""
 
 _MAX_HELD_TOKENS = 32
-"""Number of tokens without a complete character after which their bytes count as invalid, not incomplete."""
+"""Number of tokens without a complete character after which their bytes count as invalid rather than incomplete."""
 
 _MAX_CONTEXT_TOKENS = 16
 """Maximum number of context tokens: short contexts decode faster, long ones are rebuilt less often."""
@@ -49,11 +49,11 @@ class Tokenizer:
         tokenizer_config = _read_json(folder / "tokenizer_config.json")
         self.special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | tokenizer_config)
         self.vocab_size: int = text_config.get("vocab_size") or self._tokenizer.get_vocab_size()
-        """Size of the model's embedding; the tokenizer may have fewer or more tokens."""
+        """Size of the model's embedding. The tokenizer may have fewer or more tokens."""
         self.max_context: int | None = text_config.get("max_position_embeddings")
         """Maximum number of prompt and output tokens, if the model declares it."""
         self.generation_config = _read_json(folder / "generation_config.json")
-        """Contents of the model's generation_config.json, empty if it has none."""
+        """Contents of the model's generation_config.json; empty without the file."""
         self.eos_ids = self._eos_ids(text_config)
         self.special_texts = frozenset(
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
@@ -62,12 +62,12 @@ class Tokenizer:
         self._template = _compile(self.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, in which special tokens may be spelled out."""
+        """Return the token ids of a text. Special tokens spelled out in the text are recognized."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids, skipping ids without a token."""
+        """Return the text of token ids, skipping ids that have no token."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_of(self, token_id: int) -> str:
@@ -97,7 +97,7 @@ class Tokenizer:
             raise UserError(f"the model's chat template rejects these messages: {error}") from error
 
     def _eos_ids(self, config: Mapping[str, Any]) -> frozenset[int]:
-        """Return the end tokens of the generation configuration, else of the model, else of the tokenizer.
+        """Return the end tokens from the generation configuration, or else the model's, or else the tokenizer's.
 
         This is the order of transformers' ``generate``.
         """
@@ -116,11 +116,11 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
-        """Last tokens: some that have been returned, for context, and those held back."""
+        """Last tokens: returned ones that serve as context, followed by those held back."""
         self._num_given = 0
-        """Number of tokens at the head of the window whose text has been returned."""
+        """Number of tokens at the start of the window whose text has been returned."""
         self._given = ""
-        """Text of these tokens."""
+        """Text of the returned tokens in the window."""
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that it completes, empty while a character is incomplete."""
@@ -152,7 +152,7 @@ class Detokenizer:
 
 
 class _Generation(Extension):
-    """Jinja tag ``{% generation %}``, which marks a model's own text and renders its content."""
+    """Jinja tag ``{% generation %}``, which marks the model's own text and leaves it unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -176,7 +176,7 @@ def _compile(source: str | None) -> Template | None:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Replacement of Jinja's filter, which escapes HTML, unlike the models' training data."""
+    """Encode JSON without escaping HTML, unlike Jinja's own filter but like the models' training data."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -206,7 +206,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty without a file."""
+    """Return the object in a JSON file, or an empty one without the file."""
     if not path.is_file():
         return {}
     try:

@@ -40,7 +40,7 @@ class CpBench:
         return self.prefix_len + max(self.prompt_lens)
 
     def ways(self) -> list[Way]:
-        """Return the ways in the order in which they are measured, beginning with one rank alone."""
+        """Return the configurations to measure, in order. The first is a single rank."""
         group = [Way(cp=self.cp, strategy=strategy) for strategy in self.strategies]
         return list(dict.fromkeys([Way(cp=1, strategy=StrategySetting.NONE), *group]))
 
@@ -60,7 +60,7 @@ class CpResult:
     efficiency: float
     """Time of one rank alone, divided by cp times the group's time."""
     exposed_comm_share: float
-    """Fraction of the time in collectives, on the rank that waits least. The other ranks also wait for its work."""
+    """Fraction of time that the rank that waits least spends in collectives. Other ranks also wait for its work."""
 
 
 def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:
@@ -109,7 +109,7 @@ def _ranks(count: int) -> Iterator[list[WorkerProcess]]:
 def _measure(bench: CpBench, ranks: list[WorkerProcess], prompt_len: int) -> list[CpResult]:
     ways, lens = bench.ways(), (prompt_len, bench.prefix_len)
     choices = {way: _ask(ranks[:1], "choose", way, *lens)[0] for way in ways}
-    # The first round allocates the buffers and does not count. Every second round is reversed to cancel order effects.
+    # The first round allocates the buffers and is not counted. Every second round is reversed to cancel order effects.
     rounds = [
         {way: _ask(ranks[: way.cp], "step", way, choices[way], *lens) for way in ways[:: 1 if number % 2 else -1]}
         for number in range(1 + bench.num_rounds)

@@ -17,7 +17,7 @@ from cluster.bench.endpoint import EndpointError, error_message, key_headers, pa
 from cluster.bench.workload import PlannedRequest, Workload
 
 _RUN_SALT = secrets.token_hex(8)
-"""Cache salt, which prevents cache hits on prompts of earlier runs."""
+"""Cache salt that prevents cache hits on prompts from earlier runs."""
 _TIMEOUT_S = 600.0
 
 
@@ -58,13 +58,13 @@ class Report:
     prompt_tokens: int
     output_tokens: int
     hit_rate: float
-    """Fraction of the prompt tokens that were cached."""
+    """Fraction of prompt tokens found in the cache."""
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
     """Prompt and output tokens per second."""
     ttft_ms: Quantiles | None
-    """Time to first token. A latency is None if it applies to no request."""
+    """Time to first token. Like the other latencies, None if no request has one."""
     tpot_ms: Quantiles | None
     """Time per output token after the first, one value per request."""
     itl_ms: Quantiles | None
@@ -155,7 +155,7 @@ def _note(event: Mapping[str, Any], record: RequestRecord) -> bool:
     ended = False
     for choice in event.get("choices", ()):
         ended |= (is_last := choice.get("finish_reason") is not None)
-        # Without token ids, any chunk stands for a token, except a last one without text.
+        # Without token ids, each chunk counts as one token, except a final chunk without text.
         if choice["token_ids"] if "token_ids" in choice else (choice.get("text") or not is_last):
             record.arrivals_s.append(time.monotonic())
     if usage := event.get("usage"):
@@ -181,7 +181,7 @@ def fetch_trace(url: str, record: RequestRecord) -> bytes:
 
 
 def summarize(records: Sequence[RequestRecord]) -> Report:
-    """Return the metrics of at least one request."""
+    """Compute the metrics from at least one record."""
     good = [record for record in records if record.error is None]
     started = [record for record in good if record.arrivals_s]
     duration_s = max(record.ended_s for record in records) - min(record.sent_s for record in records)

@@ -1,8 +1,8 @@
 """Workloads of `baton bench serve`: random prompts, or the replay of a trace.
 
-Traces have the Mooncake format (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): JSON lines with a
+Traces are in Mooncake's format (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): JSON lines with a
 ``timestamp`` in milliseconds, ``input_length``, ``output_length`` and ``hash_ids``, one for every 512 prompt tokens.
-Prompts share the prefix for which their ids agree.
+Two prompts share a prefix as far as their hash ids are equal.
 """
 
 import random
@@ -15,8 +15,8 @@ import msgspec
 from cluster.spec.errors import UserError
 
 FIRST_TOKEN_ID = 300
-"""First id of complete characters and words in common vocabularies. Smaller ids are special tokens and single bytes,
-which an endpoint may hold back until they form a character. That would be measured as latency."""
+"""First token id that is a complete character or word in common vocabularies. Smaller ids are special tokens and single
+bytes, which an endpoint may hold back until they form a character; that would count as latency."""
 VOCAB_SIZE = 4096
 """Upper bound of token ids, small enough for every model's vocabulary."""
 BLOCK_LEN = 512
@@ -31,10 +31,10 @@ class PlannedRequest:
     output_len: int
     block_len: int
     block_seeds: tuple[str, ...]
-    """Random seed for each block of the prompt. Requests with the same first seeds share a prefix."""
+    """Random seed of each block of the prompt. Requests with equal leading seeds share a prefix."""
 
     def make_prompt(self) -> list[int]:
-        """Return the token ids. The prompts of all requests together may not fit in memory."""
+        """Return the token ids. They are generated on demand because all prompts together may not fit in memory."""
         tokens = [token for seed in self.block_seeds for token in random_tokens(seed, self.block_len)]
         return tokens[: self.input_len]
 
@@ -48,7 +48,7 @@ class Workload:
 
     @property
     def warm_up(self) -> PlannedRequest:
-        """Return a request that has the first one's lengths and shares no prefix with any other."""
+        """Return a request with the lengths of the first one and no prefix in common with any other."""
         first = self.requests[0]
         return replace(first, block_seeds=tuple(f"warm-up {seed}" for seed in first.block_seeds))
 
@@ -58,8 +58,8 @@ def random_workload(
 ) -> Workload:
     """Return requests of equal length without common prefixes.
 
-    ``request_rate`` is the mean number of Poisson arrivals per second. None sends all requests at the start, as far as
-    the concurrency allows.
+    ``request_rate`` is the mean number of Poisson arrivals per second. If it is None, requests are sent as soon as the
+    concurrency limit allows.
 
     Raises:
         UserError: a value is not allowed.
@@ -99,7 +99,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: Path, most: int | None = None) -> list[TraceEntry]:
-    """Return the earliest ``most`` entries of a trace file, in order of time.
+    """Return the earliest ``most`` entries of a trace file, sorted by time.
 
     Raises:
         UserError: the file cannot be read, is empty, or has an invalid line.
@@ -138,7 +138,7 @@ def trace_workload(
     """
     _check_positive("--trace-scale", scale)
     _check_positive("--trace-speed", speed)
-    # Blocks have an integer length, so that common prefixes stay common.
+    # Block lengths are rounded to integers so that common prefixes stay common.
     block_len, first_ms = max(1, round(BLOCK_LEN * scale)), entries[0].timestamp
     requests = [
         PlannedRequest(

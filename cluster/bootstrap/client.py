@@ -1,4 +1,4 @@
-"""Client of the bootstrap service: calls, watches on the table, and the threads that report a replica's ranks."""
+"""Client of the bootstrap service: calls, table watches, and the threads that renew leases."""
 
 import asyncio
 import logging
@@ -18,14 +18,14 @@ _log = logging.getLogger(__name__)
 
 _WATCH_S = 30.0
 _RECONNECT_S = 0.5
-"""Delay before reconnecting, shorter than a lease, so that no lease expires when the service restarts."""
+"""Delay before reconnecting. It is shorter than a lease, so leases survive a restart of the service."""
 
 
 class BootstrapClient:
-    """Connection of one thread to the service.
+    """Connection to the service, for use by one thread.
 
     Every call raises PeerUnreachableError if the service does not respond in time or fails, and TableRefusedError if
-    the table refuses.
+    the table rejects the request.
     """
 
     def __init__(self, url: str, token: str, timeout_s: float = 5.0) -> None:
@@ -47,7 +47,7 @@ class BootstrapClient:
         return self._unless_unknown("POST", f"/replicas/{row.replica}/alive?{query}")
 
     def unregister(self, replica: ReplicaId, incarnation: Incarnation, reaped: bool) -> None:
-        """Forget this and all earlier incarnations; ``reaped`` means that their processes are proven gone."""
+        """Remove this incarnation and all earlier ones; ``reaped`` means that their processes are confirmed dead."""
         query = f"incarnation={incarnation}&reaped={str(reaped).lower()}"
         self._call("DELETE", f"/replicas/{replica}?{query}")
 
@@ -55,7 +55,7 @@ class BootstrapClient:
         return msgspec.json.decode(self._call("GET", "/table").content, type=TableSnapshot)
 
     def watch(self, version: int, timeout_s: float) -> TableSnapshot | None:
-        """Return the table once its version differs; None after the timeout."""
+        """Wait for a table whose version differs from ``version``; return None after the timeout."""
         reply = self._call("GET", _watch_path(version, timeout_s), timeout_s=timeout_s + self._timeout_s)
         return _snapshot(reply)
 
@@ -115,7 +115,7 @@ def follow_table(
         snapshot = None
         try:
             snapshot = watch(version, poll_s())
-        except BatonError:  # the service, or something else at its address, gives no table
+        except BatonError:  # the service, or something else at its address, did not send a table
             on_lost()
             version = -1
             time.sleep(min(_RECONNECT_S, poll_s()))
@@ -145,7 +145,7 @@ def _checked(reply: httpx.Response) -> httpx.Response:
     """Return the response if it is a success.
 
     Raises:
-        TableRefusedError: the table refused.
+        TableRefusedError: the table rejected the request.
         PeerUnreachableError: the service failed, or something else has responded.
         BatonError: the request was invalid.
     """
@@ -161,7 +161,7 @@ def _checked(reply: httpx.Response) -> httpx.Response:
 
 
 class RankKeeper:
-    """Thread that renews one rank's lease; it stands still when the process does."""
+    """Thread that renews one rank's lease. If the process is suspended, so is the thread, and the lease expires."""
 
     def __init__(
         self, url: str, token: str, row: RankRow, interval_s: float, on_refused: Callable[[TableRefusedError], None]
@@ -179,7 +179,7 @@ class RankKeeper:
         self._thread.start()
 
     def hurry(self) -> None:
-        """Send the next report at once. Thread-safe."""
+        """Send the next report immediately. Thread-safe."""
         self._due.set()
 
     def stop(self) -> None:
@@ -209,10 +209,10 @@ class RankKeeper:
 
 
 class LeaseKeeper(RankKeeper):
-    """Threads of a leader: one registers all rows and sends heartbeats, one calls ``on_table`` with every new table.
+    """Threads of a leader: one registers all rows and sends heartbeats, one passes new tables to ``on_table``.
 
-    ``load``, ``on_table`` and ``on_refused`` are called from these threads. Heartbeats end if the table refuses the
-    replica, because a later incarnation is known or its rows are inconsistent.
+    ``load``, ``on_table`` and ``on_refused`` are called from these threads. Heartbeats stop if the table rejects the
+    replica because a later incarnation is known or its rows are inconsistent.
     """
 
     def __init__(

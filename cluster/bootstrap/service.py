@@ -1,6 +1,6 @@
 """HTTP service of the rank table: JSON bodies, and a bearer token on every route but /health.
 
-Rules of the table are in table.py.
+The table's rules are in table.py.
 """
 
 import os
@@ -25,7 +25,7 @@ from cluster.spec.registry import Heartbeat, RankRow
 
 MAX_WATCH_S = 60.0
 MAX_BODY_BYTES = 1 << 20
-"""Maximum size of a body; a row or a heartbeat has a few thousand bytes."""
+"""Maximum body size. A row or a heartbeat takes a few thousand bytes."""
 
 _KEEP_ALIVE_S = 120
 """Keep-alive timeout of connections, longer than any pause between a client's requests."""

@@ -1,7 +1,7 @@
-"""Rank table as a state machine: registered ranks, leases, and replicas whose processes are proven gone.
+"""Rank table as a state machine: registered ranks, leases, and replicas whose processes are confirmed dead.
 
-It is soft state: after a restart, leaders register again at their next heartbeat, and the supervisor repeats which
-incarnations are gone.
+It is soft state: after a restart, leaders register again at their next heartbeat, and the supervisor reports again
+which incarnations have ended.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ class TableRefusedError(BatonError):
         self.code = code
 
     def __reduce__(self) -> tuple[type["TableRefusedError"], tuple[RefusalCode, str]]:
-        """Pickle code and message: the process that reports the error is not the one that raised it."""
+        """Pickle code and message, because another process reports the error."""
         return TableRefusedError, (self.code, str(self))
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     code: str
-    """A RefusalCode, or ``bad_request``, ``unauthorized``, ``not_found`` if the table was not asked."""
+    """A RefusalCode, or ``bad_request``, ``unauthorized``, ``not_found`` if the request did not reach the table."""
     message: str
 
 
@@ -89,7 +89,7 @@ class BootstrapTable:
             self.version += 1
 
     def heartbeat(self, beat: Heartbeat, now_s: float) -> None:
-        """Renew the lease of rank 0, and take over the replica's load.
+        """Renew the lease of rank 0, and record the replica's load.
 
         Raises:
             TableRefusedError: superseded, or other rows are registered.
@@ -121,7 +121,7 @@ class BootstrapTable:
         self._renew(current, rank, now_s)
 
     def unregister(self, replica: ReplicaId, incarnation: Incarnation, *, reaped: bool) -> None:
-        """Forget an incarnation and all earlier ones; ``reaped`` means that their processes are proven gone."""
+        """Remove an incarnation and all earlier ones; ``reaped`` means that their processes are confirmed dead."""
         if incarnation > self._ended.get(replica, Incarnation(0)):
             self._ended[replica] = incarnation
             self.version += 1
@@ -249,18 +249,18 @@ class WatchedTable:
         return self._clock.now_s()
 
     def wake_if_changed(self) -> None:
-        """Wake watchers if the table changed; to be called after every request that may change it."""
+        """Wake the watchers if the table has changed. Call this after every request that may change it."""
         if self.table.version != self._seen_version:
             self._seen_version = self.table.version
             self._wake()
 
     def close(self) -> None:
-        """End all watches, now and from now on."""
+        """End all watches; later ones return immediately."""
         self._closing = True
         self._wake()
 
     async def watch(self, version: int, timeout_s: float) -> TableSnapshot | None:
-        """Return the table once its version differs; None after the timeout.
+        """Wait for a table whose version differs from ``version``; return None after the timeout.
 
         A lower version counts too, because a restarted service may start from any number.
         """

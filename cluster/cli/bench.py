@@ -1,4 +1,4 @@
-"""Options and output of `baton bench cp`, `engine` and `kernels`. cluster/bench and workers/bench take the times."""
+"""Options and output of `baton bench cp`, `engine` and `kernels`, which cluster/bench and workers/bench implement."""
 
 import dataclasses
 import json

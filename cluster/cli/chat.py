@@ -46,7 +46,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """Yield the answer in pieces as they arrive. A stopped answer joins the conversation, a failed one does not.
+        """Yield the answer in pieces as they arrive. The conversation keeps interrupted answers but not failed ones.
 
         Raises:
             EndpointError: the endpoint responded with an error.

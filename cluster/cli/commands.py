@@ -52,7 +52,7 @@ def status(
 
 
 def _ask_driver(cluster: "RunningCluster") -> list[str]:
-    """Return the driver's lines about members that are not running; none if it does not respond."""
+    """Return the driver's lines about members that are not running, or an empty list if it does not respond."""
     from cluster.cli.control import send_command
     from cluster.cli.running import control_path
     from cluster.supervisor.commands import StatusCommand
@@ -96,7 +96,7 @@ def _json(cluster: "RunningCluster", snapshot: "TableSnapshot | None", troubles:
 def _replicas(snapshot: "TableSnapshot") -> "Table":
     from rich.table import Table
 
-    # Short headers: the table must fit into 80 columns without truncating names.
+    # Short headers keep the table within 80 columns without truncating names.
     table = Table("replica", "state", "incarnation", "wait", "run", "tokens", "free pages", "cached", box=None)
     for entry in snapshot.replicas:
         load = entry.load

@@ -1,4 +1,4 @@
-"""`baton doctor`: checks of the installation and the machine. They import nothing heavy and start no process."""
+"""`baton doctor`: checks of the installation and the machine. They import no heavy packages and start no processes."""
 
 import ctypes
 import dataclasses
@@ -33,7 +33,7 @@ class Status(StrEnum):
     WARN = "warn"
     """A feature is slower, or unavailable in some topologies."""
     FAIL = "fail"
-    """The default cluster does not start."""
+    """The default cluster cannot start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Notes about the clusters that run on this machine: one file per cluster, readable by its owner only."""
+"""Files that describe the clusters running on this machine, one per cluster and readable only by its owner."""
 
 import os
 import tempfile
@@ -26,7 +26,7 @@ class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Note:
-    """Note of this driver. The context manager removes it at exit."""
+    """File that describes this driver's cluster, as a context manager that removes it at exit."""
 
     def __init__(self, cluster: RunningCluster) -> None:
         """Create the note.
@@ -65,7 +65,7 @@ class Note:
         return fresh
 
     def _claim(self, fresh: Path) -> None:
-        """Link the note to its final path unless it has the note of a running cluster."""
+        """Link the note to its final path, unless a running cluster's note is there."""
         while True:
             try:
                 os.link(fresh, self._path)

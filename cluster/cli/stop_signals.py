@@ -1,4 +1,4 @@
-"""Effect of Ctrl-C, SIGTERM and SIGHUP on `baton up` in each of its stages."""
+"""Handling of Ctrl-C, SIGTERM and SIGHUP in each stage of `baton up`."""
 
 import queue
 import signal
@@ -24,7 +24,7 @@ class StopSignals:
         self._install()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if there was a signal. Call this where an exception is harmless."""
+        """Raise KeyboardInterrupt if a signal has arrived. Call this where an exception is harmless."""
         self._install()
         if self._was_signaled:
             raise KeyboardInterrupt
@@ -40,7 +40,7 @@ class StopSignals:
             self._receiver = receiver
 
     def leave_at_second(self, leave: Callable[[int], None]) -> None:
-        """Call ``leave`` on a second signal before ``pass_on``."""
+        """Call ``leave`` if a second signal arrives before ``pass_on`` is called."""
         # In a thread, because the main thread runs no signal handlers while it is in C code.
         receiver, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -58,7 +58,7 @@ class StopSignals:
     def _install(self) -> None:
         # Called more than once, because Ray replaces the handlers.
         for number in _SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it already
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # already ignored under nohup
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _: object) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cluster.supervisor.loop import Supervisor
 
 _WATCH_S = 5.0
-"""Maximum wait for a change of the table. A service that hangs is noticed only when this wait is over."""
+"""Maximum wait for a change in the table. A hanging service is noticed only after this time."""
 
 
 def up(
@@ -185,7 +185,7 @@ def _announce(launcher: "Launcher", config: DeployConfig, note: "Note", progress
 
 
 def _resolve(config: DeployConfig, progress: "StartProgress") -> str:
-    """Download and check the model of a cluster on this machine only; return its folder."""
+    """Download and check the model for a cluster on this machine; return its folder."""
     from cluster.cli.start import check_model
     from workers.models.resolve import resolve_model
 

@@ -1,4 +1,4 @@
-"""One incarnation of a replica: its seats, its worker actors, and the steps until it is registered."""
+"""One incarnation of a replica: its seats, its worker actors, and its startup until it is registered."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ class Gang:
         name, resources = self._placement.replica, self._config.resources
         self._tools.progress(name, "starting processes")
         self._seat(Deadline(resources.start_timeout_s))
-        self._tools.progress(name, "finding the model, or fetching it")
+        self._tools.progress(name, "finding or downloading the model")
         fetching = Deadline(resources.fetch_timeout_s, "resources.fetch_timeout_s")
         gather(self._call_each("fetch", [(model,)] * len(self._actors)), fetching)
         deadline = Deadline(resources.start_timeout_s)
@@ -95,7 +95,7 @@ class Gang:
         wait(self.runs.values(), timeout_s)
 
     def kill(self, timeout_s: float) -> bool:
-        """Kill every process and release the seats; return whether all processes are proven gone."""
+        """Kill every process and release the seats; return whether all processes are confirmed dead."""
         with self._lock:
             self._killed = True
             actors = list(self._actors)
@@ -156,7 +156,7 @@ class Gang:
                     return
                 raise_failure(self.runs, deadline)
                 if ended := [who for who, run in self.runs.items() if run.done()]:
-                    raise BatonError(f"{', '.join(ended)}: ended at once")
+                    raise BatonError(f"{', '.join(ended)}: ended immediately")
                 if not deadline.left_s():
                     raise deadline.missed(f"{self._placement.replica}: not ready in the rank table")
 

@@ -36,7 +36,7 @@ class WorkerActor:
         self._worker: Worker | None = None
 
     def fetch(self, model: str) -> None:
-        """Download the model to this machine; the hub's locks let only one of several processes do so."""
+        """Download the model to this machine. The hub's locks keep several processes from downloading it at once."""
         from workers.models.resolve import resolve_model
 
         self._folder = resolve_model(model)
@@ -75,7 +75,7 @@ class WorkerActor:
 
 
 class RouterActor:
-    """The router, with an inbox for Drain: it then refuses new requests, finishes the open ones and ends."""
+    """Router with an inbox for Drain, after which it refuses new requests, finishes the open ones and ends."""
 
     def __init__(self, environ: Mapping[str, str], incarnation: Incarnation, share: RouterShare) -> None:
         os.environ.update(environ)
@@ -133,17 +133,17 @@ class BootstrapActor:
 
 
 def worker_environ(config: DeployConfig) -> dict[str, str]:
-    """Return a worker's environment: its threads, and no GPU if it computes on the CPU."""
+    """Return a worker's environment variables: its thread count, and no visible GPUs if it computes on the CPU."""
     environ = {"OMP_NUM_THREADS": str(config.resources.threads_per_worker), "TOKENIZERS_PARALLELISM": "false"}
     return environ | ({"CUDA_VISIBLE_DEVICES": ""} if config.resources.device is Device.CPU else {})
 
 
 def service_environ() -> dict[str, str]:
-    """Return the environment of a service; Ray does not hide GPUs from processes that request none."""
+    """Return a service's environment variables, which hide GPUs. Ray hides none from a process that requests none."""
     return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def router_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a router's environment: a service's, plus the driver's API keys and OpenTelemetry settings."""
+    """Return a router's environment variables: a service's, plus the driver's API keys and OpenTelemetry settings."""
     keys = (ADMIN_KEY.name, API_KEYS.name)
     return service_environ() | {name: environ[name] for name in environ if name in keys or name.startswith("OTEL_")}

@@ -1,7 +1,7 @@
-"""Start and end of a cluster's members: bootstrap service, router, replicas. Decides nothing.
+"""Start and end of a cluster's members: bootstrap service, router, replicas. The supervisor decides when.
 
-All processes start together. Once the bootstrap service serves, the router starts to serve while each replica joins its
-groups, loads and registers.
+All processes start together. Once the bootstrap service responds, the router starts to serve while each replica joins
+its groups, loads and registers.
 """
 
 import threading
@@ -67,9 +67,9 @@ class Launcher:
         self._unproven: dict[tuple[str, Incarnation], Member] = {}
         """Ended members whose processes may still be alive."""
         self._lost: dict[tuple[str, Incarnation], set[str]] = {}
-        """Machines on which a member's end is not proven; Ray notices the loss of a machine later."""
+        """Machines on which a member may still run, because Ray reports a lost machine late."""
         self.rendezvous: Future[Rendezvous] = Future()
-        """Address of the bootstrap service, once it has started; restarts keep it."""
+        """Address of the bootstrap service, set once it has started. Restarts do not change it."""
         self._bootstrap_port = 0
         self._port_lock = threading.Lock()
         self.routers: dict[str, RouterShare] = {share.name: share for share in router_shares(config.router.processes)}
@@ -82,7 +82,7 @@ class Launcher:
         return [BOOTSTRAP, *self.routers, *self._placements]
 
     def own_router_url(self, name: str) -> str:
-        """Return a router process's own URL; between two starts, the previous one."""
+        """Return a router process's own URL; during a restart, the previous one."""
         process = self._running.get(name)
         if isinstance(process, RouterProcess) and process.own_url:
             self._own_urls[name] = process.own_url
@@ -106,7 +106,7 @@ class Launcher:
             run.add_done_callback(partial(self._report_end, name, incarnation, who))
 
     def end(self, name: str, incarnation: Incarnation) -> bool:
-        """Kill a member and release its resources; return whether its processes are proven gone."""
+        """Kill a member and release its resources; return whether its processes are confirmed dead."""
         with self._lock:
             member = self._running.pop(name, None)
         if member is None:
@@ -119,9 +119,9 @@ class Launcher:
         return False
 
     def prove(self, name: str, incarnation: Incarnation) -> bool:
-        """Retry the kill of ``end``; return whether the member can no longer write anywhere.
+        """Retry the kill from ``end``; return whether the member can no longer write anywhere.
 
-        It cannot once it is proven gone, or if no other process ever knew of it.
+        It cannot once its processes are confirmed dead, or if no other process ever knew of it.
         """
         member = self._unproven[name, incarnation]
         if not member.kill(KILL_S) and member.runs:
@@ -160,7 +160,7 @@ class Launcher:
         return isinstance(gang, Gang) and gang.resume(self.rendezvous.result())
 
     def drain(self) -> bool:
-        """Let the router finish its open requests, and replicas store their pages; return whether all requests ended.
+        """Let the router finish open requests and replicas store their pages; return whether all requests finished.
 
         Pages that are not stored in time are lost, which affects no request.
         """
@@ -221,20 +221,20 @@ class Launcher:
         gang.start(self._model, self.rendezvous.result)
 
     def _living_placement(self, replica: ReplicaId) -> ReplicaPlacement:
-        """Return a replica's placement, or a new one if a machine of it is lost. Raises ConfigError without room."""
+        """Return a replica's placement, or a new one if a machine is lost. Raises ConfigError if there is no room."""
         usable = {machine.node_id for machine in self._usable_machines()}
         if any(seat.node_id not in usable for seat in self._placements[replica].seats):
             self.place([replica])
         return self._placements[replica]
 
     def _away_from_home(self, name: str) -> set[str]:
-        """Return a replica's machines other than home, which may be lost; none for a service."""
+        """Return a replica's machines other than the home machine, which cannot be lost; empty for a service."""
         placement = self._placements.get(ReplicaId(name))
         seats = placement.seats if placement is not None else ()
         return {seat.node_id for seat in seats} - {self._tools.system.home.node_id}
 
     def _usable_machines(self) -> list[Machine]:
-        """Return the machines for replicas that are not lost; with shared memory, only the other replicas' machine."""
+        """Return the live machines for replicas; with shared memory, only the machine of the other replicas."""
         lost = {node_id for node_ids in self._lost.values() for node_id in node_ids}
         machines = [machine for machine in self._tools.system.machines() if machine.node_id not in lost]
         if self._config.transfer.backend is TransferBackendName.SHARED_MEMORY:

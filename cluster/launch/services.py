@@ -21,7 +21,7 @@ from cluster.spec.worker_spec import Rendezvous, RouterShare
 BOOTSTRAP = "bootstrap"
 
 _DRAIN_GRACE_S = 5.0
-"""Time for the router to close after its own limit for open requests."""
+"""Time for the router to close after its drain timeout."""
 
 
 class _Service:
@@ -36,7 +36,7 @@ class _Service:
         self.runs: dict[str, Future[Any]] = {}
 
     def kill(self, timeout_s: float) -> bool:
-        """End the process; return whether it is proven gone."""
+        """End the process; return whether it is confirmed dead."""
         return self._tools.system.kill([self._actor], timeout_s)
 
     def _serve(self, deadline: Deadline, *arguments: object) -> Any:
@@ -85,9 +85,9 @@ class RouterProcess(_Service):
 
 
 def follow_router(url: Callable[[], str], on_seen: Callable[[bool], None], timeout_s: float, interval_s: float) -> None:
-    """Report whether a router process responds, at every change and while it does not. Never returns.
+    """Report to ``on_seen`` whether a router process responds, on every change and while it does not. Never returns.
 
-    Any response in time counts. The connection stays open, so that the driver does not queue behind many clients.
+    Any response within the timeout counts. The connection stays open so that the driver does not compete with clients.
     """
     answered: bool | None = None
     with httpx.Client(timeout=timeout_s, trust_env=False) as http:

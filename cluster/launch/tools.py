@@ -53,5 +53,5 @@ class Tools:
     bootstrap: type = BootstrapActor
     send: Send = send
     channel_key: ChannelKey | None = None
-    """Key of all channels; ``send`` already uses it."""
+    """Encryption key of all channels; ``send`` already uses it."""
     connect: Callable[[Rendezvous], Table] = connect

@@ -15,12 +15,12 @@ from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import TableSnapshot
 
 LAST_WORDS_S = 3.0
-"""Delay between a worker's end, which its peers notice at once, and the arrival of its error."""
+"""Delay between the time at which peers notice a worker's end and the arrival of its own error."""
 
 Answer = TypeVar("Answer")
 POLL_S = 1.0
 QUIET_HEARTBEATS = 2.5
-"""Heartbeat intervals without an open or new request after which a replica is drained; includes two heartbeats."""
+"""Heartbeat intervals without requests after which a replica counts as drained: enough for two heartbeats."""
 RESEND_S = 2.0
 """Interval at which an unacknowledged message to a replica is repeated."""
 
@@ -71,7 +71,7 @@ def raise_failure(calls: "Mapping[str, Future[Any]]", deadline: Deadline) -> Non
 
 
 def blame(failed: Mapping[str, BaseException]) -> BatonError:
-    """Return the error to show: preferably one that the user can fix, else one that is not a consequence."""
+    """Return the error to show: preferably one that the user can fix, otherwise one that no other error has caused."""
     who, error = min(
         failed.items(), key=lambda item: (not isinstance(item[1], UserError), isinstance(item[1], PeerLostError))
     )
@@ -96,7 +96,7 @@ def labelled(who: str, error: BaseException) -> BatonError:
 def await_room(
     system: ActorSystem, config: DeployConfig, say: Callable[[str], None], check: Callable[[], None]
 ) -> None:
-    """Wait until the replicas fit on the machines of the cluster, for ``resources.start_timeout_s`` at most.
+    """Wait until the replicas fit on the cluster's machines, for at most ``resources.start_timeout_s``.
 
     Args:
         system: the cluster to place them on.
@@ -105,7 +105,7 @@ def await_room(
         check: called every second; an exception ends the wait.
 
     Raises:
-        ConfigError: there still is no room after the timeout.
+        ConfigError: the replicas still do not fit after the timeout.
     """
     deadline = Deadline(config.resources.start_timeout_s)
     try:
@@ -130,8 +130,8 @@ def await_room(
 class DrainWatch:
     """Drain state of one incarnation of a replica. Sans I/O.
 
-    One report without open requests is not enough: a router may have sent a request before it knew of the drain, and a
-    short request may have come and gone between two heartbeats while its last tokens are still in flight.
+    One report without open requests is not enough: a router may have sent a request before it knew of the drain, or a
+    short request may have finished between two heartbeats while its last tokens are still in flight.
     """
 
     def __init__(self, replica: ReplicaId, incarnation: Incarnation, heartbeat_s: float) -> None:
@@ -140,10 +140,10 @@ class DrainWatch:
         self._quiet_s = QUIET_HEARTBEATS * heartbeat_s
         self._since_s = 0.0
         self._num_taken: int | None = None
-        """Total of accepted requests in the latest heartbeat; None if that showed open requests."""
+        """Number of requests accepted so far, from the latest heartbeat; None if it showed open requests."""
 
     def saw(self, snapshot: TableSnapshot | None, now_s: float) -> None:
-        """Update from a new table; None means that the service gives none."""
+        """Record a new table; None means that the service is unavailable."""
         num_taken = None if snapshot is None else self._taken_if_empty(snapshot)
         if num_taken != self._num_taken:
             self._num_taken, self._since_s = num_taken, now_s

@@ -1,4 +1,4 @@
-"""KV capacity of each worker, and problems of a model with its layout."""
+"""KV capacity of each worker, and checks of a model against its layout."""
 
 import math
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from workers.hicache.storage.page_store import HEADER_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleKv:
-    """Page pool of the role's worker with the fewest pages: the one with the most layers."""
+    """KV capacity of one role, given by its worker with the most layers, which has the fewest pages."""
 
     page_bytes: int
     pages_per_worker: int
     """Pages available to requests."""
     tokens_per_worker: int
     tokens_per_request: int
-    """Maximum tokens of one request, over all workers that its pages are divided over."""
+    """Maximum number of tokens in one request, whose pages may be divided over several workers."""
     tokens_per_replica: int
-    """Tokens over all DP ranks, which serve different requests."""
+    """Number of tokens that all DP ranks hold together."""
     pool_bytes: int
     host: HostMemory
     gpu: GpuMemory | None = None
@@ -40,14 +40,14 @@ class KvPlan:
     groups: tuple[str, ...]
     page_size: int
     bytes_per_token: int
-    """Bytes over all layers and heads of the model."""
+    """KV bytes of one token over all layers and heads."""
     tokens_per_request: int
-    """Maximum tokens of one request in both roles."""
+    """Maximum number of tokens in one request that fits both roles."""
     roles: dict[Role, RoleKv]
 
 
 def kv_plan(config: DeployConfig, model: ModelFacts) -> KvPlan:
-    """Return the KV memory of a configuration that model_problems accepts."""
+    """Return the KV capacity of a configuration that model_problems accepts."""
     geometry = model.geometry
     roles = {role: _role_kv(config, pool, model) for role, pool in config.pools.items()}
     return KvPlan(
@@ -92,7 +92,7 @@ def memory_wanted(config: DeployConfig, model: ModelFacts, num_tokens: int) -> f
 
 def _role_kv(config: DeployConfig, pool: Pool, model: ModelFacts) -> RoleKv:
     layout = min(_layouts(config, pool, model), key=lambda layout: layout.num_pages)
-    # While a prompt is computed, it has a list of pages per lifetime.
+    # While a prompt is computed, it holds a separate list of pages for each lifetime.
     tokens_per_worker = layout.num_pages // layout.num_lifetimes * layout.page_size
     tokens_per_request = tokens_per_worker * pool.num_owners
     return RoleKv(
@@ -108,7 +108,7 @@ def _role_kv(config: DeployConfig, pool: Pool, model: ModelFacts) -> RoleKv:
 
 
 def memory_lack(config: DeployConfig, model: ModelFacts, machine_gib: float) -> str:
-    """Return how much memory a machine must have for the workers; empty if ``machine_gib`` is enough."""
+    """Describe how much memory a machine must have for the workers; empty if ``machine_gib`` is enough."""
     expected = {role: (pool, _role_kv(config, pool, model).host) for role, pool in config.pools.items()}
     return host_memory_lack(config, expected, machine_gib)
 

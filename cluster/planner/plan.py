@@ -40,7 +40,7 @@ class ReplicaPlan:
     ranks: list[Position]
     groups: dict[GroupName, list[list[int]]]
     head_copies: list[list[int]]
-    """Decode ranks that hold the same KV heads; empty if there are none or the model's shape is unknown."""
+    """Groups of decode ranks that hold the same KV heads; empty if there are none or the model's shape is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ def _checks(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Chec
 
 
 def _too_long(config: DeployConfig, model: ModelFacts) -> str:
-    """Return why the longest request does not fit; empty if it does."""
+    """Return the reason why the longest request does not fit; empty if it does."""
     longest = config.model.longest_context(model.config.max_position_embeddings)
     held = kv_plan(config, model).tokens_per_request
     if held >= longest:

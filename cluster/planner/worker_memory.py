@@ -25,7 +25,7 @@ _PAGE_ID_BYTES = 8
 _PASSED_QUERIES = 4
 """Memory that a step with passed queries takes, as a multiple of one fp32 partial."""
 _DRAW_BYTES = 24
-"""Bytes per logit when sampling with top-p; on a CPU, the tensors alive at a time take 21."""
+"""Bytes per logit when sampling with top-p. On a CPU, live tensors take up to 21."""
 # Allowances, not measurements: CUDA's memory per layer of a graph, and cuBLAS's for the capture stream.
 _GRAPH_LAYER_BYTES = 256 << 10
 _WORKSPACE_BYTES = 32 << 20
@@ -37,7 +37,8 @@ def weights_gib(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
 
 
 def _num_weights(config: DeployConfig, pool: Pool, model: ModelFacts, stage: int) -> float:
-    """Count one rank's weights: tp divides tables and attention, dp and tp MLPs, all ranks of a copy its experts."""
+    """Count one rank's weights: tp divides embeddings and attention, dp and tp MLPs, all ranks of a copy its
+    experts."""
     dp, cp, tp, moe_dp = pool.parallel.dp, pool.parallel.cp, pool.parallel.tp, pool.parallel.moe_dp
     num_tables = _num_tables(config, model, is_first=stage == 0, is_last=stage == pool.parallel.pp - 1)
     numbers = num_tables * model.config.vocab_size * model.config.hidden_size / tp
@@ -50,7 +51,7 @@ def _num_weights(config: DeployConfig, pool: Pool, model: ModelFacts, stage: int
 
 
 def _num_tables(config: DeployConfig, model: ModelFacts, *, is_first: bool, is_last: bool) -> int:
-    """Count token tables: one if input and output share it, unless a CPU rearranges the output's bf16 copy."""
+    """Count embedding tables: one if input and output are tied, unless a CPU rearranges the output's bf16 copy."""
     is_one = is_first and is_last and model.config.tie_word_embeddings
     is_rearranged = config.resources.device is Device.CPU and model.dtype == "bfloat16"
     return 1 if is_one and not is_rearranged else is_first + is_last
@@ -67,7 +68,7 @@ def expected_memory(config: DeployConfig, pool: Pool, model: ModelFacts) -> GpuM
 
 
 def _activation_bytes(pool: Pool, model: ModelFacts) -> float:
-    """Return the activations of the widest layer in the largest step, and of sampling one token per request."""
+    """Return the bytes of the widest layer's activations in the largest step, and of sampling a token per request."""
     num_tokens, config, hidden = _most_tokens(pool), model.config, model.config.hidden_size
     widths = max(cost.width for cost in _layers(config)) / pool.parallel.tp + _answers_width(config) / pool.parallel.ep
     # A rank that gathers other shards' tokens computes less of the width, but holds all tokens and their sums.
@@ -77,7 +78,7 @@ def _activation_bytes(pool: Pool, model: ModelFacts) -> float:
 
 
 def _most_tokens(pool: Pool) -> int:
-    """Return the tokens of the largest step on one CP rank."""
+    """Return the number of tokens in the largest step on one CP rank."""
     if isinstance(pool, DecodeConfig):
         return pool.chunk_tokens
     return max(
@@ -86,7 +87,8 @@ def _most_tokens(pool: Pool) -> int:
 
 
 def _exchange_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
-    """Return ring mode's buffers for the longest prompt: two ranks' keys and values, or the queries of all ranks."""
+    """Return the size of ring mode's buffers for the longest prompt: two ranks' keys and values, or all ranks'
+    queries."""
     if not isinstance(pool, PrefillConfig) or pool.ownership is KvOwnership.REPLICATED:
         return 0.0
     geometry, tp = model.geometry, pool.parallel.tp
@@ -106,7 +108,7 @@ def _graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
     parallel, hidden, shards = pool.parallel, model.config.hidden_size, _num_shards(pool.parallel, model.config)
     attention = max(cost.attention_width for cost in _layers(model.config))
     own = 4 * hidden + attention / parallel.tp + 2 * hidden * (shards - 1)
-    # Every choice of every shard's tokens takes a row, even if another rank holds its expert.
+    # Each token of each shard takes a row for each chosen expert, even if another rank holds that expert.
     inner = max(
         cost.dense_width / (parallel.dp * parallel.tp) + cost.routed_width / moe_tp_size(parallel)
         for cost in _layers(model.config)
@@ -144,7 +146,7 @@ def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, po
 
 
 def host_memory_lack(config: DeployConfig, expected: dict[Role, tuple[Pool, HostMemory]], given_gib: float) -> str:
-    """Return how much memory a machine needs; empty if it has enough.
+    """Describe how much memory a machine needs; empty if it has enough.
 
     With shared memory, one machine must hold all workers; otherwise the larger of a prefill and a decode worker.
     """

@@ -183,7 +183,7 @@ class ModelLimits:
 
 
 def layout_problems(parallel: ParallelConfig, path: str, model: ModelLimits) -> list[Problem]:
-    """Return the axes that are legal but do not fit this model; ``path`` is their section of the file."""
+    """Return the problems of axes that are legal but do not fit this model; ``path`` is their section of the file."""
     tp, pp = parallel.tp, parallel.pp
     problems = []
     if model.num_heads % tp:
@@ -199,7 +199,7 @@ def layout_problems(parallel: ParallelConfig, path: str, model: ModelLimits) -> 
 
 
 def ring_problems(prefill: PrefillConfig, model: ModelLimits) -> list[Problem]:
-    """Return the problem of ring mode with sliding windows, which need adjacent pages on one rank."""
+    """Reject ring mode for models with sliding windows, which need adjacent pages on one rank."""
     if prefill.ownership is KvOwnership.REPLICATED or not model.has_windows:
         return []
     given = f"{prefill.mode} with cp = {prefill.parallel.cp}"

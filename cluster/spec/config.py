@@ -88,8 +88,8 @@ class KvConfig(Node):
     """Memory for the KV pages of one worker, in GiB; by default 1 on a CPU, and on a GPU what `memory_fraction`
     leaves."""
     memory_fraction: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.9
-    """Fraction of a GPU's memory for weights, activations, CUDA graphs and KV pages. Where `memory_gib` is not set, the
-    pages get what the others are measured to leave at start."""
+    """Fraction of a GPU's memory for weights, activations, CUDA graphs and KV pages. Unless `memory_gib` is set, the KV
+    pages get what remains once the others are measured at startup."""
     prefix_cache: bool = True
     """Keep the pages of finished requests for prompts with the same prefix until the memory is needed."""
 
@@ -98,17 +98,17 @@ class ParallelConfig(Node):
     """The parallel sizes of one replica, which has dp*cp*tp*pp workers."""
 
     dp: PositiveInt = 1
-    """Data parallel ranks of attention: each has requests and KV of its own; they share MLPs and experts."""
+    """Data-parallel attention ranks: each has its own requests and KV; they share MLPs and experts."""
     cp: PositiveInt = 1
-    """Context parallel ranks: each computes some tokens of a prompt. Must be 1 on decode."""
+    """Context-parallel ranks: each computes some tokens of a prompt. Must be 1 on decode."""
     tp: PositiveInt = 1
-    """Tensor parallel ranks: each computes some of the heads."""
+    """Tensor-parallel ranks: each computes some of the heads."""
     pp: PositiveInt = 1
     """Pipeline stages: each computes some of the layers."""
     moe_dp: PositiveInt = 1
     """Number of copies of the experts in one pipeline stage."""
     ep: PositiveInt = 1
-    """Expert parallel ranks: each holds some of the experts."""
+    """Expert-parallel ranks: each holds some of the experts."""
 
 
 class PoolConfig(Node):
@@ -139,13 +139,13 @@ class PrefillConfig(PoolConfig):
     """The replicas that compute prompts."""
 
     strategy: StrategySetting = StrategySetting.AUTO
-    """Division of the tokens of a step over CP ranks; `auto` uses the fastest strategy for each step by measured
+    """Division of a step's tokens over CP ranks; `auto` picks the fastest strategy for each step from measured
     rates."""
     mode: CpMode = CpMode.GATHER
     """Location of KV during prefill: with `gather`, every CP rank holds all of it; with `ring`, each rank holds the
     pages it owns, so that capacity grows with cp."""
     passing: PassingSetting = PassingSetting.AUTO
-    """Tensors that ring ranks pass on, keys and values or queries; `auto` uses the faster one for each step."""
+    """Tensors that ranks pass around the ring: keys and values, or queries; `auto` picks the faster for each step."""
     chunk_tokens: PositiveInt = 8192
     """Maximum number of tokens in one step of each DP rank, over all requests."""
     skip_below_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
@@ -193,15 +193,15 @@ class TransferConfig(Node):
     backend: TransferBackendName = TransferBackendName.SHARED_MEMORY
     """Transfer backend: `shared_memory` on one host, `mooncake` between hosts."""
     protocol: TransferProtocol = TransferProtocol.TCP
-    """Protocol of `mooncake`: `tcp`, or `rdma`, which reaches GPU memory directly where the system allows it. The
-    worker's log says why where it does not."""
+    """Protocol of `mooncake`: `tcp`, or `rdma`, which reaches GPU memory directly if the system allows it. If not, the
+    worker's log says why."""
     mode: TransferMode = TransferMode.ALL_RANKS
-    """CP ranks that send: `all_ranks`, each its own pages, or `rank0` all pages."""
+    """CP ranks that send KV: with `all_ranks`, each sends its own pages; with `rank0`, rank 0 sends all pages."""
     verify: Verify | None = None
-    """Checks by decode before it uses KV: `counts` of pages and bytes, or also a `digest` of each page; by default
-    `digest` on CPUs, and `counts` on GPUs, where a digest has to read every page once more."""
+    """Checks of received KV before decode uses it: `counts` of pages and bytes, or also a `digest` of each page; by
+    default `digest` on CPUs and `counts` on GPUs, where a digest reads every page once more."""
     transfer_timeout_s: PositiveSeconds = 60.0
-    """Seconds of silence from prefill, once a transfer has begun, after which decode gives the transfer up."""
+    """Seconds without a message from prefill after which decode gives up a transfer that has begun."""
 
 
 ToolParserName = Literal["auto", "hermes", "llama3", "none"]
@@ -242,7 +242,7 @@ class RouterConfig(Node):
     max_body_mib: Annotated[int, Field(ge=1, le=64, strict=True)] = 64
     """Maximum size of a request body, in MiB; 64 holds a prompt of some ten million tokens."""
     max_prompt_tokens: PositiveInt | None = None
-    """Maximum number of tokens of one prompt; by default as many as the context holds."""
+    """Maximum number of tokens in one prompt; by default limited only by the context length."""
     request_timeout_s: PositiveSeconds = 3600.0
     """Seconds after which a request fails."""
     max_retries: Annotated[int, Field(ge=0, le=16, strict=True)] = 3
@@ -269,8 +269,8 @@ class ResourcesConfig(Node):
     """Attention backend; `auto` uses the fastest one for the device, and the worker's log says which and why. `torch`,
     for any device, is the reference."""
     collectives: Collectives = Collectives.AUTO
-    """Exchange of tensors between ranks of a replica: `auto` uses shared memory between ranks on one host, `tcp` does
-    not."""
+    """Transport of tensors between the ranks of a replica: `auto` uses shared memory between ranks on one host; `tcp`
+    never does."""
     moe_dispatch: MoeDispatch = MoeDispatch.AUTO
     """Exchange of tokens between expert ranks; `auto` uses whichever moves fewer bytes, on GPUs from 4,097 tokens."""
     fetch_timeout_s: PositiveSeconds = 14400.0
@@ -281,11 +281,11 @@ class ResourcesConfig(Node):
     silence_s: PositiveSeconds = 10.0
     """Seconds of silence after which a rank (with its replica), the router or the bootstrap service is restarted."""
     step_timeout_s: Annotated[float, Field(ge=5, le=1_000_000, strict=True)] = 300.0
-    """Seconds after which a rank ends if its work loop does not advance; must be well above the longest step."""
+    """Seconds after which a rank ends if its work loop makes no progress; must be well above the longest step."""
 
 
 class LogConfig(Node):
-    """The log that processes write to standard error, and Ray keeps. It never holds prompts, answers or keys."""
+    """The log that processes write to standard error, and Ray keeps. It never contains prompts, answers or keys."""
 
     format: LogFormat = LogFormat.TEXT
     """Format of log records: `text`, or `json`, one object per line, with room, replica and request id where known."""
@@ -294,10 +294,10 @@ class LogConfig(Node):
 
 
 class DeployConfig(Node):
-    """The whole deploy file."""
+    """All keys of a deploy file."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = "baton"
-    """Name of the cluster: lower case letters, digits and dashes."""
+    """Name of the cluster: lowercase letters, digits and dashes."""
     model: ModelConfig = ModelConfig()
     """The model to serve."""
     kv: KvConfig = KvConfig()

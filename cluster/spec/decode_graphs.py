@@ -21,7 +21,7 @@ def why_not_captured(config: DeployConfig, pool: PoolConfig) -> str:
         return "pipeline stages"
     # A collective through the host cannot be replayed as part of a graph.
     uses_tcp = resources.collectives is Collectives.TCP and max(parallel.tp, parallel.dp) > 1
-    return "sums over TCP" if uses_tcp else ""
+    return "TCP collectives" if uses_tcp else ""
 
 
 def batch_sizes(most: int) -> list[int]:

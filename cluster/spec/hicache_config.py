@@ -14,7 +14,7 @@ STORE_CLIENT_BYTES = 128 << 20
 
 
 class WritePolicy(StrEnum):
-    """Times at which a page is copied from the device cache to host memory, and from there to storage."""
+    """Policies for copying pages from the device cache to host memory, and from there to storage."""
 
     WRITE_THROUGH = "write_through"
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
@@ -22,7 +22,7 @@ class WritePolicy(StrEnum):
 
 
 class PrefetchPolicy(StrEnum):
-    """Longest waits of a request for pages from storage; pages that arrive later serve other requests."""
+    """Policies for how long a request waits for pages from storage. Pages that arrive later serve other requests."""
 
     BEST_EFFORT = "best_effort"
     WAIT_COMPLETE = "wait_complete"
@@ -52,8 +52,8 @@ class StorageConfig(Node):
     lent_gib: Annotated[float, Field(ge=0, le=65536, strict=True)] = 0.0
     """Memory that each worker contributes to Mooncake Store, in GiB: 0, or at least 1/64 (16 MiB)."""
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
-    """Policy of waiting for pages from storage: `best_effort` does not wait, `wait_complete` waits for all pages, up to
-    30 seconds, and `timeout` up to 1 second and 0.25 seconds more for every 1000 tokens."""
+    """Policy for waiting for pages from storage: `best_effort` does not wait, `wait_complete` waits for all pages, up
+    to 30 seconds, and `timeout` waits up to 1 second plus 0.25 seconds for every 1000 tokens."""
 
 
 class HicacheConfig(Node):
@@ -62,7 +62,7 @@ class HicacheConfig(Node):
     host_gib: Annotated[float, Field(ge=0, le=65536, strict=True)] = 0.0
     """Host memory of each worker for cached pages, in GiB; 0 for none. Storage needs some."""
     write: WritePolicy = WritePolicy.WRITE_THROUGH
-    """Policy of copying pages to the tier below: `write_through` at once, `write_through_selective` once two requests
+    """Policy for copying pages to the tier below: `write_through` at once, `write_through_selective` once two requests
     have found them, `write_back` shortly before they are evicted."""
     storage: StorageConfig = StorageConfig()
     """The tier below host memory."""

@@ -70,4 +70,4 @@ class Peer(Struct, frozen=True):
     replica: ReplicaId
     incarnation: Incarnation
     address: str
-    """Channel address; a replica's is its leader's."""
+    """Channel address; for a replica, its leader's."""

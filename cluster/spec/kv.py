@@ -68,7 +68,7 @@ class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lifetime(msgspec.Struct, frozen=True):
-    """KV groups that are kept equally long, and share one list of pages per request."""
+    """KV groups that are kept for the same time and share one list of pages per request."""
 
     window: int | None
     """Number of latest tokens that a token can see, itself included; None for all."""
@@ -102,7 +102,7 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Short hash, by which equal geometries are recognized."""
+        """Short hash for comparing geometries."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).hexdigest()
 
     @property
@@ -115,7 +115,7 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Heads and layers of one KV group on a rank. In a page, they are ``[head, layer, part, slot, dim]``."""
+    """One KV group's heads and layers on a rank. Pages store them as ``[head, layer, part, slot, dim]``."""
 
     name: str
     first_head: int
@@ -171,7 +171,7 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.bytes_of(lifetime) for lifetime in {group.lifetime for group in self.groups})
 
     def bytes_of(self, lifetime: int) -> int:
-        """Return the bytes that a lifetime's groups take in each of its pages."""
+        """Return the bytes that a lifetime's groups take in one of its pages."""
         return sum(group.num_bytes for group in self.groups if group.lifetime == lifetime)
 
     @property
@@ -198,7 +198,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def page_keys(token_ids: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
-    """Return the 16-byte key of every full page, in order. Salts keep tenants apart."""
+    """Return the 16-byte key of every full page, in order. Different salts keep tenants' pages apart."""
     keys: list[bytes] = []
     extend_page_keys(keys, token_ids, page_size, salt)
     return keys
@@ -217,12 +217,13 @@ def extend_page_keys(keys: list[bytes], token_ids: Sequence[int], page_size: int
 
 
 def first_place(key: bytes) -> int:
-    """Return the owner number of page 0, given its key. Page j has j more; of n parts, its number modulo n owns it."""
+    """Return the owner number of page 0, given its key. Page j has this number plus j; modulo n, it selects one of n
+    ranks."""
     return int.from_bytes(key[:8], "little")
 
 
 def lifetime_key(key: bytes, lifetime: int) -> bytes:
-    """Return the key of another lifetime's page of the same tokens; the first lifetime uses the chained key itself."""
+    """Return the key of the same tokens' page for another lifetime. The first lifetime uses ``key`` itself."""
     return key + bytes([lifetime]) if lifetime else key
 
 

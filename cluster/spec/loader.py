@@ -20,7 +20,7 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"
 _TEXT_TAG = "tag:yaml.org,2002:str"
 _LONGEST_VALUE = 60
 _PATTERNS = {
-    r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$": "1 to 63 lower case letters, digits and dashes, no dash first or last",
+    r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$": "1 to 63 lowercase letters, digits and dashes, no dash at either end",
     r"^(\*|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+)$": "`*`, or an origin as browsers name it, such as https://chat.example",
 }
 
@@ -180,7 +180,7 @@ def allowed(keys: Keys) -> str:
     """Return the allowed values of a key in words."""
     schema = _schema_of(keys)
     options = [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
-    assert len(options) == 1, f"a key of several types has no words yet: {keys}"
+    assert len(options) == 1, f"a key of several types has no description: {keys}"
     return _words(_resolve(options[0]))
 
 
@@ -227,7 +227,7 @@ def _words(schema: dict[str, Any]) -> str:
             return f"a list; in it: {_words(item)}"
         case _:
             assert schema.get("type") == "string", f"no words for {schema}"
-            return "a text that is not empty, in quotes if it looks like a number"
+            return "a non-empty string, in quotes if it looks like a number"
 
 
 def _bounds(schema: dict[str, Any]) -> str:

@@ -116,6 +116,6 @@ class HostMemory:
             "for pages": self.pages,
             "for cached pages": self.cached,
             "lent to storage": self.lent,
-            "for what passes to and from storage": self.passing,
+            "for data in transit to and from storage": self.passing,
         }
         return f"{self.total:.3g} GiB: " + ", ".join(f"{gib:.3g} {name}" for name, gib in parts.items() if gib)

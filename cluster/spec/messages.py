@@ -24,7 +24,7 @@ from cluster.spec.transfer_messages import CheckPages, Done, Drained, PagesCheck
 from cluster.spec.wire import Struct, Tagged, TokenIds
 
 INQUIRE_EVERY_S = 5.0
-"""Interval between checks for state that waits for a message that may be lost."""
+"""Interval at which a process asks about rooms whose messages may have been lost."""
 
 
 class PhaseTimes(Struct, frozen=True):
@@ -38,7 +38,7 @@ class PhaseTimes(Struct, frozen=True):
     prefill_s: float
     """Time from the ticket to the first token, including other requests' steps."""
     bootstrap_s: float = 0.0
-    """Time in prefill until it has the ticket and knows decode's ranks; mostly overlaps ``decode_queue_s``."""
+    """Time until prefill has the ticket and knows decode's ranks; mostly overlaps ``decode_queue_s``."""
     transfer_s: float = 0.0
     """Time from the first token until all KV is in decode: the transfer time that computation does not hide."""
 
@@ -54,7 +54,7 @@ class Submit(Tagged, frozen=True):
     """Replica that computes the prompt and hands it off; None if decode computes its uncached part."""
     decode: Peer
     router: Peer
-    """Receiver of the outputs; the request ends with it."""
+    """Router that receives the outputs. If it ends, so does the request."""
     num_given: int = 0
     """Number of tokens at the end of ``prompt_ids`` that earlier attempts generated; they count as output."""
     prompt_of: Room | None = None
@@ -155,7 +155,7 @@ class KvEvents(Tagged, frozen=True):
     """Keys of stored pages. A device page follows its prefix pages, in this message or an earlier one."""
     removed: list[bytes]
     tier: Tier = Tier.DEVICE
-    """Tier of the pages; of storage, a replica reports only pages it stored itself."""
+    """Tier of the pages. For storage, a replica reports only the pages it stored itself."""
 
 
 class RankTrace(Tagged, frozen=True):

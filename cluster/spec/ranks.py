@@ -16,7 +16,7 @@ from cluster.spec.errors import Problem
 from cluster.spec.registry import AxisSizes, RankCoords
 
 MOST_RANKS = 4096
-"""Maximum number of workers per replica; planning a larger number, surely a typing error, would exhaust memory."""
+"""Maximum number of workers per replica. Planning a larger number, most likely a typo, would exhaust memory."""
 _ATTENTION_AXES = ("pp", "dp", "cp", "tp")
 
 

@@ -108,9 +108,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
     """Tokens of all steps; divided by ``num_steps``, the mean chunk size."""
     total_s: float = 0.0
-    """Time on the leader's own rank, waits for other ranks included."""
+    """Step time on the leader's rank, including waits for other ranks."""
     total_estimate_s: float = 0.0
-    """Estimated time, by which the strategies were chosen."""
+    """Estimated time, from which the strategies were chosen."""
     last_s: float = 0.0
     last_estimate_s: float = 0.0
 
@@ -119,7 +119,7 @@ class ComputeTimes(msgspec.Struct, frozen=True, kw_only=True):
     global_rank: int
     num_steps: int = 0
     total_s: float = 0.0
-    """Time, waits for other ranks included."""
+    """Step time, including waits for other ranks."""
 
 
 class SendTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +156,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[StepTimes, ...] = ()
     tiers: TierState | None = None
     graph_steps: dict[str, int] = {}
-    """Decode steps on a GPU, by `replayed` or the reason why they were not."""
+    """Decode steps on a GPU, by `replayed` or the reason why they were not replayed."""
     graph_bytes: int = 0
     """Memory of captured decode steps on the leader's GPU."""
     expert_tokens: dict[int, int] = {}
@@ -189,17 +189,17 @@ class TableSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Version, which grows with every change."""
     replicas: tuple[ReplicaEntry, ...]
     reaped: dict[ReplicaId, Incarnation]
-    """Highest incarnation of each replica of which no process is left."""
+    """Highest incarnation of each replica whose processes are confirmed dead."""
 
     def find(self, replica: ReplicaId) -> ReplicaEntry | None:
         return next((entry for entry in self.replicas if entry.replica == replica), None)
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """Leader's renewal of its replica's lease."""
+    """Heartbeat of a leader, which renews its replica's lease."""
 
     replica: ReplicaId
     incarnation: Incarnation
     rows_digest: str
-    """Digest of the replica's rows; if the service does not have these, they are registered again."""
+    """Digest of the replica's rows. If the service has other rows, the leader registers all of them again."""
     load: ReplicaLoad

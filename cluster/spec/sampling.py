@@ -16,7 +16,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float = 0.0
     seed: int = 0
     repetition_penalty: float = 1.0
-    """Divisor of positive logits and factor of negative logits, for tokens in prompt or output."""
+    """Divisor of positive logits and factor of negative logits, for tokens in the prompt or the output."""
     frequency_penalty: float = 0.0
     """Amount subtracted from a token's logit per occurrence in the output."""
     presence_penalty: float = 0.0
@@ -32,7 +32,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     ending_ids: frozenset[int] = frozenset()
     """Tokens that end the answer; set only if ``min_tokens`` or a grammar may forbid them."""
     grammar: str = ""
-    """Grammar of the output, in the form that ``cluster.grammar`` reads; empty for none."""
+    """Grammar of the output, in the format that ``cluster.grammar`` reads; empty for none."""
     num_logprobs: int | None = None
     """Number of most likely tokens to report with each sampled token; None reports no log-probabilities."""
     num_prompt_logprobs: int | None = None

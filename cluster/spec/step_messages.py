@@ -12,7 +12,7 @@ from cluster.spec.wire import Struct, Tagged
 
 
 class Destination(Struct, frozen=True):
-    """Destination of a request's KV: the parts of its ticket that ranks need, and the decode ranks."""
+    """Destination of a request's KV: the parts of the ticket that ranks need, and the decode ranks."""
 
     decode: Peer
     rows: list[RankRow]
@@ -25,7 +25,7 @@ class Destination(Struct, frozen=True):
 
 
 class Admit(Struct, frozen=True):
-    """Announcement of a request, to which later messages refer by its room."""
+    """Announcement of a request. Later messages refer to it by its room."""
 
     room: Room
     prompt_len: int
@@ -49,11 +49,11 @@ class ScheduledRequest(Struct, frozen=True):
     new_pages: list[list[int]]
     """Pages to append to the request's page tables, by lifetime; empty if there are none."""
     samples: bool
-    """Whether an output token is sampled after the last token."""
+    """True if an output token is sampled after the last token."""
     output_position: int
     """Index of the sampled token in the request's output."""
     input_from_previous_step: bool = False
-    """Whether the previous step samples this step's only token; ``token_ids`` then has a placeholder."""
+    """True if the previous step samples this step's only token; ``token_ids`` then has a placeholder."""
     scored_ids: list[int] = []
     """Prompt token that follows each of these tokens, if prompt log-probabilities are requested."""
 
@@ -69,7 +69,7 @@ class StepShape(Struct, frozen=True):
     last_layer_lens: tuple[int, ...] = (0,)
     """Number of tokens per attention shard that have queries in the last layer."""
     is_decode: bool = True
-    """Whether every request has one token, is sampled without prompt log-probabilities, and waits for no pages."""
+    """True if every request has one token, is sampled without prompt log-probabilities, and waits for no pages."""
 
 
 class StepPlan(Tagged, frozen=True):
@@ -116,7 +116,7 @@ class Shutdown(Tagged, frozen=True):
 
 
 class StepResult(Tagged, frozen=True):
-    """Sampled tokens of a DP rank's oldest step under way, from the sampling rank if that is not the leader's."""
+    """Sampled tokens of a DP rank's oldest step in flight, from the sampling rank if that is not the leader's rank."""
 
     dp_rank: int
     sampled: Mapping[Room, Sampled]

@@ -9,7 +9,7 @@ class Strategy(StrEnum):
     NONE = "none"
     """Every rank computes every token; no collective runs."""
     WHOLE_REQUEST = "whole_request"
-    """Each request is computed by one rank, the one with the least attention work so far."""
+    """One rank computes each request: the one with the least attention work so far."""
     CONTIGUOUS = "contiguous"
     """Each request is split into cp consecutive parts."""
     ZIGZAG = "zigzag"
@@ -19,7 +19,7 @@ class Strategy(StrEnum):
 
 
 ON_ONE_RANK = (Strategy.NONE, Strategy.WHOLE_REQUEST)
-"""Strategies by which one rank may compute all tokens of a step."""
+"""Strategies that may let one rank compute all tokens of a step."""
 
 
 class StrategySetting(StrEnum):
@@ -39,12 +39,12 @@ class StrategySetting(StrEnum):
 
     @property
     def fullest(self) -> Strategy:
-        """Candidate by which one rank may compute the most tokens of a step."""
+        """Candidate that may give one rank the most tokens of a step."""
         return next((each for each in ON_ONE_RANK if each in self.candidates), self.candidates[0])
 
 
 class CpMode(StrEnum):
-    """KV that each CP rank of a prefill replica holds."""
+    """KV storage of each CP rank in a prefill replica."""
 
     GATHER = "gather"
     """All KV: every rank stores the K and V of all ranks."""
@@ -61,7 +61,7 @@ class Collectives(StrEnum):
 
 
 class DpPolicy(StrEnum):
-    """Policies that pick the DP rank of a request without a preference."""
+    """Policies that pick the DP rank of a request without a requested rank."""
 
     LEAST_TOKENS = "least_tokens"
     """DP rank with the fewest prompt tokens."""
@@ -83,7 +83,7 @@ class MoeDispatch(StrEnum):
 
 
 class Passing(StrEnum):
-    """Tensors that circulate in ring mode, so that every query meets every key."""
+    """Tensors that circulate in ring mode to combine every query with every key."""
 
     PASS_KV = "pass_kv"
     """Keys and values, including cached ones, circulate between ranks."""

@@ -1,4 +1,4 @@
-"""Tiers of cached pages, and the messages with which a leader moves pages between them."""
+"""Tiers of cached pages, and the messages by which a leader moves pages between them."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -46,13 +46,13 @@ class TierJobKind(StrEnum):
 
 
 class TierPage(msgspec.Struct, frozen=True, kw_only=True):
-    """One page of a tier job, by the leader's page numbers, which span all ranks."""
+    """One page of a tier job, by the leader's page numbers, which count across all ranks."""
 
     key: bytes
     index: int
-    """Index under the owner rule of ``cluster.spec.kv``: of n parts, part ``index % n`` owns the page."""
+    """Index for the owner rule of ``cluster.spec.kv``: among n parts, part ``index % n`` owns the page."""
     depth: int = 0
-    """Number of pages that precede it in its prompt, without which it is useless."""
+    """Number of pages before this one in its prompt. The page is useless without them."""
     device: int | None = None
     """Page in the device pools; set if device memory is read or written."""
     host: int | None = None
@@ -65,13 +65,13 @@ class TierPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Work for every rank: each does its part, and always reports a result."""
+    """Work for every rank. Each rank does its part and always reports a result."""
 
     job_id: int
     kind: TierJobKind
     pages: list[TierPage]
     timeout_s: float | None = None
-    """Seconds after the job's arrival at a rank when the rank stops calling storage."""
+    """Seconds after the job arrives at which a rank stops calling storage."""
 
 
 class StorageFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,14 +89,14 @@ class TierJobResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: int
     global_rank: int
     done: list[bool]
-    """One flag per page: whether this rank has done its part, which may be nothing."""
+    """One flag per page: True if this rank has done its part, even if that part is empty."""
     num_bytes: int = 0
     busy_s: float = 0.0
     waited_s: float = 0.0
     storage: StorageFigures | None = None
-    """None if the storage backend has no figures."""
+    """Storage figures; None if the backend has none."""
     failures: dict[str, int] = {}
-    """Failed pages by reason; a page that storage does not have is no failure."""
+    """Failed pages by reason. A page that storage does not have is not a failure."""
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +130,7 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     """Host pages that are never evicted."""
     num_evicted: int
     num_lost: int
-    """Pages that should have been copied to a lower tier and were not."""
+    """Pages that should have been copied to a lower tier but were not."""
     num_late: int
     """Requests that started without pages that storage did not deliver in time."""
     num_stuck: int
@@ -139,7 +139,7 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     """Pages that wait to be copied to a lower tier."""
     is_attached: bool
     is_storing: bool
-    """True while pages are being stored or wait to be; false while the breaker is open."""
+    """True while pages are being stored or wait for it; false while the breaker is open."""
     num_opened: int
     """Number of times that a breaker has opened because storage failed or was late."""
     work: tuple[RankWork, ...]

@@ -21,7 +21,7 @@ class SendState(StrEnum):
     DRAINING = "draining"
     """Cancelled; an earlier write may still be in flight."""
     SENT = "sent"
-    """All pages of this rank's part are written and acknowledged; final."""
+    """All of this rank's pages are written and acknowledged; final."""
     DRAINED = "drained"
     """Stopped early, with no write in flight; final."""
     FAILED = "failed"
@@ -35,7 +35,7 @@ class Ticket(Tagged, frozen=True):
     decode: Peer
     prefill_incarnation: Incarnation
     pages: list[list[int]]
-    """Page ids by lifetime, for the tokens after the held ones; ``NO_PAGE`` for pages that no later token sees."""
+    """Page ids by lifetime, for the tokens after the held pages; ``NO_PAGE`` for pages that no later token sees."""
     num_held_pages: int
     """Number of leading prompt pages that decode already has."""
     geometry: KvGeometry
@@ -46,7 +46,7 @@ class Ticket(Tagged, frozen=True):
 
 
 class Revoke(Tagged, frozen=True):
-    """Request to stop writing for a ticket, which Drained confirms."""
+    """Request to stop writing for a ticket. Drained confirms it."""
 
     room: Room
     decode: Peer
@@ -73,7 +73,7 @@ class Result(Tagged, frozen=True):
     senders: list[int]
     """Global ranks whose Done must arrive."""
     num_pages: int
-    """Number of written pages over all lifetimes. A page counts once per rank that sends a part of it."""
+    """Number of written pages over all lifetimes. A page counts once for each rank that sends a part of it."""
     num_bytes: int
     """Bytes of KV written by all senders."""
     completes_grammar: bool = False
@@ -83,9 +83,9 @@ class Result(Tagged, frozen=True):
     prompt_logprobs: list[TokenLogprobs] = []
     """Log-probabilities of all prompt tokens except the first; empty unless requested."""
     cached: CachedTokens = CachedTokens()
-    """Prompt tokens that were not computed."""
+    """Cached tokens of the prompt, which were not computed."""
     bootstrap_s: float = 0.0
-    """Bootstrap time, as in ``PhaseTimes``."""
+    """Time spent waiting for the ticket and decode's ranks, as in ``PhaseTimes``."""
     prefill_s: float = 0.0
 
 
@@ -102,7 +102,7 @@ class PageDigests(Struct, frozen=True):
 
 
 class Done(Tagged, frozen=True):
-    """Report that one sender rank has written its part, and that the transport acknowledged it."""
+    """Report that one sender rank has written its part and the transport has acknowledged it."""
 
     room: Room
     prefill: Peer

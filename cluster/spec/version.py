@@ -1,3 +1,3 @@
-"""Version of this code, also when it runs from a folder without being installed."""
+"""Version of this code, even if it runs from a folder without being installed."""
 
 VERSION = "0.1.0"

@@ -24,7 +24,7 @@ def decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
     """Decode bytes. Raises msgspec.DecodeError, and no other error, if they are invalid."""
     try:
         return decoder.decode(data)
-    except (UnicodeDecodeError, RecursionError) as error:  # msgspec does not translate these
+    except (UnicodeDecodeError, RecursionError) as error:  # msgspec does not translate these errors
         raise msgspec.DecodeError(str(error)) from error
 
 
@@ -34,7 +34,7 @@ class TokenIds(Sequence[int]):
     __slots__ = ("packed",)
 
     def __init__(self, packed: bytes) -> None:
-        """Wrap packed ids. Raises ValueError if the length is no multiple of ``ID_BYTES``."""
+        """Wrap packed ids. Raises ValueError if the length is not a multiple of ``ID_BYTES``."""
         if len(packed) % ID_BYTES:
             raise ValueError(f"token ids: got {len(packed)} bytes; allowed: {ID_BYTES} for each")
         self.packed = packed

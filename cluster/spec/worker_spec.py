@@ -1,4 +1,4 @@
-"""Arguments of a worker or router process at its start."""
+"""Startup arguments of worker and router processes."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from cluster.spec.registry import AxisSizes, KvOwnership, RankCoords
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelKey:
-    """Key pair that the processes of one cluster share; every holder may send to all of them."""
+    """Key pair shared by the processes of one cluster. Every holder may send to all of them."""
 
     public: bytes = field(repr=False)
     secret: bytes = field(repr=False)
@@ -24,12 +24,12 @@ class Rendezvous:
     token: str = field(repr=False)
     """Bearer token of every bootstrap route."""
     channel_key: ChannelKey | None = None
-    """Key of all channels; None lets anyone who reaches a process send to it."""
+    """Key of all channels; if None, anyone who reaches a process can send to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterShare:
-    """One of the router processes that share a port and the router's limits."""
+    """Share of one of the router processes that divide a port and the router's limits."""
 
     name: ReplicaId = ROUTER
     index: int = 0

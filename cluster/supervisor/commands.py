@@ -10,11 +10,11 @@ class _Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class DrainCommand(_Command, frozen=True):
-    """Drain a replica until it is resumed or restarted. The command is done when its open requests have ended."""
+    """Drain a replica until it is resumed or restarted. The command completes when the open requests have finished."""
 
     replica: ReplicaId
     grace_s: float | None = None
-    """Maximum wait for open requests in seconds; None, here and below, stands for `router.drain_s`."""
+    """Maximum wait for open requests in seconds. In all commands, None means `router.drain_s`."""
 
 
 class ResumeCommand(_Command, frozen=True):

@@ -12,7 +12,7 @@ from cluster.supervisor.commands import Command
 
 @dataclass(frozen=True, slots=True)
 class _OfStart:
-    """Base class for events and actions that concern one start of a member."""
+    """Base class of events and actions that concern one incarnation of a member."""
 
     name: str
     incarnation: Incarnation
@@ -40,14 +40,14 @@ class Failed(_OfStart):
 
 @dataclass(frozen=True, slots=True)
 class Ended(_OfStart):
-    """The processes of a member were killed; ``proven`` if it is certain that none is left."""
+    """The processes of a member were killed; ``proven`` if all are confirmed dead."""
 
     proven: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Proven(_OfStart):
-    """All processes of a start that ended without proof are gone."""
+    """All processes of an incarnation that ended without proof are now confirmed dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class TableSeen:
     """The rank table changed, or is readable again."""
 
     ready: frozenset[tuple[str, Incarnation]]
-    """Starts of replicas whose ranks are all alive."""
+    """Incarnations of replicas whose ranks are all alive."""
     draining: frozenset[tuple[str, Incarnation]]
     silent: Mapping[str, Sequence[int]]
     """Silent ranks by replica."""
@@ -165,12 +165,13 @@ class End(_OfStart):
 
 @dataclass(frozen=True, slots=True)
 class Prove(_OfStart):
-    """Check repeatedly until the processes of an ended start are gone; then answer with Proven."""
+    """Check repeatedly until the processes of an ended incarnation are confirmed dead; then answer with Proven."""
 
 
 @dataclass(frozen=True, slots=True)
 class MarkEnded(_OfStart):
-    """Mark this and all earlier incarnations as ended in the rank table; ``proven`` if their processes are gone."""
+    """Mark this and earlier incarnations as ended in the rank table; ``proven`` if their processes are confirmed
+    dead."""
 
     proven: bool
 
@@ -214,7 +215,7 @@ class DrainReplica(_OfStart):
     """Drain a replica; answer with ReplicaDrained."""
 
     grace_s: float | None
-    """Maximum wait; None stands for `router.drain_s`."""
+    """Maximum wait in seconds; None means `router.drain_s`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from cluster.supervisor.state import Cluster, Member, Now, Phase
 
 _RETRY_S = 1.0
 _PROVE_S = 30.0
-"""Interval between attempts to prove that the processes of a start are gone."""
+"""Interval between checks of whether the processes of an ended incarnation are dead."""
 
 
 class Supervisor:
@@ -109,7 +109,7 @@ class Supervisor:
     def _do(self, action: Action, launcher: Launcher) -> None:
         try:
             answer = self._carry_out(action, launcher)
-        except Exception as error:  # the supervisor must learn that the action is over
+        except Exception as error:  # the supervisor must learn that the action has ended
             answer = _answer_to_failure(action, error)
             if not isinstance(action, events.Start | events.Place):
                 self._report(f"{type(action).__name__}: {_describe(error)}")
@@ -154,7 +154,7 @@ class Supervisor:
             try:
                 if launcher.prove(name, incarnation):
                     return events.Proven(name, incarnation)
-            except Exception as error:  # the pages of this start stay reserved until the proof succeeds
+            except Exception as error:  # the pages of this incarnation stay reserved until the proof succeeds
                 self._report(f"{name}: no proof that incarnation {incarnation} is gone: {_describe(error)}")
         return None
 

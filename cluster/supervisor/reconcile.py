@@ -40,7 +40,7 @@ def backoff_s(first_s: float, num_failures: int) -> float:
 
 
 def reconcile(cluster: Cluster, event: Event, now: Now) -> Step:
-    """Return the state after an event and the actions to take. An event of an earlier start changes nothing."""
+    """Return the state after an event and the actions to take. An event from an earlier incarnation changes nothing."""
     cluster, reports = _restart_after_suspension(cluster, now)
     cluster, actions = _react(cluster, event, now)
     cluster, more = advance(cluster, event)
@@ -109,7 +109,7 @@ def _on_started(cluster: Cluster, event: events.Started, now: Now) -> Step:
     running = replace(member.moved(MemberState.RUNNING, "started"), running_since_s=now.s)
     cluster = cluster.with_member(running)
     actions: list[Action] = []
-    if event.name == BOOTSTRAP:  # a new table has no record of ended starts
+    if event.name == BOOTSTRAP:  # a new table has no record of ended incarnations
         actions += [events.MarkEnded(name, incarnation, True) for name, incarnation in cluster.reaped.items()]
         actions += [events.MarkEnded(name, max(starts), False) for name, starts in cluster.unproven.items() if starts]
     if cluster.phase is Phase.SERVING:
@@ -147,7 +147,7 @@ def _on_ended(cluster: Cluster, event: events.Ended, now: Now) -> Step:
     cluster = cluster.with_member(replace(member.moved(target, "ended"), wake_s=now.s + wait_s))
     actions: list[Action] = []
     if event.name == BOOTSTRAP:
-        pass  # no process needs a proof that an earlier table is gone
+        pass  # no process needs proof that the previous service's table is gone
     elif event.proven:
         proven = {**cluster.proven, event.name: event.incarnation}
         cluster, actions = _reap(replace(cluster, proven=proven), event.name)
@@ -174,7 +174,7 @@ def _on_proven(cluster: Cluster, event: events.Proven) -> Step:
 
 
 def _reap(cluster: Cluster, name: str) -> Step:
-    """Mark the highest proven incarnation as ended. The mark covers all earlier starts, so each must be proven."""
+    """Mark the highest confirmed incarnation as ended. This covers all earlier ones, so each must be confirmed dead."""
     proven = cluster.proven[name]
     if proven <= cluster.reaped.get(name, NEVER) or any(
         incarnation < proven for incarnation in cluster.unproven.get(name, ())
@@ -206,7 +206,7 @@ def _on_drained(cluster: Cluster, event: events.Drained) -> Step:
 
 
 def _restart_after_suspension(cluster: Cluster, now: Now) -> tuple[Cluster, list[Action]]:
-    """Restart all silences if the driver itself was suspended since the previous event."""
+    """Reset the silence of all members if the driver itself was suspended since the previous event."""
     due_s, looked = cluster.next_look_s(), replace(cluster, looked_s=now.s)
     if due_s is None or now.s <= due_s + MAX_LATE_S:
         return looked, []

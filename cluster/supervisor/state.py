@@ -17,7 +17,7 @@ NEVER = Incarnation(0)
 """Incarnation of a member that was never started."""
 MAX_BACKOFF_S = 60.0
 STABLE_S = 60.0
-"""Uptime after which earlier failures of a member no longer count."""
+"""Uptime after which a member's earlier failures are forgotten."""
 LOOK_S = 1.0
 """Interval between checks of silent members."""
 
@@ -71,7 +71,7 @@ PHASE_MOVES: Moves[Phase] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Now:
     s: float
-    """Monotonic seconds."""
+    """Time in monotonic seconds."""
     unix_ms: int
 
 
@@ -81,7 +81,7 @@ class Member:
     state: MemberState = MemberState.WAITING
     incarnation: Incarnation = NEVER
     wake_s: float = 0.0
-    """Start time, while waiting."""
+    """Start time, in state WAITING."""
     running_since_s: float = 0.0
     num_failures: int = 0
     """Number of failures since the last stable run."""
@@ -117,18 +117,18 @@ class Cluster:
     """Wait before the first restart of a failed member."""
     phase: Phase = Phase.STARTING
     proven: Mapping[str, Incarnation] = field(default_factory=dict)
-    """Highest incarnation of each member whose own processes are proven gone."""
+    """Highest incarnation of each member whose own processes are confirmed dead."""
     unproven: Mapping[str, frozenset[Incarnation]] = field(default_factory=dict)
-    """Starts that ended without proof, so that their processes may still write."""
+    """Incarnations that ended without proof; their processes may still write."""
     reaped: Mapping[str, Incarnation] = field(default_factory=dict)
-    """Highest incarnation of each member that is proven gone, as are all earlier ones."""
+    """Highest incarnation of each member that is confirmed dead together with all earlier ones."""
     failure: BaseException | None = None
     patience_s: float = math.inf
     """Maximum silence of a running member."""
     silent: Mapping[str, Silence] = field(default_factory=dict)
     looked_s: float = 0.0
     draining: frozenset[tuple[str, Incarnation]] = frozenset()
-    """Starts of replicas that, according to the rank table, take no new requests."""
+    """Incarnations of replicas that, according to the rank table, take no new requests."""
     open_command: OpenCommand | None = None
 
     def with_member(self, member: Member) -> "Cluster":
@@ -138,7 +138,7 @@ class Cluster:
         return replace(self, phase=move(PHASE_MOVES, self.phase, target, event, "the cluster"))
 
     def addressed(self, name: str, incarnation: Incarnation, *states: MemberState) -> Member | None:
-        """Return the member that an event concerns; None if the event belongs to an earlier start or state."""
+        """Return the member that an event concerns; None if the event belongs to another incarnation or state."""
         member = self.members[name]
         return member if member.incarnation == incarnation and member.state in states else None
 

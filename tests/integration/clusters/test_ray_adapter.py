@@ -183,7 +183,7 @@ def test_a_start_that_takes_too_long_is_tried_again_with_nothing_left_of_it() ->
 
 
 def test_starts_that_take_too_long_are_told_in_one_line() -> None:
-    advice = "try again when this machine has less to do; `baton doctor` says what may be wrong with it"
+    advice = "try again when this machine is less busy, or check it with `baton doctor`"
     waited = "Ray did not start in 0 s, tried 2 times (The current node timed out.)"
     assert start_late(2) == [f"{waited}; {advice}", "[False, False]"]
 

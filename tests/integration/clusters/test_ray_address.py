@@ -34,7 +34,7 @@ def test_an_address_where_nobody_listens_is_refused_at_once(form: str, is_option
     line = told.splitlines()[-1]
     assert code == 2
     assert line.startswith(f"Ray at {address} cannot be used: ")
-    assert line.endswith("Connection refused; allowed: host:port of the head of a Ray that runs, or auto")
+    assert line.endswith("Connection refused; allowed: host:port of a running Ray head node, or auto")
 
 
 def test_what_is_no_address_is_refused(tmp_path: Path) -> None:

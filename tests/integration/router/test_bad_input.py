@@ -44,7 +44,7 @@ LOOK_AHEAD = (
     'at 1(8): invalid regex "a(?=b)" (in regex): regex parse error: '
     "error: look-around, including look-ahead and look-behind, is not supported"
 )
-NO_TEXT = "no text can follow it to its end"
+NO_TEXT = "no finite text matches it"
 UNSATISFIABLE = "Unsatisfiable schema: minimum (2) is greater than maximum (1)"
 
 BAD_COMPLETIONS: list[tuple[str, Any, str]] = [

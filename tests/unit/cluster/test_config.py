@@ -16,7 +16,7 @@ DEPLOY = Path(__file__).parents[3] / "deploy"
 TOPOLOGIES = sorted(file for file in DEPLOY.glob("*.yaml") if file.stem != "job")
 TOP_KEYS = "name, model, kv, prefill, decode, hicache, transfer, router, resources"
 WHOLE_FROM_1 = "allowed: a whole number, 1 or more"
-TEXT = "allowed: a text that is not empty, in quotes if it looks like a number"
+TEXT = "allowed: a non-empty string, in quotes if it looks like a number"
 
 BAD_FILES = {
     "unknown top key": ("sharding: {}", [f"sharding: unknown key; allowed: {TOP_KEYS}"]),
@@ -68,7 +68,7 @@ BAD_FILES = {
     "empty text": ("model: {path: ''}", [f"model.path: got ''; {TEXT}"]),
     "cluster name": (
         "name: My_Cluster",
-        ["name: got 'My_Cluster'; allowed: 1 to 63 lower case letters, digits and dashes, no dash first or last"],
+        ["name: got 'My_Cluster'; allowed: 1 to 63 lowercase letters, digits and dashes, no dash at either end"],
     ),
     "list for a section": (
         "kv: [1]",
@@ -240,7 +240,7 @@ def test_overrides_win_over_the_file() -> None:
         ("model.path", "", f"model.path: got nothing; {TEXT}"),
         ("kv.page_size", "[1, 2]", f"kv.page_size: got '[1, 2]'; {WHOLE_FROM_1}"),
         ("kv.page_size", "a: b: c", f"kv.page_size: got 'a: b: c'; {WHOLE_FROM_1}"),
-        ("name.first", "x", "name: got a mapping; allowed: 1 to 63 lower case letters"),
+        ("name.first", "x", "name: got a mapping; allowed: 1 to 63 lowercase letters"),
     ],
 )
 def test_bad_override_is_refused_like_the_file(key: str, value: str, message: str) -> None:

@@ -58,14 +58,14 @@ def test_special_tokens_come_only_where_they_are_named(grammars: Grammars) -> No
 
 @pytest.mark.parametrize("endless", ["start: start", "start: /a[^\\x00-\\x{10ffff}]/"])
 def test_what_no_text_can_follow_is_refused_before_any_token(grammars: Grammars, endless: str) -> None:
-    with pytest.raises(UserError, match=r"^no text can follow it to its end$"):
+    with pytest.raises(UserError, match=r"^no finite text matches it$"):
         grammars.matcher(lark(endless))
 
 
 def test_what_grows_too_wide_is_said_in_words(grammars: Grammars) -> None:
     matcher = grammars.matcher(lark("start: " + " | ".join(f'"a{place}"' for place in range(3000))))
     matcher.advance(b"a")
-    assert matcher.problem.startswith("it has too many ways to go on from one place")
+    assert matcher.problem.startswith("it is too ambiguous")
 
 
 def test_a_token_that_does_not_fit_is_a_problem(grammars: Grammars) -> None:
@@ -120,7 +120,7 @@ def test_a_tokenizer_with_gaps(tmp_path: Path) -> None:
     gapped = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "b": 2}, merges=[]))
     gapped.save(str(tmp_path / "tokenizer.json"))
     grammars = Grammars(tmp_path, 3)
-    with pytest.raises(UserError, match="this model's tokenizer cannot follow a grammar: its token ids have gaps"):
+    with pytest.raises(UserError, match="this model's tokenizer does not support grammars: its token ids have gaps"):
         grammars.matcher(lark('start: "a"'))
     grammars.close()
 

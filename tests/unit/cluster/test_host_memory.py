@@ -92,7 +92,7 @@ def test_what_is_lent_to_a_store_and_what_its_client_has_is_counted() -> None:
     assert (memory.lent, memory.passing) == (2.0, 128 / 1024)
     assert without.passing == 0.0
     assert memory.total == pytest.approx(without.total + 2.0 + 128 / 1024)
-    assert str(memory).endswith("2 lent to storage, 0.125 for what passes to and from storage")
+    assert str(memory).endswith("2 lent to storage, 0.125 for data in transit to and from storage")
 
 
 def test_a_machine_that_lacks_memory_is_refused_with_the_arithmetic() -> None:

@@ -64,7 +64,7 @@ def test_fetching_the_model_takes_nothing_of_the_time_to_start() -> None:
     launcher = _launcher(world, resources)
     for name in ("bootstrap", "decode-0"):
         launcher.start(name, ONE)
-    assert ("decode-0", "finding the model, or fetching it") in world.stages
+    assert ("decode-0", "finding or downloading the model") in world.stages
     late = _launcher(World(), resources.model_copy(update={"fetch_timeout_s": 0.01}))
     with pytest.raises(BatonError, match=r"decode-0 rank 0: not ready after 0.01 s \(resources.fetch_timeout_s\)$"):
         late.start("decode-0", ONE)

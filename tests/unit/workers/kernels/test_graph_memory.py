@@ -257,9 +257,15 @@ def test_steps_whose_pages_come_meanwhile_are_told(model: DecoderModel) -> None:
         ({"resources": {"device": "cuda", "attention": "torch"}}, "attention by torch"),
         ({"decode": {"parallel": {"pp": 2}}}, "pipeline stages"),
         ({"decode": {"parallel": {"dp": 2}}}, ""),
-        ({"decode": {"parallel": {"dp": 2}}, "resources": {"device": "cuda", "collectives": "tcp"}}, "sums over TCP"),
+        (
+            {"decode": {"parallel": {"dp": 2}}, "resources": {"device": "cuda", "collectives": "tcp"}},
+            "TCP collectives",
+        ),
         ({"decode": {"parallel": {"tp": 2}}}, ""),
-        ({"decode": {"parallel": {"tp": 2}}, "resources": {"device": "cuda", "collectives": "tcp"}}, "sums over TCP"),
+        (
+            {"decode": {"parallel": {"tp": 2}}, "resources": {"device": "cuda", "collectives": "tcp"}},
+            "TCP collectives",
+        ),
         ({"resources": {"device": "cuda", "collectives": "tcp"}}, ""),
     ],
 )
