@@ -23,7 +23,7 @@ from router.answer import Answer
 from router.errors import KeyLimitError, QueueFullError
 
 ANYBODY = "anybody"
-"""Name of the account that all clients share if no keys are configured."""
+"""Account name that all clients share if no keys are configured."""
 _ALLOWED = "a YAML list of entries with name, key and optionally max_requests, tokens_per_minute, priority"
 _MINUTE_S = 60.0
 
@@ -32,7 +32,7 @@ Open = Callable[[], Answer]
 
 
 class ApiKey(BaseModel):
-    """One key; the router's limits apply where it has none of its own."""
+    """API key with optional limits; the router's limits apply where a key has none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -41,19 +41,19 @@ class ApiKey(BaseModel):
     max_requests: Annotated[int, Field(ge=1)] | None = None
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
     priority: int | None = None
-    """Best priority that its requests can have."""
+    """Best priority that requests with this key can have."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRing:
-    """All keys; without any, every client is admitted."""
+    """All API keys; without any, every client is admitted."""
 
     keys: tuple[ApiKey, ...] = ()
     admin_key: str | None = None
-    """Key for the admin routes, which are closed without one."""
+    """Key for the admin routes, which are disabled without one."""
 
     def find(self, given: str) -> ApiKey | None:
-        """Return the key with this secret, in constant time."""
+        """Return the API key with this secret, in constant time."""
         matching = [key for key in self.keys if _is_same(key.key, given)]
         return matching[0] if matching else None
 
@@ -101,7 +101,7 @@ class Account:
     """Open requests and used tokens of one key.
 
     Tokens are a bucket that refills steadily. A request is admitted unless the bucket is empty, and its tokens are
-    taken out when it ends. So a request may overdraw the bucket, and long prompts do not need a bucket of their size.
+    taken out when it ends. A request may therefore overdraw the bucket, so long prompts need no larger bucket.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Account:
 
 
 class KeyLimits:
-    """Accounts of all keys in one router process, which has its share of every limit. Sans I/O."""
+    """Accounts of all keys in one router process, with this process's share of every limit. Sans I/O."""
 
     def __init__(self, config: RouterConfig, share: RouterShare, clock: Clock) -> None:
         self._config = config
@@ -179,7 +179,7 @@ class _Waiting:
 
 
 class Gate:
-    """Queue of requests that wait until replicas have room, by priority and then arrival.
+    """Queue of requests that wait for room at replicas, ordered by priority and then by arrival.
 
     Not thread-safe: all methods run in one event loop.
     """
@@ -191,14 +191,14 @@ class Gate:
         self._numbers = itertools.count()
         self._is_looking = False
         self._why = ""
-        """Why the first request waits."""
+        """Reason why the first request waits."""
 
     @property
     def num_waiting(self) -> int:
         return sum(not waiting.answer.done() for waiting in self._waiting)
 
     async def enter(self, open_answer: Open, priority: int) -> Answer:
-        """Wait for room, send the request to replicas, and return its answer, which the caller must leave.
+        """Wait for room, send the request to replicas, and return its answer. The caller must leave the answer.
 
         Raises:
             QueueFullError: too many requests wait, or this one has waited too long.
@@ -233,7 +233,7 @@ class Gate:
                 self.look()  # the next one may need less room
 
     def look(self) -> None:
-        """Admit the requests for which there is room now; called whenever a request ends."""
+        """Admit the requests for which there is room now. Called whenever a request ends."""
         if self._is_looking:
             return
         self._is_looking = True

@@ -1,4 +1,4 @@
-"""One HTTP response's open requests, and their outputs until it reads them."""
+"""Open requests of one HTTP response, with their outputs until it reads them."""
 
 import asyncio
 import itertools
@@ -15,11 +15,11 @@ from router.metrics import Metrics
 from router.request import ChoiceId, FailRequest, GenerateRequest, OutputBatch
 
 HEADERS = ("x-baton-prefill", "x-baton-decode", "server-timing", "x-baton-trace")
-"""Response headers of every answer; the last one is for traced requests only."""
+"""Response headers of every answer. Only traced requests have the last one."""
 
 
 class Answer:
-    """The choices of one response; leaving its ``with`` block cancels those that are still open.
+    """Choices of one response, as a context manager that cancels those still open on exit.
 
     ``push`` never waits: unread batches are joined, and a choice has at most max_tokens tokens.
     """
@@ -30,23 +30,23 @@ class Answer:
         stop_early: Callable[[ChoiceId], None],
         leave: Callable[[Sequence[ChoiceId]], None],
     ) -> None:
-        """``requests`` has one request per choice; choices of one prompt are adjacent."""
+        """Open an answer with one request per choice; choices of one prompt are adjacent in ``requests``."""
         self.requests = requests
         self.num_prompt_tokens = sum(len(request.prompt_ids) for request in requests if not request.shares_prompt)
-        """Each prompt counts once, however many choices it has."""
+        """Number of prompt tokens. A prompt counts once, even with several choices."""
         self.arrived_s = requests[0].arrived_s
         self.is_traced = requests[0].traced
         self._stop_early = stop_early
         self._leave = leave
         self.submits: dict[ChoiceId, Submit] = {}
-        """Each request's current attempt."""
+        """Message that started each choice's current attempt."""
         self.queue_s = 0.0
-        """Time spent waiting until replicas had room."""
+        """Time spent waiting for room at replicas."""
         self.opened_s = 0.0
         self.trace_header: dict[str, str] = {}
         """Response header that names the OpenTelemetry trace."""
         self.cached = CachedTokens()
-        """Cached prompt tokens; each prompt counts once."""
+        """Cached prompt tokens. A prompt counts once, even with several choices."""
         self.phases: PhaseTimes | None = None
         """Phase times of the choice whose first token arrived first."""
         self.first_s: float | None = None
@@ -73,7 +73,7 @@ class Answer:
 
     @property
     def _timing(self) -> str:
-        """See https://www.w3.org/TR/server-timing."""
+        """Return the value of the Server-Timing header (https://www.w3.org/TR/server-timing)."""
         times, phases = {"queue": self.queue_s}, self.phases
         if phases is not None:
             times |= {"decode-queue": phases.decode_queue_s, "bootstrap": phases.bootstrap_s}
@@ -94,13 +94,14 @@ class Answer:
         self._wake()
 
     def stop_early(self, index: int) -> None:
-        """End a choice that is complete before the model ended it."""
+        """End a choice that is complete although the model has not ended it."""
         self._stop_early(self.requests[index].choice_id)
         self._unread.pop(index, None)
         self._num_unfinished -= 1
 
     async def receive(self) -> list[tuple[int, OutputBatch]]:
-        """Wait for output; return one batch for each choice that has any, and none once every choice has finished.
+        """Wait for output; return one batch for each choice that has any, or an empty list if all choices have
+        finished.
 
         Raises:
             RequestFailedError: the answer will not be complete.

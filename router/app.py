@@ -20,11 +20,11 @@ _EXPOSED = (REQUEST_ID, *HEADERS, TRACEPARENT, "retry-after")
 
 
 def create_app(service: Service) -> ASGIApp:
-    """Return the application, which runs in the event loop of the service's relay."""
-    # The busiest handlers bypass FastAPI, whose overhead they need not pay.
+    """Return the application. It runs in the event loop of the service's relay."""
+    # The busiest handlers bypass FastAPI to avoid its overhead.
     busy = [route for route in generation.routes(service).routes if isinstance(route, APIRoute)]
     app: ASGIApp = Front(create_api(service), {route.path: route.endpoint for route in busy}, service)
-    # CORS wraps everything, since a page can only read errors that name its origin, and a preflight has no key.
+    # CORS wraps everything: a page can only read errors that name its origin, and a preflight request has no key.
     if origins := service.config.router.allowed_origins:
         app = CORSMiddleware(
             app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_EXPOSED
@@ -33,7 +33,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def create_api(service: Service) -> FastAPI:
-    """Return all routes, as FastAPI serves and documents them."""
+    """Return all routes as a FastAPI application, which also documents them."""
     app = _Api(title="Baton", description="Long-context LLM serving with OpenAI's API.", redirect_slashes=False)
     limits = service.config.router
     app.state.bodies = ArrivingBodies(limits.max_body_mib << 20)

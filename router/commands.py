@@ -1,4 +1,4 @@
-"""An administrator's commands to replicas, repeated for a limited time until the replicas answer."""
+"""Administrator's commands to replicas, repeated for a limited time until the replicas answer."""
 
 import asyncio
 import itertools
@@ -10,12 +10,12 @@ from cluster.spec.messages import Command, CommandResult, Wanted
 from router.errors import ApiError, refused
 
 AGAIN_S = 2.0
-"""Interval between repetitions; a replica carries a command out once."""
+"""Interval between repetitions. A replica carries out a command only once."""
 MAX_TIMES = 10
 
 
 class Commands:
-    """Commands that clients have given to replicas, until each replica responds. Not thread-safe."""
+    """Commands sent to replicas that have not answered yet. Not thread-safe."""
 
     def __init__(self, me: Peer, send: Callable[[Peer, Command], None]) -> None:
         self._me = me

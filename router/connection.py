@@ -1,9 +1,9 @@
-"""A client's connection: HTTP/1.1, disconnects, and server-sent events.
+"""HTTP/1.1 connection of a client, with disconnects and server-sent events.
 
-The protocol is uvicorn's with three changes. A response's head is sent together with the beginning of its body:
-uvicorn's separate writes cost a system call, a packet, and a wakeup of the client. A connection without a complete
-request head is closed after a while: uvicorn waits forever. An offer to upgrade the protocol, such as to HTTP/2 by
-Java's client, is ignored: httptools would treat the body as part of that protocol and lose it.
+The protocol is uvicorn's with three changes. A response's head is sent together with the beginning of its body, because
+separate writes cost a system call, a packet, and a wakeup of the client. A connection without a complete request head
+is closed after a timeout; uvicorn waits forever. An offer to upgrade the protocol, such as to HTTP/2 by Java's client,
+is ignored, because httptools would treat the body as part of that protocol and lose it.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ _WAITING = b": waiting\n\n"
 COMMENT_S = 10.0
 """Interval between comments in a waiting stream; proxies close idle connections after 30 to 60 seconds."""
 SLOW_READER_S = 60.0
-"""Time after which a client that reads nothing from its stream is disconnected."""
+"""Time after which a client that does not read from its stream is disconnected."""
 _UNWATCHED_S = 0.05
-"""Delay before the connection is watched, which saves fast answers a task."""
+"""Delay before the router watches for a disconnect, which saves fast answers a task."""
 _OFFER = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection, which is closed if no complete request head arrives within ``timeout_keep_alive``."""
+    """HTTP connection that is closed if no complete request head arrives within ``timeout_keep_alive``."""
 
     _head_due: asyncio.TimerHandle | None = None
 
@@ -71,7 +71,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class JoiningTransport:
-    """A transport that holds a response's head until the next write or event loop iteration."""
+    """Transport that holds back a response's head until the next write or event loop iteration."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -101,7 +101,7 @@ class JoiningTransport:
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, Got]) -> Got:
-    """Await the response to a request whose body has been read; raise ClientLeftError if the client leaves first."""
+    """Return the result of ``work``; raise ClientLeftError if the client leaves first. The body must have been read."""
     watching: asyncio.Task[None] | None = None
 
     def watch() -> None:
@@ -130,7 +130,7 @@ async def _expire_when_left(receive: Receive, limit: asyncio.Timeout) -> None:
 
 
 class JsonAnswer(Response):
-    """A JSON response, whose lower-case headers are encoded faster than Starlette's."""
+    """JSON response whose lowercase headers are encoded faster than Starlette's."""
 
     def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
         """Override Starlette's method, which the constructor calls."""
@@ -140,7 +140,7 @@ class JsonAnswer(Response):
 
 
 class EventStream(Response):
-    """Server-sent events; the status is sent with the first event or comment, so that it reflects earlier failures."""
+    """Server-sent events. The status is sent with the first event or comment, to reflect earlier failures."""
 
     media_type = "text/event-stream"
 
@@ -150,7 +150,7 @@ class EventStream(Response):
         frames: Callable[[Answer], Frames],
         failed: Callable[[RequestFailedError], bytes],
     ) -> None:
-        """``failed`` returns the last frame of a stream that fails after its first frame."""
+        """Stream the frames of an answer; ``failed`` returns the last frame if the stream fails after its first one."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._opening = opening
@@ -177,7 +177,7 @@ class EventStream(Response):
                 raise
 
     def _watch(self, limit: asyncio.Timeout) -> None:
-        """Expire the limit if the client stops reading; setting a limit for every frame would cost more."""
+        """Expire the limit if the client stops reading. Setting a limit for every frame would cost more."""
         loop = asyncio.get_running_loop()
         due_s = (self._sends_since_s or loop.time()) + SLOW_READER_S
         if due_s <= loop.time():

@@ -10,7 +10,7 @@ from cluster.spec.ids import Incarnation, Peer, ReplicaId, Role
 from cluster.spec.registry import RankRow, ReplicaEntry, TableSnapshot
 
 MAX_FAILURES = 5
-"""Consecutive failures that open a breaker; more than one request's retries, since the request may be at fault."""
+"""Consecutive failures that open a breaker. It exceeds one request's retries, since the request may be at fault."""
 OPEN_S = 10.0
 """Time for which a breaker stays open, about as long as a rank takes to restart on a CPU."""
 
@@ -21,7 +21,7 @@ class _Known:
     """The latest entry that was ready."""
     missing_since_s: float | None = None
     silent: bool = False
-    """True if the replica's lease expired, which is stronger evidence than its absence from the table."""
+    """True if the replica's lease expired. This is stronger evidence than its absence from the table."""
 
     @property
     def peer(self) -> Peer:
@@ -44,7 +44,7 @@ class Directory:
         self._known_usable: _Usable | None = None
         """Cache of ``_usable``, which every request reads; cleared by every change."""
         self.snapshot: TableSnapshot | None = None
-        """The latest one; None before the bootstrap service responds."""
+        """Latest snapshot; None before the bootstrap service responds."""
 
     def update(self, snapshot: TableSnapshot, now_s: float) -> list[Peer]:
         """Apply a new snapshot; return the peers that are now lost."""
@@ -115,7 +115,7 @@ class Directory:
         return self._known_usable
 
     def _find_usable(self, role: Role) -> list[ReplicaEntry]:
-        """Return the replicas in the table, or if there are none, those that may only be missing from it."""
+        """Return the replicas in the table or, if there are none, those that may only be missing from it."""
         missing = [
             known.entry for known in self._taking(role) if known.missing_since_s is not None and not known.silent
         ]
@@ -149,12 +149,12 @@ def _peer(entry: ReplicaEntry) -> Peer:
 
 
 def _is_new_to_table(entry: ReplicaEntry, known: ReplicaEntry) -> bool:
-    """Return whether the table is newer than the replica, so that it has not received its heartbeat."""
+    """Return whether a restarted table has not received the replica's heartbeat yet."""
     return entry.load.total_pages == 0 < known.load.total_pages
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests and tokens that this router has open at one replica."""
+    """Open requests and tokens of this router at one replica."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -200,7 +200,7 @@ class BreakerState(StrEnum):
     OPEN = "open"
     """The replica failed too often, and gets no requests for a while."""
     HALF_OPEN = "half_open"
-    """The wait is over; one request tries the replica."""
+    """The wait is over, and one request probes the replica."""
 
 
 @dataclass(slots=True)
@@ -208,7 +208,7 @@ class _Breaker:
     num_failures: int = 0
     """Consecutive failures."""
     opened_s: float | None = None
-    """Time of the last failure, or of the last attempt that tried the replica."""
+    """Time of the last failure or probe."""
 
 
 class Breakers:
@@ -239,7 +239,7 @@ class Breakers:
         return [peer for peer in peers if self.allows(peer, now_s)] or peers
 
     def begin(self, peer: Peer, now_s: float) -> None:
-        """Record that a replica gets an attempt; in state HALF_OPEN it gets no other one for a while."""
+        """Record an attempt at a replica. In state HALF_OPEN, the replica gets no other attempt for a while."""
         if self.state(peer, now_s) is BreakerState.HALF_OPEN:
             self._breakers[peer].opened_s = now_s
 

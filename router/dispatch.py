@@ -1,14 +1,14 @@
-"""The life of every open request, sans I/O: events in, actions out; ``router.relay`` is the loop around it.
+"""Life cycle of every open request, sans I/O: events in, actions out. ``router.relay`` is the loop around it.
 
 1. ``open`` draws a room and sends the same Submit to the prefill and the decode leader: an attempt.
-2. The decode leader's outputs are passed on to the client; the first one means that prefill is done.
-3. A failed attempt is followed by another one in a new room, on other replicas if there are any. It carries the tokens
-   that the client has received, and continues after them.
+2. The decode leader's outputs are passed on to the client. The first one means that prefill is done.
+3. A failed attempt is followed by another one in a new room, on other replicas if possible. It carries the tokens that
+   the client has received, and continues after them.
 4. The request ends with the last Output, too many failures, a client that leaves, or the deadline. Every replica that
    may still be working on it gets a Cancel, and its state is deleted.
 
-Messages can be lost, so the router keeps asking decode leaders about attempts that have been silent for a while.
-Silence alone proves nothing, since prompts take long.
+Messages can be lost, so the router repeatedly asks decode leaders about attempts that have been silent for a while.
+Silence alone is no evidence of failure, because prompts take long.
 """
 
 import math
@@ -41,7 +41,7 @@ from router.request import (
 
 _NO_TOKENS = CachedTokens()
 RETRY_BACKOFF_S = 0.1
-"""Delay of the second retry, doubled for each further one. The first is immediate, since it goes to other replicas."""
+"""Delay of the second retry, doubled for each further one. The first is immediate because it uses other replicas."""
 
 
 class RequestTable:
@@ -55,7 +55,7 @@ class RequestTable:
         draw: Callable[[], Room] = draw_room,
         retry_backoff_s: float = RETRY_BACKOFF_S,
     ) -> None:
-        """``load`` and ``breakers`` are updated here and read by ``pick``."""
+        """Start without requests. ``load`` and ``breakers`` are updated here and read by ``pick``."""
         self.me = me
         self.load = load
         self.breakers = breakers
@@ -74,7 +74,7 @@ class RequestTable:
         self.num_retries = 0
         """Attempts that restarted a request from its beginning."""
         self.num_continuations = 0
-        """Attempts that continued after tokens the client already had."""
+        """Attempts that continued after tokens that the client already had."""
 
     @property
     def num_open(self) -> int:
@@ -97,7 +97,7 @@ class RequestTable:
     def open(
         self, request: GenerateRequest, deadline_s: float, now_s: float, prompt_of: ChoiceId | None = None
     ) -> tuple[ChoiceId, list[Action]]:
-        """Start a request; it shares the prompt's KV with the choice ``prompt_of``, if given."""
+        """Start a request. It shares the prompt's KV with the choice ``prompt_of``, if given."""
         room = self._draw()
         choice_id = ChoiceId(room)
         assert choice_id not in self._open, f"room {room} drawn twice"
@@ -159,7 +159,8 @@ class RequestTable:
         return self._retry(request, Cause.REPLICA_FAILED, reason, blamed, others, now_s)
 
     def on_lost(self, peer: Peer, now_s: float) -> list[Action]:
-        """Retry a lost replica's requests. It gets Cancels, since it may only have lost its connection to the table."""
+        """Retry a lost replica's requests. It still gets Cancels, since only its connection to the table may be
+        lost."""
         actions: list[Action] = []
         for request in list(self._open.values()):
             if peer in request.waiting_for:
@@ -187,7 +188,7 @@ class RequestTable:
         return self._end(request, RequestPhase.CANCELLED, "client left", request.peers)
 
     def stop_early(self, choice_id: ChoiceId) -> list[Action]:
-        """Finish a request that a stop string completed before the model ended it."""
+        """Finish a request whose answer a stop string has completed."""
         request = self._open[choice_id]
         if request.submit is not None:
             self.breakers.succeed(request.submit.decode)
@@ -265,7 +266,7 @@ class RequestTable:
             self.breakers.succeed(request.submit.prefill)
 
     def _leave(self, request: GenerateRequest, cancelled: Iterable[Peer]) -> list[Action]:
-        """End a request's attempt, if it has one, and cancel it at these replicas."""
+        """End a request's attempt, if there is one, and cancel it at these replicas."""
         submit = request.submit
         if submit is None:
             return []
@@ -300,7 +301,7 @@ class RequestTable:
         cancelled: Sequence[Peer],
         now_s: float,
     ) -> list[Action]:
-        """End a failed attempt; start another one, now or later, unless the request has had too many.
+        """End a failed attempt; start another one, now or later, unless the request has failed too often.
 
         Args:
             blamed: replicas that may fail again.

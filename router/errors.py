@@ -63,7 +63,7 @@ class NotReadyError(ApiError):
 
 class LimitError(ApiError):
     def __init__(self, message: str, code: str, limit: str, retry_after_s: int = 1) -> None:
-        """``limit`` is the name of the setting; empty for the capacity of replicas."""
+        """Create the error; ``limit`` is the name of the setting, or empty for the capacity of replicas."""
         super().__init__(HTTPStatus.TOO_MANY_REQUESTS, message, code=code, headers={"retry-after": str(retry_after_s)})
         self.limit = limit
 
@@ -95,7 +95,7 @@ class RequestFailedError(ApiError):
 
 
 EXPECTED_ERRORS = (ApiError, ClientDisconnect)
-"""Errors that are no bugs of the router."""
+"""Errors that are not bugs of the router."""
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

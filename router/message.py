@@ -1,6 +1,6 @@
-"""Conversion of an answer's text to a chat message: thoughts, content and tool calls, complete or in parts.
+"""Conversion of an answer's text to a chat message: reasoning, content and tool calls, complete or in parts.
 
-Thoughts are marked as in Qwen3's chat template: ``<think>`` thoughts ``</think>`` answer.
+Reasoning is marked as in Qwen3's chat template: ``<think>`` reasoning ``</think>`` answer.
 """
 
 import secrets
@@ -16,22 +16,22 @@ OPENING, CLOSING = "<think>", "</think>"
 
 
 class Thinking(Enum):
-    """Beginning of an answer: with thoughts or without."""
+    """Beginning of an answer: with reasoning or without."""
 
     NONE = "none"
     OPTIONAL = "optional"
-    """Thoughts, if the answer begins with the opening marker."""
+    """Reasoning, if the answer begins with the opening marker."""
     BEGUN = "begun"
-    """Thoughts: the prompt ends with the opening marker."""
+    """Reasoning: the prompt ends with the opening marker."""
 
 
 def has_thoughts(setting: ReasoningParser, template: str | None) -> bool:
-    """Return whether a model with this chat template thinks before it answers."""
+    """Return whether the model with this chat template reasons before it answers."""
     return setting == "qwen3" or (setting == "auto" and template is not None and CLOSING in template)
 
 
 def thinking_after(prompt: str) -> Thinking:
-    """Return whether the answer to a rendered prompt begins with thoughts."""
+    """Return how the answer to a rendered prompt begins."""
     end = prompt[-64:].rstrip()
     if end.endswith(CLOSING):
         return Thinking.NONE
@@ -39,7 +39,7 @@ def thinking_after(prompt: str) -> Thinking:
 
 
 class ThoughtSplitter:
-    """Splits a text into thoughts and answer, and strips the white space around the thoughts."""
+    """Splits a text into reasoning and answer, and strips the white space around the reasoning."""
 
     def __init__(self, thinking: Thinking) -> None:
         self._start: str | None = "" if thinking is Thinking.OPTIONAL else None
@@ -50,7 +50,7 @@ class ThoughtSplitter:
         self._answer = Trimmer(keeps_start=thinking is Thinking.NONE)
 
     def push(self, text: str) -> tuple[str, str]:
-        """Return the next part of the thoughts and of the answer."""
+        """Return the next part of the reasoning and of the answer."""
         if self._start is not None:
             self._start, text = self._decide(self._start + text)
         if not self._thinks:
@@ -93,19 +93,19 @@ MessageEvent = Thought | Event
 class CallPart:
     index: int
     id: str = ""
-    """Set in the first part of a call, like the name."""
+    """Id of the call; set in its first part, like the name."""
     name: str = ""
     arguments: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class MessagePart:
-    """The next part of a message, or all of it."""
+    """Next part of a message, or the complete message."""
 
     thoughts: str = ""
     content: str = ""
     calls: list[CallPart] = field(default_factory=list)
-    """One part per call at most."""
+    """Parts of calls, at most one per call."""
 
 
 class MessageReader:

@@ -1,6 +1,6 @@
-"""Metrics recorded as events happen, with vLLM's names and buckets where it has the same metric.
+"""Metrics recorded as events happen. Those that vLLM also has use its names and buckets.
 
-The counters and histograms are our own, since prometheus_client takes a lock for each of the many updates per token.
+Counters and histograms are our own because prometheus_client takes a lock for each of the many updates per token.
 """
 
 from bisect import bisect_left
@@ -50,14 +50,14 @@ class Histogram:
     """A histogram for every combination of labels."""
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float], *labels: str) -> None:
-        """``bounds`` are the upper bounds of all buckets but the last, which is unbounded."""
+        """Create an empty histogram; ``bounds`` are the upper bounds of all buckets but the last, unbounded one."""
         self.name = name
         self._help_text = help_text
         self._labels = labels
         self._bounds = [*bounds]
         self._unlabelled = self._empty()
         self.values: dict[Labels, list[float]] = {} if labels else {(): self._unlabelled}
-        """Each bucket's count, then the sum of all values."""
+        """Count of each bucket, followed by the sum of all values."""
 
     def observe(self, value: float, *labels: str) -> None:
         line = self._unlabelled if not labels else self.values.get(labels)
@@ -77,7 +77,7 @@ class Histogram:
 
 
 def buckets_of(bounds: Sequence[float], counts: Iterable[float]) -> list[tuple[str, float]]:
-    """Return Prometheus' cumulative buckets for the count of values up to each bound, and beyond the last."""
+    """Return Prometheus' cumulative buckets: the count of values up to each bound, and the total."""
     return [*zip([*map(floatToGoString, bounds), "+Inf"], accumulate(counts), strict=True)]
 
 

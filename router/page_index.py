@@ -23,7 +23,7 @@ Owner = tuple[ReplicaId, Incarnation]
 
 
 class PromptKeys:
-    """Keys of a prompt's cacheable pages, computed only as far as some replica has cached them."""
+    """Keys of a prompt's cacheable pages. They are computed only as far as some replica has cached them."""
 
     def __init__(self, prompt_ids: Sequence[int], page_size: int, salt: str) -> None:
         self._prompt_ids = prompt_ids
@@ -50,10 +50,10 @@ class PromptKeys:
 
 
 class KeySet(Set[bytes]):
-    """A set of page keys that never pauses to grow: many small dicts, selected by a key's first byte.
+    """Set of page keys that never pauses to grow: many small dicts, selected by a key's first byte.
 
-    Resizing a set of a million keys takes 150 ms, during which every stream waits. The garbage collector traverses
-    a set, in 50 ms, but not a dict of bytes.
+    Resizing a set of a million keys takes 150 ms, during which every stream waits. The garbage collector takes 50 ms to
+    traverse such a set, but does not traverse a dict of bytes.
     """
 
     __slots__ = ("_part_of", "_parts")
@@ -95,11 +95,11 @@ class LowerTiers:
     """Page keys below the device caches: in each replica's host memory, and in storage, which reports no evictions."""
 
     def __init__(self, max_keys: int) -> None:
-        """Keep at most ``max_keys`` keys of host pages, and as many of stored ones."""
+        """Store at most ``max_keys`` keys of host pages, and as many of storage pages."""
         self._max_keys = max_keys
         self._host: dict[Owner, KeySet] = {}
         self._stored: OrderedDict[bytes, None] = OrderedDict()
-        """Keys in the order of eviction: least recently reported or looked up first."""
+        """Keys in storage, least recently reported or looked up first."""
 
     def update(self, events: KvEvents) -> None:
         """Apply a replica's report about one tier."""
@@ -130,7 +130,7 @@ class LowerTiers:
                 total += weights.storage
             else:
                 break
-        # The first pages of a prefix are evicted last, since the others are useless without them.
+        # The first pages of a prefix are evicted last because the others are useless without them.
         for key in reversed(found):
             self._stored.move_to_end(key)
         return total
@@ -158,10 +158,10 @@ class DevicePages:
 
 
 class PageIndex:
-    """The page keys of all replicas. Each key identifies a whole prefix, so a set of keys works as a radix tree."""
+    """Page keys of all replicas. Each key identifies an entire prefix, so a set of keys works as a radix tree."""
 
     def __init__(self, max_pages: int) -> None:
-        """Keep at most ``max_pages`` keys for all replicas; further pages count as not cached."""
+        """Store at most ``max_pages`` keys for all replicas. Further pages count as not cached."""
         self._max_pages = max_pages
         self._known: dict[Owner, DevicePages] = {}
         self._below = LowerTiers(max_pages)
@@ -187,7 +187,7 @@ class PageIndex:
         return subscribed
 
     def on_kv_events(self, events: KvEvents, now_s: float) -> bool:
-        """Apply a replica's report; return whether an earlier one is missing, so that the router must resubscribe."""
+        """Apply a replica's report. Return True if an earlier one is missing, so that the router must resubscribe."""
         owner = events.replica, events.incarnation
         known = self._known.get(owner)
         if known is None:

@@ -1,6 +1,6 @@
 """Choice of an attempt's replicas, by policies.
 
-A policy is a pure function that chooses one of the replicas with room. To add one, write a function and list it in
+A policy is a pure function that chooses one of the replicas with room. To add a policy, write a function and list it in
 ``POLICIES``.
 """
 
@@ -38,7 +38,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PickInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything besides the candidates that a choice can depend on."""
+    """Inputs of a policy besides the candidates."""
 
     number: int
     """Number of earlier choices."""
@@ -121,7 +121,7 @@ POLICIES: Mapping[PolicyName, Policy] = {
 
 
 def _rotated(candidates: Sequence[Candidate], inputs: PickInputs) -> list[Candidate]:
-    """Start with another candidate each time, since ``min`` returns the first of equal ones."""
+    """Start with another candidate each time, because ``min`` returns the first of equal ones."""
     first = inputs.number % len(candidates)
     return [*candidates[first:], *candidates[:first]]
 
@@ -152,11 +152,11 @@ class Picker:
         needs_keys = {role: name == _PREFIX_AWARE for role, name in names.items()}
         needs_keys[Role.DECODE] |= self._skip_below_tokens > 0
         self.prefix_roles = [role for role in names if needs_keys[role] and config.kv.prefix_cache]
-        """Roles whose replicas report their cached pages; if none, prompts are not hashed."""
+        """Roles whose replicas report their cached pages. If there are none, prompts are not hashed."""
         self.pages = PageIndex(MAX_KNOWN_PAGES)
 
     def why_full(self, requests: Sequence[GenerateRequest], now_s: float) -> str | None:
-        """Return which queue is full; None if there is room for the requests."""
+        """Return the reason why a queue is full, or None if there is room for the requests."""
         if not self._with_room(self._peers(Role.PREFILL, now_s)):
             limit = f"{self._max_queued_tokens} prompt tokens or more (prefill.max_queued_tokens)"
             return f"the queue is full: {limit} wait at every prefill replica; try again later"
@@ -192,14 +192,15 @@ class Picker:
         return self._policies[role](candidates, inputs)
 
     def _peers(self, role: Role, now_s: float, avoided: frozenset[Peer] = frozenset()) -> list[Peer]:
-        """Return the ready replicas, without avoided ones and those with open breakers if others are left."""
+        """Return the ready replicas, without avoided ones and those with open breakers unless no others are left."""
         peers = self._directory.ready(role)
         if avoided:
             peers = [peer for peer in peers if peer not in avoided] or peers
         return self._breakers.allowed(peers, now_s)
 
     def _with_room(self, peers: Iterable[Peer]) -> list[Peer]:
-        """Return the replicas below the limit, whatever the next request's length, so that long ones do not starve."""
+        """Return the replicas below the limit, regardless of the next request's length, so that long ones do not
+        starve."""
         return [peer for peer in peers if self._load.of(peer).num_tokens < self._max_queued_tokens]
 
     def _with_pages(self, peers: Iterable[Peer], num_tokens: int) -> list[Peer]:
@@ -213,7 +214,8 @@ class Picker:
         return [peer for peer in peers if fits(peer)]
 
     def _cached_for_sure(self, decode: Peer, request: GenerateRequest) -> int:
-        """Return the number of prompt tokens that decode need not compute; pages in storage may arrive too late."""
+        """Return the number of prompt tokens that decode surely need not compute; pages in storage may arrive too
+        late."""
         keys = self._keys(Role.DECODE, request)
         return int(self.pages.weighted_count(decode, keys, TierWeights(host=1.0)) * self._page_size)
 

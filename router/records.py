@@ -47,7 +47,7 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     caller: str | None
     traceparent: str
-    """Header that names its OpenTelemetry trace; empty for none."""
+    """``traceparent`` header of the request's OpenTelemetry trace; empty if there is none."""
     ended_s: float
 
     def summary(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def phases_of(answer: Answer, now_s: float) -> Iterator[Phase]:
 
 
 def trace_id(traceparent: str) -> str | None:
-    """Return the trace id in a header of https://www.w3.org/TR/trace-context; None if there is none."""
+    """Return the trace id in a ``traceparent`` header, or None if it is invalid."""
     parts = traceparent.split("-")
     return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else None
 

@@ -51,7 +51,7 @@ _FORGET_AFTER_S = 1.0
 
 
 class Relay:
-    """Connections to the replicas, and the answers under way. Not thread-safe: all methods run in one event loop."""
+    """Connections to the replicas, and the answers in progress. Not thread-safe: all methods run in one event loop."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Relay:
         metrics: Metrics,
         on_ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_ended`` is called whenever replicas may have room for a waiting request."""
+        """Create the loop; ``on_ended`` is called whenever replicas may have room for a waiting request."""
         self._request_timeout_s = config.router.request_timeout_s
         self._on_ended = on_ended
         self._picker = picker
@@ -86,7 +86,7 @@ class Relay:
         return self._clock.now_s()
 
     def why_not_ready(self) -> str | None:
-        """Return why no request can be accepted now; None if requests can."""
+        """Return the reason why no request can be accepted now, or None if requests can."""
         if self.is_paused:
             return "the router is draining and takes no new requests"
         if self._directory.snapshot is None:
@@ -185,7 +185,7 @@ class Relay:
             self._timer.cancel()
 
     def _stop_early(self, choice_id: ChoiceId) -> None:
-        """End a request that a stop string completed."""
+        """End a request whose answer a stop string has completed."""
         if self._requests.is_open(choice_id):
             self._perform(self._requests.stop_early(choice_id))
             self._choices[choice_id].end(FinishReason.STOP, self._clock.now_s())
@@ -256,7 +256,7 @@ class Relay:
             asyncio.get_running_loop().call_later(_FORGET_AFTER_S, self._outbox.forget, peer.address)
 
     def _wake_at(self, when_s: float | None) -> None:
-        """Check the deadlines at this time, if not earlier."""
+        """Check the deadlines at this time or earlier."""
         if when_s is None:
             return
         loop = asyncio.get_running_loop()

@@ -24,7 +24,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """The replicas chosen for one attempt of a request."""
 
     prefill: Peer | None
-    """None if decode computes the uncached part of the prompt."""
+    """Prefill replica; None if decode computes the uncached part of the prompt."""
     decode: Peer
     cached_tokens: int = 0
     """Prompt tokens that prefill is expected to find in its cache."""
@@ -39,7 +39,7 @@ class RequestPhase(StrEnum):
     """Decode sends tokens; prefill is done."""
     FINISHED = "finished"
     FAILED = "failed"
-    """The answer is incomplete; the client is told why."""
+    """The answer is incomplete, and the client gets an error."""
     CANCELLED = "cancelled"
 
 
@@ -63,9 +63,9 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
     stopping: Stopping
     text_rules: TextRules = TextRules()
     cache_salt: str = ""
-    """Only requests with the same salt share cached pages."""
+    """Salt of the page keys. Only requests with the same salt share cached pages."""
     priority: int = 0
-    """Lower values are scheduled earlier."""
+    """Priority; lower values are scheduled earlier."""
     traced: bool = False
     """True if every rank records a trace of the request."""
     dp_rank: int | None = None
@@ -79,7 +79,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
     arrived_s: float = 0.0
 
     choice_id: ChoiceId = ChoiceId(0)
-    """Set when the request is opened, like the deadline."""
+    """Id of the choice; set when the request is opened, like the deadline."""
     deadline_s: float = math.inf
     phase: RequestPhase = RequestPhase.PENDING
     submit: Submit | None = None
@@ -96,7 +96,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
     due_s: float = 0.0
     """Time of the next attempt, in phase PENDING."""
     reason: str = ""
-    """Why the last attempt failed."""
+    """Reason why the last attempt failed."""
 
     @property
     def peers(self) -> list[Peer]:
@@ -156,7 +156,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
         )
 
     def problem(self, output: Output) -> str | None:
-        """Return why an output is invalid after the earlier ones; None if it is valid."""
+        """Return the reason why an output cannot follow the earlier ones, or None if it is valid."""
         num_sent, max_tokens = len(self.output_ids), self.stopping.max_tokens
         end = output.first_index + len(output.token_ids)
         if output.first_index > num_sent:
@@ -174,7 +174,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
 
 
 Pick = Callable[[GenerateRequest, Room, frozenset[Peer], float], Placement | None]
-"""(request, room of the attempt, replicas to avoid if others are ready, time) -> None if a role has no replica."""
+"""Function (request, room, replicas to avoid if others are ready, time) that returns None if a role has no replica."""
 
 
 def peers_of(submit: Submit) -> list[Peer]:
@@ -214,15 +214,15 @@ class OutputBatch(msgspec.Struct, kw_only=True):
     choice_id: ChoiceId
     token_ids: list[int]
     finish: FinishReason | None = None
-    """Set with the last tokens."""
+    """Finish reason; set with the last tokens."""
     logprobs: list[TokenLogprobs] = []
     """One entry per token, if requested."""
     prompt_logprobs: list[TokenLogprobs] = []
     """One entry for every prompt token but the first, if requested; with the first tokens."""
     cached: CachedTokens = CachedTokens()
-    """Set with the first tokens."""
+    """Cached prompt tokens; set with the first tokens."""
     phases: PhaseTimes | None = None
-    """Time of each phase up to the first tokens; set with those."""
+    """Time of each phase up to the first tokens; set with them."""
 
     def append(self, later: "OutputBatch") -> None:
         self.token_ids += later.token_ids
@@ -232,7 +232,7 @@ class OutputBatch(msgspec.Struct, kw_only=True):
 
 
 class FailRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Tell the client that its answer will not be complete."""
+    """Report to the client that its answer will not be complete."""
 
     choice_id: ChoiceId
     cause: Cause

@@ -18,7 +18,7 @@ from cluster.spec.step_messages import ReportTrace
 from router.request import ChoiceId
 
 MAX_KEPT = 8
-"""Maximum number of stored traces; the oldest one is deleted first."""
+"""Maximum number of stored traces. The oldest one is deleted first."""
 GATHER_S = 30.0
 """Maximum time to wait for ranks, which answer between two steps."""
 
@@ -30,7 +30,7 @@ class RequestTrace:
     ranks: Sequence[RankRow]
     parts: list[RankTrace] = field(default_factory=list)
     router: list[Interval] | None = None
-    """The router's own part; None until the request has ended."""
+    """Intervals of the router; None until the request has ended."""
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -46,7 +46,7 @@ class RequestTrace:
         """Return the JSON object: one process for the router and for each rank, and one thread per lane.
 
         Times are in microseconds since the request arrived. Those from other machines are shifted by the difference
-        between their Unix time and that of ``clock``, the router's.
+        between their offset from Unix time and that of ``clock``, the router's.
         """
         assert self.router is not None, "the request has ended"
         origin_s = min((interval.start_s for interval in self.router), default=0.0)
@@ -70,7 +70,7 @@ class RequestTraces:
     """The latest traces of this process. Not thread-safe: all methods run in one event loop."""
 
     def __init__(self, reply_to: str, send: Callable[[str, Message], None]) -> None:
-        """``reply_to`` is the address of this process's inbox."""
+        """Start without traces; ``reply_to`` is the address of this process's inbox."""
         self._reply_to = reply_to
         self._send = send
         self._traces: OrderedDict[ChoiceId, RequestTrace] = OrderedDict()

@@ -37,10 +37,10 @@ from router.service import Service, read_model_facts
 from router.state_metrics import StateMetrics
 
 Watch = Callable[[str, str], AsyncIterator[TableSnapshot]]
-"""(bootstrap url, token) -> endless stream of the table's snapshots."""
+"""Function (bootstrap url, token) that returns an endless stream of the table's snapshots."""
 
 _NEW_OBJECTS = 10_000
-"""New objects, of a few dozen requests, after which the garbage collector runs."""
+"""Number of new objects after which the garbage collector runs; a request creates a few hundred."""
 _CLOSE_S = 1
 """Time to finish responses when the router stops."""
 _TABLE_S = 0.02
@@ -114,7 +114,7 @@ class RouterServer:
         return True
 
     def stop(self) -> None:
-        """Fail open requests and end the thread; can be called twice, and before ``start``."""
+        """Fail open requests and end the thread. Can be called twice, and before ``start``."""
         if self._thread is None:
             return
         if self._running.exception() is None:
@@ -192,7 +192,7 @@ class RouterServer:
             await asyncio.to_thread(service.tracing.close)
 
     async def _serve_http(self, server: uvicorn.Server, listeners: list[socket.socket], service: Service) -> None:
-        # Other processes already accept requests on the port; this one joins them when it is ready.
+        # Other processes may already accept requests on the port; this one joins them when it is ready.
         while self._share.num_processes > 1 and service.directory.snapshot is None and not server.should_exit:
             await asyncio.sleep(_TABLE_S)
         await server.serve(sockets=listeners)
@@ -248,8 +248,8 @@ def _listen(host: str, port: int, is_shared: bool = False) -> socket.socket:
     """Bind a TCP socket; port 0 takes a free one.
 
     Args:
-        is_shared: other processes may use the port too. The kernel distributes connections among all listeners, so
-            this socket does not listen yet.
+        is_shared: True if other processes may use the port too. The kernel distributes connections among all listeners,
+            so the caller must call ``listen`` only when it is ready.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -25,7 +25,7 @@ from router.tool_calls.dialects import Dialect, find_dialect
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
 TopP = Annotated[float, Field(ge=0, le=1)]
-"""0 keeps only the likeliest token."""
+"""Value of top_p; 0 keeps only the most likely token."""
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
@@ -92,9 +92,9 @@ class Service:
     keys: KeyRing
     share: RouterShare
     tracing: Tracing | None = None
-    """None if no collector is configured."""
+    """Recorder of spans; None if no collector is configured."""
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
-    """Summaries of the requests that ended last, newest first."""
+    """Summaries of the most recently finished requests, newest first."""
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -116,7 +116,7 @@ def _failed_pages(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], int]]:
 
 
 def _ranks(entry: ReplicaEntry) -> Iterator[tuple[RankTiers, RankRow, list[str]]]:
-    """Yield each rank's tiers, its row in the table, and its labels."""
+    """Yield each rank's tiers, row in the table, and labels."""
     for rank in entry.load.tiers.ranks if entry.load.tiers else ():
         if rank.global_rank < len(entry.rows):
             row = entry.rows[rank.global_rank]
@@ -124,7 +124,7 @@ def _ranks(entry: ReplicaEntry) -> Iterator[tuple[RankTiers, RankRow, list[str]]
 
 
 def _jobs(entry: ReplicaEntry) -> Iterator[tuple[RankWork, RankRow, list[str]]]:
-    """Yield each rank's jobs of each kind, its row in the table, and the labels."""
+    """Yield each rank's jobs of each kind, row in the table, and labels."""
     for work in entry.load.tiers.work if entry.load.tiers else ():
         if work.global_rank < len(entry.rows):
             row = entry.rows[work.global_rank]

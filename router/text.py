@@ -18,13 +18,13 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
 
     stops: Sequence[str] = ()
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens whose text is hidden when they end the answer."""
+    """Tokens whose text is hidden if they end the answer."""
     asked_stop_ids: frozenset[int] = frozenset()
-    """Stop tokens that the request named, and that the answer reports."""
+    """Stop tokens that the request named, which the response reports."""
     include_stop: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
-    """Stop strings are ignored in the text of earlier tokens."""
+    """Number of tokens in whose text stop strings are ignored."""
     prompt_only: bool = False
     """True if the answer is hidden because max_tokens is 0; replicas generate at least one token."""
 
@@ -35,10 +35,10 @@ class OutputChunk(msgspec.Struct, kw_only=True):
     index: int = 0
     """Index of the choice in its response."""
     text: str = ""
-    """Never earlier than its tokens, but possibly later."""
+    """Text that this token completes, which may include text held back from earlier tokens."""
     token_ids: Sequence[int] = ()
     finish: FinishReason | None = None
-    """Set with the last token."""
+    """Finish reason; set with the last token."""
     logprobs: Sequence[TokenLogprobs] = ()
     """One entry per token, if requested."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
@@ -46,7 +46,7 @@ class OutputChunk(msgspec.Struct, kw_only=True):
     offsets: Sequence[int] = ()
     """Number of characters before each token in the answer."""
     stopped_by: str | int | None = None
-    """Stop string, or requested stop token, that ended the answer; with the last token."""
+    """Stop string or requested stop token that ended the answer; set with the last token."""
 
 
 def join(chunks: Sequence[OutputChunk]) -> OutputChunk:
@@ -75,7 +75,7 @@ class MarkerScanner:
         """The last marker found."""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text before the first marker, and the text after it, or None if no marker is complete."""
+        """Return the text before the first marker, and the text after it or, if no marker is complete, None."""
         if not self._markers:
             return text, None
         held = self._held + text
@@ -165,7 +165,7 @@ class AnswerText:
         return last_token_id if is_asked and self._scanner.hit is None else self._scanner.hit
 
     def _offset(self, token_id: int) -> int:
-        """Return the offset in the text of the character to which the token's first byte belongs."""
+        """Return the offset in the text of the character that contains the token's first byte."""
         held = self._detokenizer.held_text
         if not held:
             self._unfinished_from = self._num_chars
@@ -209,7 +209,7 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """Return a token's bytes; those of all tokens make up the text's UTF-8."""
+    """Return a token's bytes. Joined over all tokens, they are the text's UTF-8."""
     text = token_text(tokenizer, token_id)
     if "\ufffd" not in text:
         return text.encode()

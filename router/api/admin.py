@@ -1,4 +1,4 @@
-"""``/admin``: an operator's commands to a running cluster, authorized by the administrator's key."""
+"""Routes under ``/admin``: an operator's commands to a running cluster, authorized by the administrator's key."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -22,11 +22,11 @@ from router.errors import bad_request, refused
 from router.service import Service
 
 _STRICT = ConfigDict(extra="forbid")
-"""Refuses unknown fields: with a misspelt name, a command would go to all replicas."""
+"""Reject unknown fields: with a misspelled name, a command would go to all replicas."""
 
 
 class TargetRequest(Body):
-    """``POST /admin/...``: one replica; without a name, the route's default."""
+    """Body of ``POST /admin/...``: the name of a replica, or nothing for the route's default."""
 
     model_config = _STRICT
     replica: str | None = None
@@ -46,7 +46,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/drain", **_BODY_OF_TARGET)
     async def drain(request: Request) -> dict[str, object]:
-        """Send no new requests to a replica; without a name, accept none at all. Open requests continue."""
+        """Stop sending new requests to a replica; without a name, stop accepting requests. Open requests continue."""
         return {"draining": await _drain(service, request, Drain())}
 
     @router.post("/resume", **_BODY_OF_TARGET)
@@ -78,30 +78,30 @@ def routes(service: Service) -> APIRouter:
 def _add_cache_routes(router: APIRouter, service: Service) -> None:
     @router.post("/flush_cache", **_BODY_OF_TARGET)
     async def flush_cache(request: Request) -> dict[str, object]:
-        """Drop the cached pages that no request uses, in one replica or all."""
+        """Drop the cached pages that no request uses, on one replica or all."""
         return {"flushing": await _give(service, request, FlushCache())}
 
     @router.post("/pin", openapi_extra=document(PinRequest))
     async def pin(request: Request) -> dict[str, object]:
         """Keep a prompt's present and future pages in host memory until it is unpinned or the replica stops.
 
-        The response has the number of pages that each replica keeps now; copying them from the device continues.
+        The response gives the number of pages that each replica holds now. Copying from the device continues after it.
         """
         return await _pin(service, await read(request, PinRequest), is_pinned=True)
 
     @router.post("/unpin", openapi_extra=document(PinRequest))
     async def unpin(request: Request) -> dict[str, object]:
-        """Undo a pin; pages shared with other pinned prompts stay."""
+        """Unpin a prompt. Pages shared with other pinned prompts stay pinned."""
         return await _pin(service, await read(request, PinRequest), is_pinned=False)
 
     @router.post("/attach_storage", **_BODY_OF_TARGET)
     async def attach_storage(request: Request) -> dict[str, object]:
-        """Use storage again, in one replica or all."""
+        """Resume the use of storage, on one replica or all."""
         return {"attaching": await _give(service, request, UseStorage(is_attached=True))}
 
     @router.post("/detach_storage", **_BODY_OF_TARGET)
     async def detach_storage(request: Request) -> dict[str, object]:
-        """Stop using storage, for maintenance. Running jobs finish, and replicas that start later do use it."""
+        """Stop using storage, for maintenance. Running jobs finish. Replicas that start later use storage again."""
         return {"detaching": await _give(service, request, UseStorage(is_attached=False))}
 
 

@@ -1,7 +1,7 @@
 """Validation of request bodies, and errors for wrong and unsupported fields.
 
-Long lists of token ids are cut out before pydantic validates the body, since it would create a Python number for each.
-Anything that is not certainly a list of integers is left to pydantic, which reports the error.
+Long lists of token ids are cut out before pydantic validates the body, because pydantic would create a Python number
+for each. Anything that is not clearly a list of integers is left to pydantic, which reports the error.
 """
 
 import re
@@ -32,11 +32,11 @@ EXPECTED = {
     "response_format": 'an object of type "text", "json_object" or "json_schema"; the last with "json_schema": '
     '{"name": ..., "schema": {...}}',
 }
-"""Fields of several possible types, described for error messages."""
+"""Descriptions, for error messages, of fields that accept several types."""
 _LONG_BYTES = 2048
-"""Pydantic is as fast on shorter bodies."""
+"""Body size up to which pydantic alone is as fast."""
 _PLACEHOLDER = secrets.token_hex(16)
-"""Stands for the ids; no client can guess it."""
+"""Text that replaces the ids in the body; no client can guess it."""
 _OPENING = re.compile(rb"\s*:\s*\[")
 _WORDS = {
     "extra_forbidden": "there is no such field",
@@ -76,21 +76,21 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "verbosity": ("medium",),
 }
-"""Unsupported fields of OpenAI's, vLLM's and SGLang's APIs, with the values that change nothing; null is always one."""
+"""Unsupported fields of OpenAI's, vLLM's and SGLang's APIs, with the values besides null that have no effect."""
 
 _SWITCHED_OFF_BY = {"tools": "tool_choice", "functions": "function_call"}
-"""Fields that have no effect if another one is "none"."""
+"""Fields that have no effect if another field is "none"."""
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
     ids_field: ClassVar[str | None] = None
-    """Field that may have thousands of token ids; its validator is ``put_back``."""
+    """Name of the field that may hold thousands of token ids; ``put_back`` validates it."""
     expected: ClassVar[Mapping[str, str]] = EXPECTED
 
     @property
     def others(self) -> dict[str, Any]:
-        """The undeclared fields."""
+        """Fields of the body that the model does not declare."""
         return self.model_extra or {}
 
 
@@ -115,14 +115,14 @@ def parse(content: bytes, schema: type[Read]) -> Read:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if first["type"] == "missing" and len(first["loc"]) == 1:
-            # It may be given under another server's name.
+            # Another server's name for the field may have been used.
             others = first["input"].keys() - schema.model_fields.keys()
             refuse_unsupported({name: value for name, value in first["input"].items() if name in others})
         raise problem_of(first, schema.expected) from None
 
 
 def _read_cut(content: bytes, schema: type[Read]) -> Read | None:
-    """Read a valid body with a long list of token ids without creating a number for each; None for any other body."""
+    """Read a valid body with a long list of token ids without creating a number for each; None for other bodies."""
     field = schema.ids_field
     if field is None or (cut := cut_ids(content, field)) is None:
         return None
@@ -134,10 +134,10 @@ def _read_cut(content: bytes, schema: type[Read]) -> Read | None:
 
 
 def cut_ids(body: bytes, field: str) -> tuple[bytes, TokenIds] | None:
-    """Split a body into a field's ids and the rest; None unless the field is certainly a list of ids.
+    """Split a body into a field's ids and the rest. Return None unless the field is certainly a list of ids.
 
-    In JSON, an unescaped quote after ``{`` or ``,`` only begins a key or a string, so a match is a key. It may belong
-    to an inner object, so the caller must check that ``put_back`` has restored the ids.
+    In JSON, an unescaped quote after ``{`` or ``,`` can only begin a key or a string, so a match is a key. It may
+    belong to an inner object, so the caller must check that ``put_back`` has restored the ids.
     """
     name = b'"%b"' % field.encode()
     at = body.find(name) if len(body) >= _LONG_BYTES else -1
@@ -160,7 +160,7 @@ def _ids_in(numbers: bytes) -> TokenIds | None:
         wide = np.frombuffer(simdjson.Parser().parse(numbers).as_buffer(of_type="i"), np.uint64)  # type: ignore[union-attr]
     except (TypeError, ValueError, RuntimeError):
         return None  # RuntimeError: numbers of more than 64 bits
-    # Negative numbers are the highest unsigned ones.
+    # Negative numbers become the largest unsigned ones.
     is_sound = len(wide) and wide.max() < 2**31
     return TokenIds(wide.astype("<i4").tobytes()) if is_sound else None
 
@@ -196,7 +196,7 @@ def _path(loc: tuple[int | str, ...], expected: Mapping[str, str]) -> tuple[str,
 
 
 def refuse_unsupported(fields: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]] = HARMLESS) -> None:
-    """Refuse fields in ``table`` that would change the answer: those that are not null or one of its values."""
+    """Reject fields in ``table`` that would change the answer. Null and the listed values are accepted."""
     for name, value in fields.items():
         harmless, switch = table.get(name), _SWITCHED_OFF_BY.get(name, "")
         if harmless is None or value is None or any(_same(value, allowed) for allowed in harmless):
@@ -209,7 +209,7 @@ def refuse_unsupported(fields: Mapping[str, Any], table: Mapping[str, tuple[Any,
 
 
 def _same(given: Any, allowed: Any) -> bool:
-    """Compare two values; true is not 1, and false is not 0."""
+    """Compare two values without treating true as 1 or false as 0."""
     return bool(given == allowed) and isinstance(given, bool) == isinstance(allowed, bool)
 
 

@@ -1,4 +1,4 @@
-"""Conversion of a chat body to a request and the reader of its answer: template, tools, thoughts, structure."""
+"""Conversion of a chat body to a request and a reader of its answer: template, tools, reasoning, structured output."""
 
 from collections.abc import Sequence
 
@@ -61,7 +61,7 @@ async def chat_prompt(
 
 
 def _dialect(service: Service, body: ChatRequest) -> Dialect | None:
-    """Return the format of tool calls; None if the model must not call tools."""
+    """Return the format of tool calls, or None if the model must not call tools."""
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
         raise bad_request("tool_choice: there are no tools to choose from", "tool_choice")
     if not body.tools or body.tool_choice == "none":
@@ -73,7 +73,7 @@ def _dialect(service: Service, body: ChatRequest) -> Dialect | None:
 
 
 def _constraint(service: Service, body: ChatRequest, dialect: Dialect | None) -> Constraint | None:
-    """Return the required form of the answer and its calls; None if there is none."""
+    """Return the required form of the answer and its calls, or None if any is allowed."""
     answer = wanted_answer(body)
     if dialect is None or (_is_best_effort(body) and body.parallel_tool_calls is not False and answer is None):
         return answer
@@ -89,20 +89,20 @@ def _constraint(service: Service, body: ChatRequest, dialect: Dialect | None) ->
             parts={**calls.parts, **answer.parts},
         )
     if answer.parts["answer"].field.startswith("response_format"):
-        return calls  # like OpenAI's API: agents send the form of their last answer with every request
+        return calls  # like OpenAI's API: agents repeat the format of their last answer in every request
     raise bad_request("tool_choice: a required call and a structured answer exclude each other", "tool_choice")
 
 
 def _is_best_effort(body: ChatRequest) -> bool:
-    """Return whether the form of calls and their arguments is left to the model."""
+    """Return whether tool calls and their arguments are not enforced."""
     return body.tool_choice in (None, "auto")
 
 
 def _calls(body: ChatRequest, dialect: Dialect, special_texts: frozenset[str], *, with_text: bool) -> Constraint:
-    """Return the form of calls; ``with_text`` allows any text before or instead of them."""
+    """Return the grammar of tool calls. With ``with_text``, any text may precede or replace them."""
     tools = _callable(body)
     names = [tool.function.name for _, tool in tools]
-    # In best effort with at most one call, a schema that cannot be enforced is no reason to refuse the request.
+    # Best-effort tool calls need no schema, so one that cannot be enforced is no reason to refuse the request.
     holds_schemas = not (with_text and _is_best_effort(body))
     parts = {}
     for number, (index, tool) in enumerate(tools):

@@ -19,7 +19,7 @@ from router.service import Service
 MAX_GRAMMAR_CHARS = 1024 * 1024
 """Maximum length of a grammar, which is sent with the request."""
 _WHITE_SPACE = r"[ \t\r\n]{0,40}"
-"""White space between JSON tokens; limited, since a model that must write JSON can repeat it endlessly."""
+"""White space between JSON tokens. It is limited because a model could otherwise generate it endlessly."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _HOLDING = frozenset(
@@ -36,7 +36,7 @@ _THOUGHTS = {Thinking.NONE: "", Thinking.OPTIONAL: "(opening thoughts)? ", Think
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One of several grammars, to which the others can refer."""
+    """One of several grammars that can refer to each other."""
 
     field: str
     grammar: Mapping[str, Any]
@@ -45,12 +45,12 @@ class Part:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
     rules: Sequence[str]
-    """Lark rules; those named in ``starts`` are the alternatives."""
+    """Lark rules. The rules named in ``starts`` are alternatives."""
     starts: Sequence[str]
     parts: Mapping[str, Part]
 
     def grammar(self, thinking: Thinking, special_texts: frozenset[str]) -> str:
-        """Return the complete grammar: thoughts, then the answer. Markers in ``special_texts`` are special tokens."""
+        """Return the complete grammar: reasoning, then the answer. Markers in ``special_texts`` are special tokens."""
         start = f"start: {_THOUGHTS[thinking]}({' | '.join(self.starts)})"
         lark = "\n".join([start, *self.rules, *_thought_rules(thinking, special_texts)])
         named = [{"name": name, **part.grammar} for name, part in self.parts.items()]
@@ -58,7 +58,7 @@ class Constraint:
 
 
 def json_part(schema: Mapping[str, Any] | bool, field: str) -> Part:
-    """Return a JSON schema's grammar; the schema's ``x-guidance`` can set further options of llguidance."""
+    """Return a JSON schema's grammar. The schema's ``x-guidance`` can set further options of llguidance."""
     if schema is False:
         return Part(field=field, grammar={"json_schema": False})
     given = {} if schema is True else without_noops(schema)
@@ -70,7 +70,7 @@ def json_part(schema: Mapping[str, Any] | bool, field: str) -> Part:
 
 
 def wanted_answer(body: GenerationBody) -> Constraint | None:
-    """Return the required form of the answer; None if there is none."""
+    """Return the required form of the answer, or None if any is allowed."""
     outputs = body.structured_outputs
     given = {name: getattr(body, name) for name in FORM_FIELDS}
     if outputs is not None:
@@ -97,7 +97,7 @@ async def checked_grammar(service: Service, constraint: Constraint | None, think
     if len(grammar) > MAX_GRAMMAR_CHARS:
         field = next(iter(constraint.parts.values())).field
         raise bad_request(f"{field}: more than {MAX_GRAMMAR_CHARS} characters of grammar, got {len(grammar)}", field)
-    # A grammar with thoughts does not show that no answer can follow them.
+    # Compiling a grammar with reasoning does not reveal that no answer can follow it.
     bare = constraint.grammar(Thinking.NONE, service.tokenizer.special_texts)
     for asked in dict.fromkeys((bare, grammar)):
         if problem := await _problem(service, asked):
@@ -106,7 +106,7 @@ async def checked_grammar(service: Service, constraint: Constraint | None, think
 
 
 async def _blame(service: Service, constraint: Constraint, problem: str) -> Exception:
-    """Return an error about the part that is invalid on its own, or else about the whole."""
+    """Return an error about the part that is invalid on its own, or otherwise about all parts together."""
     for part in constraint.parts.values():
         if own := await _problem(service, _grammar_text(part.grammar)):
             return bad_request(f"{part.field}: {own}", part.field)
@@ -116,7 +116,7 @@ async def _blame(service: Service, constraint: Constraint, problem: str) -> Exce
 
 async def _problem(service: Service, grammar: str) -> str:
     try:
-        # Shielded: other requests may wait for the same one.
+        # Shielded: other requests may wait for the same compilation.
         await asyncio.shield(asyncio.wrap_future(service.grammars.prepare(grammar)))
     except UserError as error:
         return str(error)
@@ -137,7 +137,7 @@ def _part(field: str, value: Any) -> Part:
         case "regex":
             lark = lark_of_regex(value)
         case "choice":
-            # A terminal (in capitals) is one automaton; a rule's alternatives would each be tracked separately.
+            # A terminal (in capitals) is one automaton, whereas a rule's alternatives are tracked one by one.
             choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
             lark = f"start: CHOICE\nCHOICE: {choices}"
         case "grammar" | "ebnf":
@@ -175,7 +175,7 @@ def _schema(given: Any, field: str) -> Mapping[str, Any] | bool:
 
 
 def _grammar_text(*grammars: Mapping[str, Any]) -> str:
-    """Serialize grammars; the text must match the first one."""
+    """Serialize grammars. The generated text must match the first one."""
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
@@ -191,7 +191,7 @@ def _thought_rules(thinking: Thinking, special_texts: frozenset[str]) -> list[st
 
 
 def without_noops(schema: Any) -> Any:
-    """Return a schema without keywords that allow everything, and string formats that are mere annotations."""
+    """Return a schema without keywords that allow everything and string formats that are not enforced."""
     if not isinstance(schema, dict):
         return schema
     inner = {keyword: _cleaned(keyword, value) for keyword, value in schema.items()}
@@ -207,7 +207,7 @@ def _cleaned(keyword: str, value: Any) -> Any:
 
 
 def _forbids_nothing(keyword: str, value: Any) -> bool:
-    """Return whether every JSON value satisfies a keyword, which llguidance would refuse."""
+    """Return whether every JSON value satisfies a keyword; llguidance would reject the keyword."""
     match keyword:
         case "format":
             return isinstance(value, str) and not knows_format(value)

@@ -1,4 +1,4 @@
-"""OpenAPI documentation of bodies that FastAPI neither reads nor writes."""
+"""OpenAPI documentation of the bodies that FastAPI does not parse or write itself."""
 
 from typing import Any
 
@@ -11,11 +11,12 @@ from router.errors import ErrorBody
 _REF = "#/components/schemas/{name}"
 _bodies: dict[str, type[BaseModel]] = {}
 _answers: dict[str, type[msgspec.Struct]] = {ErrorBody.__name__: ErrorBody}
-"""Schemas by name; each call of ``document`` adds its own."""
+"""Response schemas by name. Each call of ``document`` adds its own."""
 
 
 def document(body: type[BaseModel], *answers: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return a route's ``openapi_extra``. The first of ``answers`` is the JSON body; others only register schemas."""
+    """Return a route's ``openapi_extra``. The first of ``answers`` is the JSON response; others only add their
+    schemas."""
     _bodies[body.__name__] = body
     _answers.update({answer.__name__: answer for answer in answers})
     extra: dict[str, Any] = {"requestBody": {"required": True, "content": _json(body)}}
@@ -27,7 +28,7 @@ def document(body: type[BaseModel], *answers: type[msgspec.Struct]) -> dict[str,
 
 
 def complete(document: dict[str, Any]) -> dict[str, Any]:
-    """Add the schemas to which ``document`` refers, and the error schema, to an application's document."""
+    """Add the error schema and the schemas that ``document`` refers to to an application's OpenAPI document."""
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     ref_template = _REF.format(name="{model}")
     _, bodies = models_json_schema([(body, "validation") for body in _bodies.values()], ref_template=ref_template)
@@ -37,7 +38,7 @@ def complete(document: dict[str, Any]) -> dict[str, Any]:
     failed = {"description": "Reason why the request failed.", "content": _json(ErrorBody)}
     for path in document["paths"].values():
         for operation in path.values():
-            # No route has parameters that FastAPI validates.
+            # No route has parameters that FastAPI validates, so its own error schema is unused.
             operation["responses"].pop("422", None)
             operation["responses"]["default"] = failed
     for unused in ("HTTPValidationError", "ValidationError"):

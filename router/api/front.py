@@ -1,4 +1,4 @@
-"""First steps of an HTTP request: its id, key and headers, and the bytes of its body."""
+"""First steps of an HTTP request: its id, API key, headers and body."""
 
 import asyncio
 import re
@@ -30,15 +30,15 @@ _SESSION_FIELDS = ("prompt_cache_key", "session_id", "user")
 _MAX_SESSION_CHARS = 256
 _DP_RANK_HEADER = "X-data-parallel-rank"
 TIMEOUT_S = 60.0
-"""Maximum time in which a body must arrive. 64 MiB take six seconds at 100 Mbit/s."""
+"""Maximum time for a body to arrive. 64 MiB take six seconds at 100 Mbit/s."""
 _MOST_LARGEST = 8
-"""Maximum memory of arriving bodies, in bodies of the maximum size."""
+"""Maximum memory for arriving bodies, as a multiple of the maximum body size."""
 _CLOSE = {"connection": "close"}
-"""Header that ends the connection of a client whose body is not awaited any longer."""
+"""Header that closes the connection of a client whose body the router stops reading."""
 
 
 class Arrival(msgspec.Struct, kw_only=True):
-    """Facts from the head of an HTTP request."""
+    """Facts known once the head of an HTTP request has arrived."""
 
     request_id: str
     arrived_s: float
@@ -47,7 +47,7 @@ class Arrival(msgspec.Struct, kw_only=True):
     """Owner of the request's key; None if no keys are configured."""
 
     def header(self, name: bytes) -> str | None:
-        """Return the first header with this lower-case name."""
+        """Return the first header with this lowercase name."""
         value = self.headers.get(name)
         return None if value is None else value.decode("latin-1")
 
@@ -58,14 +58,14 @@ def arrival_of(request: Request) -> Arrival:
 
 
 class Front:
-    """ASGI application around FastAPI's that gives every request an id and calls the busiest handlers directly.
+    """ASGI application around FastAPI that gives every request an id and calls the busiest handlers directly.
 
-    The id is the client's ``X-Request-Id`` if it is valid, or else a new one. FastAPI would take longer than these
-    handlers do.
+    The id is the client's ``X-Request-Id`` if it is valid, or else a new one. FastAPI would take longer than
+    these handlers do.
     """
 
     def __init__(self, app: ASGIApp, handlers: Mapping[str, Handler], service: Service) -> None:
-        """``handlers`` maps paths of POST routes to handlers."""
+        """Wrap ``app``; ``handlers`` maps paths of POST routes to their handlers."""
         self._app = app
         self._handlers = handlers
         self._service = service
@@ -81,7 +81,7 @@ class Front:
         scope[_ARRIVAL_KEY] = arrival
         has_begun = False
 
-        # Not async, since it is called for every token.
+        # Not async, because it is called for every token.
         def send_with_id(message: Message) -> Awaitable[None]:
             nonlocal has_begun
             if message["type"] == "http.response.start":
@@ -111,12 +111,12 @@ class ArrivingBodies:
     """Receives the bodies of one process's requests, with limits on size, time and total memory."""
 
     def __init__(self, limit: int) -> None:
-        """``limit`` is the maximum size of a body in bytes."""
+        """Limit each body to ``limit`` bytes."""
         self._limit = limit
         self._num_bytes = 0
 
     async def receive(self, request: Request) -> bytes:
-        """Return a request's body, which in most cases has arrived together with the head.
+        """Return a request's body, most of which usually arrives together with the head.
 
         Raises:
             ApiError: 413 for a body that is too large, 408 for a slow one, 503 if other bodies take the memory.
@@ -157,7 +157,7 @@ class ArrivingBodies:
 
 
 def check_key(service: Service, request: Request) -> None:
-    """Refuse a request without a known key, if keys are configured; record the key's owner."""
+    """Reject a request without a known API key, if keys are configured; record the key's owner."""
     if service.keys.keys:
         caller = service.keys.find(_given_key(request))
         if caller is None:
@@ -166,7 +166,7 @@ def check_key(service: Service, request: Request) -> None:
 
 
 def key_needed(service: Service) -> Any:
-    """Return ``check_key`` for a route's ``dependencies``."""
+    """Return ``check_key`` as a FastAPI dependency."""
 
     async def known(request: Request) -> None:
         check_key(service, request)
@@ -175,7 +175,7 @@ def key_needed(service: Service) -> Any:
 
 
 def admin_key_needed(service: Service) -> Any:
-    """Return a check of the administrator's key, for ``dependencies``: 401 if it is wrong, 403 if none is set."""
+    """Return a FastAPI dependency that checks the administrator's key: 401 if it is wrong, 403 if none is set."""
 
     async def authorized(request: Request) -> None:
         if service.keys.admin_key is None:
@@ -188,7 +188,7 @@ def admin_key_needed(service: Service) -> Any:
 
 
 def priority_of(request: Request, asked: int | None) -> int:
-    """Return the requested priority, which cannot be better than the key's."""
+    """Return the requested priority, limited to the best one that the API key allows."""
     caller = arrival_of(request).caller
     if caller is None or caller.priority is None:
         return asked or 0
@@ -196,14 +196,14 @@ def priority_of(request: Request, asked: int | None) -> int:
 
 
 def session_of(request: Request, fields: Mapping[str, Any]) -> str:
-    """Return ``X-Session-Id``, or else a body field that names a session or user; empty if none is given."""
+    """Return ``X-Session-Id``, or else a body field that names a session or user, or else an empty string."""
     named = arrival_of(request).header(_SESSION_HEADER)
     given = (named, *(fields.get(field) for field in _SESSION_FIELDS))
     return next((text[:_MAX_SESSION_CHARS] for text in given if isinstance(text, str) and text), "")
 
 
 def dp_rank_of(request: Request, config: DeployConfig, body: GenerationBody) -> int | None:
-    """Return ``X-data-parallel-rank``, or else SGLang's field ``routed_dp_rank``; None if neither is given.
+    """Return ``X-data-parallel-rank``, or else SGLang's field ``routed_dp_rank``, or else None.
 
     The rank applies to both roles. In a role without this DP rank, its ``dp_policy`` chooses one.
     """

@@ -1,4 +1,4 @@
-"""``/v1/completions``, ``/v1/chat/completions`` and ``/v1/responses``: from the body to the written answer."""
+"""Handlers of ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/responses``, from the body to the answer."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -54,7 +54,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/responses", openapi_extra=document(ResponseRequest, ResponseObject))
     async def create_response(http: Request) -> Response:
-        """Answer a text or a conversation in OpenAI's newer API; nothing is stored."""
+        """Answer a text or a conversation with OpenAI's Responses API. Nothing is stored."""
         body = await read(http, ResponseRequest)
         chat = chat_of(body)
         try:
@@ -75,10 +75,10 @@ async def _respond(
     writer: Writer,
     fields: Mapping[str, Any],
 ) -> Response:
-    """Return the answer as JSON, or as a stream, which raises its errors while it is written.
+    """Return the answer as JSON or as a stream, whose errors are raised while it is written.
 
     Args:
-        requests: one request per prompt; this sets their fields that depend on headers.
+        requests: one request per prompt; this function sets the fields that depend on headers.
         fields: undeclared fields of the client's body, which can name the session.
     """
     for request in requests:
@@ -127,7 +127,7 @@ async def _open_answer(
 
 
 def _record(service: Service, http: Request, answer: Answer, span: "Span | None", error: BaseException | None) -> None:
-    """Record a request that has ended on the status page, in the access log, and as a span."""
+    """Record a finished request on the status page, in the access log, and as a span."""
     has_left = isinstance(error, asyncio.CancelledError | ClientLeftError)
     caller = arrival_of(http).caller
     finished = FinishedRequest(
@@ -185,7 +185,7 @@ async def _whole(tokenizer: Tokenizer, opening: AbstractAsyncContextManager[Answ
 async def _frames(
     tokenizer: Tokenizer, body: GenerationBody, writer: Writer, answer: Answer
 ) -> AsyncGenerator[bytes, None]:
-    """Yield an event for every token, even one that completes no text: clients count and time tokens by events.
+    """Yield an event for every token, even one that completes no text, because clients count and time tokens by events.
 
     Tokens that arrive together are written together.
     """

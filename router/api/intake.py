@@ -27,9 +27,9 @@ MAX_PROMPTS = 1024
 
 _TOO_LONG = "context_length_exceeded"
 _LOGPROBS_BYTES, _TOP_LOGPROB_BYTES = 64, 14
-"""Maximum message bytes per prompt token, and per likeliest token at its position."""
+"""Maximum message bytes per prompt token, and per most likely token at its position."""
 _INLINE_CHARS = 4096
-"""Maximum length of a text tokenized on the event loop; a thread would cost more."""
+"""Maximum length of a text that is tokenized on the event loop. For short texts, a thread costs more."""
 _FEW = 64
 """Number of ids below which numpy is slower."""
 _SEED_MASK = 2**63 - 1
@@ -49,7 +49,7 @@ def max_tokens(service: Service) -> int:
 
 
 def check(service: Service, body: GenerationBody) -> None:
-    """Refuse unsupported fields and combinations."""
+    """Reject unsupported fields and combinations."""
     check_model(service, body.model)
     refuse_unsupported(body.others)
     if body.stream_options is not None and not body.stream:
@@ -77,7 +77,7 @@ async def encode(service: Service, text: str, add_special_tokens: bool) -> list[
 
 
 async def off_loop(num_chars: int, make: Callable[[], _T]) -> _T:
-    """Call a function that tokenizes ``num_chars`` characters, in a thread if that takes long."""
+    """Call a function that tokenizes ``num_chars`` characters, in a thread if the text is long."""
     return make() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(make)
 
 
@@ -87,7 +87,7 @@ def pack_token_ids(service: Service, token_ids: Collection[int], param: str) -> 
         packed = TokenIds.of(token_ids)
         if len(token_ids) < _FEW:
             is_sound = not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
-        else:  # negative ids are the highest unsigned numbers
+        else:  # negative ids become the largest unsigned numbers
             is_sound = bool(np.frombuffer(packed.packed, "<u4").max() < vocab_size)
         if is_sound:
             return packed
@@ -98,7 +98,7 @@ def pack_token_ids(service: Service, token_ids: Collection[int], param: str) -> 
 def make_request(
     service: Service, body: GenerationBody, given_ids: Collection[int], grammar: str, markers: Collection[str] = ()
 ) -> GenerateRequest:
-    """Make the request for one prompt; ``markers`` are shown in the text even if they are special tokens."""
+    """Create the request for one prompt. The text shows ``markers`` even if they are special tokens."""
     param, wanted = body.prompt_field, body.wanted_tokens
     if not given_ids:
         raise bad_request(f"{param}: is empty; at least one token is needed", param)
@@ -172,7 +172,7 @@ def _text_rules(
 
 
 def choices_of(request: GenerateRequest, num_choices: int) -> list[GenerateRequest]:
-    """Return a request for each choice of a prompt, with its own seed; only the first has prompt log-probabilities."""
+    """Return a request for each choice of a prompt, with its own seed. Only the first has prompt log-probabilities."""
     seeds = [(request.sampling.seed + choice) & _SEED_MASK for choice in range(1, num_choices)]
     samplings = [replace(request.sampling, seed=seed, num_prompt_logprobs=None) for seed in seeds]
     others = [replace(request, sampling=sampling, shares_prompt=True, output_ids=[]) for sampling in samplings]
@@ -180,12 +180,12 @@ def choices_of(request: GenerateRequest, num_choices: int) -> list[GenerateReque
 
 
 def given_or(given: _T | None, default: _T) -> _T:
-    """Return a field's value, or the default if it is null."""
+    """Return a field's value, or the default if it is None."""
     return default if given is None else given
 
 
 def check_prompt_logprobs(prompt_len: int, num_prompt_logprobs: int | None) -> None:
-    """Refuse prompt log-probabilities that do not fit in one message."""
+    """Reject prompt log-probabilities that do not fit in one message."""
     if num_prompt_logprobs is None:
         return
     allowed = MAX_FRAME_BYTES // 2 // (_LOGPROBS_BYTES + num_prompt_logprobs * _TOP_LOGPROB_BYTES)
@@ -212,7 +212,7 @@ def _bad_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
 
 
 def _too_long(service: Service, prompt_len: int, wanted: int | None, param: str) -> ApiError:
-    """Return an error in OpenAI's words, which tell many clients to shorten the conversation."""
+    """Return an error worded like OpenAI's, which tells many clients to shorten the conversation."""
     limit = max_tokens(service)
     most = f"This model's maximum context length is {limit} tokens, prompt and answer together"
     if limit != service.model.max_context:

@@ -1,4 +1,4 @@
-"""Bodies of generation requests: OpenAI's fields and additions of vLLM and SGLang. Other fields are kept apart."""
+"""Bodies of generation requests: fields of OpenAI, vLLM and SGLang. Undeclared fields are kept separately."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,15 +20,15 @@ IdList = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
     str | IdList | Texts | Annotated[list[IdList], Field(min_length=1, fail_fast=True)],
     Field(union_mode="left_to_right"),
-    # Python objects, which this validator gets, take a union a quarter of the time that JSON does.
+    # The validator gets Python objects, for which a union takes a quarter of the time that it takes for JSON.
     WrapValidator(put_back),
 ]
 StopText = Annotated[str, Field(min_length=1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""Reasoning effort; models without levels think unless it is "none"."""
+"""Reasoning effort. Models without effort levels reason unless it is "none"."""
 
 Schema = Annotated[dict[str, Any] | bool | str, Field(union_mode="left_to_right")]
-"""A JSON schema or its text."""
+"""JSON schema, as an object or as text."""
 SchemaObject = dict[str, Any] | bool
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=4096)]
 Pattern = Annotated[str, Field(min_length=1)]
@@ -48,7 +48,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's field for all forms; only one can be given."""
+    """vLLM's field for structured output, of which only one form can be given."""
 
     json_: Schema | None = Field(default=None, alias="json")
     json_object: bool | None = None
@@ -107,16 +107,16 @@ class SaltedBody(Body):
 
     @property
     def salt(self) -> str:
-        """Salt of the prompt's cache keys; only prompts with the same salt share cached pages."""
+        """Salt of the prompt's page keys. Only prompts with the same salt share cached pages."""
         return self.cache_salt or "" if not self.extra_key else f"{self.cache_salt or ''}\0{self.extra_key}"
 
 
 class GenerationBody(SaltedBody):
-    """Fields that completions and chat have in common."""
+    """Fields that completions and chat completions share."""
 
     prompt_field: ClassVar[str]
     default_tokens: ClassVar[int | None] = None
-    """Default of ``max_tokens``; None for as many as fit."""
+    """Default of ``max_tokens``; None means as many as fit."""
     model: str
     max_tokens: Positive | None = None
     temperature: Temperature | None = None
@@ -175,12 +175,12 @@ class GenerationBody(SaltedBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of likeliest tokens to report with each token; None for no log-probabilities."""
+        """Number of most likely tokens to report with each token; None reports no log-probabilities."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Number of likeliest tokens to report with each prompt token; None for no log-probabilities."""
+        """Number of most likely tokens to report with each prompt token; None reports no log-probabilities."""
         return self.prompt_logprobs
 
 
@@ -204,7 +204,7 @@ class CompletionRequest(GenerationBody):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """``prompt_logprobs``, or with ``echo`` the larger of it and ``logprobs``."""
+        """Value of ``prompt_logprobs``; with ``echo``, the larger of this value and ``logprobs``."""
         echoed = self.logprobs if self.echo else None
         return max((num for num in (echoed, self.prompt_logprobs) if num is not None), default=None)
 
@@ -224,16 +224,16 @@ class RefusalPart(Body):
 
 
 class ChatMessage(Body):
-    """One message; its undeclared fields are passed to the chat template unchanged."""
+    """One message. Its undeclared fields are passed to the chat template unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | list[TextPart | RefusalPart], Field(union_mode="left_to_right")] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as transformers' own server passes it to a template.
+        """Return the message in the form in which transformers' own server passes it to a template.
 
-        Parts are joined, missing content is an empty string, and a tool call's arguments are an object. Clients send
-        answers back with null for every unset field, but templates test whether a field is there.
+        Parts are joined, missing content becomes an empty string, and a tool call's arguments become an object. Clients
+        send answers back with null for every unset field, but templates test whether a field is present.
         """
         given = {name: value for name, value in self.model_dump(exclude_unset=True).items() if value is not None}
         content = self.content or ""
@@ -258,7 +258,7 @@ class TemplateBody(Body):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The template's input besides the messages, with tools that must not be called too, for prefix caching."""
+        """Template variables besides the messages. Tools are included even if unused, to keep prefixes cacheable."""
         written = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
         effort, others = self.reasoning_effort, self.chat_template_kwargs or {}
         thinking = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
@@ -285,7 +285,7 @@ class ChatRequest(GenerationBody, TemplateBody):
 
 
 def _with_parsed_arguments(call: Any) -> Any:
-    """Parse a tool call's arguments, a JSON string in OpenAI's API; empty means no arguments."""
+    """Parse a tool call's arguments, which are a JSON string in OpenAI's API. An empty string means no arguments."""
     match call:
         case {"function": {"arguments": str(text)} as function}:
             with suppress(msgspec.DecodeError):

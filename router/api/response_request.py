@@ -26,7 +26,7 @@ _OWN_WORDS = (
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
 )
-"""Chat fields with another name here."""
+"""Fields of chat completions that have another name in this API."""
 
 
 class InputPart(Body):
@@ -68,14 +68,14 @@ class InputThoughts(Body):
 
     @property
     def text(self) -> str:
-        """The thoughts; empty if another server encrypted them."""
+        """Reasoning text; empty if another server encrypted it."""
         if self.content:
             return "\n".join(thought.text for thought in self.content)
         return _unsealed(self.encrypted_content or "")
 
 
 class InputReference(Body):
-    """An item that a server with storage would know; refused."""
+    """Reference to an item that a server would have stored; always rejected."""
 
     type: Literal["item_reference"]
     id: str
@@ -129,11 +129,11 @@ class TextSettings(Body):
 class Reasoning(Body):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Ignored: thoughts are returned in full."""
+    """Ignored, because reasoning is returned in full."""
 
 
 class ResponseRequest(Body):
-    """``POST /v1/responses``. Nothing is stored: ``input`` has the whole conversation."""
+    """Body of ``POST /v1/responses``. Nothing is stored, so ``input`` holds the entire conversation."""
 
     model: str
     input: Annotated[
@@ -163,7 +163,7 @@ class ResponseRequest(Body):
 
 
 def sealed(text: str) -> str:
-    """Return thoughts as ``encrypted_content``, which clients send back unread. They are not actually encrypted."""
+    """Return reasoning as ``encrypted_content``, which clients send back unread. It is not actually encrypted."""
     return base64.b64encode(_SEAL + text.encode()).decode()
 
 
@@ -189,11 +189,11 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "stream_options": ({}, {"include_usage": True}, {"include_obfuscation": False}, {"include_obfuscation": True}),
     "truncation": ("disabled",),
 }
-"""Undeclared fields, with the values that change nothing; null is always one."""
+"""Undeclared fields, with the values that have no effect. Null always has none."""
 _ADDITIONS = (
     ChatRequest.model_fields.keys() - ResponseRequest.model_fields.keys() - _HARMLESS.keys() - dict(_OWN_WORDS).keys()
 )
-"""Chat fields that OpenAI's Responses API lacks; they have the same meaning here."""
+"""Fields of chat completions that OpenAI's Responses API lacks. They have the same meaning here."""
 
 
 def chat_of(body: ResponseRequest) -> ChatRequest:
@@ -218,14 +218,14 @@ def chat_of(body: ResponseRequest) -> ChatRequest:
     }
     additions = {name: body.others[name] for name in _ADDITIONS if name in body.others}
     try:
-        # JSON, since the keys of logit_bias must be strings.
+        # JSON, because the keys of logit_bias must be strings.
         return ChatRequest.model_validate_json(to_json(fields | additions, inf_nan_mode="constants"))
     except ValidationError as error:
         raise in_own_words(problem_of(error.errors(include_url=False)[0])) from None
 
 
 def in_own_words(error: ApiError) -> ApiError:
-    """Return a chat request's error with the name of this API's field."""
+    """Return a chat request's error with this API's name of the field."""
     if error.param is None:
         return error
     param = error.param.replace(".function.", ".")
@@ -235,7 +235,7 @@ def in_own_words(error: ApiError) -> ApiError:
 
 
 def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
-    """Return the conversation, with consecutive thoughts, text and calls joined to one assistant message."""
+    """Return the conversation, with consecutive reasoning, text and calls joined into one assistant message."""
     given = body.input if isinstance(body.input, list) else [InputMessage(role="user", content=body.input)]
     messages: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     thoughts = ""

@@ -1,4 +1,4 @@
-"""Writer of ``/v1/responses``: the object, its items (thoughts, messages, calls), and its stream's events."""
+"""Writer of ``/v1/responses``: the object, its items (reasoning, messages, calls), and the events of its stream."""
 
 import itertools
 import time
@@ -60,7 +60,7 @@ OutputItem = OutputMessage | OutputThoughts | OutputCall
 
 class InputTokensDetails(PromptTokensDetails, frozen=True, kw_only=True, omit_defaults=True):
     cache_write_tokens: int
-    """Always 0: OpenAI bills these tokens."""
+    """Always 0. OpenAI bills these tokens."""
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,16 +115,17 @@ Event = tuple[str, dict[str, Any]]
 
 
 class OutputItems:
-    """The items so far. Only the last one grows, until an event of another item ends it."""
+    """Output items so far. Only the last one grows; an event of another item ends it."""
 
     def __init__(self, request_id: str, *, seals_thoughts: bool = False) -> None:
-        """``seals_thoughts`` adds ``encrypted_content``, the only form of thoughts that some clients send back."""
+        """Start empty; ``seals_thoughts`` adds ``encrypted_content``, the only form in which some clients return
+        reasoning."""
         self._request_id = request_id
         self._seals_thoughts = seals_thoughts
         self._ended: list[OutputItem] = []
         self._growing: _Growing | None = None
         self._pending: list[ChosenLogprob] = []
-        """Log-probabilities of tokens without text so far."""
+        """Log-probabilities of tokens that have not produced text yet."""
 
     @property
     def is_thinking(self) -> bool:
@@ -148,7 +149,7 @@ class OutputItems:
         return events
 
     def end(self, status: ItemStatus) -> tuple[list[OutputItem], list[Event]]:
-        """End the last item; return all items, at least one, and the last one's events."""
+        """End the last item; return all items, at least one, and the last item's events."""
         is_message = isinstance(self._growing, _Message)
         events = self._grow(_Message, "") if self._growing is None or (is_message and self._pending) else []
         events += self._end(status)
@@ -181,7 +182,7 @@ class OutputItems:
 
 
 class _Growing:
-    """An item that grows; subclasses define its JSON and its events' fields."""
+    """Output item that grows. Subclasses define its JSON and the fields of its events."""
 
     prefix: ClassVar[str]
     text_event: ClassVar[str]
@@ -201,7 +202,7 @@ class _Growing:
         raise NotImplementedError
 
     def part(self) -> OutputText | ReasoningText | None:
-        """Return the item's only content part so far; None if it has no parts."""
+        """Return the item's only content part so far, or None if it has no parts."""
         return None
 
     def begin(self) -> list[Event]:
@@ -281,7 +282,7 @@ class ResponseWriter:
         self._created = _created(request_id, service, body)
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
-        del usage  # it is in the last event
+        del usage  # sent in the last event
         kinds = () if self._num_tokens else ("response.created", "response.in_progress")
         return self._write([*((kind, {"response": self._created}) for kind in kinds), *self._take(chunk)])
 

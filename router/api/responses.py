@@ -1,6 +1,6 @@
-"""Bodies of responses in OpenAI's API, and log-probabilities in their forms.
+"""Response bodies of OpenAI's API, including their forms of log-probabilities.
 
-They are msgspec structs, since a stream encodes one per token.
+They are msgspec structs because a stream encodes one per token.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from cluster.tokenizer import Tokenizer
 from router.text import AnswerText, OutputChunk, TextRules, join, token_bytes, token_text
 
 _LEAST = -9999.0
-"""Stands for minus infinity, which JSON cannot represent."""
+"""Substitute for minus infinity, which JSON cannot represent."""
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int
-    """Tokens not computed because an earlier request had the same prefix."""
+    """Prompt tokens found in the cache."""
     host_tokens: int = 0
     storage_tokens: int = 0
 
@@ -37,7 +37,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
     text_offset: tuple[int, ...]
     token_logprobs: list[float | None]
-    """None for the first token of a prompt."""
+    """Log-probability of each token; None for the first token of a prompt."""
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
 
@@ -45,12 +45,13 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float
     rank: int
-    """1 is the likeliest."""
+    """Rank of the token, 1 for the most likely."""
     decoded_token: str
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""vLLM's form: for each prompt token, itself and the likeliest tokens in its place by id; None for the first."""
+"""vLLM's form: for each prompt token, log-probabilities by token id of it and the most likely ones; None for the
+first."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +70,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 StopReason = str | int | None | UnsetType
-"""vLLM's field: the stop string or requested stop token that ended the answer, or null; only in the last chunk."""
+"""vLLM's field: the stop string or requested stop token that ended the answer, or null. Only in the last chunk."""
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +97,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
-    """JSON, as the model wrote it."""
+    """Arguments in JSON, as the model wrote them."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +107,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """The next part of a call; the first has id, type and name."""
+    """Next part of a call. The first part has id, type and name."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -117,7 +118,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
-    """None if there are only calls."""
+    """Text of the answer; None if there are only calls."""
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
@@ -172,17 +173,17 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class ShownPrompt:
-    """Parts of a prompt that its response shows."""
+    """Parts of a prompt that the response includes."""
 
     token_ids: Sequence[int]
     echo: str | None = None
     skip_special_tokens: bool = True
     logprobs: Sequence[TokenLogprobs] = ()
-    """One entry for every token but the first, if requested; known with the first token of the answer."""
+    """One entry for every prompt token but the first, if requested; known with the first token of the answer."""
 
 
 def completion_logprobs(tokenizer: Tokenizer, chunk: OutputChunk, num_chars: int = 0) -> CompletionLogprobs | None:
-    """Return a chunk's log-probabilities; its text follows ``num_chars`` characters. None if not requested."""
+    """Return a chunk's log-probabilities, or None if not requested. ``num_chars`` characters precede its text."""
     if not chunk.logprobs:
         return None
     tokens = [token_text(tokenizer, token_id) for token_id in chunk.token_ids]
@@ -248,7 +249,7 @@ def _finite(logprob: float) -> float:
 
 
 def _by_text(tokenizer: Tokenizer, chosen: str, given: TokenLogprobs) -> dict[str, float]:
-    """Map token texts to log-probabilities, best first, with the chosen token; equal texts keep the likeliest."""
+    """Map token texts to log-probabilities, best first, with the chosen token. Equal texts keep the most likely."""
     logprobs: dict[str, float] = {}
     for token_id, logprob in zip(given.top_ids, given.top_logprobs, strict=True):
         logprobs.setdefault(token_text(tokenizer, token_id), _finite(logprob))

@@ -28,7 +28,7 @@ from router.service import Service
 _HARMLESS = {
     name: HARMLESS[name] for name in ("chat_template", "continue_final_message", "documents", "truncate_prompt_tokens")
 }
-"""Fields that would change the prompt."""
+"""Fields that would change the prompt, with the values that have no effect."""
 
 
 class TokenizeRequest(TemplateBody):
@@ -69,7 +69,7 @@ def model_routes(service: Service) -> APIRouter:
 
     @router.post("/detokenize", openapi_extra=document(DetokenizeRequest))
     async def detokenize(request: Request) -> dict[str, object]:
-        """Return the text of token ids, with special tokens."""
+        """Return the text of token ids, including special tokens."""
         body = await read(request, DetokenizeRequest)
         check_model(service, body.model)
         pack_token_ids(service, body.tokens, "tokens")
@@ -79,7 +79,7 @@ def model_routes(service: Service) -> APIRouter:
 
 
 def state_routes(service: Service) -> APIRouter:
-    """Return the routes about the state; those that show the cluster need a key if keys are configured."""
+    """Return the state routes. If API keys are configured, those that show the cluster need one."""
     router = APIRouter(tags=["status"])
     page = (files("router.page") / "status.html").read_text(encoding="utf-8")
 
@@ -100,7 +100,7 @@ def state_routes(service: Service) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> dict[str, object]:
-        """Return 200 if requests are accepted, which takes a ready replica of each role."""
+        """Return 200 if requests are accepted, which requires a ready replica of each role."""
         if reason := service.relay.why_not_ready():
             raise NotReadyError(reason)
         return {"status": "ready"} | {role.value: len(service.directory.ready(role)) for role in Role}
@@ -112,7 +112,7 @@ def state_routes(service: Service) -> APIRouter:
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Return metrics in Prometheus' text format."""
+        """Return metrics in Prometheus text format."""
         return Response(generate_latest(service.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @router.get("/cluster", dependencies=[key_needed(service)])
@@ -124,7 +124,7 @@ def state_routes(service: Service) -> APIRouter:
 
     @router.get("/traces/{name}", dependencies=[key_needed(service)])
     async def trace(name: str) -> Response:
-        """Return a recent traced request's trace in the Trace Event Format; each router process has its own."""
+        """Return the trace of a recent traced request in Trace Event Format. Each router process has its own traces."""
         found = await service.relay.traces.gather(name)
         if found is None:
             raise ApiError(HTTPStatus.NOT_FOUND, f"there is no trace {name}; each router process keeps its newest few")

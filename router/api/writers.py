@@ -44,7 +44,7 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 class Writer(Protocol):
-    """Writes one answer in the form of its route: as JSON, or as server-sent events."""
+    """Writer of one answer in the format of its route: as JSON, or as server-sent events."""
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         """Return the events for a choice's next chunk, with the usage so far if requested."""
@@ -56,7 +56,7 @@ class Writer(Protocol):
         """Return the events that end a stream without a complete answer."""
 
     def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
-        """Return the complete answer, given every choice's chunks."""
+        """Return the complete answer from every choice's chunks."""
 
 
 class TextWriter(ABC):
@@ -147,7 +147,7 @@ class ChatWriter(TextWriter):
         return part
 
     def _finish_reason(self, chunk: OutputChunk) -> str | None:
-        """Return why the choice ended; valid after ``_read``."""
+        """Return the reason why the choice ended; valid after ``_read``."""
         has_called = chunk.finish is FinishReason.STOP and self._readers[chunk.index].has_called
         return "tool_calls" if has_called else chunk.finish
 
@@ -171,7 +171,7 @@ class CompletionWriter(TextWriter):
         self._prompts = prompts
         self._with_logprobs = body.num_logprobs is not None
         self._begun: set[int] = set()
-        """Choices with at least one event."""
+        """Choices that have written at least one event."""
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         prompt, is_first = self._prompt_of(chunk), chunk.index not in self._begun
@@ -218,7 +218,7 @@ class CompletionWriter(TextWriter):
         )
 
     def _prompt_of(self, chunk: OutputChunk) -> ShownPrompt:
-        """Return the prompt of a chunk's choice; the prompt's log-probabilities are in the first chunk."""
+        """Return the prompt of a chunk's choice. The first chunk has the prompt's log-probabilities."""
         prompt = self._prompts[chunk.index // self._num_choices]
         prompt.logprobs = chunk.prompt_logprobs or prompt.logprobs
         return prompt

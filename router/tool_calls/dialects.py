@@ -25,10 +25,10 @@ class Dialect:
     markers: tuple[str, ...]
     """Texts that the parser needs, even if they are special tokens."""
     fits: Callable[[str], bool]
-    """Returns whether a model with this chat template uses the dialect."""
+    """Function that returns whether a model with this chat template uses the dialect."""
 
     def lark(self, names: Sequence[str], special_texts: frozenset[str], *, several: bool) -> list[str]:
-        """Return Lark rules for ``calls``; function i's arguments are the grammar ``arguments_i``.
+        """Return Lark rules for ``calls``. The arguments of function i are the grammar ``arguments_i``.
 
         Args:
             special_texts: texts of special tokens; a marker among them must be generated as that token.

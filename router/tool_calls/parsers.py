@@ -1,4 +1,4 @@
-"""Incremental parsers of tool calls in the formats of Hermes and Llama: JSON objects with name and arguments."""
+"""Incremental parsers of tool calls in Hermes and Llama format: JSON objects with name and arguments."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -11,9 +11,9 @@ _ARGUMENTS = ("arguments", "parameters")
 KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
 """Allowed members of a call."""
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-"""Markers around calls of Hermes and Qwen."""
+"""Markers around calls in Hermes and Qwen models."""
 PYTHON_TAG = "<|python_tag|>"
-"""Optional prefix of Llama's calls."""
+"""Optional prefix of calls in Llama models."""
 _BETWEEN = " \t\r\n;"
 
 
@@ -24,14 +24,14 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """Start of a call of this function, to which later arguments belong."""
+    """Start of a call of this function. Later arguments belong to it."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Argued:
-    """The next part of the latest call's arguments, which are JSON."""
+    """Next part of the latest call's arguments, in JSON."""
 
     text: str
 
@@ -43,17 +43,17 @@ class ToolParser(Protocol):
     """Parses one answer's text, given in arbitrary pieces."""
 
     def push(self, text: str) -> Sequence[Event]:
-        """Return the events that this text completes; parts of markers are never passed on as text."""
+        """Return the events that this text completes. Parts of markers are never passed on as text."""
 
     def flush(self) -> Sequence[Event]:
-        """Return the events of the text held back, at the end of the answer."""
+        """Return the events of the held-back text, at the end of the answer."""
 
 
 class CallScanner:
-    """Reads a call's object character by character, and keeps its values as they were written."""
+    """Reader of a call's object, character by character, which keeps values as they were written."""
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        """An object that names none of ``names``, if given, or has unknown members is not a call."""
+        """Start before the object. It is not a call if it has unknown members, or a name that is not in ``names``."""
         self._names = names
         self._depth = 0
         self._in_string = False
@@ -132,10 +132,10 @@ class CallScanner:
 
 
 class HermesParser:
-    """Parses ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` within any text.
+    """Parser of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` within any text.
 
     White space around calls is dropped, and text between markers that is not a call is passed on. Calls of unknown
-    functions are calls too, which the client answers.
+    functions are calls too, and the client answers them.
     """
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class HermesParser:
 
 
 class Llama3Parser:
-    """Parses ``{"name": ..., "parameters": {...}}`` of Llama 3.1 and later, or several of them separated by ";".
+    """Parser of Llama 3.1's ``{"name": ..., "parameters": {...}}``, or several of them separated by ";".
 
     An answer that begins with anything else has no calls, and a JSON object that is not a call is passed on.
     """
