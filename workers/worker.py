@@ -33,12 +33,12 @@ from workers.build import (
 from workers.device import use_cpu
 from workers.handoff.kv_sender import KvSender
 from workers.handoff.page_checker import PageChecker
-from workers.handoff.post import send_if_heard
 from workers.hicache.tier_worker import TierWorker
 from workers.loop.leader_link import LeaderLink, LocalLink, RemoteLink
 from workers.loop.rank_steps import RankSteps
 from workers.loop.watch import BETWEEN_STEPS, Heartbeat
 from workers.parallel.groups import ReplicaStore, join_store, open_store
+from workers.post import send_if_heard
 from workers.rank import Rank, load_rank
 
 PAUSE_S = 1e-4

@@ -14,11 +14,11 @@ from cluster.spec.errors import UserError
 from cluster.spec.kv import DTYPE_BYTES
 from cluster.spec.memory import GIB
 from cluster.spec.strategy import CpMode, StrategySetting
+from workers.bench.process import WorkerProcess
 from workers.bench.results import StepTime, Way
 from workers.bench.shapes import SHAPES
 from workers.context_parallel.strategy_choice import StrategyChoice
 from workers.models.registry import parse_model_config
-from workers.process import WorkerProcess
 
 _DTYPE = "bfloat16"
 _RANK = "workers.bench.cp_rank:CpBenchRank"

@@ -156,7 +156,7 @@ def fail(message: str, code: int = 1) -> NoReturn:
 @contextmanager
 def _bench_worker(name: str) -> Iterator[Callable[..., Any]]:
     """Start a worker process and yield a function that calls its methods by name."""
-    from workers.process import WorkerProcess
+    from workers.bench.process import WorkerProcess
 
     process = WorkerProcess(name)
 
@@ -173,7 +173,7 @@ def _bench_worker(name: str) -> Iterator[Callable[..., Any]]:
 
 @contextmanager
 def _errors_end_the_command() -> Iterator[None]:
-    from workers.process import RemoteError
+    from workers.bench.process import RemoteError
 
     try:
         yield

@@ -29,8 +29,8 @@ from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason
 from cluster.spec.step_messages import Shutdown
 from tests.fakes.bootstrap import entry_of, peer_of, table_of
+from workers.bench.process import WorkerProcess
 from workers.models.resolve import DESCRIPTION, resolve_model
-from workers.process import WorkerProcess
 
 STREAM_LEN = 256
 _HOST = "127.0.0.1"

@@ -38,7 +38,7 @@ from cluster.spec.step_messages import Shutdown
 from cluster.spec.tiers import CachedTokens, FlushCache, Tier
 from cluster.spec.wire import TokenIds
 from cluster.spec.worker_spec import WorkerSpec
-from workers.process import ANSWER_TIMEOUT_S, WORKER, RemoteError, WorkerProcess
+from workers.bench.process import ANSWER_TIMEOUT_S, WORKER, RemoteError, WorkerProcess
 
 HOST = "127.0.0.1"
 _CONSEQUENCES = ("CollectiveError", PeerLostError.__name__)

@@ -19,7 +19,7 @@ from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.strategy import CpMode, PassingSetting
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_cluster import Answer, LocalCluster, Prompt
-from workers.process import WORKER
+from workers.bench.process import WORKER
 
 
 class KvWay(NamedTuple):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from workers.process import WORKER
+from workers.bench.process import WORKER
 
 if TYPE_CHECKING:
     from tests.fakes.local_engine import LocalEngine, Models

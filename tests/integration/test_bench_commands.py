@@ -13,7 +13,7 @@ import cluster.bench.cp
 from cluster.bench.cp import CpBench, CpResult
 from cluster.cli.main import app
 from tests.readme import ROOT
-from workers.process import WorkerProcess
+from workers.bench.process import WorkerProcess
 
 pytestmark = pytest.mark.integration
 

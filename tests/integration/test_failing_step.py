@@ -14,7 +14,7 @@ from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.failing_worker import RANK, REASON
 from tests.fakes.local_cluster import LocalCluster, LocalReplica, Prompt
 from tests.fakes.local_engine import Models
-from workers.process import RemoteError, WorkerProcess
+from workers.bench.process import RemoteError, WorkerProcess
 
 pytestmark = pytest.mark.integration
 

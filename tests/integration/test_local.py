@@ -16,9 +16,9 @@ from tests.fakes.clients import NEEDLE_TOKENS
 from tests.fakes.local_cluster import LocalCluster, Prompt
 from tests.fakes.recall_prompts import needle_prompt, recall_oracle
 from tests.readme import ROOT
+from workers.bench.process import RemoteError, WorkerProcess
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
 from workers.models.resolve import resolve_model
-from workers.process import RemoteError, WorkerProcess
 
 pytestmark = pytest.mark.integration
 

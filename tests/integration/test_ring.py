@@ -18,8 +18,8 @@ from tests.fakes.checkpoints import SMALL
 from tests.fakes.local_cluster import LocalCluster
 from tests.fakes.local_engine import KV_WAYS, NUM_LOGPROBS, KvWay, LocalEngine, Models, Oracle, asked, prompts_of
 from tests.fakes.recall_prompts import chain_prompt, recall_oracle
+from workers.bench.process import RemoteError
 from workers.models.recall import build_recall_checkpoint
-from workers.process import RemoteError
 
 pytestmark = pytest.mark.integration
 

@@ -18,7 +18,7 @@ from cluster.spec.worker_spec import RouterShare, router_shares
 from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.model_folder import write_model_folder
 from tests.fakes.replica import FakeReplica
-from workers.process import WorkerProcess
+from workers.bench.process import WorkerProcess
 
 pytestmark = pytest.mark.integration
 

@@ -19,10 +19,10 @@ from transfer.sender_thread import SendJob, Write
 from workers.cache.page_allocator import Demand, PageAllocator
 from workers.cache.page_lists import Lifetimes
 from workers.handoff.kv_sender import KvSender, SentRequest, _Transfer
-from workers.handoff.post import send_if_heard
 from workers.hicache.copier import Copier
 from workers.hicache.tiers import HostLoader
 from workers.memory.layerwise_load import LayerwiseLoad
+from workers.post import send_if_heard
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.holders import PageHolders

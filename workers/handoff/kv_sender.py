@@ -32,7 +32,7 @@ from transfer.page_assignment import (
 from transfer.page_range import PageRange
 from transfer.sender_session import SenderSession
 from transfer.sender_thread import Cancelled, Outcome, SendJob, SpanWriter, Write, WriteFailed, Written
-from workers.handoff.post import Post, send_if_heard
+from workers.post import Post, send_if_heard
 from workers.trace.recorder import KV_SENDER, Recorder
 
 if TYPE_CHECKING:  # imports torch

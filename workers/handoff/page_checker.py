@@ -7,7 +7,7 @@ from collections.abc import Callable
 from cluster.spec.registry import RankRow
 from cluster.spec.transfer_messages import CheckPages, PagesChecked
 from transfer.digests import wrong_pages
-from workers.handoff.post import Post, send_if_heard
+from workers.post import Post, send_if_heard
 
 
 class PageChecker:

@@ -13,10 +13,10 @@ from cluster.spec.registry import RankRow, ReplicaLoad
 from cluster.spec.step_messages import StepPlan, StepResult
 from cluster.spec.tiers import TierJob
 from cluster.spec.worker_spec import WorkerSpec
-from workers.handoff.post import send_if_heard, send_to_ranks
 from workers.hicache.tier_worker import TierWorker
 from workers.loop.rank_steps import EndedStep
 from workers.loop.step_counts import StepMeter, StepReports
+from workers.post import send_if_heard, send_to_ranks
 from workers.rank import Rank
 from workers.scheduler.replica_leader import ReplicaLeader, outputs_together
 

@@ -17,9 +17,9 @@ from tests.fakes.kv import kv_geometry
 from tests.fakes.thread_group import on_thread_ranks
 from tests.fakes.worker_specs import worker_of
 from workers.engine.rank_groups import join_groups
-from workers.handoff.post import send_to_ranks
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import exchange_at_start, join_group, leave_store
+from workers.post import send_to_ranks
 
 
 def test_every_rank_learns_what_all_say() -> None:
