@@ -1,4 +1,4 @@
-"""Attention by the flash_attn package, for the calls that it supports; others use the Triton backend."""
+"""Attention with the flash_attn package, for the calls that it supports. Other calls use the Triton backend."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -16,13 +16,13 @@ from workers.attention.triton.backend import TritonAttention
 from workers.device import on_device
 
 PAGE_MULTIPLE = 256
-"""Divisor of the page sizes that the package's kernels support."""
+"""Number that divides every page size supported by the package's kernels."""
 
 
 class FlashAttention:
     """Attention in bf16 over pages, for runs of adjacent positions and for keys that every query sees.
 
-    Rows, windows, and values of another width than keys are left to Triton.
+    The Triton backend handles rows, windows, and values whose width differs from the keys'.
     """
 
     def __init__(self) -> None:
@@ -43,11 +43,11 @@ class FlashAttention:
         return self._triton.prepare_rows(query_runs, key_runs)
 
     def prepare_graph(self, shape: GraphShape) -> None:
-        """Return None: the package's launches depend on the requests' lengths."""
+        """Return None, since the package's launches depend on request lengths."""
 
 
 class _FlashStep:
-    """Queries and keys of each run; causal ones end with the same token."""
+    """Queries and keys of each run. Causal runs end with the same token in both."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class _FlashStep:
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         if params.window is not None or key_pages.shape[-1] != value_pages.shape[-1]:
             return self._triton().attend(query, key_pages, value_pages, params)
-        if self._ends[0].device != query.device:  # in the first layer
+        if self._ends[0].device != query.device:  # True in the first layer
             self._ends = [on_device(ends, query.device) for ends in self._ends]
         out, lse, _ = flash_attn_varlen_func(
             query,

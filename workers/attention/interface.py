@@ -1,4 +1,4 @@
-"""Interface of attention backends. A call returns a partial, which can be merged with others."""
+"""Interface of attention backends. A call returns a partial result, which can be merged with others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ class AttentionParams:
     """Attention parameters of one layer, passed with every call."""
 
     scale: float
-    """Factor of the products of queries and keys."""
+    """Factor applied to products of queries and keys."""
     window: int | None = None
-    """Number of latest keys that a query sees, including its own token's; None for all."""
+    """Number of latest keys that a query sees, including its own token's. None for all."""
     sinks: Tensor | None = None
     """``[heads]`` fp32: scaled scores that join each head's softmax without a value. Only ``merge`` applies them, since
     each counts once per query.
@@ -50,7 +50,7 @@ class StepAttention(Protocol):
     """Attention of one step on one rank, prepared once and called for every layer."""
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
-        """Return attention of ``query [tokens, heads, D]``, rows in the order of the runs.
+        """Return attention of ``query [tokens, heads, D]``, with rows in the order of the runs.
 
         ``key_pages [page, kv_head, slot, D]`` and ``value_pages [page, kv_head, slot, V]`` are strided views of one
         layer. ``prepare`` determines the keys that a query sees; a window in ``params`` keeps only the latest of them.
@@ -71,11 +71,11 @@ class RowAttention(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphShape:
-    """Sizes of the decode steps of one captured graph."""
+    """Sizes of the decode steps that one captured graph supports."""
 
     num_requests: int
     most_pages: int
-    """Maximum number of pages of one request."""
+    """Maximum number of pages per request."""
     page_size: int
     num_heads: int
     num_kv_heads: int
@@ -85,37 +85,39 @@ class GraphShape:
 
 
 class GraphAttention(Protocol):
-    """Attention of one token per request with inputs at fixed addresses, so that a graph may capture ``attend``."""
+    """Attention of one token per request, with inputs at fixed addresses, so that a graph can capture it."""
 
     def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
-        """Set the inputs of the next replay; asynchronous on a GPU.
+        """Set the inputs of the next replay. Asynchronous on a GPU.
 
-        ``num_keys`` are the keys that each request's token sees, at least one, and ``tables`` each request's pages.
+        ``num_keys`` is the number of keys, at least one, that each request's token sees. ``tables`` holds each
+        request's
+        page numbers.
         """
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
-        """Return attention of ``query [requests, heads, D]``; see StepAttention."""
+        """Return attention of ``query [requests, heads, D]``. See StepAttention."""
 
 
 class AttentionBackend(Protocol):
-    """One implementation of attention; stateless, one per worker."""
+    """Attention implementation. Stateless, one per worker."""
 
     def prepare(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
     ) -> StepAttention:
-        """Lay out one step's work. ``page_tables[request]`` holds page numbers, int64, in order of position.
+        """Prepare one step. ``page_tables[request]`` holds int64 page numbers in order of position.
 
-        Without ``key_lens`` a query at position p sees the request's keys at positions 0..p, and the page table must
-        cover them. With it, every query of a request sees the first ``key_lens[request]`` keys in its pages, possibly
-        none, whatever their positions. A window then assumes positions 0, 1, ..., none of them later than a query.
+        Without ``key_lens``, a query at position p sees the request's keys at positions 0..p, and the page table must
+        cover them. With ``key_lens``, every query of a request sees the first ``key_lens[request]`` keys in its pages,
+        possibly none, regardless of position. A window then assumes positions 0, 1, ..., none later than a query.
         """
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
-        """Lay out one step's work over rows: a query sees its request's keys at no later position.
+        """Prepare one step over rows. A query sees its request's keys up to its own position.
 
         Query and key runs that overlap in position have equal steps unless one is a single token. With a window, this
         holds for all runs.
         """
 
     def prepare_graph(self, shape: GraphShape) -> GraphAttention | None:
-        """Return attention that a CUDA graph can capture; None if this backend has none."""
+        """Return attention that a CUDA graph can capture. None if this backend does not support capture."""

@@ -1,4 +1,4 @@
-"""Merge of attention partials: ring steps, cached prefix with new tokens, and split KV."""
+"""Merge of partial attention results from ring steps, cached prefixes and split KV."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from workers.device import has_kernels
 class Partial(NamedTuple):
     """Attention of some queries over some of their keys.
 
-    A query that saw no key has out 0 and lse -inf; merging such rows changes nothing and yields no NaN.
+    A query that saw no key has out 0 and lse -inf. Merging such rows changes nothing and yields no NaN.
     """
 
     out: Tensor
@@ -22,16 +22,16 @@ class Partial(NamedTuple):
 
 
 def empty_partial(query: Tensor, value_dim: int | None = None) -> Partial:
-    """Return the partial of queries ``[..., heads, dim]`` that saw no key. Values are as wide as keys by default."""
+    """Return the partial of queries ``[..., heads, dim]`` that saw no key. By default, values are as wide as keys."""
     shape = query.shape[:-1]
     out = query.new_zeros(*shape, query.shape[-1] if value_dim is None else value_dim)
     return Partial(out, query.new_full(shape, -torch.inf, dtype=torch.float32))
 
 
 def merge(partials: Sequence[Partial], sinks: Tensor | None = None) -> Partial:
-    """Join partials of the same queries over disjoint sets of keys, in any order; out keeps its dtype.
+    """Join partials of the same queries over disjoint sets of keys, in any order. ``out`` keeps its dtype.
 
-    lse = ln(sum(exp(lse_i))), out = sum(exp(lse_i - lse) * out_i). Sinks ``[heads]`` are one more lse with out 0.
+    lse = ln(sum(exp(lse_i))), out = sum(exp(lse_i - lse) * out_i). Sinks ``[heads]`` act as one more lse with out 0.
     """
     joined = _join(partials)
     if sinks is None:

@@ -1,4 +1,4 @@
-"""Attention on a CPU in bf16, by the library of attention.cpp, reading keys and values in place."""
+"""Attention on a CPU in bf16 with the compiled library of attention.cpp, which reads keys and values in place."""
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
@@ -14,15 +14,15 @@ from workers.native.compile import Compiler
 from workers.native.library import NUM_ITEM_FIELDS, Library
 
 _ONE_PAGE = 1 << 62
-"""Page size for keys stored in rows."""
+"""Page size that stands for keys stored in rows."""
 _FIRST_PAGE = torch.zeros(1, dtype=torch.int64)
 
 
 class NativeAttention:
-    """Attention without key copies or merges within a run; stateless, with as many threads as torch has."""
+    """Attention without copying keys or merging within a run. Stateless, with as many threads as torch has."""
 
     def __init__(self, compiler: Compiler | None = None) -> None:
-        """Compile the library if this machine has none yet. Raises CannotCompileError if that fails."""
+        """Compile the library if this machine does not have it yet. Raises CannotCompileError if that fails."""
         self._library = Library.load(compiler)
 
     def prepare(
@@ -39,7 +39,7 @@ class NativeAttention:
         return _NativeRows(self._library, row_pieces(query_runs, key_runs))
 
     def prepare_graph(self, shape: GraphShape) -> None:
-        """Return None: a CPU has no graphs."""
+        """Return None, since a CPU has no graphs."""
 
 
 class _NativeStep:
@@ -52,8 +52,8 @@ class _NativeStep:
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         _check(query, key_pages, value_pages, params, self._num_queries)
-        assert self._num_pages <= len(key_pages), f"page {self._num_pages - 1} of {len(key_pages)}"
-        assert self._page_size == key_pages.shape[2], f"pages of {self._page_size} and of {key_pages.shape[2]} tokens"
+        assert self._num_pages <= len(key_pages), f"page {self._num_pages - 1} is not in {len(key_pages)} pages"
+        assert self._page_size == key_pages.shape[2], f"page sizes {self._page_size} and {key_pages.shape[2]} differ"
         result = empty_partial(query)
         self._library.attend(
             self._items, self._tables, self._page_size, query, key_pages, value_pages, *result, scale=params.scale
@@ -62,7 +62,7 @@ class _NativeStep:
 
 
 class _NativeRows:
-    """Queries over rows, treated as one page. Pieces may share queries, so they run one by one."""
+    """Queries over rows, which are treated as one page. Pieces may share queries, so they run one at a time."""
 
     def __init__(self, library: Library, pieces: Sequence[Piece]) -> None:
         self._library = library
@@ -72,7 +72,7 @@ class _NativeRows:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
         _check(query, key, value, params, self._num_queries)
-        assert self._num_keys <= len(key), f"{len(key)} keys, {self._num_keys} in the runs"
+        assert self._num_keys <= len(key), f"got {len(key)} keys, the runs have {self._num_keys}"
         result = empty_partial(query)
         key, value = (x.transpose(0, 1)[None] for x in (key, value))
         for item in self._items:
@@ -81,7 +81,7 @@ class _NativeRows:
 
 
 def _items(pieces: Sequence[Piece], first_entries: Sequence[int]) -> Tensor:
-    """Return rows of Item in attention.cpp; ``first_entries`` are where the pieces' page numbers begin."""
+    """Return rows of Item in attention.cpp. ``first_entries`` are the indices of the pieces' first page numbers."""
     rows = (
         (piece.query.start, piece.num_queries, first_entry, piece.key.start, piece.num_keys, piece.ahead, piece.step)
         for piece, first_entry in zip(pieces, first_entries, strict=True)
@@ -91,6 +91,6 @@ def _items(pieces: Sequence[Piece], first_entries: Sequence[int]) -> Tensor:
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, num_queries: int) -> None:
-    assert num_queries <= len(query), f"{len(query)} queries, {num_queries} in the runs"
+    assert num_queries <= len(query), f"got {len(query)} queries, the runs have {num_queries}"
     assert key.shape == value.shape, f"keys {key.shape}, values {value.shape}"
     assert params.window is None, f"a window of {params.window} tokens"

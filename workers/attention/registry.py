@@ -1,4 +1,4 @@
-"""Attention backends by name, each imported at first use, so a machine needs only its own libraries."""
+"""Attention backends by name. Each is imported at first use, so a machine needs only the libraries that it uses."""
 
 import logging
 from collections.abc import Iterable, Set
@@ -40,7 +40,7 @@ class BackendChoice(NamedTuple):
 
 
 def load_backend(name: str) -> AttentionBackend:
-    """Return a backend by name. Raises UserError if its package is missing."""
+    """Import and return a backend. Raises UserError if its package is missing."""
     module, _, attribute = BACKENDS[name].target.partition(":")
     try:
         backend: AttentionBackend = getattr(import_module(module), attribute)()
@@ -64,7 +64,7 @@ def choose_backend(
 ) -> BackendChoice:
     """Return the backend that ``resources.attention`` names, or for ``auto`` the fastest one on this machine.
 
-    The native one is compiled if necessary. ``needs`` are the features that the model's layers require.
+    The native backend is compiled if necessary. ``needs`` are the features that the model's layers require.
 
     Raises:
         UserError: the backend does not support this device, dtype or model, or is not installed.
@@ -109,5 +109,5 @@ def _fastest(device: torch.device, dtype: torch.dtype, needs: Set[Feature]) -> B
         return BackendChoice("native", load_backend("native"), f"the CPU, in bf16, with {find_compiler().kind.name}")
     except CannotCompileError as error:
         level = logging.WARNING if error.mend else logging.INFO
-        _log.log(level, "attention in plain torch, at half the speed: %s%s", error, error.mend and f"; {error.mend}")
+        _log.log(level, "attention uses plain torch, at half the speed: %s%s", error, error.mend and f"; {error.mend}")
         return BackendChoice("torch", load_backend("torch"), f"the CPU, in bf16, without native: {error}")

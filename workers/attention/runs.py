@@ -1,4 +1,4 @@
-"""Runs of tokens, which determine causality, and pieces: the local keys that some queries see. No torch, no I/O."""
+"""Runs of tokens, which determine causality, and pieces of attention work derived from them. No torch, no I/O."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from cluster.spec.kv import pages_for
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens of one request at positions first, first + step, ...; positions include the cached prefix."""
+    """Tokens of one request at positions first, first + step, .... Positions include the cached prefix."""
 
     request: int
     first_position: int
@@ -27,7 +27,7 @@ RankRuns = tuple[Run, ...]
 
 
 def coalesce(runs: Iterable[Run]) -> RankRuns:
-    """Drop empty runs, give single tokens step 1, and join a run with the one it continues."""
+    """Drop empty runs, set the step of single tokens to 1, and join each run with the run that continues it."""
     joined: list[Run] = []
     for run in (Run(run.request, run.first_position, run.count, run.step if run.count > 1 else 1) for run in runs):
         if joined and _continues(run, joined[-1]):
@@ -51,7 +51,7 @@ def _continues(run: Run, last: Run) -> bool:
 
 
 class Piece(NamedTuple):
-    """Adjacent query rows, and a range of keys that they see in part; neither is empty.
+    """Adjacent query rows and a range of keys, of which each query sees a part. Neither is empty.
 
     Query i of the piece sees its keys ``behind + i * step`` to ``ahead + i * step``, as far as they exist.
     """
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
     ahead: int
     step: int
     behind: int | None = None
-    """First visible key of query 0; None if queries see all earlier keys of the range."""
+    """First visible key of query 0. None if queries see all earlier keys of the range."""
 
     @property
     def num_queries(self) -> int:
@@ -79,7 +79,7 @@ class Piece(NamedTuple):
 
 
 def paged_pieces(runs: Sequence[Run], key_lens: Sequence[int] | None, window: int | None = None) -> list[Piece]:
-    """Return one piece for each run that sees any key, keys being numbered by their index in a request's pages.
+    """Return one piece for each run that sees any key. Keys are numbered by their index in a request's pages.
 
     The arguments are those of ``AttentionBackend.prepare``.
     """
@@ -120,7 +120,7 @@ def row_pieces(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int |
 
 
 def cut(piece: Piece, most_keys: int) -> list[Piece]:
-    """Divide a piece into pieces of at most ``most_keys`` keys, each without the queries that see none of them."""
+    """Divide a piece into pieces of at most ``most_keys`` keys. Each omits the queries that see none of its keys."""
     blocks = []
     for begin in range(0, piece.num_keys, most_keys):
         first = max(-((piece.ahead - begin) // max(piece.step, 1)), 0)
@@ -151,7 +151,7 @@ def _of_pair(query: Run, queries: slice, key: Run, keys: slice, window: int | No
     step = key.step if query.count == 1 else query.step
     assert key.count == 1 or key.step == step, f"{query} overlaps {key}, whose step differs"
     distance = query.first_position - key.first_position
-    # Query i of the run sees keys 0..ahead + i, which may be none.
+    # Query i of the run sees keys 0 to ahead + i. There may be none.
     ahead = distance // step
     first = max(-ahead, 0)
     if first >= query.count:
@@ -163,7 +163,7 @@ def _of_pair(query: Run, queries: slice, key: Run, keys: slice, window: int | No
 
 
 def _from(piece: Piece, behind: int) -> list[Piece]:
-    """Limit query i to keys from ``behind + i * step`` on; drop queries without keys and keys without queries."""
+    """Limit query i to keys from ``behind + i * step`` on. Drop queries without keys and keys without queries."""
     num_queries = min(piece.num_queries, -(-(piece.num_keys - behind) // max(piece.step, 1)))
     if num_queries <= 0 or behind > piece.ahead:
         return []

@@ -1,4 +1,4 @@
-"""Attention in plain torch: the reference on any device, and the CPU's path without the native library.
+"""Attention in plain torch: the reference on any device, and the fallback for CPUs without the native library.
 
 T: queries, S: keys, H: kv heads, G: query heads per kv head, D and V: dims of a key and of a value.
 """
@@ -17,9 +17,9 @@ from workers.attention.merge import Partial, empty_partial, merge
 from workers.attention.runs import Piece, Run, cut, paged_pieces, pages_of, row_pieces
 
 MOST_KEYS = 1 << 12
-"""Keys copied out of a request's pages at once, few enough to stay in caches and in memory that malloc keeps."""
+"""Maximum keys copied out of a request's pages in one piece; few enough to stay in CPU caches."""
 MOST_SCORES = 1 << 24
-"""Scores that exist at once, 64 MiB, unless one query has more."""
+"""Maximum number of scores (64 MiB) that exist at the same time, unless one query has more."""
 
 
 def _has_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -29,7 +29,7 @@ def _has_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool = False, bias: Tensor | None = None
 ) -> Partial:
-    """Compute attention of ``query [batch, heads, T, D]`` over ``[batch, heads, S, D]`` by torch's kernel.
+    """Compute attention of ``query [batch, heads, T, D]`` over ``[batch, heads, S, D]`` with torch's kernel.
 
     If causal, query i sees keys 0..i. ``bias``, which broadcasts to ``[batch, heads, T, S]``, is added to scores.
     """
@@ -38,18 +38,18 @@ def _flash(
 
 
 class _PageRows:
-    """Pages ``tables [..., n]``, to be copied out of any layer."""
+    """Page tables ``[..., n]`` of pages to copy out of any layer."""
 
     def __init__(self, tables: Tensor) -> None:
         self._tables = tables
         self._rows: dict[tuple[int, int], Tensor] = {}
-        """Indices of the pages' heads by the page and head strides of a layer."""
+        """Row indices of the pages' heads, by the page and head strides of a layer."""
 
     def gather(self, pages: Tensor) -> Tensor:
-        """Copy them from ``pages [page, H, slot, dim]`` to ``[..., H, n * slots, dim]``."""
+        """Copy the pages from ``pages [page, H, slot, dim]`` to ``[..., H, n * slots, dim]``."""
         num_pages, num_heads, page_size, dim = pages.shape
         page_stride, head_stride, slot_stride, _ = pages.stride()
-        # One dimension replaces page and head, so that one call copies; its stride divides both.
+        # Page and head become one dimension, so that one call copies. Its stride divides both of their strides.
         stride = gcd(page_stride, head_stride)
         rows = self._rows.get((page_stride, head_stride))
         if rows is None:
@@ -62,7 +62,7 @@ class _PageRows:
 
 
 class _SingleTokens:
-    """R queries of different requests, as in decode: one call over keys padded to one length."""
+    """R single queries of different requests, as in decode, computed in one call over padded keys."""
 
     def __init__(
         self, pieces: Sequence[Piece], page_tables: Sequence[Tensor], page_size: int, num_queries: int
@@ -73,11 +73,11 @@ class _SingleTokens:
         self._pages = _PageRows(pad_sequence(tables, batch_first=True))
         rows = [piece.query.start for piece in pieces]
         self.queries = None if rows == list(range(num_queries)) else torch.tensor(rows)
-        """``[R]``: rows of the queries; None for all."""
+        """``[R]``: rows of the queries. None for all."""
         begins, lens = [begin for _, begin in held], [piece.num_keys for piece in pieces]
         self._slots = slice(min(begins), max(map(add, begins, lens)))
         self._bias: Tensor | None = None
-        """``[R, 1, 1, slots]`` fp32: -inf for slots that a query does not see, otherwise 0; None if all are seen."""
+        """``[R, 1, 1, slots]`` fp32: -inf for slots that a query does not see, otherwise 0. None if all are seen."""
         if len(set(begins)) > 1 or len(set(lens)) > 1:
             slots, starts = torch.arange(self._slots.start, self._slots.stop), torch.tensor(begins)[:, None]
             is_unseen = (slots < starts) | (slots >= starts + torch.tensor(lens)[:, None])
@@ -87,7 +87,7 @@ class _SingleTokens:
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, scale: float) -> Partial:
         key, value = (self._pages.gather(pages)[:, :, self._slots].float() for pages in (key_pages, value_pages))
         if self._bias is not None:
-            # Other requests' memory may hold NaN, which no bias hides.
+            # Memory of other requests may hold NaN, which no bias can hide.
             request, slot = self._unseen
             key[request, :, slot] = value[request, :, slot] = 0.0
         rows = query if self.queries is None else query[self.queries]
@@ -97,7 +97,7 @@ class _SingleTokens:
 
 
 def _batches(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Group pieces of similar length, with at most ``MOST_KEYS`` keys per group including padding."""
+    """Group pieces of similar length. Each group has at most ``MOST_KEYS`` keys, including padding."""
     result: list[list[Piece]] = []
     longest = 0
     for piece in sorted(pieces, key=lambda piece: -piece.num_keys):
@@ -111,7 +111,7 @@ def _batches(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 
 class TorchAttention:
-    """Exact attention in fp32, except for prompts in another dtype that torch's own kernel supports."""
+    """Exact attention in fp32, except for prompts in other dtypes that torch's own kernel supports."""
 
     def prepare(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
@@ -122,11 +122,11 @@ class TorchAttention:
         return _Rows(query_runs, key_runs)
 
     def prepare_graph(self, shape: GraphShape) -> None:
-        """Return None: shapes depend on the requests' lengths."""
+        """Return None, since shapes depend on request lengths."""
 
 
 class _PagedStep:
-    """Queries over pages: single tokens in batches, other queries request by request."""
+    """Queries over pages: single tokens run in batches, other queries request by request."""
 
     def __init__(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None
@@ -153,7 +153,7 @@ class _PagedStep:
 
 
 class _Rows:
-    """Queries over rows; several pieces may have the same queries."""
+    """Queries over rows. Several pieces may have the same queries."""
 
     def __init__(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> None:
         self._pieces = cache(partial(row_pieces, query_runs, key_runs))
@@ -191,7 +191,7 @@ def _attend_pieces(
     value_dim: int,
     scale: float,
 ) -> Partial:
-    """Join the pieces' partials in fp32; pieces with the same queries are adjacent."""
+    """Join the pieces' partials in fp32. Pieces with the same queries are adjacent."""
     result = empty_partial(query.float(), value_dim)
     num_done = 0
     for piece in pieces:
@@ -220,7 +220,7 @@ def _attend_piece(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale
 
 
 def _attend_queries(query: Tensor, key: Tensor, value: Tensor, piece: Piece, first: int) -> Partial:
-    """Compute attention of fp32 queries, already scaled, that begin with the piece's query number ``first``."""
+    """Compute attention of scaled fp32 queries. ``first`` is the number of the first query within the piece."""
     last = first + len(query) - 1
     begin = 0 if piece.behind is None else max(piece.behind + first * piece.step, 0)
     keys = slice(begin, min(piece.ahead + last * piece.step + 1, piece.num_keys))
@@ -241,7 +241,7 @@ def _attend_queries(query: Tensor, key: Tensor, value: Tensor, piece: Piece, fir
 
 
 def _by_flash(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: float) -> Partial:
-    """Compute attention by torch's kernel, which supports only triangles and rectangles of visible pairs.
+    """Compute attention with torch's kernel, which supports only triangles and rectangles of visible pairs.
 
     From ``ahead`` on, keys fall into ``step`` classes by index modulo step. Query i sees the first i + 1 keys of the
     first class and the first i of any other.

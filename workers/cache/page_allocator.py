@@ -1,11 +1,11 @@
-"""Page allocation in a replica: ids only, no memory.
+"""Page allocation in a replica. Ids only, no memory.
 
-If every CP rank holds all KV, there is one owner, and all ranks use the same ids. If pages are divided over n ranks,
-page g belongs to owner g % n, which numbers it g // n in its own pool. Page j of a request belongs to owner (base + j)
-% n, so each demand names the owner of its first page.
+If every CP rank holds all KV, there is one owner, and all ranks use the same ids. If pages are divided among n ranks,
+page g belongs to owner g % n, which stores it as page g // n of its own pool. Page j of a request belongs to owner
+(base + j) % n, so each demand names the owner of its first page.
 
-Pages of all lifetimes come from the same memory. Pages of lifetimes after the first are cached under keys of their own
-and do not depend on other pages.
+Pages of all lifetimes share the same memory. Pages of lifetimes after the first are cached under separate keys and do
+not depend on other pages.
 """
 
 from collections import Counter, deque
@@ -26,8 +26,8 @@ def _is_nowhere(_key: bytes) -> bool:
 class PageAllocator:
     """Allocator of page ids 0 to num_pages - 1.
 
-    A page is free, held, or cached. Cached pages are read-only, and are evicted when needed if nothing holds them.
-    Owners are given modulo their number.
+    A page is free, held, or cached. Cached pages are read-only and are evicted on demand if nothing holds them.
+    Owner arguments are taken modulo the number of owners.
     """
 
     def __init__(
@@ -37,23 +37,23 @@ class PageAllocator:
         num_owners: int = 1,
         lifetimes: Lifetimes = ONE_LIFETIME,
     ) -> None:
-        """Build an allocator. Without a tree, nothing is cached."""
+        """Create an allocator. Without a tree, nothing is cached."""
         assert tree is None or tree.num_owners == num_owners, "tree and allocator divide pages differently"
         self.num_pages = pages_per_owner * num_owners
         self.lifetimes = lifetimes
         self._num_owners = num_owners
         self._free = [deque(range(owner, self.num_pages, num_owners)) for owner in range(num_owners)]
         self._held = Counter[int]()
-        """Number of holders of each page that is not cached; more than one if choices share a prompt."""
+        """Number of holders of each uncached page. More than one if several choices share a prompt."""
         self._tree = tree
         self.num_evicted = 0
-        """Number of cached pages evicted for others."""
+        """Number of cached pages evicted to make room."""
         self.num_gains = 0
-        """Number of pages released or shared so far. While it does not change, a failed allocation would fail again."""
+        """Number of pages released or shared so far. Until it changes, a failed allocation would fail again."""
 
     @property
     def num_free(self) -> int:
-        """Return how many consecutive pages can be allocated, limited by the owner with the fewest pages."""
+        """Return how many consecutive pages can be allocated. The owner with the fewest pages sets the limit."""
         return self._num_owners * min(self._free_by_owner())
 
     @property
@@ -68,13 +68,14 @@ class PageAllocator:
         return self._tree is not None and page in self._tree
 
     def is_held(self, page: int) -> bool:
-        """Return whether exactly one sequence holds this page, and so may write to it."""
+        """Return whether exactly one sequence holds this page and can therefore write to it."""
         return self._held[page] == 1
 
     def find(self, keys: Sequence[bytes], is_below: Callable[[bytes], bool] = _is_nowhere) -> PageLists:
-        """Return the cached pages of the longest prefix that can be continued. Only ``allocate`` protects them.
+        """Return the cached pages of the longest prefix from which a request can continue. Only ``allocate`` protects
+        them.
 
-        ``is_below`` returns whether a lower tier has a page. The result has ``NO_PAGE`` for pages that only it has.
+        ``is_below`` returns whether a lower tier has a page. Pages found only there are ``NO_PAGE`` in the result.
         """
         num_pages = self.count_cached(keys, is_below)
         if self._tree is None or not num_pages:
@@ -110,14 +111,15 @@ class PageAllocator:
         return self._covers([free - num_idle[owner] for owner, free in enumerate(self._free_by_owner())], demands)
 
     def allocate(self, demands: Sequence[Demand], shared: Sequence[int] = ()) -> PageLists:
-        """Hold the shared pages, and return new pages for each demand after a successful ``can_allocate``."""
+        """Hold the shared pages and return new pages for each demand. Requires a successful ``can_allocate``."""
         assert self.can_allocate(demands, shared), f"{demands} requested, {self.num_free} of {self.num_pages} free"
         self._held.update(page for page in shared if not self.is_cached(page))
         if self._tree:
             self._tree.claim([page for page in shared if page in self._tree])
             needed = self._total_by_owner(demands)
             missing = [max(0, number - len(free)) for number, free in zip(needed, self._free, strict=True)]
-            # Leaves are evicted first. In reverse, neighbours in a prefix are neighbours again, and sent as one span.
+            # Leaves are evicted first. Reversing the list makes neighbours in a prefix adjacent, so they are sent as
+            # one span.
             evicted = self._tree.evict(missing)
             self.num_evicted += len(evicted)
             for page in reversed(evicted):
@@ -130,10 +132,10 @@ class PageAllocator:
         return lists
 
     def share(self, pages: Sequence[Sequence[int]], keys: Sequence[bytes], num_shared: int = 0) -> int:
-        """Cache the leading complete pages of a running sequence, and return how many of its pages are now cached.
+        """Cache the leading complete pages of a running sequence. Return how many of its pages are now cached.
 
-        Stop before the first page that the cache has a copy of, because a holder of a page holds all pages above it.
-        ``num_shared`` is the last call's result.
+        Stops before the first page that has another copy in the cache, because a holder of a page must hold all its
+        ancestors. ``num_shared`` is the last call's result.
         """
         self.num_gains += 1
         if self._tree is None:
@@ -150,7 +152,7 @@ class PageAllocator:
         self.num_gains += len(pages)
         own = [page for page in pages if not self.is_cached(page)]
         for page in own:
-            assert self._held[page] > 0, f"page {page} freed but not held"
+            assert self._held[page] > 0, f"page {page} is freed but not held"
             self._held[page] -= 1
             if not self._held[page]:
                 del self._held[page]
@@ -159,7 +161,7 @@ class PageAllocator:
             self._tree.release([page for page in pages if page in self._tree])
 
     def keep(self, pages: Sequence[Sequence[int]], keys: Sequence[bytes]) -> None:
-        """Free pages after caching the leading ones that have keys, which must be complete."""
+        """Cache the leading pages that have keys, which must be complete, and free all pages."""
         if self._tree is None or not keys:
             self.free(live_pages(pages))
             return
@@ -174,7 +176,7 @@ class PageAllocator:
         self._tree.release(path)
 
     def cached_keys(self) -> list[bytes]:
-        """Return the keys of the first lifetime's cached pages, each after the pages above it."""
+        """Return the keys of the first lifetime's cached pages, ancestors first."""
         keys = self._tree.keys() if self._tree else []
         return [key for key in keys if not lifetime_of(key)]
 
@@ -193,7 +195,7 @@ class PageAllocator:
                 self._put_back(page)
 
     def check_integrity(self, held: Sequence[int]) -> None:
-        """Assert that the held pages are exactly these, each given once per holder."""
+        """Assert that exactly these pages are held. A page with several holders is listed once per holder."""
         holders = Counter(held)
         if self._tree:
             self._tree.check_integrity({page: holders[page] for page in holders if page in self._tree})
@@ -209,7 +211,7 @@ class PageAllocator:
     def _share_others(
         self, tree: PrefixTree, pages: Sequence[Sequence[int]], keys: Sequence[bytes], first: int = 0
     ) -> None:
-        """Cache the pages of the lifetimes after the first, except pages that the cache has a copy of."""
+        """Cache the pages of later lifetimes, except pages that have another copy in the cache."""
         index = first_place(keys[0]) if keys else 0
         for lifetime, ids in list(enumerate(pages))[1:]:
             for at in range(first, len(keys)):
@@ -218,15 +220,15 @@ class PageAllocator:
                     self._forget_held([ids[at]])
 
     def _num_insertable(self, pages: Sequence[int], num_shared: int = 0) -> int:
-        """Return how many leading pages are cached or held by the caller only.
+        """Return how many leading pages are cached or held only by the caller.
 
-        Another holder of a page may not hold the pages above it in the tree.
+        Another holder of a page may not hold the page's ancestors in the tree.
         """
         numbers = range(num_shared, len(pages))
         return next((number for number in numbers if self._held[pages[number]] > 1), len(pages))
 
     def _forget_held(self, pages: Sequence[int]) -> None:
-        """Let the tree count the holders of these pages."""
+        """Move the holder counts of these pages to the tree."""
         for page in pages:
             self._held.pop(page, None)
 
@@ -235,7 +237,7 @@ class PageAllocator:
         return [len(free) + (tree.num_idle(owner) if tree else 0) for owner, free in enumerate(self._free)]
 
     def _by_owner(self, count: int, first_owner: int) -> list[int]:
-        """Return the number of pages from each owner in a run of consecutive pages."""
+        """Return the number of pages per owner in a run of consecutive pages."""
         each, rest = divmod(count, self._num_owners)
         return [each + ((owner - first_owner) % self._num_owners < rest) for owner in range(self._num_owners)]
 

@@ -1,4 +1,4 @@
-"""Page lists of a request by lifetime, and the pages that later tokens can see. Pure."""
+"""Page lists of a request by lifetime, and the pages that later tokens can see. No I/O."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Lifetimes:
         return len(self.each)
 
     def first_pages(self, num_tokens: int) -> list[int]:
-        """Return, by lifetime, the first page that a token after the first ``num_tokens`` can see."""
+        """Return, for each lifetime, the first page that a token after the first ``num_tokens`` can see."""
         return [lifetime.first_page(num_tokens, self.page_size) for lifetime in self.each]
 
     def visible(self, pages: Sequence[Sequence[int]], num_tokens: int) -> PageLists:
@@ -53,7 +53,7 @@ class Lifetimes:
         return [[NO_PAGE] * min(first, len(ids)) + list(ids[first:]) for ids, first in zip(pages, firsts, strict=True)]
 
     def gaps(self, pages: Sequence[Sequence[int]], num_pages: int) -> list[Gap]:
-        """Return the missing pages of a request of ``num_pages`` that continues after these full pages."""
+        """Return the pages missing from these full pages for a request with ``num_pages`` pages."""
         firsts = self.first_pages(len(pages[0]) * self.page_size)
         return [
             Gap(lifetime, *run)
@@ -77,8 +77,8 @@ class Lifetimes:
         """Return the number of leading full pages after which a sequence can continue.
 
         Args:
-            num_known: number of leading pages that exist.
-            has: returns whether another page exists.
+            num_known: number of leading pages that are known to exist.
+            has: returns whether a page after them exists.
         """
         num_pages = next((at for at in range(num_known, len(keys)) if not has(keys[at])), len(keys))
         lifetime = 1
@@ -86,12 +86,12 @@ class Lifetimes:
             first = self.first_pages(num_pages * self.page_size)[lifetime]
             lacking = (at for at in reversed(range(first, num_pages)) if not has(lifetime_key(keys[at], lifetime)))
             last = next(lacking, None)
-            # All prefixes that end after the missing page need it.
+            # Every prefix that ends after the missing page needs it.
             num_pages, lifetime = (num_pages, lifetime + 1) if last is None else (last, 1)
         return num_pages
 
     def can_continue(self, pages: Sequence[Sequence[int]]) -> bool:
-        """Return whether no page that the token after these full pages can see is missing."""
+        """Return whether the token after these full pages can see all pages that it needs."""
         firsts = self.first_pages(len(pages[0]) * self.page_size)
         return all(NO_PAGE not in ids[first:] for ids, first in zip(pages, firsts, strict=True))
 
@@ -108,4 +108,4 @@ def _missing_runs(ids: Sequence[int], first: int, end: int) -> Iterator[tuple[in
 
 
 ONE_LIFETIME = Lifetimes(1, (Lifetime(None),))
-"""Lifetimes of a model whose tokens see all earlier tokens, whatever the page size."""
+"""Lifetimes of a model whose tokens see all earlier tokens. They apply to any page size."""

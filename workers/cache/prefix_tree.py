@@ -1,9 +1,9 @@
-"""Prefix tree of cached pages and their eviction order: ids only, no memory.
+"""Prefix tree of cached pages and their eviction order. Ids only, no memory.
 
-A node is a full page under its chained key (``cluster.spec.kv``). A holder of a page holds every page above it and
-releases the deepest first. In each owner's idle list, least recently used first, a page therefore precedes the pages
-above it, and all pages below an idle page are idle too. Pages of lifetimes after the first have no pages above or below
-them.
+A node is a full page under its chained key (``cluster.spec.kv``). A holder of a page holds all its ancestors and
+releases the deepest pages first. In each owner's idle list, ordered by last use, a page therefore precedes its
+ancestors, and all descendants of an idle page are idle too. Pages of lifetimes after the first have neither ancestors
+nor descendants.
 """
 
 from bisect import bisect_left
@@ -38,9 +38,9 @@ class _Node:
     page: int
     parent: "_Node | None"
     index: int
-    """Index that determines the page's owner where pages are divided (``cluster.spec.kv``)."""
+    """Index that determines the page's owner if pages are divided (``cluster.spec.kv``)."""
     depth: int
-    """Number of pages above it."""
+    """Number of ancestors."""
     num_holders: int = 1
     children: "set[_Node]" = field(default_factory=set)
 
@@ -56,10 +56,10 @@ class PrefixTree:
         self._by_key: dict[bytes, _Node] = {}
         self._by_page: dict[int, _Node] = {}
         self._idle: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_owners)]
-        """Each owner's idle pages with the number of their release, oldest first."""
+        """Idle pages of each owner with their release numbers, oldest first."""
         self._turns = count()
         self.version = 0
-        """Number that changes when the next pages to evict may change."""
+        """Number that changes when the next pages to evict may have changed."""
         self.journals: list[PageJournal] = []
 
     @property
@@ -76,7 +76,7 @@ class PrefixTree:
         return page in self._idle[page % self.num_owners]
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the pages of the longest cached prefix. Only claimed pages are safe from eviction."""
+        """Return the pages of the longest cached prefix. Only claimed pages are protected from eviction."""
         pages = []
         for key in keys:
             node = self._by_key.get(key)
@@ -86,7 +86,7 @@ class PrefixTree:
         return pages
 
     def count(self, keys: Sequence[bytes]) -> int:
-        """Return how many pages ``find`` would return, by bisection: the pages above a cached page are cached."""
+        """Return how many pages ``find`` would return, by bisection: the ancestors of a cached page are cached."""
         return bisect_left(keys, True, key=lambda key: key not in self._by_key)
 
     def page_of(self, key: bytes) -> int | None:
@@ -105,7 +105,7 @@ class PrefixTree:
         return self._by_key[key].depth
 
     def path(self, key: bytes) -> list[bytes]:
-        """Return the keys from the first page to this one; empty if it is not cached."""
+        """Return the keys from the first page to this page. Empty if this page is not cached."""
         path: list[bytes] = []
         node = self._by_key.get(key)
         while node is not None:
@@ -136,10 +136,10 @@ class PrefixTree:
                 self._idle[page % self.num_owners][page] = next(self._turns)
 
     def insert(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> list[int]:
-        """Insert a computed prefix; return its cached pages from ``first`` on, which the caller now holds.
+        """Insert a computed prefix. Return its cached pages from ``first`` on, which the caller now holds.
 
-        If the tree has another page with the same tokens, claim it; the caller's page then stays out of the tree. The
-        pages before ``first`` are in the tree already.
+        If the tree has another page with the same tokens, claim that page instead of inserting the caller's. The pages
+        before ``first`` must already be in the tree.
         """
         path: list[int] = []
         parent = self._by_key[keys[first - 1]] if first else None
@@ -155,14 +155,14 @@ class PrefixTree:
         return path
 
     def insert_alone(self, key: bytes, page: int, index: int, depth: int) -> bool:
-        """Insert a page without a parent that the caller holds; return False if the tree has its key."""
+        """Insert a page that the caller holds without a parent. Return False if the tree already has its key."""
         if key in self._by_key:
             return False
         self._add(_Node(key, page, None, index, depth))
         return True
 
     def num_own(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> int:
-        """Return how many leading pages the tree has or could insert. It has those before ``first``."""
+        """Return how many leading pages the tree has or could insert. It has the pages before ``first``."""
         num_pages = min(len(keys), len(pages))
         for number in range(first, num_pages):
             node = self._by_key.get(keys[number])
@@ -171,15 +171,15 @@ class PrefixTree:
         return num_pages
 
     def evict(self, counts: Sequence[int]) -> list[int]:
-        """Evict at least this many idle pages per owner, and return them.
+        """Evict at least this many idle pages per owner and return them.
 
-        Each eviction removes the owner's least recently used page and all pages below it.
+        Each eviction removes the owner's least recently used page and all its descendants.
         """
         pages: list[int] = []
         num_taken = [0] * self.num_owners
         for owner, num_pages in enumerate(counts):
             missing = num_pages - num_taken[owner]
-            assert missing <= len(self._idle[owner]), f"{missing} pages of owner {owner} to evict"
+            assert missing <= len(self._idle[owner]), f"owner {owner} needs {missing} more idle pages to evict"
             while num_taken[owner] < num_pages:
                 oldest = self._by_page[next(iter(self._idle[owner]))]
                 for node in reversed(_subtree(oldest)):
@@ -189,19 +189,21 @@ class PrefixTree:
         return pages
 
     def check_integrity(self, holders: Mapping[int, int]) -> None:
-        """Assert that every page has the given number of holders, and no more than the page above it."""
+        """Assert that every page has the given number of holders, and no more than its parent."""
         turns = {page: turn for idle in self._idle for page, turn in idle.items()}
         assert self._by_page.keys() == {node.page for node in self._by_key.values()}
         for page, node in self._by_page.items():
-            assert node.num_holders == holders.get(page, 0), f"page {page}: {node.num_holders} holders are counted"
+            assert node.num_holders == holders.get(page, 0), f"page {page} counts {node.num_holders} holders"
             assert (node.num_holders == 0) == self.is_idle(page), f"page {page} is idle and held, or neither"
             parent = node.parent
             if parent is not None:
-                assert self._by_page.get(parent.page) is parent, f"page {page} hangs below a page that is gone"
-                assert parent.num_holders >= node.num_holders, f"page {page} is held without page {parent.page}"
-                assert parent.page not in turns or turns[page] < turns[parent.page], f"{page} outlives {parent.page}"
+                assert self._by_page.get(parent.page) is parent, f"the parent of page {page} is not in the tree"
+                assert parent.num_holders >= node.num_holders, f"page {page} is held without its parent {parent.page}"
+                assert parent.page not in turns or turns[page] < turns[parent.page], (
+                    f"{page} was released after its parent"
+                )
         for owner, idle in enumerate(self._idle):
-            assert list(idle.values()) == sorted(idle.values()), f"idle pages of owner {owner} are out of order"
+            assert list(idle.values()) == sorted(idle.values()), f"the idle pages of owner {owner} are out of order"
         children = Counter(node.parent.page for node in self._by_key.values() if node.parent is not None)
         assert all(len(node.children) == children[page] for page, node in self._by_page.items()), "children miscounted"
 
@@ -215,7 +217,7 @@ class PrefixTree:
         return node
 
     def _forget(self, node: _Node) -> None:
-        assert not node.children, f"page {node.page} is evicted before the pages below it"
+        assert not node.children, f"page {node.page} would be evicted before its descendants"
         self.version += 1
         del self._idle[node.page % self.num_owners][node.page]
         del self._by_page[node.page]

@@ -1,8 +1,9 @@
-"""Estimated duration of a step under a plan, and chunk sizes of equal duration. No torch, no I/O.
+"""Estimates of step times under a shard plan, and chunk sizes of equal duration. No torch, no I/O.
 
 An estimate is a fixed part plus, for each layer, the slowest rank's linear and attention work, the rows it stores and
 merges, the sums over its TP group, and the part of the CP exchange that no work hides. Ranks synchronize in every
-layer, so the slowest one sets the pace. In the last layer nearly all tokens need only K and V, and nothing hides.
+layer, so the slowest one sets the pace. In the last layer, nearly all tokens need only K and V, and nothing hides the
+exchange.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,9 +17,9 @@ from workers.attention.runs import RankRuns, Run
 from workers.context_parallel.shard_plan import ShardPlan
 
 ALL_REDUCES = 2
-"""All-reduces of a layer: after attention and after the MLP."""
+"""All-reduces per layer: after attention and after the MLP."""
 TILE = 256
-"""Queries and keys per kernel tile."""
+"""Number of queries and of keys per kernel tile."""
 _FIXED_COSTS = 20
 """Minimum duration of a step without pipeline stages, as a multiple of its fixed cost."""
 
@@ -29,52 +30,52 @@ class ModelShape:
 
     num_layers: int
     linear_flops: int
-    """FLOPs of one token in one layer, without attention."""
+    """FLOPs per token in one layer, without attention."""
     kv_flops: int
     """Part of ``linear_flops`` that computes K and V. In the last layer, most tokens need no more."""
     attention_flops: int
-    """FLOPs of one (query, key) pair in one layer, over all heads."""
+    """FLOPs per (query, key) pair in one layer, over all heads."""
     kv_row_bytes: int
-    """Bytes of K and V of one token in one layer."""
+    """Bytes of K and V per token in one layer."""
     q_row_bytes: int
-    """Bytes of the queries of one token in one layer."""
+    """Bytes of queries per token in one layer."""
 
     @property
     def partial_row_bytes(self) -> int:
-        """Bytes of one token's fp32 partial in one layer: 4 per head dimension, as many as a pair has FLOPs."""
+        """Bytes of the fp32 partial per token in one layer: 4 per head dimension, as many as a pair has FLOPs."""
         return self.attention_flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Speed of one rank. The defaults replace what could not be measured: one CPU core, ranks on one host."""
+    """Speed of one rank. The defaults replace rates that could not be measured; they suit ranks on one host."""
 
     step_s: float = 4e-3
     """Time of a nearly empty step, over all layers."""
     linear_flops_per_s: float = 1e11
     attention_flops_per_s: float = 5e10
     run_s: float = 8e-5
-    """Fixed time of one attention call. Over pages, a run of step n takes n calls."""
+    """Fixed time per attention call. Over pages, a run of step n takes n calls."""
     row_s: float = 5e-7
     """Time to store or read the KV of one token in one layer."""
     merge_row_s: float = 5e-7
     """Time to merge one partial of one token in one layer."""
     exchange_s: float = 3e-4
-    """Fixed time of one collective."""
+    """Fixed time per collective."""
     exchange_bytes_per_s: float = 1e9
     """Bytes that one rank receives per second."""
     all_reduce_s: float = 0.0
-    """Fixed time to sum hidden states over TP ranks; 0 if there is only one."""
+    """Fixed time to sum hidden states over TP ranks. 0 with one TP rank."""
     all_reduce_row_s: float = 0.0
-    """Additional time of that sum per token; 0 if there is only one TP rank."""
+    """Additional time per token for that sum. 0 with one TP rank."""
     hidden_share: float = 0.0
-    """Share of a collective's time that overlaps with computation; 0 if the ranks copy the data themselves."""
+    """Share of a collective's time that overlaps with computation. 0 if the ranks copy the data themselves."""
 
 
 def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: Passing | None = None) -> float:
     """Return the expected time of a replica's step, from its plan to the last rank's result.
 
-    ``passing`` says whether keys or queries travel if KV is divided over the ranks; None if each rank has all KV.
+    ``passing`` says whether keys or queries travel if KV is divided among the ranks. None if each rank has all KV.
     """
     exchanged = list(_exchanges(plan, shape, passing))
     works = [_work(plan, runs, rates, passing) for runs in plan.runs[: 1 if plan.replicated else plan.cp]]
@@ -90,14 +91,14 @@ def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: P
 
 
 def attended_pairs(run: Run) -> int:
-    """Count (query, key) pairs of a run: the query at position p sees the keys at 0..p."""
+    """Return the number of (query, key) pairs of a run, in which the query at position p sees the keys at 0..p."""
     return run.count * (run.first_position + 1) + run.step * (run.count * (run.count - 1) // 2)
 
 
 def computed_pairs(run: Run) -> int:
-    """Count ``attended_pairs`` plus the pairs that kernels compute needlessly in partly visible tiles.
+    """Return ``attended_pairs`` plus the pairs that kernels compute needlessly in partly visible tiles.
 
-    A run of step n meets n triangles, one for each class of keys by position modulo n.
+    A run of step n has n triangles, one for each class of keys by position modulo n.
     """
     return attended_pairs(run) + run.step * (run.count * (min(run.count, TILE) - 1) // 2)
 
@@ -106,11 +107,11 @@ class _Work(NamedTuple):
     tokens: int
     pairs: float
     calls: int
-    """Attention calls, run one after another."""
+    """Number of attention calls, which run one after another."""
     partials: int
-    """Number of partials per token; a single one is not merged."""
+    """Number of partials per token. A single partial is not merged."""
     rows: float
-    """Number of KV rows stored, or read to be sent."""
+    """Number of KV rows that are stored, or read in order to be sent."""
 
 
 def _rank_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
@@ -126,7 +127,7 @@ def _rank_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
 
 
 def _kv_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
-    """Return the time of the last layer, where almost no token has a query."""
+    """Return the last layer's time. Almost no token has a query there."""
     kv_s = work.tokens * shape.kv_flops / rates.linear_flops_per_s
     return kv_s + work.rows * rates.row_s + ALL_REDUCES * rates.all_reduce_s
 
@@ -145,7 +146,7 @@ def _work(plan: ShardPlan, runs: RankRuns, rates: Rates, passing: Passing | None
     own_prefix_pairs = sum(run.count * plan.prefix_lens[run.request] for run in runs)
     prefix_pairs = sum(new * old for new, old in zip(plan.extend_lens, plan.prefix_lens, strict=True))
     num_new = 1 if plan.replicated else plan.cp
-    # Every rank attends the queries of all ranks over its prefix, one call per request.
+    # Every rank computes attention of all ranks' queries over its part of the prefix, one call per request.
     calls = num_runs * num_new + len(plan.extend_lens) * has_prefix
     partials = num_new + plan.cp * has_prefix
     return _Work(tokens, pairs - own_prefix_pairs + prefix_pairs / plan.cp, calls, partials, stored)
@@ -167,13 +168,13 @@ def _exchanges(plan: ShardPlan, shape: ModelShape, passing: Passing | None) -> I
 
 
 def _exposed_s(num_bytes: float, hideable_s: float, rates: Rates) -> float:
-    """Return the part of a collective's time that ``hideable_s`` of other work does not hide."""
+    """Return the part of a collective's time that other work of ``hideable_s`` seconds does not hide."""
     exchange_s = rates.exchange_s + num_bytes / rates.exchange_bytes_per_s
     return exchange_s - min(exchange_s * rates.hidden_share, hideable_s)
 
 
 ChunkLen = Callable[[int], int]
-"""Function from a prefix length to the number of tokens after it that take a whole step's time; at least 1."""
+"""Function from a prefix length to the number of tokens, at least 1, that fill a step after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +209,12 @@ def slowest(measured: Iterable[tuple[ModelShape, Rates]], cp: int, num_tokens: i
 
 
 def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int, pp: int = 1) -> ChunkLen:
-    """Return chunk sizes that take as long as ``chunk_tokens`` of a new prompt, with work evenly divided over ranks.
+    """Return chunk sizes that take as long as ``chunk_tokens`` of a new prompt, with work divided evenly among ranks.
 
-    Attention makes a token after a long prefix many times as expensive as one of a new prompt. Even chunks make shares
-    of a step shares of its time, and no new request waits long for the current step. n tokens after p take
+    Attention makes a token after a long prefix many times as expensive as a token of a new prompt. With chunks of
+    equal duration, no new request waits long for the current step. n tokens after p tokens take
     n * token_s + (n * p + n * n / 2) * pair_s, which is solved for n. Pipeline stages wait for each other's steps, so
-    there ``chunk_tokens`` is a maximum, however short such steps are.
+    with them ``chunk_tokens`` is a maximum, however short such steps are.
     """
     costs = _Costs.of(shape, rates, cp)
     least_s = _FIXED_COSTS * costs.fixed_s if pp == 1 else 0.0

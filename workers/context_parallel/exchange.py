@@ -1,4 +1,4 @@
-"""Exchange of rows between CP ranks: gathers, the ring, partials on the way home, and hidden states at a step's end."""
+"""Exchange of rows between CP ranks: gathers, the ring, returning partials, and joining hidden states after a step."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,13 +18,13 @@ class Gathered:
         self._rows, self._plan, self._pending = rows, plan, pending
 
     def wait(self) -> Tensor:
-        """Wait and return all rows, ``[gathered rows, ...]``. Padding is arbitrary, even NaN, and must not be read."""
+        """Wait for all rows and return them, ``[gathered rows, ...]``. Padding may contain anything, even NaN."""
         if self._pending is not None:
             self._pending.wait()
         return self._rows
 
     def of_rank(self, cp_rank: int) -> Tensor:
-        """Return the rows of one rank in its local order; call ``wait`` first."""
+        """Return one rank's rows in its local order. Call ``wait`` first."""
         if self._plan.replicated:
             return self._rows
         begin = cp_rank * self._plan.padded_len
@@ -32,9 +32,10 @@ class Gathered:
 
 
 class RowGather:
-    """Gather of one kind of rows over a CP group, one collective at a time; owned by a worker, reused for every layer.
+    """Gather of one kind of row over a CP group, one collective at a time. Owned by a worker and reused for every
+    layer.
 
-    The buffer grows to the largest step seen and stays allocated.
+    The buffer grows to the largest step so far and stays allocated.
     """
 
     def __init__(self, group: Communicator) -> None:
@@ -42,13 +43,13 @@ class RowGather:
         self._rows: Tensor | None = None
 
     def start(self, plan: ShardPlan, *parts: Tensor) -> Gathered:
-        """Send this rank's rows, ``parts [tokens, heads, dim]`` side by side: ``[tokens, heads, sum of dims]``.
+        """Send this rank's rows, the concatenation of ``parts [tokens, heads, dim]``: ``[tokens, heads, sum of dims]``.
 
         The result is valid until the next call.
         """
         if plan.replicated:
             return Gathered(torch.cat(parts, dim=-1), plan, None)
-        assert plan.cp == self.group.size, f"a plan for {plan.cp} ranks in a group of {self.group.size}"
+        assert plan.cp == self.group.size, f"the plan is for {plan.cp} ranks, the group has {self.group.size}"
         row_shape = (parts[0].shape[1], sum(part.shape[-1] for part in parts))
         self._rows = _at_least(self._rows, plan.cp * plan.padded_len, row_shape, parts[0])
         rows = self._rows[: plan.cp * plan.padded_len]
@@ -58,10 +59,10 @@ class RowGather:
 
 
 class Ring:
-    """Ring with one round per layer: fill ``own``, ``start``, work on the own block, then on each of ``others``.
+    """Ring with one round per layer: fill ``own``, ``start``, process the own block, then each of ``others``.
 
-    Owned by a worker. While a block is being worked on, it is sent to the next rank, and the following block arrives.
-    Two buffers grow to the largest block seen and stay allocated.
+    Owned by a worker. While a block is being processed, it is sent to the next rank, and the following block arrives.
+    The two buffers grow to the largest block so far and stay allocated.
     """
 
     def __init__(self, group: Communicator) -> None:
@@ -84,11 +85,11 @@ class Ring:
         return self._held[:num_rows]
 
     def start(self) -> None:
-        """Send this rank's block. Do not write to it before the first of ``others`` is returned."""
+        """Send this rank's block. Do not write to it before ``others`` yields its first block."""
         self._pass_on(self.group.rank)
 
     def others(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, block) of every other rank with any rows, the preceding rank first.
+        """Yield (rank, block) for every other rank that has rows, starting with the preceding rank.
 
         A block is valid until the next is requested.
         """
@@ -104,7 +105,7 @@ class Ring:
                 yield source, self._held[: self._lens[source]]
 
     def _pass_on(self, source: int) -> None:
-        """Send the current block, which is ``source``'s, and receive the preceding rank's; a no-op without any rows."""
+        """Send the current block, which is ``source``'s, and receive the preceding rank's. Skip empty blocks."""
         self._pending = None
         if any(self._lens):
             assert self._held is not None
@@ -116,10 +117,10 @@ class Ring:
 
 
 class HomewardPartials:
-    """Partials on their way to the ranks that own the queries. Out and lse travel together, in fp32."""
+    """Partials in transit to the ranks that own their queries. Out and lse travel together, in fp32."""
 
     def __init__(self, group: Communicator, found: Partial, homes: Sequence[Tensor]) -> None:
-        """Send ``found``, this rank's partial of the queries of all ranks.
+        """Send ``found``, this rank's partial for the queries of all ranks.
 
         ``homes[rank]`` are int64 indices into it: the rank's queries in its own order.
         """
@@ -157,9 +158,9 @@ def join_rows(group: Communicator, plan: ShardPlan, rows: Tensor) -> Tensor:
 
 
 def _at_least(buffer: Tensor | None, num_rows: int, row_shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return the buffer, or a new one ``[num_rows or more, *row_shape]`` if it does not fit.
+    """Return ``buffer``, or a new buffer ``[num_rows or more, *row_shape]`` if it does not fit.
 
-    It grows by at least a quarter, since each chunk of a prompt needs a little more than the previous one.
+    A new buffer is at least a quarter larger, since each chunk of a prompt needs a little more than the previous one.
     """
     if buffer is None or buffer.shape[1:] != row_shape or buffer.dtype != like.dtype:
         return like.new_zeros((num_rows, *row_shape))

@@ -1,7 +1,7 @@
-"""Assignment of tokens to ranks: strategies, the shard plans they produce, and the shape of a step. No torch, no I/O.
+"""Assignment of tokens to ranks: strategies, shard plans, and step shapes. No torch, no I/O.
 
 A strategy is a pure function from (extend lengths, prefix lengths, cp) to the runs of each rank. It may return empty
-runs and runs that continue one another; the plan tidies them. Nothing else in the engine knows which strategy ran.
+or adjacent runs, which the plan drops or joins. Nothing else in the engine depends on the strategy.
 """
 
 import heapq
@@ -32,7 +32,7 @@ def none(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) -> lis
 
 
 def whole_request(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) -> list[list[Run]]:
-    """Assign whole requests, heaviest first, each to the rank with the fewest (query, key) pairs so far."""
+    """Assign entire requests, heaviest first, each to the rank with the fewest (query, key) pairs so far."""
     work = [
         length * prefix + length * (length + 1) // 2 for length, prefix in zip(extend_lens, prefix_lens, strict=True)
     ]
@@ -50,12 +50,12 @@ def contiguous(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) 
 
 
 def zigzag(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) -> list[list[Run]]:
-    """Assign each rank a light early segment and a heavy late one, so that causal work balances."""
+    """Assign each rank a light early segment and a heavy late segment, so that causal work is balanced."""
     return _by_segment(extend_lens, prefix_lens, 2 * cp, [[cp_rank, 2 * cp - 1 - cp_rank] for cp_rank in range(cp)])
 
 
 def interleave(extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) -> list[list[Run]]:
-    """Assign tokens round robin over the flattened batch: the next rank carries over from request to request."""
+    """Assign tokens round robin over the flattened batch, continuing from request to request."""
     ranks: list[list[Run]] = [[] for _ in range(cp)]
     start = 0
     for request, (length, prefix) in enumerate(zip(extend_lens, prefix_lens, strict=True)):
@@ -103,7 +103,7 @@ class TokenLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One step's extend tokens divided over the CP ranks.
+    """One step's extend tokens, divided among the CP ranks.
 
     The *flattened batch* is all extend tokens, request after request. The *gathered order* is the local rows of
     rank 0, 1, ... each padded to ``padded_len``; in a replicated plan it is the flattened batch itself.
@@ -118,7 +118,7 @@ class ShardPlan:
 
     @property
     def replicated(self) -> bool:
-        """Return whether every rank computes every token, so that no collective runs."""
+        """Return whether every rank computes every token, so that no collective is needed."""
         return self.cp == 1 or self.strategy is Strategy.NONE
 
     @cached_property
@@ -127,7 +127,7 @@ class ShardPlan:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Flattened index of each request's first extend token, then the total."""
+        """Flattened index of each request's first extend token, followed by the total."""
         return tuple(accumulate(self.extend_lens, initial=0))
 
     @cached_property
@@ -163,13 +163,13 @@ class ShardPlan:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def locate(self, token: int) -> TokenLocation:
-        """Return where a token of the flattened batch is computed; rank 0 stands for all ranks of a replicated plan."""
+        """Return the location of a token of the flattened batch. In a replicated plan, the rank is always 0."""
         if self.replicated:
             return TokenLocation(0, token)
         return TokenLocation(*divmod(int(self.inverse[token]), self.padded_len))
 
     def last_token(self, request: int) -> int:
-        assert self.extend_lens[request] > 0, f"request {request} extends by no token"
+        assert self.extend_lens[request] > 0, f"request {request} has no extend tokens"
         return self.starts[request + 1] - 1
 
     def _flattened(self, run: Run) -> Indices:
@@ -178,13 +178,13 @@ class ShardPlan:
 
 
 def make_shard_plan(strategy: Strategy, extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) -> ShardPlan:
-    """Divide a step's tokens; ``extend_lens`` are computed now, ``prefix_lens`` are already cached."""
+    """Divide a step's tokens. ``extend_lens`` are computed now, ``prefix_lens`` are already cached."""
     assert cp > 0, f"cp must be positive, got {cp}"
-    assert len(extend_lens) == len(prefix_lens), f"{len(extend_lens)} extend lengths, {len(prefix_lens)} prefixes"
+    assert len(extend_lens) == len(prefix_lens), f"{len(extend_lens)} extend, {len(prefix_lens)} prefix lengths"
     assert min((*extend_lens, *prefix_lens), default=0) >= 0, f"negative length in {extend_lens} or {prefix_lens}"
     split = STRATEGIES[strategy] if cp > 1 else none
     if split is none:
-        # Nothing to tidy; a decode step needs nothing more.
+        # A decode step has no runs to drop or join.
         runs = (tuple(run for run in none(extend_lens, prefix_lens, 1)[0] if run.count),) * cp
     else:
         runs = tuple(coalesce(rank_runs) for rank_runs in split(extend_lens, prefix_lens, cp))
@@ -213,7 +213,7 @@ def shape_of_plan(plan: ShardPlan, scheduled: Sequence[ScheduledRequest], passin
     shards = plan.runs[:1] if plan.replicated else plan.runs
     lens = last_layer_lens = plan.lens[: len(shards)]
     if passing is not Passing.PASS_Q and not any(request.scored_ids for request in scheduled):
-        # Only sampled tokens have queries in the last layer.
+        # In the last layer, only tokens to sample have queries.
         ends = [request.first_position + len(request.token_ids) - 1 for request in scheduled]
         last_layer_lens = tuple(
             sum(scheduled[run.request].samples and run.last_position == ends[run.request] for run in runs)
@@ -229,7 +229,7 @@ def shape_of_plan(plan: ShardPlan, scheduled: Sequence[ScheduledRequest], passin
 
 
 def join_shapes(shapes: Sequence[StepShape], cp: int) -> list[StepShape]:
-    """Give each DP rank's shape the token counts of all DP ranks; a single shape stays unchanged."""
+    """Give each DP rank's shape the token counts of all DP ranks. A single shape stays unchanged."""
     if len(shapes) == 1:
         return list(shapes)
     lens = tuple(count for shape in shapes for count in _by_cp_rank(shape.shard_lens, cp))
@@ -239,12 +239,12 @@ def join_shapes(shapes: Sequence[StepShape], cp: int) -> list[StepShape]:
 
 
 def idle_plan() -> StepPlan:
-    """Return the plan of a DP rank that has no request and only joins the others' collectives."""
+    """Return the plan of a DP rank that has no requests and only participates in collectives."""
     return StepPlan(step=0, shape=StepShape(), admits=[], scheduled=[], releases=[])
 
 
 def dummy_request(num_tokens: int, prefix_len: int = 0) -> ScheduledRequest:
-    """Return a prompt's last chunk, for warm-up and measured steps."""
+    """Return a scheduled last chunk of a prompt, for warm-up and measured steps."""
     return ScheduledRequest(
         room=Room(0),
         first_position=prefix_len,
@@ -260,5 +260,5 @@ def _is_decode(scheduled: Sequence[ScheduledRequest]) -> bool:
 
 
 def _by_cp_rank(lens: tuple[int, ...], cp: int) -> tuple[int, ...]:
-    """Return the token counts of one DP rank's CP ranks; tokens computed on every rank count on each."""
+    """Return the token counts by CP rank of one DP rank. Tokens computed on every rank count on each."""
     return lens * cp if len(lens) == 1 else lens

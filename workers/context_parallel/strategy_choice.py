@@ -1,4 +1,4 @@
-"""Choice of a step's strategy and passing by estimated duration. No torch, no I/O."""
+"""Choice of a step's strategy and passing by estimated step time. No torch, no I/O."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,32 +9,32 @@ from workers.context_parallel.cost_model import ModelShape, Rates, estimate_step
 from workers.context_parallel.shard_plan import ShardPlan, make_step_shape, plan_shards, shape_of_plan
 
 MIN_GAIN = 0.02
-"""Minimum relative gain for which a step is divided. Below it, every rank computes everything."""
+"""Minimum relative gain for dividing a step. Below it, every rank computes everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyChoice:
-    """Shape of a step, and the estimates that led to its strategy."""
+    """Shape of a step, and the estimates that led to the choice of strategy."""
 
     shape: StepShape
     estimate_s: float | None
-    """Expected time of the step; None if there was only one strategy."""
+    """Expected time of the step. None if only one strategy was possible."""
     estimates_s: Mapping[Strategy, float]
-    """Estimates of every strategy that was considered."""
+    """Estimates of all strategies considered."""
 
 
 Choose = Callable[[Sequence[ScheduledRequest]], StrategyChoice]
-"""Function from the scheduled requests of a step to its shape."""
+"""Function from a step's scheduled requests to its shape."""
 
 
 def undivided(scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
-    """Return the shape of a step in which every rank computes every token; a ``Choose``."""
+    """Return the shape of a step in which every rank computes every token. Implements ``Choose``."""
     return StrategyChoice(make_step_shape(scheduled), None, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyChooser:
-    """Chooser of the fastest strategy for one replica's steps; a ``Choose``."""
+    """Chooser of the fastest strategy for one replica's steps. Implements ``Choose``."""
 
     setting: StrategySetting
     cp: int
@@ -53,7 +53,7 @@ class StrategyChooser:
     def _choose(
         self, scheduled: Sequence[ScheduledRequest], plans: Mapping[Strategy, ShardPlan], passing: Passing | None
     ) -> StrategyChoice:
-        """Return the strategy with the lowest estimate; a gain under MIN_GAIN does not justify an exchange."""
+        """Return the strategy with the lowest estimate. A gain under MIN_GAIN does not justify an exchange."""
         estimates_s = {
             strategy: estimate_step_s(plan, self.shape, self.rates, passing) for strategy, plan in plans.items()
         }

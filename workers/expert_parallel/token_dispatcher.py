@@ -1,4 +1,4 @@
-"""Dispatch of tokens to their experts and combination of the outputs: by gather or all-to-all."""
+"""Dispatch of tokens to their experts and combination of the outputs, by gather or all-to-all."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from workers.parallel.model_groups import ModelGroups
 NO_EXPERT = -1
 """Padding for tokens with fewer experts than others."""
 FEW_TOKENS = 4096
-"""Up to this many tokens over all shards, GPUs gather, since all-to-all waits for counts. Not measured."""
+"""Maximum number of tokens over all shards for which GPUs gather. All-to-all must wait for counts. Not measured."""
 
 
 class RoutedTokens(NamedTuple):
@@ -29,11 +29,11 @@ class RoutedTokens(NamedTuple):
     """``[tokens, k]`` fp32."""
 
     def packed(self) -> Tensor:
-        """Return one row of bytes per token, so that one collective moves everything."""
+        """Return one row of bytes per token, so that one collective moves all fields."""
         return torch.cat([part.contiguous().view(torch.uint8) for part in self], dim=1)
 
     def unpack(self, rows: Tensor) -> "RoutedTokens":
-        """Return tokens that other ranks packed, which have this shape and these dtypes."""
+        """Unpack tokens from other ranks. Their shape and dtypes must match this object's."""
         widths = [part.shape[1] * part.element_size() for part in self]
         hidden, experts, weights = (
             columns.contiguous().view(part.dtype)
@@ -45,8 +45,8 @@ class RoutedTokens(NamedTuple):
 def order_by_expert(experts: Tensor, first: int, num_local: int) -> tuple[Tensor, list[int]]:
     """Sort the choices of ``num_local`` local experts, which begin at number ``first``, by expert and then by token.
 
-    Returns their indices in the flattened ``experts [tokens, k]``, and each expert's count. On a GPU the host waits for
-    the counts.
+    Returns their indices in the flattened ``experts [tokens, k]``, and the number of choices per expert. On a GPU, the
+    host waits for the counts.
     """
     local = experts.flatten().long() - first
     local[(local < 0) | (local >= num_local)] = num_local
@@ -55,19 +55,19 @@ def order_by_expert(experts: Tensor, first: int, num_local: int) -> tuple[Tensor
 
 
 Lens = tuple[int, ...] | None
-"""Token count of each attention shard of the stage, by dp * cp_size + cp; None if all shards have the same tokens."""
+"""Token count of each attention shard, indexed by dp * cp_size + cp. None if all have the same tokens."""
 
 
 class TokenExchange:
-    """Exchange of tokens between attention shards. A shard is one (dp, cp), whose TP ranks have the same tokens."""
+    """Exchange of tokens between attention shards. A shard is one (dp, cp); its TP ranks have the same tokens."""
 
     def __init__(self, group: Communicator, shards: Sequence[int], tp: Communicator) -> None:
-        """Set the groups: one rank of each of ``shards`` (indices into Lens), and this rank's shard."""
-        assert group.size == len(shards), f"{group.size} ranks for the shards {shards}"
+        """Create an exchange. ``group`` has one rank per shard in ``shards``; ``tp`` has this shard's ranks."""
+        assert group.size == len(shards), f"the group has {group.size} ranks for shards {shards}"
         self.group, self.tp, self._shards = group, tp, tuple(shards)
 
     def gather(self, rows: Tensor, lens: Lens) -> Tensor:
-        """Gather the rows of all shards in order: with one collective if lengths are equal, without padding if not."""
+        """Gather the rows of all shards in order, without padding. Equal lengths need only one collective."""
         if lens is None or self.group.size == 1:
             return rows
         own = [lens[shard] for shard in self._shards]
@@ -78,7 +78,7 @@ class TokenExchange:
         return out
 
     def scatter_sums(self, terms: Tensor, lens: Lens) -> Tensor:
-        """Sum ``terms [all tokens, hidden]`` over all ranks; return the rows of this rank's shard."""
+        """Sum ``terms [all tokens, hidden]`` over all ranks. Return the rows of this rank's shard."""
         if lens is None:
             terms = self.group.all_reduce(terms)
         elif self.group.size > 1:
@@ -88,7 +88,7 @@ class TokenExchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockShape:
-    """Ranks that share one copy of the experts: shards * tp, or equivalently ep * moe_tp."""
+    """Numbers of ranks that share one copy of the experts: shards * tp, or equivalently ep * moe_tp."""
 
     shards: int
     tp: int
@@ -105,14 +105,14 @@ class BlockShape:
 def cheaper_dispatch(shape: BlockShape, lens: Sequence[int] | None) -> MoeDispatch:
     """Return the dispatch with which the busiest rank receives fewer hidden states.
 
-    ``lens`` are the token counts of the shards; None if all have the same tokens.
+    ``lens`` are the token counts of the shards. None if all have the same tokens.
     """
     is_gather = _gathered(shape, lens) <= _sent(shape, lens)
     return MoeDispatch.GATHER if is_gather else MoeDispatch.ALL_TO_ALL
 
 
 def _gathered(shape: BlockShape, lens: Sequence[int] | None) -> float:
-    """Return the hidden states received: all tokens, the sums scattered to the shards, and the sums over TP ranks."""
+    """Count the hidden states received in a gather: all tokens, and the sums over shards and TP ranks."""
     if lens is None:
         return 2 * _others(shape.shards) + 2 * _others(shape.tp)
     longest = max(lens)
@@ -120,7 +120,7 @@ def _gathered(shape: BlockShape, lens: Sequence[int] | None) -> float:
 
 
 def _sent(shape: BlockShape, lens: Sequence[int] | None) -> float:
-    """Return the hidden states received: tokens at experts and back, then a gather by ranks with the same tokens."""
+    """Count the hidden states received in an all-to-all, both ways, and in the gather that follows."""
     longest, alike = (1, shape.size) if lens is None else (max(lens), shape.tp)
     copies = shape.moe_tp * shape.ep * (1 - (1 - 1 / shape.ep) ** shape.top_k)
     return longest * (2 * copies * _others(shape.size) / alike + _others(alike))
@@ -135,7 +135,7 @@ Compute = Callable[[RoutedTokens], Tensor]
 
 
 class TokenDispatcher(Protocol):
-    """Runner of a layer's experts. Every rank that holds some of them calls it, even one without tokens."""
+    """Runner of a layer's experts. Every rank that holds some of them must call it, even without tokens."""
 
     def run(self, tokens: RoutedTokens, lens: Lens, compute: Compute) -> Tensor:
         """Return the sum over the chosen experts, ``[tokens, hidden]``, for this rank's tokens, on all its TP ranks."""
@@ -156,11 +156,11 @@ class GatherDispatcher:
 class AllToAllDispatcher:
     """Dispatcher that sends each token once to every rank that holds any of its experts.
 
-    Ranks with the same tokens send a part each.
+    Ranks with the same tokens each send a part of them.
     """
 
     def __init__(self, block: Communicator, tp: Communicator, num_local: int, moe_tp: int) -> None:
-        """Set the groups. ``block`` has all ranks that share the experts, in groups of ``moe_tp`` per EP rank."""
+        """Create a dispatcher. ``block`` has all ranks that share the experts, in groups of ``moe_tp`` per EP rank."""
         self._block, self._tp, self._num_local, self._moe_tp = block, tp, num_local, moe_tp
 
     def run(self, tokens: RoutedTokens, lens: Lens, compute: Compute) -> Tensor:
@@ -177,7 +177,7 @@ class AllToAllDispatcher:
         return out[: len(tokens.hidden)]
 
     def _compute_remotely(self, tokens: RoutedTokens, compute: Compute) -> Tensor:
-        """Send this rank's tokens to their experts, and return the sums of what comes back."""
+        """Send this rank's tokens to their experts and return the sums of the outputs."""
         by_rank = self._tokens_by_rank(tokens.experts)
         rows = tokens.packed()
         counts = exchange_counts(self._block, [len(wanted) for wanted in by_rank])
@@ -196,7 +196,7 @@ class AllToAllDispatcher:
 
 
 class AutoDispatcher:
-    """Dispatcher that picks, in each step, the way that should move less data. All ranks pick the same one."""
+    """Dispatcher that uses the estimated cheaper dispatch in each step. All ranks choose the same one."""
 
     def __init__(self, ways: Mapping[MoeDispatch, TokenDispatcher], shape: BlockShape, shards: range) -> None:
         self._ways, self._shape, self._shards = ways, shape, shards

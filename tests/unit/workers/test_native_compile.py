@@ -125,7 +125,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     assert isinstance(fastest("cpu", torch.bfloat16), TorchAttention)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.message == "attention in plain torch, at half the speed: no C++ compiler; apt-get install -y g++"
+    assert record.message == "attention uses plain torch, at half the speed: no C++ compiler; apt-get install -y g++"
     finding = check_attention()
     assert (finding.status, finding.found) == (Status.WARN, "plain torch: no C++ compiler")
     assert finding.fix.endswith("apt-get install -y g++")

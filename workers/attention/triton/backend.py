@@ -1,4 +1,4 @@
-"""Attention on a GPU, by the kernels of workers.kernels, reading keys and values in place."""
+"""Attention on a GPU with the Triton kernels of workers.kernels, which read keys and values in place."""
 
 from collections.abc import Sequence
 from functools import cache, partial
@@ -17,11 +17,11 @@ from workers.device import on_device
 from workers.kernels.attention import MOST_BLOCK_KEYS, attend, blocks_for
 
 _FEW_ROWS = 16
-"""Most rows of memory-bound tiles, as in decode, which are launched apart from compute-bound ones."""
+"""Maximum number of rows in memory-bound tiles, as in decode. They are launched separately from compute-bound tiles."""
 
 
 class TritonAttention:
-    """Attention without key copies; stateless. Strides are arbitrary, but the elements of a head are adjacent."""
+    """Attention without copying keys. Stateless. Strides are arbitrary, but the elements of a head are adjacent."""
 
     def prepare(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
@@ -76,21 +76,21 @@ def row_items(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int | 
 
 
 class _Work:
-    """Items over keys ``[page, H, slot, ...]``, divided into launches in the first layer."""
+    """Items over keys ``[page, H, slot, ...]``. The first layer divides them into launches."""
 
     def __init__(self, items: Sequence[Item], tables: Tensor, page_size: int, window: int | None) -> None:
         self._items = [item for item in items if item.num_queries]
         self._num_rows = max((item.first_row + item.num_queries for item in items), default=0)
         self._tables, self._page_size, self._window = tables, page_size, window
         self._launches: list[tuple[partial[None], Tensor | None]] = []
-        """Launches, and counters for those whose tiles have only a part of the keys."""
+        """Launches, with counters for those whose tiles cover only some of the keys."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
-        assert self._num_rows <= len(query), f"{len(query)} queries, {self._num_rows} in the runs"
+        assert self._num_rows <= len(query), f"got {len(query)} queries, the runs have {self._num_rows}"
         assert key.shape[:-1] == value.shape[:-1], f"keys {key.shape}, values {value.shape}"
         if not self._items:
             return empty_partial(query, value.shape[-1])
-        assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1, "elements of a head are not adjacent"
+        assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1, "the elements of a head are not adjacent"
         make = empty_partial if self._num_rows < len(query) else unwritten
         result = make(query, value.shape[-1])
         if not self._launches:
@@ -136,12 +136,12 @@ class _PagedStep:
         self._work, self._page_size = work, page_size
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
-        assert self._page_size == key_pages.shape[2], f"pages of {key_pages.shape[2]} tokens"
+        assert self._page_size == key_pages.shape[2], f"wrong page size {key_pages.shape[2]}"
         return self._work(params.window).attend(query, key_pages, value_pages, params.scale)
 
 
 class _Rows:
-    """Queries over rows, treated as one page."""
+    """Queries over rows, which are treated as one page."""
 
     def __init__(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> None:
         self._is_strided = any(run.step > 1 for run in (*query_runs, *key_runs))
@@ -155,7 +155,7 @@ class _Rows:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
         if params.window is not None and self._is_strided:
-            # The kernel counts a window in rows, but these are not adjacent tokens.
+            # The kernel counts a window in rows, but these rows are not adjacent tokens.
             return self._in_torch.attend(query, key, value, params)
         key, value = (x.transpose(0, 1)[None] for x in (key, value))
         return self._work(params.window).attend(query, key, value, params.scale)

@@ -1,4 +1,4 @@
-"""Attention of one token per request with inputs at fixed addresses, so that launches can be captured."""
+"""Attention of one token per request, with inputs at fixed addresses, so that launches can be captured."""
 
 from collections.abc import Sequence
 
@@ -20,17 +20,17 @@ def unwritten(query: Tensor, value_dim: int) -> Partial:
 
 
 def unwritten_parts(query: Tensor, value_dim: int, arrived: Tensor) -> Parts:
-    """Allocate parts of a result for ``query [T, heads, D]``, with one slot for each row of counters ``arrived``."""
+    """Allocate partial results for ``query [T, heads, D]``, with one slot per row of the counters ``arrived``."""
     shape = (len(arrived), query.shape[1])
     found, lse = (query.new_empty(size, dtype=torch.float32) for size in ((*shape, value_dim), shape))
     return Parts(found, lse, arrived)
 
 
 class DecodeAttention:
-    """Attention of a fixed number of requests; see GraphAttention.
+    """Attention of a fixed number of requests. See GraphAttention.
 
-    The number of tiles is fixed: one per request, plus enough to keep a GPU busy. Long requests get several, so that
-    all programs read about equally much.
+    The number of tiles is fixed: one per request, plus enough to keep a GPU busy. Long requests get several tiles, so
+    that all programs read about the same number of keys.
     """
 
     def __init__(self, shape: GraphShape) -> None:
@@ -51,12 +51,12 @@ class DecodeAttention:
 
     def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
         num_requests, most_pages = self._shape.num_requests, self._shape.most_pages
-        assert len(num_keys) == len(tables) == num_requests, f"{len(num_keys)} requests of {num_requests}"
+        assert len(num_keys) == len(tables) == num_requests, f"{len(num_keys)} of {num_requests} requests"
         lens = np.array(num_keys, dtype=np.int64)
-        assert lens.min() > 0, "a token sees itself"
-        assert max(map(len, tables)) <= most_pages, f"more than {most_pages} pages"
+        assert lens.min() > 0, "a token must see at least its own key"
+        assert max(map(len, tables)) <= most_pages, f"a request has more than {most_pages} pages"
         first_pages = np.cumsum([0, *map(len, tables)])
-        # One copy moves everything to the GPU; torch keeps the memory until it is done.
+        # One copy moves everything to the GPU. Torch keeps the host memory until the copy is done.
         num_words = self._num_words + int(first_pages[-1])
         on_host = torch.empty(num_words, dtype=torch.int64, pin_memory=self._words.is_cuda)
         words = on_host.numpy()
@@ -85,7 +85,7 @@ class DecodeAttention:
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         num_requests, value_dim = self._shape.num_requests, value_pages.shape[-1]
-        assert len(query) == num_requests, f"{len(query)} queries of {num_requests}"
+        assert len(query) == num_requests, f"got {len(query)} queries, the graph has {num_requests}"
         result = unwritten(query, value_dim)
         attend(
             query,

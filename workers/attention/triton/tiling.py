@@ -1,4 +1,4 @@
-"""Division of one step's attention into tiles, one per program of the kernel. No torch, no I/O."""
+"""Division of a step's attention into tiles, one per program of the kernel. No torch, no I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ Indices = NDArray[np.int32]
 PROGRAMS = 2 * 132
 """Number of programs that keeps every multiprocessor of an H100 or H200 busy. With fewer tiles, keys are split."""
 LEAST_KEYS = 256
-"""Fewest keys for which a separate partial pays off."""
+"""Minimum number of keys for which a separate partial pays off."""
 
 
 class Segment(NamedTuple):
-    """Keys in one table or range of rows; see SEGMENT_FIELDS of workers.kernels.attention."""
+    """Keys in one page table or range of rows. See SEGMENT_FIELDS in workers.kernels.attention."""
 
     table: int
     first_key: int
@@ -28,7 +28,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Run of queries, and segments with the keys that they see."""
+    """Run of queries, and segments of the keys that they see."""
 
     first_row: int
     num_queries: int
@@ -38,10 +38,10 @@ class Item:
 @dataclass(frozen=True, slots=True)
 class Tiling:
     tiles: Indices
-    """``[n, 9]``, most work first; see TILE_FIELDS of workers.kernels.attention."""
+    """``[n, 9]``, most work first. See TILE_FIELDS in workers.kernels.attention."""
     segments: Indices
     num_slots: int
-    """Number of slots for partial results; 0 if every tile has all keys of its queries."""
+    """Number of slots for partial results. 0 if every tile has all keys of its queries."""
 
 
 def fair_share(num_keys: int, num_kv_heads: int) -> int:
@@ -49,9 +49,9 @@ def fair_share(num_keys: int, num_kv_heads: int) -> int:
 
 
 def split(items: Sequence[Item], queries_a_tile: int, num_kv_heads: int, block_keys: int) -> list[Item] | None:
-    """Split items into segments of nearly equal work, each a part of its own; None if there are enough tiles already.
+    """Split items into segments of nearly equal work. Return None if there are enough tiles already.
 
-    A segment shorter than two fair shares is not split, since that would only leave a remainder.
+    A segment shorter than two fair shares is not split, since that would leave only a small remainder.
     """
     lens = [[segment.stop - segment.begin for segment in item.segments] for item in items]
     tiles = [-(-item.num_queries // queries_a_tile) for item in items]
@@ -75,7 +75,7 @@ def cut(items: Sequence[Item], queries_a_tile: int, *, in_parts: bool = False) -
     within = _count_up(num_tiles * counts)
     part = within % counts[item_of_tile]
     first_index = within // counts[item_of_tile] * queries_a_tile
-    # The parts of an item are adjacent, each with all of its queries.
+    # The parts of an item are adjacent, and each has all of the item's queries.
     num_slots = np.where(counts > 1, num_queries * counts, 0)
     first_slots = np.cumsum(num_slots) - num_slots
     tiles = np.stack(
@@ -104,13 +104,13 @@ def _split(segment: Segment, share: int, block_keys: int) -> list[Segment]:
 
 
 def piece_lens(num_keys: NDArray[np.int64], share: int, block_keys: int) -> NDArray[np.int64]:
-    """Return the piece length for each key count: a multiple of the block size, with about one fair share per piece."""
+    """Return the piece length for each key count: a multiple of the block size, close to one fair share."""
     num_pieces: NDArray[np.int64] = np.maximum(num_keys // share, 1)
     return -(-num_keys // (num_pieces * block_keys)) * block_keys
 
 
 def _work(tiles: Indices, segments: Indices) -> NDArray[np.int64]:
-    """Return the number of keys that each tile's last query sees."""
+    """Return the number of keys that the last query of each tile sees."""
     counts = tiles[:, 4].astype(np.int64)
     tile = np.repeat(np.arange(len(tiles)), counts)
     _, _, begin, stop, ahead, step = segments[np.repeat(tiles[:, 3], counts) + _count_up(counts)].astype(np.int64).T
