@@ -1,7 +1,7 @@
 """Attention of query tiles over segments of keys, in pages or rows, with its log-sum-exp.
 
 One pass with a running maximum (Milakov and Gimelshein, arXiv:1805.02867; Dao, arXiv:2307.08691). The G query heads
-of a kv head are rows of one tile, so each key is read once for all of them. The reference is
+of a kv head are rows of one tile, so each key is read once for all of them. The reference implementation is
 workers.attention.torch_backend.
 """
 
@@ -16,13 +16,13 @@ from workers.kernels.launch import block_of, operand_type
 from workers.kernels.partials import PART_FIELDS, Parts, parts_at_once, store_result
 
 TILE_FIELDS = ("first_row", "num_queries", "first_index", "first_segment", "num_segments", *PART_FIELDS)
-"""Fields of a program's tile: its rows of ``query`` and ``out``, the first of which is query ``first_index`` of its
-run; its segments; and the slots for its result if these segments are only a part of the keys. A tile without queries
-does nothing.
+"""Fields of a program's tile: its rows of ``query`` and ``out``, starting with query ``first_index`` of its run; its
+segments; and the slots for its result if these segments cover only some of the keys. A tile without queries does
+nothing.
 """
 
 SEGMENT_FIELDS = ("table", "first_key", "begin", "stop", "ahead", "step")
-"""Fields of a segment: keys ``begin`` to ``stop``. Query i of a run sees the ones up to ``ahead + i * step``. Key k is
+"""Fields of a segment with keys ``begin`` to ``stop``. Query i of a run sees keys up to ``ahead + i * step``. Key k is
 in page ``tables[table + k / page_size]`` or, without pages, in row ``first_key + k``.
 """
 
@@ -32,7 +32,7 @@ _LN_2 = tl.constexpr(math.log(2.0))
 
 
 MOST_BLOCK_KEYS = 64
-"""Divisor of the first key's number in segments over pages."""
+"""Number that divides the first key's number in every segment over pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class Blocks:
 
 
 def blocks_for(rows: int, head_dim: int, itemsize: int, page_size: int) -> Blocks:
-    """Return the sizes for tiles of up to ``rows`` rows. Page size 0 stands for keys in rows."""
+    """Return block sizes for tiles of up to ``rows`` rows. Page size 0 means keys in rows."""
     if itemsize > 2:
         most = min(rows, 32)
         return Blocks(block_of(most, 16), 32, 8, 2, block_of(most))
     is_large = head_dim > 128
     most_rows = min(rows, 64 if is_large else 128)
     warps = 4 if rows <= 16 and not is_large else 8
-    # The page number is loaded before the page, which takes two of the stages.
+    # The page number is loaded before the page, so together they take two of the stages.
     stages = 5 if page_size and not is_large else 3
     return Blocks(block_of(most_rows, 16), 32 if is_large else MOST_BLOCK_KEYS, warps, stages, block_of(most_rows))
 
@@ -81,7 +81,7 @@ def attend(
 
     For page size 0, keys and values are ``[1, H, row, ...]``. Writes ``out [T, H * G, V]`` and ``lse [T, H * G]`` fp32,
     both contiguous, in the rows of ``tiles``. ``tiles [n, 9]`` and ``segments [m, 6]`` are int32, ``tables`` int64. The
-    elements of a head are adjacent. With a ``window``, a query sees only the last keys that its segment shows it.
+    elements of a head are adjacent. With a ``window``, a query sees only the last of its segment's visible keys.
     Without ``parts``, every tile has all keys of its queries.
     """
     num_kv_heads, head_dim, value_dim = key.shape[1], query.shape[2], value.shape[3]
@@ -175,7 +175,7 @@ def _load_segment(
 ):  # fmt: skip
     """Load a segment: its table and first key, the keys that a tile sees, and the last key that each query sees.
 
-    The first ``whole`` keys from ``begin`` on are full blocks that every query sees, which need no mask.
+    The first ``whole`` keys from ``begin`` on form full blocks that every query sees, so they need no mask.
     """
     table, first_key = tables + tl.load(segment), tl.load(segment + 1)
     begin, stop = tl.load(segment + 2), tl.load(segment + 3)
@@ -199,7 +199,7 @@ def _attend_block(
     BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE_DIM: tl.constexpr,
     OPERAND: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of keys to a tile's sums. These are scaled by ``2**-peak``."""
+    """Add a block of keys to a tile's sums, which are scaled by ``2**-peak``."""
     keys = start + tl.arange(0, BLOCK_KEYS)
     if PAGE_SIZE == 0:
         pages, slots = tl.zeros((BLOCK_KEYS,), tl.int64), first_key + keys
@@ -234,7 +234,7 @@ def _load_block(
     memory, offsets, is_there, dims,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load rows of ``memory``. Absent rows become zeros, since their memory may hold NaN."""
+    """Load rows of ``memory``. Absent rows are read as zeros, since their memory may hold NaN."""
     elements = memory + offsets[:, None] + dims[None, :]
     if IS_MASKED:
         block = tl.load(elements, mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)

@@ -1,4 +1,4 @@
-"""Page copies in one launch, within a GPU or between it and pinned host memory, which it accesses directly."""
+"""Page copies in one launch, within a GPU or between a GPU and pinned host memory, which the GPU accesses directly."""
 
 import math
 
@@ -8,19 +8,20 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK_WORDS, _WARPS = 8192, 16
-"""Size of one program: each thread has 64 bytes in flight."""
+"""Words and warps per program. Each thread has 64 bytes in flight."""
 _PROGRAMS_TO_HOST = 8
-"""Number of programs for host copies, which mostly wait. Their 256 KiB in flight saturate a link of 50 GB/s with 2 µs
-of latency, and more programs would only block other kernels.
+"""Number of programs for host copies, which mostly wait. Their 256 KiB in flight saturate a 50 GB/s link with a latency
+of
+2 µs. More programs would only delay other kernels.
 """
 
 
 def copy_pages(source: Tensor, target: Tensor, indices: Tensor) -> None:
     """Copy pages ``indices[0]`` of ``source [page, head, ...]`` to the distinct pages ``indices[1]`` of ``target``.
 
-    ``indices [2, n]`` int64 is on the GPU. The data of a head is adjacent in memory and consists of 4-byte words.
+    ``indices [2, n]`` int64 is on the GPU. A head's data is adjacent in memory and consists of 4-byte words.
     """
-    assert source.shape[1:] == target.shape[1:], f"pages of {source.shape[1:]} and of {target.shape[1:]}"
+    assert source.shape[1:] == target.shape[1:], f"page shapes {source.shape[1:]} and {target.shape[1:]}"
     source, target = _words(source), _words(target)
     _, num_heads, num_words = source.shape
     num_parts = triton.cdiv(num_words, _BLOCK_WORDS)

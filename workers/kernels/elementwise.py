@@ -1,4 +1,4 @@
-"""Elementwise kernels between a layer's matrix products: Triton's on GPUs, native ones for bf16 on CPUs."""
+"""Elementwise kernels between a layer's matrix products: Triton on GPUs, native code for bf16 on CPUs."""
 
 from typing import NamedTuple, Protocol
 
@@ -9,7 +9,7 @@ from workers.device import has_kernels
 
 
 class KvSlots(NamedTuple):
-    """Slots that a Triton kernel fills with the K and V of a step's tokens."""
+    """Slots into which a Triton kernel writes the K and V of a step's tokens."""
 
     layer_pages: Tensor
     """``[page, H, 2, slot, D]``."""
@@ -18,7 +18,7 @@ class KvSlots(NamedTuple):
 
 
 class ElementwiseKernels(Protocol):
-    """Interface of elementwise kernels. They round where plain torch does."""
+    """Interface of elementwise kernels. Their results are rounded wherever plain torch rounds."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor:
         """Normalize the last dimension of ``x [..., size]``."""
@@ -35,7 +35,7 @@ class ElementwiseKernels(Protocol):
     def store_kv(self, layer_pages: Tensor, slots: Tensor, kv: Tensor, /) -> None:
         """Write rows ``kv [N, 2, H, D]`` to ``slots [N]`` int64 of ``layer_pages [page, H, 2, slot, D]``.
 
-        Only the null slot may repeat, and then any of its rows wins.
+        Only the null slot may repeat. Any of its rows may then be written last.
         """
         ...
 
@@ -45,11 +45,11 @@ class ElementwiseKernels(Protocol):
 
 
 _REGISTERED: dict[tuple[str, torch.dtype], ElementwiseKernels] = {}
-"""Kernels of this process besides Triton's, by device and dtype."""
+"""This process's kernels, except Triton's, by device and dtype."""
 
 
 def elementwise_kernels(x: Tensor) -> ElementwiseKernels | None:
-    """Return the kernels for ``x``, or None if plain torch computes."""
+    """Return the kernels for ``x``, or None if plain torch must be used."""
     if has_kernels(x):
         from workers.kernels import triton_elementwise
 

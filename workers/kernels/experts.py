@@ -1,6 +1,6 @@
-"""Experts on the GPU: expert choice, rows sorted by expert, grouped products and weighted sums.
+"""Experts on the GPU: expert choice, sorting rows by expert, grouped products and weighted sums.
 
-The references are in workers.layers.feed_forward and workers.expert_parallel.
+The reference implementations are in workers.layers.feed_forward and workers.expert_parallel.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """Choose the ``num_chosen`` most likely experts by ``logits [tokens, experts]``.
 
-    Returns their numbers int32 and weights fp32, ``[tokens, k]`` each. Among equals the lowest number wins. Tokens that
-    are not ``counted``, bool ``[tokens, 1]``, get -1.
+    Returns expert numbers (int32) and weights (fp32), each ``[tokens, k]``. Ties go to the lowest number. Tokens whose
+    ``counted``, bool ``[tokens, 1]``, is False get -1.
     """
     assert logits.is_contiguous(), f"strides {logits.stride()}"
     num_tokens, num_experts = logits.shape
@@ -81,13 +81,13 @@ class RowTiles(NamedTuple):
     """Assignment of rows to matrices."""
 
     tiles: Tensor
-    """``[n, 3]`` int32: (group, first row, end of the group's rows). Rows of group -1 become zero."""
+    """``[n, 3]`` int32: (group, first row, end of the group's rows). Rows of group -1 are set to zero."""
     block_rows: int
     """Maximum number of rows per tile."""
 
 
 def block_rows_for(num_rows: int, num_groups: int, itemsize: int) -> int:
-    """Return the number of rows per tile: at most a fast size, and 16 for groups of few rows."""
+    """Return the number of rows per tile: at most a fast size, but 16 for groups of few rows."""
     return 16 if num_rows <= 16 * num_groups else 32 if itemsize > 2 else 64
 
 
@@ -103,9 +103,9 @@ def tiles_of(counts: Sequence[int], itemsize: int, device: torch.device) -> RowT
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, tiles: RowTiles, sources: Tensor | None = None) -> Tensor:
-    """Multiply each row of ``x [N, K]`` by the matrix in ``weights [E, M, K]`` that its tile names; return ``[N, M]``.
+    """Multiply each row of ``x [N, K]`` by its tile's matrix in ``weights [E, M, K]``. Return ``[N, M]``.
 
-    With ``sources [rows]`` int32, row i is ``x[sources[i]]``. Every row is in one tile. Tensors are contiguous.
+    With ``sources [rows]`` int32, row i is ``x[sources[i]]``. Every row is in exactly one tile. Tensors are contiguous.
     """
     assert x.is_contiguous(), f"strides {x.stride()}"
     assert weights.is_contiguous(), f"strides {weights.stride()}"
@@ -161,16 +161,16 @@ class ExpertRows(NamedTuple):
     tokens: Tensor
     """Token of each row, ``[rows]`` int32; token 0 for unused rows at the end."""
     rows: Tensor
-    """Row of each choice, ``[tokens, k]`` int32; -1 where its expert is elsewhere."""
+    """Row of each choice, ``[tokens, k]`` int32. -1 if the expert is on another rank."""
     tiles: RowTiles
-    """Rows of each expert, followed by the unused ones."""
+    """Tiles of each expert's rows, followed by the unused rows."""
 
 
 def expert_rows(experts: Tensor, first: int, loads: Tensor, block_rows: int) -> ExpertRows:
     """Sort the choices ``experts [tokens, k]`` int32, contiguous, of local experts, which begin at number ``first``.
 
-    Adds each expert's rows to ``loads [local experts]`` int64. A token chooses no expert twice. Every expert's program
-    reads all choices, so there should be few.
+    Adds each expert's row count to ``loads [local experts]`` int64. A token may not choose an expert twice. Every
+    expert's program reads all choices, so there should be few of them.
     """
     (num_tokens, num_chosen), num_local = experts.shape, len(loads)
     num_choices = num_tokens * num_chosen
@@ -222,7 +222,7 @@ def _expert_rows_kernel(
 
 @triton.jit
 def _local(experts, begin, first, num_choices, num_local, BLOCK: tl.constexpr):
-    """Map choices to local expert numbers; experts of other ranks get ``num_local``."""
+    """Map choices to local expert numbers. Experts of other ranks map to ``num_local``."""
     choices = begin + tl.arange(0, BLOCK)
     local = tl.load(experts + choices, mask=choices < num_choices, other=-1) - first
     is_here = (local >= 0) & (local < num_local) & (choices < num_choices)
@@ -230,11 +230,11 @@ def _local(experts, begin, first, num_choices, num_local, BLOCK: tl.constexpr):
 
 
 def sum_choices(answers: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-    """Compute ``out[t] = sum_i weights[t, i] * answers[rows[t, i]]``, without negative ``rows [tokens, k]``.
+    """Compute ``out[t] = sum_i weights[t, i] * answers[rows[t, i]]``, skipping negative ``rows [tokens, k]``.
 
     ``answers [rows, cols]`` and ``weights [tokens, k]`` fp32 are contiguous. Sums are fp32 and rounded once.
     """
-    assert rows.shape == weights.shape, f"{rows.shape} rows, {weights.shape} weights"
+    assert rows.shape == weights.shape, f"rows have shape {rows.shape}, weights {weights.shape}"
     assert all(tensor.is_contiguous() for tensor in (answers, rows, weights)), "strides"
     (num_tokens, num_chosen), num_cols = rows.shape, answers.shape[1]
     out = torch.empty(num_tokens, num_cols, dtype=answers.dtype, device=answers.device)

@@ -1,15 +1,15 @@
-"""Helpers of kernel launches: block sizes, and differences between a GPU and Triton's interpreter."""
+"""Helpers for kernel launches: block sizes, and differences between a GPU and Triton's interpreter."""
 
 import torch
 import triton
 import triton.language as tl
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether Triton interprets kernels in Python on CPU tensors, as in tests without a GPU."""
+"""True if Triton interprets kernels in Python on CPU tensors, as in tests without a GPU."""
 
 
 def operand_type(dtype: torch.dtype) -> tl.dtype:
-    """Return the operand type of matrix products; the interpreter cannot multiply bf16."""
+    """Return the operand type of matrix products. The interpreter cannot multiply bf16."""
     if dtype == torch.float32 or INTERPRETED:
         return tl.float32
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16

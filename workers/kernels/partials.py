@@ -1,8 +1,8 @@
-"""Join of partial results of attention: of whole tensors in a launch of its own, or of the parts of one launch.
+"""Join of partial attention results: of complete tensors in a separate launch, or of parts within one launch.
 
-In the latter case each program stores its part and counts itself. The last program of a block of parts joins the block,
-and the last program of the last block joins the blocks. Which program is last may differ between launches, but the
-parts joined and their order do not.
+Within one launch, each program stores its part and increments a counter. The last program of a block of parts joins
+that block, and the last program of the last block joins the blocks. Which program is last may differ between launches,
+but the joined parts and their order do not.
 """
 
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ from torch import Tensor
 from workers.kernels.launch import block_of
 
 _BLOCK = tl.constexpr(64)
-"""Parts joined at a time, before all blocks are joined. A GPU runs so few programs that both loops are short."""
+"""Number of parts joined into a block before all blocks are joined. Both loops are short on a GPU."""
 _ROWS_AT_ONCE = 64
-"""Rows of the parts joined at once; with many more, registers spill."""
+"""Number of rows joined per iteration. With many more, registers spill."""
 
 PART_FIELDS = ("part", "num_parts", "first_slot", "slot_step")
-"""Fields of a part: its slots begin at ``first_slot + part * slot_step``, one for each query."""
+"""Fields of a part. Its slots begin at ``first_slot + part * slot_step``, one per query."""
 
 
 class Parts(NamedTuple):
     """Memory for parts and their counters. Successive launches on one stream may share it."""
 
     found: Tensor
-    """``[slots, heads, D]`` fp32, contiguous: a slot for each query of each part."""
+    """``[slots, heads, D]`` fp32, contiguous: one slot per query of each part."""
     lse: Tensor
     """``[slots, heads]`` fp32, contiguous."""
     arrived: Tensor
-    """``[slots, kv heads]`` int32: zeros, before and after each launch."""
+    """``[slots, kv heads]`` int32: zero before and after each launch."""
 
 
 def parts_at_once(block_rows: int) -> int:
@@ -45,7 +45,7 @@ def store_result(
     GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, JOINED_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Store a program's result: in rows of ``out`` from ``first_row`` on or, if it is one of several parts, in slots.
+    """Store a program's result in rows of ``out`` from ``first_row`` on or, if it is one of several parts, in slots.
 
     The last program of all parts then joins them and writes the rows.
     """
@@ -90,14 +90,14 @@ def _join_if_last(
                 GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_ROWS, BLOCK_DIM,
             )  # fmt: skip
         else:
-            # Other threads of this program may still read the slots.
+            # Other threads of this program may still be reading the slots.
             tl.debug_barrier()
             _store(
                 parts, parts_lse, first_of_block, joined, joined_lse, num_queries, kv_head,
                 GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_ROWS, BLOCK_DIM,
             )  # fmt: skip
             num_blocks = tl.cdiv(num_parts, _BLOCK)
-            # The second part begins no block, so its counter is free.
+            # The second part does not begin a block, so its counter is free.
             if _is_last(counters + (first_slot + slot_step) * num_counters, num_blocks):
                 joined, joined_lse = _join(
                     parts, parts_lse, first_slot, slot_step * _BLOCK, num_blocks, num_queries, kv_head,
@@ -112,7 +112,7 @@ def _join_if_last(
 @triton.jit
 def _is_last(counter, count):
     """Return whether ``count`` programs have arrived. If so, this program sees everything that they wrote."""
-    # One thread counts, and publishes the writes of all.
+    # One thread increments the counter, which publishes the writes of all threads.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
     if is_last:
@@ -126,7 +126,7 @@ def _join(
     GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Join ``count`` parts; return ``[BLOCK_ROWS, BLOCK_DIM]`` and the lse of each row."""
+    """Join ``count`` parts. Return ``[BLOCK_ROWS, BLOCK_DIM]`` and the lse of each row."""
     parts, rows, dims = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
     places = rows // GROUPS * NUM_HEADS + kv_head * GROUPS + rows % GROUPS
     joined = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
@@ -173,7 +173,7 @@ def _store(
 
 
 def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Join partials ``[T, heads, D]`` with log-sum-exps ``[T, heads]`` fp32; see workers.attention.merge."""
+    """Join partials ``[T, heads, D]`` with log-sum-exps ``[T, heads]`` fp32. See workers.attention.merge."""
     outs, lses = tuple(out.contiguous() for out in outs), tuple(lse.contiguous() for lse in lses)
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
     block_rows = 8

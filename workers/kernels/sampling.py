@@ -1,4 +1,4 @@
-"""Cutoffs of top-k and top-p, and exponential-race sampling; the references are in workers.engine."""
+"""Cutoffs of top-k and top-p, and exponential-race sampling. The reference implementations are in workers.engine."""
 
 import torch
 import triton
@@ -7,12 +7,12 @@ from torch import Tensor
 
 _CUTOFF_BLOCK = 2048
 _STAGES = tl.constexpr(4)
-"""Blocks in flight at once. Nothing else hides memory latency, since a row has only one program."""
+"""Number of blocks in flight. Nothing else hides memory latency, since a row has only one program."""
 _RACE_BLOCK = 4096
 
 
 def find_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, is_sure: Tensor, cutoffs: Tensor) -> None:
-    """Set the lowest score to keep in each row, unless it ``is_sure`` already.
+    """Set each row's lowest score to keep, except in rows where ``is_sure`` is already set.
 
     scores: ``[num_rows, vocab_size]`` fp32, 0 for the most likely token and negative for others. ``[num_rows]`` each:
     top_k int64, at least 1; top_p fp64; is_sure bool; cutoffs fp32.
@@ -29,7 +29,7 @@ def _cutoff_kernel(scores, top_k, top_p, is_sure, cutoffs, stride, vocab_size, B
     if tl.load(is_sure + row) == 0:
         of_row = scores + row * stride
         num_kept = tl.minimum(tl.load(top_k + row), vocab_size)
-        last = tl.full((), 0x7F800000, tl.int32)  # -inf: everything
+        last = tl.full((), 0x7F800000, tl.int32)  # -inf keeps everything
         if num_kept < vocab_size:
             last = _last_with(of_row, vocab_size, num_kept.to(tl.float64), False, BLOCK)
         share = tl.load(top_p + row)
@@ -44,9 +44,9 @@ def _cutoff_kernel(scores, top_k, top_p, is_sure, cutoffs, stride, vocab_size, B
 
 @triton.jit
 def _last_with(scores, vocab_size, limit, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the greatest depth with less mass, or fewer scores, above it than the limit.
+    """Return the greatest depth above which there is less mass, or fewer scores, than the limit.
 
-    Each pass finds two bits, and the last one finds the lowest bit.
+    A depth is a score's distance below 0. Each pass finds two bits, and the last pass finds the lowest bit.
     """
     depth, bit = tl.full((), 0, tl.int32), tl.full((), 1 << 29, tl.int32)
     while bit > 0:
@@ -89,7 +89,7 @@ def _each(depths, WEIGHED: tl.constexpr):
 
 @triton.jit
 def _largest(scores, vocab_size, depth, BLOCK: tl.constexpr):
-    """Return the depth of the lowest score at or above a depth."""
+    """Return the depth of the lowest score that is at or above ``depth``."""
     lowest = tl.zeros([BLOCK], dtype=tl.int32)
     for start in tl.range(0, vocab_size, BLOCK, num_stages=_STAGES):
         depths = _depths(scores, start, vocab_size, BLOCK)
@@ -99,7 +99,7 @@ def _largest(scores, vocab_size, depth, BLOCK: tl.constexpr):
 
 @triton.jit
 def _depths(scores, start, vocab_size, BLOCK: tl.constexpr):
-    """Return how far scores are below 0, as bits, which sort like integers. Padding gets the maximum."""
+    """Return the scores' distances below 0, as bits, which sort like integers. Padding gets the maximum."""
     token_ids = start + tl.arange(0, BLOCK)
     bits = tl.load(scores + token_ids, mask=token_ids < vocab_size, other=-float("inf")).to(tl.int32, bitcast=True)
     return tl.where(token_ids < vocab_size, bits & 0x7FFFFFFF, 0x7FFFFFFF)
@@ -113,7 +113,7 @@ _MOST = tl.constexpr(1 - 2.0**-24)
 
 
 def win_race(weights: Tensor, keys: Tensor) -> Tensor:
-    """Return each row's earliest token, ``[num_rows]`` int64, in the exponential race.
+    """Return the token that wins the exponential race in each row, ``[num_rows]`` int64.
 
     ``weights [num_rows, vocab_size]`` fp32; ``keys [num_rows]`` int64.
     """
@@ -149,7 +149,8 @@ def _race_kernel(weights, keys, earliest, winners, stride, vocab_size, BLOCK: tl
 def _exponential(fraction):
     """Return ``-log(1 - fraction)``.
 
-    A GPU's fast logarithm is too coarse near 1. There, the series of the inverse hyperbolic tangent replaces it, whose
+    A GPU's fast logarithm is too coarse near 1. There, the series of the inverse hyperbolic tangent is used instead.
+    Its
     error is 1e-10 at a fraction of 1/4.
     """
     s = fraction / (2.0 - fraction)

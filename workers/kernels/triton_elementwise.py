@@ -1,4 +1,4 @@
-"""Elementwise kernels of GPUs, see ElementwiseKernels. References are workers.layers and PagePool.write on a CPU."""
+"""Elementwise kernels for GPUs. Their references are workers.layers and PagePool.write on a CPU."""
 
 import torch
 import triton
@@ -49,7 +49,7 @@ def _rms_norm_kernel(
     given = tl.load(x + row * x_stride + dims, mask=is_held, other=0.0)
     wide = given.to(tl.float32)
     if ADDS:
-        # Rounded, so that the norm applies to the value that the next layer adds to.
+        # Round the sum, so that the norm applies to the value that the next layer adds to.
         summed = (wide + tl.load(y + row * y_stride + dims, mask=is_held, other=0.0).to(tl.float32)).to(given.dtype)
         tl.store(total + row * SIZE + dims, summed, mask=is_held)
         wide = summed.to(tl.float32)
@@ -74,7 +74,7 @@ def rotate_storing(
 ) -> Tensor:
     """Rotate the Q and K heads of ``heads [T, Q + K + V heads, D]``, store K and V like ``store_kv``, and return Q.
 
-    The H of ``layer_pages [page, H, 2, slot, D]`` is the number of K heads. ``weights`` are for Q and for K.
+    H in ``layer_pages [page, H, 2, slot, D]`` is the number of K heads. ``weights`` are for Q and K.
     """
     q_weight, k_weight = weights or (None, None)
     return _launch_rotate(heads, cos, sin, q_weight, k_weight, eps, layer_pages, slots)
@@ -121,7 +121,7 @@ def _rotate_kernel(
     NUM_QUERIES: tl.constexpr, NUM_STORED: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate dimension pairs i and i + D/2; a program has both halves of some heads of a token.
+    """Rotate dimension pairs i and i + D/2. A program computes both halves of some heads of a token.
 
     NUM_STORED heads of K and as many of V follow the heads of Q. V is neither normalized nor rotated.
     """

@@ -1,7 +1,7 @@
 // Attention of bf16 queries over bf16 keys and values in pages, on a CPU.
 //
 // A tile is some query rows (query by query, the G heads that share a kv head) and one kv head. It processes its keys
-// block by block. A large tile rearranges each block for all its rows; a small one reads it in place.
+// block by block. A large tile rearranges each block for all its rows; a small tile reads it in place.
 //
 // Strides and offsets are in elements.
 
@@ -64,7 +64,7 @@ class Cursor {
   const bf16 *key_, *value_;
 };
 
-// Merge a finished row into the output, which is (0, -inf) at first.
+// Merge a finished row into the output, which is initially (0, -inf).
 void write_row(const Found& row, int64_t head_dim, bf16* out, float* lse) {
   const float found = (row.reference + std::log2(row.sum)) * float(M_LN2);
   const float top = std::max(found, *lse);
@@ -77,7 +77,7 @@ void write_row(const Found& row, int64_t head_dim, bf16* out, float* lse) {
   *lse = merged;
 }
 
-// One tile, from its first block of keys to its rows of the result.
+// One tile, processed from its first block of keys to its result rows.
 class Tile {
  public:
   Tile(const Attention& a, const Item& item, int64_t head, int64_t first_row, int64_t num_rows, const Scratch& s)
@@ -127,8 +127,8 @@ class Tile {
 
 }  // namespace
 
-// Process tiles until none is left. Several threads may share one Attention if no two items share a query. Returns 0, or
-// 1 if there is no memory.
+// Process tiles until none is left. Several threads may share one Attention if no two items share a query. Returns 0,
+// or 1 if memory runs out.
 extern "C" int baton_attend(const Attention* a) {
   Scratch scratch(a->head_dim, a->scale);
   if (!scratch.memory) return 1;

@@ -1,8 +1,8 @@
 // Operations on one block of keys and values on a CPU with AVX512-BF16: rearranging, scores, weights, weighted sums.
 //
-// A block is rearranged so that each instruction multiplies pairs of 16 keys (scores) or of 16 dims (values) with one
-// pair of a row. Exponentials are taken relative to a reference per row that follows its largest score with slack, so
-// that the fp32 sums are rarely rescaled.
+// A block is rearranged so that each instruction multiplies pairs of 16 keys (scores) or of 16 dims (values) by one
+// pair of a row. Exponentials are relative to a reference per row that follows the row's largest score with some slack,
+// so that the fp32 sums are rarely rescaled.
 //
 // R: rows processed together. Strides and offsets are in elements.
 
@@ -15,16 +15,16 @@
 namespace {
 
 constexpr int kLanes = 16;
-constexpr int kVectors = kBlock / kLanes;  // Vectors of a row's scores.
-constexpr int kRows = 6;                   // Rows at once: 24 sums, and registers for their factors.
-constexpr int kFewRows = 8;                // Most rows of a tile that reads keys and values in place.
+constexpr int kVectors = kBlock / kLanes;  // Vectors per row of scores.
+constexpr int kRows = 6;                   // Rows processed together: 24 sums, plus registers for their factors.
+constexpr int kFewRows = 8;                // Maximum rows of a tile that reads keys and values in place.
 
 inline __m512bh pairs(const void* p) { return (__m512bh)_mm512_load_si512(p); }
 inline __m512bh repeated_pair(const bf16* p) { return (__m512bh)_mm512_set1_epi32(*(const int*)p); }
 inline __mmask32 lanes32(int64_t n) { return n >= 32 ? ~0u : n <= 0 ? 0u : (1u << n) - 1; }
 inline __mmask16 lanes16(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
 
-// 2^x, with a relative error below 1e-4; bf16 keeps 4e-3.
+// 2^x with a relative error below 1e-4. bf16 keeps 4e-3.
 inline __m512 exp2(__m512 x) {
   const __m512 f = _mm512_reduce_ps(x, 0x09);
   __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.07944154f), f, _mm512_set1_ps(0.22411230f));
@@ -33,7 +33,7 @@ inline __m512 exp2(__m512 x) {
   return _mm512_scalef_ps(p, x);
 }
 
-// 16 rows of 16 pairs to 16 rows of one pair each.
+// Transpose 16 rows of 16 pairs.
 inline void transpose(__m512i x[16]) {
   __m512i y[16];
 #pragma GCC unroll 8
@@ -64,7 +64,7 @@ inline void transpose(__m512i x[16]) {
   }
 }
 
-// 32 dims from d of 16 keys, as 16 vectors of a pair of dims of each.
+// Load 32 dims, from d on, of 16 keys, as 16 vectors with one pair of dims of each key.
 inline void load_pairs(const bf16* const* keys, int64_t d, int64_t head_dim, __m512i x[kLanes]) {
   const __mmask32 mask = lanes32(head_dim - d);
 #pragma GCC unroll 16
@@ -72,7 +72,7 @@ inline void load_pairs(const bf16* const* keys, int64_t d, int64_t head_dim, __m
   transpose(x);
 }
 
-// 32 dims from d of two values, as two vectors of pairs of the same dim.
+// Load 32 dims, from d on, of two values, as two vectors with one pair per dim.
 inline void interleave(const bf16* const* values, int64_t d, int64_t head_dim, __m512i x[2]) {
   alignas(64) static constexpr uint16_t low[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                    8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
@@ -85,7 +85,7 @@ inline void interleave(const bf16* const* values, int64_t d, int64_t head_dim, _
   x[1] = _mm512_permutex2var_epi16(even, high_index, odd);
 }
 
-// Keys as [pair of dims][key][2].
+// Pack keys as [pair of dims][key][2].
 void pack_keys(const Block& block, int64_t head_dim, bf16* packed) {
   for (int64_t d = 0; d < head_dim; d += 32) {
     for (int first = 0; first < kBlock; first += kLanes) {
@@ -97,7 +97,7 @@ void pack_keys(const Block& block, int64_t head_dim, bf16* packed) {
   }
 }
 
-// Values as [pair of keys][dim][2], width dims a pair.
+// Pack values as [pair of keys][dim][2], with `width` dims per pair.
 void pack_values(const Block& block, int num_keys, int64_t head_dim, int64_t width, bf16* packed) {
   for (int i = 0; i < num_keys; i += 2) {
     for (int64_t d = 0; d < head_dim; d += 32) {
@@ -111,7 +111,7 @@ void pack_values(const Block& block, int num_keys, int64_t head_dim, int64_t wid
 
 // State of a tile.
 struct Scratch {
-  int64_t head_dim, width;  // Width: head dim in whole vectors of 32.
+  int64_t head_dim, width;  // Width: head_dim rounded up to full vectors of 32.
   float scale;
   Memory memory;
   bf16 *query, *keys, *values, *weights;
@@ -129,7 +129,7 @@ struct Scratch {
   }
 };
 
-// Row count rounded up to what these functions process; surplus rows are zeros.
+// Row count rounded up to what these functions process. Surplus rows are zero.
 inline int64_t padded(int64_t num_rows) {
   return num_rows > kFewRows ? round_up(num_rows, kRows) : num_rows > 4 ? kFewRows : num_rows == 3 ? 4 : num_rows;
 }
@@ -152,7 +152,7 @@ Found found(const Scratch& s, int64_t row, int64_t) {
   return {s.out + row * s.width, sum, s.reference[row]};
 }
 
-// Move the reference of a row to its largest score in this block.
+// Set a row's reference to its largest score in this block.
 void rebase(const Scratch& s, int64_t row, __m512 scores) {
   const float top = _mm512_reduce_max_ps(scores) * s.scale;
   if (top <= s.reference[row] + kSlack) return;
@@ -190,7 +190,7 @@ inline void score(const Scratch& s, int64_t row, Scores<R>& x) {
   }
 }
 
-// Scores with keys in place, for few rows, where packing would cost more than it saves.
+// Scores with keys read in place, for few rows, where packing would cost more than it saves.
 template <int R>
 inline void score_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys, Scores<R>& x) {
   constexpr int kSums = R == 1 ? 4 : R == 2 ? 2 : 1;  // Several sums per row hide the latency of additions.
@@ -218,7 +218,7 @@ inline void score_unpacked(const Scratch& s, const Block& block, const Block& ne
   }
 }
 
-// Weights of R rows from their scores; row r sees the first seen[r] keys.
+// Weights of R rows from their scores. Row r sees the first seen[r] keys.
 template <int R>
 inline void weigh(const Scratch& s, int64_t row, const int* seen, bool all_seen, Scores<R>& x) {
   if (!all_seen) {
@@ -280,7 +280,7 @@ void add_values(const Scratch& s, int64_t row, int64_t first, int num_keys) {
     for (int c = 0; c < C; ++c) _mm512_store_ps(out + r * s.width + c * kLanes, x[r][c]);
 }
 
-// Weighted sums with values in place, for all rows of a small tile and all dims.
+// Weighted sums with values read in place, for all rows of a small tile and all dims.
 template <int R>
 void add_values_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys) {
   for (int64_t first = 0; first < s.head_dim; first += 2 * kLanes) {
@@ -309,7 +309,7 @@ void add_values_unpacked(const Scratch& s, const Block& block, const Block& next
   }
 }
 
-// A block's keys and values, packed, for R rows of a large tile.
+// Process a block's packed keys and values for R rows of a large tile.
 template <int R>
 void attend_packed(const Scratch& s, int64_t row, const int* seen) {
   const int most = *std::max_element(seen, seen + R);
@@ -322,7 +322,7 @@ void attend_packed(const Scratch& s, int64_t row, const int* seen) {
   if (first < s.width) add_values<R, 2>(s, row, first, most);
 }
 
-// A block's keys and values for a tile of R rows.
+// Process a block's keys and values for a tile of R rows.
 template <int R>
 void attend_few(const Scratch& s, const Block& block, const Block& next, const int* seen) {
   const int most = *std::max_element(seen, seen + R);
@@ -332,7 +332,7 @@ void attend_few(const Scratch& s, const Block& block, const Block& next, const i
   add_values_unpacked<R>(s, block, next, most);
 }
 
-// A block for all rows of a tile; row r sees the first seen[r] keys.
+// Process a block for all rows of a tile. Row r sees the first seen[r] keys.
 void attend_block(const Scratch& s, int64_t num_rows, const Block& block, const Block& next, const int* seen) {
   switch (num_rows) {
     case 1: return attend_few<1>(s, block, next, seen);

@@ -1,10 +1,12 @@
 // Operations on one block of keys and values with fp32 products, for any CPU.
 //
-// A large tile is divided into panels with a row in each lane: queries are [dim][row], scores [key][row], sums
-// [dim][row]. Both products combine broadcast numbers with contiguous vectors, nothing is summed across lanes, and a
-// block only needs conversion to fp32. In a small tile the lanes are dims, and keys and values are read in place.
-// Exponentials are taken relative to a reference per row that follows its largest score with slack, so that sums are
-// rarely rescaled.
+// A large tile is divided into panels with one row per lane: queries are [dim][row], scores [key][row], sums
+// [dim][row].
+// Both products combine broadcast numbers with contiguous vectors, nothing is summed across lanes, and a block only
+// needs
+// conversion to fp32. In a small tile, the lanes are dims, and keys and values are read in place. Exponentials are
+// relative to a reference per row that follows the row's largest score with some slack, so that sums are rarely
+// rescaled.
 //
 // Dims are in the order of Pairs. Scores are in powers of two, since queries are scaled when they are read. Strides and
 // offsets are in elements.
@@ -15,11 +17,11 @@
 
 namespace {
 
-constexpr int kColumns = 3;                          // Vectors of a panel.
-constexpr int kPanel = kColumns * kLanes;            // Rows of a panel.
-constexpr int kRepeated = kRegisters == 32 ? 8 : 4;  // Keys or dims per product, which fill the registers with kColumns.
-constexpr int kAtOnce = kRegisters == 32 ? 8 : 4;    // Rows of a small tile for which a block is read once.
-constexpr int kFewRows = 24;                         // More rows are a panel, even if it is not full.
+constexpr int kColumns = 3;                          // Vectors per panel.
+constexpr int kPanel = kColumns * kLanes;            // Rows per panel.
+constexpr int kRepeated = kRegisters == 32 ? 8 : 4;  // Keys or dims per product; they fill the registers.
+constexpr int kAtOnce = kRegisters == 32 ? 8 : 4;    // Rows of a small tile that share one read of a block.
+constexpr int kFewRows = 24;                         // More rows form a panel, even if it is not full.
 static_assert(kTileRows % kPanel == 0 && kFewRows % kAtOnce == 0 && kPairs % kRepeated == 0 && kBlock % kPairs == 0);
 
 // State of a tile.
@@ -41,7 +43,7 @@ struct Scratch {
     sums = memory.take<float>(kTileRows + kFewRows * kLanes), reference = memory.take<float>(kTileRows);
   }
 
-  // Index of dim d of a row's query and sum, in a tile of this many rows.
+  // Index of dim d in a row's query and sum, in a tile with num_rows rows.
   int64_t place(int64_t row, int64_t d, int64_t num_rows) const {
     const int64_t at_once = num_rows > kFewRows ? kPanel : std::min<int64_t>(num_rows, kAtOnce), p = pairs_place(d);
     const int64_t group = row / at_once * at_once * width, mine = row % at_once;
@@ -49,7 +51,7 @@ struct Scratch {
   }
 };
 
-// Row count rounded up to what these functions process; surplus rows are zeros.
+// Row count rounded up to what these functions process. Surplus rows are zero.
 inline int64_t padded(int64_t num_rows) {
   if (num_rows > kFewRows) return round_up(num_rows, kPanel);
   return num_rows > 4 ? round_up(num_rows, kAtOnce) : num_rows == 3 ? 4 : num_rows;
@@ -95,7 +97,7 @@ void product(const float* a, int64_t row_stride, int64_t step, const float* b, i
     for (int c = 0; c < kColumns; ++c) at(out + r * kPanel + c * kLanes) = x[r][c];
 }
 
-// Move the references of kLanes rows of a panel to their largest scores in this block if these are far above.
+// Set the references of kLanes rows of a panel to their largest scores in this block if these are far above.
 void rebase_lanes(float* reference, float* sums, float* out, int64_t width, vec top) {
   const vec before = at(reference), after = top > before + kSlack ? top : before;
   if (!any(top > before + kSlack)) return;
@@ -105,7 +107,7 @@ void rebase_lanes(float* reference, float* sums, float* out, int64_t width, vec 
   for (int64_t d = 0; d < width; ++d) at(out + d * kPanel) *= factor;
 }
 
-// Weights of the rows of a panel from their scores with num_keys keys; row r sees the first seen[r].
+// Weights of a panel's rows from their scores with num_keys keys. Row r sees the first seen[r].
 void weigh_panel(const Scratch& s, int64_t row, const int* seen, int num_keys) {
   float* out = s.out + row * s.width;
   const bool all_seen = *std::min_element(seen, seen + kPanel) >= num_keys;
@@ -163,7 +165,7 @@ void score(const Scratch& s, const float* query, const Block& block, const Block
   }
 }
 
-// Weights of the r-th of R rows of a small tile from its scores; it sees the first `seen` keys.
+// Weights of the r-th of R rows of a small tile from its scores. The row sees the first `seen` keys.
 template <int R>
 void weigh(const Scratch& s, int64_t row, int r, int seen, int num_keys) {
   float *weights = s.weights + r * kBlock, *out = s.out + row * s.width + r * kLanes;
@@ -218,7 +220,7 @@ void widen(const bf16* from, int64_t head_dim, float* to) {
   }
 }
 
-// A block for all rows of a tile; row r sees the first seen[r] keys.
+// Process a block for all rows of a tile. Row r sees the first seen[r] keys.
 void attend_block(const Scratch& s, int64_t num_rows, const Block& block, const Block& next, const int* seen) {
   if (num_rows == 1) return attend_few<1>(s, 0, block, next, seen);
   if (num_rows == 2) return attend_few<2>(s, 0, block, next, seen);

@@ -1,4 +1,4 @@
-"""Compilation of this folder's shared library, once per machine. Imports no torch."""
+"""Compilation of this folder's shared library, once per machine. Does not import torch."""
 
 import fcntl
 import hashlib
@@ -27,7 +27,7 @@ class Kind(NamedTuple):
 
     name: str
     flags: tuple[str, ...]
-    """Required features, as /proc/cpuinfo names them."""
+    """Required CPU features, named as in /proc/cpuinfo."""
     options: tuple[str, ...]
     """Compiler options."""
 
@@ -38,11 +38,11 @@ KINDS = (
     Kind("AVX2", ("avx2", "fma"), ("-mavx2", "-mfma")),
     Kind("NEON", ("asimd",), ()),
 )
-"""Kinds of processors, fastest first. All but the first multiply in fp32."""
+"""Kinds of processors, fastest first. Only the first multiplies in bf16; the others use fp32."""
 
 
 class CannotCompileError(Exception):
-    """Reason why there is no library, and a command that would help, if any."""
+    """Reason why there is no library, and a command that may fix it."""
 
     def __init__(self, reason: str, mend: str = "") -> None:
         super().__init__(reason)
@@ -50,14 +50,14 @@ class CannotCompileError(Exception):
 
 
 class Compiler(NamedTuple):
-    """C++ compiler, and the kind of processor it compiles for."""
+    """C++ compiler, and the kind of processor that it compiles for."""
 
     path: str
     kind: Kind
 
 
 def find_compiler(cpu_info: Path = Path("/proc/cpuinfo")) -> Compiler:
-    """Return the compiler for the fastest kind that this machine can run. Raises CannotCompileError."""
+    """Return the compiler for the fastest kind that this machine supports. Raises CannotCompileError."""
     kinds = runnable_kinds(cpu_info)
     if not kinds:
         raise CannotCompileError(f"the CPU has none of {', '.join(kind.name for kind in KINDS)}")
@@ -70,7 +70,7 @@ def find_compiler(cpu_info: Path = Path("/proc/cpuinfo")) -> Compiler:
 def runnable_kinds(cpu_info: Path = Path("/proc/cpuinfo")) -> list[Kind]:
     flags: set[str] = set()
     if platform.machine() in ("aarch64", "arm64"):
-        flags = {"asimd"}  # All of them have it, and macOS has no such file.
+        flags = {"asimd"}  # all such CPUs have it, and macOS has no such file
     elif cpu_info.is_file():
         lines = cpu_info.read_text(errors="replace").splitlines()
         flags = set(next((line for line in lines if line.startswith("flags")), "").split())
@@ -78,9 +78,9 @@ def runnable_kinds(cpu_info: Path = Path("/proc/cpuinfo")) -> list[Kind]:
 
 
 def compiled_library(compiler: Compiler) -> Path:
-    """Return the library, compiled first if this machine has no intact one. Raises CannotCompileError.
+    """Return the library. Compile it first if this machine has no intact copy. Raises CannotCompileError.
 
-    Of several processes that call this at the same time, one compiles.
+    If several processes call this at the same time, only one compiles.
     """
     try:
         folder = CACHE_DIR.get() / "native"
@@ -113,7 +113,7 @@ def _compile(compiler: Compiler, path: Path) -> None:
         if result.returncode:
             message = next((line for line in result.stderr.splitlines() if "error" in line), "no message")
             raise CannotCompileError(f"{compiler.path} failed: {message}", _MEND)
-        # Loading a truncated file can kill the process, so its digest is checked first.
+        # Loading a truncated file can kill the process, so the digest is checked first.
         code = made.read_bytes()
         made.write_bytes(code + hashlib.sha256(code).digest())
         made.replace(path)

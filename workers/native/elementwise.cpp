@@ -4,7 +4,7 @@
 
 namespace {
 
-// Round to the nearest bf16, ties to even; NaN stays NaN.
+// Round to the nearest bf16, ties to even. NaN stays NaN.
 inline vec rounded(vec x) {
   const words bits = (words)x;
   const words nearest = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
@@ -17,7 +17,7 @@ inline Pairs each(Make make, Given... given) {
   return {rounded(make(given.even...)), rounded(make(given.odd...))};
 }
 
-// First n numbers, at most kPairs.
+// Store the first n numbers, at most kPairs.
 inline void store(bf16* p, Pairs x, int64_t n) {
   const words both = (words)x.even >> 16 | ((words)x.odd & 0xffff0000);
   std::memcpy(p, &both, std::min<int64_t>(n, kPairs) * sizeof(bf16));
@@ -102,7 +102,7 @@ extern "C" void baton_rotate(const bf16* x, const bf16* cos, const bf16* sin, co
     }
 }
 
-// Write rows begin to end of kv to their slots; strides count numbers.
+// Write rows begin to end of kv to their slots. Strides count numbers.
 extern "C" void baton_store_kv(bf16* pages, const int64_t* slots, const bf16* kv, int64_t page_size, int64_t num_heads,
                                int64_t head_dim, int64_t page_stride, int64_t head_stride, int64_t which_stride,
                                int64_t slot_stride, int64_t row_stride, int64_t kv_which_stride, int64_t kv_head_stride,
@@ -117,7 +117,7 @@ extern "C" void baton_store_kv(bf16* pages, const int64_t* slots, const bf16* kv
   }
 }
 
-// silu(gate) * up of rows begin to end, each [gate, up] of size numbers.
+// Compute silu(gate) * up for rows begin to end, where each row is [gate, up] with size numbers each.
 extern "C" void baton_swiglu(const bf16* gate_up, bf16* out, int64_t size, int64_t stride, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row)
     for (int64_t d = 0; d < size; d += kPairs) {

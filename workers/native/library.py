@@ -12,9 +12,9 @@ from torch import Tensor
 from workers.native.compile import CannotCompileError, Compiler, compiled_library, find_compiler
 
 MOST_DIMS = 1024
-"""Largest size of a head."""
+"""Maximum head size."""
 NUM_ITEM_FIELDS = 7
-"""Fields of Item in attention.cpp."""
+"""Number of fields of Item in attention.cpp."""
 
 _FIELDS = (
     *("query", "key", "value", "out", "lse", "tables", "items", "next_tile"),
@@ -22,11 +22,11 @@ _FIELDS = (
     *(f"{what}_{axis}_stride" for what in ("key", "value") for axis in ("page", "head", "slot")),
 )
 _LEAST_SHARED = 1 << 17
-"""Fewest elements for which rows are divided over threads."""
+"""Minimum number of elements for which rows are divided among threads."""
 
 
 class _Arguments(ctypes.Structure):
-    """Attention in attention.cpp: pointers and 64-bit numbers, then the scale."""
+    """Attention struct of attention.cpp: pointers and 64-bit numbers, then the scale."""
 
     _fields_ = (*((name, ctypes.c_int64) for name in _FIELDS), ("scale", ctypes.c_float))
 
@@ -56,7 +56,7 @@ class Library:
 
     @classmethod
     def load(cls, compiler: Compiler | None = None) -> "Library":
-        """Load the library, compiled if necessary, for as many threads as torch has. Raises CannotCompileError."""
+        """Load the library for as many threads as torch has. Compile it if necessary. Raises CannotCompileError."""
         path = compiled_library(compiler or find_compiler())
         try:
             return cls(path, torch.get_num_threads())
@@ -78,14 +78,14 @@ class Library:
     ) -> None:
         """Merge attention of queries ``[tokens, heads, D]`` over ``key``, ``value [page, H, slot, D]`` into a partial.
 
-        ``items [n, 7]`` are rows of Item in attention.cpp, no two of which share a query, and ``tables`` their page
-        numbers, both int64. Nothing is checked against the tensors' sizes. Elements of a head are adjacent in memory,
-        and ``out`` and ``lse`` are contiguous.
+        ``items [n, 7]`` are rows of Item in attention.cpp, no two of which share a query. ``tables`` holds their page
+        numbers. Both are int64. Indices are not checked against the tensors' sizes. Elements of a head are adjacent in
+        memory, and ``out`` and ``lse`` are contiguous.
         """
         if not len(items):
             return
         for x in (query, key, value):
-            assert x.dtype == torch.bfloat16, f"the native backend is for bf16, not {x.dtype}"
+            assert x.dtype == torch.bfloat16, f"the native backend supports bf16, not {x.dtype}"
             assert x.shape[-1] <= MOST_DIMS, f"a head of {x.shape[-1]} dims"
             assert x.stride(-1) == 1, f"strides {x.stride()}"
         assert scale > 0, f"a scale of {scale}"
@@ -154,7 +154,7 @@ class Library:
         self._share(self._rms_norm, (*pointers, size, x.stride(0), y_stride, eps), num_rows, size)
 
     def _share(self, function: Callable[..., None], given: tuple[object, ...], num_rows: int, size: int) -> None:
-        """Call ``function`` for all rows, divided over the threads if there are many."""
+        """Call ``function`` for all rows, divided among the threads if there are many."""
         if self._num_threads == 1 or num_rows * size < _LEAST_SHARED:
             function(*given, 0, num_rows)
             return

@@ -1,4 +1,4 @@
-// Vectors of floats as wide as this CPU's, in the portable vector extensions of GCC and Clang.
+// Vectors of floats as wide as this CPU's, built on the portable vector extensions of GCC and Clang.
 
 #pragma once
 
@@ -23,7 +23,7 @@ inline const vec& at(const float* p) { return *(const vec*)p; }
 inline vec all(float x) { return x - vec{}; }
 inline vec largest(vec a, vec b) { return a > b ? a : b; }  // b if a is NaN.
 
-// Adjacent numbers, split into even and odd indices: the order that takes the fewest instructions.
+// Adjacent numbers, split into even and odd indices. This order takes the fewest instructions.
 constexpr int kPairs = 2 * kLanes;
 
 struct Pairs {
@@ -39,16 +39,16 @@ inline words tail_words(const bf16* p, int64_t n) {
   return x;
 }
 
-// kPairs numbers, or the first n and zeros.
+// Load kPairs numbers, or the first n followed by zeros.
 inline Pairs load(const bf16* p, int64_t n) {
   typedef words anywhere __attribute__((aligned(2)));
   const words x = __builtin_expect(n >= kPairs, 1) ? *(const anywhere*)p : tail_words(p, n);
   return {(vec)(x << 16), (vec)(x & 0xffff0000)};
 }
 
-// 2^x for x below 127, with a relative error below 1e-4; bf16 keeps 4e-3.
+// 2^x for x below 127, with a relative error below 1e-4. bf16 keeps 4e-3.
 inline vec exp2(vec x) {
-  const vec shift = all(12582912.0f);  // Added to a small number it leaves the nearest integer in the lowest bits.
+  const vec shift = all(12582912.0f);  // Adding this to a small number leaves the nearest integer in the lowest bits.
   const vec whole = x + shift, f = x - (whole - shift);
   vec p = f * 0.05517167f + 0.24261114f;
   p = p * f + 0.69326099f;
@@ -66,7 +66,7 @@ inline vec every_second(vec a, vec b, std::integer_sequence<int, Lanes...>) {
 #endif
 }
 
-// The sums over each of kLanes vectors; they are overwritten.
+// Sums of each of kLanes vectors, which are overwritten.
 inline vec sums_of(vec x[kLanes]) {
   constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
 #pragma GCC unroll 4
