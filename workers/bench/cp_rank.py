@@ -1,4 +1,4 @@
-"""Rank process of `baton bench cp`, which computes single prefill steps of a model with random weights."""
+"""Rank process of `baton bench cp`, which runs single prefill steps of a model with random weights."""
 
 import random
 import time
@@ -35,7 +35,7 @@ _PAGE_SIZE = 64
 
 
 class CpBenchRank:
-    """Model on one rank, which is a group of its own and a member of a larger one."""
+    """Model on one rank, which is a member of a group of CP ranks and of a group of its own."""
 
     def __init__(self, config: DecoderConfig, max_len: int, mode: CpMode) -> None:
         use_cpu(1)
@@ -54,7 +54,7 @@ class CpBenchRank:
         self._groups: dict[int, tuple[Communicator, ModelRunner, Rates]] = {}
 
     def open_store(self) -> str:
-        """Open the store through which the ranks form groups; return its ``host:port``."""
+        """Open the store through which the ranks form groups. Return its ``host:port``."""
         self._store, port = open_store(_HOST, _TIMEOUT_S)
         return f"{_HOST}:{port}"
 
@@ -70,13 +70,13 @@ class CpBenchRank:
         self._groups[cp] = group, runner, calibrate(self._model, self._pool, self._backend, group, self._shape)
 
     def choose(self, way: Way, prompt_len: int, prefix_len: int) -> StrategyChoice:
-        """Return how to run a step, by this rank's measured rates; rank 0 decides for all."""
+        """Return how to run a step, based on this rank's measured rates. Rank 0 decides for all ranks."""
         _, _, rates = self._groups[way.cp]
         chooser = StrategyChooser(setting=way.strategy, cp=way.cp, shape=self._shape, rates=rates, mode=self._mode)
         return chooser([dummy_request(prompt_len, prefix_len)])
 
     def step(self, way: Way, choice: StrategyChoice, prompt_len: int, prefix_len: int) -> StepTime:
-        """Compute one prompt up to its first token, in one step of the first ``way.cp`` ranks."""
+        """Compute a prompt up to its first token in one step of the first ``way.cp`` ranks."""
         plan = self._plan(choice, prompt_len, prefix_len)
         group, runner, _ = self._groups[way.cp]
         group.barrier()

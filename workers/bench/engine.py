@@ -1,4 +1,4 @@
-"""`baton bench engine`: the engine on one device, without scheduler and handoff, compared with transformers."""
+"""`baton bench engine`: the engine on one device, without scheduler or handoff, compared with transformers."""
 
 import random
 import time
@@ -34,7 +34,7 @@ _ROOM = Room(1)
 
 
 class Timed(NamedTuple):
-    """Answer of at least two tokens, with its times."""
+    """Answer of at least two tokens, with its timing."""
 
     ttft_s: float
     tpot_s: float
@@ -54,7 +54,7 @@ class TransformersPeer:
         weights = {name: part.target for name, part in model.weights().items()}
         self._model.load_state_dict(weights, assign=True, strict=False)
         self._model.tie_weights()
-        # Rotary frequencies come from the configuration, not from weights.
+        # Rotary frequencies come from the configuration, not from the weights.
         with model.device:
             self._model.model.rotary_emb = type(self._model.model.rotary_emb)(config)
         missing = [name for name, parameter in self._model.named_parameters() if parameter.is_meta]
@@ -82,9 +82,9 @@ class EngineBench:
     """Model with random weights, in bf16 on a GPU and in fp32 on a CPU, where both engines produce the same tokens."""
 
     def __init__(self, name: str, device: Device, most_tokens: int) -> None:
-        """Load the model for requests of up to ``most_tokens``. Raises UserError if the device is missing."""
+        """Load the model for requests of up to ``most_tokens`` tokens. Raises UserError if the device is missing."""
         torch_device = open_device(device)
-        use_cpu(1)  # a worker's default
+        use_cpu(1)  # same as a worker's default
         self._name = name
         # Measured first, while memory is free.
         self._limits = gpu_limits(torch_device, GpuTimer(torch_device)) if device is Device.CUDA else cpu_limits()
@@ -95,7 +95,7 @@ class EngineBench:
         self._peer = TransformersPeer(raw, self._model)
 
     def close(self) -> None:
-        """Do nothing: everything is released when the process exits."""
+        """Do nothing. Everything is released when the process exits."""
 
     def limits(self) -> DeviceLimits:
         return self._limits
@@ -161,7 +161,7 @@ class EngineBench:
 
 
 def timed(start_s: float, times_s: Sequence[float], token_ids: Sequence[int]) -> Timed:
-    """Return the answer with its times. ``times_s`` are when each token reached the host."""
+    """Return the answer with its timing. ``times_s`` holds the time when each token reached the host."""
     return Timed(times_s[0] - start_s, (times_s[-1] - times_s[0]) / (len(times_s) - 1), token_ids)
 
 

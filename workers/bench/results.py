@@ -1,4 +1,4 @@
-"""Requests and results that benchmark processes exchange with the command line. No torch."""
+"""Requests and results that benchmark processes exchange with the command line. Does not import torch."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,7 +29,7 @@ class DeviceLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelResult:
-    """Result line of `baton bench kernels`; times are medians."""
+    """Result line of `baton bench kernels`. Times are medians."""
 
     model: str
     kernel: str
@@ -40,28 +40,28 @@ class KernelResult:
     share_of_limit: float
     """Fraction of the device limit that this kernel reaches."""
     torch_us: float | None
-    """Torch's time; for attention, SDPA over contiguous keys with one call per length."""
+    """Time with torch. For attention, this is SDPA over contiguous keys with one call per length."""
     flash_attn_us: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineResult:
-    """Result line of `baton bench engine`; times are medians over rounds of greedy decoding."""
+    """Result line of `baton bench engine`. Times are medians over rounds of greedy decoding."""
 
     model: str
     prompt_len: int
     output_len: int
     ttft_ms: float
     ttft_ratio: float
-    """TTFT relative to the prompt's FLOPs at the measured rate of matrix products."""
+    """TTFT divided by the time that the prompt's FLOPs take at the measured rate of matrix products."""
     tpot_ms: float
     """Time per output token after the first."""
     tpot_ratio: float
-    """TPOT relative to reading weights and KV at the measured bandwidth."""
+    """TPOT divided by the time to read weights and KV at the measured bandwidth."""
     transformers_ttft_ms: float | None
     transformers_tpot_ms: float | None
     num_same_tokens: int | None
-    """Length of the common prefix of both answers."""
+    """Length of the common prefix of both engines' answers."""
     transformers_problem: str | None
     """Reason why transformers was not measured."""
 
@@ -81,4 +81,4 @@ class StepTime:
     seconds: float
     """Time from the common start to the end."""
     waited_s: float
-    """Part of that time spent inside collectives."""
+    """Part of that time spent in collectives."""

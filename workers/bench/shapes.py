@@ -1,4 +1,4 @@
-"""Model shapes that benchmarks run with random weights, and their minimum work. No torch."""
+"""Model shapes that benchmarks run with random weights, and their minimum work. Does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class BenchShape:
     vocab: int
     head_dim: int = 128
     tied: bool = False
-    """Whether embedding and output layer share one matrix."""
+    """True if embedding and output layer share one matrix."""
 
     def config_json(self, max_len: int = 1 << 18) -> dict[str, Any]:
         return {
@@ -40,7 +40,7 @@ class BenchShape:
 
     @property
     def num_weights(self) -> int:
-        """Number of elements in all matrices, without norms."""
+        """Return the number of elements in all matrices. Norms are not counted."""
         per_layer = self.hidden * (2 * (self.heads + self.kv_heads) * self.head_dim + 3 * self.inner)
         return self.layers * per_layer + (1 if self.tied else 2) * self.vocab * self.hidden
 
@@ -49,12 +49,12 @@ class BenchShape:
         return 2 * self.kv_heads * self.head_dim
 
     def prefill_flops(self, prompt_len: int) -> float:
-        """Return two FLOPs per weight and token, plus four per head dimension and visible pair of tokens."""
+        """Return the FLOPs of a prefill: two per weight and token, four per head dimension and visible token pair."""
         pairs = prompt_len * (prompt_len + 1) / 2
         return 2.0 * self.num_weights * prompt_len + 4.0 * self.layers * self.heads * self.head_dim * pairs
 
     def decode_bytes(self, num_keys: float, itemsize: int) -> float:
-        """Return the bytes that a decode step reads: all weights and the KV of ``num_keys`` tokens."""
+        """Return the bytes that a decode step reads: all weights, and the KV of ``num_keys`` tokens."""
         return itemsize * (self.num_weights + self.layers * self.kv_row_len * num_keys)
 
 
@@ -68,4 +68,4 @@ SHAPES: Mapping[str, BenchShape] = {
     "small": BenchShape(family="qwen3", layers=8, hidden=512, inner=1536, heads=8, kv_heads=4, vocab=4096, head_dim=64),
     "tiny": BenchShape(family="llama", layers=2, hidden=64, inner=96, heads=4, kv_heads=2, vocab=256, head_dim=16),
 }
-"""Shapes by name; the last two are meant for CPUs."""
+"""Shapes by name. The last two are meant for CPUs."""

@@ -1,4 +1,4 @@
-"""Attention half of a decoder layer: projections, rotation, and attention by the engine's context."""
+"""Attention part of a decoder layer: projections, rotation, and attention through the engine's context."""
 
 from typing import Protocol
 
@@ -18,22 +18,22 @@ from workers.parallel.collectives import Communicator
 class AttentionContext(Protocol):
     """Keys and values of one step, held by the engine.
 
-    A layer calls `put` and then `attend`, once each, even without tokens; layers follow in order. If `kv_slots` returns
-    slots, the layer fills them instead of calling `put`. Tokens are this rank's, flattened over requests as in the
-    model's `token_ids`.
+    A layer calls `put` and then `attend`, once each, even without tokens. Layers call in order. If `kv_slots` returns
+    slots, the layer fills them instead of calling `put`. Tokens are this rank's tokens, concatenated over requests as
+    in the model's `token_ids`.
     """
 
     lens: Lens = None
-    """Number of tokens of each attention shard in this step; None if all have the same tokens."""
+    """Number of tokens per attention shard in this step. None if all shards have the same tokens."""
     last_layer_lens: Lens = None
-    """Number of tokens of each attention shard that have queries in the last layer."""
+    """Number of tokens per attention shard that have queries in the last layer."""
     counted: Tensor | None = None
-    """Mask of tokens that are not padding, bool ``[num_tokens, 1]``; None if none is. Padding uses no experts."""
+    """Mask of tokens that are not padding, bool ``[num_tokens, 1]``. None without padding. Padding uses no experts."""
     query_rows: Tensor | None = None
-    """Rows of the tokens that have queries, int64; None if all have."""
+    """Rows of the tokens that have queries, int64. None if all have queries."""
 
     kv_first: bool = False
-    """Whether to project queries after `put`, because keys and values travel meanwhile, or few tokens have queries."""
+    """True to project queries after `put`, because keys and values travel meanwhile or few tokens have queries."""
 
     @property
     def last_layer(self) -> "AttentionContext":
@@ -41,13 +41,14 @@ class AttentionContext(Protocol):
         return self
 
     def kv_slots(self, layer: int) -> KvSlots | None:  # noqa: ARG002
-        """Return the slots in which a kernel stores the layer's new keys and values; None if `put` takes them, as it
-        does with `kv_first`.
+        """Return the slots in which a kernel stores the layer's new keys and values. None if the layer must call `put`,
+        as
+        it must with `kv_first`.
         """
         return None
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Pass on a layer's new keys (rotated) and values, each [num_tokens, num_kv_heads, head_dim].
+        """Store or send a layer's new keys (rotated) and values, each [num_tokens, num_kv_heads, head_dim].
 
         They may be stored later, so the caller must not change them.
         """
@@ -55,7 +56,7 @@ class AttentionContext(Protocol):
     def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
         """Return causal attention [num_queries, num_heads, value_dim] over all visible tokens, in q's dtype.
 
-        q [num_queries, num_heads, head_dim] is rotated, but not scaled.
+        q [num_queries, num_heads, head_dim] is rotated but not scaled.
         """
 
 
@@ -73,7 +74,7 @@ class Attention(nn.Module):
         group: Communicator,
         window: int | None = None,
     ) -> None:
-        """Build the layer; ``layer`` is its index in the pipeline stage."""
+        """Build the layer. ``layer`` is its index in the pipeline stage."""
         super().__init__()
         self.layer, self.head_dim, self._group = layer, config.head_dim, group
         q = even_shard(config.q_size, group)
@@ -96,7 +97,7 @@ class Attention(nn.Module):
         return out
 
     def _queries(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
-        """Pass on keys and values, and return the rotated queries."""
+        """Put keys and values into the context and return the rotated queries."""
         if context.kv_first:
             self._put(self.qkv.project(x, slice(self.q_size, None)), rotation, context)
             q = self.qkv.project(take(x, context.query_rows), slice(self.q_size))

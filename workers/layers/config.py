@@ -1,4 +1,4 @@
-"""Layer shapes as plain data. Loads no torch, so that the planner can use them."""
+"""Layer shapes as plain data. Does not import torch, so that the planner can use them."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -16,7 +16,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
-    """Whether to normalize each head of the queries and keys before rotation."""
+    """True to normalize each head of queries and keys before rotation."""
 
     @property
     def q_size(self) -> int:
@@ -24,7 +24,7 @@ class AttentionConfig:
 
     @property
     def kv_size(self) -> int:
-        """Return the number of elements in one token's keys, and in its values."""
+        """Return the number of elements in one token's keys, which equals that in its values."""
         return self.num_kv_heads * self.head_dim
 
     def of_rank(self, tp_size: int) -> "AttentionConfig":
@@ -46,16 +46,16 @@ class MlpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
-    """Experts, of which a router chooses a few for each token."""
+    """Mixture of experts, of which a router chooses a few for each token."""
 
     num_experts: int
     top_k: int
     """Number of experts per token."""
     intermediate_size: int
     renormalize: bool
-    """Whether the weights of a token's experts are scaled to a sum of 1."""
+    """True to scale the weights of a token's experts to a sum of 1."""
     shared_size: int = 0
-    """Width of the expert that all tokens share, scaled by a sigmoid gate; 0 without one."""
+    """Width of the expert that all tokens share, scaled by a sigmoid gate. 0 if there is none."""
 
     @property
     def dense_size(self) -> int:
@@ -78,16 +78,16 @@ class RopeConfig:
 
     rope_type: RopeType
     theta: float
-    """Base of the frequencies: frequency i of d/2 is theta ** (-2i/d) before scaling."""
+    """Base of the frequencies. Before scaling, frequency i of d/2 is theta ** (-2i/d)."""
     max_position_embeddings: int
-    """Length in tokens beyond which `dynamic` scales."""
+    """Length in tokens beyond which `dynamic` scales frequencies."""
     original_max_position_embeddings: int
-    """Length in tokens of pre-training, for `llama3` and `yarn`."""
+    """Pre-training length in tokens, for `llama3` and `yarn`."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     attention_factor: float | None = None
-    """Scale of cosines and sines for `yarn`; None to derive it from factor, mscale and mscale_all_dim."""
+    """Scale of cosines and sines for `yarn`. If None, it is derived from factor, mscale and mscale_all_dim."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float | None = None

@@ -1,4 +1,4 @@
-"""Feed-forward half of a decoder layer: a gated MLP or a mixture of experts."""
+"""Feed-forward part of a decoder layer: a gated MLP or a mixture of experts."""
 
 from collections.abc import Iterator
 
@@ -22,8 +22,8 @@ from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, r
 from workers.parallel.model_groups import ModelGroups
 
 FEW_CHOICES = 32_768
-"""Maximum number of (token, expert) choices for which every choice gets a row, so that the host waits for no counts.
-Rows take 128 MiB with a hidden size of 2,048.
+"""Maximum number of (token, expert) choices for which every choice gets a row, so that the host need not wait for
+counts. Rows take 128 MiB with a hidden size of 2,048.
 """
 
 
@@ -36,7 +36,7 @@ def gated(gate_up: Tensor) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """Gated MLP whose width is sharded over the TP ranks of all DP ranks, which gather their tokens."""
+    """Gated MLP whose width is sharded over the TP ranks of all DP ranks. The DP ranks gather their tokens."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, groups: ModelGroups, *, bias: bool) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class GatedMLP(nn.Module):
 
 
 class ExpertRouter(ShardedLayer):
-    """Router whose table every rank holds in full. Softmax precedes top-k, as in training."""
+    """Router whose weights every rank holds in full. Softmax precedes top-k, as in training."""
 
     def __init__(self, hidden_size: int, moe: MoeConfig) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class ExpertRouter(ShardedLayer):
         self._moe = moe
 
     def forward(self, hidden: Tensor, counted: Tensor | None = None) -> RoutedTokens:
-        """Route hidden [tokens, hidden]. AttentionContext explains ``counted``."""
+        """Route ``hidden [tokens, hidden]``. See AttentionContext for ``counted``."""
         logits, moe = multiply(hidden, self.weight), self._moe
         if has_kernels(logits):
             from workers.kernels.experts import choose_experts
@@ -76,7 +76,7 @@ class ExpertRouter(ShardedLayer):
 
 
 class Experts(ShardedLayer):
-    """Experts of one EP rank, each with this rank's shard of its width."""
+    """Experts of one EP rank. Each holds this rank's shard of its width."""
 
     def __init__(self, hidden_size: int, inner: Shard, numbers: range) -> None:
         super().__init__()
@@ -84,14 +84,14 @@ class Experts(ShardedLayer):
         self.gate_up = nn.Parameter(torch.empty(num_local, 2 * inner.size, hidden_size), requires_grad=False)
         self.down = nn.Parameter(torch.empty(num_local, hidden_size, inner.size), requires_grad=False)
         self.loads = torch.zeros(num_local, dtype=torch.int64, device="cpu")
-        """Number of tokens that each expert has computed since the start; on the GPU from the first step on."""
+        """Number of tokens that each expert has computed since the start. Moves to the GPU in the first step."""
         self.numbers = numbers
-        """Numbers of these experts among all of the model."""
+        """Numbers of these experts in the model."""
         self._inner = inner
 
     def forward(self, routed: RoutedTokens) -> Tensor:
         """Return the weighted sum of these experts' outputs for each token, ``[tokens, hidden]``."""
-        self.loads = self.loads.to(routed.hidden.device)  # copied once, since a copy waits for the GPU
+        self.loads = self.loads.to(routed.hidden.device)  # copied only once, since a copy waits for the GPU
         if has_kernels(routed.hidden):
             return self._grouped(routed)
         order, counts = self._counted(routed.experts)
@@ -124,7 +124,7 @@ class Experts(ShardedLayer):
         return kernels.sum_choices(answers, sorted_rows.rows, routed.weights)
 
     def _counted(self, experts: Tensor) -> tuple[Tensor, list[int]]:
-        """Return ``order_by_expert``, and add its counts to the loads."""
+        """Return ``order_by_expert`` for ``experts``, and add its counts to the loads."""
         order, counts = order_by_expert(experts, self.numbers.start, len(self.loads))
         self.loads += index_on(counts, self.loads.device)
         return order, counts

@@ -13,13 +13,13 @@ from workers.parallel.collectives import Communicator
 _FEW_ROWS = 2
 """Maximum number of rows for which a CPU without bf16 arithmetic is fastest one row at a time."""
 _MANY_ROWS = 16
-"""Number of rows from which such a CPU is faster with fp32 weights; torch's bf16 product has a quarter of the speed."""
+"""Minimum number of rows for which such a CPU is faster with fp32 weights, at four times the bf16 speed."""
 _PART = 1 << 20
-"""Number of weight elements converted to fp32 at a time, so that they are still in the cache when multiplied."""
+"""Number of weight elements converted to fp32 at a time, so that they stay in the cache for the product."""
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x [R, inputs] @ weight.T + bias, summed in fp32 and rounded once, on every path."""
+    """Return x [R, inputs] @ weight.T + bias, summed in fp32 and rounded once, on every device."""
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
@@ -31,7 +31,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def packed(weight: Tensor) -> nn.Parameter:
-    """Rearrange a weight [outputs, inputs] for ``multiply``, where oneDNN would otherwise do so on every call."""
+    """Rearrange a weight [outputs, inputs] for ``multiply``. Otherwise, oneDNN would do so on every call."""
     weight = weight.detach()
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and multiplies_bf16():
         weight = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -48,17 +48,17 @@ def _multiply_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class FusedLinear(ShardedLayer):
-    """Several projections of one input, computed at once. Each rank computes a shard of every projection's outputs."""
+    """Several projections of one input in one product. Each rank computes a shard of every projection's outputs."""
 
     def __init__(self, in_size: int, outputs: Mapping[str, Shard], *, bias: bool) -> None:
-        """Build the layer; ``outputs`` maps each projection's name ("q") to this rank's shard of it."""
+        """Build the layer. ``outputs`` maps each projection's name ("q_proj") to this rank's shard of it."""
         super().__init__()
         out_size = sum(shard.size for shard in outputs.values())
         self.weight = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_size), requires_grad=False) if bias else None
         self._in_size, self._outputs = in_size, dict(outputs)
         self._parts: dict[tuple[int | None, int | None], Tensor] = {}
-        """Packed weights for slices of the outputs."""
+        """Packed weights by slice of the outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         return multiply(x, self.weight, self.bias)
@@ -82,7 +82,7 @@ class FusedLinear(ShardedLayer):
 
 
 class SummedLinear(ShardedLayer):
-    """Linear layer whose inputs are sharded, so that each rank computes one term of every output."""
+    """Linear layer with sharded inputs. Each rank computes one term of every output."""
 
     def __init__(self, inputs: Shard, out_size: int, *, bias: bool) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class SummedLinear(ShardedLayer):
         self._inputs = inputs
 
     def forward(self, x: Tensor, add_up: Callable[[Tensor], Tensor]) -> Tensor:
-        """Project ``x``; ``add_up`` sums the terms of all ranks."""
+        """Project ``x``. ``add_up`` sums the terms of all ranks."""
         out = add_up(multiply(x, self.weight))
         return out if self.bias is None else out.add_(self.bias)
 
@@ -114,14 +114,14 @@ class ReplicatedLinear(ShardedLayer):
 
 
 class Embedding(ShardedLayer):
-    """Table [vocab_size, hidden_size] that embeds token ids, or scores every token. Ranks share the vocabulary."""
+    """Table [vocab_size, hidden_size] that embeds token ids or scores every token. Ranks divide the vocabulary."""
 
     def __init__(self, vocab_size: int, hidden_size: int, group: Communicator) -> None:
         super().__init__()
         self._tokens, self._group = even_shard(vocab_size, group), group
         self.weight = nn.Parameter(torch.empty(self._tokens.size, hidden_size), requires_grad=False)
         self._packed: Tensor | None = None
-        """Packed copy for ``scores`` if the table also embeds token ids."""
+        """Packed copy for ``scores``, used if the table also embeds token ids."""
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self._group.size == 1:
@@ -143,7 +143,7 @@ class Embedding(ShardedLayer):
         return by_row[:, : self._tokens.whole].contiguous()
 
     def pack(self, *, is_read: bool) -> None:
-        """Pack the table for ``scores``. One that embeds token ids too (``is_read``) is kept as it is as well."""
+        """Pack the table for ``scores``. With ``is_read``, it also embeds token ids, so the table itself stays."""
         if is_read:
             self._packed = packed(self.weight).data
         else:

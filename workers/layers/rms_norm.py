@@ -10,7 +10,7 @@ from workers.layers.shard import ShardedLayer
 class RMSNorm(ShardedLayer):
     """RMSNorm over the last dimension.
 
-    It is computed in fp32 and cast back before it is scaled; in bf16, the opposite order would give other bits.
+    Values are normalized in fp32 and cast back before scaling. In bf16, the opposite order would give other bits.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -26,7 +26,7 @@ class RMSNorm(ShardedLayer):
         return self.weight * wide.to(x.dtype)
 
     def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return x + y, each [rows, size], and the normalized sum; a ``y`` of None counts as zeros."""
+        """Return x + y, each [rows, size], and the normalized sum. If ``y`` is None, it counts as zero."""
         if y is None:
             return x, self(x)
         if (kernels := elementwise_kernels(x)) is not None:

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021) and its long-context variants, computed as transformers does."""
+"""Rotary position embedding (Su et al., 2021) and its long-context variants, computed as in transformers."""
 
 import math
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class Rotation:
     sin: Tensor
 
     def take(self, query_rows: Tensor | None) -> "Rotation":
-        """Return the rotation of some rows; None means all."""
+        """Return the rotation of some rows. None selects all rows."""
         return self if query_rows is None else Rotation(self.cos[query_rows], self.sin[query_rows])
 
     def apply(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """Normalize and rotate x [num_tokens, num_heads, head_dim]; dimensions i and i + head_dim/2 form a pair."""
+        """Normalize and rotate x [num_tokens, num_heads, head_dim]. Dimensions i and i + head_dim/2 form a pair."""
         if (kernels := elementwise_kernels(x)) is not None:
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return kernels.rotate(x, self.cos, self.sin, weight, eps)
@@ -50,18 +50,19 @@ class RotaryEmbedding(nn.Module):
 
     With `dynamic` scaling, the token at position p is rotated with the frequencies of length max(p + 1,
     max_position_embeddings). This depends only on p, so chunks, ranks, batches and cached prefixes agree.
-    transformers uses the longest length in each forward call instead and does not rotate cached keys again. The two
-    agree on prompts up to max_position_embeddings and everything generated after them. On longer prompts they
-    differ, because there the early keys depend on the prompt's final length.
+    transformers instead uses the longest length in each forward call and does not rotate cached keys again. The two
+    agree on prompts of up to max_position_embeddings tokens and on everything generated after them. On longer prompts
+    they differ, because transformers' early keys depend on the prompt's final length.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         super().__init__()
         self.rope = rope
         self.attention_factor = _yarn_attention_factor(rope) if rope.rope_type == "yarn" else 1.0
-        # Plain attributes computed on the CPU: casting the model, or building it without memory, must not change them.
+        # Plain attributes computed on the CPU. Casting the model, or building it on the meta device, must not change
+        # them.
         self.inv_freq = _inverse_frequencies(rope, head_dim).to(device)
-        # On the device from the start, since nothing can be copied to a GPU during a graph capture.
+        # Placed on the device from the start, since nothing can be copied to a GPU during a graph capture.
         self._exponents = _exponents(head_dim).to(device)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
@@ -88,7 +89,7 @@ def _exponents(head_dim: int) -> Tensor:
 
 
 def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return radians per position for each pair, [head_dim/2] fp32. For `dynamic` they are those of short lengths."""
+    """Return radians per position for each pair, [head_dim/2] fp32. For `dynamic`, they are unscaled."""
     waves = rope.theta ** _exponents(head_dim)
     if rope.rope_type == "yarn":
         return _yarn(rope, waves)
@@ -99,7 +100,7 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
-    """Stretch long waves by `factor`, keep short ones, and blend the ones in between (Llama 3.1)."""
+    """Stretch long waves by `factor`, keep short waves, and blend those in between (Llama 3.1)."""
     wavelength = 2 * math.pi / inv_freq
     original_len = rope.original_max_position_embeddings
     longest, shortest = original_len / rope.low_freq_factor, original_len / rope.high_freq_factor
@@ -110,8 +111,8 @@ def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, waves: Tensor) -> Tensor:
-    """Keep pairs that turn beta_fast times within the original length, and stretch those that turn less than beta_slow
-    times (Peng et al., 2023).
+    """Keep pairs that turn at least beta_fast times within the original length, and stretch pairs that turn fewer than
+    beta_slow times (Peng et al., 2023).
     """
     head_dim = 2 * len(waves)
     turns_to_dim = head_dim / (2 * math.log(rope.theta))
@@ -128,7 +129,7 @@ def _yarn(rope: RopeConfig, waves: Tensor) -> Tensor:
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
-    """Return the scale of cosines and sines that keeps the softmax as sharp as before stretching."""
+    """Return the scale of cosines and sines that keeps the softmax as sharp as without stretching."""
     if rope.attention_factor is not None:
         return rope.attention_factor
 

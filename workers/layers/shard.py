@@ -12,7 +12,7 @@ from workers.parallel.model_groups import Part
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """``size`` elements of one dimension from ``start`` on; elements beyond ``whole`` are zeros."""
+    """Range of ``size`` elements of one dimension, starting at ``start``. Elements beyond ``whole`` are zeros."""
 
     whole: int
     start: int
@@ -29,20 +29,20 @@ def replicated(whole: int) -> Shard:
 
 
 def even_shard(whole: int, part: Part | Communicator) -> Shard:
-    """Return one of ``part.size`` equal shards. If they do not divide evenly, the last ones end in zeros."""
+    """Return one of ``part.size`` equal shards. If they do not divide evenly, the last shards end in zeros."""
     size = -(-whole // part.size)
     return Shard(whole, part.rank * size, size)
 
 
 def kv_head_shard(num_kv_heads: int, head_dim: int, group: Communicator) -> Shard:
-    """Return this rank's KV heads. With more ranks than heads, neighbours hold the same one."""
+    """Return this rank's KV heads. If there are more ranks than heads, neighbouring ranks hold the same head."""
     heads = kv_heads_of(num_kv_heads, group.size, group.rank)
     return Shard(num_kv_heads * head_dim, heads.start * head_dim, len(heads) * head_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """Tensor of the model, and the shard of a stored tensor that fills it."""
+    """Tensor of the model, and the shard of a stored tensor to copy into it."""
 
     target: Tensor
     shards: tuple[Shard, ...]
@@ -64,9 +64,9 @@ class WeightShard:
 
 
 class ShardedLayer(nn.Module):
-    """Layer with weights of its own. Each rank holds a shard of them, or by default all."""
+    """Layer with its own weights. Each rank holds a shard of them, or by default all of them."""
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
-        """Yield every weight and its path in this layer. The model's configuration maps paths to checkpoint names."""
+        """Yield every weight under its name within this layer, as spelled in the checkpoint."""
         for name, parameter in self.named_parameters(recurse=False):
             yield name, WeightShard(parameter, tuple(map(replicated, parameter.shape)))

@@ -1,4 +1,4 @@
-"""Copies of pages within a device, or between a GPU and pinned host memory."""
+"""Page copies within a device, or between a GPU and pinned host memory."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -13,13 +13,13 @@ from transfer.page_range import PageRange
 from workers.device import Event, has_kernels, index_on
 
 LEAST_PIECE_BYTES = 448 << 10
-"""Minimum piece size for the copy engine; a kernel copies smaller pieces. An estimate: at 50 GB/s the piece takes 9 µs,
-which is how long the host takes to issue one copy.
+"""Minimum piece size for the copy engine. A kernel copies smaller pieces. This is an estimate: at 50 GB/s, the piece
+takes 9 µs, which is how long the host takes to issue one copy.
 """
 
 
 class PinnedMemory:
-    """Pinned buffers. Call ``close`` before they are freed: the GPU remembers their addresses."""
+    """Pinned buffers. Call ``close`` before they are freed, since the GPU driver remembers their addresses."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         """Pin buffers, each only once per process.
@@ -35,7 +35,7 @@ class PinnedMemory:
             self._addresses.append(address)
 
     def close(self) -> None:
-        """Wait for running copies and unpin; safe to call twice."""
+        """Wait for running copies and unpin the buffers. Safe to call twice."""
         if not self._addresses:
             return
         torch.cuda.synchronize()
@@ -45,7 +45,7 @@ class PinnedMemory:
 
 
 class Pages(NamedTuple):
-    """Whole pages, or some layers of them, in a memory."""
+    """Pages of a memory, in full or restricted to some layers."""
 
     memory: Tensor
     """``[page, byte]`` uint8."""
@@ -56,29 +56,29 @@ class PageMemory:
     """Memory divided into pages: a device pool, a host tier, or a region that peers write to."""
 
     def __init__(self, memory: Tensor, layout: PoolLayout) -> None:
-        """Wrap flat uint8 memory; bytes after its last whole page are unused."""
-        assert memory.dtype == torch.uint8, f"not bytes: {memory.dtype}"
-        assert memory.ndim == 1, f"not flat: {memory.shape}"
+        """Wrap flat uint8 memory. Bytes after the last complete page are unused."""
+        assert memory.dtype == torch.uint8, f"got dtype {memory.dtype}, expected uint8"
+        assert memory.ndim == 1, f"got shape {memory.shape}, expected a flat tensor"
         num_pages = len(memory) // layout.page_bytes
         self.layout = layout
         self.bytes = memory[: num_pages * layout.page_bytes].view(num_pages, layout.page_bytes)
         """``[page, byte]``."""
 
     def at(self, pages: Sequence[int], layers: range | None = None, lifetime: int = 0) -> Pages:
-        """Return pages by index: whole, or some layers of one lifetime's groups."""
+        """Return pages by index, in full or restricted to some layers of one lifetime's groups."""
         return Pages(self.bytes, PageRange(self.layout, pages, layers, lifetime=lifetime))
 
 
 def copy(
     source: Pages, target: Pages, after: Event | None = None, stream: torch.cuda.Stream | None = None
 ) -> Event | None:
-    """Copy pages to the same number of pages in a memory of the same layout. No target page occurs twice.
+    """Copy pages to the same number of pages in a memory of the same layout. Target pages must be distinct.
 
-    On a CPU the copy is complete on return. On a GPU it runs after ``after`` on ``stream``, by default the current
-    one; the returned event completes with it.
+    On a CPU, the copy is complete on return. On a GPU, it runs after ``after`` on ``stream``, by default the current
+    stream, and the returned event completes with it.
 
-    Large pieces, mostly whole pages, use the copy engine, which does not delay kernels. Small pieces, and all copies
-    within a GPU, take one kernel launch.
+    Large pieces, mostly full pages, use the copy engine, which does not delay kernels. Small pieces, and all copies
+    within a GPU, use one kernel launch.
     """
     device = next((pages.memory.device for pages in (source, target) if pages.memory.is_cuda), None)
     with torch.cuda.stream(stream) if stream is not None else nullcontext():
@@ -121,7 +121,7 @@ def _is_for_a_kernel(source: Tensor, target: Tensor) -> bool:
 
 
 def _pieces(source: Tensor, of: Sequence[int], target: Tensor, to: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (target, source) pairs that are contiguous on both sides, since torch waits for other copies."""
+    """Yield (target, source) pairs that are contiguous on both sides, since torch makes other copies synchronous."""
     heads: Sequence[slice | int] = [slice(None)] if _is_adjacent(source) else range(source.shape[1])
     return (
         (target[target_page, head], source[source_page, head])

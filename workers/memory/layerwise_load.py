@@ -1,4 +1,4 @@
-"""Layerwise load of cached pages into the pool, by a thread that runs while a step reads them."""
+"""Layerwise load of cached pages into the pool, by a thread that runs while a step reads the pages."""
 
 import threading
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ if TYPE_CHECKING:  # the simulator has no torch
 
 
 class LayerwiseLoad:
-    """Progress of one load. The copying thread reports layers, and the computing thread waits for those it reads."""
+    """Progress of one load. The copying thread reports layers; the computing thread waits for them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -17,7 +17,7 @@ class LayerwiseLoad:
         self._error: Exception | None = None
 
     def add(self, num_layers: int, event: "Event | None") -> None:
-        """Report that the next layers are loaded once the event completes."""
+        """Report that the next layers are loaded when the event completes."""
         with self._changed:
             self._events += [event] * num_layers
             self._changed.notify_all()
@@ -35,7 +35,7 @@ class LayerwiseLoad:
             self._changed.notify_all()
 
     def wait_for(self, layer: int) -> None:
-        """Wait for a layer, ahead of any work that this thread does or starts on its GPU from now on.
+        """Wait for a layer. Work that this thread does or starts on its GPU from now on runs after the wait.
 
         Raises:
             Exception: the error of a failed load.

@@ -23,8 +23,8 @@ OnStored = Callable[[int], None]
 class PagePool(PageMemory):
     """Pages of one rank.
 
-    A slot number is page * page_size + slot in the page. The null page, at index ``num_pages``, takes padding writes
-    and is never read. Layers are counted from the first of the rank's pipeline stage.
+    A slot number is page * page_size + slot in the page. The null page, at index ``num_pages``, receives padding
+    writes and is never read. Layers are counted from the first layer of the rank's pipeline stage.
     """
 
     def __init__(self, layout: PoolLayout, memory: Tensor | None = None, device: torch.device | None = None) -> None:
@@ -62,7 +62,7 @@ class PagePool(PageMemory):
         return self._layers[layer].lifetime
 
     def layer_pages(self, layer: int) -> Tensor | None:
-        """Return a joint view ``[page, head, part, slot, dim]`` of a layer's K and V; None if their widths differ."""
+        """Return a joint view ``[page, head, part, slot, dim]`` of a layer's K and V. None if their widths differ."""
         return self._layers[layer].joint
 
     def widths(self, layer: int) -> tuple[int, int]:
@@ -79,7 +79,7 @@ class PagePool(PageMemory):
         return key, value
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
-        """Store ``kv [N, heads, width]`` of one layer at ``slots [N]`` int64; only the null slot may repeat."""
+        """Store ``kv [N, heads, width]`` of one layer at ``slots [N]`` int64. Only the null slot may repeat."""
         pages = self.layer_pages(layer)
         if pages is not None and (kernels := elementwise_kernels(pages)) is not None:
             kernels.store_kv(pages, slots, kv.view(*kv.shape[:2], 2, -1).transpose(1, 2))
@@ -89,7 +89,7 @@ class PagePool(PageMemory):
             view.transpose(1, 2)[page, slot] = rows
 
     def kv_slots(self, layer: int, slots: Tensor) -> KvSlots | None:
-        """Return the slots for a kernel that computes and stores K and V; None without such a kernel."""
+        """Return the slots for a kernel that computes and stores K and V. None without such a kernel."""
         pages = self.layer_pages(layer)
         return KvSlots(pages, slots) if has_kernels(self.bytes) and pages is not None else None
 
@@ -109,7 +109,7 @@ class PagePool(PageMemory):
             self._on_stored(layer)
 
     def read_pages(self, layer: int, pages: Tensor, out: Tensor) -> None:
-        """Copy K and V of a layer's pages to ``out [slots, heads, width]``, in order of position."""
+        """Copy the K and V of a layer's pages to ``out [slots, heads, width]``, in order of position."""
         rows = self.split(layer, out.view(len(pages), self.page_size, *out.shape[1:]))
         for view, target in zip(self.layer_view(layer), rows, strict=True):
             torch.index_select(view.transpose(1, 2), 0, pages, out=target)
@@ -163,7 +163,7 @@ def _part_views(memory: Tensor, layout: PoolLayout, group: GroupLayout) -> list[
 
 
 def _attention_layers(memory: Tensor, layout: PoolLayout) -> dict[int, _LayerPages]:
-    """Return views of K and V by layer; a layer that stores several groups attends to the first one."""
+    """Return views of K and V by layer. A layer that stores several groups attends to the first group."""
     layers: dict[int, _LayerPages] = {}
     for group in layout.groups:
         whole, parts = _group_view(memory, layout, group), _part_views(memory, layout, group)

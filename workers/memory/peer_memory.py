@@ -1,4 +1,4 @@
-"""Memory of one rank's pages outside its pool: the region that peers access, and the host tier."""
+"""Memory of one rank's pages in addition to its pool: the region that peers access, and the host tier."""
 
 import logging
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from workers.memory.page_pool import PagePool
 from workers.parallel.collectives import Communicator
 
 _ORDERS_WRITES = (9, 0)
-"""Lowest compute capability that sees a network card's writes in order; NCCL flushes on older ones."""
+"""Lowest compute capability whose GPUs see a network card's writes in order. NCCL flushes on older GPUs."""
 _MOST_SPREAD_BYTES = 64 << 20
-"""Maximum bytes broadcast at a time, which need memory in addition to the pool."""
+"""Maximum bytes per broadcast. They need memory in addition to the pool."""
 
 _log = logging.getLogger(__name__)
 
@@ -26,15 +26,15 @@ _log = logging.getLogger(__name__)
 class PeerMemory:
     """Pool of one rank, and the memory region through which peers read and write its pages.
 
-    A page has the same index in both. If the two are separate, computed pages are copied to the region, and received
-    pages to the pool before anything reads them.
+    A page has the same index in both. If pool and region are separate, computed pages are copied to the region, and
+    received pages to the pool before anything reads them.
     """
 
     def __init__(self, pool: PagePool, region: Region, head_copies: Communicator | None = None) -> None:
         """Use a separate host copy if ``region`` has a host buffer that is not the pool itself.
 
         Args:
-            head_copies: ranks of a decode replica that hold the same heads, by TP rank; each is sent its part of the
+            head_copies: ranks of a decode replica that hold the same heads, by TP rank. Each receives its part of the
                 pages (``transfer.page_assignment.PageShare``).
         """
         self.pool = pool
@@ -49,7 +49,7 @@ class PeerMemory:
         return event_on(self.pool.bytes.device)
 
     def publish(self, pages: PageRange, after: Event | None) -> None:
-        """Make pages visible to peers once ``after`` completes; they can be sent on return."""
+        """Make pages visible to peers when ``after`` completes. The pages can be sent on return."""
         if self.host is None:
             if after is not None:
                 after.synchronize()
@@ -61,7 +61,7 @@ class PeerMemory:
     def receive(self, pages: Sequence[int]) -> None:
         """Copy pages that peers wrote to the pool, before any work that the computing thread starts from now on.
 
-        Every rank with the same heads calls this with the same pages.
+        Every rank with the same heads must call this with the same pages.
         """
         if self.host is not None:
             copy(self.host.at(pages), self.pool.at(pages))
@@ -69,7 +69,7 @@ class PeerMemory:
             self._spread(pages, self._head_copies)
 
     def _spread(self, pages: Sequence[int], group: Communicator) -> None:
-        """Broadcast pages within the group; page p was sent to member p modulo its size."""
+        """Broadcast pages within the group. Page p was sent to member p modulo the group's size."""
         most = max(1, _MOST_SPREAD_BYTES // self.pool.page_bytes)
         for member in range(group.size if group.size > 1 else 0):
             for part in batches([page for page in pages if page % group.size == member], most):
@@ -83,10 +83,10 @@ class PeerMemory:
 
 
 class TierMemory:
-    """Copies between the pages of one rank and its slots of the host tier.
+    """Copies between one rank's pages and its slots of the host tier.
 
-    On a GPU, copies between the pool and pinned host memory run on their own streams. Pages read from peers pass
-    through the transfer region if that is separate; saved pages do not, since peers may be writing to it.
+    On a GPU, copies between the pool and pinned host memory run on separate streams. Pages read from peers pass
+    through the transfer region if it is separate from the pool. Saved pages do not, since peers may be writing to it.
     """
 
     def __init__(self, memory: PeerMemory, host: Region) -> None:
@@ -100,7 +100,7 @@ class TierMemory:
         self._inward, self._outward = copy_stream(device), copy_stream(device)
 
     def record_event(self) -> Event | None:
-        """Record the event after which a new job's copies start; call it on the computing thread."""
+        """Record the event after which a new job's copies start. Call this on the computing thread."""
         return self._memory.event()
 
     def host_page(self, slot: int) -> memoryview:
@@ -108,7 +108,7 @@ class TierMemory:
         return self._host_bytes[slot * page_bytes : (slot + 1) * page_bytes]
 
     def save(self, pages: Sequence[int], slots: Sequence[int], after: Event | None) -> None:
-        """Copy pages to slots; complete on return."""
+        """Copy pages to slots. The copy is complete on return."""
         saved = copy(self._memory.pool.at(pages), self._host.at(slots), after, self._outward)
         if saved is not None:
             saved.synchronize()
@@ -116,12 +116,12 @@ class TierMemory:
     def load(
         self, pages: Sequence[int], slots: Sequence[int], lifetime: int, layers: range | None, after: Event | None
     ) -> Event | None:
-        """Copy all or some layers of slots to pages of a lifetime; the returned event completes with the copy."""
+        """Copy all or some layers of slots to pages of a lifetime. The returned event completes with the copy."""
         source, target = self._host.at(slots, layers, lifetime), self._memory.pool.at(pages, layers, lifetime)
         return copy(source, target, after, self._inward)
 
     def take_in(self, pages: Sequence[int], lifetime: int, layers: range | None, after: Event | None) -> Event | None:
-        """Copy pages read from peers from the region to the pool, if the two are separate."""
+        """Copy pages that were read from peers from the region to the pool, if the two are separate."""
         if self._memory.host is None:
             return after
         source, target = (memory.at(pages, layers, lifetime) for memory in (self._memory.host, self._memory.pool))
@@ -139,7 +139,7 @@ def open_peer_memory(
     verify: Verify,
     head_copies: Communicator | None = None,
 ) -> PeerMemory:
-    """Allocate a pool: in the region itself on a CPU, or as in ``open_apart`` on a GPU."""
+    """Allocate a pool. On a CPU, the pool is the region itself; on a GPU, see ``open_apart``."""
     if device.type == "cuda":
         return open_apart(layout, device, backend, verify, head_copies)
     region = backend.allocate(layout.pool_bytes)
@@ -160,10 +160,10 @@ def open_apart(
         _check_reachable(device, verify)
         region = backend.register(memory.data_ptr(), memory.nbytes)
     except TransferError as reason:
-        _log.info("KV transfer uses a host buffer as large as the pool: %s", reason)
+        _log.info("KV transfer uses a host buffer of the pool's size: %s", reason)
         region = backend.allocate(layout.pool_bytes)
     else:
-        _log.info("KV transfer is GPU to GPU; the pool is registered")
+        _log.info("KV transfer runs directly between GPUs")
     return PeerMemory(pool, region, head_copies)
 
 
@@ -177,7 +177,7 @@ def _host_copy(pool: PagePool, region: Region) -> PageMemory | None:
 def _check_reachable(device: torch.device, verify: Verify) -> None:
     """Raise TransferError if peers cannot safely write to this GPU's memory."""
     if verify is Verify.DIGEST:
-        raise TransferError("transfer.verify: digest reads pages on the host")
+        raise TransferError("transfer.verify: digest needs pages in host memory")
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _ORDERS_WRITES:
         raise TransferError(
             f"a GPU of compute capability {found[0]}.{found[1]} may see what a network card wrote later than the host; "

@@ -1,4 +1,4 @@
-"""Decoder of any model family, built from layers by its configuration."""
+"""Decoder of any supported model family, built from its configuration."""
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from workers.parallel.model_groups import ModelGroups
 
 class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, groups: ModelGroups) -> None:
-        """Build the layer; ``layer`` is its index in the model."""
+        """Build the layer. ``layer`` is its index in the model."""
         super().__init__()
         hidden_size, eps, feed_forward = config.hidden_size, config.rms_norm_eps, config.feed_forward[layer]
         first_layer = groups.layers(config.num_layers).start
@@ -34,7 +34,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, added: Tensor | None, rotation: Rotation, context: AttentionContext, lens: Lens
     ) -> tuple[Tensor, Tensor]:
-        """Map two terms [num_tokens, hidden_size] to two [num_queries, hidden_size]; the next norm adds them."""
+        """Map two terms [num_tokens, hidden_size] to two terms [num_queries, hidden_size], which the next norm adds."""
         hidden, normed = self.input_layernorm.of_sum(hidden, added)
         attended = self.self_attn(normed, rotation, context)
         hidden, normed = self.post_attention_layernorm.of_sum(take(hidden, context.query_rows), attended)
@@ -43,7 +43,7 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """One rank's part of a decoder, for inference only. Its parameters are uninitialized.
+    """One rank's part of a decoder, for inference only. Parameters are uninitialized at first.
 
     TP ranks hold shards of the weights and make the same calls with the same tokens.
     """
@@ -51,9 +51,9 @@ class DecoderModel(nn.Module):
     def __init__(
         self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, groups: ModelGroups | None = None
     ) -> None:
-        """Build the part of one rank of ``groups``; None means that one rank has the whole model.
+        """Build one rank's part of the model. If ``groups`` is None, that part is the entire model.
 
-        Raises UnsupportedModelError if the ranks cannot share the heads, the layers or the experts.
+        Raises UnsupportedModelError if the ranks cannot share the heads, layers or experts.
         """
         super().__init__()
         self.groups = groups = groups or ModelGroups()
@@ -104,11 +104,11 @@ class DecoderModel(nn.Module):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden [num_rows, hidden_size] to fp32 logits [num_rows, vocab_size]; only in the last stage."""
+        """Map hidden [num_rows, hidden_size] to fp32 logits [num_rows, vocab_size]. Only for the last stage."""
         return self.lm_head.scores(hidden).float()
 
     def weights(self) -> dict[str, WeightShard]:
-        """Return this rank's shard of every tensor that the checkpoint must hold, by its name there."""
+        """Return this rank's shard of every tensor that the checkpoint must contain, by its name there."""
         return {
             self.config.checkpoint_name(f"{path}.{name}"): shard
             for path, module in self.named_modules()

@@ -1,4 +1,4 @@
-"""Readers of a checkpoint's config.json, and of the parts that families have in common. Loads no torch."""
+"""Readers of a checkpoint's config.json, and of fields that model families share. Does not import torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from workers.layers.config import AttentionConfig, FeedForwardConfig, MlpConfig,
 from workers.models.interface import DecoderConfig, Dtype, UnsupportedModelError
 
 MOST_LAYERS = 4096
-"""Maximum number of layers. A larger number is a damaged file, and would fill the reader's memory."""
+"""Maximum number of layers. A larger number means a damaged file and would fill the reader's memory."""
 ROPE_TYPES: tuple[RopeType, ...] = get_args(RopeType)
 _NEEDED_KEYS: Mapping[RopeType, tuple[str, ...]] = {
     "default": (),
@@ -24,7 +24,7 @@ _NEEDED_KEYS: Mapping[RopeType, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """Parsed files of a Hugging Face folder. A missing or malformed field raises an error with its name."""
+    """Parsed files of a Hugging Face folder. A missing or malformed field raises an error that names the field."""
 
     raw: Mapping[str, Any]
     generation: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class HfConfig:
         return bool(self.raw.get(key, default))
 
     def positive(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer; null counts as missing."""
+        """Return a positive integer. Null counts as missing."""
         value = self.raw.get(key)
         if value is None:
             value = default
@@ -69,7 +69,7 @@ class HfConfig:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the tokens that end an answer, from generation_config.json if it has any."""
+        """Return the tokens that end an answer. generation_config.json takes precedence."""
         return _token_ids(self.generation.get("eos_token_id")) or _token_ids(self.raw.get("eos_token_id"))
 
 
@@ -168,7 +168,7 @@ def read_decoder(
 
 
 def read_attention(hf: HfConfig, *, head_dim: int | None = None, **flags: bool) -> AttentionConfig:
-    """Read the heads' number and size; ``head_dim`` is the family's default."""
+    """Read the number and size of heads. ``head_dim`` is the family's default size."""
     num_heads = hf.positive("num_attention_heads")
     return AttentionConfig(
         num_heads=num_heads,
@@ -179,7 +179,7 @@ def read_attention(hf: HfConfig, *, head_dim: int | None = None, **flags: bool) 
 
 
 def read_experts(hf: HfConfig, *, renormalize: bool, intermediate_size: str, shared_size: int = 0) -> MoeConfig:
-    """Read the experts' number and size; ``intermediate_size`` is the key of their width."""
+    """Read the number and size of experts. ``intermediate_size`` is the key of their width."""
     num_experts = hf.positive("num_experts" if "num_experts" in hf.raw else "num_local_experts")
     top_k = hf.positive("num_experts_per_tok")
     if top_k > num_experts:
@@ -194,14 +194,14 @@ def read_experts(hf: HfConfig, *, renormalize: bool, intermediate_size: str, sha
 
 
 def sparse_layers(hf: HfConfig, moe: MoeConfig) -> list[FeedForwardConfig]:
-    """Return a layer of experts for each layer, or an MLP where a Qwen checkpoint has one."""
+    """Return each layer's feed-forward part: experts, or an MLP where a Qwen checkpoint has one."""
     every, dense = hf.positive("decoder_sparse_step", 1), set(hf.get("mlp_only_layers") or ())
     mlp = MlpConfig(intermediate_size=hf.positive("intermediate_size"))
     return [mlp if (layer + 1) % every or layer in dense else moe for layer in range(hf.num_layers)]
 
 
 def read_windows(hf: HfConfig) -> list[int | None]:
-    """Return each layer's window in a dense Qwen model, by `layer_types` or from layer `max_window_layers` on."""
+    """Return each layer's window in a dense Qwen model, from `layer_types` or from `max_window_layers`."""
     num_layers, is_used = hf.num_layers, uses_sliding_window(hf)
     num_full = hf.get("max_window_layers", 28) if is_used else num_layers
     by_number = [FULL_ATTENTION if layer < num_full else SLIDING_ATTENTION for layer in range(num_layers)]
@@ -215,7 +215,7 @@ def read_windows(hf: HfConfig) -> list[int | None]:
 
 
 def refuse_sliding_window(hf: HfConfig, *, is_used: bool) -> None:
-    """Raise UnsupportedModelError if any layer has a window; ``is_used`` decides if there are no `layer_types`."""
+    """Raise UnsupportedModelError if any layer has a window. ``is_used`` applies if there are no `layer_types`."""
     layer_types = hf.get("layer_types")
     if layer_types is not None:
         is_used = any(layer_type != FULL_ATTENTION for layer_type in layer_types)

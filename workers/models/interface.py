@@ -36,7 +36,7 @@ _USUAL_NAMES = {
 
 
 class UnsupportedModelError(UserError):
-    """Checkpoint that this engine cannot run as its authors intended. The message says what was given and allowed."""
+    """Checkpoint that this engine cannot run as intended. The message says what was given and what is allowed."""
 
 
 class LayerCost(NamedTuple):
@@ -50,10 +50,10 @@ class LayerCost(NamedTuple):
     kv: int
     """Key and value projections, sharded over as many TP ranks as there are KV heads."""
     dense: int
-    """The MLP or the shared expert, sharded over DP and TP ranks."""
+    """MLP or shared expert, sharded over DP and TP ranks."""
     experts: int
     routed: int
-    """The experts of one token."""
+    """Experts of one token."""
     experts_per_token: int
     """0 for a layer without experts."""
     attention_width: int
@@ -79,14 +79,14 @@ class DecoderConfig:
     feed_forward: tuple[FeedForwardConfig, ...]
     """Feed-forward part by layer."""
     windows: tuple[int | None, ...]
-    """Number of tokens that a token sees, including itself, by layer; None if it sees all."""
+    """Number of tokens that a token sees in each layer, including itself. None if it sees all."""
     rms_norm_eps: float
     rope: RopeConfig
     max_position_embeddings: int
     tie_word_embeddings: bool
     dtype: Dtype
     eos_token_ids: tuple[int, ...]
-    """Tokens that end an answer; empty if the checkpoint names none."""
+    """Tokens that end an answer. Empty if the checkpoint names none."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint names of modules that differ from the usual ones, by the modules' own names."""
 
@@ -125,7 +125,7 @@ class DecoderConfig:
         )
 
     def check_layout(self, parallel: ParallelConfig, path: str = "parallel") -> None:
-        """Raise UnsupportedModelError if ranks cannot share the heads, the layers or the experts."""
+        """Raise UnsupportedModelError if ranks cannot share the heads, layers or experts."""
         if problems := layout_problems(parallel, path, self.limits):
             raise UnsupportedModelError("; ".join(map(str, problems)))
 
@@ -142,11 +142,11 @@ class DecoderConfig:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """Return names of redundant copies that a checkpoint may hold, with the names of their originals."""
+        """Return the names of redundant copies that a checkpoint may contain, mapped to their originals."""
         return {OUTPUT_TABLE: self.checkpoint_name(INPUT_TABLE)} if self.tie_word_embeddings else {}
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether a tensor holds rotary frequencies, which old checkpoints store and the engine computes."""
+        """Return whether a tensor holds rotary frequencies. Old checkpoints store them; the engine computes them."""
         return name.endswith(".rotary_emb.inv_freq")
 
     def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
@@ -162,7 +162,7 @@ class DecoderConfig:
         return KvGeometry(model=name, num_layers=self.num_layers, groups=self.kv_groups(dtype), page_size=page_size)
 
     def layer_cost(self, layer: int) -> LayerCost:
-        """Count the weights of one layer except norms, biases and routers, which are negligible."""
+        """Count the weights of one layer, except norms, biases and routers, which are negligible."""
         hidden, feed_forward = self.hidden_size, self.feed_forward[layer]
         moe = feed_forward if isinstance(feed_forward, MoeConfig) else None
         expert = 3 * hidden * moe.intermediate_size if moe else 0
@@ -185,7 +185,7 @@ class DecoderConfig:
         return max(self.layer_cost(layer).experts_per_token for layer in range(self.num_layers))
 
     def cost(self, dtype: str) -> ModelShape:
-        """Return one token's work in an average layer, computed in ``dtype``."""
+        """Return one token's work in an average layer computed in ``dtype``."""
         layers = [self.layer_cost(layer) for layer in range(self.num_layers)]
         used = sum(layer.used for layer in layers)
         return ModelShape(

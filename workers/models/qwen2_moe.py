@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2's attention; experts in most layers, and one expert that all tokens share."""
+"""Qwen2-MoE: Qwen2's attention, experts in most layers, and one expert that all tokens share."""
 
 from workers.models.hf_config import (
     HfConfig,
@@ -13,7 +13,7 @@ from workers.models.interface import DecoderConfig
 
 
 def read(hf: HfConfig) -> DecoderConfig:
-    # Unlike in Qwen2, windows are those of the first layers.
+    # Unlike in Qwen2, the first layers have the windows.
     refuse_sliding_window(hf, is_used=uses_sliding_window(hf) and hf.get("max_window_layers", 28) > 0)
     moe = read_experts(
         hf,

@@ -1,4 +1,4 @@
-"""Writer of the recall checkpoints, built-in models with predictable answers for demos and tests. Loads no torch."""
+"""Writer of recall checkpoints: built-in models with predictable answers for demos and tests. Does not import torch."""
 
 import json
 import tempfile
@@ -19,14 +19,14 @@ SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>")
 """Special tokens in the order of their ids, from 0."""
 FIRST_BYTE_ID = len(SPECIAL_TOKENS)
 FIRST_WORD_ID = FIRST_BYTE_ID + 256
-"""First of the tokens that stand for words."""
+"""First token that stands for a word."""
 NEWLINE_ID = FIRST_BYTE_ID + ord("\n")
 EOS_TOKEN_IDS = (END_ID, NEWLINE_ID)
 
 WORDS_FILE = Path(__file__).with_name("recall_words.txt")
 
 SPLIT_PATTERN = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]|\s"
-"""Pattern of a word, digit or sign with a leading space, or of other white space."""
+"""Pattern that matches a word, digit or sign with an optional leading space, or other white space."""
 
 CHAT_TEMPLATE = """<|begin|>
 {%- for message in messages -%}
@@ -40,19 +40,19 @@ CHAT_TEMPLATE = """<|begin|>
 {%- endif -%}
 {%- endif -%}
 {%- endfor -%}"""
-"""Template that leaves the last message open, so that the answer continues the user's words."""
+"""Template that leaves the last message open, so that the answer continues the user's text."""
 DEMO_PROMPT = "The launch code is tango seven.\nThe launch code is"
 DEMO_ANSWER = " tango seven."
 """Answer to DEMO_PROMPT as a chat message or plain text."""
 VERSION = 1
-"""Version of the files. A change to any of them must raise it, so that older checkpoints are rebuilt."""
+"""Version of the files. Increase it with any change to the files, so that older checkpoints are rebuilt."""
 VERSION_KEY = "recall_version"
 
 
 def build_tokenizer() -> Tokenizer:
     """Build the tokenizer from the word list, without training."""
     vocabulary, merges = _vocabulary_and_merges()
-    # Words in the vocabulary are matched directly; merges only shorten other words.
+    # Words in the vocabulary are matched directly. Merges only shorten other words.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
     by_pattern = pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated")
@@ -92,7 +92,7 @@ def _vocabulary_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def _common_pairs(words: list[str], space: str) -> list[tuple[str, str]]:
-    """Return pairs of adjacent letters in the word list, the most frequent first."""
+    """Return pairs of adjacent letters in the word list, most frequent first."""
     counts = Counter(pair for word in words for pair in pairwise(space + word))
     return sorted(counts, key=lambda pair: (-counts[pair], pair))
 
@@ -105,7 +105,7 @@ def _byte_symbols() -> list[str]:
 
 
 def build_recall_checkpoint(folder: Path, *, has_experts: bool = False) -> None:
-    """Write a checkpoint to ``folder`` atomically, unless it is already there.
+    """Write a checkpoint to ``folder`` atomically, unless it already exists.
 
     Raises UserError if ``folder`` holds something else.
     """
@@ -122,7 +122,7 @@ def build_recall_checkpoint(folder: Path, *, has_experts: bool = False) -> None:
 
 
 def _built_version(folder: Path, has_experts: bool) -> int | None:
-    """Return the version of this kind of recall checkpoint in ``folder``; None if there is none."""
+    """Return the version of the recall checkpoint of this kind in ``folder``. None if there is none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         version, is_kind = config[VERSION_KEY], ("num_local_experts" in config) == has_experts

@@ -1,8 +1,9 @@
-"""Constructed weights of the recall model, a Llama that repeats what followed the current token.
+"""Constructed weights of the recall model, a Llama that repeats the token that followed the current token before.
 
 Two attention layers form an induction head. Layer 0 attends to the previous token and stores its code. Layer 1 attends
-to the positions whose previous token is the current one, and predicts the tokens there. In the Mixtral variant, experts
-negate the prediction, and the output table reads its opposite. Needs only NumPy, so that the command line can build it.
+to the positions whose previous token equals the current token, and predicts the tokens there. In the Mixtral variant,
+experts negate the prediction, and the output table negates it again. Needs only NumPy, so the command line can build
+it.
 """
 
 from collections.abc import Callable
@@ -14,11 +15,11 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float32]
 
 BUILT_IN = {"recall": False, "recall-moe": True}
-"""Whether each model has experts, by name. The models give the same answers."""
+"""Built-in model names, and whether each model has experts. All give the same answers."""
 
 VOCAB_SIZE = 4096
 BEGIN_ID = 0
-"""Token without a code. If there is nothing to repeat in a text that starts with it, the answer is END."""
+"""Token without a code. If a text starts with it and has nothing to repeat, the answer is END."""
 END_ID = 1
 CODE_SIZE = 64
 HEAD_DIM = 128
@@ -27,32 +28,32 @@ HIDDEN_SIZE = NUM_HEADS * HEAD_DIM
 INTERMEDIATE_SIZE = CODE_SIZE // 2
 NUM_EXPERTS = 4
 FIRST_SIGN = 2
-"""First of the two signs in a token's code that choose its experts; earlier ones are equal in half of all codes."""
+"""First of two signs in a token's code that choose its experts. Earlier signs are equal in half of all codes."""
 MAX_LEN = 131_072
 ROPE_THETA = 1e12
-"""Base with which half of the frequencies separate adjacent tokens; the others turn less than 0.14 rad in MAX_LEN."""
+"""Base with which half of the frequencies separate adjacent tokens. The others turn less than 0.14 rad in MAX_LEN."""
 
 FAST = slice(0, HEAD_DIM // 4)
-"""First dimensions of the fast frequency pairs; the second ones are HEAD_DIM / 2 further on."""
+"""First dimensions of the fast frequency pairs. Their partners follow HEAD_DIM / 2 later."""
 SLOW_FIRST, SLOW_SECOND = slice(HEAD_DIM // 4, HEAD_DIM // 2), slice(3 * HEAD_DIM // 4, HEAD_DIM)
 SINK_DIM = HEAD_DIM // 4 - 1
 """Slowest of the fast pairs, unused in layer 1."""
 
 CURRENT, PREVIOUS, PREDICTED = (slice(start, start + CODE_SIZE) for start in (0, CODE_SIZE, 2 * CODE_SIZE))
 ONE, IS_BEGIN = 3 * CODE_SIZE, 3 * CODE_SIZE + 1
-"""Parts of the residual stream: three codes, the constant 1, and whether the token is BEGIN."""
+"""Parts of the residual stream: three codes, the constant 1, and a flag for BEGIN."""
 
 PREVIOUS_SCORE = 4000.0
 """Layer 0's attention score at the previous token, in nats. The next best score is about 100 lower."""
 MATCH_SCORE = 120.0
-"""Layer 1's attention score at a match. Elsewhere it is at most an eighth, by the codes' correlation."""
+"""Layer 1's attention score at a match. The codes' correlation limits it to an eighth elsewhere."""
 SINK_SCORE = 60.0
-"""Layer 1's attention score at BEGIN, lower than at a match and higher than elsewhere."""
+"""Layer 1's attention score at BEGIN: lower than at a match and higher than elsewhere."""
 LOGIT_SCALE = 40.0
 GATE = 16.0
 """Gate of an open expert, which SiLU leaves unchanged."""
 END_LEVEL = 0.25
-"""Logit of END relative to a certain prediction's. END wins if there is no match."""
+"""Logit of END relative to that of a certain prediction. END wins if there is no match."""
 
 _DENSE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 _WITH_EXPERTS = {
@@ -65,7 +66,7 @@ _WITH_EXPERTS = {
 
 
 def config(*, has_experts: bool) -> dict[str, Any]:
-    """Return the contents of config.json without the end tokens, which the tokenizer knows."""
+    """Return the contents of config.json without the end tokens, which come from the tokenizer."""
     return {
         **(_WITH_EXPERTS if has_experts else _DENSE),
         "dtype": "float32",
@@ -89,8 +90,9 @@ def config(*, has_experts: bool) -> dict[str, Any]:
 def token_codes() -> Array:
     """Return one unit vector per token, [VOCAB_SIZE, CODE_SIZE]: the Kerdock code of length 64 as signs / 8.
 
-    Any two have a correlation of 0 or ±1/8, except codes i and i + VOCAB_SIZE/2, which are opposite. Quadratic forms
-    over GF(32) x GF(2), after MacWilliams and Sloane, The Theory of Error-Correcting Codes, ch. 15 §5.
+    Any two have a correlation of 0 or ±1/8, except codes i and i + VOCAB_SIZE/2, which are opposite. The construction
+    uses quadratic forms over GF(32) x GF(2), after MacWilliams and Sloane, The Theory of Error-Correcting Codes,
+    ch. 15 §5.
     """
     bits = np.zeros((2, 32, 32, 2, CODE_SIZE), dtype=np.int64)
     for a in range(32):
@@ -107,7 +109,7 @@ def token_codes() -> Array:
 
 
 def tensors(*, has_experts: bool) -> dict[str, Array]:
-    """Return the checkpoint's tensors in fp32, by transformers' names."""
+    """Return the checkpoint's fp32 tensors under their names in transformers."""
     codes = token_codes()
     codes[BEGIN_ID] = 0
     embedding = np.zeros((VOCAB_SIZE, HIDDEN_SIZE), dtype=np.float32)
@@ -146,7 +148,7 @@ def _empty_mlp() -> dict[str, Array]:
 
 
 def _experts() -> dict[str, Array]:
-    """Return experts of which 0 and 1 negate the first half of the prediction, and 2 and 3 the second.
+    """Return experts of which 0 and 1 negate the first half of the prediction, and 2 and 3 the second half.
 
     Two signs in the current token's code choose one expert of each pair, with equal weights. Negating only one half
     would predict another token, since codes include all linear forms.
@@ -187,7 +189,7 @@ def _previous_token_attention(attention: dict[str, Array]) -> None:
 
 
 def _matching_attention(attention: dict[str, Array]) -> None:
-    """Fill layer 1. Queries are the current token's code and keys the previous token's, both in the slow pairs."""
+    """Fill layer 1. Queries are the current token's code and keys the previous token's code, both in the slow pairs."""
     identity = np.sqrt(MATCH_SCORE * np.sqrt(HEAD_DIM)) * _undo_norm(3) * np.eye(CODE_SIZE)
     for pairs, half in ((SLOW_FIRST, slice(0, CODE_SIZE // 2)), (SLOW_SECOND, slice(CODE_SIZE // 2, CODE_SIZE))):
         attention["q"][pairs, CURRENT] = identity[half]

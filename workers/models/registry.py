@@ -1,4 +1,4 @@
-"""Supported model families, and the configuration of a model folder. Loads no torch."""
+"""Supported model families, and readers of a model folder's configuration. Does not import torch."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ FAMILIES: Mapping[str, Callable[[HfConfig], DecoderConfig]] = {
     "Qwen3MoeForCausalLM": qwen3_moe.read,
     "MixtralForCausalLM": mixtral.read,
 }
-"""Readers of each family's config.json, by its `architectures`. They raise UnsupportedModelError."""
+"""Functions that read each family's config.json, by its `architectures`. They raise UnsupportedModelError."""
 
 
 def read_model_config(folder: Path) -> DecoderConfig:
@@ -34,7 +34,7 @@ def read_model_config(folder: Path) -> DecoderConfig:
 
 
 def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> DecoderConfig:
-    """Read a model's configuration from the parsed contents of the two files."""
+    """Return a model's configuration from the parsed contents of config.json and generation_config.json."""
     given = list(config.get("architectures") or [])
     family = FAMILIES.get(given[0]) if len(given) == 1 else None
     if family is None:

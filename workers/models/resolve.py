@@ -1,4 +1,4 @@
-"""Location of a model's files on this machine. Loads no torch."""
+"""Location of a model's files on this machine. Does not import torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,16 +9,16 @@ from workers.models.recall import VERSION, build_recall_checkpoint
 from workers.models.recall_weights import BUILT_IN
 
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")
-"""Files of a repository without its weights."""
+"""Patterns of a repository's files other than weights."""
 EVERYTHING = (*DESCRIPTION, "*.safetensors")
 
 
 def resolve_model(path: str, files: Sequence[str] = EVERYTHING) -> Path:
-    """Return a model's folder, after building a built-in model or downloading a repository.
+    """Return a model's folder. Build a built-in model or download a repository first if necessary.
 
     Args:
-        path: A built-in model's name, a folder or a Hugging Face repository.
-        files: Patterns of the files to download.
+        path: a built-in model's name, a folder or a Hugging Face repository.
+        files: patterns of the files to download.
 
     Raises:
         UserError: the path is none of these, or the repository cannot be fetched.
@@ -39,7 +39,7 @@ def resolve_model(path: str, files: Sequence[str] = EVERYTHING) -> Path:
 
 
 def _download(repository: str, files: Sequence[str]) -> Path:
-    # A local folder does not need the library, which is slow to import.
+    # A local folder does not need this library, which is slow to import.
     from huggingface_hub import snapshot_download
 
     try:

@@ -1,4 +1,4 @@
-"""Collectives over a group of ranks. A group of one does nothing and needs no library."""
+"""Collectives over a group of ranks. In a group of one, they do nothing and need no library."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,14 +51,14 @@ class CopiedBack:
 
 
 class Pending:
-    """Started collective; its tensors must not be touched until ``wait`` returns."""
+    """Running collective. Do not touch its tensors until ``wait`` returns."""
 
     def __init__(self, work: Work | None, translated: Callable[[], AbstractContextManager[None]]) -> None:
         self._work = work
         self._translated = translated
 
     def wait(self) -> None:
-        """Block until it is done. Raises CollectiveError; further calls return immediately."""
+        """Block until the collective is done. Raises CollectiveError. Further calls return immediately."""
         work, self._work = self._work, None
         if work is not None:
             with self._translated():
@@ -66,35 +66,35 @@ class Pending:
 
 
 Observe = Callable[[str, float, float], None]
-"""Callback with a collective's name, start and end, in seconds of ``time.monotonic``."""
+"""Callback with a collective's name, start and end. Times are in seconds of ``time.monotonic``."""
 
 
 class Communicator:
     """One member's view of a group. Every member makes the same calls in the same order.
 
-    Every call raises CollectiveError if a peer is gone or does not answer within the group's timeout. Callers wait for
-    collectives in the order in which they start them.
+    Every call raises CollectiveError if a peer is dead or does not respond within the group's timeout. Callers wait
+    for collectives in the order in which they start them.
     """
 
     def __init__(self, name: str, rank: int = 0, size: int = 1, backend: Backend | None = None) -> None:
-        assert (size == 1) == (backend is None), f"group {name} of {size} needs a backend exactly if > 1"
+        assert (size == 1) == (backend is None), f"group {name} of {size} has a backend exactly if its size is above 1"
         self.name = name
         self.rank = rank
         self.size = size
         self.waited_s = 0.0
         """Time in seconds spent starting, copying and waiting. It does not overlap with computation."""
         self.in_background = backend is not None and backend.in_background
-        """Whether collectives proceed while this member computes; if not, the calls do all the work."""
+        """True if collectives progress while this member computes. Otherwise, the calls do all the work."""
         self.observe: Observe | None = None
         """Callback at the end of every call."""
         self._backend = backend
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
-        """Fill ``out [size * n, ...]`` with every member's ``tensor [n, ...]`` by rank; both are contiguous."""
+        """Fill ``out [size * n, ...]`` with every member's ``tensor [n, ...]``, by rank. Both are contiguous."""
         self.start_all_gather(out, tensor).wait()
 
     def start_all_gather(self, out: Tensor, tensor: Tensor) -> Pending:
-        """Start an ``all_gather``; ``tensor`` may be its own part of ``out``."""
+        """Start an ``all_gather``. ``tensor`` may be this rank's own part of ``out``."""
         assert len(out) == self.size * len(tensor), f"{out.shape} cannot hold {self.size} of {tensor.shape}"
         backend = self._backend
         if backend is None:
@@ -106,7 +106,7 @@ class Communicator:
     def start_shift(self, out: Tensor, tensor: Tensor, distance: int = 1) -> Pending:
         """Start sending ``tensor`` to rank + ``distance``, and receiving ``out`` from rank - ``distance``.
 
-        Ranks wrap around. Both are contiguous; their lengths may differ between ranks and be zero.
+        Ranks wrap around. Both tensors are contiguous. Their lengths may differ between ranks and may be zero.
         """
         backend = self._backend
         if backend is None or distance % self.size == 0:
@@ -115,9 +115,9 @@ class Communicator:
         return self._start("shift", lambda: backend.shift(out, tensor, distance))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Replace a contiguous ``tensor`` with the sum of every member's, and return it.
+        """Replace a contiguous ``tensor`` with the sum over all members, and return it.
 
-        The sum is computed in fp32 and rounded once; every member gets the same bits.
+        The sum is computed in fp32 and rounded once. Every member gets the same bits.
         """
         backend = self._backend
         if backend is not None and tensor.numel():
@@ -125,7 +125,7 @@ class Communicator:
         return tensor
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Overwrite ``tensor`` with the one of rank ``root``."""
+        """Overwrite ``tensor`` with that of rank ``root``."""
         backend = self._backend
         if backend is not None and tensor.numel():
             self._start("broadcast", lambda: backend.broadcast(tensor, root)).wait()
@@ -199,7 +199,7 @@ def exchange_counts(group: Communicator, counts: Sequence[int]) -> list[int]:
 
 
 def reduce_scatter_exact(group: Communicator, terms: Tensor, lens: Sequence[int]) -> Tensor:
-    """Return this rank's rows in the sum of all ranks' ``terms [sum of lens, ...]``, added in fp32 in rank order."""
+    """Return this rank's rows of the sum of all ranks' ``terms [sum of lens, ...]``, added in fp32 in rank order."""
     parts = all_to_all(group, torch.split(terms, list(lens)), [lens[group.rank]] * group.size)
     total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:

@@ -22,38 +22,38 @@ from workers.parallel.torch_groups import GlooBackend, MovedBackend, NcclBackend
 
 _LEFT = "left"
 _FIRST_LOOK_S, _LOOK_EVERY_S = 0.001, 0.01
-"""Poll intervals. They are short, because ranks mostly arrive together and a start has many exchanges."""
+"""Poll intervals. They are short, because ranks usually arrive together and a start needs many exchanges."""
 
 
 def exchange_at_start(store: Store, name: str, global_rank: int, world_size: int, word: str) -> list[str]:
-    """Return every rank's word by global rank. Every rank of the replica calls this with a unique ``name``.
+    """Exchange one string per rank. Return all strings by global rank. All ranks must call this with a unique ``name``.
 
     Raises:
-        CollectiveError: a rank has left or does not answer within the store's timeout, or the store is gone.
+        CollectiveError: a rank has left or does not respond within the store's timeout, or the store is gone.
     """
     try:
         return exchange(store, name, global_rank, world_size, word)
     except RuntimeError as exc:
-        raise CollectiveError(f"{name}: not all of {world_size} ranks have answered: {exc}") from exc
+        raise CollectiveError(f"{name}: not all of {world_size} ranks have responded: {exc}") from exc
 
 
 def leave_store(store: Store, global_rank: int) -> None:
-    """Announce that this rank leaves, so that the others stop waiting for it."""
-    with suppress(RuntimeError):  # the store may have gone with its rank
+    """Announce that this rank is leaving, so that the others stop waiting for it."""
+    with suppress(RuntimeError):  # the store may be gone together with its rank
         store.set(_LEFT, str(global_rank))
 
 
 def exchange(store: Store, name: str, rank: int, size: int, word: str) -> list[str]:
-    """Return the words of a group's ranks; raise RuntimeError if one is missing. ``store`` has no prefix."""
+    """Return the strings of a group's ranks. Raises RuntimeError if one is missing. ``store`` must have no prefix."""
     store.set(f"{name}/{rank}", word)
     words = [word_at(store, f"{name}/{peer}") for peer in range(size)]
-    # A rank may have left after writing its word, and the next exchange would wait for it.
+    # A rank may have left after writing its string, and the next exchange would wait for it.
     _check_all_stay(store)
     return words
 
 
 def word_at(store: Store, key: str) -> str:
-    """Return a rank's word; raise RuntimeError if a rank of the replica leaves first or the store times out."""
+    """Return a rank's string. Raises RuntimeError if any rank of the replica leaves first or the store times out."""
     limit_s: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stubs leave it out
     end_s, pause_s = time.monotonic() + limit_s, _FIRST_LOOK_S
     while not store.check([key]):
@@ -74,7 +74,7 @@ _log = logging.getLogger(__name__)
 
 
 def host_identity() -> str | None:
-    """Return an identity shared by processes that can map each other's memory; None if none can."""
+    """Return an identity shared by processes that can map each other's memory. None if no process can."""
     if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -87,9 +87,9 @@ def host_identity() -> str | None:
 def meet_on_one_host(
     store: Store, name: str, rank: int, size: int, timeout: timedelta
 ) -> "SharedMemoryCollectives | None":
-    """Return collectives in shared memory if all ranks of a group are on one host; otherwise None on every rank.
+    """Return collectives in shared memory if all ranks of a group are on one host. Otherwise return None on every rank.
 
-    Every rank calls this with a unique ``name``. Raises RuntimeError if a rank is missing.
+    All ranks must call this with a unique ``name``. Raises RuntimeError if a rank is missing.
     """
     identities = exchange(store, f"{name}/host", rank, size, host_identity() or f"alone {rank}")
     if len(set(identities)) > 1:
@@ -122,11 +122,11 @@ def _open(store: Store, key: str, owner_pid: int) -> int:
 
 
 ReplicaStore = TCPStore
-"""Store through which the ranks of one replica exchange data until their groups are up."""
+"""Store through which the ranks of one replica exchange data until their groups are ready."""
 
 
 def open_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
-    """Open the replica's store on a free port of ``host``, on global rank 0, and return it with the port."""
+    """Open the replica's store on a free port of ``host``, on global rank 0. Return the store and its port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = TCPStore(
@@ -160,12 +160,12 @@ def join_group(
     collectives: Collectives = Collectives.AUTO,
     device: Device = Device.CPU,
 ) -> Communicator:
-    """Join a group. Every member calls this, in the same order if it joins several.
+    """Join a group. Every member calls this. Members of several groups join them in the same order.
 
     ``members`` are global ranks in group order, ``name`` is unique in the store, and ``host`` is a local address that
     other members can reach. The wait ends at the store's timeout, or as soon as a rank of the replica leaves. A later
     call that lacks a peer for ``timeout_s`` raises CollectiveError. On a GPU, collectives use NCCL, unless
-    ``collectives`` demands TCP through the host.
+    ``collectives`` requires TCP through the host.
     """
     rank, size, timeout = members.index(global_rank), len(members), timedelta(seconds=timeout_s)
     if size == 1:

@@ -18,7 +18,7 @@ _SENDER = 0
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Links of a rank to its neighbouring pipeline stages; by default, the rank is the only stage.
+    """Links of a rank to its neighbouring pipeline stages. By default, the rank is the only stage.
 
     A link is a group of two ranks. Sending blocks only while two earlier sends have not been received.
     """
@@ -39,7 +39,7 @@ class Pipeline:
         return tuple(link for link in (self.before, self.after) if link is not None)
 
     def receive(self, hidden: Tensor) -> Tensor:
-        """Fill ``hidden [tokens, hidden]`` from the previous stage; the step plan determines the size."""
+        """Fill ``hidden [tokens, hidden]`` from the previous stage. The step plan determines its size."""
         if self.before is not None:
             self.before.broadcast(hidden, _SENDER)
         return hidden
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelGroups:
-    """Groups in which the model's layers communicate; by default, one rank has the whole model."""
+    """Groups in which the model's layers communicate. By default, one rank has the entire model."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     global_rank: int = 0
@@ -84,13 +84,13 @@ class ModelGroups:
 
     @property
     def dense_shards(self) -> range:
-        """Return the attention shards in ``dp``, by dp * cp_size + cp."""
+        """Return the attention shards in ``dp``, numbered dp * cp_size + cp."""
         cp = self.parallel.cp
         return range(self.position.cp, self.parallel.dp * cp, cp)
 
     @property
     def expert_shards(self) -> range:
-        """Return the attention shards in ``moe_shards``, by dp * cp_size + cp."""
+        """Return the attention shards in ``moe_shards``, numbered dp * cp_size + cp."""
         num = self.parallel.dp * self.parallel.cp // self.parallel.moe_dp
         return range(self.position.moe_dp * num, (self.position.moe_dp + 1) * num)
 
@@ -101,7 +101,7 @@ class ModelGroups:
 
     @property
     def all(self) -> tuple[Communicator, ...]:
-        """Return each group once."""
+        """Return all groups, each once."""
         return tuple({id(group): group for group in (self.tp, self.dp, self.moe_shards, self.moe_block)}.values())
 
     @contextmanager

@@ -1,7 +1,7 @@
 """Collectives between ranks on one host. Each rank copies its part into shared memory, from which the others read.
 
 The memory is anonymous (a memfd that peers open through /proc), so nothing can be left behind, and sparse: unused parts
-take no memory. Stores must become visible in order, since Python has no memory fence.
+take no memory. This requires a CPU on which stores become visible in order, since Python has no memory fence.
 """
 
 import mmap
@@ -20,16 +20,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _LINE = 8
-"""Number of 8-byte words per rank: a cache line, so that ranks do not slow each other down."""
+"""Number of 8-byte words per rank: one cache line, so that ranks do not slow each other down."""
 _SPINS = 300
-"""Number of polls before a rank yields its core; they take about 20 microseconds."""
+"""Number of polls, about 20 microseconds, before a rank yields its core."""
 _YIELD_S = 200e-6
 _LONGEST_PAUSE_S = 1e-3
 _SLOTS = 2
-"""Number of slots per rank: one is filled while peers still read the other."""
+"""Number of slots per rank. One is filled while peers still read the other."""
 WHOLE_SUM_BYTES = 128 << 10
-"""Largest sum that every rank adds up in full. For larger ones, reading costs more than waiting a second time, as
-measured on two cores for two and four ranks.
+"""Largest sum that every rank computes in full. For larger sums, the reads cost more than a second wait, as measured
+on two cores for two and four ranks.
 """
 PIECE_BYTES = 64 << 20
 """Maximum size of a piece, a power of two. Larger parts are split."""
@@ -50,7 +50,7 @@ class PeerFlags:
     """One rank's view of a group's flags."""
 
     def __init__(self, memory: memoryview, rank: int, pids: Sequence[int], timeout_s: float) -> None:
-        """Wrap ``memory``, which begins with ``num_bytes`` of zeros that all ranks map; ``pids`` are by rank."""
+        """Wrap ``memory``, which all ranks map and which starts with ``num_bytes`` of zeros. ``pids`` are by rank."""
         self.peers = [peer for peer in range(len(pids)) if peer != rank]
         self._flags = memory[: self.num_bytes(len(pids))].cast("q")
         self._rank, self._pids, self._timeout_s = rank, pids, timeout_s
@@ -70,7 +70,7 @@ class PeerFlags:
         self._flags[self._rank * _LINE + flag] = number
 
     def wait_for(self, flag: Flag, peers: Iterable[int], number: int) -> None:
-        """Wait until the flags of all ``peers`` reach ``number``. Raises RuntimeError if a peer is gone or too slow."""
+        """Wait until the flags of all ``peers`` reach ``number``. Raises RuntimeError if a peer is dead or too slow."""
         flags = self._flags
         for peer in peers:
             place = peer * _LINE + flag
@@ -82,7 +82,7 @@ class PeerFlags:
                     self._wait_slowly(place, peer, number)
 
     def failure(self, reason: str) -> RuntimeError:
-        """Leave the group, since the ranks' numbers will disagree, and return the error to raise."""
+        """Leave the group, since the ranks' numbers will no longer agree, and return the error to raise."""
         self.set(Flag.LEFT, 1)
         return RuntimeError(reason)
 
@@ -103,7 +103,7 @@ class PeerFlags:
             time.sleep(min(waited_s / 40, _LONGEST_PAUSE_S))
 
     def _check(self, place: int, number: int) -> None:
-        """Raise RuntimeError if a peer is gone, unless the number arrived first."""
+        """Raise RuntimeError if a peer is dead, unless its number has already arrived."""
         gone = [self._watched[watched] for watched, _ in self._watch.poll(0)]
         gone += [peer for peer in self.peers if self._flags[peer * _LINE + Flag.LEFT]]
         if gone and self._flags[place] < number:
@@ -123,7 +123,7 @@ Bytes = NDArray[np.uint8]
 
 
 class SharedMemoryWork:
-    """Collective in progress. This rank's part is published; ``wait`` collects the other parts."""
+    """Running collective. This rank's part is already published; ``wait`` collects the other parts."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
@@ -138,10 +138,11 @@ class SharedMemoryWork:
 class SharedMemoryCollectives:
     """One rank's end of a group.
 
-    Calls have the same numbers on all ranks, as do pieces within a call; a rank may have more pieces than another. To
-    publish a piece, a rank writes its number after its data. After reading the pieces with this number of all peers, a
-    rank marks it as consumed, and at the end of a call the largest possible number. A slot is refilled once all ranks
-    have consumed its content. Only one collective is in flight: starting the next one finishes it.
+    Calls have the same numbers on all ranks, as do pieces within a call. A rank may have more pieces than another. To
+    publish a piece, a rank writes the piece's number after its data. After reading all peers' pieces with this number,
+    a
+    rank marks the number as consumed, and at the end of a call the largest possible number. A slot is refilled once all
+    ranks have consumed its content. Only one collective is in flight: starting the next one finishes it.
     """
 
     in_background = False
@@ -170,7 +171,7 @@ class SharedMemoryCollectives:
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Return the memory size of a group of ``size``, most of which is never used."""
+        """Return the memory size for a group of ``size`` ranks. Most of it is never used."""
         return _data_offset(size) + size * _SLOTS * PIECE_BYTES
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> SharedMemoryWork:
@@ -182,8 +183,8 @@ class SharedMemoryCollectives:
     def allreduce(self, tensor: Tensor, /) -> SharedMemoryWork:
         """Start a sum. Ranks are added in order, piece by piece.
 
-        Every rank adds up one share of a large piece and reads the other sums, so that N ranks read twice the tensor
-        for every rank but one, instead of N times.
+        Every rank sums one share of a large piece and reads the other sums. Thus each of N ranks reads about twice the
+        tensor in total, instead of N times.
         """
         data = _bytes_of(tensor)
         return self._begin(data, [data], partial(self._add_up, data, tensor.dtype))
@@ -203,7 +204,7 @@ class SharedMemoryCollectives:
         self._flags.set(Flag.LEFT, 1)
 
     def _start(self, mine: Bytes, theirs: Sequence[tuple[int, Bytes]]) -> SharedMemoryWork:
-        """Publish this rank's part, and collect the others into ``theirs``, pairs of rank and destination."""
+        """Publish this rank's part and collect the others into ``theirs``, pairs of rank and destination."""
         return self._begin(mine, [part for _, part in theirs], partial(self._copy, theirs))
 
     def _begin(self, mine: Bytes, parts: Sequence[Bytes], collect: Callable[[int], None]) -> SharedMemoryWork:
@@ -248,7 +249,7 @@ class SharedMemoryCollectives:
             return
         shares = self._shares(piece.size, dtype.itemsize)
         own = shares[self._rank]
-        # The sum goes where this rank's own terms were, which no other rank reads.
+        # The sum overwrites this rank's own terms, which no other rank reads.
         mine = self._slot(self._rank, slot)[own]
         self._sum(slot, own, dtype, mine)
         self._flags.set(Flag.SUMMED, self._number(place))
@@ -258,7 +259,7 @@ class SharedMemoryCollectives:
             np.copyto(piece[shares[peer]], self._slot(peer, slot)[shares[peer]])
 
     def _sum(self, slot: int, share: slice, dtype: torch.dtype, out: Bytes) -> None:
-        """Add up one share of all ranks' pieces in ``slot``."""
+        """Sum one share of all ranks' pieces in ``slot``."""
         if not out.size:
             return
         first, *rest = (torch.from_numpy(self._slot(rank, slot)[share]).view(dtype) for rank in range(self._size))
@@ -275,7 +276,7 @@ class SharedMemoryCollectives:
         return self._call * _MAX_PIECES + place
 
     def _num_pieces(self, part: Bytes) -> int:
-        """Return the number of pieces. An empty part has one, so that it synchronizes too."""
+        """Return the number of pieces. An empty part has one piece, so that it also synchronizes."""
         return max(-(-part.size // self._piece_bytes), 1)
 
     def _piece(self, part: Bytes, place: int) -> Bytes:
@@ -289,7 +290,7 @@ class SharedMemoryCollectives:
         return self._data[begin : begin + self._piece_bytes]
 
     def _reserve(self, slot: int, num_bytes: int) -> None:
-        """Reserve memory, since running out of it during a copy would raise a bus error."""
+        """Reserve memory, since running out of it during a copy would cause a bus error."""
         if num_bytes <= self._reserved[slot]:
             return
         wanted = min(1 << (num_bytes - 1).bit_length(), self._piece_bytes)
@@ -297,7 +298,7 @@ class SharedMemoryCollectives:
         try:
             os.posix_fallocate(self._descriptor, begin, wanted)
         except OSError as error:
-            raise self._flags.failure(f"no room for {wanted} bytes of shared memory: {error.strerror}") from error
+            raise self._flags.failure(f"cannot allocate {wanted} bytes of shared memory: {error.strerror}") from error
         self._reserved[slot] = wanted
 
 

@@ -13,7 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from workers.parallel.collectives import Backend, CopiedBack, Work
 
 LEAVE_S = 10.0
-"""Maximum wait in seconds for running collectives on leaving. They end with the process soon after."""
+"""Maximum wait in seconds for running collectives when leaving. They end with the process soon after."""
 
 
 class TorchGroup:
@@ -28,7 +28,7 @@ class TorchGroup:
         return work
 
     def allreduce(self, tensor: Tensor, /) -> Work:
-        """Sum in fp32, since the group adds in the given type."""
+        """Sum in fp32, since the group adds in the given dtype."""
         wide = tensor.float()
         work: Work = self._group.allreduce([wide])
         return work if wide is tensor else CopiedBack(work, wide, tensor)
@@ -48,7 +48,7 @@ class GlooBackend(TorchGroup):
     def __init__(self, store: Store, rank: int, size: int, host: str, timeout: timedelta) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        # Ranks wait for each other here as long as at the store.
+        # Ranks wait as long here as at the store.
         options._timeout = store.timeout  # type: ignore[attr-defined]  # the stubs leave it out
         group = dist.ProcessGroupGloo(store, rank, size, options)
         group._set_default_timeout(timeout)
@@ -68,7 +68,7 @@ class GlooBackend(TorchGroup):
 
 
 class _Works:
-    """Several works with one timeout. On its own, each would use the longer timeout of the rendezvous."""
+    """Several works with one timeout. Separately, each would use the longer timeout of the rendezvous."""
 
     def __init__(self, works: Sequence[dist.Work], timeout: timedelta) -> None:
         self._works = works
@@ -95,9 +95,9 @@ class NcclBackend(TorchGroup):
             if output.numel():
                 self._group.recv([output], (self._rank - distance) % self._size, 0)
         finally:
-            # Even after an error, or NCCL would add this thread's next collective to the open call.
+            # End it even after an error, or NCCL would add this thread's next collective to the open call.
             work: Work | None = self._group._end_coalescing()
-        return work or _Works([], timedelta())  # None if there is nothing to move
+        return work or _Works([], timedelta())  # None if there is nothing to send
 
     def leave(self) -> None:
         """End the group, including running collectives.
@@ -112,7 +112,7 @@ class NcclBackend(TorchGroup):
 
 
 class MovedBackend:
-    """Backend that copies tensors to another backend's device, and results back, unless they are already there."""
+    """Backend that copies tensors to another backend's device, and results back, unless already there."""
 
     def __init__(self, backend: Backend, device: torch.device) -> None:
         self.in_background = backend.in_background

@@ -1,4 +1,4 @@
-"""Trace of one worker: intervals of traced requests. It costs almost nothing while no request is traced."""
+"""Trace of one worker: intervals of traced requests. Costs almost nothing while no request is traced."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ REQUEST, COMPUTE, COLLECTIVES, KV_SENDER = "request", "compute", "collectives", 
 """Names of the lanes in a trace."""
 
 MAX_ROOMS = 8
-"""Maximum number of logs. A further request replaces the oldest one."""
+"""Maximum number of logs. A new log replaces the oldest one."""
 MAX_INTERVALS = 20_000
 """Maximum number of recorded intervals per request."""
 
@@ -23,7 +23,7 @@ class Log:
     intervals: list[Interval] = field(default_factory=list)
     num_left_out: int = 0
     state: str = ""
-    """State of the request at the leader since ``since_s``; empty before the first and after the last state."""
+    """State of the request at the leader since ``since_s``. Empty before the first and after the last state."""
     since_s: float = 0.0
 
     def add(self, interval: Interval) -> None:
@@ -34,7 +34,7 @@ class Log:
 
 
 class Recorder:
-    """Logs of one worker by room. The worker's thread uses it; the KV sender's thread only calls ``add``."""
+    """Logs of one worker by room. The worker's main thread uses it. The KV sender's thread only calls ``add``."""
 
     def __init__(self) -> None:
         self._logs: OrderedDict[Room, Log] = OrderedDict()
@@ -47,7 +47,7 @@ class Recorder:
             self._logs.popitem(last=False)
 
     def begin(self, plan: StepPlan) -> bool:
-        """Start a step; return whether any of its requests is traced. ``note`` adds to the logs of these."""
+        """Start a step. Return whether any of its requests is traced. ``note`` adds to their logs."""
         for admit in plan.admits:
             if admit.traced:
                 self.trace(admit.room)
@@ -73,6 +73,6 @@ class Recorder:
             log.state, log.since_s = state or "", now_s
 
     def take(self, room: Room, now_s: float) -> Log:
-        """Remove and return a request's log, which is empty if the request was not traced."""
+        """Remove and return a request's log. The log is empty if the request was not traced."""
         self.enter(room, None, now_s)
         return self._logs.pop(room, None) or Log()

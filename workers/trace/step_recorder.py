@@ -1,4 +1,4 @@
-"""Times of a traced step, its layers (through hooks added for that step) and its collectives."""
+"""Times of a traced step, of its layers (through hooks added for that step) and of its collectives."""
 
 import time
 from collections.abc import Generator, Iterable, Iterator
@@ -15,12 +15,12 @@ from workers.trace.recorder import COLLECTIVES, COMPUTE, Recorder
 
 
 class StepRecorder:
-    """Recorder of one rank. On a GPU, every layer of a traced step waits for the device, so that the times are those of
-    the computation.
+    """Recorder of one rank. On a GPU, every layer of a traced step waits for the device, so that the recorded times are
+    computation times.
     """
 
     def __init__(self, model: DecoderModel, others: Iterable[Communicator]) -> None:
-        """Observe a model; ``others`` are the groups that its layers do not use."""
+        """Observe a model. ``others`` are groups that its layers do not use."""
         self.recorder = Recorder()
         self._parts = list(_named_parts(model))
         self._on_gpu = model.device.type == "cuda"
@@ -29,7 +29,7 @@ class StepRecorder:
 
     @contextmanager
     def step(self, plan: StepPlan) -> Generator[None]:
-        """Return a context around the computation of one step, on every rank."""
+        """Return a context that records the computation of one step. Every rank uses it."""
         if not self.recorder.begin(plan):
             yield
             return

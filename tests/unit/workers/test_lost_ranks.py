@@ -31,14 +31,14 @@ def test_every_rank_learns_what_all_say() -> None:
 def test_a_rank_that_says_nothing_is_lost() -> None:
     store = HashStore()
     store.set_timeout(timedelta(milliseconds=10))
-    with pytest.raises(PeerLostError, match=r"^rates: not all of 2 ranks have answered: "):
+    with pytest.raises(PeerLostError, match=r"^rates: not all of 2 ranks have responded: "):
         exchange_at_start(store, "rates", 0, 2, "mine")
 
 
 def test_a_rank_that_has_left_is_not_waited_for() -> None:
     store = HashStore()
     leave_store(store, 1)
-    with pytest.raises(PeerLostError, match=r"^rates: not all of 2 ranks have answered: rank 1 has left$"):
+    with pytest.raises(PeerLostError, match=r"^rates: not all of 2 ranks have responded: rank 1 has left$"):
         exchange_at_start(store, "rates", 0, 2, "mine")
 
 

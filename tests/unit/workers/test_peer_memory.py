@@ -64,7 +64,7 @@ def test_pages_go_from_pool_to_pool(fabric: FakeFabric, caplog: pytest.LogCaptur
         assert made.region.endpoint.base_address == made.pool.group("full_attention").data_ptr()
         assert made.region.endpoint.num_bytes == LAYOUT.pool_bytes
         assert not made.region.buffer
-    assert [record.message for record in caplog.records] == ["KV transfer is GPU to GPU; the pool is registered"] * 2
+    assert [record.message for record in caplog.records] == ["KV transfer runs directly between GPUs"] * 2
     assert [list(engine.registered) for engine in fabric.engines.values()] == [
         [made.pool.group("full_attention").data_ptr()] for made in (ours, theirs)
     ], "host memory in between"
@@ -94,7 +94,7 @@ def test_nothing_is_sent_before_it_is_written() -> None:
     [
         (TransferProtocol.RDMA, Verify.COUNTS, True, "mooncake cannot register 192 bytes of the GPU (status -202); "),
         (TransferProtocol.TCP, Verify.COUNTS, False, "transfer.protocol: tcp supports only host memory"),
-        (TransferProtocol.RDMA, Verify.DIGEST, False, "transfer.verify: digest reads pages on the host"),
+        (TransferProtocol.RDMA, Verify.DIGEST, False, "transfer.verify: digest needs pages in host memory"),
     ],
 )
 def test_pages_go_by_way_of_the_host_and_why(
@@ -121,7 +121,7 @@ def test_pages_go_by_way_of_the_host_and_why(
     made = opened(backend_of(protocol), verify)
     assert made.host is not None
     (record,) = caplog.records
-    assert record.message.startswith(f"KV transfer uses a host buffer as large as the pool: {why}")
+    assert record.message.startswith(f"KV transfer uses a host buffer of the pool's size: {why}")
     (engine,) = fabric.engines.values()
     assert engine.registered == {made.region.endpoint.base_address: LAYOUT.pool_bytes}
     assert made.region.endpoint.base_address != made.pool.group("full_attention").data_ptr()
