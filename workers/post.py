@@ -1,4 +1,4 @@
-"""Sending of messages to other processes."""
+"""Message sending with different reactions to unreachable peers."""
 
 import logging
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ class Post(Protocol):
 
 
 def send_if_heard(post: Post, address: str, message: Message) -> None:
-    """Send a message; only log if the peer does not listen, since leases and deadlines handle that."""
+    """Send a message. If the peer does not listen, only log, since leases and deadlines handle lost peers."""
     try:
         post.send(address, message)
     except PeerUnreachableError as error:
@@ -27,7 +27,7 @@ def send_if_heard(post: Post, address: str, message: Message) -> None:
 
 
 def send_to_ranks(outbox: Outbox, addresses: Iterable[str], message: Message) -> None:
-    """Send to other ranks of the same replica; raise PeerLostError if one no longer listens."""
+    """Send to other ranks of the same replica. Raise PeerLostError if one no longer listens."""
     try:
         outbox.broadcast(addresses, message)
     except PeerUnreachableError as error:

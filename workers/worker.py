@@ -154,7 +154,7 @@ class Worker:
                 case ForgetPeer():
                     parts.sender.forget(message)
                 case TierJob():
-                    assert parts.tiers is not None, "a tier job for a rank without host memory"
+                    assert parts.tiers is not None, "got a tier job, but this rank has no host memory"
                     parts.tiers.submit(message)
                 case CheckPages():
                     parts.checker.check(message)

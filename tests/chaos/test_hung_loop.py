@@ -58,7 +58,9 @@ def hung(cluster: RunningCluster, folder: Path) -> int:
 
 
 def told(replica: str, rank: int) -> str:
-    return f"{replica} rank {rank} stood still for {STEP_TIMEOUT_S:g} s (resources.step_timeout_s) at the end of step"
+    return (
+        f"{replica} rank {rank} made no progress for {STEP_TIMEOUT_S:g} s (resources.step_timeout_s) at the end of step"
+    )
 
 
 def test_a_decode_rank_hangs_in_a_step(cluster: RunningCluster, folder: Path) -> None:

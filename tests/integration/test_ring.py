@@ -83,7 +83,7 @@ def test_a_prompt_that_fits_into_no_rank_is_served_by_a_ring(folder: Path, oracl
     (prompt,) = prompts_of((500,))
     with (
         running(engine, folder, 2, CpMode.GATHER, 20) as cluster,
-        pytest.raises(RemoteError, match="the prompt needs 32 pages, prefill-0 has 20"),
+        pytest.raises(RemoteError, match="the prompt needs 32 pages, but prefill-0 has 20"),
     ):
         cluster.generate(asked([prompt], NUM_TOKENS))
     with running(engine, folder, 2, CpMode.RING, 20) as cluster:

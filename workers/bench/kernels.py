@@ -23,7 +23,7 @@ from workers.memory.page_pool import PagePool
 
 PAGE_SIZE = 64
 NUM_EXPERTS = 8
-"""Number of experts, each as wide as the shape's MLP and with as many tokens as the others."""
+"""Number of experts. Each is as wide as the shape's MLP, and all get the same number of tokens."""
 _DTYPE = torch.bfloat16
 _Batch = Sequence[tuple[int, int]]
 """Pairs of (number of requests, their length)."""
@@ -47,9 +47,9 @@ class Sizes:
     chunk_len: int = 2048
     decode_len: int = 32_768
     decode_kv_bytes: int = 2 << 30
-    """Size of the KV in a batch of requests of ``decode_len``."""
+    """KV bytes of a batch of requests with ``decode_len`` tokens each."""
     long_len: int = 131_072
-    """Length of a request that is decoded alone and in a batch with short ones."""
+    """Length of a request that is decoded alone and in a batch with short requests."""
     short_len: int = 2000
     num_short: int = 63
 
@@ -62,7 +62,7 @@ class KernelBench:
         self._limits = gpu_limits(self._device, self._timer)
 
     def close(self) -> None:
-        """Do nothing: everything is released when the process exits."""
+        """Do nothing. Everything is released when the process exits."""
 
     def limits(self) -> DeviceLimits:
         return self._limits
@@ -87,7 +87,7 @@ class KernelBench:
 
 
 def kernel_cases(shape: BenchShape, sizes: Sizes, device: torch.device) -> Iterator[KernelCase]:
-    """Yield one kernel at a time, so that its memory is released before the next one's is allocated."""
+    """Yield one kernel at a time, so that its memory is released before memory for the next one is allocated."""
     yield _prefill(shape, device, num_tokens=sizes.prompt_len, prefix_len=0)
     yield _prefill(shape, device, num_tokens=sizes.chunk_len, prefix_len=sizes.prefix_len)
     for batch in _decode_batches(shape, sizes):
@@ -179,7 +179,7 @@ def _experts(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase
 
 
 def _pages(shape: BenchShape, device: torch.device, num_tokens: int) -> tuple[PagePool, Tensor]:
-    """Return a pool and all its pages in random order."""
+    """Return a pool, and all of its pages in random order."""
     num_pages = pages_for(num_tokens, PAGE_SIZE)
     dtype = str(_DTYPE).removeprefix("torch.")
     group = key_value_group(range(1), shape.kv_heads, shape.head_dim, dtype)

@@ -1,7 +1,8 @@
-"""Sender of one rank's part of computed KV.
+"""Sender of one rank's computed KV.
 
 When a step ends, each transfer's session returns the complete pages that this rank must send. A job describes them for
-every receiving decode rank, and the sender thread writes them. After the last write, decode and the leader get reports.
+every receiving decode rank, and the sender thread writes them. After the last write, the sender reports to decode and
+the leader.
 """
 
 import threading
@@ -46,13 +47,13 @@ _Part = tuple[RankRow, PageRange, PageRange]
 class _Transfer:
     session: SenderSession
     receivers: Sequence[RankRow]
-    """Decode ranks that this rank sends to."""
+    """Decode ranks to which this rank sends."""
     num_layers_sent: int = 0
-    """Layers sent early of the pages that the current step completes."""
+    """Number of layers already sent of the pages that the current step completes."""
 
 
 class SentRequest(Protocol):
-    """Announced request with its pages on this rank."""
+    """Request to send, with its pages on this rank."""
 
     @property
     def room(self) -> Room: ...
@@ -65,7 +66,7 @@ class SentRequest(Protocol):
 
 
 class KvSender:
-    """Sender of one rank. The worker's thread calls its methods; outcomes arrive on the sender thread."""
+    """KV sender of one rank. The worker's main thread calls its methods. Outcomes arrive on the sender thread."""
 
     def __init__(
         self,
@@ -83,11 +84,12 @@ class KvSender:
         """Take ownership of the outbox and the writer.
 
         Args:
-            prefill: replica of this rank, whose leader gets the reports.
+            prefill: replica of this rank. Its leader receives the reports.
             pool: memory that holds this rank's pages.
-            memory: publishes computed pages to peers before they are sent; None where computed pages are visible.
+            memory: publishes computed pages to peers before they are sent. None if peers can read computed pages
+                directly.
             least_span_bytes: smallest span worth sending before a step ends.
-            start_writer: makes the writer, which reports outcomes only after ``send`` or ``cancel`` has returned.
+            start_writer: creates the writer, which reports outcomes only after ``send`` or ``cancel`` has returned.
         """
         self._prefill = prefill
         self._row = row
@@ -96,14 +98,14 @@ class KvSender:
         self._recorder = recorder or Recorder()
         self._memory = memory
         self._lock = threading.Lock()
-        """Lock of the transfers and the outbox, which both threads use."""
+        """Lock that guards the transfers and the outbox, which both threads use."""
         self._transfers: dict[Room, _Transfer] = {}
         """Open transfers by room."""
         self._early_ends = early_ends(row.layout, least_span_bytes) if row.role is Role.PREFILL else []
         self._failed: set[Room] = set()
-        """Rooms of failed transfers, until no step computes them any more."""
+        """Rooms of failed transfers. Each stays until no step computes its request any more."""
         self._newest_starts: dict[ReplicaId, Destination] = {}
-        """Latest start of each decode replica that received KV."""
+        """Latest incarnation of each decode replica that received KV."""
         self._outbox = outbox
         self._writer = start_writer(self._on_outcome)
 
@@ -123,9 +125,9 @@ class KvSender:
                     self._send(transfer, transfer.session.advance(scheduled.new_pages, scheduled.first_position))
 
     def during_step(self, plan: StepPlan, requests: Mapping[Room, SentRequest]) -> Callable[[int], None] | None:
-        """Return a callback for each layer that the step has stored; None if no layer is sent before the step ends.
+        """Return a callback for each layer that the step has stored. None if no layer is sent before the step ends.
 
-        Only prompts that end with this step are sent early; the pages of others travel while the next step computes.
+        Only prompts that end with this step are sent early. Other prompts' pages are sent while the next step computes.
         """
         if plan.layerwise_load is not None or not self._early_ends:
             return None
@@ -140,7 +142,7 @@ class KvSender:
                     self._send(transfer, transfer.session.rest(request.pages), layer + 1)
 
     def after_step(self, plan: StepPlan, requests: Mapping[Room, SentRequest]) -> None:
-        """Send the pages that this step completed, except for layers that were sent during the step."""
+        """Send the pages that this step completed, except layers that were sent during the step."""
         with self._lock:
             for transfer, request, num_computed in self._sent(plan, requests):
                 self._send(transfer, transfer.session.advance(request.pages, num_computed))
@@ -150,18 +152,18 @@ class KvSender:
     def _sent(
         self, plan: StepPlan, requests: Mapping[Room, SentRequest]
     ) -> Iterator[tuple[_Transfer, SentRequest, int]]:
-        """Yield the transfer, request and computed tokens of each scheduled request that is sent."""
+        """Yield the transfer, request and computed tokens of each scheduled request whose KV is sent."""
         for scheduled in plan.scheduled:
             request = requests[scheduled.room]
             if self._is_sent(request):
                 yield self._transfer(request), request, scheduled.first_position + len(scheduled.token_ids)
 
     def _is_sent(self, admit: Admit | SentRequest) -> bool:
-        """Return whether a request is sent. A failed transfer must not restart with the prompt's next chunk."""
+        """Return whether a request's KV is sent. A failed transfer must not restart with the prompt's next chunk."""
         return admit.destination is not None and admit.room not in self._failed
 
     def _transfer(self, admit: Admit | SentRequest) -> _Transfer:
-        """Return the request's open transfer, or open it."""
+        """Return the request's transfer. Open it if necessary."""
         row, mode, destination = self._row, self._config.mode, admit.destination
         assert destination is not None
         if admit.room not in self._transfers:
@@ -194,7 +196,7 @@ class KvSender:
     def _job(self, transfer: _Transfer, pairs: list[PagePair], end: int | None) -> SendJob:
         """Build the job that sends the unsent layers of these pages to the decode ranks.
 
-        Layers from ``end`` on follow in a later job; without ``end`` the pages are complete.
+        Layers from ``end`` on follow in a later job. If ``end`` is None, this job completes the pages.
         """
         is_complete = end is None
         layers = self._row.layout.layers[transfer.num_layers_sent : end]
@@ -215,12 +217,12 @@ class KvSender:
         )
 
     def _source(self, pairs: Sequence[PagePair], layers: range) -> PageRange:
-        """Return the range of these pages, which share a lifetime, in this rank's pool."""
+        """Return these pages, which share a lifetime, as a range of this rank's pool."""
         pages = [local_page(self._row, pair.source) for pair in pairs]
         return PageRange(self._row.layout, pages, layers, lifetime=pairs[0].lifetime)
 
     def _part(self, rank: RankRow, pairs: list[PagePair], layers: range) -> _Part | None:
-        """Return the part of these pages that a decode rank is sent; None if it is sent none of them."""
+        """Return the part of these pages to send to a decode rank. None if that rank gets none of them."""
         share = PageShare.of([rank])
         sent = [pair for pair in pairs if share.has(pair.target)]
         if not sent:
@@ -233,7 +235,7 @@ class KvSender:
     def _prepare(
         self, sources: Sequence[PageRange], after: Any, parts: Sequence[_Part], *, is_complete: bool
     ) -> tuple[list[Write], list[PageDigests]]:
-        """Publish the pages; return their writes, and digests if they are complete. Runs on the sender thread."""
+        """Publish the pages. Return their writes, and their digests if they are complete. Runs on the sender thread."""
         if self._memory is not None:
             for source in sources:
                 self._memory.publish(source, after)
@@ -267,7 +269,7 @@ class KvSender:
     def _end_if_over(self, session: SenderSession) -> None:
         """Send the final reports of a transfer that is over.
 
-        Decode's leaves first, so that its page counts arrive before the leader frees the source pages.
+        Decode's report is sent first, so that its page counts arrive before the leader frees the source pages.
         """
         if not session.is_over:
             return
@@ -293,14 +295,14 @@ class KvSender:
             send_if_heard(self._outbox, self._prefill.address, report)
 
     def forget(self, message: ForgetPeer) -> None:
-        """Unmap the memory of a decode replica that is gone; an open mapping would keep it allocated."""
+        """Unmap the memory of a dead decode replica. An open mapping would keep the memory allocated."""
         with self._lock:
             known = self._newest_starts.get(message.replica)
             if known is not None and known.decode.incarnation <= message.incarnation:
                 self._forget(self._newest_starts.pop(message.replica))
 
     def _forget_older(self, destination: Destination) -> None:
-        """Unmap the memory of a decode replica's earlier start."""
+        """Unmap the memory of earlier incarnations of a decode replica."""
         known = self._newest_starts.setdefault(destination.decode.replica, destination)
         if known.decode.incarnation < destination.decode.incarnation:
             self._forget(known)

@@ -11,7 +11,7 @@ from workers.post import Post, send_if_heard
 
 
 class PageChecker:
-    """Checker that answers the leader's CheckPages in order. A request's pages must not change until the answer."""
+    """Thread that answers the leader's CheckPages in order. A request's pages must not change until the answer."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class ElementwiseKernels(Protocol):
 
 
 _REGISTERED: dict[tuple[str, torch.dtype], ElementwiseKernels] = {}
-"""This process's kernels, except Triton's, by device and dtype."""
+"""Kernels of this process, except Triton's, by device and dtype."""
 
 
 def elementwise_kernels(x: Tensor) -> ElementwiseKernels | None:

@@ -1,4 +1,4 @@
-"""Link from a rank's work loop to the leader: direct on global rank 0, by messages on other ranks."""
+"""Link from a rank's work loop to the leader: by calls on global rank 0, by messages on other ranks."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ from workers.scheduler.replica_leader import ReplicaLeader, outputs_together
 LOAD_EVERY_S = 0.05
 """Interval between load samples for heartbeats while there is work."""
 IDLE_WAIT_S = 1.0
-"""Maximum sleep of an idle loop, and so the maximum delay of a deadline."""
+"""Maximum sleep of an idle loop, and therefore the maximum delay in handling a deadline."""
 
 
 class LocalLink:
-    """Link to the leader in this process, which also sends its plans to the other ranks."""
+    """Link to the leader in this process. Also sends the leader's plans to the other ranks."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class LocalLink:
         self.num_ahead = leader.num_ahead
         """Maximum number of steps that may start before earlier ones have ended."""
         self.load = ReplicaLoad()
-        """Load that heartbeats report. It is replaced, not changed, because another thread reads it."""
+        """Load that heartbeats report. Replaced as a whole, since another thread reads it."""
         self.hurry: Callable[[], None] = lambda: None
-        """Callback that sends the next heartbeat at once."""
+        """Callback that sends the next heartbeat immediately."""
         self._leader, self._rank, self._dp_rank = leader, rank, spec.coords.dp
         self._inbox, self._outbox, self._tiers, self._clock = inbox, outbox, tiers, clock
         self._followers = [
@@ -65,15 +65,15 @@ class LocalLink:
     def on_message(self, message: Message) -> None:
         """Handle a message that is not for the rank itself."""
         if isinstance(message, Submit) and message.sampling.grammar and self._rank.grammars is not None:
-            # Compiling a grammar takes long, and can go on while the request waits.
+            # Compiling a grammar takes long and can run while the request waits.
             self._rank.grammars.prepare(message.sampling.grammar)
         self._leader.on_message(message, self._clock.now_s())
 
     def next_plans(self) -> Sequence[StepPlan]:
-        """Return steps to start once all messages are handled."""
+        """Return the steps to start after all messages are handled."""
         self._leader.tick(self._clock.now_s())
         plans = self._leader.next_plans()
-        # First tokens, tickets and tier jobs do not wait for the step.
+        # First tokens, tickets and tier jobs must not wait for the step.
         self._send_outgoing()
         if self._leader.must_end:
             raise QuarantineError(self._leader.must_end)
@@ -90,14 +90,14 @@ class LocalLink:
             self._leader.commit(self._dp_rank, step.sampled, self._clock.now_s())
 
     def end_round(self, *, is_busy: bool) -> None:
-        """Report work and load, and send pending messages. ``is_busy`` is true while a step is under way."""
+        """Report work and load, and send pending messages. ``is_busy`` is True while a step is under way."""
         is_idle = not is_busy and not self._leader.has_work()
         if report := self._reports.next(self._clock.now_s(), is_idle=is_idle):
             self._leader.on_message(report, self._clock.now_s())
         if self._clock.now_s() >= self._load_due_s or is_idle:
             was_draining, self.load = self.load.draining, self._full_load()
             if self.load.draining != was_draining:
-                self.hurry()  # routers send requests until they know
+                self.hurry()  # routers keep sending requests until they get the heartbeat
             self._load_due_s = self._clock.now_s() + LOAD_EVERY_S
         self._send_outgoing()
 
@@ -115,8 +115,8 @@ class LocalLink:
     def _send_outgoing(self) -> None:
         for address, message in outputs_together(self._leader.take_outgoing()):
             if isinstance(message, TierJob) and address == self._inbox.address:
-                # Not through the inbox: the job must be queued before the step that starts next.
-                assert self._tiers is not None, "a tier job for a rank without host memory"
+                # Bypass the inbox, since the job must be queued before the next step starts.
+                assert self._tiers is not None, "got a tier job, but this rank has no host memory"
                 self._tiers.submit(message)
             else:
                 send_if_heard(self._outbox, address, message)
@@ -141,7 +141,7 @@ class RemoteLink:
         self._had_plans |= isinstance(message, StepPlan)
 
     def next_plans(self) -> Sequence[StepPlan]:
-        """Return no plans: the leader's arrive as messages."""
+        """Return no plans, since the leader's plans arrive as messages."""
         return ()
 
     def on_ended(self, step: EndedStep) -> None:

@@ -1,4 +1,4 @@
-"""Steps under way on one rank; at most one on a CPU."""
+"""Steps under way on one rank. On a CPU, there is at most one."""
 
 import math
 from collections import deque
@@ -16,18 +16,18 @@ from workers.loop.watch import BETWEEN_STEPS, Heartbeat
 from workers.rank import Rank
 
 PATIENCE_S = 1.0
-"""Maximum time that the loop spends on messages before it waits for a step, which its watchdog then sees."""
+"""Maximum time that the loop handles messages before it waits for a step. The watchdog monitors that wait."""
 
 
 class EndedStep(NamedTuple):
     plan: StepPlan
     sampled: Mapping[Room, Sampled]
     seconds: float
-    """Duration since the step's start or the previous step's end, whichever is later."""
+    """Time since the step's start or the previous step's end, whichever is later."""
 
 
 class RankSteps:
-    """Steps of one rank, which end in the order in which they started."""
+    """Steps of one rank. They end in the order in which they start."""
 
     def __init__(
         self, rank: Rank, sender: KvSender, tiers: TierWorker | None, clock: Clock, heartbeat: Heartbeat
@@ -42,23 +42,23 @@ class RankSteps:
 
     @property
     def is_due(self) -> bool:
-        """Return whether to end the oldest step: it has ended, or it has run for ``PATIENCE_S``."""
+        """Return whether to end the oldest step, because it has finished or has run for ``PATIENCE_S``."""
         if not self._begun:
             return False
         _, step, start_s = self._begun[0]
         return step.is_over or self._clock.now_s() - max(start_s, self._ended_s) > PATIENCE_S
 
     def begin(self, plan: StepPlan) -> None:
-        """Start this rank's part of a step; on a CPU compute all of it, so that ``end`` only collects the tokens.
+        """Start this rank's part of a step. On a CPU, compute all of it; ``end`` then only collects the tokens.
 
-        Cached KV is sent now, new KV layer by layer if that pays.
+        Cached KV is sent immediately. New KV is sent layer by layer if that is worthwhile.
         """
         start_s = self._clock.now_s()
         self._heartbeat.at(f"in step {plan.step}")
         self._sender.before_step(plan)
         load = None
         if plan.layerwise_load is not None:
-            assert self._tiers is not None, "a tier job for a rank without host memory"
+            assert self._tiers is not None, "got a tier job, but this rank has no host memory"
             load = self._tiers.submit_layerwise(plan.layerwise_load)
         with self._rank.step_recorder.step(plan):
             runner = self._rank.runner

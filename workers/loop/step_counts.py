@@ -36,9 +36,9 @@ class StepReports:
     def next(
         self, now_s: float, *, is_idle: bool, dropped: Mapping[str, int] = MappingProxyType({})
     ) -> StepWork | None:
-        """Return a report if anything has changed: once per second, or when idle.
+        """Return a report if anything has changed and a second has passed or the rank is idle.
 
-        dropped: messages that the rank's inbox has dropped so far, by reason.
+        dropped: number of messages that the rank's inbox has dropped so far, by reason.
         """
         state = self._num_steps, dict(dropped)
         if state == self._reported or (now_s < self._due_s and not is_idle):
@@ -55,7 +55,7 @@ class StepReports:
 
     def _counts(self) -> Counter[int]:
         counts: Counter[int] = Counter()
-        if self._experts:  # all layers at once, since the host may wait for a GPU
+        if self._experts:  # all layers together, since the host may wait for a GPU
             loads = torch.stack([experts.loads for experts in self._experts]).tolist()
             for experts, of_layer in zip(self._experts, loads, strict=True):
                 counts.update(dict(zip(experts.numbers, of_layer, strict=True)))
@@ -63,12 +63,12 @@ class StepReports:
 
 
 class StepMeter:
-    """Times of steps by strategy. Steps without a time estimate, such as decode steps, are not counted."""
+    """Step times by strategy. Steps without a time estimate, such as decode steps, are not counted."""
 
     def __init__(self) -> None:
         self._by_strategy: dict[tuple[Strategy, Passing | None], StepTimes] = {}
         self.times: tuple[StepTimes, ...] = ()
-        """Step times. The tuple is replaced, not changed, because the lease thread reads it."""
+        """Step times. The tuple is replaced, never changed, because the lease thread reads it."""
 
     def after_step(self, plan: StepPlan, seconds: float) -> None:
         if plan.estimate_s is None:

@@ -11,16 +11,16 @@ from typing import Self
 _log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Interval between checks of the loop, and maximum time for writing the log line."""
+"""Interval between checks of the loop. Also the maximum time for writing the log line."""
 BETWEEN_STEPS = "between two steps"
 
 
 class Heartbeat:
-    """Heartbeat of a work loop. One thread writes it; any thread may read it."""
+    """Progress of a work loop. One thread records it, and any thread may read it."""
 
     def __init__(self) -> None:
         self.count = 0
-        """Number of places that the loop has reached."""
+        """Number of places recorded so far."""
         self.place = BETWEEN_STEPS
 
     def at(self, place: str) -> None:
@@ -30,15 +30,16 @@ class Heartbeat:
 
 
 class LoopWatch:
-    """Watchdog thread of a loop, between ``__enter__`` and ``__exit__``.
+    """Watchdog thread of a loop. Runs between ``__enter__`` and ``__exit__``.
 
-    It counts its checks, not seconds, so a process that was suspended for an hour has missed only one check.
+    The watchdog counts its own checks instead of seconds, so a process that was suspended for an hour has missed only
+    one check.
     """
 
     def __init__(
         self, heartbeat: Heartbeat, name: str, limit_s: float, end: Callable[[], None], *, look_s: float = LOOK_S
     ) -> None:
-        """Build a watchdog, which calls ``end`` once when the loop ``name`` has not progressed for ``limit_s``."""
+        """Create a watchdog, which calls ``end`` once if the loop ``name`` has made no progress for ``limit_s``."""
         self._heartbeat, self._name, self._end, self._look_s = heartbeat, name, end, look_s
         self._max_looks = math.ceil(limit_s / look_s)
         self._seen_count = heartbeat.count
@@ -57,7 +58,7 @@ class LoopWatch:
         self._thread.join()
 
     def look(self) -> bool:
-        """Return whether the loop has been stuck for too long; called every ``look_s``."""
+        """Return whether the loop has been stuck for too long. Called every ``look_s`` seconds."""
         if self._heartbeat.count != self._seen_count:
             self._seen_count, self._num_still = self._heartbeat.count, 0
         else:
@@ -72,8 +73,8 @@ class LoopWatch:
                 return
 
     def _report(self) -> None:
-        """Log where the loop is stuck: in another thread, since it may be stuck in logging."""
-        line = "%s stood still for %g s (resources.step_timeout_s) %s; this process ends"
+        """Log where the loop is stuck. Use another thread, since the loop may be stuck in logging."""
+        line = "%s made no progress for %g s (resources.step_timeout_s) %s; ending this process"
         args = (line, self._name, self._num_still * self._look_s, self._heartbeat.place)
         reporting = threading.Thread(target=_log.error, args=args, daemon=True)
         reporting.start()
@@ -81,5 +82,5 @@ class LoopWatch:
 
 
 def end_process() -> None:
-    """End the process immediately, whatever its other threads do."""
+    """End the process immediately, regardless of its other threads."""
     os._exit(1)

@@ -2,7 +2,7 @@
 
 A request waits for pages, sends prefill a ticket for them, joins the running batch when the Result and every Done
 agree, and frees its pages only when nothing can write to them any more. A request without prefill joins as soon as it
-has pages. So do further choices of a prompt, which share the pages of the first one.
+has pages. So do further choices of a prompt, which share the first choice's pages.
 """
 
 from collections import deque
@@ -63,7 +63,7 @@ class DecodeLeader(DpLeader):
         """Received pages that no plan has announced yet."""
         self._newest_step = 0
         self._unsent = deque[tuple[int, DecodeRequest]]()
-        """Unsent tickets whose pages a step under way may still write to, as (newest such step, request)."""
+        """Tickets held back while a step under way may write to their pages, as (newest such step, request)."""
         self._num_arrivals = 0
         self._is_quarantined = False
         self._checks = PageChecks([row.address for row in settings.rows])
@@ -114,7 +114,7 @@ class DecodeLeader(DpLeader):
         return replace(plan, arrived=arrived)
 
     def report_cache(self) -> None:
-        # Only once all received pages are announced to the ranks.
+        # Every received page must first be announced to the ranks.
         if not self._arrived:
             super().report_cache()
 
@@ -177,14 +177,14 @@ class DecodeLeader(DpLeader):
             self._queue.add(request, self._now_s)
 
     def _must_await(self, first: Room | None) -> TypeGuard[Room]:
-        """Return whether a choice must wait for the first one, which may not have arrived yet, to have the prompt."""
+        """Return whether a choice must wait until the first choice, which may not have arrived yet, has the prompt."""
         if first is None or first in self.ended:
             return False
         request = self._requests.get(first)
         return request is None or not request.has_prompt
 
     def _reserve(self, now_s: float) -> None:
-        """Grant pages to waiting requests, and send their tickets or hand them to the step scheduler."""
+        """Grant pages to waiting requests. Send their tickets or pass them to the step scheduler."""
         for request in self._queue.grant(now_s):
             request.granted_s = now_s
             if request.submit.prefill is not None:
@@ -238,7 +238,7 @@ class DecodeLeader(DpLeader):
             self._end(request, "nothing writes to its pages any more")
 
     def _verify(self, request: DecodeRequest, session: ReceiverSession) -> None:
-        """Start the request, or ask every rank to compare the received pages with the senders' digests first."""
+        """Start the request, or first ask every rank to compare the received pages with the senders' digests."""
         if not session.digests:
             self._begin_decoding(request, session)
             return
@@ -317,7 +317,7 @@ class DecodeLeader(DpLeader):
             self._stop(request, "the request was cancelled", now_s)
 
     def _on_inquire(self, inquire: Inquire) -> None:
-        """Report ended rooms to a router that missed it. Rooms that are not known count as ended."""
+        """Report ended rooms to a router that missed their end. Unknown rooms count as ended."""
         if inquire.incarnation != self.me.incarnation:
             self.drop(inquire)
             return
@@ -339,7 +339,7 @@ class DecodeLeader(DpLeader):
             self._follow_session(request, request.session, request.session.cancel(reason, now_s))
 
     def _on_table(self, snapshot: TableSnapshot, now_s: float) -> None:
-        """End transfers from prefill replicas that are proven gone, since silent ones may still write."""
+        """End transfers from prefill replicas that are proven dead. Silent replicas may still write."""
         self.reporter.on_table(snapshot)
         for request in list(self._requests.values()):
             if self.has_no_router(request.submit, snapshot):
@@ -353,12 +353,12 @@ class DecodeLeader(DpLeader):
                 self._follow_session(request, session, None)
 
     def _quarantined(self) -> list[DecodeRequest]:
-        """Return the requests that were stopped so long ago that prefill should have confirmed it."""
+        """Return the stopped requests whose confirmation from prefill is overdue."""
         settings = self._settings
         return stopping(self._requests.values(), self._now_s - settings.transfer_timeout_s - settings.settle_s)
 
     def _watch_quarantine(self) -> None:
-        """Drain while too many pages are in quarantine; end the replica if no other request can proceed."""
+        """Drain while too many pages are in quarantine. End the replica if no other request can make progress."""
         requests, num_pages, limit = self._quarantined(), self._allocator.num_pages, self._settings.quarantine_limit
         self._is_quarantined = count_pages(requests) > limit * num_pages
         others = [request for request in self._requests.values() if request not in requests]
@@ -374,7 +374,7 @@ class DecodeLeader(DpLeader):
         """Remember that a room has ended, and fail the choices that wait for its prompt."""
         self.ended.add(room, event)
         for choice in self._queue.end_wait(room):
-            reason = f"the choice that was to bring its prompt ended: {event}"
+            reason = f"the choice that computes its prompt ended: {event}"
             self._reject(choice, reason, retryable=True, blame=Blame.NEITHER)
 
     def _end(self, request: DecodeRequest, event: str) -> None:

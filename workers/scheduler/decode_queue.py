@@ -1,7 +1,7 @@
 """Queue of decode requests that wait for pages. Sans I/O.
 
-A request that is computed here from the start gets its pages from the step scheduler, which also uses the tiers. It
-leaves this queue when enough pages are free, and these stay promised to it until it has them.
+A request whose prompt is computed by this replica gets its pages from the step scheduler, which also uses the tiers.
+It leaves this queue when enough pages are free. These stay reserved until it has them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,18 +25,18 @@ class _Space(NamedTuple):
     oldest_pages: int
     """Number of free pages that the oldest request needs."""
     most_overtaking: int
-    """Maximum number of pages that other requests may take first."""
+    """Maximum number of pages that other requests may take before it."""
 
     def count_overtaking(self, request: DecodeRequest, needed: int) -> int:
-        """Return how many of the oldest request's pages another one would take; 0 if both fit."""
+        """Return how many of the oldest request's pages another request would take. 0 if both fit."""
         return 0 if request is self.oldest or needed + self.oldest_pages <= self.num_free else needed
 
 
 class DecodeQueue:
-    """Queue by priority.
+    """Queue of requests by priority.
 
-    Further choices of a prompt wait until the first one has it. Requests that are computed here wait for their pages in
-    storage.
+    Further choices of a prompt wait until the first choice has the prompt. Requests whose prompt is computed here wait
+    until their pages are read from storage.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class DecodeQueue:
         self._tiers = tiers
         self._fetching: dict[Room, DecodeRequest] = {}
         self._promised: dict[Room, int] = {}
-        """Number of pages promised to each request that waits in the step scheduler."""
+        """Number of pages reserved for each request that waits in the step scheduler."""
         self._queue = Waiting[DecodeRequest]()
         self._choices: dict[Room, list[DecodeRequest]] = {}
-        """Further choices by the room of the first one."""
+        """Further choices by the first choice's room."""
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._fetching) + sum(map(len, self._choices.values()))
@@ -64,7 +64,7 @@ class DecodeQueue:
             self._queue.add(request)
 
     def add_choice(self, request: DecodeRequest, awaited: Room) -> None:
-        """Add a choice that gets no pages before ``end_wait`` is called for its first choice."""
+        """Add a choice that gets no pages until ``end_wait`` is called for its first choice."""
         self._choices.setdefault(awaited, []).append(request)
 
     def end_wait(self, awaited: Room) -> list[DecodeRequest]:
@@ -83,8 +83,8 @@ class DecodeQueue:
     def grant(self, now_s: float) -> Iterator[DecodeRequest]:
         """Yield requests that can start, with their pages unless the step scheduler allocates them.
 
-        Sequences that wait in the step scheduler go first. A request that does not fit may be overtaken, as long as the
-        oldest one does not starve.
+        Sequences that wait in the step scheduler take precedence. Other requests may overtake one that does not fit, as
+        long as the oldest request does not starve.
         """
         self._take_fetched(now_s)
         self._promised = {room: pages for room, pages in self._promised.items() if room in self._steps.holders.waiting}
@@ -127,13 +127,13 @@ class DecodeQueue:
         return _Space(num_free, oldest, oldest_pages, most_overtaking)
 
     def _find_held(self, request: DecodeRequest, space: _Space) -> PageLists | None:
-        """Return the request's cached or shared pages; None if it cannot get the rest of its pages now."""
+        """Return the request's cached or shared pages. None if its other pages are not available now."""
         shared = self._shared_pages(request)
         if _total(self._demands(request, shared)) > space.most_overtaking and request is not space.oldest:
             return None
         held = self._seen(request, shared or self._allocator.find(self._keys(request)))
         demands = self._demands(request, held)
-        # Cheaper than asking the allocator.
+        # Checked first, since it is cheaper than asking the allocator.
         if _total(demands) > space.num_free:
             return None
         promised = (self._num_promised, 0)
@@ -157,18 +157,18 @@ class DecodeQueue:
         return [(request.num_prompt_pages - max(num_held, first), 0) for first in lifetimes.first_pages(num_seen)]
 
     def _seen(self, request: DecodeRequest, held: PageLists) -> PageLists:
-        """Return the held pages, with ``NO_PAGE`` where the first token computed here cannot see them."""
+        """Return the held pages, with ``NO_PAGE`` for pages that the first token computed here cannot see."""
         num_tokens = (
             len(held[0]) * self._page_size if request.submit.prefill is None else len(request.submit.prompt_ids)
         )
         return self._allocator.lifetimes.visible(held, num_tokens)
 
     def _count_new(self, request: DecodeRequest) -> int:
-        """Return the number of pages that the request needs in addition to those that other choices hold."""
+        """Return the number of pages that the request needs in addition to pages that other choices hold."""
         return _total(self._demands(request, self._shared_pages(request)))
 
     def _shared_pages(self, request: DecodeRequest) -> PageLists:
-        """Return the first choice's full prompt pages; empty if it has ended, or has freed some that are needed."""
+        """Return the first choice's full prompt pages. Empty if it has ended or has freed some of the needed pages."""
         submit = request.submit
         if submit.prompt_of is None:
             return []

@@ -1,4 +1,4 @@
-"""Request in a decode leader: its states, its transfer session, and the quarantined pages of stopped requests."""
+"""Request in a decode leader: its states, its transfer session, and quarantine of stopped requests' pages."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,22 +16,22 @@ from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.steps import StepScheduler
 
 QUARANTINE_LIMIT = 0.25
-"""Share of the pool in quarantine above which a replica drains and restarts. A restart costs more than fewer pages."""
+"""Share of the pool in quarantine above which a replica drains and restarts. Below it, a restart would cost more."""
 
 
 class DecodeState(Enum):
     QUEUED = "queued"
-    """Queued: too few pages are free, or the first choice does not have the prompt yet."""
+    """Waiting because too few pages are free or the first choice does not have the prompt yet."""
     RECEIVING = "receiving"
-    """Ticketed; prefill may write to the pages."""
+    """Ticket sent. Prefill may write to the pages."""
     VERIFYING = "verifying"
-    """Received; every rank compares its pages with the senders' digests."""
+    """Received. Every rank compares its pages with the senders' digests."""
     STOPPING = "stopping"
-    """Failed or cancelled; pages are held until prefill can no longer write to them."""
+    """Failed or cancelled. Pages are held until prefill can no longer write to them."""
     RUNNING = "running"
     """Handed to the step scheduler."""
     ENDED = "ended"
-    """Ended; holds no pages."""
+    """Ended. Holds no pages."""
 
 
 MOVES = {
@@ -58,7 +58,7 @@ class DecodeSettings:
     quarantine_limit: float = QUARANTINE_LIMIT
     verify: Verify = Verify.COUNTS
     settle_s: float
-    """Maximum time that bytes may still arrive after their sender has failed or died."""
+    """Maximum time for which bytes may still arrive after their sender has failed or died."""
 
     @property
     def page_size(self) -> int:
@@ -74,22 +74,22 @@ class DecodeSettings:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DecodeRequest(TokenSequence):
-    """Request in a decode leader. It is in the step scheduler while it is RUNNING, and may have pages before that."""
+    """Request in a decode leader. While RUNNING, it is in the step scheduler. It may have pages before that."""
 
     num_prompt_pages: int
     arrived_s: float
     granted_s: float = 0.0
-    """Time at which its pages were allocated."""
+    """Time at which pages were allocated."""
     result_s: float = 0.0
-    """Arrival time of prefill's first token."""
+    """Time at which prefill's first token arrived."""
     state: DecodeState = DecodeState.QUEUED
     num_held_pages: int = 0
     """Number of leading pages shared with the cache or another choice. They are never part of the ticket."""
     session: ReceiverSession | None = None
     stopping_since_s: float = 0.0
-    """Time of entering STOPPING."""
+    """Time at which the request entered STOPPING."""
     has_prompt: bool = False
-    """Whether the prompt's KV and the first token have arrived or been computed."""
+    """True once the prompt's KV and the first token have arrived or been computed."""
 
     @property
     def new_pages(self) -> PageLists:
@@ -97,13 +97,13 @@ class DecodeRequest(TokenSequence):
         return [pages[self.num_held_pages :] for pages in self.kv.pages]
 
     def prompt_keys(self, page_size: int) -> list[bytes]:
-        """Return the keys of the prompt pages that the cache may provide."""
-        # A prompt that is computed here needs its last token's logits.
+        """Return the keys of the prompt pages that can be found in the cache."""
+        # Computing a prompt here requires the logits of its last token.
         num_cacheable = len(self.submit.prompt_ids) - (self.submit.prefill is None)
         return self.keys_of(num_cacheable, page_size)
 
     def phases(self, now_s: float) -> PhaseTimes | None:
-        """Return the durations of the phases up to the first token; None for a choice that shares another's prompt."""
+        """Return the durations of the phases up to the first token. None for a choice that shares a prompt."""
         submit, result = self.submit, self.session.result if self.session is not None else None
         if submit.prompt_of is not None:
             return None
@@ -148,7 +148,7 @@ def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: 
 
 
 def stopping(requests: Iterable[DecodeRequest], since_s: float = math.inf) -> list[DecodeRequest]:
-    """Return the requests that entered STOPPING at ``since_s`` or before."""
+    """Return the requests that entered STOPPING at or before ``since_s``."""
     return [
         request for request in requests if request.state is DecodeState.STOPPING and request.stopping_since_s <= since_s
     ]
@@ -159,7 +159,7 @@ def count_pages(requests: Iterable[DecodeRequest]) -> int:
 
 
 def all_wait(requests: Iterable[DecodeRequest], steps: StepScheduler) -> bool:
-    """Return whether all these requests wait for pages, and none can get them now."""
+    """Return whether all these requests wait for pages and none can get them now."""
     waiting = {DecodeState.QUEUED} if steps.holders.running else {DecodeState.QUEUED, DecodeState.RUNNING}
     return all(request.state in waiting for request in requests) and not steps.has_work()
 
@@ -171,5 +171,5 @@ def describe(requests: Sequence[DecodeRequest], num_pages: int, limit: float) ->
     names = ", ".join(sorted({request.session.prefill.replica for request in requests if request.session}))
     return (
         f"{count_pages(requests)} of {num_pages} pages are in quarantine, {reason}: "
-        f"{names} did not confirm that it will write no more"
+        f"{names} did not confirm that writing has stopped"
     )

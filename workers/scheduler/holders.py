@@ -1,8 +1,8 @@
 """Sequences that hold pages and sequences that wait for them. Sans I/O.
 
 A waiting sequence starts after the cached pages of its prefix as soon as pages for the rest are free, and grows one
-page at a time. When the pool runs out of pages, the least urgent and latest sequence is preempted. KV that the cache
-does not keep is then computed again, which does not change the output.
+page at a time. If the pool runs out of pages, the least urgent and latest sequence is preempted. KV that is not cached
+is then computed again, which does not change the output.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from workers.scheduler.waiting import Waiting, urgency
 
 
 class PageHolders:
-    """Sequences of one step scheduler. Sequences with pages run; the others wait."""
+    """Sequences of one step scheduler. Sequences with pages run; all others wait."""
 
     def __init__(self, allocator: PageAllocator, page_size: int, tiers: Tiers | None = None) -> None:
         self._allocator, self._page_size, self._tiers = allocator, page_size, tiers
@@ -30,7 +30,7 @@ class PageHolders:
         self._num_left = 0
         """Number of sequences removed so far. The caller may free their pages later."""
         self._leaving: list[tuple[TokenSequence, KvState]] = []
-        """Sequences removed during a load, which may still write to these pages."""
+        """Sequences removed during a load that may still write to these pages."""
         self.num_preemptions = 0
 
     def add(self, sequence: TokenSequence) -> None:
@@ -44,7 +44,7 @@ class PageHolders:
         self.put_into_cache(sequence)
 
     def remove(self, room: Room) -> PageLists:
-        """Remove a sequence, and return its pages, which the caller frees. Pages being loaded stay here."""
+        """Remove a sequence and return its pages for the caller to free, except pages that are being loaded."""
         sequence = self._take_out(room)
         if sequence is None:
             return []
@@ -70,7 +70,7 @@ class PageHolders:
             self._leave_to_cache(sequence, kv)
 
     def _take_out(self, room: Room) -> TokenSequence | None:
-        """Remove a sequence and return it if it runs."""
+        """Remove a sequence. Return it if it was running."""
         sequence = self.running.pop(room, None)
         if sequence is None:
             self.waiting.remove(room)
@@ -85,9 +85,9 @@ class PageHolders:
         return [pages[: known.kv.num_computed_tokens // self._page_size] for pages in known.kv.pages]
 
     def can_start(self, sequence: TokenSequence) -> bool:
-        """Return whether a waiting sequence can get its pages without taking those reserved for the oldest one."""
+        """Return whether a waiting sequence can get its pages without taking pages reserved for the oldest one."""
         oldest = self.waiting.oldest
-        assert oldest is not None, f"room {sequence.room} does not wait"
+        assert oldest is not None, f"room {sequence.room} is not waiting"
         num_gains = self._allocator.num_gains + self._num_left
         if self.waiting.is_in_vain(sequence, num_gains):
             return False
@@ -105,9 +105,9 @@ class PageHolders:
         return can_start
 
     def start(self, sequence: TokenSequence, *, is_alone: bool = False) -> bool:
-        """Give a waiting sequence its pages if possible; return False if not, or if they must be loaded first.
+        """Give a waiting sequence its pages. Return False if that is impossible or the pages must be loaded first.
 
-        If it is alone in the next step, that step starts during the load, which then delays no other sequence.
+        If the sequence is alone in the next step, that step starts during the load, since it delays no other sequence.
         """
         if not self.can_start(sequence):
             return False
@@ -155,16 +155,16 @@ class PageHolders:
             self._continue_after(kv, cached)
 
     def note_sampled(self, sequence: TokenSequence) -> None:
-        """End a layerwise load, if there is one: a token was sampled, so every rank has read the loaded pages."""
-        assert not sequence.waits_for_pages, f"room {sequence.room} is computed without its pages"
+        """End the sequence's layerwise load, if any. A token was sampled, so every rank has read the loaded pages."""
+        assert not sequence.waits_for_pages, f"room {sequence.room} was computed before its pages were loaded"
         if sequence.kv.load is not None:
             sequence.kv.load = None
             self.put_into_cache(sequence)
 
     def grow(self, sequence: TokenSequence, count: int) -> bool:
-        """Allocate pages for more tokens; preempt others, or this sequence, if necessary.
+        """Allocate pages for more tokens. If necessary, preempt other sequences or this one.
 
-        Nobody is preempted for a sequence that is less urgent or came later, so some sequence always makes progress.
+        No sequence is preempted for a less urgent or later sequence, so some sequence always makes progress.
         """
         kv = sequence.kv
         needed = pages_for(kv.num_planned_tokens + count, self._page_size) - kv.num_pages
@@ -183,7 +183,7 @@ class PageHolders:
         return True
 
     def put_into_cache(self, sequence: TokenSequence) -> None:
-        """Put complete pages into the cache, unless a load may still write to them."""
+        """Cache complete pages, unless a load may still write to them."""
         if sequence.is_loading:
             return
         kv, keys = sequence.kv, self.keys(sequence, sequence.kv.num_computed_tokens)
@@ -203,7 +203,7 @@ class PageHolders:
             pages[start:end] = [NO_PAGE] * (end - start)
 
     def take_layerwise_load(self) -> TierJob | None:
-        """Return the load of cached pages that the next step reads from host memory layer by layer, if any."""
+        """Return the job that loads cached pages from host memory layer by layer during the next step, if any."""
         return self._tiers.jobs.take_layerwise() if self._tiers else None
 
     def take_releases(self) -> list[Room]:
@@ -217,13 +217,13 @@ class PageHolders:
         return self._allocator.count_cached(self._prefix_keys(sequence)) * self._page_size
 
     def next_key(self, sequence: TokenSequence) -> bytes | None:
-        """Return the key of the first page that a waiting sequence would compute; None if it is not a full page."""
+        """Return the key of the first page that a waiting sequence would compute. None if it is not a full page."""
         keys = self._prefix_keys(sequence)
         num_cached = self._allocator.count_cached(keys)
         return keys[num_cached] if num_cached < len(keys) else None
 
     def keys(self, sequence: TokenSequence, num_tokens: int) -> list[bytes]:
-        """Return the keys of the full pages in the first tokens; empty if nothing is cached."""
+        """Return the keys of the full pages among the first tokens. Empty if caching is disabled."""
         return sequence.keys_of(num_tokens, self._page_size) if self._allocator.is_caching else []
 
     @property
@@ -232,7 +232,7 @@ class PageHolders:
         return [page for kv in states for page in live_pages(kv.pages)]
 
     def check_integrity(self) -> None:
-        """Assert that every running sequence has the pages its KV needs, and that no waiting one has pages."""
+        """Assert that every running sequence has the pages for its KV, and that no waiting sequence has pages."""
         for sequence in self.running.values():
             kv = sequence.kv
             assert kv.num_pages >= pages_for(kv.num_computed_tokens, self._page_size), sequence.room
@@ -240,7 +240,8 @@ class PageHolders:
 
     def _count_overtaking(self, sequence: TokenSequence, oldest: TokenSequence) -> int:
         """Return how many of the oldest waiting sequence's pages this one would take. Zero if both fit now, or will fit
-        once all sequences older than the oldest waiting one have ended.
+        once all
+        sequences older than the oldest waiting one have ended.
         """
         reserved = self._all_demands(oldest)
         if sequence is oldest or self._allocator.can_allocate([*self._all_demands(sequence), *reserved]):
@@ -258,7 +259,7 @@ class PageHolders:
     def _on_loaded(self, sequence: TokenSequence, kv: KvState, is_done: bool) -> None:
         load, kv.load = kv.load, None
         if load is None:
-            return  # a token was sampled before every rank had answered
+            return  # a token was sampled before every rank had reported
         if is_done and not load.is_layerwise:
             self._continue_after(kv, load.cached)
         if (sequence, kv) in self._leaving:
@@ -296,18 +297,18 @@ class PageHolders:
         return [(pages_for(len(sequence.tokens), self._page_size), sequence.owner_base)] * self._allocator.lifetimes.num
 
     def _gaps(self, sequence: TokenSequence, cached: PageLists) -> list[Gap]:
-        """Return the pages that a sequence needs in addition to the cached ones. It gets all before its first step."""
+        """Return the pages that a sequence lacks after the cached ones. It gets all of them before its first step."""
         return self._allocator.lifetimes.gaps(cached, pages_for(len(sequence.tokens), self._page_size))
 
     def _find_cached(self, sequence: TokenSequence) -> PageLists:
-        """Return the cached pages that a sequence starts after, with ``NO_PAGE`` for pages in host memory."""
+        """Return the cached pages after which a sequence starts, with ``NO_PAGE`` for pages in host memory."""
         keys = self._prefix_keys(sequence)
         if self._tiers and sequence.uses_host:
             return self._allocator.find(keys, self._tiers.host.has)
         return self._allocator.find(keys)
 
     def _prefix_keys(self, sequence: TokenSequence) -> list[bytes]:
-        """Return the keys of pages that the cache may provide; the last token is always computed, for its logits."""
+        """Return the keys of pages that the cache may have. The last token is always computed, for its logits."""
         return self.keys(sequence, len(sequence.tokens) - 1)
 
 

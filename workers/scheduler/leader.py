@@ -1,4 +1,4 @@
-"""Leader of either role: messages and time in, messages and steps out. Sans I/O."""
+"""Leader of either role: messages and times in, messages and steps out. Sans I/O."""
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict
@@ -32,7 +32,7 @@ from workers.scheduler.steps import StepScheduler
 from workers.trace.recorder import Recorder
 
 REMEMBERED_ROOMS = 100_000
-"""Maximum number of ended rooms that a leader remembers; the oldest are forgotten first."""
+"""Maximum number of ended rooms that a leader remembers. The oldest rooms are forgotten first."""
 
 
 class DpLeader(ABC):
@@ -45,9 +45,9 @@ class DpLeader(ABC):
         self, me: Peer, steps: StepScheduler, allocator: PageAllocator, recorder: Recorder | None, tiers: Tiers | None
     ) -> None:
         self.outgoing: list[tuple[str, Message]] = []
-        """Messages to send, as (address, message); the loop takes them."""
+        """Messages to send, as (address, message). The loop takes them."""
         self.must_end = ""
-        """Reason why this replica cannot continue; empty while it can."""
+        """Reason why this replica cannot continue. Empty while it can."""
         self.dropped: Counter[str] = Counter()
         """Number of messages without effect, by type."""
         self.me = me
@@ -60,7 +60,7 @@ class DpLeader(ABC):
         self.num_taken = 0
         """Number of requests accepted since the start."""
         self.draining = False
-        """Whether routers are asked to send no new requests. Requests in flight are still accepted."""
+        """True while routers are asked to send no new requests. Requests in flight are still accepted."""
         self._newest_command: dict[tuple[ReplicaId, Incarnation], int] = {}
         """Newest command number by router."""
         self.ended = Tombstones()
@@ -69,7 +69,7 @@ class DpLeader(ABC):
 
     @abstractmethod
     def on_message(self, message: Message, now_s: float) -> None:
-        """Handle one message; late, foreign and unknown ones are counted and dropped."""
+        """Handle one message. Late, foreign and unknown messages are counted and dropped."""
 
     @abstractmethod
     def tick(self, now_s: float) -> None:
@@ -77,7 +77,7 @@ class DpLeader(ABC):
 
     @abstractmethod
     def next_plan(self) -> StepPlan | None:
-        """Return the next step; None if there is nothing to do."""
+        """Return the next step. None if there is nothing to do."""
 
     @abstractmethod
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
@@ -118,7 +118,7 @@ class DpLeader(ABC):
         self.outgoing.append((address, message))
 
     def next_deadline_s(self) -> float | None:
-        """Return the time until which the next request waits for storage; None if none waits."""
+        """Return the earliest time at which a request stops waiting for storage. None if no request waits."""
         return self.tiers.prefetcher.next_deadline_s() if self.tiers else None
 
     def report_cache(self) -> None:
@@ -128,7 +128,7 @@ class DpLeader(ABC):
             self.outgoing += self.tiers.advance(self._now_s)
 
     def note_started(self, plan: StepPlan) -> None:
-        """Note requests that start in this step, and no longer wait for storage."""
+        """Record requests that start in this step and no longer wait for storage."""
         for admit in plan.admits:
             self.forget_in_tiers(admit.room)
 
@@ -137,7 +137,7 @@ class DpLeader(ABC):
             self.tiers.prefetcher.forget(room, self._now_s)
 
     def on_other(self, message: Message) -> None:
-        """Handle a message that does not depend on the role; drop any other."""
+        """Handle a message that does not depend on the role. Drop any other message."""
         match message:
             case Drain() | Resume():
                 self.draining = isinstance(message, Drain)
@@ -168,12 +168,12 @@ class DpLeader(ABC):
         self.send(submit.router.address, self._failure(submit.room, reason, retryable, blame))
 
     def say_over(self, router: Peer, room: Room) -> None:
-        """Report to a router that a room has ended, in case it missed the end."""
+        """Report to a router that a room has ended, in case the router missed the end."""
         reason = f"has nothing more to report about the request: {self.ended.why(room)}"
         self.send(router.address, self._failure(room, reason, True, Blame.NEITHER))
 
     def inquire(self, submits: Iterable[Submit]) -> None:
-        """Ask routers periodically whether they still have these requests. A Cancel may have been lost."""
+        """Ask routers periodically whether they still need these requests, since a Cancel may have been lost."""
         if self._now_s < self._inquire_at_s:
             return
         self._inquire_at_s = self._now_s + INQUIRE_EVERY_S
@@ -194,7 +194,7 @@ class DpLeader(ABC):
         )
 
     def _on_command(self, command: Command) -> None:
-        """Answer a command, after executing it if that is possible and no newer one from the same router was."""
+        """Execute a command if possible, unless the router has sent a newer one, and report the result."""
         sender = command.sender.replica, command.sender.incarnation
         newest = self._newest_command.get(sender, 0)
         self._newest_command[sender] = max(newest, command.number)
@@ -212,7 +212,7 @@ class DpLeader(ABC):
         self.send(command.sender.address, answer)
 
     def _refusal(self, wanted: Wanted) -> str:
-        """Return why this replica cannot execute a command; empty if it can."""
+        """Return why this replica cannot execute a command. Empty if it can."""
         match wanted:
             case PinPages() | UseStorage() if self.tiers is None:
                 return "no host memory is configured for cached pages (hicache.host_gib)"
@@ -236,11 +236,11 @@ class DpLeader(ABC):
         self.dropped[type(message).__name__] += 1
 
     def too_large(self, prompt_pages: int) -> str | None:
-        """Return why a prompt of this many pages can never be served here; None if it can."""
+        """Return why a prompt with this many pages can never be served here. None if it can."""
         num_pages, pool_pages = prompt_pages * self._allocator.lifetimes.num, self._allocator.num_pages
         if num_pages <= pool_pages:
             return None
-        return f"the prompt needs {num_pages} pages, {self.me.replica} has {pool_pages}"
+        return f"the prompt needs {num_pages} pages, but {self.me.replica} has {pool_pages}"
 
 
 class Tombstones:
@@ -250,7 +250,7 @@ class Tombstones:
         self._rooms: OrderedDict[Room, str] = OrderedDict()
 
     def add(self, room: Room, reason: str) -> None:
-        """Remember why a room ended; later reasons are ignored."""
+        """Remember why a room ended. Later reasons are ignored."""
         self._rooms.setdefault(room, reason)
         if len(self._rooms) > REMEMBERED_ROOMS:
             self._rooms.popitem(last=False)

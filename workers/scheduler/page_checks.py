@@ -1,4 +1,4 @@
-"""Requests whose received pages the ranks compare with the senders' digests. Sans I/O."""
+"""Requests whose received pages are being compared with the senders' digests. Sans I/O."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from cluster.spec.ids import Room
 from cluster.spec.transfer_messages import CheckPages, PageDigests, PagesChecked
 
 AGAIN_S = 10.0
-"""Time after which a rank that has not answered is asked again, since messages may be lost."""
+"""Interval after which a rank that has not answered is asked again, since messages may be lost."""
 
 
 @dataclass(slots=True)
@@ -20,16 +20,16 @@ class _Check:
 
 
 class PageChecks:
-    """Page checks of one replica. ``rank_addresses`` are by global rank."""
+    """Page checks of one replica. ``rank_addresses`` are ordered by global rank."""
 
     def __init__(self, rank_addresses: Sequence[str]) -> None:
         self._rank_addresses = rank_addresses
         self._checks: dict[Room, _Check] = {}
         self.num_wrong_pages = 0
-        """Number of received pages that differed from those sent, since the start."""
+        """Number of received pages so far whose bytes did not match the senders' digests."""
 
     def begin(self, room: Room, sent: Sequence[PageDigests], now_s: float) -> Iterator[tuple[str, CheckPages]]:
-        """Yield the messages that ask the ranks, with their addresses."""
+        """Start a request's check. Yield the messages to send to the ranks, with their addresses."""
         check = self._checks[room] = _Check(sent, {part.rank for part in sent}, now_s + AGAIN_S)
         return self._ask(room, check)
 
@@ -40,12 +40,12 @@ class PageChecks:
                 yield from self._ask(room, check)
 
     def expects(self, checked: PagesChecked) -> bool:
-        """Return whether the rank that sent this answer was asked and has not answered yet."""
+        """Return whether this answer comes from a rank that was asked and has not answered yet."""
         check = self._checks.get(checked.room)
         return check is not None and checked.rank in check.unchecked
 
     def take(self, checked: PagesChecked) -> int | None:
-        """Handle an expected answer; return the number of wrong pages on all ranks if it is the last one."""
+        """Handle an expected answer. If it is the last, return the number of wrong pages on all ranks."""
         check = self._checks[checked.room]
         check.unchecked.remove(checked.rank)
         check.num_wrong += len(checked.wrong)

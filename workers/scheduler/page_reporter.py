@@ -1,6 +1,6 @@
-"""Reports of a replica's cached prefixes to routers: first all of them, then changes. Sans I/O.
+"""Reports of a replica's cached prefixes to routers: first all prefixes, then changes. Sans I/O.
 
-Each router gets its own numbered stream. A router that has just started or missed a number subscribes again and gets
+Each router gets a separate numbered stream. A router that has just started or missed a number subscribes again and gets
 all prefixes. The reports affect only routing.
 """
 
@@ -27,7 +27,7 @@ class _Subscriber:
 
 
 class PageReporter:
-    """Routers that are subscribed to one leader's cache."""
+    """Reporter of one leader's cache to its subscribed routers."""
 
     def __init__(self, me: Peer, allocator: PageAllocator, tiers: Tiers | None = None) -> None:
         self._tiers = tiers
@@ -37,7 +37,7 @@ class PageReporter:
         self._subscribers: dict[ReplicaId, _Subscriber] = {}
 
     def subscribe(self, message: SubscribeKvEvents) -> list[tuple[str, Message]]:
-        """Return reports of all cached prefixes for a router. Its earlier incarnations get no more reports."""
+        """Return reports of all cached prefixes for a router. The router's earlier incarnations get no more reports."""
         known = self._subscribers.get(message.router.replica)
         is_older = known is not None and known.router.incarnation > message.router.incarnation
         if message.incarnation != self._me.incarnation or is_older:
@@ -77,7 +77,7 @@ class PageReporter:
         nothing: list[bytes] = []
         parts = itertools.zip_longest(_parts(stored), _parts(removed), fillvalue=nothing)
         reports: list[tuple[str, Message]] = []
-        # An empty cache is reported too.
+        # An empty cache must be reported too.
         for some_stored, some_removed in list(parts) or [(nothing, nothing)]:
             events = KvEvents(
                 replica=self._me.replica,
@@ -93,7 +93,7 @@ class PageReporter:
 
 
 def _chained(keys: list[bytes]) -> list[bytes]:
-    """Return the keys of the first lifetime's pages, which identify a prefix for routers."""
+    """Return the keys of pages in the first lifetime, which identify prefixes for routers."""
     return [key for key in keys if not lifetime_of(key)]
 
 

@@ -1,6 +1,6 @@
-"""Prefill leader: from Submit and Ticket to Result, and the confirmation that nothing more is written. Sans I/O.
+"""Prefill leader: from Submit and Ticket to Result, and the confirmation that writing has stopped. Sans I/O.
 
-A request waits for its ticket and is computed in chunks, while the ranks send complete pages. It keeps its pages until
+A request waits for its ticket and is computed in chunks while the ranks send complete pages. It keeps its pages until
 every rank has reported that it will not read them again.
 """
 
@@ -84,7 +84,7 @@ class PrefillLeader(DpLeader):
                 reason = f"the request itself did not arrive from the router within {waited_s:g} s"
                 self.ended.add(room, reason)
                 self._refuse(ticket, reason)
-        # All others have a ticket, so decode asks about their end too.
+        # All other requests have a ticket, so decode asks whether they are still needed.
         self.inquire(request.submit for request in self._requests.values() if request.state is PrefillState.QUEUED)
         self.report_cache()
 
@@ -191,7 +191,7 @@ class PrefillLeader(DpLeader):
                 self._stop(request, "its router is gone")
 
     def _start_if_ready(self, request: PrefillRequest) -> None:
-        """Hand a request to the step scheduler if its ticket, decode's rank records and stored pages are here."""
+        """Pass a request to the step scheduler once its ticket, its stored pages and decode's rows are here."""
         ticket = request.ticket
         if request.state is not PrefillState.QUEUED or ticket is None:
             return
@@ -215,7 +215,7 @@ class PrefillLeader(DpLeader):
         self._steps.add(request)
 
     def _decode_rows(self, ticket: Ticket) -> list[RankRow]:
-        """Return the records of the decode ranks that own the ticket's pages; empty if they are not known yet."""
+        """Return the rows of the decode ranks that own the ticket's pages. Empty if they are not known yet."""
         entry = self._table.find(ticket.decode.replica) if self._table else None
         if entry is None or entry.incarnation != ticket.decode.incarnation:
             return []
@@ -269,7 +269,7 @@ class PrefillLeader(DpLeader):
         self._settle(request)
 
     def _settle(self, request: PrefillRequest) -> None:
-        """End the request once no rank and no bytes in flight can touch its pages."""
+        """End the request once no rank and no bytes in flight can access its pages."""
         all_reported = len(request.reported) == len(self._settings.rank_addresses)
         if not all_reported or self._now_s < request.quiet_at_s:
             return
@@ -336,5 +336,5 @@ class PrefillLeader(DpLeader):
 
 
 def _is_from_decode(submit: Submit, message: Ticket | Revoke) -> bool:
-    """Return whether a message comes from the replica, and its incarnation, that decodes the request."""
+    """Return whether a message comes from the replica incarnation that decodes the request."""
     return (message.decode.replica, message.decode.incarnation) == (submit.decode.replica, submit.decode.incarnation)

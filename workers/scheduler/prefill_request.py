@@ -14,20 +14,20 @@ from workers.cache.page_lists import live_pages
 from workers.scheduler.sequence import TokenSequence
 
 TICKET_TIMEOUT_S = 30.0
-"""Maximum time that a ticket waits for its request, which the router sends at the same time as decode's."""
+"""Maximum time that a ticket waits for its request. The router sends the request and decode's request together."""
 
 
 class PrefillState(Enum):
     QUEUED = "queued"
-    """Queued without a ticket; holds no pages."""
+    """Waiting for a ticket. Holds no pages."""
     SCHEDULED = "scheduled"
-    """Ticketed and in the step scheduler; ranks send the pages of each computed chunk."""
+    """Held by the step scheduler, with a ticket. Ranks send the pages of each computed chunk."""
     SENDING = "sending"
-    """Computed, and its Result sent; pages are held until every rank has sent its part."""
+    """Computed, and the Result is sent. Pages are held until every rank has sent its part."""
     STOPPING = "stopping"
-    """Failed, cancelled or revoked; pages are held until every rank has stopped sending."""
+    """Failed, cancelled or revoked. Pages are held until every rank has stopped sending."""
     ENDED = "ended"
-    """Ended; holds no pages."""
+    """Ended. Holds no pages."""
 
 
 MOVES = {
@@ -45,12 +45,12 @@ class PrefillSettings:
 
     me: Peer
     row: RankRow
-    """Record of the DP rank's first rank; all ranks have the same layout."""
+    """Row of the DP rank's first rank. All ranks have the same layout."""
     rank_addresses: tuple[str, ...]
-    """Channel addresses of the DP rank's ranks, by global rank."""
+    """Channel addresses of the DP rank's ranks, ordered by global rank."""
     ticket_timeout_s: float = TICKET_TIMEOUT_S
     settle_s: float
-    """Maximum time that the backend may still move bytes after a failed write."""
+    """Maximum time for which the backend may still move bytes after a failed write."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -59,17 +59,17 @@ class PrefillRequest(TokenSequence):
 
     arrived_s: float
     scheduled_s: float = 0.0
-    """Time of entering SCHEDULED."""
+    """Time at which the request entered SCHEDULED."""
     state: PrefillState = PrefillState.QUEUED
     ticket: Ticket | None = None
     is_computed: bool = False
     reported: set[int] = field(default_factory=set)
-    """Global ranks that will not write for it again."""
+    """Global ranks that will not write for this request again."""
     quiet_at_s: float = 0.0
     """Time after which no bytes of a failed write can be in flight."""
     stop_reason: str = ""
     is_revoked: bool = False
-    """Whether decode waits for Drained."""
+    """True if decode waits for a Drained message."""
 
 
 def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled, now_s: float) -> Result:
@@ -82,7 +82,7 @@ def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled
         for rank, at in enumerate(coords)
         if at.dp == row.coords.dp and (ranks := receivers(row.transfer_mode, at, row.sizes, destination.rows))
     }
-    # CP ranks that hold the same heads and layers divide the pages.
+    # CP ranks that hold the same heads and layers divide the pages among themselves.
     parts = {(coords[rank].tp, coords[rank].pp): ranks for rank, ranks in receivers_of.items()}
     return Result(
         room=request.room,
@@ -115,7 +115,7 @@ def drained(me: Peer, asked: Revoke | Ticket) -> Drained:
 
 
 class SendMeter:
-    """Totals of each rank's transfers, from the ranks' reports."""
+    """Totals of each rank's transfers, collected from the ranks' reports."""
 
     def __init__(self) -> None:
         self._by_rank: dict[int, SendTimes] = {}

@@ -1,7 +1,7 @@
-"""Leader of a replica, over the leaders of its DP ranks. Sans I/O.
+"""Leader of a replica, on top of the leaders of its DP ranks. Sans I/O.
 
-Each DP rank has its own requests, pages and cache, and all compute their steps together. The replica leader assigns
-requests to DP ranks and combines steps.
+Each DP rank has separate requests, pages and cache, and all DP ranks compute their steps together. The replica leader
+assigns requests to DP ranks and combines steps.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -34,11 +34,11 @@ class ReplicaLeader:
         num_ahead: int = 0,
         policy: DpPolicy = DpPolicy.LEAST_TOKENS,
     ) -> None:
-        """Build from leaders by DP rank.
+        """Create a leader from the DP ranks' leaders.
 
         Args:
             depth: maximum number of steps under way.
-            num_ahead: maximum number of steps that a rank may start before earlier ones have ended there.
+            num_ahead: maximum number of steps that a rank may start before earlier steps have ended there.
         """
         assert len(leaders) == sizes.dp, f"{len(leaders)} leaders for dp = {sizes.dp}"
         self._leaders, self._sizes, self._depth, self._policy = leaders, sizes, depth, policy
@@ -48,7 +48,7 @@ class ReplicaLeader:
         self._homes: OrderedDict[Room, int] = OrderedDict()
         """DP ranks by room, newest room last."""
         self._next_news: dict[str, int] = {}
-        """Number of the next KvEvents, by router address."""
+        """Number of the next KvEvents message, by router address."""
         self._work: dict[int, StepWork] = {}
         """Latest work report by global rank."""
 
@@ -94,13 +94,13 @@ class ReplicaLeader:
 
     @property
     def must_end(self) -> str:
-        """Return why this replica must end, once the leaders that can continue are idle; empty if it need not."""
+        """Return why this replica must end once the other leaders are idle. Empty if it need not end."""
         reasons = [leader.must_end for leader in self._leaders if leader.must_end]
         has_work = any(not leader.must_end and not leader.is_idle() for leader in self._leaders)
         return "" if has_work else "; ".join(reasons)
 
     def next_plans(self) -> list[StepPlan]:
-        """Return the next step's plan for every DP rank; empty if there is nothing to do."""
+        """Return the next step's plan for every DP rank. Empty if there is nothing to do."""
         plans = [leader.next_plan() for leader in self._leaders] if self._can_plan else []
         for under_way, plan in zip(self._under_way, plans, strict=False):
             if plan is not None and plan.scheduled:
@@ -147,15 +147,16 @@ class ReplicaLeader:
         return range(len(self._leaders)) if room is None else [self._home(room, message)]
 
     def _by_home(self, inquire: Inquire) -> dict[int, list[Room]]:
-        """Split an inquiry by DP rank, since a leader reports rooms that it does not know as ended."""
+        """Split an inquiry by DP rank, since a leader reports unknown rooms as ended."""
         rooms: dict[int, list[Room]] = defaultdict(list)
         for room in inquire.rooms:
             rooms[self._home(room, inquire)].append(room)
         return rooms
 
     def _home(self, room: Room, message: Message) -> int:
-        """Return a room's DP rank. A new room goes to the rank that its request asks for, or that the policy picks. If
-        another message arrives before the request, the room's number decides.
+        """Return a room's DP rank. A new room goes to the rank that its request asks for or that the policy picks. If
+        another
+        message arrives before the request, the room's number decides.
         """
         if room not in self._homes:
             self._homes[room] = self._new_home(room, message)
@@ -165,7 +166,7 @@ class ReplicaLeader:
 
     def _new_home(self, room: Room, message: Message) -> int:
         for dp_rank, leader in enumerate(self._leaders):
-            if leader.has(room):  # too old to be remembered
+            if leader.has(room):  # the room is too old to be remembered
                 return dp_rank
         wanted = None
         if isinstance(message, Submit):
@@ -186,7 +187,7 @@ class ReplicaLeader:
         return work.index(min(work))
 
     def _numbered(self, dp_rank: int, address: str, message: Message) -> Message:
-        """Renumber a leader's cache reports: a router gets one stream, which restarts with the first leader's."""
+        """Renumber a leader's cache reports. A router gets one stream, which restarts when the first leader's does."""
         if not isinstance(message, KvEvents):
             return message
         begins = dp_rank == 0 and message.number == 0
@@ -196,7 +197,7 @@ class ReplicaLeader:
 
 
 def _both(one: CommandResult, other: CommandResult) -> CommandResult:
-    """Combine two DP ranks' results of one command. All ranks accept it or refuse it for the same reason."""
+    """Combine two DP ranks' results of one command. All ranks accept it, or refuse it for the same reason."""
     return replace(one, refusal=one.refusal or other.refusal, num_pinned=max(one.num_pinned, other.num_pinned))
 
 

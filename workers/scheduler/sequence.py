@@ -11,7 +11,7 @@ from cluster.spec.tiers import CachedTokens
 from workers.cache.page_lists import PageLists
 
 _UNKNOWN = 0
-"""Placeholder for a token that has yet to be sampled."""
+"""Placeholder for a token that is not sampled yet."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,27 +19,27 @@ class PageLoad:
     """Load of a sequence's pages from host memory."""
 
     is_layerwise: bool
-    """Whether the first step reads each layer as it arrives. If not, it waits for the whole load."""
+    """True if the first step reads each layer as it arrives. Otherwise, the step waits for the entire load."""
     cached: CachedTokens
     """Number of leading tokens that have KV after the load."""
 
 
 @dataclass(slots=True, eq=False)
 class KvState:
-    """Pages of a sequence, and how much of its KV they hold. A preempted sequence loses them."""
+    """Pages of a sequence, and how much KV they hold. A preempted sequence loses them."""
 
     pages: PageLists = field(default_factory=list)
-    """Pages by lifetime; empty while the sequence waits for pages."""
+    """Pages by lifetime. Empty while the sequence waits for pages."""
     num_computed_tokens: int = 0
     """Number of leading tokens that have KV."""
     num_planned_tokens: int = 0
-    """Number of leading tokens that have KV or are computed by steps under way."""
+    """Number of leading tokens that have KV or are being computed by steps under way."""
     cached: CachedTokens = field(default_factory=CachedTokens)
     """Number of leading tokens that were cached when the sequence started."""
     load: PageLoad | None = None
     """Load under way. A layerwise load also ends when a token is sampled."""
     admitted_step: int = 0
-    """Step that announced the request to the ranks; 0 before that."""
+    """Step that announced the request to the ranks. 0 before that."""
     num_announced_pages: int = 0
     """Number of leading pages announced to the ranks."""
     num_shared_pages: int = 0
@@ -66,22 +66,22 @@ class TokenSequence:
     max_len: int
     """Maximum number of tokens, including the prompt."""
     tokens: list[int] = field(default_factory=list)
-    """Prompt followed by output; empty until the step scheduler has the sequence."""
+    """Prompt followed by output. Empty until the step scheduler has the sequence."""
     prompt_len: int = field(init=False)
     """Number of prompt tokens, without the output of earlier attempts."""
     owner_base: int = 0
-    """Owner of page 0 if pages are divided over CP ranks."""
+    """Owner of page 0 if pages are divided among CP ranks."""
     destination: Destination | None = None
     """Destination of the KV that prefill sends while it computes."""
     page_keys: list[bytes] = field(default_factory=list)
     """Keys of the full pages, computed when first needed."""
     kv: KvState = field(default_factory=KvState)
     arrival: int = 0
-    """Arrival number in the queue or the step scheduler that has the sequence."""
+    """Arrival number in the queue or the step scheduler that holds the sequence."""
     first_step: int = 0
-    """Number of the newest step when the step scheduler got the sequence."""
+    """Number of the newest step at the time when the step scheduler got the sequence."""
     uses_host: bool = True
-    """Whether it may load pages from host memory; false after a failed load."""
+    """True if the sequence may load pages from host memory. False after a failed load."""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.submit.prompt_ids) - self.submit.num_given
@@ -100,7 +100,7 @@ class TokenSequence:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Return the number of tokens that can be planned. A token yet to be sampled counts unless it is the last."""
+        """Return the number of tokens that can be planned. An unsampled token counts unless it is the last one."""
         num_tokens, num_samples = len(self.tokens), self.kv.num_pending_samples
         if num_samples and self.num_outputs + num_samples < self.submit.stopping.max_tokens:
             num_tokens = min(num_tokens + num_samples, self.max_len - 1)
@@ -112,7 +112,7 @@ class TokenSequence:
 
     @property
     def waits_for_pages(self) -> bool:
-        """Return whether the sequence waits for a whole load."""
+        """Return whether the sequence waits for a complete load."""
         return self.kv.load is not None and not self.kv.load.is_layerwise
 
     @property
@@ -121,7 +121,7 @@ class TokenSequence:
         return self.num_pending_tokens == 1 and self.num_outputs + self.kv.num_pending_samples > 0
 
     def keys_of(self, num_tokens: int, page_size: int) -> list[bytes]:
-        """Return the keys of the full pages in the first tokens; empty if the whole prompt must be computed."""
+        """Return the keys of the full pages among the first tokens. Empty if the entire prompt must be computed."""
         if self.submit.sampling.num_prompt_logprobs is not None:
             return []
         if len(self.page_keys) < num_tokens // page_size:
@@ -130,7 +130,7 @@ class TokenSequence:
         return self.page_keys[: num_tokens // page_size]
 
     def finish_reason(self, *, completes_grammar: bool = False) -> FinishReason | None:
-        """Return why the sequence ends with its newest token, which may complete the grammar; None if it continues."""
+        """Return why the sequence ends with its newest token, which may complete the grammar. None if it continues."""
         num_outputs, stopping = self.num_outputs, self.submit.stopping
         if num_outputs == 0:
             return None
@@ -142,7 +142,7 @@ class TokenSequence:
 
 
 def admit(sequence: TokenSequence, step: int) -> Admit:
-    """Return the announcement of a request to the ranks, with this step."""
+    """Return the message that announces a request to the ranks in this step."""
     submit, sequence.kv.admitted_step = sequence.submit, step
     return Admit(
         room=sequence.room,
@@ -164,7 +164,7 @@ def schedule(sequence: TokenSequence, count: int) -> ScheduledRequest:
     is_longer = kv.num_pages > kv.num_announced_pages
     new_pages = [pages[kv.num_announced_pages :] for pages in kv.pages] if is_longer else []
     kv.num_announced_pages = kv.num_pages
-    # Not when the prompt is computed again after a preemption.
+    # Prompt logprobs are not computed again after a preemption.
     is_scored = sequence.submit.sampling.num_prompt_logprobs is not None and not sequence.num_outputs
     return ScheduledRequest(
         room=sequence.room,

@@ -1,4 +1,4 @@
-"""Step scheduling by continuous batching over one page pool. Sans I/O; serves both roles.
+"""Step scheduling by continuous batching over one page pool. Sans I/O. Serves both roles.
 
 A plan is made in phases: streams, which decode one token each; then the oldest sequences; then the others by priority.
 ``holders`` has the sequences and their pages, ``turns`` the priorities.
@@ -30,13 +30,13 @@ class StepLimits:
     chunk_tokens: int
     max_requests: int
     oldest_share: float = 0.25
-    """Share of a step's time reserved for the oldest sequences, so that others delay one at most fourfold."""
+    """Share of a step's time reserved for the oldest sequences, which others delay at most fourfold."""
     depth: int = 1
-    """Maximum number of steps under way; pipeline stages each compute a different one."""
+    """Maximum number of steps under way. Each pipeline stage computes a different step."""
     max_context_tokens: int | None = None
-    """Maximum number of tokens in a step including prefixes, which bounds its memory; None for no limit."""
+    """Maximum number of tokens in a step including prefixes, which bounds memory use. None for no limit."""
     runs_ahead: bool = False
-    """Whether a step may use tokens that the previous step has yet to sample; ``depth`` is then 2."""
+    """True if a step may use tokens that the previous step has not sampled yet. ``depth`` is then 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class _Candidates:
     sequences: list[TokenSequence]
     turns: Mapping[Room, Turn]
     is_alone: bool
-    """Whether there is one candidate, and no other sequence runs."""
+    """True if there is only one candidate and no other sequence runs."""
     computed_by: dict[bytes, TokenSequence]
-    """Sequences by the keys of the pages that they compute in this step or one under way."""
+    """Sequences by the keys of the pages that they compute in this step or in a step under way."""
 
     def by_priority(self) -> list[TokenSequence]:
         return sorted(self.sequences, key=lambda sequence: self.turns[sequence.room].sort_key)
@@ -72,13 +72,13 @@ class StepScheduler:
         chunk: ChunkLen | None = None,
         tiers: Tiers | None = None,
     ) -> None:
-        """Build a scheduler. ``chunk`` returns a full step's tokens after a prefix; by default it is the limit."""
+        """Create a scheduler. ``chunk`` returns a full step's tokens after a prefix; the default is the limit."""
         self.holders = PageHolders(allocator, limits.page_size, tiers)
         self._limits = limits
         self._choose = choose
         self._chunk = chunk or (lambda _prefix_len: limits.chunk_tokens)
         self.num_under_way = 0
-        """Number of plans not committed yet."""
+        """Number of plans that are not committed yet."""
         self._step = 0
 
     @property
@@ -86,7 +86,7 @@ class StepScheduler:
         return len(self.holders.waiting)
 
     def has_work(self) -> bool:
-        """Return whether the next plan would compute anything; releases alone can wait."""
+        """Return whether the next plan would compute anything. Releases alone can wait."""
         holders = self.holders
         if self.num_under_way == self._limits.depth:
             return False
@@ -95,13 +95,13 @@ class StepScheduler:
         return has_pending or any(map(holders.can_start, holders.waiting.candidates()))
 
     def add(self, sequence: TokenSequence) -> None:
-        """Add a sequence; without pages, it starts when it is scheduled and its pages are free."""
+        """Add a sequence. If it has no pages, it starts when it is scheduled and its pages are free."""
         sequence.tokens = sequence.tokens or list(sequence.submit.prompt_ids)
         sequence.first_step = self._step
         self.holders.add(sequence)
 
     def next_plan(self) -> StepPlan | None:
-        """Return the next step; None if there is nothing to compute. The caller commits plans in order."""
+        """Return the next step. None if there is nothing to compute. The caller must commit plans in order."""
         if self.num_under_way == self._limits.depth:
             return None
         limits = self._limits
@@ -113,9 +113,9 @@ class StepScheduler:
         return self._make_plan(budget.granted) if budget.granted else None
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> list[TokenSequence]:
-        """Apply the outcome of a step; return the sequences that got a token, in plan order.
+        """Apply the outcome of a step. Return the sequences that got a token, in plan order.
 
-        Sequences that were removed or restarted while the step ran are skipped.
+        Sequences that were removed or restarted during the step are skipped.
         """
         self.num_under_way -= 1
         advanced = []
@@ -138,8 +138,9 @@ class StepScheduler:
         return advanced
 
     def _schedule_streams(self, budget: Budget) -> None:
-        """Grant one token to every stream, preempting others if pages run out. Only sequences without a token in this
-        step are preempted. With several pipeline stages, each step computes a part of the streams.
+        """Grant one token to every stream. If pages run out, preempt sequences that have no token in this step yet.
+        With several
+        pipeline stages, each step computes a part of the streams.
         """
         running = self.holders.running.values()
         streams = sorted((sequence for sequence in running if sequence.is_stream), key=urgency)
@@ -147,7 +148,7 @@ class StepScheduler:
             num_streams = -(-sum(sequence.num_outputs > 0 for sequence in running) // self._limits.depth)
             streams = streams[:num_streams]
         for sequence in streams:
-            # A stream that an earlier one has preempted has no pages.
+            # A stream that was preempted for an earlier stream has no pages.
             if budget.is_open(sequence.room) and sequence.kv.pages and self.holders.grow(sequence, 1):
                 budget.grant_stream(sequence.room, sequence.kv.num_planned_tokens)
 
@@ -186,7 +187,7 @@ class StepScheduler:
 
     @property
     def _oldest_share(self) -> float:
-        """Return the oldest sequences' share of this step. Where long prompts do not fit together, steps alternate."""
+        """Return the oldest sequences' share of this step. If long prompts do not all fit, steps alternate."""
         share = self._limits.oldest_share
         if self._limits.max_context_tokens is None:
             return share
@@ -194,7 +195,8 @@ class StepScheduler:
 
     def _schedule_by_priority(self, candidates: _Candidates, budget: Budget) -> None:
         """Grant the rest of the step in order of priority. If another sequence computes a sequence's next page, the
-        latter gives its share to the former, and finds the page in the cache later.
+        share goes
+        to that other sequence, and the page is found in the cache later.
         """
         for sequence in candidates.by_priority():
             if sequence.waits_for_pages or not budget.is_open(sequence.room):
@@ -205,7 +207,7 @@ class StepScheduler:
                 self._note_computing(chosen, candidates, budget)
 
     def _who_computes(self, sequence: TokenSequence, candidates: _Candidates) -> TokenSequence | None:
-        """Return the sequence that computes this one's next page, mostly itself; None if it cannot get pages."""
+        """Return the sequence that computes this one's next page, usually itself. None if it cannot get pages."""
         if sequence.kv.pages:
             return sequence
         key = self.holders.next_key(sequence)
@@ -235,7 +237,7 @@ class StepScheduler:
 
     @property
     def _runs_ahead(self) -> bool:
-        """Return whether steps may run ahead. If any sample depends on earlier output, all sequences wait for it."""
+        """Return whether steps may run ahead: no running sequence may have sampling that depends on its output."""
         return self._limits.runs_ahead and not any(
             sequence.submit.sampling.looks_back for sequence in self.holders.running.values()
         )

@@ -1,7 +1,7 @@
-"""Order of sequences in a step, and their shares of its tokens. Pure.
+"""Order of sequences in a step, and their shares of the step's tokens. No I/O.
 
-A step has a budget of tokens and of time. A share of the time belongs to the oldest sequence of each length class,
-whatever its priority, so that later arrivals cannot delay a sequence without limit. The rest is granted by priority
+A step has a budget of tokens and of time. A share of the time is reserved for the oldest sequence of each length class,
+regardless of priority, so that later arrivals cannot delay a sequence without limit. The rest is granted by priority
 until the budget or the work is used up.
 """
 
@@ -11,21 +11,21 @@ from cluster.spec.ids import Room
 from workers.context_parallel.cost_model import ChunkLen
 
 WINDOW = 32
-"""Number of consecutive arrivals among which sequences with longer prefixes go first."""
+"""Number of consecutive arrivals among which sequences with longer prefixes take precedence."""
 _ROUNDING = 1e-6
 """Rounding error, in tokens, that a sum of shares may have."""
 
 SortKey = tuple[int, int, int, int, int]
 """Sort key that no two sequences share."""
 _AGED = 2
-"""Lowest length class that a sequence reaches by waiting, so that sequences of one step stay ahead."""
+"""Lowest length class that a sequence can reach by waiting, so that sequences of one step stay ahead."""
 
 
 class Turn(NamedTuple):
     """Position of a sequence among those that compete for a step's tokens."""
 
     length: int
-    """Length class: log2 of the number of steps that it takes."""
+    """Length class: log2 of the number of steps that the sequence takes."""
     sort_key: SortKey
 
 
@@ -34,9 +34,10 @@ def turn(
 ) -> Turn:
     """Order a sequence by priority, then by least work, then by longest prefix within a window, then by arrival.
 
-    Work counts as the logarithm of the number of steps it takes, so that sequences of similar length keep their order.
-    A long prompt moves up as it is computed, and as it waits: by one class for each doubling of its age in relation to
-    the steps that it takes.
+    Work counts as the logarithm of the number of steps, so that sequences of similar length keep their order. A long
+    prompt moves up as it is computed and as it waits: by one class for each doubling of its age relative to its number
+    of
+    steps.
 
     Args:
         prefix_len: number of tokens that have KV.
@@ -49,12 +50,12 @@ def turn(
 
 
 class Budget:
-    """Tokens, time and requests that one step may still take."""
+    """Tokens, time and requests still available in one step."""
 
     def __init__(
         self, num_tokens: int, max_requests: int, chunk: ChunkLen, max_context_tokens: int | None = None
     ) -> None:
-        """Build a budget. ``max_context_tokens`` limits the tokens of several requests including their prefixes."""
+        """Create a budget. ``max_context_tokens`` limits the tokens of several requests, including their prefixes."""
         self._num_left = num_tokens
         self._context_left = max_context_tokens
         self._time_left = 1.0
@@ -64,7 +65,7 @@ class Budget:
         """Tokens by scheduled request, in the order of their first grants."""
 
     def is_open(self, room: Room) -> bool:
-        """Return whether the room can still get tokens."""
+        """Return whether the step can grant the room more tokens."""
         has_slot = room in self.granted or len(self.granted) < self._max_requests
         return has_slot and self._num_left > 0 and self._time_left > 0
 
@@ -80,7 +81,7 @@ class Budget:
         self._add(room, prefix_len, min(num_tokens, max(1, int(share * min(chunk, self._num_left)))), chunk)
 
     def grant_stream(self, room: Room, prefix_len: int) -> None:
-        """Grant one token to a room for which the step is open."""
+        """Grant one token to a room. Requires ``is_open``."""
         chunk = self._chunk(prefix_len)
         if self._time_left * chunk + _ROUNDING >= 1:
             self._num_left -= 1

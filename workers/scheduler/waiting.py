@@ -1,4 +1,4 @@
-"""Sequences that wait for pages. Others may overtake the oldest one until they have taken as many pages as it needs."""
+"""Sequences that wait for pages. Others may overtake the oldest one, up to the number of pages it needs."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from cluster.spec.ids import Room
 from workers.scheduler.sequence import TokenSequence
 
 LOOKAHEAD = 256
-"""Maximum number of sequences that are examined per step."""
+"""Maximum number of sequences examined per step."""
 W = TypeVar("W", bound=TokenSequence)
 
 
 class Waiting(Generic[W]):
-    """Waiting sequences by arrival and by priority; a preempted one returns to its old position."""
+    """Waiting sequences by arrival and by priority. A preempted sequence returns to its old position."""
 
     def __init__(self) -> None:
         self._by_room: dict[Room, W] = {}
@@ -56,14 +56,14 @@ class Waiting(Generic[W]):
         self._reset_if_changed(oldest)
 
     def candidates(self) -> list[W]:
-        """Return the sequences to examine now: the most urgent ones and the oldest one."""
+        """Return the sequences to examine now: the most urgent sequences and the oldest one."""
         first = self._by_priority[:LOOKAHEAD]
         if not first or urgency(self._by_arrival[0]) <= urgency(first[-1]):
             return first
         return [*first, self._by_arrival[0]]
 
     def untried(self, num_gains: int) -> list[W]:
-        """Return candidates that have not failed since ``num_gains`` last changed."""
+        """Return the candidates that have not failed to start since ``num_gains`` last changed."""
         in_vain = self._since(num_gains)
         return [sequence for sequence in self.candidates() if sequence not in in_vain]
 
@@ -72,7 +72,7 @@ class Waiting(Generic[W]):
         return sequence in self._since(num_gains)
 
     def note_in_vain(self, sequence: W) -> None:
-        """Skip a sequence until pages become free or another one is the oldest."""
+        """Skip a sequence until pages become free or the oldest sequence changes."""
         self._in_vain.add(sequence)
 
     def most_overtaking(self, oldest_pages: int) -> int:
@@ -80,7 +80,7 @@ class Waiting(Generic[W]):
         return max(0, oldest_pages - self._num_overtaken_pages)
 
     def note_overtaken(self, num_pages: int) -> None:
-        """Note that pages were taken that the oldest sequence may have to wait for."""
+        """Record that others took pages for which the oldest sequence may have to wait."""
         self._num_overtaken_pages += num_pages
 
     def _reset_if_changed(self, oldest: W | None) -> None:

@@ -89,7 +89,7 @@ def test_a_choice_does_not_wait_for_ever_for_one_that_never_comes() -> None:
     assert not pair.decode.is_idle()
     inquire = Inquire(rooms=[choice.room], sender=ME, incarnation=Incarnation(1))
     failures = [said for said in pair.tell(Role.DECODE, inquire) if isinstance(said, Failure)]
-    assert any("the choice that was to bring its prompt ended: it never arrived" in said.reason for said in failures)
+    assert any("the choice that computes its prompt ended: it never arrived" in said.reason for said in failures)
     assert {said.blame for said in failures} == {Blame.NEITHER}
     assert pair.decode.is_idle()
 
@@ -105,7 +105,7 @@ def test_choices_fail_with_the_one_that_was_to_bring_the_prompt() -> None:
         if isinstance(said, Failure)
     )
     assert failure.room == second.room
-    assert failure.reason == "the choice that was to bring its prompt ended: the request was cancelled"
+    assert failure.reason == "the choice that computes its prompt ended: the request was cancelled"
 
 
 def command(number: int, wanted: Wanted, *, of: int = 1, router: int = 1) -> Command:

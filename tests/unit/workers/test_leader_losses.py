@@ -33,7 +33,7 @@ def test_a_prompt_larger_than_the_pool_is_refused_in_words(role: Role) -> None:
     pair = LeaderPair(4)
     (failure,) = pair.tell(role, pair.submit([1] * 17))
     assert isinstance(failure, Failure)
-    assert failure.reason == f"the prompt needs 5 pages, {role}-0 has 4"
+    assert failure.reason == f"the prompt needs 5 pages, but {role}-0 has 4"
     assert pair.leaders[role].is_idle()
 
 
@@ -143,7 +143,7 @@ def test_too_much_quarantine_ends_the_replica_when_nothing_else_is_at_hand() -> 
     assert decode.must_end == ""
     decode.tick(121.0)
     assert decode.must_end == (
-        "6 of 10 pages are in quarantine, more than 0.25 of them: prefill-0 did not confirm that it will write no more"
+        "6 of 10 pages are in quarantine, more than 0.25 of them: prefill-0 did not confirm that writing has stopped"
     )
 
 

@@ -46,7 +46,7 @@ def test_a_hung_loop_is_told_once_and_ended(caplog: pytest.LogCaptureFixture) ->
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert record.getMessage() == (
-        "decode-0 rank 1 stood still for 0.05 s (resources.step_timeout_s) in step 7; this process ends"
+        "decode-0 rank 1 made no progress for 0.05 s (resources.step_timeout_s) in step 7; ending this process"
     )
 
 
@@ -98,7 +98,7 @@ def test_a_process_in_an_endless_step_ends() -> None:
     process = run_step(num_tenths=600)
     _, errors = process.communicate(timeout=LONG_S)
     assert process.returncode == 1
-    assert "decode-0 rank 1 stood still for 1 s" in errors
+    assert "decode-0 rank 1 made no progress for 1 s" in errors
 
 
 class HungWorker:
@@ -130,4 +130,4 @@ def test_an_actor_watches_its_worker(monkeypatch: pytest.MonkeyPatch, caplog: py
     monkeypatch.setattr(actor, "_worker", worker)
     actor.run([])
     assert worker.is_closed
-    assert "decode-0 rank 0 stood still for 1 s (resources.step_timeout_s) between two steps" in caplog.text
+    assert "decode-0 rank 0 made no progress for 1 s (resources.step_timeout_s) between two steps" in caplog.text
