@@ -55,7 +55,7 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> ReplicaLea
     me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address)
     depth, make = spec.sizes.pp, _make_decode_leader
     if spec.role is Role.PREFILL:
-        # One step more than stages, so that no stage waits for the report of an ended step.
+        # One more step than stages, so that no stage waits until a finished step is reported.
         depth, make = depth + (depth > 1), _make_prefill_leader
     ahead = num_ahead(spec, rank)
     leaders = [make(spec, rank, me, rows, dp_rank, depth + ahead) for dp_rank in range(spec.sizes.dp)]
@@ -63,14 +63,14 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> ReplicaLea
 
 
 def num_ahead(spec: WorkerSpec, rank: Rank) -> int:
-    """Return the maximum number of steps that a rank may start before earlier ones have ended there."""
+    """Return the maximum number of steps that a rank may start before earlier steps have ended there."""
     return int(spec.role is Role.DECODE and spec.sizes.pp == 1 and rank.runner.is_asynchronous)
 
 
 def _make_allocator(spec: WorkerSpec, rows: list[RankRow]) -> tuple[PageAllocator, Tiers | None]:
     num_owners = rows[0].num_owners
     tree = PrefixTree(num_owners) if spec.config.kv.prefix_cache else None
-    # Stages may differ in layers, and so in pages.
+    # Stages may differ in layers, and therefore in the number of pages.
     pages_per_owner, lifetimes = min(row.layout.num_pages for row in rows), Lifetimes.of(rows[0].geometry)
     allocator = PageAllocator(pages_per_owner, tree, num_owners, lifetimes)
     # The rank with the least host memory sets the size of the host tier.
@@ -162,7 +162,7 @@ def make_kv_sender(
 
 
 def make_rank_trace(spec: WorkerSpec, rank: Rank, room: Room, now_s: float) -> RankTrace:
-    """Return this rank's trace of a request, which the rank then forgets."""
+    """Remove and return this rank's trace of a request."""
     log = rank.step_recorder.recorder.take(room, now_s)
     return RankTrace(
         room=room,

@@ -1,4 +1,4 @@
-"""Device that a worker computes on, a CPU or a GPU, with events and copies."""
+"""Compute device of a worker, a CPU or a GPU, with events and copies."""
 
 import ctypes
 import platform
@@ -18,7 +18,7 @@ _LARGEST_BYTES = 32 << 20
 
 
 def open_device(device: Device) -> torch.device:
-    """Return the CPU, or this process's first GPU after making it current.
+    """Return the CPU, or make this process's first GPU current and return it.
 
     Raises:
         UserError: torch sees no GPU.
@@ -33,22 +33,22 @@ def open_device(device: Device) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work on a GPU. On a CPU, nothing runs in the background."""
+    """Wait for all work on a GPU. Do nothing on a CPU, which has no background work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 Event = torch.cuda.Event
-"""Event that completes after all GPU work started before it. An optional event that is None counts as complete."""
+"""Event that completes after all GPU work started before it. None stands for an event that has completed."""
 
 
 def event_on(device: torch.device) -> Event | None:
-    """Record an event after all GPU work that this thread has started; return None on a CPU."""
+    """Record an event after all GPU work that this thread has started. Return None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 class Arriving:
-    """Copies of tensors to the host, which GPU work started later does not delay."""
+    """Copies of tensors to the host. GPU work started later does not delay them."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._on_host = tensors
@@ -83,15 +83,15 @@ def index_on(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def has_kernels(x: torch.Tensor) -> bool:
-    """Return whether the kernels of workers.kernels apply to ``x``; otherwise torch computes."""
+    """Return whether the kernels of workers.kernels support ``x``. If not, use torch."""
     return x.is_cuda
 
 
 def use_cpu(num_threads: int) -> None:
     """Set the number of compute threads, and keep freed memory for the next layer.
 
-    Otherwise each large activation is new memory, which the system clears page by page. That takes 6 % of a prefill
-    step of 4096 tokens.
+    Without this, each large activation would use new memory, which the system clears page by page. That takes 6% of a
+    prefill step with 4096 tokens.
     """
     torch.set_num_threads(num_threads)
     if platform.libc_ver()[0] == "glibc":
@@ -102,7 +102,7 @@ def use_cpu(num_threads: int) -> None:
 
 @cache
 def multiplies_bf16() -> bool:
-    """Return whether the processor has bf16 instructions that torch uses; if not, fp32 is faster."""
+    """Return whether the processor has bf16 instructions that torch uses. If not, fp32 is faster."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if platform.machine() in ("aarch64", "arm64"):

@@ -1,4 +1,4 @@
-"""Compute side of a worker: its model, process groups, page pool, and the runner that uses them."""
+"""Compute side of a worker: its model, process groups, page pool, and runner."""
 
 import logging
 from collections.abc import Callable, Set
@@ -44,32 +44,32 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """Parts of a worker that it loads once and keeps between runs."""
+    """Parts of a worker that are loaded once and kept between runs."""
 
     geometry: KvGeometry
     layout: PoolLayout
     memory: PeerMemory
-    """The page pool, and the memory by which peers reach it."""
+    """Page pool, and the memory through which peers access it."""
     backend: TransferBackend
     host_region: Region | None
-    """Host memory for cached pages; None if there is none."""
+    """Host memory for cached pages. None if there is none."""
     weights: str
-    """Digest of the weights, which is part of the keys of stored pages; empty if no pages are stored."""
+    """Digest of the weights, which is part of the keys of stored pages. Empty if no pages are stored."""
     model: DecoderModel
     runner: ModelRunner
     step_recorder: StepRecorder
     model_shape: ModelShape
     rates: Rates
-    """Rates of the replica's slowest rank. Decode does not use them and has the defaults."""
+    """Rates of the replica's slowest rank. Decode replicas do not use them and have the defaults."""
     grammars: Grammars | None
-    """Grammars; None on ranks that do not sample."""
+    """Grammars. None on ranks that do not sample."""
     groups: RankGroups
     pinned: PinnedMemory
-    """Pinned host memory of both regions; empty without a GPU."""
+    """Pinned host memory of both regions. Empty without a GPU."""
 
     def close(self) -> None:
-        """Release the transfer memory; writes by peers fail from then on."""
-        with ExitStack() as closing:  # the last one first
+        """Release the transfer memory. Peers' writes fail from now on."""
+        with ExitStack() as closing:  # closed in reverse order
             if self.grammars is not None:
                 closing.callback(self.grammars.close)
             closing.callback(self.backend.close)
@@ -77,11 +77,11 @@ class Rank:
 
 
 def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
-    """Join the groups, load the weights, allocate the pool. Every rank of the replica calls this."""
+    """Join the groups, load the weights, and allocate the pool. Every rank of the replica calls this."""
     with ExitStack() as on_failure:
-        # Peers that wait for this rank, to join a group or warm up, fail now instead of after the timeout.
+        # Peers that wait for this rank to join a group or warm up then fail immediately instead of after the timeout.
         on_failure.callback(leave_store, store, spec.global_rank)
-        # Before the groups, because only ranks that have their GPUs can join them.
+        # Opened before the groups, because only ranks that have their GPUs can join them.
         device = open_device(spec.config.resources.device)
         model_config = read_model_config(folder)
         model_config.check_layout(spec.pool.parallel, f"{spec.role}.parallel")
@@ -158,7 +158,7 @@ def _load(
 def _open_attention(
     spec: WorkerSpec, device: torch.device, dtype: torch.dtype, needs: Set[Feature]
 ) -> AttentionBackend:
-    """Return the attention backend, and use its library's elementwise kernels too if it has them."""
+    """Return the attention backend. If its library has elementwise kernels, use them too."""
     choice = choose_backend(spec.config.resources.attention, device, dtype, needs)
     _log.info("attention by %s: %s", choice.name, choice.reason)
     if choice.name == "native":
@@ -179,7 +179,7 @@ def _capture_decode(
 
 
 def host_bytes_of(spec: WorkerSpec, layout: PoolLayout) -> int:
-    """Return the bytes of host memory for cached pages: a whole number of pages, 0 if nothing is cached."""
+    """Return the bytes of host memory for cached pages: a multiple of the page size, 0 if nothing is cached."""
     if not spec.config.kv.prefix_cache:
         return 0
     return spec.config.hicache.host_bytes // layout.page_bytes * layout.page_bytes

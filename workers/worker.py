@@ -1,7 +1,7 @@
-"""Worker of one rank: its lifecycle and work loop. Nothing here depends on how the process was started.
+"""Worker of one rank: its lifecycle and work loop, regardless of how the process was started.
 
-Every rank computes the steps that the leader plans, and sends its part of the computed KV. A rank that raises an error
-ends its replica.
+Every rank computes the steps that the leader plans, and sends its part of the computed KV. If a rank raises an error,
+its replica ends.
 """
 
 import time
@@ -42,18 +42,18 @@ from workers.post import send_if_heard
 from workers.rank import Rank, load_rank
 
 PAUSE_S = 1e-4
-"""Interval between checks of the inbox during a step on the GPU: short, so that the GPU does not become idle."""
+"""Interval between inbox checks during a step on the GPU. It is short, so that the GPU does not become idle."""
 
 
 class Worker:
-    """One process of a replica. ``load`` runs on every rank, then ``run`` with all ranks' records."""
+    """Process of one rank. Every rank calls ``load``, and then ``run`` with all ranks' rows."""
 
     def __init__(self, spec: WorkerSpec, model_folder: Path, rendezvous: Rendezvous | None) -> None:
-        """Build a worker. Without a rendezvous it does not register, and the leader gets the table in messages."""
+        """Create a worker. Without a rendezvous, it does not register; the leader gets the table in messages."""
         use_cpu(spec.config.resources.threads_per_worker)
         self.spec = spec
         self.heartbeat = Heartbeat()
-        """Heartbeat of the loop of ``run``, for a watchdog."""
+        """Heartbeat of the loop in ``run``, for a watchdog."""
         self._model_folder = model_folder
         self._rendezvous = rendezvous
         self._clock = SystemClock()
@@ -62,26 +62,26 @@ class Worker:
         self._store: ReplicaStore | None = None
         self._rank: Rank | None = None
         self._failure: Exception | None = None
-        """Error in another thread, which ends the rank."""
+        """Error in another thread that ends this rank."""
 
     def open_store(self) -> str:
-        """Open the store at which the ranks meet, on global rank 0; return its ``host:port``."""
+        """Open the store at which the ranks meet, on global rank 0. Return its ``host:port``."""
         self._store, port = open_store(self.spec.host, self.spec.config.resources.start_timeout_s)
         return f"{self.spec.host}:{port}"
 
     def load(self, store_address: str) -> RankRow:
-        """Join the other ranks, load the weights, allocate the pool, warm up; return this rank's record."""
+        """Join the other ranks, load the weights, allocate the pool, and warm up. Return this rank's row."""
         if self._store is None:
             self._store = join_store(store_address, self.spec.config.resources.start_timeout_s)
         self._rank = load_rank(self.spec, self._model_folder, self._store)
         return make_row(self.spec, self._rank, self._inbox.address)
 
     def configure(self, config: DeployConfig) -> None:
-        """Apply settings, between runs, that do not change what was loaded."""
+        """Apply settings that do not affect what was loaded. Call this between runs."""
         self.spec = replace(self.spec, config=config)
 
     def run(self, rows: list[RankRow]) -> None:
-        """Work until Shutdown, or raise the error that ended this rank. ``rows`` are all ranks' records in order."""
+        """Work until Shutdown, or raise the error that ended this rank. ``rows`` are all ranks' rows in order."""
         assert self._rank is not None, "run before load"
         own, pool = rows[self.spec.global_rank], self._rank.memory.region.buffer
         tiers = make_tier_worker(self.spec, self._rank, rows, partial(Outbox, self._key))
@@ -99,7 +99,7 @@ class Worker:
                 if self._failure is not None:
                     raise self._failure
             except BaseException:
-                # Peers that wait for this rank in a collective fail now instead of after its timeout.
+                # Peers that wait for this rank in a collective fail now instead of after the timeout.
                 self._rank.runner.drop_graphs()
                 self._rank.groups.leave()
                 raise
@@ -140,10 +140,10 @@ class Worker:
             link.end_round(is_busy=steps.num_begun > 0)
 
     def _handle(self, messages: Iterable[Message], link: LeaderLink, steps: RankSteps, parts: "_Parts") -> bool:
-        """Pass every message to the part that handles it; return whether the loop must end.
+        """Pass every message to the part that handles it. Return whether the loop must end.
 
-        Steps start in their order among the other messages: a tier job saves the pages of the step before it, and a
-        transfer that is dropped must not be opened by an earlier step.
+        Steps start in their order among the other messages: a tier job saves the pages of the step before it, and an
+        earlier step must not open a transfer that a later message drops.
         """
         for message in messages:
             match message:
@@ -171,7 +171,7 @@ class Worker:
 
     @contextmanager
     def _showing_life(self, rows: list[RankRow], link: LeaderLink) -> Iterator[None]:
-        """Renew the replica's lease, or report that this rank is alive, during the context."""
+        """Renew the replica's lease, or report that this rank is alive, while the context is active."""
         if self._rendezvous is None:
             yield
             return
@@ -207,7 +207,7 @@ class Worker:
 
 
 def _begin(plans: Iterable[StepPlan], link: LeaderLink, steps: RankSteps) -> None:
-    """Start steps, and end the oldest ones while too many are under way."""
+    """Start steps, and end the oldest steps while too many are under way."""
     for plan in plans:
         steps.begin(plan)
         if steps.num_begun > link.num_ahead:
@@ -215,7 +215,7 @@ def _begin(plans: Iterable[StepPlan], link: LeaderLink, steps: RankSteps) -> Non
 
 
 class _Parts(NamedTuple):
-    """Parts of a worker that handle messages."""
+    """Message handlers of a worker."""
 
     sender: KvSender
     checker: PageChecker

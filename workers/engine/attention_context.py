@@ -1,8 +1,8 @@
 """Attention contexts of gather mode, in which every rank stores the K and V of all ranks.
 
-A context is the engine side of attention during one step: layers pass Q, K and V and get the attention output, unaware
-of context parallelism. If rows travel in the background, it attends to local keys meanwhile. Otherwise one call over
-all keys is faster than one per rank.
+A context is the engine side of attention during one step. Layers pass Q, K and V and get the attention output, and do
+not know about context parallelism. If rows travel in the background, the context meanwhile attends to local keys.
+Otherwise, it makes one call over all keys, which is faster than one call per rank.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ from workers.parallel.collectives import Communicator
 
 
 class CpExchange:
-    """Row exchanges in a CP group, and their buffers. Each worker has one."""
+    """Row exchanges in a CP group, and their buffers. One per worker."""
 
     def __init__(self, group: Communicator) -> None:
         self.group = group
@@ -41,7 +41,7 @@ class StepContext(AttentionContext, ABC):
     """
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
-        assert batch.page_size == pool.page_size, f"pages of {batch.page_size} and of {pool.page_size} tokens"
+        assert batch.page_size == pool.page_size, f"page sizes {batch.page_size} and {pool.page_size} differ"
         self.batch, self.pool, self.backend, self.exchange = batch, pool, backend, exchange
         self.query_rows, shape = batch.query_rows, batch.shape
         self.lens, self.last_layer_lens = (
@@ -60,12 +60,12 @@ class StepContext(AttentionContext, ABC):
         assert sees_all, "a window needs all pages of a request on every rank"
         partials = list(self.partials(layer, q, params))
         self.pool.note_stored(layer)
-        # Without queries there may be no partials.
+        # Without queries, there may be no partials.
         return merge(partials, params.sinks).out if len(q) else q.new_empty(0, q.shape[1], self.pool.widths(layer)[1])
 
     @abstractmethod
     def partials(self, layer: int, q: Tensor, params: AttentionParams) -> Iterable[Partial]:
-        """Store the new KV, and yield causal attention of ``q [queries, heads, dim]`` over all keys, in parts."""
+        """Store the new KV and yield causal attention of ``q [queries, heads, dim]`` over all keys, in parts."""
 
     def gather_sampled(self, hidden: Tensor) -> Tensor:
         """Return the hidden state of every sampled query, ``[R, hidden]``, on every rank, given this rank's own."""
@@ -86,7 +86,7 @@ class StepContext(AttentionContext, ABC):
         return gathered[index_on([cp_rank * most + index for cp_rank, index in indices], gathered.device)]
 
     def prepare_rows(self, key_runs: Sequence[Run]) -> RowAttention | None:
-        """Prepare this rank's queries over rows of keys; return None if no query sees any of them."""
+        """Prepare attention of this rank's queries over rows of keys. Return None if no query sees any of them."""
         runs = self.batch.runs
         return self.backend.prepare_rows(runs, key_runs) if sees_any(runs, key_runs) else None
 
@@ -99,13 +99,13 @@ class OwnedRows:
         self._rows, self._slots = batch.owned_rows(cp_rank, pool.null_slot)
 
     def store(self, layer: int, kv: Tensor) -> None:
-        """Store ``kv [tokens, heads, width]``, the rows of the rank that computes them."""
+        """Store ``kv [tokens, heads, width]``, the rows of the rank that computed them."""
         if len(self._rows):
             self._pool.write(layer, self._slots, kv[self._rows])
 
 
 class PagedContext(StepContext):
-    """Context that stores the rows of all ranks and then attends to all keys in one call."""
+    """Context that stores all ranks' rows and then attends to all keys in one call."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
@@ -128,7 +128,7 @@ class PagedContext(StepContext):
 
 
 class OverlappedContext(StepContext):
-    """Context that attends to the cached prefix and this rank's own rows while the other ranks' rows are in flight."""
+    """Context that attends to the cached prefix and to this rank's rows while the other ranks' rows are in flight."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)

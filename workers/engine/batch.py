@@ -1,4 +1,4 @@
-"""Batch of a step on one rank: its tokens, positions, KV slots, and sampled requests."""
+"""One rank's batch in a step: tokens, positions, KV slots, and sampled requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ _NO_PAGES = np.empty(0, dtype=np.int64)
 
 
 class SampledQuery(NamedTuple):
-    """Last token of a request in this step, after which a token is sampled."""
+    """Last token of a request in this step. The next token is sampled after it."""
 
     location: TokenLocation
     run: Run
@@ -31,8 +31,9 @@ class StepInput(NamedTuple):
 
     scheduled: Sequence[ScheduledRequest]
     page_tables: Sequence[Sequence[NDArray[np.int64]]]
-    """Pages by lifetime and request, in order of position, for prefix and new tokens. Page p of a pool divided over n
-    owners is page p // n of owner p mod n.
+    """Pages of prefix and new tokens by lifetime and request, in order of position. If a pool is divided among n
+    owners, page
+    p is page p // n of owner p % n.
     """
     shape: StepShape
     previous: PreviousTokens | None = None
@@ -43,7 +44,7 @@ class StepPages(NamedTuple):
     """Pages of one lifetime in a step, on one rank."""
 
     slots: Tensor
-    """Slots for K and V, ``[gathered rows]`` int64. Padding and other owners' tokens go to the null slot."""
+    """KV slots ``[gathered rows]`` int64. Padding and other owners' tokens go to the null slot."""
     slots_on_host: Indices
     tables: tuple[Tensor, ...]
     """Pages by request, int64, in order of position."""
@@ -51,7 +52,7 @@ class StepPages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One rank's share of a step."""
+    """One rank's share of a step's tokens."""
 
     shape: StepShape
     shards: ShardPlan
@@ -68,9 +69,9 @@ class StepBatch:
     sampled: tuple[SampledQuery, ...]
     """One query per sampled request, in batch order."""
     query_rows: Tensor | None = None
-    """Rows of this rank's tokens that have queries, int64; None if all have."""
+    """Rows of this rank's tokens that have queries, int64. None if all tokens have queries."""
     is_scored: bool = False
-    """Whether the final hidden states of all tokens are needed."""
+    """True if the final hidden states of all tokens are needed."""
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -79,7 +80,7 @@ class StepBatch:
         return tuple(query.run for query in self._own_sampled)
 
     def narrowed(self) -> "StepBatch":
-        """Return the batch with only sampled tokens' queries, or this one if every token is sampled or scored."""
+        """Return a batch in which only sampled tokens have queries. Return itself if all are sampled or scored."""
         if self.query_rows is not None or self.is_scored or len(self.sampled) == self.shards.num_tokens:
             return self
         return replace(self, query_rows=self.sampled_rows)
@@ -129,7 +130,7 @@ def build_step_batch(
 ) -> StepBatch:
     """Build one CP rank's batch of a step. Every rank of the group derives the same shards from the same requests.
 
-    ``owners`` is cp if the pool is divided over the ranks, and 1 if each holds all pages.
+    ``owners`` is cp if the pool is divided among the ranks, and 1 if each rank holds all pages.
     """
     scheduled, page_tables, shape, previous = step
     shards = plan_shards(scheduled, shape.strategy, cp)
@@ -190,12 +191,12 @@ def _sampled_queries(shards: ShardPlan, scheduled: Sequence[ScheduledRequest]) -
 
 
 def _pages(shards: ShardPlan, positions: Indices, tables: Sequence[Indices], page_size: int) -> Indices:
-    """Return the page of every token in the flattened batch. Only the pages of new tokens are read."""
+    """Return the page of every token in the flattened batch. Only the new tokens' pages are read."""
     used, num_used = [_NO_PAGES], 0
     entries: list[int] = []
     for prefix_len, extend_len, table in zip(shards.prefix_lens, shards.extend_lens, tables, strict=True):
         first, end = prefix_len // page_size, -(-(prefix_len + extend_len) // page_size)
-        assert len(table) >= end, f"request {len(entries)} has {len(table)} pages and needs {end}"
+        assert len(table) >= end, f"request {len(entries)} has {len(table)} pages but needs {end}"
         used.append(table[first:end])
         entries.append(num_used - first)
         num_used += len(used[-1])

@@ -1,4 +1,4 @@
-"""Measurement of a rank's speed at warm-up. It takes a fraction of a second, with one layer and scratch memory."""
+"""Measurement of a rank's speed during warm-up. Takes a fraction of a second and uses one layer and scratch memory."""
 
 import math
 import time
@@ -25,7 +25,7 @@ from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, exchange_at_start
 
 _SAMPLE_S = 0.02
-"""Duration in seconds from which a measurement is neither repeated nor enlarged."""
+"""Minimum duration in seconds of a measurement that need not be repeated or enlarged."""
 _REPEATS = 5
 _SHORT_RUNS = 8
 _PAUSES = 3
@@ -36,7 +36,7 @@ _FALLBACK = Rates()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
     tokens: tuple[int, int]
-    """Minimal token count, and one at which arithmetic dominates. The count grows fourfold in between."""
+    """Minimum token count, and a token count at which arithmetic dominates. Counts grow fourfold in between."""
     queries: int
     prefix: int
     rows: tuple[int, int]
@@ -45,7 +45,7 @@ class Samples:
 
 SAMPLES: Mapping[str, Samples] = {
     "cpu": Samples(tokens=(16, 256), queries=128, prefix=896, rows=(16, 512)),
-    # With fewer tokens, reading weights and launching kernels takes a GPU longer than arithmetic.
+    # With fewer tokens, a GPU spends more time on reading weights and launching kernels than on arithmetic.
     "cuda": Samples(tokens=(32, 2048), queries=2048, prefix=6144, rows=(16, 4096)),
 }
 
@@ -53,14 +53,15 @@ SAMPLES: Mapping[str, Samples] = {
 def calibrate(
     model: DecoderModel, pool: PagePool, backend: AttentionBackend, group: Communicator, shape: ModelShape
 ) -> Rates:
-    """Measure this rank's rates. Every rank of the replica calls this before any request. It writes only the null page.
+    """Measure this rank's rates. Every rank of the replica calls this before any request. Only the null page is
+    written.
 
-    Results that noise makes zero or negative keep their defaults.
+    Rates that noise makes zero or negative keep their defaults.
     """
     with torch.inference_mode(), model.device:
         all_reduce_s, all_reduce_row_s = _measure_all_reduce(model)
         exchange_s, exchange_bytes_per_s, hidden_share = _measure_exchange(model, pool, group, shape)
-    # Each rank decides alone how often to repeat the remaining measurements, so they must not contain collectives.
+    # Each rank decides alone how often to repeat the other measurements, so they must not contain collectives.
     with torch.inference_mode(), model.device, model.groups.alone():
         floor_s, linear_flops_per_s = _measure_linear(model)
         run_s, attention_flops_per_s = _measure_attention(model, pool, backend, shape)
@@ -82,7 +83,7 @@ def calibrate(
 
 
 class _NoAttention(AttentionContext):
-    """Context without attention, to measure the linear part of a layer."""
+    """Context without attention, for measuring the linear part of a layer."""
 
     def __init__(self, value_dim: int) -> None:
         self._value_dim = value_dim
@@ -95,7 +96,7 @@ class _NoAttention(AttentionContext):
 
 
 def _measure_linear(model: DecoderModel) -> tuple[float, float]:
-    """Measure one layer's time with few tokens, and FLOP/s with more."""
+    """Measure one layer's time with few tokens, and its FLOP/s with more tokens."""
     layer, flops = next(iter(model.layers.values())), alone_flops(model)
     context = _NoAttention(model.attention.value_dim)
 
@@ -117,7 +118,7 @@ def _measure_linear(model: DecoderModel) -> tuple[float, float]:
 
 
 def alone_flops(model: DecoderModel) -> float:
-    """Return FLOPs per token in the rank's first layer, with the rank's shard of the MLP and the experts."""
+    """Return FLOPs per token in the rank's first layer, including only the rank's shard of the MLP and the experts."""
     parallel, layer = model.groups.parallel, model.config.layer_cost(0)
     routed = layer.routed * parallel.tp / (parallel.ep * moe_tp_size(parallel))
     return 2 * (layer.queries + layer.kv + layer.dense / parallel.dp + routed)
@@ -126,7 +127,7 @@ def alone_flops(model: DecoderModel) -> float:
 def _measure_attention(
     model: DecoderModel, pool: PagePool, backend: AttentionBackend, shape: ModelShape
 ) -> tuple[float, float]:
-    """Measure a minimal run's time, and FLOP/s with a longer prefix."""
+    """Measure the time of a minimal run, and FLOP/s with a longer prefix."""
     samples, attention = SAMPLES[model.device.type], model.attention
     # The FLOPs below include all keys.
     params = replace(attention.params, window=None)
@@ -169,14 +170,14 @@ def _measure_exchange(
     if not group.in_background:
         return few_s, bytes_per_s, 0.0
     if model.device.type == "cuda":
-        # Collectives run on a stream of their own.
+        # Collectives run on a separate stream.
         return few_s, bytes_per_s, 1.0
     hidden_s = many_s - gather_s(many_rows, pause_s=_PAUSES * many_s)
     return few_s, bytes_per_s, min(max(hidden_s / many_s, 0.0), 1.0)
 
 
 def _measure_all_reduce(model: DecoderModel) -> tuple[float, float]:
-    """Measure the seconds to sum hidden states over the TP ranks: the fixed part, and the part per token."""
+    """Measure the time in seconds to sum hidden states over the TP ranks: the fixed part, and the part per token."""
     group = model.groups.tp
     if group.size == 1:
         return 0.0, 0.0
@@ -191,7 +192,7 @@ def _measure_all_reduce(model: DecoderModel) -> tuple[float, float]:
 
 
 def _waited_s(device: torch.device, group: Communicator, call: Callable[[], object]) -> float:
-    """Return the time that a call spends in a group's collectives, or on a GPU the call's entire time. Ranks start
+    """Return the time that a call spends in a group's collectives or, on a GPU, the call's total time. Ranks start
     together.
     """
     group.barrier()
@@ -219,14 +220,14 @@ def _measure_store(model: DecoderModel, pool: PagePool) -> float:
 
 
 def _hidden(model: DecoderModel, num_tokens: int) -> Tensor:
-    """Return hidden states of different tokens, which spread realistically over experts."""
+    """Return hidden states of different tokens, which are routed to different experts."""
     generator = torch.Generator(device=model.device).manual_seed(0)
     shape = num_tokens, model.config.hidden_size
     return torch.randn(shape, generator=generator, device=model.device).to(model.dtype)
 
 
 def _least_s(device: torch.device, call: Callable[[], object]) -> float:
-    """Return the shortest time of several calls; on a CPU, thread time, which excludes other work on the core."""
+    """Return the shortest time of several calls. On a CPU, this is thread time, which excludes other threads."""
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
     started_s, least_s = clock(), math.inf
     for _ in range(_REPEATS):
@@ -252,8 +253,9 @@ def measured_rates(
     groups: RankGroups,
     dtype: str,
 ) -> tuple[ModelShape, Rates]:
-    """Return the rates of the slowest rank over all stages and DP ranks. Every rank calls this. On decode, nothing
-    depends on the rates, so they are not measured.
+    """Return the rates of the slowest rank over all stages and DP ranks. Every rank calls this. Decode replicas do not
+    use
+    the rates, so they do not measure them.
     """
     shape = model.config.cost(dtype)
     if spec.role is Role.DECODE:

@@ -1,4 +1,4 @@
-"""Decode steps captured as CUDA graphs for some batch sizes and replayed with almost no host time."""
+"""Decode steps that are captured as CUDA graphs for some batch sizes and replayed with almost no host time."""
 
 import logging
 import sys
@@ -29,7 +29,7 @@ REPLAYED = "replayed"
 _log = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
-"""Capture of a computation. Returns its result, at a fixed address, and a function that replays it; raises
+"""Function that captures a computation. Returns its result, at a fixed address, and a function that replays it. Raises
 CaptureError.
 """
 
@@ -39,7 +39,7 @@ class CaptureError(RuntimeError):
 
 
 class GraphCapture:
-    """Capture as CUDA graphs. They share their memory, since no two are replayed at the same time."""
+    """Capture as CUDA graphs. All graphs share memory, since no two are replayed at the same time."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         """Use one ``stream`` for all captures, since libraries allocate memory per stream."""
@@ -47,7 +47,7 @@ class GraphCapture:
         self._stream = stream
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Capture the third run; the first two compile kernels and warm up libraries."""
+        """Capture the third run. The first two runs compile kernels and warm up libraries."""
         usual = torch.cuda.current_stream()
         self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):
@@ -56,7 +56,7 @@ class GraphCapture:
         usual.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads copy pages and watch collectives meanwhile.
+            # Other threads copy pages and check collectives meanwhile.
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
                 out = compute()
         except RuntimeError as error:
@@ -107,7 +107,7 @@ class DecodeGraphs:
         self._steps.clear()
 
     def run(self, step: StepInput) -> Tensor | None:
-        """Return final hidden states ``[requests, hidden]``, valid until the next call; None if the step is not
+        """Return final hidden states ``[requests, hidden]``, valid until the next call. None if the step is not
         captured.
 
         All DP ranks call this together. They agree, because ``step.shape`` describes the step on all of them.
@@ -125,7 +125,7 @@ class DecodeGraphs:
         return self._steps[size].run(step)
 
     def _why_not(self) -> str:
-        """Return the reason why no step can be captured; empty if there is none."""
+        """Return why no step can be captured. Empty if steps can be captured."""
         groups = self._model.groups
         is_sent = groups.moe_block.size > 1 and groups.moe_dispatch is MoeDispatch.ALL_TO_ALL
         if is_sent and self._model.config.experts_per_token:
@@ -148,11 +148,12 @@ class DecodeGraphs:
         return self._backend.prepare_graph(shape)
 
     def _capture(self, capture: Capture, most_requests: int) -> bool:
-        """Capture the steps and return whether all ranks succeeded. Ranks that replay a step and ranks that compute it
-        would wait for each other forever.
+        """Capture the steps. Return whether all ranks succeeded: a rank that replays a step and a rank that computes it
+        would
+        wait for each other forever.
         """
         model = self._model
-        # Capture the largest first; the others share its memory.
+        # Capture the largest first. The others share its memory.
         for size in reversed(batch_sizes(min(most_requests, _most_requests(model)))):
             problem = ""
             try:
@@ -171,7 +172,7 @@ class DecodeGraphs:
 
 
 class _CapturedStep:
-    """Captured step for ``size`` requests. Missing requests are replaced by ones with one token in the null page."""
+    """Captured step for ``size`` requests. Each missing request is padded with one token in the null page."""
 
     def __init__(
         self, model: DecoderModel, pool: PagePool, size: int, attention: GraphAttention, capture: Capture
@@ -211,13 +212,13 @@ class _CapturedStep:
         slots[:] = [table[page] for table, page in zip(tables, pages.tolist(), strict=True)]
         slots *= pool.page_size
         slots += in_page
-        # The copy is asynchronous; torch keeps the pinned memory until it is done.
+        # The copy is asynchronous. Torch keeps the pinned memory until it is done.
         self._inputs.copy_(on_host, non_blocking=True)
         self._attention.fill(positions + 1, tables)
 
 
 def _most_requests(model: DecoderModel) -> int:
-    """Return the maximum number of requests per DP rank for which the host does not wait for expert loads."""
+    """Return the maximum number of requests per DP rank for which the host need not wait for expert loads."""
     per_token = model.config.experts_per_token
     if not per_token:
         return sys.maxsize

@@ -1,7 +1,7 @@
 """Sampling state of a request, and its changes to logits: allowed tokens, bias, bans, penalties and grammars.
 
-The work is proportional to the number of tokens that requests name, or with a grammar to the vocabulary; other rows
-cost nothing. Rows do not depend on each other.
+The work is proportional to the number of tokens that requests name or, with a grammar, to the vocabulary size. Other
+rows cost nothing. Rows do not depend on each other.
 """
 
 import math
@@ -21,7 +21,7 @@ from workers.device import index_on, on_device
 
 
 class TokenCounts:
-    """Number of times that each token occurs in the output; 0 if it occurs only in the prompt."""
+    """Number of times that each token occurs in the output. 0 if it occurs only in the prompt."""
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         counts = Counter(output)
@@ -56,10 +56,10 @@ class GrammarState:
         self._min_tokens = sampling.min_tokens
         self._all = np.ones(vocab_size, dtype=np.bool_)
         self.problem = ""
-        """Reason why no token fits the grammar. Any token is then sampled, and the request fails."""
+        """Reason why no token fits the grammar. If set, any token is sampled and the request fails."""
         self._matcher: Matcher | None = None
         try:
-            assert grammars is not None, "this rank samples no tokens"
+            assert grammars is not None, "this rank does not sample tokens"
             self._matcher = grammars.matcher(sampling.grammar)
         except UserError as error:
             self.problem = f"the grammar cannot be followed: {error}"
@@ -72,8 +72,9 @@ class GrammarState:
     def allowed(self, position: int) -> NDArray[np.bool_]:
         """Return a mask ``[vocab_size]`` of the tokens that can be sampled at this output position.
 
-        A token that ends the answer is allowed once the text is complete, but not before ``min_tokens`` unless no other
-        token is.
+        A token that ends the answer is allowed once the text is complete. Before ``min_tokens``, it is allowed only if
+        no
+        other token is.
         """
         if self._matcher is None or self.problem:
             return self._all
@@ -102,23 +103,23 @@ class GrammarState:
 
 
 Shifts = tuple[NDArray[np.int64], NDArray[np.float32]]
-"""Distinct token ids, and the values added to their logits; -inf forbids a token."""
+"""Distinct token ids, and the values added to their logits. -inf forbids a token."""
 
 
 class SamplingState:
-    """Sampling settings of one request, and the earlier tokens on which they depend."""
+    """Sampling settings of one request, and the earlier tokens on which sampling depends."""
 
     def __init__(self, admit: Admit, vocab_size: int, grammars: Grammars | None = None) -> None:
-        """Build the state; wait for its grammar to be compiled."""
+        """Create the state. Wait until the request's grammar is compiled."""
         self.sampling = sampling = admit.sampling
         output = admit.history[admit.prompt_len :]
         self.asks = sampling.looks_back or bool(sampling.logit_bias or sampling.allowed_ids or sampling.min_tokens)
-        """Whether the request may change logits."""
+        """True if the request may change logits."""
         self._vocab_size = vocab_size
         self._tokens = list(admit.history) if sampling.bad_words else []
         self._bias = _shifts_of(sampling.logit_bias)
         self.allowed = np.array(sorted(sampling.allowed_ids), dtype=np.int64)
-        """Tokens that can be sampled, sorted; empty means all."""
+        """Sorted tokens that can be sampled. Empty means all."""
         self.counts: TokenCounts | None = None
         if sampling.has_penalties:
             prompt = admit.history[: admit.prompt_len] if sampling.repetition_penalty != 1 else []
@@ -139,7 +140,7 @@ class SamplingState:
             self.grammar.append(token_id)
 
     def _banned(self, position: int) -> set[int]:
-        """Return the banned tokens, or none if no other token would be left."""
+        """Return the banned tokens. Return none if no other token would be left."""
         banned = set(self.sampling.ending_ids) if position < self.sampling.min_tokens else set()
         for word in self.sampling.bad_words:
             before = word[:-1]
@@ -157,7 +158,7 @@ Numbers = NDArray[np.float32]
 
 
 def process(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> None:
-    """Change logits ``[num_rows, vocab_size]`` in place. positions: each row's output position."""
+    """Change logits ``[num_rows, vocab_size]`` in place. ``positions`` are the rows' output positions."""
     asking = {row: state for row, state in enumerate(states) if state.asks}
     grammars = {row: state.grammar for row, state in asking.items() if state.grammar is not None}
     before = logits[index_on(list(grammars), logits.device)] if grammars else logits
@@ -179,7 +180,7 @@ def _forbid_others(logits: Tensor, allowed: Mapping[int, NDArray[np.int64]]) -> 
 def _keep_to(logits: Tensor, before: Tensor, grammars: Mapping[int, NDArray[np.bool_]]) -> None:
     """Apply grammars. If a row's other settings forbid all tokens that the grammar allows, only the grammar applies.
 
-    ``before`` are the unchanged logits of the rows with grammars.
+    ``before`` holds the unchanged logits of the rows with grammars.
     """
     if not grammars:
         return

@@ -1,4 +1,4 @@
-"""Size of a worker's page pool: as configured, or the smallest free GPU memory of all ranks."""
+"""Size of a worker's page pool: the configured size, or the smallest free GPU memory of all ranks."""
 
 import logging
 from collections.abc import Callable
@@ -32,16 +32,16 @@ def pool_memory_gib(
     geometry: KvGeometry,
     make_capture: Callable[[], Capture] | None,
 ) -> float:
-    """Return the pool's size in GiB. Every rank of the replica calls this after loading its weights.
+    """Return the pool size in GiB. Every rank of the replica calls this after loading its weights.
 
     ``make_capture`` is given if the rank will capture decode steps.
 
     Raises:
-        UserError: weights, a step, graphs and pages do not fit. The message has the arithmetic.
+        UserError: weights, a step, graphs and pages do not fit. The message shows the arithmetic.
     """
     given = spec.config.kv_memory_gib
     if spec.config.resources.device is Device.CPU:
-        assert given is not None, "a CPU has no memory of its own"
+        assert given is not None, "kv.memory_gib must be set on a CPU"
         return given
     page = PagePool(page_layout(geometry, spec.sizes, spec.coords), device=model.device)
     runner = ModelRunner(model, page, attention, groups.cp, spec.ownership, pipeline=groups.pipeline)
@@ -58,7 +58,7 @@ def _measure(
 ) -> GpuMemory:
     """Measure memory with weights but without a pool. The step's own pages count as activations.
 
-    Graphs are captured over the only page, and later again over the pool, at its own addresses.
+    Graphs are captured over a single page here, and again later over the pool, at its own addresses.
     """
     pool_config = spec.pool
     chunk_len = pool_config.chunk_tokens
@@ -67,7 +67,7 @@ def _measure(
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
-    # The largest step is the last one of the longest prompt, since exchanges between ranks grow with the prefix.
+    # The largest step is the last step of the longest prompt, since exchanges between ranks grow with the prefix.
     for passing in spec.config.prefill.passing.candidates if spec.ownership is KvOwnership.SHARDED else [None]:
         runner.run_dummy(chunk_len, max(longest - chunk_len, 0), spec.config.prefill.strategy.fullest, passing)
     runner.sample_dummy(pool_config.max_requests)
@@ -93,5 +93,5 @@ def _measure(
 
 
 def least_of_all(spec: WorkerSpec, store: ReplicaStore, gib: float) -> float:
-    """Return the smallest size of all ranks, since they all have the same number of pages."""
+    """Return the smallest size of all ranks, since all ranks have the same number of pages."""
     return min(map(float, exchange_at_start(store, "pool_gib", spec.global_rank, spec.world_size, repr(gib))))

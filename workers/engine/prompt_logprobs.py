@@ -1,4 +1,4 @@
-"""Prompt log-probabilities. Each rank scores the tokens it computes, a few at a time."""
+"""Prompt log-probabilities. Each rank scores the tokens that it computes, a few at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 
 _MAX_LOGITS = 2**23
-"""Maximum number of logits in memory at once: 32 MiB."""
+"""Maximum number of logits in memory (32 MiB)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Asked:
     """Prompt log-probabilities requested for one scheduled request."""
 
     scored_ids: Sequence[int]
-    """Prompt tokens to score, each of which follows one of the step's tokens."""
+    """Prompt tokens to score. Each follows one of the step's tokens."""
     num_top: int
 
 
@@ -51,7 +51,7 @@ def prompt_logprobs(
 
 
 def _scores(model: DecoderModel, hidden: Tensor, scored: Tensor, num_top: int) -> Tensor:
-    """Return each scored token's log-probability and rank, then the likeliest tokens and their log-probabilities, as
+    """Return each scored token's log-probability and rank, then the most likely tokens and their log-probabilities, as
     ``[tokens, 2 + 2 * num_top]`` fp32.
 
     Token ids are exact in fp32 up to 2^24. Rows whose ``scored`` is -1 are zero.

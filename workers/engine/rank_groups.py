@@ -1,4 +1,4 @@
-"""Groups that one rank belongs to."""
+"""Groups to which one rank belongs."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +15,9 @@ from workers.parallel.groups import ReplicaStore, exchange_at_start, join_group
 from workers.parallel.model_groups import ModelGroups, Pipeline
 
 COLLECTIVE_TIMEOUT_S = 3600.0
-"""Timeout of collectives once a group is up. A dead peer on a CPU is noticed at once, so this only bounds the wait for
-one that is stopped without being declared lost. Over NCCL, the watch of the waiting rank's loop ends the rank.
+"""Timeout of collectives once a group is ready. On a CPU, a dead peer is noticed immediately, so the timeout only
+bounds
+the wait for a suspended peer. With NCCL, the waiting rank's watchdog ends the rank.
 """
 
 _HEAD_COPIES = "head_copies"
@@ -34,7 +35,7 @@ class RankGroups:
 
     @property
     def all(self) -> tuple[Communicator, ...]:
-        """Return each group once."""
+        """Return all groups, each once."""
         return (self.cp, *self.model.all, *self.pipeline.links, self.head_copies)
 
     def leave(self) -> None:
@@ -71,6 +72,6 @@ def join_groups(spec: WorkerSpec, store: ReplicaStore, model: DecoderConfig) -> 
     copies, num_heads = Communicator(_HEAD_COPIES), [group.num_heads for group in model.kv_groups(model.dtype)]
     if spec.role is Role.DECODE and head_copies(num_heads, spec.sizes.tp) > 1:
         copies = join(_HEAD_COPIES, head_copy_groups(positions(parallel), num_heads))
-    # Otherwise a rank could wait in a collective for one that still waits for a peer in another group.
+    # Otherwise, a rank could wait in a collective for a rank that still waits for a peer in another group.
     exchange_at_start(store, "joined", rank, spec.world_size, "joined")
     return RankGroups(cp, groups, Pipeline(before=links.get(False), after=links.get(True)), copies)

@@ -1,6 +1,6 @@
-"""Attention contexts of ring mode, in which each rank stores the new rows it owns, and the choice of a context.
+"""Attention contexts of ring mode, in which each rank stores the new rows that it owns, and the choice of a context.
 
-With pass-KV, each rank's keys circulate, including cached ones. With pass-Q, queries go to every rank, which returns
+With pass-KV, each rank's keys circulate, including cached keys. With pass-Q, queries go to every rank, which returns
 partials over its part of the prefix.
 """
 
@@ -57,7 +57,7 @@ class PassKvContext(StepContext):
         ring.start()
 
     def _read_prefix(self, layer: int, block: Tensor) -> None:
-        """Read entire pages, which is faster; what follows in the block overwrites the rows beyond a share."""
+        """Read full pages, which is faster. Later writes to the block overwrite the rows beyond a share."""
         begin = 0
         for pages, share in self._prefix_pages:
             self.pool.read_pages(layer, pages, block[begin : begin + len(pages) * self.batch.page_size])
@@ -72,7 +72,7 @@ class PassKvContext(StepContext):
                 yield rows.attend(q, *self.pool.split(layer, block), params)
 
     def _key_runs(self, source: int) -> RankRuns:
-        """Return the key runs in a rank's block. All prefixes precede the new tokens."""
+        """Return the runs of the keys in a rank's block. All prefixes precede the new tokens."""
         shards = self.batch.shards
         shares = self.batch.prefix_shares[source]
         prefixes = tuple(Run(request, 0, share, 1) for request, share in enumerate(shares) if share)
@@ -102,7 +102,7 @@ class PassQContext(StepContext):
 
     @cached_property
     def last_layer(self) -> StepContext:
-        return self  # Its queries are few, and sharded like its keys.
+        return self  # the last layer's queries are few and sharded like its keys
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
         self._k, self._v = k, v

@@ -36,7 +36,7 @@ from workers.parallel.model_groups import Pipeline
 
 _KERNEL_STEPS = [*product((1 << power for power in range(8)), (0, 1024)), (512, 0)]
 """Steps, as (tokens per CP rank, prefix tokens), that compile every attention kernel on a GPU: with every block size,
-with and without partials, and after a prefix or over as many rows of other ranks.
+with and without partials, and after a prefix or over as many rows from other ranks.
 """
 
 
@@ -54,17 +54,17 @@ class ModelRunner:
         pipeline: Pipeline | None = None,
         peer_memory: PeerMemory | None = None,
     ) -> None:
-        """Build the runner. ``grammars`` are for the sampling rank, ``peer_memory`` for ranks that receive pages."""
+        """Create the runner. ``grammars`` are for the sampling rank, ``peer_memory`` for ranks that receive pages."""
         self._peer_memory = peer_memory
         self._graphs: DecodeGraphs | None = None
         self.graph_bytes = 0
         """GPU memory in bytes that captured steps hold."""
         self.why_not_captured = ""
-        """Reason why this decode worker's GPU captures no steps; empty otherwise."""
+        """Reason why this decode worker's GPU captures no steps. Empty if it does."""
         self._not_captured: Counter[str] = Counter()
         self.requests: dict[Room, KnownRequest] = {}
         self._sampling_states: dict[Room, SamplingState] = {}
-        """States on the sampling rank, from each request's first sample on."""
+        """Sampling states by room, on the sampling rank only. Created at a request's first sample."""
         self._owners = cp_group.size if ownership is KvOwnership.SHARDED else 1
         self._null_page = pool.num_pages * self._owners
         self._grammars = grammars
@@ -79,7 +79,7 @@ class ModelRunner:
 
     @property
     def is_sampling_rank(self) -> bool:
-        """Return whether this rank samples tokens. The first rank of the last stage does."""
+        """Return whether this rank samples tokens, as the first rank of the last stage does."""
         return self._pipeline.is_last and self._cp_group.rank == 0 and self._model.groups.tp.rank == 0
 
     def warm_up(self) -> None:
@@ -95,11 +95,11 @@ class ModelRunner:
             warm_up_copies(self._pool)
 
     def _merge_dummy(self) -> None:
-        """Merge every possible number of partials, from a prefix and every rank, which compiles the kernels."""
+        """Merge every possible number of partials, from a prefix and every rank, to compile the kernels."""
         attention, size = self._model.attention, self._cp_group.size
         kinds = [[self._model.dtype] * count for count in range(2, size + 2)]
         if self._owners > 1:
-            # Partials over new rows precede the ones that all ranks send back, which are in fp32.
+            # Partials over new rows precede the partials that all ranks return, which are in fp32.
             kinds += [[self._model.dtype] * count + [torch.float32] * size for count in range(1, size + 1)]
         out = torch.zeros(1, attention.num_heads, attention.value_dim, device=self._model.device)
         for dtypes in kinds if size > 1 else []:
@@ -137,10 +137,10 @@ class ModelRunner:
     def capture_decode(self, most_requests: int, capture: Capture) -> None:
         """Capture decode steps with up to ``most_requests`` requests, and replay them from now on.
 
-        Every rank of the replica calls this. It has one stage and no context parallelism.
+        Every rank of the replica calls this. The replica must have one stage and no context parallelism.
         """
         assert self._cp_group.size == 1, "decode has no context parallelism"
-        assert not self._pipeline.links, "a captured stage cannot wait for other stages"
+        assert not self._pipeline.links, "decode steps cannot be captured with several stages"
 
         @torch.inference_mode()
         def make_graphs() -> None:
@@ -149,7 +149,8 @@ class ModelRunner:
         self.graph_bytes = bytes_taken_by(self._model.device, make_graphs)
 
     def drop_graphs(self) -> None:
-        """Release captured steps, without which no group with captured collectives can be left. No step is replayed
+        """Release captured steps. Groups whose collectives were captured cannot be left before that. No step is
+        replayed
         afterwards.
         """
         if self._graphs is not None:
@@ -157,7 +158,7 @@ class ModelRunner:
 
     @property
     def graph_steps(self) -> dict[str, int]:
-        """Return the number of replayed steps, and of other steps by reason; empty without captures."""
+        """Return the number of replayed steps, and of other steps by reason. Empty without captures."""
         return dict(self._not_captured if self._graphs is None else self._graphs.counts + self._not_captured)
 
     @property
@@ -166,13 +167,13 @@ class ModelRunner:
         return self._model.device.type == "cuda"
 
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
-        """Run a step, and return every sampled request's token on the sampling rank."""
+        """Run a step. Return every sampled request's token on the sampling rank."""
         return self.begin(plan).wait()
 
     def begin(self, plan: StepPlan, load: LayerwiseLoad | None = None, on_stored: OnStored | None = None) -> BegunStep:
         """Start a step, which may use tokens that the previous step has not sampled yet. On a CPU, compute all of it.
 
-        ``load`` is the plan's ``layerwise_load``. ``PagePool.in_step`` explains ``on_stored``, which is not called in
+        ``load`` is the plan's ``layerwise_load``. See ``PagePool.in_step`` for ``on_stored``, which is not called in
         replayed steps.
         """
         self._update_requests(plan)
@@ -211,7 +212,8 @@ class ModelRunner:
             sampled_hidden = context.last_layer.gather_sampled(hidden)
         sampled = [request for request in plan.scheduled if request.samples]
         if not sampled:
-            # Without logits no rank waits for others, but the leader's step must not end before all ranks' writes.
+            # Without logits, ranks do not wait for each other, but the leader's step must not end before all ranks'
+            # writes.
             self._model.groups.tp.all_reduce(torch.zeros(1, device=self._model.device))
         if not sampled or self._cp_group.rank > 0:
             return SampledTokens()
@@ -223,7 +225,7 @@ class ModelRunner:
         return self._sampled
 
     def _replay(self, step: StepInput, *, is_loading: bool) -> torch.Tensor | None:
-        """Return the final hidden states of a captured step; None if the step must be computed."""
+        """Return the final hidden states of a captured step. None if the step must be computed."""
         has_graphs = self._graphs is not None
         reason = "layers on their way" if has_graphs and is_loading else self.why_not_captured
         if reason:
@@ -233,7 +235,7 @@ class ModelRunner:
     def _compute(self, step: StepInput) -> tuple[StepContext, torch.Tensor]:
         """Compute hidden states ``[queries, hidden]`` of this rank's tokens, and the context that joins them.
 
-        A stage before the last one sends its hidden states to the next.
+        A stage other than the last sends its hidden states to the next stage.
         """
         batch = build_step_batch(
             step,

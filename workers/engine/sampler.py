@@ -17,12 +17,12 @@ from workers.engine.logits_processors import SamplingState, process
 _ROUNDING = 1e-4
 """Difference below which fp32 logits are considered equal."""
 _NUM_SETTINGS, _NUM_WHOLE = 7, 3
-"""Number of settings per row, and of leading ones that are integers."""
+"""Number of settings per row, and of leading settings that are integers."""
 _NUM_RANKED = 1024
 """Number of tokens ranked first. Few rows need more to find the end of their top-p."""
 _FRACTION_BITS = 53
 _GREEDY_BELOW = 1e-5
-"""Temperature below which sampling is greedy; dividing by much smaller ones would overflow fp32."""
+"""Temperature below which sampling is greedy. Dividing by much smaller temperatures would overflow fp32."""
 _STEP, _FIRST_FACTOR, _SECOND_FACTOR = (
     bits - (1 << 64) for bits in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -34,10 +34,10 @@ _CACHED = 1 << 16
 
 
 class DrawSettings:
-    """Sampling settings as columns ``[num_rows]`` of one table, which is copied to a GPU at once."""
+    """Sampling settings as columns ``[num_rows]`` of one table, which needs only one copy to a GPU."""
 
     def __init__(self, table: Tensor) -> None:
-        """Wrap ``table [settings, num_rows]`` int64, whose last rows hold the bits of fp64 numbers."""
+        """Wrap ``table [settings, num_rows]`` int64. Its last rows hold the bits of fp64 numbers."""
         self._table = table
         self.indices, self.keys, self.top_k = table[:_NUM_WHOLE]
         """int64 columns: index among the step's rows, sampling key, and number of tokens to keep, at least 1."""
@@ -53,7 +53,7 @@ class DrawSettings:
         vocab_size: int,
         device: torch.device,
     ) -> "DrawSettings":
-        """Build the settings of rows with temperatures above zero; ``positions`` are output positions."""
+        """Build the settings of rows whose temperature is above zero. ``positions`` are output positions."""
         table = np.empty((_NUM_SETTINGS, len(rows)), np.int64)
         table[0] = indices
         table[1] = [key_of(row.seed, position) for row, position in zip(rows, positions, strict=True)]
@@ -70,10 +70,10 @@ class DrawSettings:
 
 
 def keep_likeliest(scores: Tensor, settings: DrawSettings) -> Tensor:
-    """Return scores with -inf outside the top-k, then outside the smallest set with mass top-p.
+    """Return scores with -inf outside the top-k, and then outside the smallest set with mass top-p.
 
-    Tokens equal to the last one kept are kept too, so that the sample depends neither on their order nor on rounding,
-    which may depend on the other rows of the batch.
+    Tokens that are equal to the last token kept are kept too, so that the sample does not depend on their order or on
+    rounding, which may depend on the other rows of the batch.
     """
     vocab_size = scores.shape[-1]
     top_k, top_p = settings.top_k, settings.top_p
@@ -90,10 +90,10 @@ def keep_likeliest(scores: Tensor, settings: DrawSettings) -> Tensor:
 
 
 def ranked_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
-    """Return each row's lowest score to keep, and whether ranking ``num_ranked`` tokens was enough to find it; both
+    """Return each row's lowest score to keep, and whether ranking ``num_ranked`` tokens was enough to find it. Both are
     ``[num_rows]``.
 
-    The likeliest score is 0. For each row, ``top_k`` is int64 and at least 1, and ``top_p`` is fp64.
+    The most likely token's score is 0. For each row, ``top_k`` is int64 and at least 1, and ``top_p`` is fp64.
     """
     top_k, top_p = top_k[:, None], top_p[:, None]
     ranked = scores.topk(num_ranked, dim=-1).values
@@ -111,7 +111,7 @@ def ranked_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, num_ranked: int
 
 
 def key_of(seed: int, position: int) -> int:
-    """Return a signed 64-bit key that depends only on the arguments, on every machine."""
+    """Return a signed 64-bit key that depends only on the arguments and is the same on every machine."""
     digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -121,9 +121,9 @@ def win_race(weights: Tensor, keys: Tensor) -> Tensor:
 
     weights: ``[num_rows, vocab_size]`` fp32, 0 for tokens that cannot be sampled. keys: ``[num_rows]`` int64.
 
-    Each token gets an exponential time divided by its weight, and the earliest one wins (the Gumbel-max trick;
+    Each token gets an exponential time divided by its weight, and the earliest token wins (the Gumbel-max trick;
     Maddison, Tarlow and Minka, 2014). If rounding changes the weights slightly, as after a handoff, the winner changes
-    with a probability of that order. With inverse transform sampling, the changes would add up over all tokens.
+    with a similarly small probability. With inverse transform sampling, the changes would add up over all tokens.
     """
     if has_kernels(weights):
         from workers.kernels import sampling
@@ -168,23 +168,23 @@ def _shift(bits: Tensor, count: int, shifted: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PendingSamples:
-    """Sampled tokens, one per row; on a GPU they may still be in flight."""
+    """Sampled tokens, one per row. On a GPU, they may still be in flight."""
 
     token_ids: Tensor
     """``[num_rows]`` int64, on the logits' device."""
     _states: Sequence[SamplingState]
     _num_top: Mapping[int, int]
-    """Number of likeliest tokens to report, by row that requests them."""
+    """Number of most likely tokens to report, by row. Only for rows that request them."""
     _arriving: Arriving
     """Sampled tokens in transit, with log-probabilities if any row requests them."""
 
     @property
     def is_there(self) -> bool:
-        """Return whether `wait` would not block."""
+        """Return whether `wait` would return immediately."""
         return self._arriving.is_there
 
     def wait(self) -> list[Sampled]:
-        """Wait for the tokens and append them to the rows' states; call once."""
+        """Wait for the tokens and append them to the rows' states. Call this only once."""
         token_ids, *likelihoods = (part.tolist() for part in self._arriving.wait())
         reported = {
             row: TokenLogprobs(logprob=own, top_ids=ids[:num_top], top_logprobs=top[:num_top])
@@ -200,9 +200,9 @@ def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Seq
     """Start sampling one token per row.
 
     Args:
-        logits: fp32 [num_rows, vocab_size] from the model; changed in place.
-        states: States by row.
-        positions: Output positions by row, 0 for the first generated token.
+        logits: fp32 [num_rows, vocab_size] from the model, changed in place.
+        states: sampling states by row.
+        positions: output positions by row, 0 for the first generated token.
     """
     assert logits.shape[0] == len(states) == len(positions)
     asked = {index: num for index, state in enumerate(states) if (num := state.sampling.num_logprobs) is not None}
@@ -211,7 +211,7 @@ def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Seq
     process(logits, states, positions)
     token_ids = draw(logits, [state.sampling for state in states], positions)
     likelihoods = _likelihoods(unprocessed, token_ids[of_asked], max(asked.values())) if of_asked is not None else ()
-    # The copy to the host starts now, since the next step may start before anyone waits for this one.
+    # Start the copy to the host now, since the next step may start before anyone waits for this one.
     return PendingSamples(token_ids, states, asked, Arriving(token_ids, *likelihoods))
 
 
@@ -226,8 +226,8 @@ def _sampled(state: SamplingState, token_id: int, logprobs: TokenLogprobs | None
 def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     """Sample one token id per row, ``[num_rows]`` int64.
 
-    With a temperature below 1e-5 or a top-k of 1, this is the likeliest token (the first of equals). Otherwise
-    temperature, top-k, top-p and min-p apply in this order, each to the tokens that are left.
+    With a temperature below 1e-5 or a top-k of 1, this is the most likely token (the first if several are equal).
+    Otherwise temperature, top-k, top-p and min-p apply in this order, each to the remaining tokens.
     """
     drawn = [index for index, row in enumerate(rows) if row.temperature >= _GREEDY_BELOW and row.top_k != 1]
     if not drawn:
@@ -244,14 +244,14 @@ def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> 
 
 
 def _likelihoods(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probability of one token per row, those of the row's likeliest tokens, and these tokens."""
+    """Return the log-probability of one token per row, those of the row's most likely tokens, and these tokens."""
     logprobs = logits.log_softmax(dim=-1)
     top = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
     return logprobs.gather(-1, token_ids[:, None]).squeeze(-1), top.values, top.indices
 
 
 def _weights(logits: Tensor, rows: Sequence[Sampling], settings: DrawSettings) -> Tensor:
-    """Return unnormalized probabilities after temperature and filters; 0 for excluded tokens."""
+    """Return unnormalized probabilities after temperature and filters. Excluded tokens have 0."""
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / settings.temperature.to(logits.dtype)[:, None]
     limited = [index for index, row in enumerate(rows) if row.top_k > 0 or row.top_p < 1]
     if len(limited) == len(rows):

@@ -1,6 +1,6 @@
 """State of announced requests and of started steps on one rank.
 
-A step may use tokens that the previous step samples before the host reads them.
+A step may use tokens that the previous step has sampled but the host has not read yet.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class PageTable:
         self._len = 0
 
     def extend(self, pages: Sequence[int], null_page: int) -> None:
-        """Append pages; the null page replaces pages that no token of this request will see."""
+        """Append pages. The null page replaces pages that no token of this request will see."""
         end = self._len + len(pages)
         if end > len(self._pages):
             self._pages = np.concatenate([self._pages, np.empty(max(end, len(self._pages)), dtype=np.int64)])
@@ -41,15 +41,15 @@ class PageTable:
 
     @property
     def all(self) -> NDArray[np.int64]:
-        """Return all pages so far. Later calls of ``extend`` do not change the result."""
+        """Return all pages so far. Later calls to ``extend`` do not change the result."""
         return self._pages[: self._len]
 
 
 class KnownRequest(Admit, frozen=True, kw_only=True):
-    """Announced request with the state that a rank adds."""
+    """Announced request, with the state that a rank adds."""
 
     tables: list[PageTable]
-    """Page tables by lifetime; page p of a sharded pool is page p // cp of CP rank p mod cp."""
+    """Page tables by lifetime. In a sharded pool, page p is page p // cp of CP rank p % cp."""
     prompt_logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     """Log-probabilities of the prompt so far, until the first sample."""
 
@@ -64,7 +64,7 @@ class KnownRequest(Admit, frozen=True, kw_only=True):
 
 
 class PreviousTokens(NamedTuple):
-    """Tokens sampled by the previous step that are inputs of this one."""
+    """Tokens sampled by the previous step that are inputs of this step."""
 
     indices: Tensor
     """Indices in the flattened batch, int64."""
@@ -77,16 +77,16 @@ class PreviousTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Sampled tokens of a step; empty on a rank that samples none."""
+    """Sampled tokens of a step. Empty on a rank that does not sample."""
 
     rooms: Sequence[Room] = ()
     pending: PendingSamples | None = None
-    """Samples in the order of ``rooms``; None if another TP rank samples."""
+    """Samples in the order of ``rooms``. None if another TP rank samples."""
     prompt_logprobs: Mapping[Room, list[TokenLogprobs]] = field(default_factory=dict)
     """Prompt log-probabilities to report with each token."""
 
     def wait(self) -> dict[Room, Sampled]:
-        """Wait for every sampled request's token; call once."""
+        """Wait for every sampled request's token. Call this only once."""
         sampled = dict(zip(self.rooms, self.pending.wait(), strict=True)) if self.pending is not None else {}
         reported = {
             room: replace(sampled[room], prompt_logprobs=reported) for room, reported in self.prompt_logprobs.items()
@@ -96,7 +96,7 @@ class SampledTokens:
     def input_of(
         self, scheduled: Sequence[ScheduledRequest], tp: Communicator, device: torch.device
     ) -> PreviousTokens | None:
-        """Return this step's tokens that are inputs of the next one, if there are any. Every TP rank calls this."""
+        """Return this step's tokens that are inputs of the next step, if any. Every TP rank calls this."""
         if not self.rooms or not any(request.input_from_previous_step for request in scheduled):
             return None
         if self.pending is not None:
@@ -117,21 +117,21 @@ class SampledTokens:
 
 class BegunStep(NamedTuple):
     requests: Mapping[Room, KnownRequest]
-    """Requests in the step, some of which the next step may release before this one ends."""
+    """Requests in the step. The next step may release some of them before this step ends."""
     sampled_tokens: SampledTokens
     end: Event | None = None
 
     @property
     def is_over(self) -> bool:
-        """Return whether `wait` would not block."""
+        """Return whether `wait` would return immediately."""
         if self.end is not None:
             return bool(self.end.query())  # type: ignore[no-untyped-call]
         return self.sampled_tokens.pending is None or self.sampled_tokens.pending.is_there
 
     def wait(self) -> dict[Room, Sampled]:
-        """Wait until the step and its KV writes are complete; call once.
+        """Wait until the step and its KV writes are complete. Call this only once.
 
-        Returns every sampled request's token on the sampling rank, and nothing on others.
+        Returns every sampled request's token on the sampling rank, and nothing on other ranks.
         """
         sampled = self.sampled_tokens.wait()
         if self.end is not None:

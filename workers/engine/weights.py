@@ -1,4 +1,4 @@
-"""Model weights: a rank's shards of a folder's safetensors, or random ones."""
+"""Model weights: a rank's shards of a folder's safetensors files, or random weights."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -24,7 +24,7 @@ NAMES_SHOWN = 8
 
 
 class CheckpointError(UserError):
-    """Checkpoint whose files are missing, damaged, or do not fit its config.json. The message names them."""
+    """Checkpoint with files that are missing, damaged, or inconsistent with its config.json. The message names them."""
 
 
 def load_model(
@@ -37,12 +37,12 @@ def load_model(
     """Load a rank's part of the model in a folder, one tensor at a time.
 
     Args:
-        dtype: Number format; None means the checkpoint's own.
-        device: Device of the weights; None means the CPU.
-        groups: Ranks that share the model; None means that this rank loads all of it.
+        dtype: number format. None selects the checkpoint's own.
+        device: device of the weights. None selects the CPU.
+        groups: ranks that share the model. If None, this rank loads all of it.
 
     Raises:
-        UnsupportedModelError: the engine cannot run the model, or not on so many ranks.
+        UnsupportedModelError: the engine cannot run the model, or cannot divide it among these ranks.
         CheckpointError: tensors are missing, unexpected or have the wrong shape. The message names them.
     """
     config = read_model_config(folder)
@@ -57,7 +57,7 @@ def load_model(
 
 
 def allocate(model: DecoderModel, dtype: torch.dtype, device: torch.device) -> None:
-    """Give memory to a model that was built on the meta device.
+    """Allocate memory for a model that was built on the meta device.
 
     Unlike ``to_empty``, this does not make torch import sympy, which takes a second.
     """
@@ -83,7 +83,7 @@ class StoredTensor:
 def _fill(model: DecoderModel, config: DecoderConfig, folder: Path) -> None:
     expected, stored, copies = model.weights(), stored_tensors(folder), config.copies
     others = {name for name in stored.keys() - expected if name not in copies and not config.is_ignored(name)}
-    # Names of other ranks' weights are computed only if needed.
+    # Compute the names of other ranks' weights only if needed.
     elsewhere = others and others & _all_names(config)
     _check_fit(folder, expected, stored, unexpected=others - elsewhere)
     for file in sorted({tensor.file for tensor in stored.values()}):
@@ -119,16 +119,16 @@ def _weight_files(folder: Path) -> list[Path]:
     if single.exists():
         return [single]
     if not index.exists():
-        raise CheckpointError(f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+        raise CheckpointError(f"{folder} contains no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
     try:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         present = {path.name for path in folder.iterdir()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
-    # Names with a directory in them are not allowed.
+    # Names that contain a directory are not allowed.
     absent = [str(shard) for shard in shards if shard not in present]
     if absent:
-        raise CheckpointError(f"{folder} lacks files that {INDEX_FILE} names: {_shortened(absent)}")
+        raise CheckpointError(f"{folder} lacks files listed in {INDEX_FILE}: {_shortened(absent)}")
     return [folder / shard for shard in shards]
 
 
@@ -168,7 +168,7 @@ def _shortened(names: Collection[str]) -> str:
 
 
 def random_model(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> DecoderModel:
-    """Build a model, not yet packed, with norms of one and random weights, the same in every process.
+    """Build an unpacked model with norms of one and random weights, which are the same in every process.
 
     Products keep the scale of their inputs, so that attention is selective at any width.
     """

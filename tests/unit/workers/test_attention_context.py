@@ -81,7 +81,7 @@ def test_no_rows_make_an_empty_batch() -> None:
 
 
 def test_too_few_pages_are_our_own_bug() -> None:
-    with pytest.raises(AssertionError, match="request 0 has 1 pages and needs 2"):
+    with pytest.raises(AssertionError, match="request 0 has 1 pages but needs 2"):
         build([Request([1, 2], 3, [0], samples=True)], Strategy.NONE, 1, 0)
 
 

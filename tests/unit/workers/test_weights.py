@@ -216,7 +216,7 @@ def test_damaged_absent_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is damaged"):
         load_model(folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="holds no weights"):
+    with pytest.raises(CheckpointError, match="contains no weights"):
         load_model(folder)
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="not an index"):
