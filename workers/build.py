@@ -152,7 +152,7 @@ def make_kv_sender(
     return KvSender(
         prefill=Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address),
         row=rows[spec.global_rank],
-        pool=rank.memory.region.buffer,
+        region=rank.memory.region.buffer,
         config=spec.config.transfer.model_copy(update={"verify": spec.config.verify_by()}),
         outbox=outbox,
         start_writer=partial(SenderThread, rank.backend, rank.memory.region, on_failure=on_failure),

@@ -83,12 +83,12 @@ class Worker:
     def run(self, rows: list[RankRow]) -> None:
         """Work until Shutdown, or raise the error that ended this rank. ``rows`` are all ranks' rows in order."""
         assert self._rank is not None, "run before load"
-        own, pool = rows[self.spec.global_rank], self._rank.memory.region.buffer
+        own, region = rows[self.spec.global_rank], self._rank.memory.region.buffer
         tiers = make_tier_worker(self.spec, self._rank, rows, partial(Outbox, self._key))
         with (
             closing(Outbox(self._key)) as outbox,
             closing(tiers) if tiers is not None else nullcontext(),
-            closing(PageChecker(own, pool, rows[0].address, Outbox(self._key), self._fail)) as checker,
+            closing(PageChecker(own, region, rows[0].address, Outbox(self._key), self._fail)) as checker,
             closing(make_kv_sender(self.spec, self._rank, rows, Outbox(self._key), self._fail)) as sender,
         ):
             try:

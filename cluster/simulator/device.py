@@ -40,7 +40,7 @@ class VirtualDevice:
     def begin(self, plan: StepPlan) -> Callable[[int], None] | None:
         """Send cached pages. Return the callback for each layer that the step has stored, if one is needed."""
         self._sender.before_step(plan)
-        on_stored = self._sender.during_step(plan, self._known)
+        on_stored = self._sender.layer_callback(plan, self._known)
         for room in plan.releases:
             self._known.pop(room, None)
         for admit in plan.admits:

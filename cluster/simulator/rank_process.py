@@ -58,7 +58,7 @@ class RankProcess(Process):
         self.sender = KvSender(
             prefill=leader,
             row=row,
-            pool=memoryview(self.memory.pool),
+            region=memoryview(self.memory.pool),
             config=TransferConfig(mode=shape.mode, verify=shape.verify),
             outbox=self,
             start_writer=partial(VirtualWriter, around, self.memory, self.when_running),

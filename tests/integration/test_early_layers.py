@@ -107,7 +107,7 @@ def chunk(admit: Admit, first_page: int, num_pages: int) -> StepPlan:
 @contextmanager
 def step(case: Case, plan: StepPlan) -> Iterator[Callable[[int], None]]:
     case.sender.before_step(plan)
-    told = case.sender.during_step(plan, case.known)
+    told = case.sender.layer_callback(plan, case.known)
     assert told is not None
     yield told
     case.sender.after_step(plan, case.known)

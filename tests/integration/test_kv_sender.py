@@ -132,7 +132,7 @@ def sender_of(
     return KvSender(
         prefill=prefill,
         row=mine,
-        pool=source.buffer,
+        region=source.buffer,
         config=TransferConfig(verify=verify),
         outbox=Outbox(),
         start_writer=partial(SenderThread, backend, source, on_failure=_fail),

@@ -18,7 +18,7 @@ from transfer.receiver_session import ReceiverSession
 from transfer.sender_thread import SendJob, Write
 from workers.cache.page_allocator import Demand, PageAllocator
 from workers.cache.page_lists import Lifetimes
-from workers.handoff.kv_sender import KvSender, SentRequest, _Transfer
+from workers.handoff.kv_sender import KvSender, OutgoingRequest, _Transfer
 from workers.hicache.copier import Copier
 from workers.hicache.tiers import HostLoader
 from workers.memory.layerwise_load import LayerwiseLoad
@@ -40,7 +40,7 @@ def send_layers_before_they_are_computed(patch: Patch) -> None:
     """A layer counts as stored as soon as the preceding layer is."""
     on_stored = KvSender._on_stored
 
-    def one_early(self: KvSender, plan: StepPlan, requests: Mapping[Room, SentRequest], layer: int) -> None:
+    def one_early(self: KvSender, plan: StepPlan, requests: Mapping[Room, OutgoingRequest], layer: int) -> None:
         if layer + 1 < self._row.layout.num_layers:
             on_stored(self, plan, requests, layer + 1)
 
@@ -108,7 +108,7 @@ def report_drained_at_once(patch: Patch) -> None:
 
 def begin_again_after_a_failure(patch: Patch) -> None:
     """A failed transfer restarts with the next layers."""
-    patch.setattr(KvSender, "_is_sent", lambda _self, admit: admit.destination is not None)
+    patch.setattr(KvSender, "_is_outgoing", lambda _self, admit: admit.destination is not None)
 
 
 def read_layers_before_they_are_loaded(patch: Patch) -> None:

@@ -11,7 +11,7 @@ from workers.device import on_device
 from workers.parallel.collectives import Communicator, Pending
 
 
-class Gathered:
+class PendingGather:
     """Rows of all ranks in transit, in gathered order."""
 
     def __init__(self, rows: Tensor, plan: ShardPlan, pending: Pending | None) -> None:
@@ -42,20 +42,20 @@ class RowGather:
         self.group = group
         self._rows: Tensor | None = None
 
-    def start(self, plan: ShardPlan, *parts: Tensor) -> Gathered:
+    def start(self, plan: ShardPlan, *parts: Tensor) -> PendingGather:
         """Send this rank's rows, the concatenation of ``parts [tokens, heads, dim]``: ``[tokens, heads, sum of dims]``.
 
         The result is valid until the next call.
         """
         if plan.replicated:
-            return Gathered(torch.cat(parts, dim=-1), plan, None)
+            return PendingGather(torch.cat(parts, dim=-1), plan, None)
         assert plan.cp == self.group.size, f"the plan is for {plan.cp} ranks, the group has {self.group.size}"
         row_shape = (parts[0].shape[1], sum(part.shape[-1] for part in parts))
         self._rows = _at_least(self._rows, plan.cp * plan.padded_len, row_shape, parts[0])
         rows = self._rows[: plan.cp * plan.padded_len]
         mine = rows[self.group.rank * plan.padded_len :][: plan.padded_len]
         torch.cat(parts, dim=-1, out=mine[: len(parts[0])])
-        return Gathered(rows, plan, self.group.start_all_gather(rows, mine))
+        return PendingGather(rows, plan, self.group.start_all_gather(rows, mine))
 
 
 class Ring:

@@ -15,7 +15,7 @@ from torch import Tensor
 from workers.attention.interface import AttentionBackend, AttentionParams, RowAttention
 from workers.attention.merge import Partial, merge
 from workers.attention.runs import Run, sees_any
-from workers.context_parallel.exchange import Gathered, Ring, RowGather, gather_rows
+from workers.context_parallel.exchange import PendingGather, Ring, RowGather, gather_rows
 from workers.device import index_on
 from workers.engine.batch import StepBatch
 from workers.kernels.elementwise import KvSlots
@@ -110,7 +110,7 @@ class PagedContext(StepContext):
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
         self._attention = [backend.prepare(batch.runs, pages.tables, batch.page_size) for pages in batch.pages]
-        self._gathered: Gathered | None = None
+        self._gathered: PendingGather | None = None
 
     def kv_slots(self, layer: int) -> KvSlots | None:
         slots = self.batch.pages[self.pool.lifetime_of(layer)].slots

@@ -52,7 +52,7 @@ class _Transfer:
     """Number of layers already sent of the pages that the current step completes."""
 
 
-class SentRequest(Protocol):
+class OutgoingRequest(Protocol):
     """Request to send, with its pages on this rank."""
 
     @property
@@ -73,7 +73,7 @@ class KvSender:
         *,
         prefill: Peer,
         row: RankRow,
-        pool: memoryview,
+        region: memoryview,
         config: TransferConfig,
         outbox: Post,
         start_writer: Callable[[Callable[[Outcome], None]], SpanWriter],
@@ -85,7 +85,7 @@ class KvSender:
 
         Args:
             prefill: replica of this rank. Its leader receives the reports.
-            pool: memory that holds this rank's pages.
+            region: memory that holds this rank's pages.
             memory: publishes computed pages to peers before they are sent. None if peers can read computed pages
                 directly.
             least_span_bytes: smallest span worth sending before a step ends.
@@ -93,7 +93,7 @@ class KvSender:
         """
         self._prefill = prefill
         self._row = row
-        self._pool = pool
+        self._region = region
         self._config = config
         self._recorder = recorder or Recorder()
         self._memory = memory
@@ -117,14 +117,14 @@ class KvSender:
         """Send the cached pages of requests that start in this step, while the step computes."""
         if plan.layerwise_load is not None:
             return  # the cached pages are not loaded yet
-        admits = {admit.room: admit for admit in plan.admits if self._is_sent(admit)}
+        admits = {admit.room: admit for admit in plan.admits if self._is_outgoing(admit)}
         with self._lock:
             for scheduled in plan.scheduled:
                 if scheduled.room in admits and scheduled.first_position:
                     transfer = self._transfer(admits[scheduled.room])
                     self._send(transfer, transfer.session.advance(scheduled.new_pages, scheduled.first_position))
 
-    def during_step(self, plan: StepPlan, requests: Mapping[Room, SentRequest]) -> Callable[[int], None] | None:
+    def layer_callback(self, plan: StepPlan, requests: Mapping[Room, OutgoingRequest]) -> Callable[[int], None] | None:
         """Return a callback for each layer that the step has stored. None if no layer is sent before the step ends.
 
         Only prompts that end with this step are sent early. Other prompts' pages are sent while the next step computes.
@@ -133,36 +133,36 @@ class KvSender:
             return None
         return partial(self._on_stored, plan, requests)
 
-    def _on_stored(self, plan: StepPlan, requests: Mapping[Room, SentRequest], layer: int) -> None:
+    def _on_stored(self, plan: StepPlan, requests: Mapping[Room, OutgoingRequest], layer: int) -> None:
         if layer + 1 not in self._early_ends:
             return
         with self._lock:
-            for transfer, request, num_computed in self._sent(plan, requests):
+            for transfer, request, num_computed in self._outgoing(plan, requests):
                 if num_computed == transfer.session.destination.num_tokens:
                     self._send(transfer, transfer.session.rest(request.pages), layer + 1)
 
-    def after_step(self, plan: StepPlan, requests: Mapping[Room, SentRequest]) -> None:
+    def after_step(self, plan: StepPlan, requests: Mapping[Room, OutgoingRequest]) -> None:
         """Send the pages that this step completed, except layers that were sent during the step."""
         with self._lock:
-            for transfer, request, num_computed in self._sent(plan, requests):
+            for transfer, request, num_computed in self._outgoing(plan, requests):
                 self._send(transfer, transfer.session.advance(request.pages, num_computed))
                 self._end_if_over(transfer.session)
             self._failed.difference_update(plan.releases)
 
-    def _sent(
-        self, plan: StepPlan, requests: Mapping[Room, SentRequest]
-    ) -> Iterator[tuple[_Transfer, SentRequest, int]]:
+    def _outgoing(
+        self, plan: StepPlan, requests: Mapping[Room, OutgoingRequest]
+    ) -> Iterator[tuple[_Transfer, OutgoingRequest, int]]:
         """Yield the transfer, request and computed tokens of each scheduled request whose KV is sent."""
         for scheduled in plan.scheduled:
             request = requests[scheduled.room]
-            if self._is_sent(request):
+            if self._is_outgoing(request):
                 yield self._transfer(request), request, scheduled.first_position + len(scheduled.token_ids)
 
-    def _is_sent(self, admit: Admit | SentRequest) -> bool:
+    def _is_outgoing(self, admit: Admit | OutgoingRequest) -> bool:
         """Return whether a request's KV is sent. A failed transfer must not restart with the prompt's next chunk."""
         return admit.destination is not None and admit.room not in self._failed
 
-    def _transfer(self, admit: Admit | SentRequest) -> _Transfer:
+    def _transfer(self, admit: Admit | OutgoingRequest) -> _Transfer:
         """Return the request's transfer. Open it if necessary."""
         row, mode, destination = self._row, self._config.mode, admit.destination
         assert destination is not None
@@ -243,7 +243,7 @@ class KvSender:
         if not is_complete or self._config.verify is not Verify.DIGEST:
             return writes, []
         return writes, [
-            digest_pages(self._pool, replace(source, layers=None), rank.global_rank, target)
+            digest_pages(self._region, replace(source, layers=None), rank.global_rank, target)
             for rank, source, target in parts
         ]
 

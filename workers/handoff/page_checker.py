@@ -16,14 +16,14 @@ class PageChecker:
     def __init__(
         self,
         row: RankRow,
-        pool: memoryview,
+        region: memoryview,
         leader_address: str,
         outbox: Post,
         on_failure: Callable[[Exception], None],
     ) -> None:
         """Take ownership of the outbox, and start the thread. ``on_failure`` is called with the error that ends it."""
         self._row = row
-        self._pool = pool
+        self._region = region
         self._leader_address = leader_address
         self._outbox = outbox
         self._on_failure = on_failure
@@ -43,7 +43,7 @@ class PageChecker:
     def _run(self) -> None:
         try:
             while (message := self._queue.get()) is not None:
-                wrong = wrong_pages(self._pool, self._row.layout, message.digests)
+                wrong = wrong_pages(self._region, self._row.layout, message.digests)
                 answer = PagesChecked(room=message.room, rank=self._row.global_rank, wrong=wrong)
                 send_if_heard(self._outbox, self._leader_address, answer)
         except Exception as error:  # a rank that cannot check pages must end

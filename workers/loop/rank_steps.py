@@ -62,7 +62,7 @@ class RankSteps:
             load = self._tiers.submit_layerwise(plan.layerwise_load)
         with self._rank.step_recorder.step(plan):
             runner = self._rank.runner
-            on_stored = self._sender.during_step(plan, runner.requests)
+            on_stored = self._sender.layer_callback(plan, runner.requests)
             self._begun.append((plan, runner.begin(plan, load, on_stored), start_s))
         self._heartbeat.at(BETWEEN_STEPS)
 

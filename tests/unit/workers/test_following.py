@@ -54,7 +54,7 @@ class Rank:
             step_recorder=SimpleNamespace(step=lambda _: nullcontext()),
         )
         nothing = lambda *_: None  # noqa: E731
-        sender: Any = SimpleNamespace(before_step=nothing, during_step=nothing, after_step=nothing)
+        sender: Any = SimpleNamespace(before_step=nothing, layer_callback=nothing, after_step=nothing)
         nobody: Any = None
         spec: Any = SimpleNamespace(coords=SimpleNamespace(dp=0))
         with patch.object(leader_link, "step_reports", lambda *_: reports):

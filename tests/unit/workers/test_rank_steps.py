@@ -53,7 +53,7 @@ class FakeParts:
         yield
         self._note("recorded to", plan.step)
 
-    def during_step(self, _plan: StepPlan, requests: object) -> str:
+    def layer_callback(self, _plan: StepPlan, requests: object) -> str:
         assert requests is self.requests
         return LAYERS
 
