@@ -30,7 +30,7 @@ from workers.scheduler.leader import DpLeader
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillSettings
 from workers.scheduler.replica_leader import ReplicaLeader
-from workers.scheduler.steps import StepLimits, StepScheduler
+from workers.scheduler.step_scheduler import StepLimits, StepScheduler
 
 
 def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
@@ -98,8 +98,8 @@ def _make_decode_leader(
         verify=config.verify_by(),
         settle_s=rank.backend.settle_s,
     )
-    steps = StepScheduler(allocator, limits, undivided, tiers=tiers)
-    return DecodeLeader(settings, steps, allocator, rank.step_recorder.recorder, tiers)
+    scheduler = StepScheduler(allocator, limits, undivided, tiers=tiers)
+    return DecodeLeader(settings, scheduler, allocator, rank.step_recorder.recorder, tiers)
 
 
 def _make_prefill_leader(
@@ -130,8 +130,8 @@ def _make_prefill_leader(
         settle_s=rank.backend.settle_s,
     )
     chunk = even_chunk(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens, spec.sizes.pp)
-    steps = StepScheduler(allocator, limits, choose, chunk, tiers=tiers)
-    return PrefillLeader(settings, steps, allocator, rank.step_recorder.recorder, tiers)
+    scheduler = StepScheduler(allocator, limits, choose, chunk, tiers=tiers)
+    return PrefillLeader(settings, scheduler, allocator, rank.step_recorder.recorder, tiers)
 
 
 def make_tier_worker(

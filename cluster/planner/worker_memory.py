@@ -141,7 +141,7 @@ def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, po
         pages=pool_gib,
         cached=config.hicache.host_gib if config.kv.prefix_cache else 0.0,
         lent=storage.lent_gib if is_store else 0.0,
-        passing=STORE_CLIENT_BYTES / GIB if is_store else 0.0,
+        in_transit=STORE_CLIENT_BYTES / GIB if is_store else 0.0,
     )
 
 

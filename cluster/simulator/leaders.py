@@ -24,7 +24,7 @@ from workers.scheduler.decode_request import DecodeSettings
 from workers.scheduler.leader import DpLeader
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillSettings
-from workers.scheduler.steps import StepLimits, StepScheduler
+from workers.scheduler.step_scheduler import StepLimits, StepScheduler
 
 _BYTE = "float8_e4m3fn"
 MAX_REQUESTS = 4
@@ -129,8 +129,8 @@ def _make_decode_leader(
         verify=shape.verify,
         settle_s=shape.settle_s,
     )
-    steps = StepScheduler(allocator, _limits(around, rows[0]), undivided, tiers=tiers)
-    return DecodeLeader(settings, steps, allocator, tiers=tiers)
+    scheduler = StepScheduler(allocator, _limits(around, rows[0]), undivided, tiers=tiers)
+    return DecodeLeader(settings, scheduler, allocator, tiers=tiers)
 
 
 def _make_prefill_leader(
@@ -147,5 +147,5 @@ def _make_prefill_leader(
         ticket_timeout_s=TICKET_TIMEOUT_S,
         settle_s=around.shape.settle_s,
     )
-    steps = StepScheduler(allocator, _limits(around, own[0]), choose, tiers=tiers)
-    return PrefillLeader(settings, steps, allocator, tiers=tiers)
+    scheduler = StepScheduler(allocator, _limits(around, own[0]), choose, tiers=tiers)
+    return PrefillLeader(settings, scheduler, allocator, tiers=tiers)

@@ -136,7 +136,7 @@ class RankProcess(Process):
 
     def _start(self, plan: StepPlan) -> None:
         """Compute layers in parts. Others can observe the end of each part."""
-        self.device.take_copies(plan.arrived, [mate.memory for mate in self.mates])
+        self.device.take_copies(plan.received_pages, [mate.memory for mate in self.mates])
         layout = self.row.layout
         job = plan.layerwise_load
         self._layerwise_load = self.tier_worker.submit_layerwise(job) if job is not None else None

@@ -103,12 +103,12 @@ class HostMemory:
     """Value of ``hicache.host_gib``."""
     lent: float
     """Value of ``hicache.storage.lent_gib``."""
-    passing: float
+    in_transit: float
     """Buffers of a Mooncake Store client for objects in transit."""
 
     @property
     def total(self) -> float:
-        return self.weights + self.pages + self.cached + self.lent + self.passing
+        return self.weights + self.pages + self.cached + self.lent + self.in_transit
 
     def __str__(self) -> str:
         parts = {
@@ -116,6 +116,6 @@ class HostMemory:
             "for pages": self.pages,
             "for cached pages": self.cached,
             "lent to storage": self.lent,
-            "for data in transit to and from storage": self.passing,
+            "for data in transit to and from storage": self.in_transit,
         }
         return f"{self.total:.3g} GiB: " + ", ".join(f"{gib:.3g} {name}" for name, gib in parts.items() if gib)

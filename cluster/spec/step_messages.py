@@ -81,7 +81,7 @@ class StepPlan(Tagged, frozen=True):
     scheduled: list[ScheduledRequest]
     releases: list[Room]
     """Requests to forget before this step."""
-    arrived: list[int] = []
+    received_pages: list[int] = []
     """Pages received from prefill since the last plan, which ranks make readable before the step."""
     layerwise_load: TierJob | None = None
     """Load of the only request's cached pages from host memory, layer by layer during the step."""

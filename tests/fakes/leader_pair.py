@@ -15,7 +15,7 @@ from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeSettings
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillSettings
-from workers.scheduler.steps import StepLimits, StepScheduler
+from workers.scheduler.step_scheduler import StepLimits, StepScheduler
 
 ME = Peer(replica=ROUTER, incarnation=Incarnation(1), address=ROUTER)
 """Router of every request."""

@@ -8,7 +8,7 @@ from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import ChunkLen
 from workers.context_parallel.strategy_choice import undivided
-from workers.scheduler.steps import StepLimits, StepScheduler
+from workers.scheduler.step_scheduler import StepLimits, StepScheduler
 
 PAGE_SIZE = 4
 

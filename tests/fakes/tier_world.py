@@ -242,7 +242,7 @@ class TierWorld:
             else:
                 self.ranks[0].copies.append(message)
         self.requests.append(request)
-        self.allocator.share(pages, keys)
+        self.allocator.put_into_cache(pages, keys)
 
     def _move(self, rank: FakeRank, kind: TierJobKind, page: TierPage, *, fails: bool) -> bool:
         """Move one rank's part of a page. After a failure, the target has garbage, but storage has nothing."""

@@ -210,9 +210,9 @@ def forget_who_has_a_room(patch: Patch) -> None:
 def ticket_pages_that_are_computed_into(patch: Patch) -> None:
     """Decode issues tickets for pages to which the current step still writes."""
 
-    def send_at_once(self: DecodeLeader, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
+    def send_at_once(self: DecodeLeader, request: DecodeRequest, prefill: Peer) -> None:
         request.session = receiver_session(self._settings, request, prefill)
-        self.send(prefill.address, request.session.open(now_s))
+        self.send(prefill.address, request.session.open(self._now_s))
 
     patch.setattr(DecodeLeader, "_send_ticket", send_at_once)
 
@@ -224,7 +224,7 @@ def free_source_pages_early(patch: Patch) -> None:
         if request.state in (PrefillState.SENDING, PrefillState.STOPPING):
             self._end(request, "result")
 
-    patch.setattr(PrefillLeader, "_settle", end_at_once)
+    patch.setattr(PrefillLeader, "_end_if_settled", end_at_once)
 
 
 def let_no_bytes_settle(patch: Patch) -> None:

@@ -162,11 +162,11 @@ def give_no_copies(patch: Patch) -> None:
     """Ranks with the same heads do not copy each other's arrived pages."""
     next_plan = DecodeLeader.next_plan
 
-    def without_arrived(self: DecodeLeader) -> StepPlan | None:
+    def without_received_pages(self: DecodeLeader) -> StepPlan | None:
         plan = next_plan(self)
-        return plan and replace(plan, arrived=[])
+        return plan and replace(plan, received_pages=[])
 
-    patch.setattr(DecodeLeader, "next_plan", without_arrived)
+    patch.setattr(DecodeLeader, "next_plan", without_received_pages)
 
 
 def count_layers_from_the_first_stage(patch: Patch) -> None:
@@ -202,7 +202,7 @@ def swap_heads(patch: Patch) -> None:
 
 def free_pages_that_are_still_seen(patch: Patch) -> None:
     """A sequence frees pages one page too early."""
-    first_pages, free_passed = Lifetimes.first_pages, PageHolders.free_passed
+    first_pages, free_unseen = Lifetimes.first_pages, PageHolders.free_unseen
 
     def one_page_further(self: Lifetimes, num_tokens: int) -> list[int]:
         return first_pages(self, num_tokens + self.page_size)
@@ -210,9 +210,9 @@ def free_pages_that_are_still_seen(patch: Patch) -> None:
     def free_early(self: PageHolders, sequence: TokenSequence) -> None:
         with pytest.MonkeyPatch.context() as early:
             early.setattr(Lifetimes, "first_pages", one_page_further)
-            free_passed(self, sequence)
+            free_unseen(self, sequence)
 
-    patch.setattr(PageHolders, "free_passed", free_early)
+    patch.setattr(PageHolders, "free_unseen", free_early)
 
 
 def continue_without_the_window(patch: Patch) -> None:

@@ -92,7 +92,13 @@ def test_names_of_the_journey_are_in_the_code() -> None:
     source = "\n".join(path.read_text("utf-8") for folder in CODE for path in (readme.ROOT / folder).rglob("*.py"))
     defined = set(re.findall(r"^ *(?:async def|def|class) (\w+)", source, re.MULTILINE))
     quoted = re.findall(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?)`", readme.text("docs/journey.md"))
-    names = {name for words in quoted for name in words.split(".")} - {"stream", "true", "py", "arrived", "context"}
+    names = {name for words in quoted for name in words.split(".")} - {
+        "stream",
+        "true",
+        "py",
+        "received_pages",
+        "context",
+    }
     names = {name for name in names if not name.endswith("_backend")}
     assert len(names) > 60
     assert sorted(names - defined) == []

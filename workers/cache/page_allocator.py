@@ -131,7 +131,7 @@ class PageAllocator:
         self._held.update(live_pages(lists))
         return lists
 
-    def share(self, pages: Sequence[Sequence[int]], keys: Sequence[bytes], num_shared: int = 0) -> int:
+    def put_into_cache(self, pages: Sequence[Sequence[int]], keys: Sequence[bytes], num_shared: int = 0) -> int:
         """Cache the leading complete pages of a running sequence. Return how many of its pages are now cached.
 
         Stops before the first page that has another copy in the cache, because a holder of a page must hold all its
@@ -144,7 +144,7 @@ class PageAllocator:
         num_own = self._tree.num_own(keys, whole, num_shared)
         num_insertable = self._num_insertable(whole[:num_own], num_shared)
         self._forget_held(self._tree.insert(keys[:num_insertable], whole[:num_insertable], num_shared))
-        self._share_others(self._tree, pages, keys[:num_insertable], num_shared)
+        self._cache_others(self._tree, pages, keys[:num_insertable], num_shared)
         return num_insertable
 
     def free(self, pages: Sequence[int]) -> None:
@@ -170,7 +170,7 @@ class PageAllocator:
         num_insertable = self._num_insertable(whole[: len(keys)])
         path = self._tree.insert(keys[:num_insertable], whole[:num_insertable])
         self._forget_held(path)
-        self._share_others(self._tree, pages, keys[:num_insertable])
+        self._cache_others(self._tree, pages, keys[:num_insertable])
         kept = set(path)
         self.free([page for page in live_pages(pages) if page not in kept])
         self._tree.release(path)
@@ -208,7 +208,7 @@ class PageAllocator:
         total = len(free) + len(self._held) + self.num_cached
         assert total == self.num_pages, f"free, held and cached pages are {total}, not {self.num_pages}"
 
-    def _share_others(
+    def _cache_others(
         self, tree: PrefixTree, pages: Sequence[Sequence[int]], keys: Sequence[bytes], first: int = 0
     ) -> None:
         """Cache the pages of later lifetimes, except pages that have another copy in the cache."""

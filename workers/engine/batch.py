@@ -64,7 +64,7 @@ class StepBatch:
     """``[tokens]`` int64, each token's position in its request."""
     pages: tuple[StepPages, ...]
     """Pages by lifetime."""
-    prefix_shares: tuple[tuple[int, ...], ...]
+    prefix_lens_by_owner: tuple[tuple[int, ...], ...]
     """Number of prefix tokens in each owner's pages, by owner and request."""
     sampled: tuple[SampledQuery, ...]
     """One query per sampled request, in batch order."""
@@ -99,12 +99,12 @@ class StepBatch:
     @property
     def is_sharded(self) -> bool:
         """Return whether each rank holds only the pages it owns."""
-        return len(self.prefix_shares) > 1
+        return len(self.prefix_lens_by_owner) > 1
 
     @property
-    def prefix_share(self) -> tuple[int, ...]:
+    def own_prefix_lens(self) -> tuple[int, ...]:
         """Return the number of prefix tokens in this rank's pages, by request."""
-        return self.prefix_shares[self.cp_rank % len(self.prefix_shares)]
+        return self.prefix_lens_by_owner[self.cp_rank % len(self.prefix_lens_by_owner)]
 
     def owned_rows(self, cp_rank: int, null_slot: int) -> tuple[Tensor, Tensor]:
         """Return which of a rank's rows belong in this rank's pages, and their slots."""
@@ -173,7 +173,7 @@ def build_step_batch(
         token_ids=local_ids,
         positions=tensor(positions),
         pages=pages,
-        prefix_shares=_prefix_shares(shards.prefix_lens, page_tables[0], page_size, owners),
+        prefix_lens_by_owner=_prefix_lens_by_owner(shards.prefix_lens, page_tables[0], page_size, owners),
         sampled=_sampled_queries(shards, scheduled),
         is_scored=any(request.scored_ids for request in scheduled),
     )
@@ -206,13 +206,13 @@ def _pages(shards: ShardPlan, positions: Indices, tables: Sequence[Indices], pag
     return pages
 
 
-def _prefix_shares(
+def _prefix_lens_by_owner(
     prefix_lens: Sequence[int], tables: Sequence[Indices], page_size: int, owners: int
 ) -> tuple[tuple[int, ...], ...]:
     if owners == 1:
         return (tuple(prefix_lens),)
-    shares = np.zeros((owners, len(tables)), dtype=np.int64)
+    lens = np.zeros((owners, len(tables)), dtype=np.int64)
     for request, (prefix_len, table) in enumerate(zip(prefix_lens, tables, strict=True)):
         held = np.clip(prefix_len - np.arange(len(table)) * page_size, 0, page_size)
-        np.add.at(shares[:, request], table % owners, held)
-    return tuple(tuple(int(share) for share in of_owner) for of_owner in shares)
+        np.add.at(lens[:, request], table % owners, held)
+    return tuple(tuple(int(length) for length in of_owner) for of_owner in lens)

@@ -32,15 +32,15 @@ class PassKvContext(StepContext):
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
         shards, rank = batch.shards, batch.cp_rank
-        self._prefix_lens = [sum(shares) for shares in batch.prefix_shares]
+        self._prefix_lens = [sum(lens) for lens in batch.prefix_lens_by_owner]
         self._lens = [
             prefix_len + (0 if shards.replicated else new_len)
             for prefix_len, new_len in zip(self._prefix_lens, shards.lens, strict=True)
         ]
         self._prefix_pages = [
-            (table[: pages_for(share, batch.page_size)], share)
-            for table, share in zip(batch.pages[0].tables, batch.prefix_share, strict=True)
-            if share
+            (table[: pages_for(length, batch.page_size)], length)
+            for table, length in zip(batch.pages[0].tables, batch.own_prefix_lens, strict=True)
+            if length
         ]
         self._rows = [self.prepare_rows(self._key_runs(source)) for source in range(shards.cp)]
         sources = [rank] if shards.replicated else range(shards.cp)
@@ -59,9 +59,9 @@ class PassKvContext(StepContext):
     def _read_prefix(self, layer: int, block: Tensor) -> None:
         """Read full pages, which is faster. Later writes to the block overwrite the rows beyond a share."""
         begin = 0
-        for pages, share in self._prefix_pages:
+        for pages, length in self._prefix_pages:
             self.pool.read_pages(layer, pages, block[begin : begin + len(pages) * self.batch.page_size])
-            begin += share
+            begin += length
 
     def partials(self, layer: int, q: Tensor, params: AttentionParams) -> Iterator[Partial]:
         for source, block in chain([(self.batch.cp_rank, self._block)], self.exchange.ring.others()):
@@ -74,8 +74,8 @@ class PassKvContext(StepContext):
     def _key_runs(self, source: int) -> RankRuns:
         """Return the runs of the keys in a rank's block. All prefixes precede the new tokens."""
         shards = self.batch.shards
-        shares = self.batch.prefix_shares[source]
-        prefixes = tuple(Run(request, 0, share, 1) for request, share in enumerate(shares) if share)
+        lens = self.batch.prefix_lens_by_owner[source]
+        prefixes = tuple(Run(request, 0, length, 1) for request, length in enumerate(lens) if length)
         is_passed = source == self.batch.cp_rank or not shards.replicated
         return prefixes + shards.runs[source] if is_passed else prefixes
 
@@ -91,7 +91,7 @@ class PassQContext(StepContext):
             for request, (prefix_len, extend_len) in enumerate(zip(shards.prefix_lens, shards.extend_lens, strict=True))
         ]
         self._has_prefix = any(shards.prefix_lens)
-        self._prefix = backend.prepare(everything, batch.pages[0].tables, batch.page_size, batch.prefix_share)
+        self._prefix = backend.prepare(everything, batch.pages[0].tables, batch.page_size, batch.own_prefix_lens)
         device = batch.token_ids.device
         self._inverse = on_device(torch.from_numpy(shards.inverse), device)
         self._homes = [on_device(torch.from_numpy(shards.local(rank)), device) for rank in range(shards.cp)]

@@ -178,7 +178,7 @@ class ModelRunner:
         """
         self._update_requests(plan)
         if self._peer_memory is not None:
-            self._peer_memory.receive(plan.arrived)
+            self._peer_memory.receive(plan.received_pages)
         with torch.inference_mode(), self._pool.in_step(load, on_stored):
             sampled = self._forward(plan) if any(plan.shape.shard_lens) else SampledTokens()
         # Sampled tokens arrive after everything else.

@@ -40,7 +40,7 @@ from workers.scheduler.decode_request import (
 from workers.scheduler.leader import DpLeader
 from workers.scheduler.page_checks import PageChecks
 from workers.scheduler.sequence import KvState, TokenSequence
-from workers.scheduler.steps import StepScheduler
+from workers.scheduler.step_scheduler import StepScheduler
 from workers.trace.recorder import Recorder
 
 
@@ -50,19 +50,19 @@ class DecodeLeader(DpLeader):
     def __init__(
         self,
         settings: DecodeSettings,
-        steps: StepScheduler,
+        scheduler: StepScheduler,
         allocator: PageAllocator,
         recorder: Recorder | None = None,
         tiers: Tiers | None = None,
     ) -> None:
-        super().__init__(settings.me, steps, allocator, recorder, tiers)
+        super().__init__(settings.me, scheduler, allocator, recorder, tiers)
         self._settings = settings
         self._requests: dict[Room, DecodeRequest] = {}
-        self._queue = DecodeQueue(allocator, steps, settings.page_size, tiers)
-        self._arrived: list[int] = []
+        self._queue = DecodeQueue(allocator, scheduler, settings.page_size, tiers)
+        self._received_pages: list[int] = []
         """Received pages that no plan has announced yet."""
         self._newest_step = 0
-        self._unsent = deque[tuple[int, DecodeRequest]]()
+        self._delayed = deque[tuple[int, DecodeRequest]]()
         """Tickets held back while a step under way may write to their pages, as (newest such step, request)."""
         self._num_arrivals = 0
         self._is_quarantined = False
@@ -74,18 +74,18 @@ class DecodeLeader(DpLeader):
             case Submit():
                 self._on_submit(message)
             case Cancel():
-                self._on_cancel(message, now_s)
+                self._on_cancel(message)
             case Inquire():
                 self._on_inquire(message)
             case Result() | Done() | Refused() | Drained():
-                self._on_prefill(message, now_s)
+                self._on_prefill(message)
             case PagesChecked():
                 self._on_checked(message)
             case TableUpdate():
-                self._on_table(message.snapshot, now_s)
+                self._on_table(message.snapshot)
             case _:
                 self.on_other(message)
-        self._reserve(now_s)
+        self._start_granted()
 
     def tick(self, now_s: float) -> None:
         self._now_s = now_s
@@ -95,36 +95,35 @@ class DecodeLeader(DpLeader):
         self.inquire(request.submit for request in self._requests.values() if request.state is not DecodeState.STOPPING)
         for address, check in self._checks.repeat(now_s):
             self.send(address, check)
-        self._reserve(now_s)
+        self._start_granted()
         self._watch_quarantine()
         self.report_cache()
 
     def has_work(self) -> bool:
-        return super().has_work() or bool(self._arrived)
+        return super().has_work() or bool(self._received_pages)
 
     def next_plan(self) -> StepPlan | None:
         # Received pages are announced even if there is nothing to compute.
-        plan = self._steps.next_plan() or (idle_plan() if self._arrived else None)
+        plan = self._scheduler.next_plan() or (idle_plan() if self._received_pages else None)
         self.report_cache()
         if plan is None:
             return None
         self.note_started(plan)
         self._newest_step = max(self._newest_step, plan.step)
-        arrived, self._arrived = self._arrived, []
-        return replace(plan, arrived=arrived)
+        received_pages, self._received_pages = self._received_pages, []
+        return replace(plan, received_pages=received_pages)
 
     def report_cache(self) -> None:
         # Every received page must first be announced to the ranks.
-        if not self._arrived:
+        if not self._received_pages:
             super().report_cache()
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
         self._now_s = now_s
-        for sequence in self._steps.commit(plan, sampled):
+        for sequence in self._scheduler.commit(plan, sampled):
             request, token = self._requests[sequence.room], sampled[sequence.room]
             if token.problem:
-                self.send_failure(request.submit, token.problem, retryable=False)
-                self._stop(request, token.problem, now_s)
+                self._fail(request, token.problem, retryable=False)
                 continue
             logprobs = [token.logprobs] if token.logprobs is not None else []
             output = self._newest_output(sequence, logprobs, completes_grammar=token.completes_grammar)
@@ -133,13 +132,13 @@ class DecodeLeader(DpLeader):
             else:
                 cached = CachedTokens() if request.submit.prompt_of else sequence.kv.cached
                 self._emit_first(request, replace(output, prompt_logprobs=token.prompt_logprobs, cached=cached))
-        self._send_unsent(plan.step)
-        self._reserve(now_s)
+        self._send_delayed_tickets(plan.step)
+        self._start_granted()
         self.report_cache()
 
     def load(self) -> ReplicaLoad:
         submits = [request.submit for request in self._requests.values()]
-        num_waiting = len(self._queue) + self._steps.num_waiting
+        num_waiting = len(self._queue) + self._scheduler.num_waiting
         return replace(
             super().load(),
             num_waiting=num_waiting,
@@ -149,7 +148,7 @@ class DecodeLeader(DpLeader):
             quarantined_pages=count_pages(self._quarantined()),
             wrong_pages=self._checks.num_wrong_pages,
             draining=self.draining or self._is_quarantined,
-            num_preempted=self._steps.holders.num_preemptions,
+            num_preempted=self._scheduler.holders.num_preemptions,
         )
 
     def _on_submit(self, submit: Submit) -> None:
@@ -163,14 +162,14 @@ class DecodeLeader(DpLeader):
             submit,
             max_len=self._allocator.num_pages // self._allocator.lifetimes.num * page_size,
             num_prompt_pages=num_pages,
-            arrival=self._num_arrivals,
+            arrival_number=self._num_arrivals,
             arrived_s=self._now_s,
         )
         self._num_arrivals += 1
         self._requests[submit.room] = request
         self.record_arrival(submit, request.state.value)
         if reason := self.too_large(num_pages):
-            self._reject(request, reason, retryable=False)
+            self._fail(request, reason, retryable=False)
         elif self._must_await(submit.prompt_of):
             self._queue.add_choice(request, submit.prompt_of)
         else:
@@ -183,40 +182,40 @@ class DecodeLeader(DpLeader):
         request = self._requests.get(first)
         return request is None or not request.has_prompt
 
-    def _reserve(self, now_s: float) -> None:
+    def _start_granted(self) -> None:
         """Grant pages to waiting requests. Send their tickets or pass them to the step scheduler."""
-        for request in self._queue.grant(now_s):
-            request.granted_s = now_s
+        for request in self._queue.grant(self._now_s):
+            request.granted_s = self._now_s
             if request.submit.prefill is not None:
                 self._move(request, DecodeState.RECEIVING, "pages")
-                self._send_ticket(request, request.submit.prefill, now_s)
+                self._send_ticket(request, request.submit.prefill)
             else:
                 self._move(request, DecodeState.RUNNING, "pages")
                 self._schedule(request, request.num_held_pages * self._settings.page_size)
 
-    def _send_ticket(self, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
+    def _send_ticket(self, request: DecodeRequest, prefill: Peer) -> None:
         session = request.session = receiver_session(self._settings, request, prefill)
-        if self._steps.num_under_way:
-            self._unsent.append((self._newest_step, request))
+        if self._scheduler.num_under_way:
+            self._delayed.append((self._newest_step, request))
         else:
-            self.send(prefill.address, session.open(now_s))
+            self.send(prefill.address, session.open(self._now_s))
 
-    def _send_unsent(self, computed_step: int) -> None:
+    def _send_delayed_tickets(self, computed_step: int) -> None:
         """Send the tickets whose pages no step under way can write to."""
-        while self._unsent and self._unsent[0][0] <= computed_step:
-            _, request = self._unsent.popleft()
+        while self._delayed and self._delayed[0][0] <= computed_step:
+            _, request = self._delayed.popleft()
             if request.state is DecodeState.RECEIVING and request.session is not None:
                 self.send(request.session.prefill.address, request.session.open(self._now_s))
 
-    def _on_prefill(self, message: Result | Done | Refused | Drained, now_s: float) -> None:
+    def _on_prefill(self, message: Result | Done | Refused | Drained) -> None:
         request = self._requests.get(message.room)
         if request is None or request.session is None or request.state is DecodeState.RUNNING:
             self.drop(message)
             return
         if isinstance(message, Result):
-            request.result_s = now_s
+            request.result_s = self._now_s
         num_dropped = request.session.num_dropped.total()
-        answer = request.session.handle(message, now_s)
+        answer = request.session.handle(message, self._now_s)
         if request.session.num_dropped.total() > num_dropped:
             self.drop(message)
         self._follow_session(request, request.session, answer)
@@ -261,8 +260,7 @@ class DecodeLeader(DpLeader):
             f"{num_wrong} pages of {request.session.prefill.replica} arrived at {self.me.replica} "
             "with bytes other than those sent (transfer.verify)"
         )
-        self.send_failure(request.submit, reason, retryable=True, blame=Blame.BOTH)
-        self._end(request, reason)
+        self._fail(request, reason, retryable=True, blame=Blame.BOTH)
 
     def _begin_decoding(self, request: DecodeRequest, session: ReceiverSession) -> None:
         submit, result = request.submit, session.result
@@ -271,7 +269,7 @@ class DecodeLeader(DpLeader):
         self._move(request, DecodeState.RUNNING, "result and all done")
         if self.tiers:
             self.tiers.note_received(request.prompt_keys(self._settings.page_size))
-        self._arrived += live_pages(request.new_pages)
+        self._received_pages += live_pages(request.new_pages)
         request.tokens = [*submit.prompt_ids, *result.token_ids]
         self._schedule(request, len(submit.prompt_ids))
         output = self._newest_output(request, result.logprobs, completes_grammar=result.completes_grammar)
@@ -279,7 +277,7 @@ class DecodeLeader(DpLeader):
 
     def _schedule(self, request: DecodeRequest, num_computed: int) -> None:
         request.kv = KvState.after(num_computed, request.kv.pages)
-        self._steps.add(request)
+        self._scheduler.add(request)
 
     def _newest_output(
         self, sequence: TokenSequence, logprobs: list[TokenLogprobs], *, completes_grammar: bool
@@ -299,7 +297,7 @@ class DecodeLeader(DpLeader):
         request.has_prompt = True
         for choice in self._queue.end_wait(request.room):
             self._queue.add(choice, self._now_s)
-        self._reserve(self._now_s)
+        self._start_granted()
         self._emit(request, replace(output, phases=request.phases(self._now_s)))
 
     def _emit(self, request: DecodeRequest, output: Output) -> None:
@@ -307,14 +305,14 @@ class DecodeLeader(DpLeader):
             self._end(request, output.finish)
         self.send(request.submit.router.address, output)
 
-    def _on_cancel(self, cancel: Cancel, now_s: float) -> None:
+    def _on_cancel(self, cancel: Cancel) -> None:
         request = self._requests.get(cancel.room)
         if cancel.incarnation != self.me.incarnation:
             self.drop(cancel)
         elif request is None:
             self._note_room_ended(cancel.room, "the request was cancelled")
         else:
-            self._stop(request, "the request was cancelled", now_s)
+            self._stop(request, "the request was cancelled")
 
     def _on_inquire(self, inquire: Inquire) -> None:
         """Report ended rooms to a router that missed their end. Unknown rooms count as ended."""
@@ -327,29 +325,30 @@ class DecodeLeader(DpLeader):
             if needed is not None and needed not in self._requests and needed not in self.ended:
                 self._note_room_ended(needed, "it never arrived")
             if room in self.ended:
-                self.say_over(inquire.sender, room)
+                self.report_ended(inquire.sender, room)
 
-    def _stop(self, request: DecodeRequest, reason: str, now_s: float) -> None:
+    def _stop(self, request: DecodeRequest, reason: str) -> None:
+        """End a request, or revoke its ticket; its pages are freed once prefill can no longer write to them."""
         if request.state is DecodeState.QUEUED:
             self._queue.remove(request)
             self._end(request, reason)
         elif request.state in (DecodeState.RUNNING, DecodeState.VERIFYING):
             self._end(request, reason)
         elif request.session is not None:
-            self._follow_session(request, request.session, request.session.cancel(reason, now_s))
+            self._follow_session(request, request.session, request.session.cancel(reason, self._now_s))
 
-    def _on_table(self, snapshot: TableSnapshot, now_s: float) -> None:
+    def _on_table(self, snapshot: TableSnapshot) -> None:
         """End transfers from prefill replicas that are proven dead. Silent replicas may still write."""
         self.reporter.on_table(snapshot)
         for request in list(self._requests.values()):
             if self.has_no_router(request.submit, snapshot):
-                self._stop(request, "its router is gone", now_s)
+                self._stop(request, "its router is gone")
             session = request.session
             if session is None or request.state is DecodeState.RUNNING:
                 continue
             reaped = snapshot.reaped.get(session.prefill.replica)
             if reaped is not None:
-                session.prefill_gone(reaped, now_s)
+                session.prefill_gone(reaped, self._now_s)
                 self._follow_session(request, session, None)
 
     def _quarantined(self) -> list[DecodeRequest]:
@@ -362,24 +361,23 @@ class DecodeLeader(DpLeader):
         requests, num_pages, limit = self._quarantined(), self._allocator.num_pages, self._settings.quarantine_limit
         self._is_quarantined = count_pages(requests) > limit * num_pages
         others = [request for request in self._requests.values() if request not in requests]
-        if requests and all_wait(others, self._steps) and (self._is_quarantined or others):
+        if requests and all_wait(others, self._scheduler) and (self._is_quarantined or others):
             self.must_end = describe(requests, num_pages, limit)
 
-    def _reject(self, request: DecodeRequest, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
-        self._queue.remove(request)
+    def _fail(self, request: DecodeRequest, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
         self.send_failure(request.submit, reason, retryable=retryable, blame=blame)
-        self._end(request, reason)
+        self._stop(request, reason)
 
     def _note_room_ended(self, room: Room, event: str) -> None:
         """Remember that a room has ended, and fail the choices that wait for its prompt."""
         self.ended.add(room, event)
         for choice in self._queue.end_wait(room):
             reason = f"the choice that computes its prompt ended: {event}"
-            self._reject(choice, reason, retryable=True, blame=Blame.NEITHER)
+            self._fail(choice, reason, retryable=True, blame=Blame.NEITHER)
 
     def _end(self, request: DecodeRequest, event: str) -> None:
         if request.state is DecodeState.RUNNING:
-            self._steps.holders.retire(request.room)
+            self._scheduler.holders.retire(request.room)
         self._move(request, DecodeState.ENDED, event)
         self.forget_in_tiers(request.room)
         self._allocator.free(live_pages(request.kv.pages))

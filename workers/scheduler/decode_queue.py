@@ -4,7 +4,7 @@ A request whose prompt is computed by this replica gets its pages from the step 
 It leaves this queue when enough pages are free. These stay reserved until it has them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from cluster.spec.ids import Room
@@ -13,7 +13,7 @@ from workers.cache.page_allocator import Demand, PageAllocator
 from workers.cache.page_lists import PageLists, live_pages
 from workers.hicache.tiers import Tiers
 from workers.scheduler.decode_request import DecodeRequest
-from workers.scheduler.steps import StepScheduler
+from workers.scheduler.step_scheduler import StepScheduler
 from workers.scheduler.waiting import Waiting
 
 
@@ -40,10 +40,10 @@ class DecodeQueue:
     """
 
     def __init__(
-        self, allocator: PageAllocator, steps: StepScheduler, page_size: int, tiers: Tiers | None = None
+        self, allocator: PageAllocator, scheduler: StepScheduler, page_size: int, tiers: Tiers | None = None
     ) -> None:
         self._allocator = allocator
-        self._steps = steps
+        self._scheduler = scheduler
         self._page_size = page_size
         self._tiers = tiers
         self._fetching: dict[Room, DecodeRequest] = {}
@@ -80,35 +80,33 @@ class DecodeQueue:
             if not self._choices[awaited]:
                 del self._choices[awaited]
 
-    def grant(self, now_s: float) -> Iterator[DecodeRequest]:
-        """Yield requests that can start, with their pages unless the step scheduler allocates them.
+    def grant(self, now_s: float) -> list[DecodeRequest]:
+        """Give pages to the requests that can start; remove and return them.
 
         Sequences that wait in the step scheduler take precedence. Other requests may overtake one that does not fit, as
         long as the oldest request does not starve.
         """
         self._take_fetched(now_s)
-        self._promised = {room: pages for room, pages in self._promised.items() if room in self._steps.holders.waiting}
-        if self._steps.num_waiting > len(self._promised):
-            return
+        self._promised = {
+            room: pages for room, pages in self._promised.items() if room in self._scheduler.holders.waiting
+        }
+        if self._scheduler.num_waiting > len(self._promised):
+            return []
+        granted: list[DecodeRequest] = []
         space: _Space | None = None
         for request in self._queue.untried(self._allocator.num_gains):
-            space = space or self._look()
+            space = space or self._free_space()
             held = self._find_held(request, space)
             if held is None:
                 if not self._promised:
-                    self._queue.note_in_vain(request)
+                    self._queue.note_blocked(request)
                 continue
             self._queue.note_overtaken(space.count_overtaking(request, self._count_new(request)))
             self._queue.remove(request.room)
             space = None
-            if request.submit.prefill is None and not self._shared_pages(request):
-                self._promised[request.room] = self._count_new(request)
-                yield request
-                continue
-            self._allocate(request, held)
-            if self._tiers:
-                self._tiers.note_hits(self._keys(request)[: request.num_held_pages])
-            yield request
+            self._give_pages(request, held)
+            granted.append(request)
+        return granted
 
     @property
     def _num_promised(self) -> int:
@@ -119,7 +117,7 @@ class DecodeQueue:
             if self._tiers is None or not self._tiers.prefetcher.is_waiting(room, now_s):
                 self._queue.add(self._fetching.pop(room))
 
-    def _look(self) -> _Space:
+    def _free_space(self) -> _Space:
         oldest, num_free = self._queue.oldest, self._allocator.num_free - self._num_promised
         assert oldest is not None
         oldest_pages = self._count_new(oldest)
@@ -139,13 +137,19 @@ class DecodeQueue:
         promised = (self._num_promised, 0)
         return held if self._allocator.can_allocate([*demands, promised], live_pages(held)) else None
 
-    def _allocate(self, request: DecodeRequest, held: PageLists) -> None:
+    def _give_pages(self, request: DecodeRequest, held: PageLists) -> None:
+        """Allocate a request's pages, or promise them to it if the step scheduler will allocate them."""
+        if request.submit.prefill is None and not self._shared_pages(request):
+            self._promised[request.room] = self._count_new(request)
+            return
         request.num_held_pages = len(held[0])
         new = self._allocator.allocate(self._demands(request, held), live_pages(held))
         request.kv.pages = [
             found + [NO_PAGE] * (request.num_prompt_pages - len(found) - len(pages)) + pages
             for found, pages in zip(held, new, strict=True)
         ]
+        if self._tiers:
+            self._tiers.note_hits(self._keys(request)[: request.num_held_pages])
 
     def _keys(self, request: DecodeRequest) -> list[bytes]:
         return request.prompt_keys(self._page_size) if self._allocator.is_caching else []
@@ -173,7 +177,7 @@ class DecodeQueue:
         if submit.prompt_of is None:
             return []
         num_full = (len(submit.prompt_ids) - 1) // self._page_size
-        pages = [ids[:num_full] for ids in self._steps.holders.whole_pages(submit.prompt_of)]
+        pages = [ids[:num_full] for ids in self._scheduler.holders.full_pages(submit.prompt_of)]
         is_usable = pages and pages[0] and self._allocator.lifetimes.can_continue(pages)
         return pages if is_usable else []
 

@@ -13,7 +13,7 @@ from transfer.page_assignment import copies_of
 from transfer.receiver_session import ReceiverSession
 from workers.cache.page_lists import PageLists, live_pages
 from workers.scheduler.sequence import TokenSequence
-from workers.scheduler.steps import StepScheduler
+from workers.scheduler.step_scheduler import StepScheduler
 
 QUARANTINE_LIMIT = 0.25
 """Share of the pool in quarantine above which a replica drains and restarts. Below it, a restart would cost more."""
@@ -158,10 +158,10 @@ def count_pages(requests: Iterable[DecodeRequest]) -> int:
     return sum(len(live_pages(request.new_pages)) for request in requests)
 
 
-def all_wait(requests: Iterable[DecodeRequest], steps: StepScheduler) -> bool:
+def all_wait(requests: Iterable[DecodeRequest], scheduler: StepScheduler) -> bool:
     """Return whether all these requests wait for pages and none can get them now."""
-    waiting = {DecodeState.QUEUED} if steps.holders.running else {DecodeState.QUEUED, DecodeState.RUNNING}
-    return all(request.state in waiting for request in requests) and not steps.has_work()
+    waiting = {DecodeState.QUEUED} if scheduler.holders.running else {DecodeState.QUEUED, DecodeState.RUNNING}
+    return all(request.state in waiting for request in requests) and not scheduler.has_work()
 
 
 def describe(requests: Sequence[DecodeRequest], num_pages: int, limit: float) -> str:

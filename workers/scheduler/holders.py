@@ -34,7 +34,7 @@ class PageHolders:
         self.num_preemptions = 0
 
     def add(self, sequence: TokenSequence) -> None:
-        sequence.arrival = self._num_arrivals
+        sequence.arrival_number = self._num_arrivals
         self._num_arrivals += 1
         if not sequence.kv.pages:
             self.waiting.add(sequence)
@@ -78,7 +78,7 @@ class PageHolders:
             self._num_left += 1
         return sequence
 
-    def whole_pages(self, room: Room) -> PageLists:
+    def full_pages(self, room: Room) -> PageLists:
         known = self.running.get(room)
         if known is None:
             return []
@@ -89,7 +89,7 @@ class PageHolders:
         oldest = self.waiting.oldest
         assert oldest is not None, f"room {sequence.room} is not waiting"
         num_gains = self._allocator.num_gains + self._num_left
-        if self.waiting.is_in_vain(sequence, num_gains):
+        if self.waiting.is_blocked(sequence, num_gains):
             return False
         if self._tiers and (key := self.next_key(sequence)) is not None and self._tiers.loader.is_loading(key):
             return False
@@ -101,7 +101,7 @@ class PageHolders:
                 _demands(sequence, self._gaps(sequence, cached)), live_pages(cached)
             )
         if not can_start:
-            self.waiting.note_in_vain(sequence)
+            self.waiting.note_blocked(sequence)
         return can_start
 
     def start(self, sequence: TokenSequence, *, is_alone: bool = False) -> bool:
@@ -126,7 +126,7 @@ class PageHolders:
             self._tiers.note_hits(prefix)
             is_layerwise = is_alone and self._tiers.can_load_layerwise
             self._load_from_host(self._tiers, sequence, prefix, gaps, is_layerwise=is_layerwise)
-        return not sequence.waits_for_pages
+        return not sequence.waits_for_load
 
     def _load_from_host(
         self, tiers: Tiers, sequence: TokenSequence, prefix: list[bytes], gaps: list[Gap], *, is_layerwise: bool
@@ -156,7 +156,7 @@ class PageHolders:
 
     def note_sampled(self, sequence: TokenSequence) -> None:
         """End the sequence's layerwise load, if any. A token was sampled, so every rank has read the loaded pages."""
-        assert not sequence.waits_for_pages, f"room {sequence.room} was computed before its pages were loaded"
+        assert not sequence.waits_for_load, f"room {sequence.room} was computed before its pages were loaded"
         if sequence.kv.load is not None:
             sequence.kv.load = None
             self.put_into_cache(sequence)
@@ -187,9 +187,9 @@ class PageHolders:
         if sequence.is_loading:
             return
         kv, keys = sequence.kv, self.keys(sequence, sequence.kv.num_computed_tokens)
-        kv.num_shared_pages = self._allocator.share(kv.pages, keys, kv.num_shared_pages)
+        kv.num_shared_pages = self._allocator.put_into_cache(kv.pages, keys, kv.num_shared_pages)
 
-    def free_passed(self, sequence: TokenSequence) -> None:
+    def free_unseen(self, sequence: TokenSequence) -> None:
         """Free the pages that no token after the last full page can see, unless a load may still write to them."""
         kv = sequence.kv
         if len(kv.pages) == 1 or sequence.is_loading:
@@ -247,7 +247,7 @@ class PageHolders:
         if sequence is oldest or self._allocator.can_allocate([*self._all_demands(sequence), *reserved]):
             return 0
         cached = self._find_cached(sequence)
-        younger = [other for other in self.running.values() if other.arrival > oldest.arrival]
+        younger = [other for other in self.running.values() if other.arrival_number > oldest.arrival_number]
         taken = set(live_pages(cached)).union(*(live_pages(other.kv.pages) for other in younger))
         demands = [*_demands(sequence, self._gaps(sequence, cached)), *reserved]
         return 0 if self._allocator.would_fit(demands, taken) else self._pages_of(sequence)

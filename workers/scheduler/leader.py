@@ -28,7 +28,7 @@ from workers.cache.page_lists import live_pages
 from workers.hicache.tiers import Tiers
 from workers.scheduler.page_reporter import PageReporter
 from workers.scheduler.sequence import TokenSequence
-from workers.scheduler.steps import StepScheduler
+from workers.scheduler.step_scheduler import StepScheduler
 from workers.trace.recorder import Recorder
 
 REMEMBERED_ROOMS = 100_000
@@ -42,7 +42,12 @@ class DpLeader(ABC):
     """Requests that have not ended."""
 
     def __init__(
-        self, me: Peer, steps: StepScheduler, allocator: PageAllocator, recorder: Recorder | None, tiers: Tiers | None
+        self,
+        me: Peer,
+        scheduler: StepScheduler,
+        allocator: PageAllocator,
+        recorder: Recorder | None,
+        tiers: Tiers | None,
     ) -> None:
         self.outgoing: list[tuple[str, Message]] = []
         """Messages to send, as (address, message). The loop takes them."""
@@ -51,7 +56,7 @@ class DpLeader(ABC):
         self.dropped: Counter[str] = Counter()
         """Number of messages without effect, by type."""
         self.me = me
-        self._steps = steps
+        self._scheduler = scheduler
         self._allocator = allocator
         self.recorder = recorder or Recorder()
         self._now_s = 0.0
@@ -84,7 +89,7 @@ class DpLeader(ABC):
         """Apply the outcome of a step."""
 
     def has_work(self) -> bool:
-        return self._steps.has_work()
+        return self._scheduler.has_work()
 
     def is_idle(self) -> bool:
         return not self._requests
@@ -106,7 +111,7 @@ class DpLeader(ABC):
 
     def check_integrity(self) -> None:
         """Assert that the allocator counts each page's holders correctly."""
-        holders = self._steps.holders
+        holders = self._scheduler.holders
         holders.check_integrity()
         if self.tiers:
             self.tiers.host.check_integrity()
@@ -167,7 +172,7 @@ class DpLeader(ABC):
     def send_failure(self, submit: Submit, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
         self.send(submit.router.address, self._failure(submit.room, reason, retryable, blame))
 
-    def say_over(self, router: Peer, room: Room) -> None:
+    def report_ended(self, router: Peer, room: Room) -> None:
         """Report to a router that a room has ended, in case the router missed the end."""
         reason = f"has nothing more to report about the request: {self.ended.why(room)}"
         self.send(router.address, self._failure(room, reason, True, Blame.NEITHER))

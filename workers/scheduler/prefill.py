@@ -29,7 +29,7 @@ from workers.scheduler.prefill_request import (
     drained,
     result_of,
 )
-from workers.scheduler.steps import StepScheduler
+from workers.scheduler.step_scheduler import StepScheduler
 from workers.trace.recorder import Recorder
 
 
@@ -39,12 +39,12 @@ class PrefillLeader(DpLeader):
     def __init__(
         self,
         settings: PrefillSettings,
-        steps: StepScheduler,
+        scheduler: StepScheduler,
         allocator: PageAllocator,
         recorder: Recorder | None = None,
         tiers: Tiers | None = None,
     ) -> None:
-        super().__init__(settings.me, steps, allocator, recorder, tiers)
+        super().__init__(settings.me, scheduler, allocator, recorder, tiers)
         self._settings = settings
         self._requests: dict[Room, PrefillRequest] = {}
         self._sends = SendMeter()
@@ -74,7 +74,7 @@ class PrefillLeader(DpLeader):
         self._now_s = now_s
         for request in list(self._requests.values()):
             if request.state is PrefillState.STOPPING:
-                self._settle(request)
+                self._end_if_settled(request)
             else:
                 self._start_if_ready(request)
         for room, (ticket, deadline_s) in list(self._early_tickets.items()):
@@ -89,7 +89,7 @@ class PrefillLeader(DpLeader):
         self.report_cache()
 
     def next_plan(self) -> StepPlan | None:
-        plan = self._steps.next_plan()
+        plan = self._scheduler.next_plan()
         if plan is not None:
             self.note_started(plan)
         self.report_cache()
@@ -97,24 +97,24 @@ class PrefillLeader(DpLeader):
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
         self._now_s = now_s
-        for sequence in self._steps.commit(plan, sampled):
+        for sequence in self._scheduler.commit(plan, sampled):
             request, first = self._requests[sequence.room], sampled[sequence.room]
             request.is_computed = True
             if first.problem:
-                self._give_up(request, first.problem, retryable=False)
+                self._fail(request, first.problem, retryable=False)
                 continue
-            self._steps.holders.remove(request.room)
+            self._scheduler.holders.remove(request.room)
             self._move(request, PrefillState.SENDING, "first token")
             self.send(request.submit.decode.address, result_of(self._settings, request, first, now_s))
-            self._settle(request)
+            self._end_if_settled(request)
         self.report_cache()
 
     def load(self) -> ReplicaLoad:
         queued = [request for request in self._requests.values() if request.state is PrefillState.QUEUED]
         return replace(
             super().load(),
-            num_waiting=len(queued) + self._steps.num_waiting,
-            num_running=len(self._requests) - len(queued) - self._steps.num_waiting,
+            num_waiting=len(queued) + self._scheduler.num_waiting,
+            num_running=len(self._requests) - len(queued) - self._scheduler.num_waiting,
             num_tokens=sum(len(request.submit.prompt_ids) for request in self._requests.values()),
             sends=self._sends.times,
         )
@@ -142,9 +142,9 @@ class PrefillLeader(DpLeader):
             ticket = None
         if reason := self.too_large(pages_for(prompt_len, page_size)):
             request.ticket = ticket
-            self._give_up(request, reason, retryable=False)
+            self._fail(request, reason, retryable=False)
         elif ticket is not None:
-            self._accept(request, ticket)
+            self._bind_ticket(request, ticket)
 
     def _on_ticket(self, ticket: Ticket) -> None:
         request = self._requests.get(ticket.room)
@@ -155,18 +155,18 @@ class PrefillLeader(DpLeader):
         elif request is None:
             self._early_tickets.setdefault(ticket.room, (ticket, self._now_s + self._settings.ticket_timeout_s))
         elif request.ticket is None and _is_from_decode(request.submit, ticket):
-            self._accept(request, ticket)
+            self._bind_ticket(request, ticket)
         else:
             self.drop(ticket)
 
-    def _accept(self, request: PrefillRequest, ticket: Ticket) -> None:
+    def _bind_ticket(self, request: PrefillRequest, ticket: Ticket) -> None:
         request.ticket = ticket
         mine = self._settings.row
         reason = geometry_refusal(
             mine.replica, mine.geometry, ticket.decode.replica, ticket.geometry
         ) or ticket_refusal(ticket, len(request.submit.prompt_ids))
         if reason is not None:
-            self._give_up(request, reason, blame=Blame.BOTH)
+            self._fail(request, reason, blame=Blame.BOTH)
         else:
             self._start_if_ready(request)
 
@@ -186,7 +186,7 @@ class PrefillLeader(DpLeader):
             if request.state is PrefillState.QUEUED and (
                 is_gone or table.reaped.get(decode.replica, 0) >= decode.incarnation
             ):
-                self._give_up(request, f"{decode.replica} was lost before it sent a ticket", blame=Blame.BOTH)
+                self._fail(request, f"{decode.replica} was lost before it sent a ticket", blame=Blame.BOTH)
             elif self.has_no_router(request.submit, table):
                 self._stop(request, "its router is gone")
 
@@ -201,7 +201,7 @@ class PrefillLeader(DpLeader):
         if not rows:
             return
         if reason := next(filter(None, (refusal(self._settings.row, row) for row in rows)), None):
-            self._give_up(request, reason, blame=Blame.BOTH)
+            self._fail(request, reason, blame=Blame.BOTH)
             return
         request.destination = Destination(
             decode=ticket.decode,
@@ -212,7 +212,7 @@ class PrefillLeader(DpLeader):
         )
         self._move(request, PrefillState.SCHEDULED, "ticket")
         request.scheduled_s = self._now_s
-        self._steps.add(request)
+        self._scheduler.add(request)
 
     def _decode_rows(self, ticket: Ticket) -> list[RankRow]:
         """Return the rows of the decode ranks that own the ticket's pages. Empty if they are not known yet."""
@@ -265,10 +265,10 @@ class PrefillLeader(DpLeader):
             request.quiet_at_s = self._now_s + self._settings.settle_s
             if request.state is not PrefillState.STOPPING:
                 reason = f"rank {report.sender_rank} of {self.me.replica}: {report.reason}"
-                self._give_up(request, reason, blame=Blame.BOTH)
-        self._settle(request)
+                self._fail(request, reason, blame=Blame.BOTH)
+        self._end_if_settled(request)
 
-    def _settle(self, request: PrefillRequest) -> None:
+    def _end_if_settled(self, request: PrefillRequest) -> None:
         """End the request once no rank and no bytes in flight can access its pages."""
         all_reported = len(request.reported) == len(self._settings.rank_addresses)
         if not all_reported or self._now_s < request.quiet_at_s:
@@ -277,7 +277,7 @@ class PrefillLeader(DpLeader):
             stopped = request.state is PrefillState.STOPPING
             self._end(request, "all ranks reported")
             if stopped:
-                self._say_drained(request)
+                self._confirm_stopped(request)
 
     def _stop(self, request: PrefillRequest, reason: str) -> None:
         """Stop computing and sending a request. Its pages are freed once every rank has stopped."""
@@ -285,27 +285,28 @@ class PrefillLeader(DpLeader):
             self._end(request, reason)
             if request.ticket is not None:
                 request.stop_reason = reason
-                self._say_drained(request)
+                self._confirm_stopped(request)
             return
         if request.state is not PrefillState.STOPPING:
             if request.state is PrefillState.SCHEDULED:
-                self._steps.holders.remove(request.room)
+                self._scheduler.holders.remove(request.room)
             self._move(request, PrefillState.STOPPING, reason)
             request.stop_reason = reason
             self._send_to_ranks(CancelSend(room=request.room))
-        self._settle(request)
+        self._end_if_settled(request)
 
     def _send_to_ranks(self, message: Message) -> None:
         for address in self._settings.rank_addresses:
             self.send(address, message)
 
-    def _give_up(
+    def _fail(
         self, request: PrefillRequest, reason: str, *, retryable: bool = True, blame: Blame = Blame.SENDER
     ) -> None:
         self.send_failure(request.submit, reason, retryable=retryable, blame=blame)
         self._stop(request, reason)
 
-    def _say_drained(self, request: PrefillRequest) -> None:
+    def _confirm_stopped(self, request: PrefillRequest) -> None:
+        """Report to decode that nothing more is written: Drained if it revoked its ticket, otherwise Refused."""
         ticket = request.ticket
         assert ticket is not None
         if request.is_revoked:
@@ -316,7 +317,7 @@ class PrefillLeader(DpLeader):
     def _end(self, request: PrefillRequest, event: str) -> None:
         self._move(request, PrefillState.ENDED, event)
         self.forget_in_tiers(request.room)
-        keys = self._steps.holders.keys(request, request.kv.num_computed_tokens) if request.is_computed else []
+        keys = self._scheduler.holders.keys(request, request.kv.num_computed_tokens) if request.is_computed else []
         self._allocator.keep(request.kv.pages, keys)
         self.ended.add(request.room, request.stop_reason or event)
         del self._requests[request.room]

@@ -76,7 +76,7 @@ class TokenSequence:
     page_keys: list[bytes] = field(default_factory=list)
     """Keys of the full pages, computed when first needed."""
     kv: KvState = field(default_factory=KvState)
-    arrival: int = 0
+    arrival_number: int = 0
     """Arrival number in the queue or the step scheduler that holds the sequence."""
     first_step: int = 0
     """Number of the newest step at the time when the step scheduler got the sequence."""
@@ -111,7 +111,7 @@ class TokenSequence:
         return self.kv.load is not None
 
     @property
-    def waits_for_pages(self) -> bool:
+    def waits_for_load(self) -> bool:
         """Return whether the sequence waits for a complete load."""
         return self.kv.load is not None and not self.kv.load.is_layerwise
 

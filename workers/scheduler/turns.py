@@ -30,7 +30,7 @@ class Turn(NamedTuple):
 
 
 def turn(
-    *, priority: int, arrival: int, prefix_len: int, pending_len: int, chunk_tokens: int, age_steps: int = 0
+    *, priority: int, arrival_number: int, prefix_len: int, pending_len: int, chunk_tokens: int, age_steps: int = 0
 ) -> Turn:
     """Order a sequence by priority, then by least work, then by longest prefix within a window, then by arrival.
 
@@ -46,7 +46,7 @@ def turn(
     num_steps = max(1, -(-pending_len // chunk_tokens))
     length = num_steps.bit_length()
     aged = max(min(length, _AGED), length - (age_steps // num_steps).bit_length())
-    return Turn(length, (priority, aged, arrival // WINDOW, -prefix_len, arrival))
+    return Turn(length, (priority, aged, arrival_number // WINDOW, -prefix_len, arrival_number))
 
 
 class Budget:

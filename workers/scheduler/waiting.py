@@ -21,7 +21,7 @@ class Waiting(Generic[W]):
         self._by_priority: list[W] = []
         self._num_overtaken_pages = 0
         """Number of pages that others took while the oldest sequence needed them."""
-        self._in_vain: set[W] = set()
+        self._blocked: set[W] = set()
         """Sequences that could not start. They are tried again when ``_num_gains`` or the oldest sequence changes."""
         self._num_gains = 0
 
@@ -50,7 +50,7 @@ class Waiting(Generic[W]):
         if sequence is None:
             return
         oldest = self.oldest
-        self._in_vain.discard(sequence)
+        self._blocked.discard(sequence)
         del self._by_arrival[bisect_left(self._by_arrival, _arrival(sequence), key=_arrival)]
         del self._by_priority[bisect_left(self._by_priority, urgency(sequence), key=urgency)]
         self._reset_if_changed(oldest)
@@ -64,16 +64,16 @@ class Waiting(Generic[W]):
 
     def untried(self, num_gains: int) -> list[W]:
         """Return the candidates that have not failed to start since ``num_gains`` last changed."""
-        in_vain = self._since(num_gains)
-        return [sequence for sequence in self.candidates() if sequence not in in_vain]
+        blocked = self._still_blocked(num_gains)
+        return [sequence for sequence in self.candidates() if sequence not in blocked]
 
-    def is_in_vain(self, sequence: W, num_gains: int) -> bool:
+    def is_blocked(self, sequence: W, num_gains: int) -> bool:
         """Return whether a sequence has failed to start and no page has become free since."""
-        return sequence in self._since(num_gains)
+        return sequence in self._still_blocked(num_gains)
 
-    def note_in_vain(self, sequence: W) -> None:
+    def note_blocked(self, sequence: W) -> None:
         """Skip a sequence until pages become free or the oldest sequence changes."""
-        self._in_vain.add(sequence)
+        self._blocked.add(sequence)
 
     def most_overtaking(self, oldest_pages: int) -> int:
         """Return how many of the ``oldest_pages`` pages that the oldest sequence needs may go to others first."""
@@ -86,19 +86,19 @@ class Waiting(Generic[W]):
     def _reset_if_changed(self, oldest: W | None) -> None:
         if self.oldest is not oldest:
             self._num_overtaken_pages = 0
-            self._in_vain.clear()
+            self._blocked.clear()
 
-    def _since(self, num_gains: int) -> set[W]:
+    def _still_blocked(self, num_gains: int) -> set[W]:
         if num_gains != self._num_gains:
             self._num_gains = num_gains
-            self._in_vain.clear()
-        return self._in_vain
+            self._blocked.clear()
+        return self._blocked
 
 
 def _arrival(sequence: TokenSequence) -> int:
-    return sequence.arrival
+    return sequence.arrival_number
 
 
 def urgency(sequence: TokenSequence) -> tuple[int, int]:
     """Return the key that sorts sequences by priority, then by arrival."""
-    return sequence.priority, sequence.arrival
+    return sequence.priority, sequence.arrival_number

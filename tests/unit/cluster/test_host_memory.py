@@ -89,8 +89,8 @@ def test_what_is_not_used_is_not_counted(change: str, field: str) -> None:
 def test_what_is_lent_to_a_store_and_what_its_client_has_is_counted() -> None:
     text = "hicache: {{host_gib: 1.0, storage: {{backend: {}, lent_gib: 2.0}}}}"
     without, memory = (memory_of(text.format(backend), Role.PREFILL) for backend in ("files", "mooncake_store"))
-    assert (memory.lent, memory.passing) == (2.0, 128 / 1024)
-    assert without.passing == 0.0
+    assert (memory.lent, memory.in_transit) == (2.0, 128 / 1024)
+    assert without.in_transit == 0.0
     assert memory.total == pytest.approx(without.total + 2.0 + 128 / 1024)
     assert str(memory).endswith("2 lent to storage, 0.125 for data in transit to and from storage")
 

@@ -18,7 +18,7 @@ from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.strategy_choice import undivided
 from workers.hicache.tiers import Tiers
 from workers.scheduler.sequence import TokenSequence
-from workers.scheduler.steps import StepLimits, StepScheduler
+from workers.scheduler.step_scheduler import StepLimits, StepScheduler
 
 NUM_PAGES = 12
 PROMPT = [1, 2, 3, 4, 5, 6, 7]

@@ -22,7 +22,7 @@ def computed(allocator: PageAllocator, num_pages: int) -> PageLists:
     """Return the pages of a request that has grown page by page and freed the pages outside its window."""
     pages = allocator.allocate([(num_pages, 0)] * 2)
     for done in range(1, num_pages + 1):
-        allocator.share(pages, KEYS[:done], done - 1)
+        allocator.put_into_cache(pages, KEYS[:done], done - 1)
         seen = allocator.lifetimes.visible(pages, done * PAGE_SIZE)
         allocator.free([page for page in live_pages(pages) if page not in live_pages(seen)])
         pages = seen

@@ -25,7 +25,7 @@ from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator
 from workers.parallel.model_groups import ModelGroups, Pipeline
 from workers.scheduler.sequence import TokenSequence
-from workers.scheduler.steps import StepLimits, StepScheduler
+from workers.scheduler.step_scheduler import StepLimits, StepScheduler
 
 TOKENS = torch.arange(3, 40)
 PAGE_SIZE = 64

@@ -116,7 +116,7 @@ class Pair:
         tokens, pages = self.model.sequences[number]
         self.model.share(number)
         keys = page_keys(tokens, PAGE_SIZE)
-        self.num_shared[number] = self.allocator.share([pages], keys, self.num_shared[number])
+        self.num_shared[number] = self.allocator.put_into_cache([pages], keys, self.num_shared[number])
 
     def let_go(self, number: int, *, kept: bool) -> None:
         tokens, pages = self.model.sequences[number]

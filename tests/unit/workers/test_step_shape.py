@@ -15,7 +15,7 @@ from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.context_parallel.shard_plan import join_shapes, make_shard_plan, make_step_shape
 from workers.context_parallel.strategy_choice import StrategyChooser, undivided
 from workers.engine.batch import build_step_batch
-from workers.scheduler.steps import StepLimits, StepScheduler
+from workers.scheduler.step_scheduler import StepLimits, StepScheduler
 
 PAGE_SIZE = 4
 ONE_TOKEN = Request([1], 4)

@@ -15,7 +15,7 @@ from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_lists import live_pages
 from workers.context_parallel.strategy_choice import undivided
 from workers.scheduler.sequence import TokenSequence
-from workers.scheduler.steps import StepLimits, StepScheduler
+from workers.scheduler.step_scheduler import StepLimits, StepScheduler
 
 PAGE_SIZE = 4
 MAX_LEN = 30

@@ -27,7 +27,9 @@ SHAPE = ModelShape(
 def order(sequences: list[tuple[int, int, int]]) -> list[int]:
     """Return the arrivals in scheduling order, from (priority, prefix, pending)."""
     ranks = [
-        turn(priority=priority, arrival=arrival, prefix_len=prefix, pending_len=pending, chunk_tokens=CHUNK).sort_key
+        turn(
+            priority=priority, arrival_number=arrival, prefix_len=prefix, pending_len=pending, chunk_tokens=CHUNK
+        ).sort_key
         for arrival, (priority, prefix, pending) in enumerate(sequences)
     ]
     assert len(set(ranks)) == len(ranks)
@@ -52,7 +54,7 @@ def test_waiting_moves_a_long_prompt_up_but_not_before_those_of_one_step(num_ste
     def work(age_steps: int) -> int:
         pending_len = num_steps * CHUNK
         aged = turn(
-            priority=0, arrival=0, prefix_len=0, pending_len=pending_len, chunk_tokens=CHUNK, age_steps=age_steps
+            priority=0, arrival_number=0, prefix_len=0, pending_len=pending_len, chunk_tokens=CHUNK, age_steps=age_steps
         )
         assert aged.length == num_steps.bit_length()
         return aged.sort_key[1]

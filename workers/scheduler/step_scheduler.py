@@ -56,7 +56,7 @@ class _Candidates:
     def by_length(self) -> dict[int, list[TokenSequence]]:
         """Return sequences by length class, oldest first."""
         groups: dict[int, list[TokenSequence]] = {}
-        for sequence in sorted(self.sequences, key=lambda sequence: sequence.arrival):
+        for sequence in sorted(self.sequences, key=lambda sequence: sequence.arrival_number):
             groups.setdefault(self.turns[sequence.room].length, []).append(sequence)
         return groups
 
@@ -91,7 +91,7 @@ class StepScheduler:
         if self.num_under_way == self._limits.depth:
             return False
         running = holders.running.values()
-        has_pending = any(sequence.num_pending_tokens and not sequence.waits_for_pages for sequence in running)
+        has_pending = any(sequence.num_pending_tokens and not sequence.waits_for_load for sequence in running)
         return has_pending or any(map(holders.can_start, holders.waiting.candidates()))
 
     def add(self, sequence: TokenSequence) -> None:
@@ -130,7 +130,7 @@ class StepScheduler:
             page_size = self._limits.page_size
             if kv.num_computed_tokens // page_size > scheduled.first_position // page_size:
                 self.holders.put_into_cache(sequence)
-                self.holders.free_passed(sequence)
+                self.holders.free_unseen(sequence)
             if scheduled.samples:
                 sequence.tokens.append(sampled[scheduled.room].token_id)
                 kv.num_pending_samples = max(0, kv.num_pending_samples - 1)
@@ -160,7 +160,7 @@ class StepScheduler:
             if sequence.room not in budget.granted and sequence.num_pending_tokens and not sequence.is_stream
         ]
         sequences = [
-            sequence for sequence in pending + self.holders.waiting.candidates() if not sequence.waits_for_pages
+            sequence for sequence in pending + self.holders.waiting.candidates() if not sequence.waits_for_load
         ]
         is_alone = len(sequences) == 1 and all(other is sequences[0] for other in running)
         computed_by = {
@@ -199,7 +199,7 @@ class StepScheduler:
         to that other sequence, and the page is found in the cache later.
         """
         for sequence in candidates.by_priority():
-            if sequence.waits_for_pages or not budget.is_open(sequence.room):
+            if sequence.waits_for_load or not budget.is_open(sequence.room):
                 continue
             chosen = self._who_computes(sequence, candidates)
             if chosen is not None:
@@ -246,7 +246,7 @@ class StepScheduler:
         prefix_len = self.holders.prefix_len(sequence)
         return turn(
             priority=sequence.priority,
-            arrival=sequence.arrival,
+            arrival_number=sequence.arrival_number,
             prefix_len=prefix_len,
             pending_len=len(sequence.tokens) - prefix_len,
             chunk_tokens=min(self._chunk(prefix_len), self._limits.chunk_tokens),
