@@ -7,7 +7,7 @@ from itertools import chain
 import msgspec
 
 from cluster.spec.ids import Incarnation, Peer, ReplicaId, Role
-from cluster.spec.registry import RankRow, ReplicaEntry, TableSnapshot
+from cluster.spec.registry import RankRecord, ReplicaEntry, TableSnapshot
 
 MAX_FAILURES = 5
 """Consecutive failures that open a breaker. It exceeds one request's retries, since the request may be at fault."""
@@ -84,9 +84,9 @@ class Directory:
     def missing(self) -> list[Role]:
         return [role for role in Role if not self.ready(role)]
 
-    def rows(self, peer: Peer) -> tuple[RankRow, ...]:
+    def ranks(self, peer: Peer) -> tuple[RankRecord, ...]:
         known = self._known.get((peer.replica, peer.incarnation))
-        return known.entry.rows if known is not None else ()
+        return known.entry.ranks if known is not None else ()
 
     def peers(self, *roles: Role) -> list[Peer]:
         """Return every replica of these roles that is not lost, even if it accepts no requests."""

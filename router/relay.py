@@ -226,7 +226,7 @@ class Relay:
         if submit.prefill is None and submit.prompt_of is None:
             self._metrics.skipped.add(1)
         if answer.is_traced:
-            ranks = [row for peer in peers_of(submit) for row in self._directory.rows(peer)]
+            ranks = [record for peer in peers_of(submit) for record in self._directory.ranks(peer)]
             self.traces.begin(action.choice_id, submit.room, ranks)
         for peer in peers_of(submit):
             try:

@@ -13,7 +13,7 @@ from typing import Any
 from cluster.spec.clock import ClockReading, Interval
 from cluster.spec.ids import Room
 from cluster.spec.messages import Message, RankTrace
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import RankRecord
 from cluster.spec.step_messages import ReportTrace
 from router.request import ChoiceId
 
@@ -27,7 +27,7 @@ GATHER_S = 30.0
 class RequestTrace:
     attempt: Room
     """Room of the request's last attempt; earlier ones are not shown."""
-    ranks: Sequence[RankRow]
+    ranks: Sequence[RankRecord]
     parts: list[RankTrace] = field(default_factory=list)
     router: list[Interval] | None = None
     """Intervals of the router; None until the request has ended."""
@@ -75,7 +75,7 @@ class RequestTraces:
         self._send = send
         self._traces: OrderedDict[ChoiceId, RequestTrace] = OrderedDict()
 
-    def begin(self, choice_id: ChoiceId, attempt: Room, ranks: Sequence[RankRow]) -> None:
+    def begin(self, choice_id: ChoiceId, attempt: Room, ranks: Sequence[RankRecord]) -> None:
         """Start the trace of a request's next attempt, which runs on these ranks."""
         self._traces[choice_id] = RequestTrace(attempt, ranks)
         if len(self._traces) > MAX_KEPT:

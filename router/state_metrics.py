@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from cluster.channel import AsyncInbox
 from cluster.spec.clock import Clock
 from cluster.spec.ids import Role
-from cluster.spec.registry import RankRow, ReplicaEntry, TableSnapshot
+from cluster.spec.registry import RankRecord, ReplicaEntry, TableSnapshot
 from cluster.spec.tiers import JOB_BOUNDS_S, RankTiers, RankWork
 from router.admission import Gate
 from router.directory import BreakerState, Directory
@@ -73,7 +73,8 @@ def _by_rank(field: str) -> _Source:
 
 def _host_bytes(field: str) -> _Source:
     return _Source(
-        _COORDS, lambda entry: [(at, getattr(rank, field) * row.layout.page_bytes) for rank, row, at in _ranks(entry)]
+        _COORDS,
+        lambda entry: [(at, getattr(rank, field) * record.layout.page_bytes) for rank, record, at in _ranks(entry)],
     )
 
 
@@ -88,14 +89,14 @@ def _replica_pages(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], int]]:
 
 
 def _cache_config(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], int]]:
-    geometry = entry.rows[0].geometry
+    geometry = entry.ranks[0].geometry
     yield (str(geometry.page_size), str(entry.load.total_pages), geometry.dtypes), 1
 
 
 def _rank_info(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], int]]:
-    for row in entry.rows:
-        coords = row.coords
-        yield (str(row.global_rank), *(str(axis) for axis in (coords.dp, coords.cp, coords.tp, coords.pp))), 1
+    for record in entry.ranks:
+        coords = record.coords
+        yield (str(record.global_rank), *(str(axis) for axis in (coords.dp, coords.cp, coords.tp, coords.pp))), 1
 
 
 def _open_jobs(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], int]]:
@@ -105,8 +106,8 @@ def _open_jobs(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], int]]:
 
 
 def _moved_tokens(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], int]]:
-    for work, row, at in _jobs(entry):
-        yield at, work.num_bytes // row.layout.page_bytes * row.layout.page_size
+    for work, record, at in _jobs(entry):
+        yield at, work.num_bytes // record.layout.page_bytes * record.layout.page_size
 
 
 def _failed_pages(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], int]]:
@@ -115,24 +116,24 @@ def _failed_pages(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], int]]:
             yield (*at, why), count
 
 
-def _ranks(entry: ReplicaEntry) -> Iterator[tuple[RankTiers, RankRow, list[str]]]:
-    """Yield each rank's tiers, row in the table, and labels."""
+def _ranks(entry: ReplicaEntry) -> Iterator[tuple[RankTiers, RankRecord, list[str]]]:
+    """Yield each rank's tiers, record in the table, and labels."""
     for rank in entry.load.tiers.ranks if entry.load.tiers else ():
-        if rank.global_rank < len(entry.rows):
-            row = entry.rows[rank.global_rank]
-            yield rank, row, _coords(row)
+        if rank.global_rank < len(entry.ranks):
+            record = entry.ranks[rank.global_rank]
+            yield rank, record, _coords(record)
 
 
-def _jobs(entry: ReplicaEntry) -> Iterator[tuple[RankWork, RankRow, list[str]]]:
-    """Yield each rank's jobs of each kind, row in the table, and labels."""
+def _jobs(entry: ReplicaEntry) -> Iterator[tuple[RankWork, RankRecord, list[str]]]:
+    """Yield each rank's jobs of each kind, record in the table, and labels."""
     for work in entry.load.tiers.work if entry.load.tiers else ():
-        if work.global_rank < len(entry.rows):
-            row = entry.rows[work.global_rank]
-            yield work, row, [*_coords(row), work.kind.value]
+        if work.global_rank < len(entry.ranks):
+            record = entry.ranks[work.global_rank]
+            yield work, record, [*_coords(record), work.kind.value]
 
 
-def _coords(row: RankRow) -> list[str]:
-    return [str(getattr(numbers, axis)) for axis in _AXES for numbers in (row.coords, row.sizes)]
+def _coords(record: RankRecord) -> list[str]:
+    return [str(getattr(numbers, axis)) for axis in _AXES for numbers in (record.coords, record.sizes)]
 
 
 _JOB_LABELS = (*_COORDS, "kind")

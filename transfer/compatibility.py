@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from cluster.spec.kv import NO_PAGE, KvGeometry, pages_for
-from cluster.spec.registry import KvOwnership, RankRow, TransferMode
+from cluster.spec.registry import KvOwnership, RankRecord, TransferMode
 from cluster.spec.transfer_messages import Ticket
 
 
@@ -21,10 +21,10 @@ def geometry_refusal(prefill: str, prefill_kv: KvGeometry, decode: str, decode_k
     )
 
 
-def refusal(prefill: RankRow, decode: RankRow) -> str | None:
+def refusal(prefill: RankRecord, decode: RankRecord) -> str | None:
     """Return why a prefill and a decode replica cannot exchange KV, or None if they can.
 
-    Any rank's row describes its replica. Prefill can shard KV across ranks; decode cannot.
+    Any rank's record describes its replica. Prefill can shard KV across ranks; decode cannot.
     """
     if decode.sizes.cp != 1:
         return f"{decode.replica} has cp {decode.sizes.cp}; a decode replica must have cp 1"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from cluster.spec.kv import KvGroup, PoolLayout
 from cluster.spec.ranks import head_copies, kv_heads_of, stage_layers
-from cluster.spec.registry import AxisSizes, RankCoords, RankRow, TransferMode
+from cluster.spec.registry import AxisSizes, RankCoords, RankRecord, TransferMode
 from transfer.page_range import intersect
 
 MOST_GROUPS = 4
@@ -33,15 +33,15 @@ class PagePair(NamedTuple):
 
 
 def receivers(
-    mode: TransferMode, coords: RankCoords, sizes: AxisSizes, decode_ranks: Sequence[RankRow]
-) -> list[RankRow]:
+    mode: TransferMode, coords: RankCoords, sizes: AxisSizes, decode_ranks: Sequence[RankRecord]
+) -> list[RankRecord]:
     """Return the decode ranks that receive heads and layers from a prefill rank, and a Done after each transfer."""
     if mode is TransferMode.RANK0 and coords.cp != 0:
         return []
     return [rank for rank in decode_ranks if sent_groups(coords, sizes, rank)]
 
 
-def sent_groups(coords: RankCoords, sizes: AxisSizes, decode_rank: RankRow) -> list[str]:
+def sent_groups(coords: RankCoords, sizes: AxisSizes, decode_rank: RankRecord) -> list[str]:
     """Return the KV groups that a prefill rank sends, in part or in full, to a decode rank.
 
     If n prefill ranks hold copies of the same head, prefill copy c % n sends decode copy c.
@@ -56,7 +56,7 @@ def sent_groups(coords: RankCoords, sizes: AxisSizes, decode_rank: RankRow) -> l
     ]
 
 
-def _sends_heads(group: KvGroup, coords: RankCoords, sizes: AxisSizes, decode_rank: RankRow) -> bool:
+def _sends_heads(group: KvGroup, coords: RankCoords, sizes: AxisSizes, decode_rank: RankRecord) -> bool:
     source_copies = head_copies([group.num_heads], sizes.tp)
     target_copies = head_copies([group.num_heads], decode_rank.sizes.tp)
     if decode_rank.coords.tp % target_copies % source_copies != coords.tp % source_copies:
@@ -79,10 +79,10 @@ class PageShare:
     """Values of ``page % num_copies`` for the pages that are sent."""
 
     @staticmethod
-    def of(ranks: Sequence[RankRow]) -> "PageShare":
+    def of(ranks: Sequence[RankRecord]) -> "PageShare":
         """Return the share of the pages that these ranks of one replica receive."""
         num_copies = copies_of(ranks[0]) if ranks else 1
-        return PageShare(num_copies, frozenset(row.coords.tp % num_copies for row in ranks))
+        return PageShare(num_copies, frozenset(record.coords.tp % num_copies for record in ranks))
 
     def has(self, page: int) -> bool:
         """Return whether the page with this id in decode is sent."""
@@ -92,9 +92,9 @@ class PageShare:
         return sum(map(self.has, pages))
 
 
-def copies_of(row: RankRow) -> int:
+def copies_of(record: RankRecord) -> int:
     """Return the number of ranks, including this one, that hold the same KV heads in a replica."""
-    return head_copies((group.num_heads for group in row.geometry.groups), row.sizes.tp)
+    return head_copies((group.num_heads for group in record.geometry.groups), record.sizes.tp)
 
 
 def owned_pages(
@@ -121,8 +121,10 @@ def owned_pages(
     return range(first + (cp_rank - base - first) % cp_size, num_pages, cp_size)
 
 
-def local_page(row: RankRow, page: int) -> int:
+def local_page(record: RankRecord, page: int) -> int:
     """Return the index of a page in the pool of the rank that holds it."""
-    num_owners = row.num_owners
-    assert num_owners == 1 or page % num_owners == row.coords.cp, f"page {page} is not one of cp_rank {row.coords.cp}"
+    num_owners = record.num_owners
+    assert num_owners == 1 or page % num_owners == record.coords.cp, (
+        f"page {page} is not one of cp_rank {record.coords.cp}"
+    )
     return page // num_owners

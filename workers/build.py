@@ -7,7 +7,7 @@ from cluster.channel import Outbox
 from cluster.spec.clock import read_clock
 from cluster.spec.ids import Peer, Role, Room
 from cluster.spec.messages import RankTrace
-from cluster.spec.registry import KvOwnership, RankRow
+from cluster.spec.registry import KvOwnership, RankRecord
 from cluster.spec.version import VERSION
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.sender_thread import SenderThread
@@ -33,8 +33,8 @@ from workers.scheduler.replica_leader import ReplicaLeader
 from workers.scheduler.step_scheduler import StepLimits, StepScheduler
 
 
-def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
-    return RankRow(
+def make_record(spec: WorkerSpec, rank: Rank, address: str) -> RankRecord:
+    return RankRecord(
         replica=spec.replica,
         incarnation=spec.incarnation,
         coords=spec.coords,
@@ -51,14 +51,14 @@ def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
     )
 
 
-def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> ReplicaLeader:
-    me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address)
+def make_leader(spec: WorkerSpec, rank: Rank, records: list[RankRecord]) -> ReplicaLeader:
+    me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=records[0].address)
     depth, make = spec.sizes.pp, _make_decode_leader
     if spec.role is Role.PREFILL:
         # One more step than stages, so that no stage waits until a finished step is reported.
         depth, make = depth + (depth > 1), _make_prefill_leader
     ahead = num_ahead(spec, rank)
-    leaders = [make(spec, rank, me, rows, dp_rank, depth + ahead) for dp_rank in range(spec.sizes.dp)]
+    leaders = [make(spec, rank, me, records, dp_rank, depth + ahead) for dp_rank in range(spec.sizes.dp)]
     return ReplicaLeader(leaders, spec.sizes, depth=depth + ahead, num_ahead=ahead, policy=spec.pool.dp_policy)
 
 
@@ -67,21 +67,23 @@ def num_ahead(spec: WorkerSpec, rank: Rank) -> int:
     return int(spec.role is Role.DECODE and spec.sizes.pp == 1 and rank.runner.is_asynchronous)
 
 
-def _make_allocator(spec: WorkerSpec, rows: list[RankRow]) -> tuple[PageAllocator, Tiers | None]:
-    num_owners = rows[0].num_owners
+def _make_allocator(spec: WorkerSpec, records: list[RankRecord]) -> tuple[PageAllocator, Tiers | None]:
+    num_owners = records[0].num_owners
     tree = PrefixTree(num_owners) if spec.config.kv.prefix_cache else None
     # Stages may differ in layers, and therefore in the number of pages.
-    pages_per_owner, lifetimes = min(row.layout.num_pages for row in rows), Lifetimes.of(rows[0].geometry)
+    pages_per_owner, lifetimes = min(record.layout.num_pages for record in records), Lifetimes.of(records[0].geometry)
     allocator = PageAllocator(pages_per_owner, tree, num_owners, lifetimes)
     # The rank with the least host memory sets the size of the host tier.
-    host_pages = min(row.host_endpoint.num_bytes // row.layout.page_bytes if row.host_endpoint else 0 for row in rows)
-    return allocator, Tiers(spec.config.hicache, tree, host_pages, rows) if tree and host_pages else None
+    host_pages = min(
+        record.host_endpoint.num_bytes // record.layout.page_bytes if record.host_endpoint else 0 for record in records
+    )
+    return allocator, Tiers(spec.config.hicache, tree, host_pages, records) if tree and host_pages else None
 
 
 def _make_decode_leader(
-    spec: WorkerSpec, rank: Rank, me: Peer, rows: list[RankRow], dp_rank: int, depth: int
+    spec: WorkerSpec, rank: Rank, me: Peer, records: list[RankRecord], dp_rank: int, depth: int
 ) -> DpLeader:
-    config, own = spec.config, [row for row in rows if row.coords.dp == dp_rank]
+    config, own = spec.config, [record for record in records if record.coords.dp == dp_rank]
     allocator, tiers = _make_allocator(spec, own)
     limits = StepLimits(
         rank.layout.page_size,
@@ -92,7 +94,7 @@ def _make_decode_leader(
     )
     settings = DecodeSettings(
         me=me,
-        rows=rows,
+        records=records,
         dp_rank=dp_rank,
         transfer_timeout_s=config.transfer.transfer_timeout_s,
         verify=config.verify_by(),
@@ -103,9 +105,9 @@ def _make_decode_leader(
 
 
 def _make_prefill_leader(
-    spec: WorkerSpec, rank: Rank, me: Peer, rows: list[RankRow], dp_rank: int, depth: int
+    spec: WorkerSpec, rank: Rank, me: Peer, records: list[RankRecord], dp_rank: int, depth: int
 ) -> DpLeader:
-    prefill, own = spec.config.prefill, [row for row in rows if row.coords.dp == dp_rank]
+    prefill, own = spec.config.prefill, [record for record in records if record.coords.dp == dp_rank]
     allocator, tiers = _make_allocator(spec, own)
     longest = spec.config.model.longest_context(rank.model.config.max_position_embeddings)
     limits = StepLimits(
@@ -125,8 +127,8 @@ def _make_prefill_leader(
     )
     settings = PrefillSettings(
         me=me,
-        row=own[0],
-        rank_addresses=tuple(row.address for row in own),
+        record=own[0],
+        rank_addresses=tuple(record.address for record in own),
         settle_s=rank.backend.settle_s,
     )
     chunk = even_chunk(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens, spec.sizes.pp)
@@ -135,23 +137,23 @@ def _make_prefill_leader(
 
 
 def make_tier_worker(
-    spec: WorkerSpec, rank: Rank, rows: list[RankRow], open_outbox: Callable[[], Outbox]
+    spec: WorkerSpec, rank: Rank, records: list[RankRecord], open_outbox: Callable[[], Outbox]
 ) -> TierWorker | None:
     if rank.host_region is None:
         return None
     memory = TierMemory(rank.memory, rank.host_region)
-    copier = Copier(rows, spec.global_rank, memory, rank.backend)
-    row, storage = rows[spec.global_rank], make_storage(spec.config.hicache.storage, spec.host)
-    store = PageStore(storage, row, rank.weights) if storage else None
-    return TierWorker(copier, store, spec.global_rank, rows[0].address, open_outbox)
+    copier = Copier(records, spec.global_rank, memory, rank.backend)
+    record, storage = records[spec.global_rank], make_storage(spec.config.hicache.storage, spec.host)
+    store = PageStore(storage, record, rank.weights) if storage else None
+    return TierWorker(copier, store, spec.global_rank, records[0].address, open_outbox)
 
 
 def make_kv_sender(
-    spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox, on_failure: Callable[[Exception], None]
+    spec: WorkerSpec, rank: Rank, records: list[RankRecord], outbox: Outbox, on_failure: Callable[[Exception], None]
 ) -> KvSender:
     return KvSender(
-        prefill=Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address),
-        row=rows[spec.global_rank],
+        prefill=Peer(replica=spec.replica, incarnation=spec.incarnation, address=records[0].address),
+        record=records[spec.global_rank],
         region=rank.memory.region.buffer,
         config=spec.config.transfer.model_copy(update={"verify": spec.config.verify_by()}),
         outbox=outbox,

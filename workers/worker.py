@@ -17,7 +17,7 @@ from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import HEARTBEAT_S, SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.messages import Drain, Message, TableUpdate
-from cluster.spec.registry import RankRow, TableSnapshot
+from cluster.spec.registry import RankRecord, TableSnapshot
 from cluster.spec.step_messages import CancelSend, ForgetPeer, ReportTrace, Shutdown, StepPlan
 from cluster.spec.tiers import TierJob
 from cluster.spec.transfer_messages import CheckPages
@@ -26,7 +26,7 @@ from workers.build import (
     make_kv_sender,
     make_leader,
     make_rank_trace,
-    make_row,
+    make_record,
     make_tier_worker,
     num_ahead,
 )
@@ -46,7 +46,7 @@ PAUSE_S = 1e-4
 
 
 class Worker:
-    """Process of one rank. Every rank calls ``load``, and then ``run`` with all ranks' rows."""
+    """Process of one rank. Every rank calls ``load``, and then ``run`` with all ranks' records."""
 
     def __init__(self, spec: WorkerSpec, model_folder: Path, rendezvous: Rendezvous | None) -> None:
         """Create a worker. Without a rendezvous, it does not register; the leader gets the table in messages."""
@@ -69,32 +69,32 @@ class Worker:
         self._store, port = open_store(self.spec.host, self.spec.config.resources.start_timeout_s)
         return f"{self.spec.host}:{port}"
 
-    def load(self, store_address: str) -> RankRow:
-        """Join the other ranks, load the weights, allocate the pool, and warm up. Return this rank's row."""
+    def load(self, store_address: str) -> RankRecord:
+        """Join the other ranks, load the weights, allocate the pool, and warm up. Return this rank's record."""
         if self._store is None:
             self._store = join_store(store_address, self.spec.config.resources.start_timeout_s)
         self._rank = load_rank(self.spec, self._model_folder, self._store)
-        return make_row(self.spec, self._rank, self._inbox.address)
+        return make_record(self.spec, self._rank, self._inbox.address)
 
     def configure(self, config: DeployConfig) -> None:
         """Apply settings that do not affect what was loaded. Call this between runs."""
         self.spec = replace(self.spec, config=config)
 
-    def run(self, rows: list[RankRow]) -> None:
-        """Work until Shutdown, or raise the error that ended this rank. ``rows`` are all ranks' rows in order."""
+    def run(self, records: list[RankRecord]) -> None:
+        """Work until Shutdown, or raise the error that ended this rank. ``records`` are all ranks' records in order."""
         assert self._rank is not None, "run before load"
-        own, region = rows[self.spec.global_rank], self._rank.memory.region.buffer
-        tiers = make_tier_worker(self.spec, self._rank, rows, partial(Outbox, self._key))
+        own, region = records[self.spec.global_rank], self._rank.memory.region.buffer
+        tiers = make_tier_worker(self.spec, self._rank, records, partial(Outbox, self._key))
         with (
             closing(Outbox(self._key)) as outbox,
             closing(tiers) if tiers is not None else nullcontext(),
-            closing(PageChecker(own, region, rows[0].address, Outbox(self._key), self._fail)) as checker,
-            closing(make_kv_sender(self.spec, self._rank, rows, Outbox(self._key), self._fail)) as sender,
+            closing(PageChecker(own, region, records[0].address, Outbox(self._key), self._fail)) as checker,
+            closing(make_kv_sender(self.spec, self._rank, records, Outbox(self._key), self._fail)) as sender,
         ):
             try:
-                link = self._link(self._rank, rows, tiers, outbox)
+                link = self._link(self._rank, records, tiers, outbox)
                 steps = RankSteps(self._rank, sender, tiers, self._clock, self.heartbeat)
-                with self._showing_life(rows, link):
+                with self._showing_life(records, link):
                     self._work(link, steps, _Parts(sender, checker, tiers, outbox))
                 if self._failure is not None:
                     raise self._failure
@@ -118,12 +118,12 @@ class Worker:
         if self._rank is not None:
             self._rank.close()
 
-    def _link(self, rank: Rank, rows: list[RankRow], tiers: TierWorker | None, outbox: Outbox) -> LeaderLink:
+    def _link(self, rank: Rank, records: list[RankRecord], tiers: TierWorker | None, outbox: Outbox) -> LeaderLink:
         if self.spec.is_leader:
-            leader = make_leader(self.spec, rank, rows)
-            return LocalLink(leader, self.spec, rank, rows, self._inbox, outbox, tiers, self._clock)
+            leader = make_leader(self.spec, rank, records)
+            return LocalLink(leader, self.spec, rank, records, self._inbox, outbox, tiers, self._clock)
         ahead = num_ahead(self.spec, rank)
-        return RemoteLink(self.spec, rank, rows[0].address, ahead, self._inbox, outbox, self._clock)
+        return RemoteLink(self.spec, rank, records[0].address, ahead, self._inbox, outbox, self._clock)
 
     def _work(self, link: LeaderLink, steps: RankSteps, parts: "_Parts") -> None:
         is_stopping = False
@@ -170,28 +170,30 @@ class Worker:
         return False
 
     @contextmanager
-    def _showing_life(self, rows: list[RankRow], link: LeaderLink) -> Iterator[None]:
+    def _showing_life(self, records: list[RankRecord], link: LeaderLink) -> Iterator[None]:
         """Renew the replica's lease, or report that this rank is alive, while the context is active."""
         if self._rendezvous is None:
             yield
             return
-        keeper = self._make_keeper(self._rendezvous, rows, link)
+        keeper = self._make_keeper(self._rendezvous, records, link)
         keeper.start()
         try:
             yield
         finally:
             keeper.stop()
 
-    def _make_keeper(self, rendezvous: Rendezvous, rows: list[RankRow], link: LeaderLink) -> LeaseKeeper | RankKeeper:
+    def _make_keeper(
+        self, rendezvous: Rendezvous, records: list[RankRecord], link: LeaderLink
+    ) -> LeaseKeeper | RankKeeper:
         url, token = rendezvous.bootstrap_url, rendezvous.token
         if isinstance(link, RemoteLink):
-            return RankKeeper(url, token, rows[self.spec.global_rank], HEARTBEAT_S, self._fail)
+            return RankKeeper(url, token, records[self.spec.global_rank], HEARTBEAT_S, self._fail)
         outbox = Outbox(self._key)
 
         def on_table(snapshot: TableSnapshot) -> None:
             outbox.send(self._inbox.address, TableUpdate(snapshot=snapshot))
 
-        lease = LeaseKeeper(url, token, rows, lambda: link.load, on_table, HEARTBEAT_S, self._fail)
+        lease = LeaseKeeper(url, token, records, lambda: link.load, on_table, HEARTBEAT_S, self._fail)
         link.hurry = lease.hurry
         return lease
 

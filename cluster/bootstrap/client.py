@@ -9,10 +9,10 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 import httpx
 import msgspec
 
-from cluster.bootstrap.table import ErrorReply, RefusalCode, TableRefusedError, rows_digest
+from cluster.bootstrap.table import ErrorReply, RefusalCode, TableRefusedError, records_digest
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
+from cluster.spec.registry import Heartbeat, RankRecord, ReplicaLoad, TableSnapshot
 
 _log = logging.getLogger(__name__)
 
@@ -33,18 +33,18 @@ class BootstrapClient:
         self._timeout_s = timeout_s
         self._http = httpx.Client(base_url=url, headers=_headers(token), timeout=timeout_s, trust_env=False)
 
-    def register(self, row: RankRow) -> None:
+    def register(self, record: RankRecord) -> None:
         """Register one rank. Idempotent."""
-        self._call("PUT", "/rows", msgspec.json.encode(row))
+        self._call("PUT", "/ranks", msgspec.json.encode(record))
 
     def heartbeat(self, beat: Heartbeat) -> bool:
-        """Send a leader's heartbeat; return False if the replica's rows must be registered again."""
+        """Send a leader's heartbeat; return False if the replica's records must be registered again."""
         return self._unless_unknown("POST", "/heartbeats", msgspec.json.encode(beat))
 
-    def alive(self, row: RankRow) -> bool:
+    def alive(self, record: RankRecord) -> bool:
         """Renew the lease of a rank other than the leader; return False if its replica is not registered."""
-        query = f"incarnation={row.incarnation}&rank={row.global_rank}"
-        return self._unless_unknown("POST", f"/replicas/{row.replica}/alive?{query}")
+        query = f"incarnation={record.incarnation}&rank={record.global_rank}"
+        return self._unless_unknown("POST", f"/replicas/{record.replica}/alive?{query}")
 
     def unregister(self, replica: ReplicaId, incarnation: Incarnation, reaped: bool) -> None:
         """Remove this incarnation and all earlier ones; ``reaped`` means that their processes are confirmed dead."""
@@ -66,7 +66,7 @@ class BootstrapClient:
         try:
             self._call(method, path, body)
         except TableRefusedError as error:
-            if error.code is RefusalCode.UNKNOWN_ROWS:
+            if error.code is RefusalCode.UNKNOWN_RANKS:
                 return False
             raise
         return True
@@ -164,11 +164,16 @@ class RankKeeper:
     """Thread that renews one rank's lease. If the process is suspended, so is the thread, and the lease expires."""
 
     def __init__(
-        self, url: str, token: str, row: RankRow, interval_s: float, on_refused: Callable[[TableRefusedError], None]
+        self,
+        url: str,
+        token: str,
+        record: RankRecord,
+        interval_s: float,
+        on_refused: Callable[[TableRefusedError], None],
     ) -> None:
         """Prepare the thread, which calls ``on_refused`` and ends if the table refuses this incarnation."""
         self._client = BootstrapClient(url, token)
-        self._row = row
+        self._record = record
         self._interval_s = interval_s
         self._on_refused = on_refused
         self._stopping = threading.Event()
@@ -202,32 +207,32 @@ class RankKeeper:
             self._due.clear()
 
     def _report(self) -> None:
-        self._client.alive(self._row)
+        self._client.alive(self._record)
 
     def _leave(self) -> None:
         """Do nothing, because the leader unregisters the replica."""
 
 
 class LeaseKeeper(RankKeeper):
-    """Threads of a leader: one registers all rows and sends heartbeats, one passes new tables to ``on_table``.
+    """Threads of a leader: one registers all records and sends heartbeats, one passes new tables to ``on_table``.
 
     ``load``, ``on_table`` and ``on_refused`` are called from these threads. Heartbeats stop if the table rejects the
-    replica because a later incarnation is known or its rows are inconsistent.
+    replica because a later incarnation is known or its records are inconsistent.
     """
 
     def __init__(
         self,
         url: str,
         token: str,
-        rows: Sequence[RankRow],
+        records: Sequence[RankRecord],
         load: Callable[[], ReplicaLoad],
         on_table: Callable[[TableSnapshot], None],
         interval_s: float,
         on_refused: Callable[[TableRefusedError], None],
     ) -> None:
-        super().__init__(url, token, rows[0], interval_s, on_refused)
-        self._rows = tuple(rows)
-        self._digest = rows_digest(rows)
+        super().__init__(url, token, records[0], interval_s, on_refused)
+        self._records = tuple(records)
+        self._digest = records_digest(records)
         self._load = load
         self._on_table = on_table
         # The watcher has its own connection, and ``stop`` does not wait for its last long poll.
@@ -240,23 +245,23 @@ class LeaseKeeper(RankKeeper):
         self._watcher.start()
 
     def _report(self) -> None:
-        """Send a heartbeat; register all rows first if the service does not know them."""
+        """Send a heartbeat; register all records first if the service does not know them."""
         if self._client.heartbeat(self._heartbeat()):
             return
-        for row in self._rows:
-            self._client.register(row)
+        for record in self._records:
+            self._client.register(record)
         self._client.heartbeat(self._heartbeat())
 
     def _heartbeat(self) -> Heartbeat:
-        replica, incarnation = self._row.replica, self._row.incarnation
-        return Heartbeat(replica=replica, incarnation=incarnation, rows_digest=self._digest, load=self._load())
+        replica, incarnation = self._record.replica, self._record.incarnation
+        return Heartbeat(replica=replica, incarnation=incarnation, records_digest=self._digest, load=self._load())
 
     def _leave(self) -> None:
         """Unregister the replica, unless the service is unavailable."""
         try:
-            self._client.unregister(self._row.replica, self._row.incarnation, reaped=False)
+            self._client.unregister(self._record.replica, self._record.incarnation, reaped=False)
         except PeerUnreachableError:
-            _log.info("the bootstrap service is unavailable; the lease of %s will expire", self._row.replica)
+            _log.info("the bootstrap service is unavailable; the lease of %s will expire", self._record.replica)
 
     def _watch(self, client: BootstrapClient) -> None:
         for snapshot in follow_table(client.watch, lambda: _WATCH_S):

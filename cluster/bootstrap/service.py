@@ -21,11 +21,11 @@ from cluster.bootstrap.table import BootstrapTable, ErrorDetail, ErrorReply, Tab
 from cluster.spec.clock import LEASE_S, Clock, SystemClock
 from cluster.spec.errors import UserError
 from cluster.spec.ids import Incarnation, ReplicaId, is_router, parse_replica_id
-from cluster.spec.registry import Heartbeat, RankRow
+from cluster.spec.registry import Heartbeat, RankRecord
 
 MAX_WATCH_S = 60.0
 MAX_BODY_BYTES = 1 << 20
-"""Maximum body size. A row or a heartbeat takes a few thousand bytes."""
+"""Maximum body size. A record or a heartbeat takes a few thousand bytes."""
 
 _KEEP_ALIVE_S = 120
 """Keep-alive timeout of connections, longer than any pause between a client's requests."""
@@ -122,9 +122,9 @@ def _routes(watched: WatchedTable) -> APIRouter:
         watched.wake_if_changed()
         return Response(status_code=204)
 
-    @routes.put("/rows")
+    @routes.put("/ranks")
     async def register(request: Request) -> Response:
-        table.register(await _decode(request, RankRow))
+        table.register(await _decode(request, RankRecord))
         return changed()
 
     @routes.post("/heartbeats")
@@ -165,7 +165,7 @@ def _bearer(token: str) -> Callable[[Request], Awaitable[None]]:
 
 
 def _member(text: str) -> ReplicaId:
-    """Parse the name of a replica or of a router process, which has no rows but can be reported as ended."""
+    """Parse the name of a replica or of a router process, which has no records but can be reported as ended."""
     try:
         return ReplicaId(text) if is_router(text) else parse_replica_id(text)
     except ValueError as exc:

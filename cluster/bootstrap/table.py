@@ -15,16 +15,16 @@ from cluster.spec.clock import Clock
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation, ReplicaId, parse_replica_id
 from cluster.spec.ranks import global_rank, world_size
-from cluster.spec.registry import Heartbeat, RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.registry import Heartbeat, RankRecord, ReplicaEntry, ReplicaLoad, TableSnapshot
 
 
 class RefusalCode(StrEnum):
-    UNKNOWN_ROWS = "unknown_rows"
-    """The table does not have the heartbeat's rows; all of them must be registered again."""
+    UNKNOWN_RANKS = "unknown_ranks"
+    """The table does not have the heartbeat's records; all of them must be registered again."""
     SUPERSEDED = "superseded"
     """A later incarnation of the replica is known, or this one has ended."""
     MISMATCH = "mismatch"
-    """The row is inconsistent in itself or with other rows of its replica."""
+    """The record is inconsistent in itself or with other records of its replica."""
 
 
 class TableRefusedError(BatonError):
@@ -49,9 +49,9 @@ class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorDetail
 
 
-def rows_digest(rows: Iterable[RankRow]) -> str:
-    """Return a short hash of a replica's rows, independent of their order."""
-    ordered = sorted(rows, key=lambda row: row.global_rank)
+def records_digest(records: Iterable[RankRecord]) -> str:
+    """Return a short hash of a replica's records, independent of their order."""
+    ordered = sorted(records, key=lambda record: record.global_rank)
     return hashlib.blake2b(msgspec.msgpack.encode(ordered), digest_size=16).hexdigest()
 
 
@@ -69,42 +69,42 @@ class BootstrapTable:
         self._reaped: dict[ReplicaId, Incarnation] = {}
         self.version = first_version
 
-    def register(self, row: RankRow) -> None:
-        """Add one row. Idempotent; a higher incarnation replaces all rows of a lower one.
+    def register(self, record: RankRecord) -> None:
+        """Add one record. Idempotent; a higher incarnation replaces all records of a lower one.
 
         Raises:
-            TableRefusedError: superseded, or the row is inconsistent.
+            TableRefusedError: superseded, or the record is inconsistent.
         """
-        _check_alone(row)
-        replica = self._current(row.replica, row.incarnation)
+        _check_alone(record)
+        replica = self._current(record.replica, record.incarnation)
         if replica is None:
-            self._replicas[row.replica] = replica = _Replica(row)
+            self._replicas[record.replica] = replica = _Replica(record)
             self.version += 1
             return
-        known = replica.rows.get(row.coords)
-        _check_against(row, known, replica.first)
+        known = replica.records.get(record.coords)
+        _check_against(record, known, replica.first)
         if known is None:
-            replica.rows[row.coords] = row
-            replica.digest = rows_digest(replica.rows.values())
+            replica.records[record.coords] = record
+            replica.digest = records_digest(replica.records.values())
             self.version += 1
 
     def heartbeat(self, beat: Heartbeat, now_s: float) -> None:
         """Renew the lease of rank 0, and record the replica's load.
 
         Raises:
-            TableRefusedError: superseded, or other rows are registered.
+            TableRefusedError: superseded, or other records are registered.
         """
         self.expire(now_s)
         replica = self._current(beat.replica, beat.incarnation)
-        if replica is None or not replica.complete or replica.digest != beat.rows_digest:
+        if replica is None or not replica.complete or replica.digest != beat.records_digest:
             raise TableRefusedError(
-                RefusalCode.UNKNOWN_ROWS,
-                f"{beat.replica}, incarnation {beat.incarnation}: its rows are not all registered as the heartbeat "
-                "names them; send every row again",
+                RefusalCode.UNKNOWN_RANKS,
+                f"{beat.replica}, incarnation {beat.incarnation}: its records are not all registered as the heartbeat "
+                "names them; send every record again",
             )
         self.version += replica.load != beat.load
         replica.load = beat.load
-        for rank in range(1, len(replica.rows)):
+        for rank in range(1, len(replica.records)):
             replica.lease_ends_s.setdefault(rank, now_s + self._lease_s)
         self._renew(replica, 0, now_s)
 
@@ -117,7 +117,7 @@ class BootstrapTable:
         self.expire(now_s)
         current = self._current(replica, incarnation)
         if current is None or rank not in range(1, world_size(current.first.sizes)):
-            raise TableRefusedError(RefusalCode.UNKNOWN_ROWS, f"{replica} rank {rank}: not registered")
+            raise TableRefusedError(RefusalCode.UNKNOWN_RANKS, f"{replica} rank {rank}: not registered")
         self._renew(current, rank, now_s)
 
     def unregister(self, replica: ReplicaId, incarnation: Incarnation, *, reaped: bool) -> None:
@@ -174,10 +174,10 @@ class BootstrapTable:
 class _Replica:
     """Rows, load and leases of one incarnation."""
 
-    def __init__(self, first: RankRow) -> None:
+    def __init__(self, first: RankRecord) -> None:
         self.first = first
-        self.rows = {first.coords: first}
-        self.digest = rows_digest([first])
+        self.records = {first.coords: first}
+        self.digest = records_digest([first])
         self.load = ReplicaLoad()
         self.lease_ends_s: dict[int, float] = {}
         """End of each lease by global rank."""
@@ -185,7 +185,7 @@ class _Replica:
 
     @property
     def complete(self) -> bool:
-        return len(self.rows) == world_size(self.first.sizes)
+        return len(self.records) == world_size(self.first.sizes)
 
     @property
     def ready(self) -> bool:
@@ -197,42 +197,44 @@ class _Replica:
             incarnation=self.first.incarnation,
             ready=self.ready,
             silent=tuple(sorted(self.silent)),
-            rows=tuple(sorted(self.rows.values(), key=lambda row: row.global_rank)),
+            ranks=tuple(sorted(self.records.values(), key=lambda record: record.global_rank)),
             load=self.load,
         )
 
 
-def _check_alone(row: RankRow) -> None:
+def _check_alone(record: RankRecord) -> None:
     try:
-        parse_replica_id(row.replica)
-        expected = global_rank(row.coords, row.sizes)
+        parse_replica_id(record.replica)
+        expected = global_rank(record.coords, record.sizes)
     except ValueError as exc:
-        raise _mismatch(row, str(exc)) from exc
-    if row.global_rank != expected:
-        raise _mismatch(row, f"global rank {row.global_rank} given, its position is that of rank {expected}")
-    if row.incarnation < 1:
-        raise _mismatch(row, f"incarnation {row.incarnation} given; allowed: 1 and more")
+        raise _mismatch(record, str(exc)) from exc
+    if record.global_rank != expected:
+        raise _mismatch(record, f"global rank {record.global_rank} given, its position is that of rank {expected}")
+    if record.incarnation < 1:
+        raise _mismatch(record, f"incarnation {record.incarnation} given; allowed: 1 and more")
 
 
-def _check_against(row: RankRow, known: RankRow | None, first: RankRow) -> None:
-    if known is not None and known != row:
-        raise _mismatch(row, "already registered with other content; a rank that starts again needs a new incarnation")
+def _check_against(record: RankRecord, known: RankRecord | None, first: RankRecord) -> None:
+    if known is not None and known != record:
+        raise _mismatch(
+            record, "already registered with other content; a rank that starts again needs a new incarnation"
+        )
     shared: list[tuple[str, object, object]] = [
-        ("sizes", row.sizes, first.sizes),
-        ("model", row.geometry.model, first.geometry.model),
-        ("page size", row.geometry.page_size, first.geometry.page_size),
-        ("KV geometry", row.geometry.digest, first.geometry.digest),
-        ("transfer mode", row.transfer_mode, first.transfer_mode),
-        ("KV ownership", row.ownership, first.ownership),
-        ("build", row.build, first.build),
+        ("sizes", record.sizes, first.sizes),
+        ("model", record.geometry.model, first.geometry.model),
+        ("page size", record.geometry.page_size, first.geometry.page_size),
+        ("KV geometry", record.geometry.digest, first.geometry.digest),
+        ("transfer mode", record.transfer_mode, first.transfer_mode),
+        ("KV ownership", record.ownership, first.ownership),
+        ("build", record.build, first.build),
     ]
     for name, given, registered in shared:
         if given != registered:
-            raise _mismatch(row, f"{name} {given} given, {registered} registered by rank {first.global_rank}")
+            raise _mismatch(record, f"{name} {given} given, {registered} registered by rank {first.global_rank}")
 
 
-def _mismatch(row: RankRow, message: str) -> TableRefusedError:
-    return TableRefusedError(RefusalCode.MISMATCH, f"{row.replica} {row.coords}: {message}")
+def _mismatch(record: RankRecord, message: str) -> TableRefusedError:
+    return TableRefusedError(RefusalCode.MISMATCH, f"{record.replica} {record.coords}: {message}")
 
 
 class WatchedTable:

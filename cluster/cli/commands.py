@@ -112,9 +112,9 @@ def _ranks(snapshot: "TableSnapshot") -> "Table":
 
     table = Table("replica", "rank", "dp", "cp", "tp", "pp", "address", "transfer", box=None)
     for entry in snapshot.replicas:
-        for row in entry.rows:
-            ranks = (row.global_rank, row.coords.dp, row.coords.cp, row.coords.tp, row.coords.pp)
-            table.add_row(entry.replica, *map(str, ranks), row.address, row.endpoint.backend)
+        for record in entry.ranks:
+            ranks = (record.global_rank, record.coords.dp, record.coords.cp, record.coords.tp, record.coords.pp)
+            table.add_row(entry.replica, *map(str, ranks), record.address, record.endpoint.backend)
     return table
 
 

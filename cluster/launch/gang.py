@@ -17,7 +17,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain, Resume
-from cluster.spec.registry import RankRow, TableSnapshot
+from cluster.spec.registry import RankRecord, TableSnapshot
 from cluster.spec.step_messages import Shutdown
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 
@@ -48,7 +48,7 @@ class Gang:
         self._killed = False
         self._actors: list[Actor] = []
         self._reservation: Reservation | None = None
-        self._rows: list[RankRow] = []
+        self._records: list[RankRecord] = []
         self.runs: dict[str, Future[Any]] = {}
         """Running call of each rank, by rank name."""
 
@@ -70,8 +70,8 @@ class Gang:
         self._tools.progress(name, "loading weights")
         gather(self._call_each("build", [(spec, meeting) for spec in specs]), deadline)
         store = gather({self._who(0): self._system.call(self._actors[0], "open_store")}, deadline)[0]
-        self._rows = gather(self._call_each("load", [(store,)] * len(specs)), deadline)
-        self.runs = self._call_each("run", [(self._rows,)] * len(specs))
+        self._records = gather(self._call_each("load", [(store,)] * len(specs)), deadline)
+        self.runs = self._call_each("run", [(self._records,)] * len(specs))
         self._tools.progress(name, "announcing")
         self._wait_ready(meeting, deadline)
 
@@ -91,7 +91,7 @@ class Gang:
 
     def stop(self, timeout_s: float) -> None:
         """Ask the workers to end, and wait; ``kill`` ends the remaining ones."""
-        self._tools.send([row.address for row in self._rows], Shutdown(reason="the cluster stops"))
+        self._tools.send([record.address for record in self._records], Shutdown(reason="the cluster stops"))
         wait(self.runs.values(), timeout_s)
 
     def kill(self, timeout_s: float) -> bool:
@@ -115,7 +115,7 @@ class Gang:
             return entry.load.draining == isinstance(message, Drain)
 
         def send() -> None:
-            self._tools.send([self._rows[0].address], message)
+            self._tools.send([self._records[0].address], message)
 
         return send_until(table, is_shown, send, deadline)
 

@@ -14,7 +14,7 @@ from cluster.spec.config import DeployConfig, Device
 from cluster.spec.env import ADMIN_KEY, API_KEYS
 from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import RankRecord
 from cluster.spec.worker_spec import Rendezvous, RouterShare, WorkerSpec
 
 if TYPE_CHECKING:
@@ -53,10 +53,10 @@ class WorkerActor:
     def open_store(self) -> str:
         return self._built.open_store()
 
-    def load(self, store: str) -> RankRow:
+    def load(self, store: str) -> RankRecord:
         return self._built.load(store)
 
-    def run(self, rows: list[RankRow]) -> None:
+    def run(self, records: list[RankRecord]) -> None:
         """Run the worker, then release its resources; a hanging loop ends the process."""
         from workers.loop.watch import LoopWatch, end_process
 
@@ -64,7 +64,7 @@ class WorkerActor:
         name, limit_s = f"{spec.replica} rank {spec.global_rank}", spec.config.resources.step_timeout_s
         try:
             with LoopWatch(worker.heartbeat, name, limit_s, end_process):
-                worker.run(rows)
+                worker.run(records)
         finally:
             worker.close()
 

@@ -34,7 +34,7 @@ class _Known(Admit, frozen=True, kw_only=True):
 class VirtualDevice:
     def __init__(self, around: Surroundings, memory: Memory, sender: KvSender) -> None:
         self._around, self._memory, self._sender = around, memory, sender
-        self._lifetimes = memory.row.geometry.lifetimes
+        self._lifetimes = memory.record.geometry.lifetimes
         self._known: dict[Room, _Known] = {}
 
     def begin(self, plan: StepPlan) -> Callable[[int], None] | None:
@@ -46,50 +46,50 @@ class VirtualDevice:
         for admit in plan.admits:
             pages: list[list[int]] = [[] for _ in self._lifetimes]
             self._known[admit.room] = _Known(**asdict(admit), text=self._around.text_of(admit.room), pages=pages)
-        for row in plan.scheduled:
-            known = self._known.get(row.room)
+        for request in plan.scheduled:
+            known = self._known.get(request.room)
             if known is None:
-                raise Violation(f"{self._memory.session} has a step for room {row.room}, which it does not know")
-            for known_pages, new_pages in zip(known.pages, row.new_pages, strict=False):
+                raise Violation(f"{self._memory.session} has a step for room {request.room}, which it does not know")
+            for known_pages, new_pages in zip(known.pages, request.new_pages, strict=False):
                 known_pages += new_pages
-            known.text.put(row.first_position, bytes(row.token_ids))
+            known.text.put(request.first_position, bytes(request.token_ids))
         return on_stored
 
     def take_copies(self, pages: Sequence[int], mates: Sequence[Memory]) -> None:
         """Copy arrived pages from those ranks with the same heads that have received them."""
-        mine = self._memory.row
+        mine = self._memory.record
         num_copies = num_head_copies(mine)
         for page in pages if num_copies > 1 else ():
             tp_rank = mine.coords.tp // num_copies * num_copies + page % num_copies
-            source = next(mate for mate in mates if mate.row.coords.tp == tp_rank)
+            source = next(mate for mate in mates if mate.record.coords.tp == tp_rank)
             self._memory.put(page, source.page(page))
 
     def compute(self, plan: StepPlan, layers: range) -> None:
         """Read the KV of the step's requests in these layers, and write the KV of its tokens."""
         for lifetime in range(len(self._lifetimes)):
             pieces = self._memory.pieces(layers, lifetime)
-            for row in plan.scheduled:
-                self._compute(row, self._known[row.room], lifetime, layers, pieces)
+            for request in plan.scheduled:
+                self._compute(request, self._known[request.room], lifetime, layers, pieces)
 
     def end(self, plan: StepPlan) -> dict[Room, Sampled]:
         sampled = {}
-        for row in plan.scheduled if self.is_sampling_rank else ():
-            if row.samples:
-                tokens = self._known[row.room].text.tokens(row.first_position + len(row.token_ids))
-                sampled[row.room] = Sampled(token_id=next_token(tokens, row.output_position))
+        for request in plan.scheduled if self.is_sampling_rank else ():
+            if request.samples:
+                tokens = self._known[request.room].text.tokens(request.first_position + len(request.token_ids))
+                sampled[request.room] = Sampled(token_id=next_token(tokens, request.output_position))
         self._sender.after_step(plan, self._known)
         return sampled
 
     @property
     def is_sampling_rank(self) -> bool:
-        coords, sizes = self._memory.row.coords, self._memory.row.sizes
+        coords, sizes = self._memory.record.coords, self._memory.record.sizes
         return coords.cp == coords.tp == 0 and coords.pp == sizes.pp - 1
 
-    def _compute(self, row: ScheduledRequest, known: _Known, lifetime: int, layers: range, pieces: Pieces) -> None:
+    def _compute(self, request: ScheduledRequest, known: _Known, lifetime: int, layers: range, pieces: Pieces) -> None:
         """Compute on this rank's pages: all of them, or those that it owns if the KV is sharded."""
-        memory, mine = self._memory, self._memory.row
+        memory, mine = self._memory, self._memory.record
         num_owners, layout, text = mine.num_owners, mine.layout, known.text
-        first, end = row.first_position, row.first_position + len(row.token_ids)
+        first, end = request.first_position, request.first_position + len(request.token_ids)
         seen = range(self._lifetimes[lifetime].first_page(first, PAGE_SIZE), -(-end // PAGE_SIZE))
         for number in seen:
             page = known.pages[lifetime][number]
@@ -98,7 +98,7 @@ class VirtualDevice:
             is_read = number * PAGE_SIZE < first
             if is_read and not memory.holds(page // num_owners, text.page(number, first, layout, lifetime), pieces):
                 where = f"layers {layers.start} to {layers.stop - 1} of page {page} in {memory.session}"
-                raise Violation(f"room {row.room} is read before {where} have the KV of its first {first} tokens")
+                raise Violation(f"room {request.room} is read before {where} have the KV of its first {first} tokens")
             if (number + 1) * PAGE_SIZE > first:
                 # Followers can lag behind their leader, so the allocator describes rank 0 only.
                 if mine.global_rank == 0 and not memory.allocator.is_held(page):

@@ -7,7 +7,7 @@ from cluster.bootstrap.table import BootstrapTable
 from cluster.launch.services import BOOTSTRAP
 from cluster.launch.waits import DrainWatch
 from cluster.simulator.bootstrap import Bootstrap
-from cluster.simulator.leaders import make_rows
+from cluster.simulator.leaders import make_records
 from cluster.simulator.replica import Replica
 from cluster.simulator.router_process import RouterProcess
 from cluster.simulator.world import HOME, Surroundings
@@ -148,9 +148,9 @@ class Driver:
 
     def _start(self, name: str, incarnation: Incarnation) -> None:
         if name not in (BOOTSTRAP, ROUTER):
-            rows = make_rows(self._around.shape, ReplicaId(name), incarnation, self._machine_for(name))
+            records = make_records(self._around.shape, ReplicaId(name), incarnation, self._machine_for(name))
             on_failed = partial(self.report_failed, name, incarnation)
-            self.replicas[name] = Replica(self._around, self.bootstrap, rows, on_failed)
+            self.replicas[name] = Replica(self._around, self.bootstrap, records, on_failed)
             self._wait_ready(name, incarnation, self._around.now_s() + _START_TIMEOUT_S)
             return
         if name == BOOTSTRAP:

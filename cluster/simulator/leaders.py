@@ -1,4 +1,4 @@
-"""Rank rows of a simulated replica, and the real leaders of its DP ranks."""
+"""Rank records of a simulated replica, and the real leaders of its DP ranks."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from cluster.spec.ids import Incarnation, Peer, ReplicaId, Role, role_of
 from cluster.spec.kv import KvGeometry, KvGroup, KvPart, key_value_group
 from cluster.spec.memory import page_layout
 from cluster.spec.ranks import coords_of, world_size
-from cluster.spec.registry import AxisSizes, Endpoint, KvOwnership, RankRow
+from cluster.spec.registry import AxisSizes, Endpoint, KvOwnership, RankRecord
 from cluster.spec.step_messages import ScheduledRequest
 from cluster.spec.strategy import Strategy
 from workers.cache.page_allocator import PageAllocator
@@ -31,15 +31,15 @@ MAX_REQUESTS = 4
 TICKET_TIMEOUT_S = 5.0
 
 
-def make_rows(shape: Shape, replica: ReplicaId, incarnation: Incarnation, machine: str) -> list[RankRow]:
-    """Return the rows of one start of a replica, in order of global rank."""
+def make_records(shape: Shape, replica: ReplicaId, incarnation: Incarnation, machine: str) -> list[RankRecord]:
+    """Return the records of one start of a replica, in order of global rank."""
     role = role_of(replica)
     ownership, num_pages = shape.ownership, shape.prefill_pages
     sizes = AxisSizes(dp=shape.dp, cp=shape.cp, tp=shape.tp, pp=shape.pp)
     if role is Role.DECODE:
         ownership, num_pages = KvOwnership.REPLICATED, shape.decode_pages
         sizes = AxisSizes(dp=shape.decode_dp, cp=1, tp=shape.decode_tp, pp=shape.decode_pp)
-    geometry, rows = geometry_of(shape), []
+    geometry, records = geometry_of(shape), []
     for global_rank in range(world_size(sizes)):
         start = f"{machine}/{replica}.{incarnation}.{global_rank}"
         coords = coords_of(global_rank, sizes)
@@ -49,7 +49,7 @@ def make_rows(shape: Shape, replica: ReplicaId, incarnation: Incarnation, machin
             backend = TransferBackendName.SHARED_MEMORY if shape.tiers.shares_host else "simulated"
             num_bytes = shape.tiers.host_pages * layout.page_bytes
             host = Endpoint(backend=backend, session=start, base_address=0, num_bytes=num_bytes)
-        row = RankRow(
+        record = RankRecord(
             replica=replica,
             incarnation=incarnation,
             coords=coords,
@@ -64,8 +64,8 @@ def make_rows(shape: Shape, replica: ReplicaId, incarnation: Incarnation, machin
             build="simulated",
             host_endpoint=host,
         )
-        rows.append(row)
-    return rows
+        records.append(record)
+    return records
 
 
 def geometry_of(shape: Shape) -> KvGeometry:
@@ -80,30 +80,30 @@ def geometry_of(shape: Shape) -> KvGeometry:
     return KvGeometry(model="simulated", num_layers=shape.num_layers, groups=tuple(groups), page_size=PAGE_SIZE)
 
 
-def shard_of(rows: Sequence[RankRow], dp_rank: int) -> list[RankRow]:
-    return [row for row in rows if row.coords.dp == dp_rank]
+def shard_of(records: Sequence[RankRecord], dp_rank: int) -> list[RankRecord]:
+    return [record for record in records if record.coords.dp == dp_rank]
 
 
-def step_depth(row: RankRow) -> int:
-    num_stages = row.sizes.pp
-    return num_stages + (num_stages > 1 and row.role is Role.PREFILL)
+def step_depth(record: RankRecord) -> int:
+    num_stages = record.sizes.pp
+    return num_stages + (num_stages > 1 and record.role is Role.PREFILL)
 
 
 def make_leader(
-    around: Surroundings, me: Peer, rows: Sequence[RankRow], dp_rank: int
+    around: Surroundings, me: Peer, records: Sequence[RankRecord], dp_rank: int
 ) -> tuple[DpLeader, PageAllocator]:
-    """Create the leader of a DP rank like ``workers.build``. ``rows`` has all ranks of the replica."""
-    own = shard_of(rows, dp_rank)
+    """Create the leader of a DP rank like ``workers.build``. ``records`` has all ranks of the replica."""
+    own = shard_of(records, dp_rank)
     first = own[0]
     tree = PrefixTree(first.num_owners) if around.shape.prefix_cache else None
     allocator = PageAllocator(first.layout.num_pages, tree, first.num_owners, Lifetimes.of(first.geometry))
     tiers = _make_tiers(around.shape.tiers, tree, own)
     if first.role is Role.DECODE:
-        return _make_decode_leader(around, me, rows, dp_rank, allocator, tiers), allocator
+        return _make_decode_leader(around, me, records, dp_rank, allocator, tiers), allocator
     return _make_prefill_leader(around, me, own, allocator, tiers), allocator
 
 
-def _make_tiers(shape: TierShape | None, tree: PrefixTree | None, own: list[RankRow]) -> Tiers | None:
+def _make_tiers(shape: TierShape | None, tree: PrefixTree | None, own: list[RankRecord]) -> Tiers | None:
     if shape is None or tree is None:
         return None
     storage = StorageConfig(backend=StorageBackendName.FILES, prefetch=shape.prefetch)
@@ -112,29 +112,34 @@ def _make_tiers(shape: TierShape | None, tree: PrefixTree | None, own: list[Rank
     return tiers
 
 
-def _limits(around: Surroundings, row: RankRow) -> StepLimits:
-    return StepLimits(PAGE_SIZE, around.shape.chunk_tokens, MAX_REQUESTS, depth=step_depth(row))
+def _limits(around: Surroundings, record: RankRecord) -> StepLimits:
+    return StepLimits(PAGE_SIZE, around.shape.chunk_tokens, MAX_REQUESTS, depth=step_depth(record))
 
 
 def _make_decode_leader(
-    around: Surroundings, me: Peer, rows: Sequence[RankRow], dp_rank: int, allocator: PageAllocator, tiers: Tiers | None
+    around: Surroundings,
+    me: Peer,
+    records: Sequence[RankRecord],
+    dp_rank: int,
+    allocator: PageAllocator,
+    tiers: Tiers | None,
 ) -> DpLeader:
     shape = around.shape
     settings = DecodeSettings(
         me=me,
-        rows=rows,
+        records=records,
         dp_rank=dp_rank,
         transfer_timeout_s=shape.transfer_timeout_s,
         quarantine_limit=shape.quarantine_limit,
         verify=shape.verify,
         settle_s=shape.settle_s,
     )
-    scheduler = StepScheduler(allocator, _limits(around, rows[0]), undivided, tiers=tiers)
+    scheduler = StepScheduler(allocator, _limits(around, records[0]), undivided, tiers=tiers)
     return DecodeLeader(settings, scheduler, allocator, tiers=tiers)
 
 
 def _make_prefill_leader(
-    around: Surroundings, me: Peer, own: list[RankRow], allocator: PageAllocator, tiers: Tiers | None
+    around: Surroundings, me: Peer, own: list[RankRecord], allocator: PageAllocator, tiers: Tiers | None
 ) -> DpLeader:
     def choose(scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
         strategy = around.random.choice([Strategy.NONE, Strategy.ZIGZAG])
@@ -142,8 +147,8 @@ def _make_prefill_leader(
 
     settings = PrefillSettings(
         me=me,
-        row=own[0],
-        rank_addresses=tuple(row.address for row in own),
+        record=own[0],
+        rank_addresses=tuple(record.address for record in own),
         ticket_timeout_s=TICKET_TIMEOUT_S,
         settle_s=around.shape.settle_s,
     )

@@ -13,7 +13,7 @@ from typing import Self
 from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE
 from cluster.spec.ids import Room
 from cluster.spec.kv import FULL_ATTENTION, NO_PAGE, SLIDING_ATTENTION, GroupLayout, PoolLayout
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import RankRecord
 from cluster.spec.transfer_messages import Ticket
 from transfer.page_range import PageRange, Span
 from workers.cache.page_allocator import PageAllocator
@@ -81,7 +81,7 @@ class Text:
 class Memory:
     """Device pool and host pool of one rank."""
 
-    row: RankRow
+    record: RankRecord
     allocator: PageAllocator
     """Allocator of the DP rank's leader."""
     pool: bytearray
@@ -90,35 +90,35 @@ class Memory:
     is_gone: bool = False
 
     @classmethod
-    def empty(cls, row: RankRow, allocator: PageAllocator) -> Self:
-        host_bytes = row.host_endpoint.num_bytes if row.host_endpoint is not None else 0
-        return cls(row, allocator, bytearray([_NOTHING]) * row.layout.pool_bytes, bytearray([TORN]) * host_bytes)
+    def empty(cls, record: RankRecord, allocator: PageAllocator) -> Self:
+        host_bytes = record.host_endpoint.num_bytes if record.host_endpoint is not None else 0
+        return cls(record, allocator, bytearray([_NOTHING]) * record.layout.pool_bytes, bytearray([TORN]) * host_bytes)
 
     @property
     def session(self) -> str:
         """Return the name of this pool. A restarted rank has a new one."""
-        return self.row.endpoint.session
+        return self.record.endpoint.session
 
     def page(self, page: int) -> bytes:
-        size = self.row.layout.page_bytes
+        size = self.record.layout.page_bytes
         return bytes(self.pool[page * size : (page + 1) * size])
 
     def put(self, page: int, image: bytes) -> None:
-        start = page * self.row.layout.page_bytes
+        start = page * self.record.layout.page_bytes
         self.pool[start : start + len(image)] = image
 
     def holds(self, page: int, image: bytes, pieces: Pieces) -> bool:
         """Return whether some pieces of a page equal those of an image."""
-        start = page * self.row.layout.page_bytes
+        start = page * self.record.layout.page_bytes
         return all(self.pool[start + first : start + last] == image[first:last] for first, last in pieces)
 
     def put_pieces(self, page: int, image: bytes, pieces: Pieces) -> None:
-        start = page * self.row.layout.page_bytes
+        start = page * self.record.layout.page_bytes
         for first, last in pieces:
             self.pool[start + first : start + last] = image[first:last]
 
     def host_page(self, page: int) -> memoryview:
-        size = self.row.layout.page_bytes
+        size = self.record.layout.page_bytes
         return memoryview(self.host)[page * size : (page + 1) * size]
 
     def filled_host_page(self, page: int) -> memoryview:
@@ -129,7 +129,7 @@ class Memory:
 
     def pieces(self, layers: range, lifetime: int = 0) -> Pieces:
         """Return the pieces of a lifetime's page that belong to some layers, counted from the rank's first layer."""
-        layout = self.row.layout
+        layout = self.record.layout
         page = PageRange(layout, [0], layout.layers[layers.start : layers.stop], lifetime=lifetime)
         return [(span.source_offset, span.source_offset + span.num_bytes) for span in page.spans_to(page)]
 
@@ -190,7 +190,7 @@ class Tickets:
             raise Violation(f"room {room} writes into page {page} of {memory.session}, for which it has no ticket")
         if not memory.allocator.is_held(page):
             raise Violation(f"room {room} writes into page {page} of {memory.session}, which is free or shared")
-        if not _is_sent_to(memory.row, page):
+        if not _is_sent_to(memory.record, page):
             raise Violation(f"room {room} writes into page {page} of {memory.session}, which has it from another rank")
 
     def end(self, memory: Memory, page: int) -> None:
@@ -208,17 +208,17 @@ class Tickets:
         for page in [page for page, permission in permissions.items() if permission.room == room]:
             permission = permissions.pop(page)
             for memory in transfer.memories:
-                layout = memory.row.layout
+                layout = memory.record.layout
                 expected = transfer.text.page(permission.number, transfer.num_tokens, layout, permission.lifetime)
-                if _is_sent_to(memory.row, page) and not memory.page(page).startswith(expected):
+                if _is_sent_to(memory.record, page) and not memory.page(page).startswith(expected):
                     raise Violation(f"room {room} is read before page {page} of {memory.session} has arrived")
 
 
-def num_head_copies(row: RankRow) -> int:
+def num_head_copies(record: RankRecord) -> int:
     """Return the number of adjacent TP ranks that hold the same heads."""
-    return math.gcd(*(max(1, row.sizes.tp // group.num_heads) for group in row.geometry.groups))
+    return math.gcd(*(max(1, record.sizes.tp // group.num_heads) for group in record.geometry.groups))
 
 
-def _is_sent_to(row: RankRow, page: int) -> bool:
+def _is_sent_to(record: RankRecord, page: int) -> bool:
     """Return whether prefill sends a page to this decode rank and not to another one with the same heads."""
-    return (row.coords.tp - page) % num_head_copies(row) == 0
+    return (record.coords.tp - page) % num_head_copies(record) == 0

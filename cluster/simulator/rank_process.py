@@ -13,7 +13,7 @@ from cluster.simulator.writer import VirtualWriter
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import Peer, Room
 from cluster.spec.messages import Message
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import RankRecord
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import CancelSend, ForgetPeer, StepPlan, StepResult
 from cluster.spec.strategy import Strategy
@@ -33,11 +33,16 @@ class RankProcess(Process):
     """Process with a rank's device and page memory, which are lost when it dies."""
 
     def __init__(
-        self, around: Surroundings, rows: Sequence[RankRow], global_rank: int, leader: Peer, allocator: PageAllocator
+        self,
+        around: Surroundings,
+        records: Sequence[RankRecord],
+        global_rank: int,
+        leader: Peer,
+        allocator: PageAllocator,
     ) -> None:
-        row, shape = rows[global_rank], around.shape
-        super().__init__(around, row.address)
-        self.row = row
+        record, shape = records[global_rank], around.shape
+        super().__init__(around, record.address)
+        self.record = record
         self.leader_address = leader.address
         self.shard: list[RankProcess] = []
         """Processes of this DP rank, in order of global rank."""
@@ -53,18 +58,18 @@ class RankProcess(Process):
         self._layerwise_load: LayerwiseLoad | None = None
         self._waits_for_layers = False
         self._on_stored: Callable[[int], None] | None = None
-        self.memory = Memory.empty(row, allocator)
+        self.memory = Memory.empty(record, allocator)
         around.memories[self.memory.session] = self.memory
         self.sender = KvSender(
             prefill=leader,
-            row=row,
+            record=record,
             region=memoryview(self.memory.pool),
             config=TransferConfig(mode=shape.mode, verify=shape.verify),
             outbox=self,
             start_writer=partial(VirtualWriter, around, self.memory, self.when_running),
             least_span_bytes=1,
         )
-        self.tier_worker = VirtualTierWorker(self, leader.address, rows, self.memory, self._on_layers)
+        self.tier_worker = VirtualTierWorker(self, leader.address, records, self.memory, self._on_layers)
         self.device = VirtualDevice(around, self.memory, self.sender)
 
     def obey(self, message: Message) -> bool:
@@ -95,8 +100,8 @@ class RankProcess(Process):
 
     def _check_pages(self, message: CheckPages) -> None:
         """Check pages like the thread of ``workers.handoff.page_checker``."""
-        wrong = wrong_pages(memoryview(self.memory.pool), self.row.layout, message.digests)
-        answer = PagesChecked(room=message.room, rank=self.row.global_rank, wrong=wrong)
+        wrong = wrong_pages(memoryview(self.memory.pool), self.record.layout, message.digests)
+        answer = PagesChecked(room=message.room, rank=self.record.global_rank, wrong=wrong)
         self.send(self.leader_address, answer)
 
     def close(self) -> None:
@@ -117,8 +122,8 @@ class RankProcess(Process):
     @property
     def mates(self) -> "list[RankProcess]":
         """Return the ranks of this TP group, which exchange tensors in every layer."""
-        coords = self.row.coords
-        return [rank for rank in self.shard if (rank.row.coords.cp, rank.row.coords.pp) == (coords.cp, coords.pp)]
+        coords = self.record.coords
+        return [rank for rank in self.shard if (rank.record.coords.cp, rank.record.coords.pp) == (coords.cp, coords.pp)]
 
     @abstractmethod
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
@@ -137,14 +142,14 @@ class RankProcess(Process):
     def _start(self, plan: StepPlan) -> None:
         """Compute layers in parts. Others can observe the end of each part."""
         self.device.take_copies(plan.received_pages, [mate.memory for mate in self.mates])
-        layout = self.row.layout
+        layout = self.record.layout
         job = plan.layerwise_load
         self._layerwise_load = self.tier_worker.submit_layerwise(job) if job is not None else None
         ends = [] if self._on_stored is None else early_ends(layout, 1)
         if self._layerwise_load is not None:
             ends = list(range(1, layout.num_layers))
         self._ends = deque([*ends, layout.num_layers])
-        num_tokens = sum(len(row.token_ids) for row in plan.scheduled)
+        num_tokens = sum(len(request.token_ids) for request in plan.scheduled)
         step_s = self.around.hazards.slowness * (self.around.random.uniform(2e-3, 3e-2) + 1e-4 * num_tokens)
         self._part_s = step_s / len(self._ends)
         self.after(self._part_s, self._compute_layers)
@@ -187,9 +192,9 @@ class RankProcess(Process):
 
     def _ranks_of(self, plan: StepPlan) -> "list[RankProcess]":
         """Return the ranks that compute a step with this one. Others can lag behind."""
-        if plan.shape.strategy is not Strategy.NONE or self.row.num_owners > 1:
+        if plan.shape.strategy is not Strategy.NONE or self.record.num_owners > 1:
             return self.shard
-        return [rank for rank in self.shard if rank.row.coords.cp == self.row.coords.cp]
+        return [rank for rank in self.shard if rank.record.coords.cp == self.record.coords.cp]
 
 
 class Follower(RankProcess):
@@ -197,7 +202,7 @@ class Follower(RankProcess):
 
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
         if self.device.is_sampling_rank and plan.scheduled:
-            result = StepResult(dp_rank=self.row.coords.dp, sampled=sampled)
+            result = StepResult(dp_rank=self.record.coords.dp, sampled=sampled)
             self.send(self.leader_address, result)
         self._turn()
 

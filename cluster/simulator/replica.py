@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
+from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, records_digest
 from cluster.simulator.bootstrap import Bootstrap
 from cluster.simulator.leaders import make_leader, shard_of, step_depth
 from cluster.simulator.promises import hand_over
@@ -16,7 +16,7 @@ from cluster.spec.clock import HEARTBEAT_S
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, Peer, Room
 from cluster.spec.messages import KvEvents, Message, Output, TableUpdate
-from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad
+from cluster.spec.registry import Heartbeat, RankRecord, ReplicaLoad
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import TierJob
@@ -35,20 +35,20 @@ class LeaderProcess(RankProcess):
         self,
         around: Surroundings,
         bootstrap: Bootstrap,
-        rows: Sequence[RankRow],
+        records: Sequence[RankRecord],
         me: Peer,
         made: Sequence[tuple[DpLeader, PageAllocator]],
         on_refused: Callable[[str], None],
     ) -> None:
         """Start the process with each DP rank's leader and allocator. ``on_refused`` ends the replica."""
-        super().__init__(around, rows, 0, me, made[0][1])
+        super().__init__(around, records, 0, me, made[0][1])
         self._leaders = [leader for leader, _ in made]
         self._allocators = [allocator for _, allocator in made]
         self.leader = ReplicaLeader(
-            self._leaders, rows[0].sizes, depth=step_depth(rows[0]), policy=around.shape.dp_policy
+            self._leaders, records[0].sizes, depth=step_depth(records[0]), policy=around.shape.dp_policy
         )
         self.me = me
-        self.rows = rows
+        self.records = records
         self._bootstrap = bootstrap
         self._on_refused = on_refused
         self._load = ReplicaLoad()
@@ -102,10 +102,10 @@ class LeaderProcess(RankProcess):
         else:
             # First tokens, tickets and finished loads do not wait for the step.
             self._emit()
-            computed = {row.room: len(row.token_ids) for plan in plans for row in plan.scheduled}
+            computed = {request.room: len(request.token_ids) for plan in plans for request in plan.scheduled}
             self.around.trace.add(self.address, "computes", computed)
-            for row in self.rows[1:]:
-                self.send(row.address, plans[row.coords.dp])
+            for record in self.records[1:]:
+                self.send(record.address, plans[record.coords.dp])
             self.begin(plans[0])
 
     def _close_turn(self) -> None:
@@ -136,11 +136,11 @@ class LeaderProcess(RankProcess):
             if isinstance(message, KvEvents):
                 self.num_kv_events[address] = message.number + 1
             elif isinstance(message, Ticket):
-                rows = shard_of(self.rows, message.dp_rank)
-                memories = [self.around.memories[row.endpoint.session] for row in rows]
+                records = shard_of(self.records, message.dp_rank)
+                memories = [self.around.memories[record.endpoint.session] for record in records]
                 num_tokens = len(self.around.submits[message.room].prompt_ids)
                 self.around.tickets.give(memories, message, self.around.text_of(message.room), num_tokens)
-                _send_late_message(self.around, message, self.rows[0].layout.page_bytes)
+                _send_late_message(self.around, message, self.records[0].layout.page_bytes)
             elif isinstance(message, Output) and message.first_index == self.around.submits[message.room].num_given:
                 self.around.tickets.check_start(message.room)
 
@@ -149,21 +149,24 @@ class LeaderProcess(RankProcess):
         self._bootstrap.call(machine_of(self.address), self._renew, self._on_answer)
 
     def _renew(self, table: BootstrapTable) -> None:
-        """Send a heartbeat like the lease keeper. If the table does not know the rows, register them first."""
-        first = self.rows[0]
+        """Send a heartbeat like the lease keeper. If the table does not know the records, register them first."""
+        first = self.records[0]
         heartbeat = Heartbeat(
-            replica=first.replica, incarnation=first.incarnation, rows_digest=rows_digest(self.rows), load=self._load
+            replica=first.replica,
+            incarnation=first.incarnation,
+            records_digest=records_digest(self.records),
+            load=self._load,
         )
         try:
             table.heartbeat(heartbeat, self.around.now_s())
         except TableRefusedError as error:
-            if error.code is not RefusalCode.UNKNOWN_ROWS:
+            if error.code is not RefusalCode.UNKNOWN_RANKS:
                 raise
-            for row in self.rows:
-                table.register(row)
+            for record in self.records:
+                table.register(record)
             table.heartbeat(heartbeat, self.around.now_s())
-        for row in self.rows[1:]:  # all ranks of a replica pause together
-            table.alive(row.replica, row.incarnation, row.global_rank, self.around.now_s())
+        for record in self.records[1:]:  # all ranks of a replica pause together
+            table.alive(record.replica, record.incarnation, record.global_rank, self.around.now_s())
 
     def _on_answer(self, answer: TableRefusedError | PeerUnreachableError | None) -> None:
         if isinstance(answer, TableRefusedError) and not self.is_dead:
@@ -211,20 +214,20 @@ class Replica:
     """Processes of one start, which the supervisor ends together."""
 
     def __init__(
-        self, around: Surroundings, bootstrap: Bootstrap, rows: list[RankRow], on_failed: Callable[[str], None]
+        self, around: Surroundings, bootstrap: Bootstrap, records: list[RankRecord], on_failed: Callable[[str], None]
     ) -> None:
-        first = rows[0]
+        first = records[0]
         self.machine = machine_of(first.address)
         self._on_failed = on_failed
         me = Peer(replica=first.replica, incarnation=first.incarnation, address=first.address)
-        made = [make_leader(around, me, rows, dp_rank) for dp_rank in range(first.sizes.dp)]
-        self.leader = LeaderProcess(around, bootstrap, rows, me, made, self._on_refused)
+        made = [make_leader(around, me, records, dp_rank) for dp_rank in range(first.sizes.dp)]
+        self.leader = LeaderProcess(around, bootstrap, records, me, made, self._on_refused)
         self.ranks: list[RankProcess] = [self.leader]
-        for row in rows[1:]:
-            _, allocator = made[row.coords.dp]
-            self.ranks.append(Follower(around, rows, row.global_rank, me, allocator))
+        for record in records[1:]:
+            _, allocator = made[record.coords.dp]
+            self.ranks.append(Follower(around, records, record.global_rank, me, allocator))
         for rank in self.ranks:
-            rank.shard += [other for other in self.ranks if other.row.coords.dp == rank.row.coords.dp]
+            rank.shard += [other for other in self.ranks if other.record.coords.dp == rank.record.coords.dp]
 
     @property
     def is_idle(self) -> bool:

@@ -63,7 +63,7 @@ class KnownPages:
             return
         keys = set(known.keys)
         # The router forgets a page that several DP ranks have cached when one of them evicts it.
-        if not keys <= cached or (keys != cached and leader.row.sizes.dp == 1):
+        if not keys <= cached or (keys != cached and leader.record.sizes.dp == 1):
             raise Violation(f"the router has all KV events of {me.replica}, but its index differs from the cache")
 
     @property

@@ -11,7 +11,7 @@ from cluster.simulator.memory import TORN, Memory, Violation, copy_spans
 from cluster.simulator.world import Process
 from cluster.spec.config import TransferBackendName
 from cluster.spec.errors import TransferError
-from cluster.spec.registry import Endpoint, KvOwnership, RankRow
+from cluster.spec.registry import Endpoint, KvOwnership, RankRecord
 from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult, TierPage
 from transfer.backends.interface import Region
 from transfer.page_assignment import local_page
@@ -39,18 +39,18 @@ class VirtualTierWorker:
         self,
         process: Process,
         leader_address: str,
-        rows: Sequence[RankRow],
+        records: Sequence[RankRecord],
         memory: Memory,
         on_layers: Callable[[], None],
     ) -> None:
         """Create the queues. ``on_layers`` is called when a step can read more layers."""
         self._process, self._around, self._leader_address = process, process.around, leader_address
-        self._row, self._memory, self._on_layers = memory.row, memory, on_layers
+        self._record, self._memory, self._on_layers = memory.record, memory, on_layers
         self._queues: dict[str, _Queue] = {queue: deque() for queue in _QUEUES.values()}
         self._copier: Copier | None = None
-        if memory.row.host_endpoint is not None:
+        if memory.record.host_endpoint is not None:
             backend = _Reads(self._around.memories, memory)
-            self._copier = Copier(rows, memory.row.global_rank, _TierMemory(memory), backend)  # type: ignore[arg-type]
+            self._copier = Copier(records, memory.record.global_rank, _TierMemory(memory), backend)  # type: ignore[arg-type]
 
     @property
     def is_idle(self) -> bool:
@@ -73,7 +73,7 @@ class VirtualTierWorker:
         if load is not None:
             assert self._copier is not None
             layers = self._copier.layer_loads(job.pages, None, load)
-            layer_s = random.uniform(1e-3, 0.1) / self._row.layout.num_layers
+            layer_s = random.uniform(1e-3, 0.1) / self._record.layout.num_layers
             self._process.after(layer_s, partial(self._load_layers, queue, load, layers, layer_s))
         else:
             longest_s = random.choice([0.01, 0.1, 3.0 if self._around.hazards.slow_move else 0.1])
@@ -81,11 +81,11 @@ class VirtualTierWorker:
 
     def _load_layers(self, queue: _Queue, load: LayerwiseLoad, layers: Iterator[None], layer_s: float) -> None:
         job, _ = queue[0]
-        if self._row.global_rank == 0:  # followers can lag behind their leader
+        if self._record.global_rank == 0:  # followers can lag behind their leader
             self._check_held(job)
         next(layers)
         self._on_layers()
-        if load.num_here < self._row.layout.num_layers:
+        if load.num_here < self._record.layout.num_layers:
             self._process.after(layer_s, partial(self._load_layers, queue, load, layers, layer_s))
             return
         self._around.moved["fill"] += len(job.pages)
@@ -107,14 +107,14 @@ class VirtualTierWorker:
         job, _ = queue.popleft()
         self._around.moved[job.kind] += len(job.pages)
         failures = {"error": len(done)} if fails else {}
-        answer = TierJobResult(job_id=job.job_id, global_rank=self._row.global_rank, done=done, failures=failures)
+        answer = TierJobResult(job_id=job.job_id, global_rank=self._record.global_rank, done=done, failures=failures)
         self._process.send(self._leader_address, answer)
         if queue:
             self._begin(queue)
 
     def _has(self, page: TierPage) -> bool:
         assert self._copier is not None
-        return self._row.ownership is KvOwnership.REPLICATED or self._copier.owns(page)
+        return self._record.ownership is KvOwnership.REPLICATED or self._copier.owns(page)
 
     def _check_held(self, job: TierJob) -> None:
         for page in job.pages:
@@ -131,7 +131,7 @@ class VirtualTierWorker:
         except TransferError:
             for page in filter(self._has, pages):
                 assert page.device is not None
-                self._memory.put(local_page(self._row, page.device), bytes([TORN]) * self._row.layout.page_bytes)
+                self._memory.put(local_page(self._record, page.device), bytes([TORN]) * self._record.layout.page_bytes)
             return False
         return True
 
@@ -143,7 +143,7 @@ class VirtualTierWorker:
         if kind is TierJobKind.LOOK_UP:
             return self._stored(page) is not None and not fails
         assert page.host is not None
-        slot = page.host // self._row.sizes.cp
+        slot = page.host // self._record.sizes.cp
         if kind is TierJobKind.STORE:
             return not fails and self._store(page, bytes(self._memory.filled_host_page(slot)))
         self._memory.filled.add(slot)
@@ -156,7 +156,7 @@ class VirtualTierWorker:
 
     def _pieces(self, page: TierPage) -> list[tuple[bytes, str, int, int]]:
         """Return the names of a page's pieces in storage. They do not depend on the layout."""
-        groups = [group for group in self._row.layout.groups if group.lifetime == page.lifetime]
+        groups = [group for group in self._record.layout.groups if group.lifetime == page.lifetime]
         return [
             (page.key, group.name, head, layer) for group in groups for head in group.heads for layer in group.layers
         ]
@@ -167,7 +167,7 @@ class VirtualTierWorker:
         return b"".join(found) if len(found) == len(pieces) else None
 
     def _store(self, page: TierPage, content: bytes) -> bool:
-        sizes = {group.name: group.layer_bytes for group in self._row.layout.groups}
+        sizes = {group.name: group.layer_bytes for group in self._record.layout.groups}
         for name in self._pieces(page):
             piece, content = content[: sizes[name[1]]], content[sizes[name[1]] :]
             if self._around.storage.setdefault(name, piece) != piece:
@@ -180,7 +180,7 @@ class _TierMemory:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self.region = Region(memoryview(memory.pool), memory.row.endpoint)
+        self.region = Region(memoryview(memory.pool), memory.record.endpoint)
 
     def host_page(self, slot: int) -> memoryview:
         return self._memory.host_page(slot)
@@ -197,7 +197,7 @@ class _TierMemory:
         layers: range | None,
         after: None,  # noqa: ARG002
     ) -> None:
-        layout = self._memory.row.layout
+        layout = self._memory.record.layout
         wanted = layout.layers if layers is None else layers
         layers = range(wanted.start - layout.first_layer, wanted.stop - layout.first_layer)
         pieces = self._memory.pieces(layers, lifetime)
@@ -227,5 +227,5 @@ class _Reads:
         if peer.is_gone and source.backend != TransferBackendName.SHARED_MEMORY:
             raise TransferError(f"{source.session} is gone")
         for span in spans:
-            peer.filled_host_page(span.source_offset // peer.row.layout.page_bytes)
+            peer.filled_host_page(span.source_offset // peer.record.layout.page_bytes)
         copy_spans(peer.host, self._mine.pool, spans)

@@ -186,8 +186,8 @@ class VirtualWriter:
 
     def _copies(self, writes: Sequence[Write]) -> Iterator[_Copy]:
         for write in writes:
-            size = self._around.memories[write.peer.session].row.layout.page_bytes
-            whole = PAGE_SIZE * self._source.row.geometry.bytes_per_token
+            size = self._around.memories[write.peer.session].record.layout.page_bytes
+            whole = PAGE_SIZE * self._source.record.geometry.bytes_per_token
             pages: dict[int, list[Span]] = {}
             for source, target, num_bytes in write.spans:
                 for offset in range(-(target % size), num_bytes, size):

@@ -70,7 +70,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
-class RankRow(msgspec.Struct, frozen=True, kw_only=True):
+class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of one incarnation of a replica."""
 
     replica: ReplicaId
@@ -171,7 +171,7 @@ class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool
     """True if every rank of this incarnation is registered and holds a lease."""
     silent: tuple[int, ...] = ()
-    rows: tuple[RankRow, ...]
+    ranks: tuple[RankRecord, ...]
     load: ReplicaLoad
 
     @property
@@ -179,9 +179,9 @@ class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True):
         return role_of(self.replica)
 
     @property
-    def leader(self) -> RankRow:
+    def leader(self) -> RankRecord:
         """Row of global rank 0; requires a ready replica."""
-        return self.rows[0]
+        return self.ranks[0]
 
 
 class TableSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,6 +200,6 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
     replica: ReplicaId
     incarnation: Incarnation
-    rows_digest: str
-    """Digest of the replica's rows. If the service has other rows, the leader registers all of them again."""
+    records_digest: str
+    """Digest of the replica's records. If the service has other records, the leader registers all of them again."""
     load: ReplicaLoad

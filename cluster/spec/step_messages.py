@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import RankRecord
 from cluster.spec.sampling import Sampled, Sampling
 from cluster.spec.strategy import Passing, Strategy
 from cluster.spec.tiers import TierJob
@@ -15,7 +15,7 @@ class Destination(Struct, frozen=True):
     """Destination of a request's KV: the parts of the ticket that ranks need, and the decode ranks."""
 
     decode: Peer
-    rows: list[RankRow]
+    ranks: list[RankRecord]
     """Records of the decode ranks, by global rank."""
     num_tokens: int
     """Number of tokens whose KV is sent: the prompt, and output of earlier attempts."""

@@ -157,9 +157,9 @@ def _status(service: Service) -> dict[str, object]:
 def _replica(entry: ReplicaEntry) -> dict[str, object]:
     sent = {times.global_rank: times.num_bytes for times in entry.load.sends}
     ranks = [
-        msgspec.structs.asdict(row.coords)
-        | {"global_rank": row.global_rank, "address": row.address, "sent_bytes": sent.get(row.global_rank, 0)}
-        for row in entry.rows
+        msgspec.structs.asdict(record.coords)
+        | {"global_rank": record.global_rank, "address": record.address, "sent_bytes": sent.get(record.global_rank, 0)}
+        for record in entry.ranks
     ]
     return {
         "replica": entry.replica,

@@ -69,7 +69,7 @@ class Census:
         """Return the process ids by name. Raises BatonError while the bootstrap service is down."""
         addresses = dict(self._services)
         for entry in self._table.table().replicas:
-            addresses |= {f"{entry.replica} rank {row.global_rank}": row.address for row in entry.rows}
+            addresses |= {f"{entry.replica} rank {record.global_rank}": record.address for record in entry.ranks}
         found = {"driver": self._driver}
         for name, address in addresses.items():
             pid = self._pids.get(address)

@@ -38,7 +38,7 @@ def cluster_over(nodes: RayNodes, name: str, *settings: str) -> Iterator[Running
 
 def addresses(cluster: RunningCluster, replica: str) -> list[str]:
     """Return the addresses of a replica's ranks."""
-    return [row["address"] for row in cluster.replicas()[replica]["rows"]]
+    return [record["address"] for record in cluster.replicas()[replica]["ranks"]]
 
 
 def hosts(cluster: RunningCluster, replica: str) -> set[str]:

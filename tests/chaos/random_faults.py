@@ -55,7 +55,7 @@ class Faults:
     def _rank(self) -> tuple[str, int]:
         """Return the name and process id of a rank that may be killed."""
         replica = self._draw.choice(MORTAL)
-        rank = self._draw.randrange(len(self._cluster.replicas()[replica]["rows"]))
+        rank = self._draw.randrange(len(self._cluster.replicas()[replica]["ranks"]))
         return f"{replica} rank {rank}", pid_of(self._cluster, replica, rank)
 
     def _kill_rank(self) -> None:

@@ -45,7 +45,7 @@ def doomed_cluster(port: int) -> Iterator[RunningCluster]:
     with Terminal(up_command(DEPLOY, NAME, port, SMALL), {MARK: NAME}) as terminal:
         terminal.wait_until(lambda: IS_UP in terminal.output, START_S)
         cluster = RunningCluster(f"http://127.0.0.1:{port}", terminal)
-        addresses = [row["address"] for entry in cluster.replicas().values() for row in entry["rows"]]
+        addresses = [record["address"] for entry in cluster.replicas().values() for record in entry["ranks"]]
         addresses += [cluster.url, str(find_running(NAME).bootstrap_url)]
         yield cluster
         wait_for(lambda: find_processes(MARK, NAME) == [])

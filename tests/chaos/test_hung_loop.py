@@ -47,8 +47,10 @@ def test_idle_ranks_go_on(cluster: RunningCluster) -> None:
 
 def ranks(cluster: RunningCluster, *replicas: str) -> dict[int, tuple[str, int]]:
     """Return replica and rank by process id."""
-    rows = cluster.replicas()
-    return {pid_of(cluster, name, rank): (name, rank) for name in replicas for rank in range(len(rows[name]["rows"]))}
+    records = cluster.replicas()
+    return {
+        pid_of(cluster, name, rank): (name, rank) for name in replicas for rank in range(len(records[name]["ranks"]))
+    }
 
 
 def hung(cluster: RunningCluster, folder: Path) -> int:

@@ -34,7 +34,7 @@ def cluster() -> Iterator[RunningCluster]:
 def pool_tokens(cluster: RunningCluster) -> int:
     """Return the capacity of the decode replica in tokens."""
     entry = cluster.replicas()["decode-0"]
-    return int(entry["load"]["total_pages"] * entry["rows"][0]["layout"]["page_size"])
+    return int(entry["load"]["total_pages"] * entry["ranks"][0]["layout"]["page_size"])
 
 
 def status_of(cluster: RunningCluster, **body: object) -> int:

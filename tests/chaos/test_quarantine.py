@@ -35,7 +35,7 @@ def cluster() -> Iterator[RunningCluster]:
 
 def entry(cluster: RunningCluster, replica: str) -> dict[str, Any]:
     """Return a replica's table entry, or an empty one while it is missing."""
-    return cluster.replicas().get(replica, {"incarnation": 0, "rows": [], "load": Counter()})
+    return cluster.replicas().get(replica, {"incarnation": 0, "ranks": [], "load": Counter()})
 
 
 def having(cluster: RunningCluster, role: str, what: Callable[[dict[str, int]], bool]) -> list[str]:
@@ -69,7 +69,7 @@ def test_pages_that_are_never_proven_free_are_given_up_with_their_replica(cluste
             cluster.wait_until(lambda: told in cluster.terminal.output.replace("\n", ""), END_S)
             cluster.wait_until(lambda: entry(cluster, decode)["incarnation"] > before.incarnations[decode], END_S)
             assert state_of(pid) == "T"
-            assert not {row["address"] for row in entry(cluster, decode)["rows"]} & set(listened)
+            assert not {record["address"] for record in entry(cluster, decode)["ranks"]} & set(listened)
     recovery_s = before.wait_recovered()
     crowd = Crowd(cluster.url, [*others.streams, victim])
     line = before.line("quarantine beyond the limit", crowd, proof, detection_s, recovery_s)

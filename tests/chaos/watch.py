@@ -20,7 +20,7 @@ def metric(cluster: RunningCluster, name: str) -> int:
 
 def pid_of(cluster: RunningCluster, replica: str, rank: int = 0) -> int:
     """Return the process of one rank."""
-    return listener_pid(cluster.replicas()[replica]["rows"][rank]["address"])
+    return listener_pid(cluster.replicas()[replica]["ranks"][rank]["address"])
 
 
 def is_computing(cluster: RunningCluster, replica: str) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.spec.ids import Role
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import RankRecord
 from cluster.spec.step_messages import StepPlan
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import OnStored
@@ -42,20 +42,20 @@ class _AsynchronousRunner:
         return getattr(self._runner, name)
 
     def begin(self, plan: StepPlan, load: LayerwiseLoad | None, on_stored: OnStored | None) -> _FutureStep:
-        self.num_following += sum(row.input_from_previous_step for row in plan.scheduled)
+        self.num_following += sum(request.input_from_previous_step for request in plan.scheduled)
         return _FutureStep(self._stream.submit(self._runner.begin, plan, load, on_stored))
 
 
 class AsynchronousWorker(Worker):
     """Worker whose decode steps are asynchronous. Prefill steps are not."""
 
-    def load(self, store_address: str) -> RankRow:
-        row = super().load(store_address)
+    def load(self, store_address: str) -> RankRecord:
+        record = super().load(store_address)
         if self.spec.role is Role.DECODE:
             assert self._rank is not None
             runner: Any = _AsynchronousRunner(self._rank.runner)
             self._rank = replace(self._rank, runner=runner)
-        return row
+        return record
 
     def num_following(self) -> int:
         """Return the number of scheduled requests whose input was not yet read from the previous step."""

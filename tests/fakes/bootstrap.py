@@ -5,8 +5,8 @@ import threading
 from collections.abc import AsyncIterator
 
 from cluster.spec.ids import Incarnation, Peer, ReplicaId
-from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
-from tests.fakes.rows import make_row, sizes
+from cluster.spec.registry import RankRecord, ReplicaEntry, ReplicaLoad, TableSnapshot
+from tests.fakes.rank_records import make_record, sizes
 
 
 def peer_of(replica: str, incarnation: int = 1, address: str = "") -> Peer:
@@ -18,9 +18,9 @@ def peer_of(replica: str, incarnation: int = 1, address: str = "") -> Peer:
     )
 
 
-def row_of(peer: Peer) -> RankRow:
+def record_of(peer: Peer) -> RankRecord:
     """Return the only rank record of a replica with one rank."""
-    return make_row(peer.replica, 0, sizes(), peer.incarnation, address=peer.address)
+    return make_record(peer.replica, 0, sizes(), peer.incarnation, address=peer.address)
 
 
 def entry_of(peer: Peer, *, ready: bool = True, draining: bool = False, total_pages: int = 0) -> ReplicaEntry:
@@ -29,7 +29,7 @@ def entry_of(peer: Peer, *, ready: bool = True, draining: bool = False, total_pa
         replica=peer.replica,
         incarnation=peer.incarnation,
         ready=ready,
-        rows=(row_of(peer),),
+        ranks=(record_of(peer),),
         load=ReplicaLoad(draining=draining, total_pages=total_pages),
     )
 

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from cluster.spec.ids import Role
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import RankRecord
 from workers.worker import Worker
 
 RANK = "BATON_TEST_FAILING_RANK"
@@ -32,11 +32,11 @@ class FailingModel:
 class FailingWorker(Worker):
     """Worker that fails after the warm-up."""
 
-    def load(self, store_address: str) -> RankRow:
-        row = super().load(store_address)
+    def load(self, store_address: str) -> RankRecord:
+        record = super().load(store_address)
         role, rank, num_calls = os.environ[RANK].split()
         if (self.spec.role, self.spec.global_rank) == (Role(role), int(rank)):
             assert self._rank is not None
             runner: Any = self._rank.runner
             runner._model = FailingModel(runner._model, int(num_calls))
-        return row
+        return record

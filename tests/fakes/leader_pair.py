@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 from cluster.spec.ids import ROUTER, Incarnation, Peer, ReplicaId, Role, Room
 from cluster.spec.messages import Message, Submit, TableUpdate
-from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.registry import RankRecord, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.wire import TokenIds
-from tests.fakes.paged_ranks import PAGE_SIZE, row
+from tests.fakes.paged_ranks import PAGE_SIZE, record
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.strategy_choice import undivided
@@ -26,15 +26,17 @@ class LeaderPair:
     """One prefill replica with two ranks and one decode replica with one. Both know the table."""
 
     def __init__(self, num_pages: int = 40, *, prefix_cache: bool = True) -> None:
-        self._prefill_rows = [row(Role.PREFILL, rank, 2, num_pages) for rank in range(2)]
-        self._decode_row = row(Role.DECODE, 0, 1, num_pages)
+        self._prefill_records = [record(Role.PREFILL, rank, 2, num_pages) for rank in range(2)]
+        self._decode_record = record(Role.DECODE, 0, 1, num_pages)
         self._num_rooms = self._version = 0
         self.allocators = {role: PageAllocator(num_pages, PrefixTree() if prefix_cache else None) for role in Role}
         steps = {
             role: StepScheduler(allocator, StepLimits(PAGE_SIZE, 16, 4), undivided)
             for role, allocator in self.allocators.items()
         }
-        self.prefill_peer, self.decode_peer = (_peer(first) for first in (self._prefill_rows[0], self._decode_row))
+        self.prefill_peer, self.decode_peer = (
+            _peer(first) for first in (self._prefill_records[0], self._decode_record)
+        )
         self.prefill = PrefillLeader(self._prefill_settings(), steps[Role.PREFILL], self.allocators[Role.PREFILL])
         self.decode = DecodeLeader(self._decode_settings(), steps[Role.DECODE], self.allocators[Role.DECODE])
         self.leaders: dict[Role, PrefillLeader | DecodeLeader] = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
@@ -46,13 +48,13 @@ class LeaderPair:
         self._version += 1
         entries = [
             ReplicaEntry(
-                replica=rows[0].replica,
+                replica=records[0].replica,
                 incarnation=Incarnation(1),
                 ready=True,
-                rows=tuple(rows),
+                ranks=tuple(records),
                 load=ReplicaLoad(),
             )
-            for rows in (self._prefill_rows, [self._decode_row])
+            for records in (self._prefill_records, [self._decode_record])
         ]
         snapshot = TableSnapshot(version=self._version, replicas=tuple(entries), reaped=dict(reaped or {}))
         return TableUpdate(snapshot=snapshot)
@@ -92,8 +94,8 @@ class LeaderPair:
     def _prefill_settings(self) -> PrefillSettings:
         return PrefillSettings(
             me=self.prefill_peer,
-            row=self._prefill_rows[0],
-            rank_addresses=tuple(rank_row.address for rank_row in self._prefill_rows),
+            record=self._prefill_records[0],
+            rank_addresses=tuple(rank_record.address for rank_record in self._prefill_records),
             ticket_timeout_s=30.0,
             settle_s=0.5,
         )
@@ -101,12 +103,12 @@ class LeaderPair:
     def _decode_settings(self) -> DecodeSettings:
         return DecodeSettings(
             me=self.decode_peer,
-            rows=[self._decode_row],
+            records=[self._decode_record],
             transfer_timeout_s=60.0,
             quarantine_limit=0.25,
             settle_s=0.5,
         )
 
 
-def _peer(first: RankRow) -> Peer:
+def _peer(first: RankRecord) -> Peer:
     return Peer(replica=first.replica, incarnation=first.incarnation, address=first.address)

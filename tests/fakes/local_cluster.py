@@ -32,7 +32,7 @@ from cluster.spec.messages import (
     Wanted,
 )
 from cluster.spec.ranks import sizes_of, world_size
-from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.registry import RankRecord, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
 from cluster.spec.step_messages import Shutdown
 from cluster.spec.tiers import CachedTokens, FlushCache, Tier
@@ -84,7 +84,7 @@ class LocalReplica:
         sizes = sizes_of(pool.parallel)
         self.replica: ReplicaId = replica_id(role, 0)
         self.role = role
-        self.rows: list[RankRow] = []
+        self.records: list[RankRecord] = []
         self.specs = [
             WorkerSpec(
                 config=config,
@@ -106,7 +106,7 @@ class LocalReplica:
         store = self.workers[0].result()
         for worker in self.workers:
             worker.call("load", store)
-        self.rows = self._results()
+        self.records = self._results()
 
     def configure(self, config: DeployConfig) -> None:
         """Change settings that do not affect loading. Call this between runs."""
@@ -114,16 +114,16 @@ class LocalReplica:
             worker.call("configure", config)
             worker.result()
         transfer = config.transfer
-        self.rows = [replace(row, transfer_mode=transfer.mode) for row in self.rows]
+        self.records = [replace(record, transfer_mode=transfer.mode) for record in self.records]
 
     def start(self) -> None:
         for worker in self.workers:
-            worker.call("run", self.rows)
+            worker.call("run", self.records)
 
     def finish(self, outbox: Outbox) -> None:
         """Stop running. Raise the error that ended a rank."""
-        for row in self.rows:
-            outbox.send(row.address, Shutdown(reason="the run is over"))
+        for record in self.records:
+            outbox.send(record.address, Shutdown(reason="the run is over"))
         self._results()
 
     def _results(self) -> list[Any]:
@@ -146,14 +146,14 @@ class LocalReplica:
             replica=self.replica,
             incarnation=Incarnation(1),
             ready=True,
-            rows=tuple(self.rows),
+            ranks=tuple(self.records),
             load=ReplicaLoad(),
         )
 
     @property
     def peer(self) -> Peer:
         """Return this replica as a peer."""
-        return Peer(replica=self.replica, incarnation=Incarnation(1), address=self.rows[0].address)
+        return Peer(replica=self.replica, incarnation=Incarnation(1), address=self.records[0].address)
 
 
 class LocalCluster:
@@ -205,9 +205,9 @@ class LocalCluster:
             for replica in self._replicas:
                 replica.finish(self._outbox)
 
-    def rows(self, role: Role) -> list[RankRow]:
+    def records(self, role: Role) -> list[RankRecord]:
         """Return the rank records of a replica, by global rank."""
-        return next(replica.rows for replica in self._replicas if replica.role is role)
+        return next(replica.records for replica in self._replicas if replica.role is role)
 
     def ask(self, role: Role, method: str) -> list[Any]:
         """Return the results of a worker method, by global rank. Call this between runs."""

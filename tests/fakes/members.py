@@ -10,10 +10,10 @@ from cluster.channel import Inbox
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain, Message
-from cluster.spec.registry import RankRow, ReplicaLoad
+from cluster.spec.registry import RankRecord, ReplicaLoad
 from cluster.spec.step_messages import Shutdown
 from cluster.spec.worker_spec import Rendezvous, RouterShare, WorkerSpec
-from tests.fakes.rows import make_row
+from tests.fakes.rank_records import make_record
 
 _BEAT_S = 0.3
 
@@ -36,24 +36,24 @@ class QuietWorker:
     def open_store(self) -> str:
         return f"{self._spec.host}:{os.getpid()}"
 
-    def load(self, store: str) -> RankRow:
+    def load(self, store: str) -> RankRecord:
         if self._model == "broken" and self._spec.global_rank == 1:
             raise ValueError(f"rank {self._spec.global_rank} cannot load, store {store.partition(':')[0]}")
         spec = self._spec
-        row = make_row(spec.replica, spec.global_rank, spec.sizes, spec.incarnation, address=self._inbox.address)
-        endpoint = msgspec.structs.replace(row.endpoint, session=str(os.getpid()))
-        return msgspec.structs.replace(row, endpoint=endpoint)
+        record = make_record(spec.replica, spec.global_rank, spec.sizes, spec.incarnation, address=self._inbox.address)
+        endpoint = msgspec.structs.replace(record.endpoint, session=str(os.getpid()))
+        return msgspec.structs.replace(record, endpoint=endpoint)
 
-    def run(self, rows: list[RankRow]) -> None:
+    def run(self, records: list[RankRecord]) -> None:
         keeper = None
         if self._spec.is_leader:
             meeting = self._rendezvous
             url, token = meeting.bootstrap_url, meeting.token
-            keeper = LeaseKeeper(url, token, rows, ReplicaLoad, lambda _: None, _BEAT_S, lambda _: None)
+            keeper = LeaseKeeper(url, token, records, ReplicaLoad, lambda _: None, _BEAT_S, lambda _: None)
             keeper.start()
         else:
-            meeting, row = self._rendezvous, rows[self._spec.global_rank]
-            RankKeeper(meeting.bootstrap_url, meeting.token, row, _BEAT_S, lambda _: None).start()
+            meeting, record = self._rendezvous, records[self._spec.global_rank]
+            RankKeeper(meeting.bootstrap_url, meeting.token, record, _BEAT_S, lambda _: None).start()
         _wait(self._inbox, Shutdown)
         if keeper is not None:
             keeper.stop()

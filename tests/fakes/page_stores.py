@@ -9,10 +9,10 @@ import numpy as np
 from cluster.spec.ids import Role
 from cluster.spec.memory import GIB, pool_layout
 from cluster.spec.ranks import coords_of, world_size
-from cluster.spec.registry import AxisSizes, KvOwnership, RankRow
+from cluster.spec.registry import AxisSizes, KvOwnership, RankRecord
 from cluster.spec.tiers import TierPage
 from tests.fakes.kv import kv_geometry
-from tests.fakes.paged_ranks import row
+from tests.fakes.paged_ranks import record
 from workers.hicache.storage.interface import StorageBackend, StorageObject
 from workers.hicache.storage.page_store import PageStore
 
@@ -24,12 +24,12 @@ def sizes(cp: int = 1, tp: int = 1, pp: int = 1) -> AxisSizes:
     return AxisSizes(dp=1, cp=cp, tp=tp, pp=pp)
 
 
-def rows_of(of: AxisSizes, ownership: KvOwnership = KvOwnership.REPLICATED) -> list[RankRow]:
+def records_of(of: AxisSizes, ownership: KvOwnership = KvOwnership.REPLICATED) -> list[RankRecord]:
     """Return the ranks of a replica of GEOMETRY."""
     ranks = range(world_size(of))
     return [
         msgspec.structs.replace(
-            row(Role.PREFILL, coords_of(rank, of).cp, of.cp, num_pages=1, ownership=ownership),
+            record(Role.PREFILL, coords_of(rank, of).cp, of.cp, num_pages=1, ownership=ownership),
             coords=coords_of(rank, of),
             sizes=of,
             geometry=GEOMETRY,
@@ -50,11 +50,11 @@ def kv_of(page: TierPage) -> np.ndarray:
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1000 * page.key[0]
 
 
-def part_of(page: TierPage, row: RankRow) -> np.ndarray:
+def part_of(page: TierPage, record: RankRecord) -> np.ndarray:
     """Return a rank's part of a page."""
-    (group,) = row.layout.groups
+    (group,) = record.layout.groups
     heads = slice(group.heads.start, group.heads.stop)
-    layers = slice(row.layout.layers.start, row.layout.layers.stop)
+    layers = slice(record.layout.layers.start, record.layout.layers.stop)
     return np.ascontiguousarray(kv_of(page)[heads, layers])
 
 
@@ -76,17 +76,17 @@ def read_one(backend: StorageBackend, name: str, parts: Sequence[memoryview]) ->
 class RankStore:
     """Page store and host memory of one rank."""
 
-    def __init__(self, backend: StorageBackend, row: RankRow, weights: str = "w") -> None:
-        self.row = row
-        self.store = PageStore(backend, row, weights)
+    def __init__(self, backend: StorageBackend, record: RankRecord, weights: str = "w") -> None:
+        self.record = record
+        self.store = PageStore(backend, record, weights)
         self.memory: dict[int, bytearray] = {}
         self.failures: Counter[str] = Counter()
 
     def write(self, pages: Sequence[TierPage]) -> list[bool]:
         """Store the pages that this rank owns."""
-        owned = [page for page in pages if page.index % self.row.sizes.cp == self.row.coords.cp]
+        owned = [page for page in pages if page.index % self.record.sizes.cp == self.record.coords.cp]
         for page in owned:
-            self.buffer(page)[:] = part_of(page, self.row).data.cast("B")
+            self.buffer(page)[:] = part_of(page, self.record).data.cast("B")
         return self.store.store(owned, self.buffer, FOREVER_S, self.failures)
 
     def read(self, pages: Sequence[TierPage]) -> list[bool]:
@@ -95,11 +95,11 @@ class RankStore:
         done = self.store.fetch(pages, self.buffer, FOREVER_S, self.failures)
         for page, is_done in zip(pages, done, strict=True):
             if is_done:
-                assert bytes(self.memory[page.index]) == part_of(page, self.row).tobytes(), f"foreign bytes: {page}"
+                assert bytes(self.memory[page.index]) == part_of(page, self.record).tobytes(), f"foreign bytes: {page}"
         return done
 
     def look_up(self, pages: Sequence[TierPage]) -> list[bool]:
         return self.store.look_up(pages, FOREVER_S, self.failures)
 
     def buffer(self, page: TierPage) -> memoryview:
-        return memoryview(self.memory.setdefault(page.index, bytearray(self.row.layout.page_bytes)))
+        return memoryview(self.memory.setdefault(page.index, bytearray(self.record.layout.page_bytes)))

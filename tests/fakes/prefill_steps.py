@@ -52,12 +52,12 @@ class PrefillSteps:
         if plan is None:
             return None
         self.num_steps += 1
-        num_tokens = sum(len(row.token_ids) for row in plan.scheduled)
+        num_tokens = sum(len(request.token_ids) for request in plan.scheduled)
         self.num_computed += num_tokens
         assert num_tokens <= self.limits.chunk_tokens
         assert len(plan.scheduled) <= self.limits.max_requests
         for sequence in self.steps.commit(
-            plan, {row.room: Sampled(token_id=0) for row in plan.scheduled if row.samples}
+            plan, {request.room: Sampled(token_id=0) for request in plan.scheduled if request.samples}
         ):
             self.ended[sequence.room] = self.num_steps
             self.steps.holders.retire(sequence.room)

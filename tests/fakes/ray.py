@@ -17,15 +17,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from cluster.actors import Actor, Demand, Machine, Reservation, Seat
-from cluster.bootstrap.table import BootstrapTable, rows_digest
+from cluster.bootstrap.table import BootstrapTable, records_digest
 from cluster.launch.tools import Tools
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerLostError, PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import Drain, Message, Resume
-from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
+from cluster.spec.registry import Heartbeat, RankRecord, ReplicaLoad, TableSnapshot
 from cluster.spec.worker_spec import Rendezvous, RouterShare, WorkerSpec
-from tests.fakes.rows import make_row
+from tests.fakes.rank_records import make_record
 
 HOME = Machine(node_id="home", address="10.0.0.1", cpus=64.0, gpus=0.0)
 
@@ -225,29 +225,32 @@ class FakeWorker:
         assert self._spec.is_leader
         return f"{self._spec.host}:1"
 
-    def load(self, store: str) -> RankRow:
+    def load(self, store: str) -> RankRecord:
         error = self._world.load_errors.get((self._spec.replica, self._spec.global_rank))
         if error is not None:
             raise error
         spec = self._spec
-        return make_row(spec.replica, spec.global_rank, spec.sizes, spec.incarnation)
+        return make_record(spec.replica, spec.global_rank, spec.sizes, spec.incarnation)
 
-    def run(self, rows: list[RankRow]) -> None:
-        row = rows[self._spec.global_rank]
+    def run(self, records: list[RankRecord]) -> None:
+        record = records[self._spec.global_rank]
         error = self._world.run_errors.get((self._spec.replica, self._spec.global_rank))
         if error is not None:
             if not isinstance(error, PeerLostError):
                 time.sleep(0.05)
             raise error
         if self._spec.is_leader:
-            for each in rows:
+            for each in records:
                 self._world.table.register(each)
             beat = Heartbeat(
-                replica=row.replica, incarnation=row.incarnation, rows_digest=rows_digest(rows), load=ReplicaLoad()
+                replica=record.replica,
+                incarnation=record.incarnation,
+                records_digest=records_digest(records),
+                load=ReplicaLoad(),
             )
             self._world.table.heartbeat(beat, now_s=0.0)
-            self._world.beats[row.address] = beat
-        self._world.end_of(row.address).wait()
+            self._world.beats[record.address] = beat
+        self._world.end_of(record.address).wait()
 
 
 class FakeRouter:

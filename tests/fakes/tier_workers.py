@@ -108,11 +108,11 @@ class WorkerWithRegisteredPool(WorkerWithStagedPool):
         super().__init__(*args)
 
     def load(self, store_address: str) -> Any:
-        row = super().load(store_address)
+        record = super().load(store_address)
         assert self._rank is not None
         assert self._rank.memory.host is None, "pages are copied"
-        assert row.endpoint.base_address == self._rank.memory.pool.bytes.data_ptr()
-        return row
+        assert record.endpoint.base_address == self._rank.memory.pool.bytes.data_ptr()
+        return record
 
 
 def _make_backend(name: TransferBackendName, host: str, _: TransferProtocol) -> TransferBackend:

@@ -11,9 +11,9 @@ import msgspec
 from cluster.spec.hicache_config import HicacheConfig, PrefetchPolicy
 from cluster.spec.ids import Role, Room
 from cluster.spec.kv import KvGeometry, key_value_group, lifetime_key, owner_base, page_keys
-from cluster.spec.registry import KvOwnership, RankRow
+from cluster.spec.registry import KvOwnership, RankRecord
 from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult, TierPage
-from tests.fakes.paged_ranks import row
+from tests.fakes.paged_ranks import record
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_lists import Lifetimes, PageLists, live_pages, tier_page
 from workers.cache.prefix_tree import PrefixTree
@@ -89,11 +89,11 @@ class TierWorld:
         """Restart the replica, which keeps only its storage."""
         pages_per_owner, host_pages = self._sizes
         self.ranks = [FakeRank(rank.cp_rank, rank.cp, rank.ownership, stored=rank.stored) for rank in self.ranks]
-        rows = rows_of(len(self.ranks), self.ranks[0].ownership, self._window)
-        self.lifetimes = Lifetimes.of(rows[0].geometry)
+        records = records_of(len(self.ranks), self.ranks[0].ownership, self._window)
+        self.lifetimes = Lifetimes.of(records[0].geometry)
         self.tree = PrefixTree(self.num_owners)
         self.allocator = PageAllocator(pages_per_owner, self.tree, self.num_owners, self.lifetimes)
-        self.tiers = Tiers(self._config, self.tree, host_pages, rows)
+        self.tiers = Tiers(self._config, self.tree, host_pages, records)
         self.tiers.prefetcher.min_tokens = 1
         self.waiting: list[tuple[Room, list[int], float]] = []
         """Requests that wait for storage, and since when."""
@@ -275,13 +275,14 @@ def _keyed(pages: PageLists, keys: Sequence[bytes], firsts: Sequence[int], end: 
     }
 
 
-def rows_of(cp: int, ownership: KvOwnership, window: int | None = None) -> list[RankRow]:
+def records_of(cp: int, ownership: KvOwnership, window: int | None = None) -> list[RankRecord]:
     """Return rank records with the fields that a leader reads. A rank's address is its number."""
     windows = (None,) if window is None else (None, window)
     groups = tuple(key_value_group([layer], 1, 1, "float32", each) for layer, each in enumerate(windows))
     geometry = KvGeometry(model="m", num_layers=len(groups), groups=groups, page_size=PAGE_SIZE)
-    rows = [row(Role.PREFILL, rank, cp, num_pages=1, ownership=ownership) for rank in range(cp)]
-    layout = msgspec.structs.replace(rows[0].layout, page_size=PAGE_SIZE)
+    records = [record(Role.PREFILL, rank, cp, num_pages=1, ownership=ownership) for rank in range(cp)]
+    layout = msgspec.structs.replace(records[0].layout, page_size=PAGE_SIZE)
     return [
-        msgspec.structs.replace(row, address=str(row.global_rank), geometry=geometry, layout=layout) for row in rows
+        msgspec.structs.replace(record, address=str(record.global_rank), geometry=geometry, layout=layout)
+        for record in records
     ]

@@ -27,7 +27,7 @@ from cluster.cli.control import decode_command
 from cluster.spec.config import RouterConfig
 from cluster.spec.errors import ConfigError, UserError
 from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad
+from cluster.spec.registry import Heartbeat, RankRecord, ReplicaLoad
 from cluster.spec.wire import TokenIds
 from cluster.supervisor.commands import DrainCommand, RestartCommand, ResumeCommand, ScaleCommand, StatusCommand
 from cluster.supervisor.events import Tick
@@ -36,7 +36,7 @@ from router.api.body import Body, parse
 from router.api.requests import ChatRequest, CompletionRequest
 from router.api.response_request import ResponseRequest
 from router.errors import ApiError
-from tests.fakes.rows import make_row, make_rows, sizes
+from tests.fakes.rank_records import make_record, make_records, sizes
 from tests.fakes.supervised import Run
 from tests.fuzz.http_surface import HTTP, requests, surface
 from tests.fuzz.mutate import Codec
@@ -76,18 +76,18 @@ def _feed_frame(data: bytes) -> None:
 # ---- bodies of the bootstrap service
 
 
-def _feed_row(data: bytes) -> None:
+def _feed_record(data: bytes) -> None:
     table = BootstrapTable(lease_s=3.0)
     with contextlib.suppress(HTTPException, TableRefusedError):
-        row = decode_body(data, RankRow)
-        table.register(row)
-        table.register(row)
+        record = decode_body(data, RankRecord)
+        table.register(record)
+        table.register(record)
     msgspec.msgpack.encode(table.snapshot(0.0))
 
 
 def _feed_heartbeat(data: bytes) -> None:
     table = BootstrapTable(lease_s=3.0)
-    table.register(make_row("prefill-0", 0, sizes()))
+    table.register(make_record("prefill-0", 0, sizes()))
     with contextlib.suppress(HTTPException, TableRefusedError):
         table.heartbeat(decode_body(data, Heartbeat), 0.0)
     msgspec.msgpack.encode(table.snapshot(0.0))
@@ -95,7 +95,7 @@ def _feed_heartbeat(data: bytes) -> None:
 
 def _heartbeats() -> list[bytes]:
     beat = Heartbeat(
-        replica=ReplicaId("prefill-0"), incarnation=Incarnation(1), rows_digest="x", load=ReplicaLoad(num_running=3)
+        replica=ReplicaId("prefill-0"), incarnation=Incarnation(1), records_digest="x", load=ReplicaLoad(num_running=3)
     )
     return [msgspec.json.encode(beat)]
 
@@ -233,7 +233,9 @@ def _feed_sse(data: bytes) -> None:
 
 TARGETS: dict[str, Target] = {
     "frames": Target(lambda: [encode(message) for message in messages()], _feed_frame, MSGPACK),
-    "rows": Target(lambda: [msgspec.json.encode(row) for row in make_rows("prefill-0", sizes(cp=2))], _feed_row, JSON),
+    "records": Target(
+        lambda: [msgspec.json.encode(record) for record in make_records("prefill-0", sizes(cp=2))], _feed_record, JSON
+    ),
     "heartbeats": Target(_heartbeats, _feed_heartbeat, JSON),
     "bodies": Target(lambda: [json.dumps(body).encode() for body in _BODIES], _feed_body, JSON),
     "http": Target(requests, lambda data: surface().feed(data), HTTP),

@@ -19,7 +19,7 @@ from cluster.spec.tiers import TierPage
 from tests.fakes.kv import kv_layout
 from tests.fakes.loopback import Loopback
 from tests.fakes.page_copies import check_copies
-from tests.fakes.paged_ranks import row
+from tests.fakes.paged_ranks import record
 from transfer.backends.interface import Region
 from transfer.page_range import PageRange
 from workers.engine import sampler
@@ -80,12 +80,12 @@ def world(way: None) -> Iterator[World]:  # noqa: ARG001 - it is asked while pag
     region, host = make_region(LAYOUT.pool_bytes), make_region(4 * LAYOUT.page_bytes)
     pinned = PinnedMemory([region.buffer, host.buffer] if DEVICE == "cuda" else [])
     memory = PeerMemory(pool, region)
-    rows = [msgspec.structs.replace(row(Role.PREFILL, 0, 1, LAYOUT.num_pages), layout=LAYOUT)]
+    records = [msgspec.structs.replace(record(Role.PREFILL, 0, 1, LAYOUT.num_pages), layout=LAYOUT)]
     staged, kept = (
         torch.frombuffer(each.buffer, dtype=torch.bfloat16).view(-1, *pool.group("full_attention").shape[1:])
         for each in (region, host)
     )
-    yield World(pool, memory, staged, Copier(rows, 0, TierMemory(memory, host), Loopback()), kept)
+    yield World(pool, memory, staged, Copier(records, 0, TierMemory(memory, host), Loopback()), kept)
     pinned.close()
 
 

@@ -15,13 +15,13 @@ import pytest
 
 from cluster.bootstrap.client import BootstrapClient, LeaseKeeper, RankKeeper, follow_table, watch_table
 from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer, create_app
-from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
+from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, records_digest
 from cluster.launch.services import follow_router
 from cluster.spec.clock import SystemClock
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 from cluster.spec.ids import Incarnation, ReplicaId, router_names
 from cluster.spec.registry import Heartbeat, ReplicaLoad, TableSnapshot
-from tests.fakes.rows import make_row, make_rows, sizes
+from tests.fakes.rank_records import make_record, make_records, sizes
 
 pytestmark = pytest.mark.integration
 
@@ -29,9 +29,11 @@ TOKEN = "token-of-the-test"
 LEASE_S = 1.0
 P0 = ReplicaId("prefill-0")
 CP2 = sizes(cp=2)
-ROWS = make_rows(P0, CP2)
-STRANGER = msgspec.structs.replace(ROWS[0], replica=ReplicaId("leader-0"))
-BEAT = Heartbeat(replica=P0, incarnation=ROWS[0].incarnation, rows_digest=rows_digest(ROWS), load=ReplicaLoad())
+RECORDS = make_records(P0, CP2)
+STRANGER = msgspec.structs.replace(RECORDS[0], replica=ReplicaId("leader-0"))
+BEAT = Heartbeat(
+    replica=P0, incarnation=RECORDS[0].incarnation, records_digest=records_digest(RECORDS), load=ReplicaLoad()
+)
 WAIT_S = 60.0
 ROUTES = [
     (method.upper(), path)
@@ -65,8 +67,8 @@ def client(url: str) -> Iterator[BootstrapClient]:
 
 
 def make_ready(client: BootstrapClient) -> None:
-    for row in ROWS:
-        client.register(row)
+    for record in RECORDS:
+        client.register(record)
     assert client.heartbeat(BEAT)
 
 
@@ -82,15 +84,15 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_rows_travel_and_come_back(client: BootstrapClient) -> None:
+def test_records_travel_and_come_back(client: BootstrapClient) -> None:
     assert not client.heartbeat(BEAT)
     make_ready(client)
     entry = client.table().find(P0)
     assert entry is not None
-    assert (entry.rows, entry.ready) == (tuple(ROWS), True)
-    client.unregister(P0, ROWS[0].incarnation, reaped=True)
+    assert (entry.ranks, entry.ready) == (tuple(RECORDS), True)
+    client.unregister(P0, RECORDS[0].incarnation, reaped=True)
     assert client.table().replicas == ()
-    assert client.table().reaped == {P0: ROWS[0].incarnation}
+    assert client.table().reaped == {P0: RECORDS[0].incarnation}
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}])
@@ -117,9 +119,9 @@ def test_health_needs_no_token(empty_url: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "words"),
     [
-        ("PUT", "/rows", b"{", 400, "the body is not a RankRow: Input data was truncated"),
-        ("PUT", "/rows", b"{}", 400, "missing required field `replica`"),
-        ("PUT", "/rows", msgspec.json.encode(STRANGER), 409, "'leader-0' is not of the form"),
+        ("PUT", "/ranks", b"{", 400, "the body is not a RankRecord: Input data was truncated"),
+        ("PUT", "/ranks", b"{}", 400, "missing required field `replica`"),
+        ("PUT", "/ranks", msgspec.json.encode(STRANGER), 409, "'leader-0' is not of the form"),
         ("POST", "/replicas/prefill-0/alive?incarnation=1&rank=x", b"", 400, "rank: Input should be a valid integer"),
         ("DELETE", "/replicas/leader-0?incarnation=1", b"", 400, "'leader-0' is not of the form"),
         ("DELETE", "/replicas/prefill-0", b"", 400, "incarnation: Field required"),
@@ -138,14 +140,14 @@ def test_what_is_wrong_is_said_in_words(
 
 
 def test_refusals_of_the_table_reach_the_caller(client: BootstrapClient) -> None:
-    client.register(make_row(P0, 0, CP2, incarnation=5))
+    client.register(make_record(P0, 0, CP2, incarnation=5))
     with pytest.raises(TableRefusedError, match="incarnation 1 is replaced by 5") as caught:
-        client.register(ROWS[0])
+        client.register(RECORDS[0])
     assert caught.value.code is RefusalCode.SUPERSEDED
     with pytest.raises(TableRefusedError, match="replaced by 5"):
         client.heartbeat(BEAT)
     with pytest.raises(TableRefusedError, match="build other given"):
-        client.register(make_row(P0, 1, CP2, incarnation=5, build="other"))
+        client.register(make_record(P0, 1, CP2, incarnation=5, build="other"))
 
 
 def test_wrong_token_and_absent_service_have_their_own_errors(url: str) -> None:
@@ -202,11 +204,11 @@ def test_the_end_of_every_router_process_is_told(client: BootstrapClient) -> Non
 
 
 def keeper_of(url: str, tables: list[TableSnapshot], refusals: list[TableRefusedError]) -> LeaseKeeper:
-    return LeaseKeeper(url, TOKEN, ROWS, ReplicaLoad, tables.append, 0.05, refusals.append)
+    return LeaseKeeper(url, TOKEN, RECORDS, ReplicaLoad, tables.append, 0.05, refusals.append)
 
 
 def follower_of(url: str, refusals: list[TableRefusedError]) -> RankKeeper:
-    return RankKeeper(url, TOKEN, ROWS[1], 0.05, refusals.append)
+    return RankKeeper(url, TOKEN, RECORDS[1], 0.05, refusals.append)
 
 
 def test_lease_keeper_registers_renews_and_leaves(url: str, client: BootstrapClient) -> None:
@@ -228,7 +230,7 @@ def test_lease_keeper_registers_renews_and_leaves(url: str, client: BootstrapCli
 
 def test_lease_keeper_tells_at_once_what_cannot_wait(url: str, client: BootstrapClient) -> None:
     load = [ReplicaLoad()]
-    keeper = LeaseKeeper(url, TOKEN, ROWS, lambda: load[-1], lambda _: None, 3600.0, lambda _: None)
+    keeper = LeaseKeeper(url, TOKEN, RECORDS, lambda: load[-1], lambda _: None, 3600.0, lambda _: None)
     keeper.start()
 
     def is_draining() -> bool:
@@ -260,7 +262,7 @@ def test_lease_keeper_refills_a_restarted_service() -> None:
 
 
 def test_lease_keeper_of_an_old_start_falls_silent(url: str, client: BootstrapClient) -> None:
-    client.register(make_row(P0, 0, CP2, incarnation=7))
+    client.register(make_record(P0, 0, CP2, incarnation=7))
     refusals: list[TableRefusedError] = []
     keeper, follower = keeper_of(url, [], refusals), follower_of(url, refusals)
     keeper.start()

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from cluster.channel import Inbox
 from cluster.spec.ids import Role, Room
 from cluster.spec.kv import PoolLayout
-from cluster.spec.registry import RankRow, Verify
+from cluster.spec.registry import RankRecord, Verify
 from cluster.spec.step_messages import Admit, SendReport, StepPlan
 from cluster.spec.transfer_messages import Done, SendState
 from tests.fakes.kv import kv_geometry, kv_layout
 from tests.fakes.loopback import Loopback
-from tests.fakes.paged_ranks import PAGE_SIZE, row
+from tests.fakes.paged_ranks import PAGE_SIZE, record
 from tests.integration.test_kv_sender import (
     HELD,
     NUM_PAGES,
@@ -43,7 +43,7 @@ NUM_LAYERS, NUM_HEADS = 8, 2
 ENDS = [2, 4, 6]
 
 
-def deep(of: RankRow) -> RankRow:
+def deep(of: RankRecord) -> RankRecord:
     """Return the rank with several layers and heads."""
     num_pages, page_size = of.layout.num_pages, of.layout.page_size
     layout = kv_layout(num_pages=num_pages, num_layers=NUM_LAYERS, num_heads=NUM_HEADS, page_size=page_size)
@@ -85,12 +85,12 @@ class Case:
 @pytest.fixture
 def case() -> Iterator[Case]:
     backend = Loopback()
-    mine = deep(row(Role.PREFILL, 0, 1, NUM_PAGES))
+    mine = deep(record(Role.PREFILL, 0, 1, NUM_PAGES))
     source, target = backend.allocate(mine.layout.pool_bytes), backend.allocate(mine.layout.pool_bytes)
     with closing(Inbox("127.0.0.1")) as decode, closing(Inbox("127.0.0.1")) as leader:
         admit = admit_to(decode, target)
         assert admit.destination is not None
-        admit = replace(admit, destination=replace(admit.destination, rows=[deep(admit.destination.rows[0])]))
+        admit = replace(admit, destination=replace(admit.destination, ranks=[deep(admit.destination.ranks[0])]))
         with closing(sender_of(mine, leader, source, backend, Verify.DIGEST)) as sender:
             pools = pages_of(source, mine.layout), pages_of(target, mine.layout)
             yield Case(sender, backend, admit, mine.layout, *pools, decode, leader)
@@ -158,7 +158,7 @@ def test_a_prompt_that_goes_on_leaves_in_whole_pages(case: Case) -> None:
 
 def test_layers_that_cannot_be_written_end_the_transfer(case: Case) -> None:
     assert case.admit.destination is not None
-    case.backend.failing.add(case.admit.destination.rows[0].endpoint.session)
+    case.backend.failing.add(case.admit.destination.ranks[0].endpoint.session)
     with step(case, chunk(case.admit, 0, 4)) as told:
         for layer in range(NUM_LAYERS):
             case.compute(layer)

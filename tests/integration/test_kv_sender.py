@@ -12,7 +12,7 @@ from cluster.channel import Inbox, Outbox
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import Incarnation, Peer, Role, Room
 from cluster.spec.messages import Message
-from cluster.spec.registry import KvOwnership, RankRow, Verify
+from cluster.spec.registry import KvOwnership, RankRecord, Verify
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import (
     Admit,
@@ -26,7 +26,7 @@ from cluster.spec.step_messages import (
 )
 from cluster.spec.transfer_messages import CheckPages, Done, PagesChecked, SendState
 from tests.fakes.loopback import Loopback
-from tests.fakes.paged_ranks import PAGE_SIZE, row
+from tests.fakes.paged_ranks import PAGE_SIZE, record
 from transfer.backends.interface import Region
 from transfer.digests import coverage_problem
 from transfer.sender_thread import SenderThread
@@ -65,10 +65,10 @@ def leader() -> Iterator[Inbox]:
         yield inbox
 
 
-def filled(backend: Loopback, row: RankRow, first: int) -> Region:
+def filled(backend: Loopback, record: RankRecord, first: int) -> Region:
     """Return pool memory in which every byte of page p is first + p."""
-    region = backend.allocate(row.layout.pool_bytes)
-    region.buffer[:] = bytes(first + place // row.layout.page_bytes for place in range(row.layout.pool_bytes))
+    region = backend.allocate(record.layout.pool_bytes)
+    region.buffer[:] = bytes(first + place // record.layout.page_bytes for place in range(record.layout.pool_bytes))
     return region
 
 
@@ -89,7 +89,7 @@ def messages(inbox: Inbox, count: int) -> list[Message]:
 
 
 def admit_to(decode: Inbox, target: Region, owner_base: int = 0) -> Admit:
-    theirs = replace(row(Role.DECODE, 0, 1, NUM_PAGES), endpoint=target.endpoint)
+    theirs = replace(record(Role.DECODE, 0, 1, NUM_PAGES), endpoint=target.endpoint)
     return Admit(
         room=ROOM,
         prompt_len=4 * PAGE_SIZE,
@@ -97,7 +97,7 @@ def admit_to(decode: Inbox, target: Region, owner_base: int = 0) -> Admit:
         sampling=Sampling(),
         destination=Destination(
             decode=Peer(replica=theirs.replica, incarnation=Incarnation(1), address=decode.address),
-            rows=[theirs],
+            ranks=[theirs],
             num_tokens=4 * PAGE_SIZE,
             pages=[TICKETED],
             num_held_pages=HELD,
@@ -126,12 +126,12 @@ def plan_of(admit: Admit, pages: list[int]) -> StepPlan:
 
 
 def sender_of(
-    mine: RankRow, leader: Inbox, source: Region, backend: Loopback, verify: Verify = Verify.COUNTS
+    mine: RankRecord, leader: Inbox, source: Region, backend: Loopback, verify: Verify = Verify.COUNTS
 ) -> KvSender:
     prefill = Peer(replica=mine.replica, incarnation=Incarnation(1), address=leader.address)
     return KvSender(
         prefill=prefill,
-        row=mine,
+        record=mine,
         region=source.buffer,
         config=TransferConfig(verify=verify),
         outbox=Outbox(),
@@ -146,7 +146,7 @@ def _fail(error: Exception) -> None:
 
 def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: Inbox, leader: Inbox) -> None:
     backend = Loopback()
-    mine = row(Role.PREFILL, 0, 1, NUM_PAGES)
+    mine = record(Role.PREFILL, 0, 1, NUM_PAGES)
     source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
     admit = admit_to(decode, target)
     plan = plan_of(admit, PAGES)
@@ -168,7 +168,7 @@ def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: In
 def test_what_has_failed_does_not_begin_again_with_the_next_chunk(decode: Inbox, leader: Inbox) -> None:
     """Another request can own the pages once the leader knows of the failure."""
     backend = Loopback()
-    mine = row(Role.PREFILL, 0, 1, NUM_PAGES)
+    mine = record(Role.PREFILL, 0, 1, NUM_PAGES)
     source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
     admit = admit_to(decode, target)
     last = plan_of(admit, PAGES)
@@ -200,7 +200,7 @@ def test_what_has_failed_does_not_begin_again_with_the_next_chunk(decode: Inbox,
 def test_nothing_is_kept_of_what_fails_after_its_last_chunk(decode: Inbox, leader: Inbox) -> None:
     """The room may have been released already, and is not released again."""
     backend = Loopback()
-    mine = row(Role.PREFILL, 0, 1, NUM_PAGES)
+    mine = record(Role.PREFILL, 0, 1, NUM_PAGES)
     source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
     admit = admit_to(decode, target)
     plan = plan_of(admit, PAGES)
@@ -222,7 +222,7 @@ def test_the_memory_of_a_decode_replica_that_is_gone_is_let_go_once(
     decode: Inbox, leader: Inbox, gone: int, *, is_let_go: bool
 ) -> None:
     backend = Loopback()
-    mine = row(Role.PREFILL, 0, 1, NUM_PAGES)
+    mine = record(Role.PREFILL, 0, 1, NUM_PAGES)
     source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
     admit = admit_to(decode, target)
     assert admit.destination is not None
@@ -238,11 +238,11 @@ def test_the_memory_of_a_decode_replica_that_is_gone_is_let_go_once(
 def test_ranks_of_a_ring_send_the_pages_they_hold(decode: Inbox, leader: Inbox) -> None:
     """Page 0 belongs to rank 1. A page id divided by 2 gives the local page, and its remainder the rank."""
     backend = Loopback()
-    rows = [row(Role.PREFILL, rank, 2, NUM_PAGES // 2, ownership=KvOwnership.SHARDED) for rank in range(2)]
-    target = backend.allocate(row(Role.DECODE, 0, 1, NUM_PAGES).layout.pool_bytes)
+    records = [record(Role.PREFILL, rank, 2, NUM_PAGES // 2, ownership=KvOwnership.SHARDED) for rank in range(2)]
+    target = backend.allocate(record(Role.DECODE, 0, 1, NUM_PAGES).layout.pool_bytes)
     admit, pages = admit_to(decode, target, owner_base=1), [5, 2, 7, 0]
     plan = plan_of(admit, pages)
-    for mine in rows:
+    for mine in records:
         source = filled(backend, mine, first=10 * (1 + mine.global_rank))
         with closing(sender_of(mine, leader, source, backend)) as sender:
             sender.before_step(plan)
@@ -261,7 +261,7 @@ def test_a_bit_that_flips_between_the_write_and_its_check_is_found(
     decode: Inbox, leader: Inbox, flipped_page: int | None
 ) -> None:
     backend = Loopback()
-    mine, theirs = row(Role.PREFILL, 0, 1, NUM_PAGES), row(Role.DECODE, 0, 1, NUM_PAGES)
+    mine, theirs = record(Role.PREFILL, 0, 1, NUM_PAGES), record(Role.DECODE, 0, 1, NUM_PAGES)
     source, target = filled(backend, mine, first=1), backend.allocate(theirs.layout.pool_bytes)
     if flipped_page is not None:
         backend.flips = {flipped_page * theirs.layout.page_bytes + 5}

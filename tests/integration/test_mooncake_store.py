@@ -16,7 +16,7 @@ from cluster.spec.memory import GIB
 from cluster.spec.tiers import Tier
 from tests.fakes.local_engine import LocalEngine, Models
 from tests.fakes.mooncake_master import mooncake_master
-from tests.fakes.page_stores import RankStore, page_of, read_one, rows_of, sizes, write_one
+from tests.fakes.page_stores import RankStore, page_of, read_one, records_of, sizes, write_one
 from tests.integration.test_hicache import LONG, NUM_TOKENS, PAGE_SIZE, ask_until
 from workers.hicache.storage.interface import CorruptObjectError, StorageError, StorageObject
 from workers.hicache.storage.registry import MAKERS, make_storage
@@ -55,8 +55,8 @@ def test_objects_are_whole_and_right_or_not_there(master: str) -> None:
     ]
     assert bytes(wanted[2].parts[0]) == b"n/c"
     pages = [page_of(number) for number in range(3)]
-    store = RankStore(one, rows_of(sizes())[0])
-    assert store.write(pages) == RankStore(other, rows_of(sizes())[0]).read(pages) == [True] * 3
+    store = RankStore(one, records_of(sizes())[0])
+    assert store.write(pages) == RankStore(other, records_of(sizes())[0]).read(pages) == [True] * 3
     one.delete("n/a")
     one.delete("n/a")
     assert not read_one(other, "n/a", buffers)

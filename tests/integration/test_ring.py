@@ -12,7 +12,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Role
 from cluster.spec.kv import pages_for
 from cluster.spec.memory import GIB
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import RankRecord
 from cluster.spec.strategy import CpMode
 from tests.fakes.checkpoints import SMALL
 from tests.fakes.local_cluster import LocalCluster
@@ -54,12 +54,12 @@ def running(engine: LocalEngine, folder: Path, cp: int, mode: CpMode, pages_per_
         yield cluster
 
 
-def written_pages(row: RankRow) -> int:
+def written_pages(record: RankRecord) -> int:
     """Return the pages in a rank's pool that hold data. The shared-memory backend opens a pool by path and name."""
-    path, _ = row.endpoint.session.split()
+    path, _ = record.endpoint.session.split()
     memory = Path(path).read_bytes()
-    assert row.layout.page_bytes == PAGE_BYTES
-    pages = (memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] for page in range(row.layout.num_pages))
+    assert record.layout.page_bytes == PAGE_BYTES
+    pages = (memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] for page in range(record.layout.num_pages))
     return sum(any(page) for page in pages)
 
 
@@ -72,7 +72,7 @@ def test_each_rank_of_a_ring_keeps_its_part_of_every_request(
     for mode in CpMode:
         with running(engine, folder, cp, mode, 100) as cluster:
             assert cluster.generate(asked(prompts, NUM_TOKENS)) == [oracle.tokens(prompt) for prompt in prompts]
-            written[mode] = [written_pages(row) for row in cluster.rows(Role.PREFILL)]
+            written[mode] = [written_pages(record) for record in cluster.records(Role.PREFILL)]
     num_pages = sum(pages_for(length, PAGE_SIZE) for length in LENGTHS)
     assert written[CpMode.GATHER] == [num_pages] * cp
     assert sum(written[CpMode.RING]) == num_pages

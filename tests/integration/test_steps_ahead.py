@@ -77,14 +77,14 @@ def decode(folder: Path, *, is_asynchronous: bool) -> Iterator[Decode]:
     config = DeployConfig.model_validate({"kv": kv})
     make = AsynchronousWorker if is_asynchronous else Worker
     worker, inbox, outbox = make(lone_worker(config, Role.DECODE), folder, None), Inbox(HOST), Outbox()
-    row = worker.load(worker.open_store())
-    assert row.layout.num_pages == NUM_PAGES
-    thread = threading.Thread(target=worker.run, args=[[row]])
+    record = worker.load(worker.open_store())
+    assert record.layout.num_pages == NUM_PAGES
+    thread = threading.Thread(target=worker.run, args=[[record]])
     thread.start()
     try:
-        yield Decode(worker, inbox, outbox, row.address)
+        yield Decode(worker, inbox, outbox, record.address)
     finally:
-        outbox.send(row.address, Shutdown(reason="test over"))
+        outbox.send(record.address, Shutdown(reason="test over"))
         thread.join()
         worker.close()
         inbox.close()

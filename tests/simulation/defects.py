@@ -105,7 +105,7 @@ def restart_one_rank_alone(patch: Patch) -> None:
             return
         old = self.ranks[number]
         old.kill()
-        new = Follower(leader.around, leader.rows, number, leader.me, old.memory.allocator)
+        new = Follower(leader.around, leader.records, number, leader.me, old.memory.allocator)
         self.ranks[number] = new
         for other in self.ranks:
             other.shard[:] = [new if it is old else it for it in other.shard]
@@ -274,7 +274,7 @@ def keep_no_tombstones(patch: Patch) -> None:
 
 def take_a_page_id_for_its_place(patch: Patch) -> None:
     """A rank with sharded KV uses the replica's page id as an index into its own pool."""
-    patch.setattr("workers.handoff.kv_sender.local_page", lambda row, page: page % row.layout.num_pages)
+    patch.setattr("workers.handoff.kv_sender.local_page", lambda record, page: page % record.layout.num_pages)
 
 
 def end_a_tier_job_with_the_first_result(patch: Patch) -> None:

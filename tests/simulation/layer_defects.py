@@ -41,7 +41,7 @@ def send_layers_before_they_are_computed(patch: Patch) -> None:
     on_stored = KvSender._on_stored
 
     def one_early(self: KvSender, plan: StepPlan, requests: Mapping[Room, OutgoingRequest], layer: int) -> None:
-        if layer + 1 < self._row.layout.num_layers:
+        if layer + 1 < self._record.layout.num_layers:
             on_stored(self, plan, requests, layer + 1)
 
     patch.setattr(KvSender, "_on_stored", one_early)
@@ -99,7 +99,7 @@ def report_drained_at_once(patch: Patch) -> None:
     """A rank reports that it has drained while its writer continues."""
 
     def cancel(self: KvSender, message: CancelSend) -> None:
-        rank = self._row.global_rank
+        rank = self._record.global_rank
         report = SendReport(room=message.room, sender_rank=rank, state=SendState.DRAINED)
         send_if_heard(self._outbox, self._prefill.address, report)
 
@@ -143,7 +143,7 @@ def load_other_layers_of_peers(patch: Patch) -> None:
         wanted = spans(self, page, layers)
         if layers is None:
             return wanted
-        first = spans(self, page, self._row.layout.layers[: len(layers)])
+        first = spans(self, page, self._record.layout.layers[: len(layers)])
         return [span._replace(source_offset=other.source_offset) for span, other in zip(wanted, first, strict=False)]
 
     patch.setattr(Copier, "_spans", shifted)

@@ -16,7 +16,7 @@ from cluster.spec.clock import Interval
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import Peer, ReplicaId, Role, Room
 from cluster.spec.kv import pages_for
-from cluster.spec.registry import RankRow, Verify
+from cluster.spec.registry import RankRecord, Verify
 from cluster.spec.step_messages import Admit, CancelSend, Destination, ForgetPeer, SendReport, StepPlan
 from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.digests import digest_pages
@@ -39,14 +39,14 @@ from workers.trace.recorder import KV_SENDER, Recorder
 if TYPE_CHECKING:  # imports torch
     from workers.memory.peer_memory import PeerMemory
 
-_Part = tuple[RankRow, PageRange, PageRange]
+_Part = tuple[RankRecord, PageRange, PageRange]
 """Decode rank, pages sent to it, and their destination."""
 
 
 @dataclass(slots=True)
 class _Transfer:
     session: SenderSession
-    receivers: Sequence[RankRow]
+    receivers: Sequence[RankRecord]
     """Decode ranks to which this rank sends."""
     num_layers_sent: int = 0
     """Number of layers already sent of the pages that the current step completes."""
@@ -72,7 +72,7 @@ class KvSender:
         self,
         *,
         prefill: Peer,
-        row: RankRow,
+        record: RankRecord,
         region: memoryview,
         config: TransferConfig,
         outbox: Post,
@@ -92,7 +92,7 @@ class KvSender:
             start_writer: creates the writer, which reports outcomes only after ``send`` or ``cancel`` has returned.
         """
         self._prefill = prefill
-        self._row = row
+        self._record = record
         self._region = region
         self._config = config
         self._recorder = recorder or Recorder()
@@ -101,7 +101,7 @@ class KvSender:
         """Lock that guards the transfers and the outbox, which both threads use."""
         self._transfers: dict[Room, _Transfer] = {}
         """Open transfers by room."""
-        self._early_ends = early_ends(row.layout, least_span_bytes) if row.role is Role.PREFILL else []
+        self._early_ends = early_ends(record.layout, least_span_bytes) if record.role is Role.PREFILL else []
         self._failed: set[Room] = set()
         """Rooms of failed transfers. Each stays until no step computes its request any more."""
         self._newest_starts: dict[ReplicaId, Destination] = {}
@@ -164,16 +164,16 @@ class KvSender:
 
     def _transfer(self, admit: Admit | OutgoingRequest) -> _Transfer:
         """Return the request's transfer. Open it if necessary."""
-        row, mode, destination = self._row, self._config.mode, admit.destination
+        record, mode, destination = self._record, self._config.mode, admit.destination
         assert destination is not None
         if admit.room not in self._transfers:
             self._forget_older(destination)
-            ranks = receivers(mode, row.coords, row.sizes, destination.rows)
+            ranks = receivers(mode, record.coords, record.sizes, destination.ranks)
             owned = owned_pages(
                 mode,
-                num_pages=pages_for(destination.num_tokens, row.layout.page_size),
-                cp_rank=row.coords.cp,
-                cp_size=row.sizes.cp,
+                num_pages=pages_for(destination.num_tokens, record.layout.page_size),
+                cp_rank=record.coords.cp,
+                cp_size=record.sizes.cp,
                 base=admit.owner_base,
                 first=destination.num_held_pages,
             )
@@ -181,8 +181,8 @@ class KvSender:
                 room=admit.room,
                 destination=destination,
                 prefill=self._prefill,
-                sender_rank=row.global_rank,
-                page_size=row.layout.page_size,
+                sender_rank=record.global_rank,
+                page_size=record.layout.page_size,
                 owned=owned,
                 share=PageShare.of(ranks),
             )
@@ -199,7 +199,7 @@ class KvSender:
         Layers from ``end`` on follow in a later job. If ``end`` is None, this job completes the pages.
         """
         is_complete = end is None
-        layers = self._row.layout.layers[transfer.num_layers_sent : end]
+        layers = self._record.layout.layers[transfer.num_layers_sent : end]
         transfer.num_layers_sent = end or 0
         by_lifetime = [list(of_one) for _, of_one in groupby(pairs, lambda pair: pair.lifetime)]
         parts = [
@@ -218,16 +218,16 @@ class KvSender:
 
     def _source(self, pairs: Sequence[PagePair], layers: range) -> PageRange:
         """Return these pages, which share a lifetime, as a range of this rank's pool."""
-        pages = [local_page(self._row, pair.source) for pair in pairs]
-        return PageRange(self._row.layout, pages, layers, lifetime=pairs[0].lifetime)
+        pages = [local_page(self._record, pair.source) for pair in pairs]
+        return PageRange(self._record.layout, pages, layers, lifetime=pairs[0].lifetime)
 
-    def _part(self, rank: RankRow, pairs: list[PagePair], layers: range) -> _Part | None:
+    def _part(self, rank: RankRecord, pairs: list[PagePair], layers: range) -> _Part | None:
         """Return the part of these pages to send to a decode rank. None if that rank gets none of them."""
         share = PageShare.of([rank])
         sent = [pair for pair in pairs if share.has(pair.target)]
         if not sent:
             return None
-        source = replace(self._source(sent, layers), groups=sent_groups(self._row.coords, self._row.sizes, rank))
+        source = replace(self._source(sent, layers), groups=sent_groups(self._record.coords, self._record.sizes, rank))
         if not replace(source, layers=None).num_bytes:
             return None
         return rank, source, PageRange(rank.layout, [pair.target for pair in sent], lifetime=source.lifetime)
@@ -289,7 +289,7 @@ class KvSender:
                 return
             report = SendReport(
                 room=message.room,
-                sender_rank=self._row.global_rank,
+                sender_rank=self._record.global_rank,
                 state=SendState.DRAINED,
             )
             send_if_heard(self._outbox, self._prefill.address, report)
@@ -309,8 +309,8 @@ class KvSender:
             self._newest_starts[destination.decode.replica] = destination
 
     def _forget(self, destination: Destination) -> None:
-        for row in destination.rows:
-            self._writer.forget(row.endpoint)
+        for record in destination.ranks:
+            self._writer.forget(record.endpoint)
 
     def close(self) -> None:
         """Stop the writer and discard its queue."""

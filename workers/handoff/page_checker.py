@@ -4,7 +4,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import RankRecord
 from cluster.spec.transfer_messages import CheckPages, PagesChecked
 from transfer.digests import wrong_pages
 from workers.post import Post, send_if_heard
@@ -15,14 +15,14 @@ class PageChecker:
 
     def __init__(
         self,
-        row: RankRow,
+        record: RankRecord,
         region: memoryview,
         leader_address: str,
         outbox: Post,
         on_failure: Callable[[Exception], None],
     ) -> None:
         """Take ownership of the outbox, and start the thread. ``on_failure`` is called with the error that ends it."""
-        self._row = row
+        self._record = record
         self._region = region
         self._leader_address = leader_address
         self._outbox = outbox
@@ -43,8 +43,8 @@ class PageChecker:
     def _run(self) -> None:
         try:
             while (message := self._queue.get()) is not None:
-                wrong = wrong_pages(self._region, self._row.layout, message.digests)
-                answer = PagesChecked(room=message.room, rank=self._row.global_rank, wrong=wrong)
+                wrong = wrong_pages(self._region, self._record.layout, message.digests)
+                answer = PagesChecked(room=message.room, rank=self._record.global_rank, wrong=wrong)
                 send_if_heard(self._outbox, self._leader_address, answer)
         except Exception as error:  # a rank that cannot check pages must end
             self._on_failure(error)

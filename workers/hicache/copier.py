@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from cluster.spec.registry import KvOwnership, RankRow
+from cluster.spec.registry import KvOwnership, RankRecord
 from cluster.spec.tiers import TierPage
 from transfer.backends.interface import TransferBackend
 from transfer.page_assignment import local_page
@@ -24,20 +24,22 @@ MOST_LAYER_GROUPS = 8
 class Copier:
     """Copier of one rank. Each host page belongs to one CP rank, from which others read it if KV is replicated."""
 
-    def __init__(self, rows: Sequence[RankRow], rank: int, memory: "TierMemory", backend: TransferBackend) -> None:
-        """Create a rank's copier. ``rows`` describe all ranks of the replica."""
-        self._row = rows[rank]
+    def __init__(
+        self, records: Sequence[RankRecord], rank: int, memory: "TierMemory", backend: TransferBackend
+    ) -> None:
+        """Create a rank's copier. ``records`` describe all ranks of the replica."""
+        self._record = records[rank]
         self._backend = backend
         self.memory = memory
-        self._peers = {row.coords.cp: row for row in rows if _is_peer(row, self._row)}
+        self._peers = {record.coords.cp: record for record in records if _is_peer(record, self._record)}
 
     def bytes_of(self, page: TierPage) -> int:
         """Return a page's size on this rank. 0 if this rank has none of the layers whose KV is in the page."""
-        return self._row.layout.bytes_of(page.lifetime)
+        return self._record.layout.bytes_of(page.lifetime)
 
     def owns(self, page: TierPage) -> bool:
         """Return whether this rank keeps its part of the page's host copy."""
-        return page.index % self._row.sizes.cp == self._row.coords.cp and self.bytes_of(page) > 0
+        return page.index % self._record.sizes.cp == self._record.coords.cp and self.bytes_of(page) > 0
 
     def host_page(self, page: TierPage) -> memoryview:
         return self.memory.host_page(self._slot(page))[: self.bytes_of(page)]
@@ -46,7 +48,7 @@ class Copier:
         """Copy the pages that this rank owns to host memory. Return the number of bytes."""
         local, slots = self._owned(pages)
         self.memory.save(local, slots, after)
-        return len(local) * self._row.layout.page_bytes
+        return len(local) * self._record.layout.page_bytes
 
     def load(self, pages: Sequence[TierPage], after: "Event | None") -> int:
         """Copy the pages that belong on this rank's device from host memory. Return the number of bytes.
@@ -57,7 +59,7 @@ class Copier:
         pages = self._held(pages)
         self._load(pages, None, after)
         self.memory.wait_loads()
-        return len(pages) * self._row.layout.page_bytes
+        return len(pages) * self._record.layout.page_bytes
 
     def load_layerwise(self, pages: Sequence[TierPage], after: "Event | None", load: LayerwiseLoad) -> int:
         """Load pages like ``load``, but report each layer group when it is loaded. Return the number of bytes.
@@ -66,7 +68,7 @@ class Copier:
             TransferError: a peer's memory cannot be read.
         """
         deque(self.layer_loads(pages, after, load), maxlen=0)
-        return len(self._held(pages)) * self._row.layout.page_bytes
+        return len(self._held(pages)) * self._record.layout.page_bytes
 
     def layer_loads(self, pages: Sequence[TierPage], after: "Event | None", load: LayerwiseLoad) -> Iterator[None]:
         """Load and report one layer group per iteration."""
@@ -74,13 +76,13 @@ class Copier:
         if after is not None and not all(map(self.owns, pages)):
             # The region may still hold earlier data for these pages that has not reached the GPU.
             after.synchronize()
-        for layers in layer_groups(self._row.layout.layers):
+        for layers in layer_groups(self._record.layout.layers):
             load.add(len(layers), self._load(pages, layers, after))
             yield
         self.memory.wait_loads()
 
     def _load(self, pages: Sequence[TierPage], layers: range | None, after: "Event | None") -> "Event | None":
-        for lifetime in range(self._row.layout.num_lifetimes):
+        for lifetime in range(self._record.layout.num_lifetimes):
             some = [page for page in pages if page.lifetime == lifetime]
             after = self._load_some(some, lifetime, layers, after) if some else after
         return after
@@ -101,7 +103,7 @@ class Copier:
 
     def _held(self, pages: Sequence[TierPage]) -> Sequence[TierPage]:
         """Return the pages that belong on this rank's device."""
-        is_sharded = self._row.ownership is KvOwnership.SHARDED
+        is_sharded = self._record.ownership is KvOwnership.SHARDED
         return [page for page in pages if (self.owns(page) if is_sharded else self.bytes_of(page))]
 
     def _owned(self, pages: Sequence[TierPage]) -> tuple[list[int], list[int]]:
@@ -111,17 +113,17 @@ class Copier:
 
     def _local(self, page: TierPage) -> int:
         assert page.device is not None, "a tier job without device pages"
-        return local_page(self._row, page.device)
+        return local_page(self._record, page.device)
 
     def _slot(self, page: TierPage) -> int:
         assert page.host is not None, "a tier job without host pages"
-        return page.host // self._row.sizes.cp
+        return page.host // self._record.sizes.cp
 
     def _read(self, pages: Sequence[TierPage], layers: range | None) -> None:
         """Read pages from the host memory of the ranks that own them into this rank's region."""
         by_rank: dict[int, list[TierPage]] = {}
         for page in pages:
-            by_rank.setdefault(page.index % self._row.sizes.cp, []).append(page)
+            by_rank.setdefault(page.index % self._record.sizes.cp, []).append(page)
         for cp_rank, owned in by_rank.items():
             source = self._peers[cp_rank].host_endpoint
             assert source is not None, f"CP rank {cp_rank} has no host memory"
@@ -131,7 +133,7 @@ class Copier:
 
     def _spans(self, page: TierPage, layers: range | None) -> list[Span]:
         host, device = (
-            PageRange(self._row.layout, [number], layers, lifetime=page.lifetime)
+            PageRange(self._record.layout, [number], layers, lifetime=page.lifetime)
             for number in (self._slot(page), self._local(page))
         )
         return host.spans_to(device)
@@ -143,7 +145,7 @@ def layer_groups(layers: range) -> Iterator[range]:
     return (layers[first : first + size] for first in range(0, len(layers), size))
 
 
-def _is_peer(row: RankRow, mine: RankRow) -> bool:
+def _is_peer(record: RankRecord, mine: RankRecord) -> bool:
     """Return whether a rank holds the same heads and layers as this one, but for other pages."""
-    here, there = mine.coords, row.coords
+    here, there = mine.coords, record.coords
     return (here.dp, here.tp, here.pp) == (there.dp, there.tp, there.pp)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from cluster.spec.config import TransferBackendName
 from cluster.spec.hicache_config import HicacheConfig, StorageBackendName
 from cluster.spec.ids import Room
-from cluster.spec.registry import KvOwnership, RankRow
+from cluster.spec.registry import KvOwnership, RankRecord
 from cluster.spec.tiers import RankTiers, Tier, TierJob, TierJobKind, TierPage, TierState
 from workers.cache.page_lists import Lifetimes
 from workers.cache.prefix_tree import PageJournal, PrefixTree
@@ -25,14 +25,14 @@ from workers.hicache.policy.storage_writer import StorageWriter
 class Tiers:
     """Host and storage tiers of one replica, as seen by its leader."""
 
-    def __init__(self, config: HicacheConfig, tree: PrefixTree, host_pages: int, rows: Sequence[RankRow]) -> None:
-        """Create tiers with ``host_pages`` pages per rank. ``rows`` describe all ranks of the replica."""
-        self._lifetimes = Lifetimes.of(rows[0].geometry)
-        self.host = HostIndex(host_pages, rows[0].sizes.cp, self._lifetimes)
+    def __init__(self, config: HicacheConfig, tree: PrefixTree, host_pages: int, records: Sequence[RankRecord]) -> None:
+        """Create tiers with ``host_pages`` pages per rank. ``records`` describe all ranks of the replica."""
+        self._lifetimes = Lifetimes.of(records[0].geometry)
+        self.host = HostIndex(host_pages, records[0].sizes.cp, self._lifetimes)
         self._tree = tree
-        self._addresses = [row.address for row in rows]
-        self._owners = {row.global_rank: row.coords.cp for row in rows}
-        self.jobs = TierJobs(len(rows))
+        self._addresses = [record.address for record in records]
+        self._owners = {record.global_rank: record.coords.cp for record in records}
+        self.jobs = TierJobs(len(records))
         self.loader = HostLoader(self.host, self.jobs)
         self._host_writer = HostWriter(config.write, tree, self.host, self.jobs)
         self._writes, self._reads = Breaker(), Breaker()
@@ -44,9 +44,9 @@ class Tiers:
         self._is_attached = self._has_storage
         self._is_storing = self._is_draining = False
         self._num_stuck = 0
-        sizes, ownership = rows[0].sizes, rows[0].ownership
+        sizes, ownership = records[0].sizes, records[0].ownership
         is_own = sizes.cp == 1 or ownership is KvOwnership.SHARDED
-        self.can_load_layerwise = sizes.dp == 1 and (is_own or _share_memory(rows))
+        self.can_load_layerwise = sizes.dp == 1 and (is_own or _share_memory(records))
         """True if each rank finds its pages on its own host, so no copy fails, and no other DP rank has to wait."""
 
     def advance(self, now_s: float) -> list[tuple[str, TierJob]]:
@@ -191,7 +191,7 @@ class HostLoader:
         return len({page.depth for page, is_fetched in zip(pages, fetched, strict=True) if is_fetched})
 
 
-def _share_memory(rows: Sequence[RankRow]) -> bool:
+def _share_memory(records: Sequence[RankRecord]) -> bool:
     """Return whether ranks can access each other's host memory without a network."""
-    endpoints = [row.host_endpoint for row in rows]
+    endpoints = [record.host_endpoint for record in records]
     return all(each is not None and each.backend == TransferBackendName.SHARED_MEMORY for each in endpoints)

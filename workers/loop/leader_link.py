@@ -9,7 +9,7 @@ from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import Clock
 from cluster.spec.errors import QuarantineError
 from cluster.spec.messages import Message, Submit
-from cluster.spec.registry import RankRow, ReplicaLoad
+from cluster.spec.registry import RankRecord, ReplicaLoad
 from cluster.spec.step_messages import StepPlan, StepResult
 from cluster.spec.tiers import TierJob
 from cluster.spec.worker_spec import WorkerSpec
@@ -34,7 +34,7 @@ class LocalLink:
         leader: ReplicaLeader,
         spec: WorkerSpec,
         rank: Rank,
-        rows: Sequence[RankRow],
+        records: Sequence[RankRecord],
         inbox: Inbox,
         outbox: Outbox,
         tiers: TierWorker | None,
@@ -49,7 +49,8 @@ class LocalLink:
         self._leader, self._rank, self._dp_rank = leader, rank, spec.coords.dp
         self._inbox, self._outbox, self._tiers, self._clock = inbox, outbox, tiers, clock
         self._followers = [
-            [row.address for row in rows[1:] if row.coords.dp == dp_rank] for dp_rank in range(spec.sizes.dp)
+            [record.address for record in records[1:] if record.coords.dp == dp_rank]
+            for dp_rank in range(spec.sizes.dp)
         ]
         self._meter = StepMeter()
         self._reports = step_reports(spec, rank)

@@ -66,7 +66,7 @@ class DecodeLeader(DpLeader):
         """Tickets held back while a step under way may write to their pages, as (newest such step, request)."""
         self._num_arrivals = 0
         self._is_quarantined = False
-        self._checks = PageChecks([row.address for row in settings.rows])
+        self._checks = PageChecks([record.address for record in settings.records])
 
     def on_message(self, message: Message, now_s: float) -> None:
         self._now_s = now_s

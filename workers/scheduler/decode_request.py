@@ -7,7 +7,7 @@ from enum import Enum
 
 from cluster.spec.ids import Peer
 from cluster.spec.messages import PhaseTimes
-from cluster.spec.registry import RankRow, Verify
+from cluster.spec.registry import RankRecord, Verify
 from cluster.spec.transfer_messages import Ticket
 from transfer.page_assignment import copies_of
 from transfer.receiver_session import ReceiverSession
@@ -51,7 +51,7 @@ class DecodeSettings:
     """Properties of a decode replica."""
 
     me: Peer
-    rows: Sequence[RankRow]
+    records: Sequence[RankRecord]
     """Records of all ranks, by global rank."""
     dp_rank: int = 0
     transfer_timeout_s: float
@@ -62,14 +62,16 @@ class DecodeSettings:
 
     @property
     def page_size(self) -> int:
-        return self.rows[0].layout.page_size
+        return self.records[0].layout.page_size
 
     @property
     def page_bytes(self) -> list[int]:
         """Return the bytes per page by lifetime, over the DP rank's ranks. Ranks with the same heads count once."""
-        own = [row.layout for row in self.rows if row.coords.dp == self.dp_rank]
+        own = [record.layout for record in self.records if record.coords.dp == self.dp_rank]
         lifetimes = range(own[0].num_lifetimes)
-        return [sum(layout.bytes_of(lifetime) for layout in own) // copies_of(self.rows[0]) for lifetime in lifetimes]
+        return [
+            sum(layout.bytes_of(lifetime) for layout in own) // copies_of(self.records[0]) for lifetime in lifetimes
+        ]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -132,18 +134,18 @@ def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: 
         num_held_pages=request.num_held_pages,
         dp_rank=settings.dp_rank,
         wanted_dp_rank=request.submit.dp_rank,
-        geometry=settings.rows[0].geometry,
+        geometry=settings.records[0].geometry,
     )
     return ReceiverSession(
         ticket,
         prefill,
         num_pages=sum(counts),
         num_bytes=sum(count * size for count, size in zip(counts, settings.page_bytes, strict=True)),
-        num_ranks=len(settings.rows),
+        num_ranks=len(settings.records),
         silence_s=settings.transfer_timeout_s,
         settle_s=settings.settle_s,
         verify=settings.verify,
-        num_copies=copies_of(settings.rows[0]),
+        num_copies=copies_of(settings.records[0]),
     )
 
 

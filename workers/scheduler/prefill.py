@@ -12,7 +12,7 @@ from cluster.spec.errors import move
 from cluster.spec.ids import Room, is_router
 from cluster.spec.kv import owner_base, pages_for
 from cluster.spec.messages import Blame, Cancel, Message, Submit, TableUpdate
-from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
+from cluster.spec.registry import RankRecord, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import CancelSend, Destination, ForgetPeer, SendReport, StepPlan
 from cluster.spec.transfer_messages import Refused, Revoke, SendState, Ticket
@@ -128,8 +128,8 @@ class PrefillLeader(DpLeader):
         if submit.prefill is None or submit.prefill.incarnation != self.me.incarnation or is_known:
             self.drop(submit)
             return
-        page_size, prompt_len = self._settings.row.layout.page_size, len(submit.prompt_ids)
-        base = owner_base(submit.prompt_ids, page_size, self._settings.row.sizes.cp, submit.cache_salt)
+        page_size, prompt_len = self._settings.record.layout.page_size, len(submit.prompt_ids)
+        base = owner_base(submit.prompt_ids, page_size, self._settings.record.sizes.cp, submit.cache_salt)
         request = PrefillRequest(submit, prompt_len + 1, owner_base=base, arrived_s=self._now_s)
         self._requests[room] = request
         # The last token is always computed, for its logits.
@@ -161,7 +161,7 @@ class PrefillLeader(DpLeader):
 
     def _bind_ticket(self, request: PrefillRequest, ticket: Ticket) -> None:
         request.ticket = ticket
-        mine = self._settings.row
+        mine = self._settings.record
         reason = geometry_refusal(
             mine.replica, mine.geometry, ticket.decode.replica, ticket.geometry
         ) or ticket_refusal(ticket, len(request.submit.prompt_ids))
@@ -191,21 +191,21 @@ class PrefillLeader(DpLeader):
                 self._stop(request, "its router is gone")
 
     def _start_if_ready(self, request: PrefillRequest) -> None:
-        """Pass a request to the step scheduler once its ticket, its stored pages and decode's rows are here."""
+        """Pass a request to the step scheduler once its ticket, its stored pages and decode's records are here."""
         ticket = request.ticket
         if request.state is not PrefillState.QUEUED or ticket is None:
             return
         if self.tiers and self.tiers.prefetcher.is_waiting(request.room, self._now_s):
             return
-        rows = self._decode_rows(ticket)
-        if not rows:
+        records = self._decode_records(ticket)
+        if not records:
             return
-        if reason := next(filter(None, (refusal(self._settings.row, row) for row in rows)), None):
+        if reason := next(filter(None, (refusal(self._settings.record, record) for record in records)), None):
             self._fail(request, reason, blame=Blame.BOTH)
             return
         request.destination = Destination(
             decode=ticket.decode,
-            rows=rows,
+            ranks=records,
             num_tokens=len(request.submit.prompt_ids),
             pages=ticket.pages,
             num_held_pages=ticket.num_held_pages,
@@ -214,12 +214,12 @@ class PrefillLeader(DpLeader):
         request.scheduled_s = self._now_s
         self._scheduler.add(request)
 
-    def _decode_rows(self, ticket: Ticket) -> list[RankRow]:
-        """Return the rows of the decode ranks that own the ticket's pages. Empty if they are not known yet."""
+    def _decode_records(self, ticket: Ticket) -> list[RankRecord]:
+        """Return the records of the decode ranks that own the ticket's pages. Empty if they are not known yet."""
         entry = self._table.find(ticket.decode.replica) if self._table else None
         if entry is None or entry.incarnation != ticket.decode.incarnation:
             return []
-        return [row for row in entry.rows if row.coords.dp == ticket.dp_rank]
+        return [record for record in entry.ranks if record.coords.dp == ticket.dp_rank]
 
     def _on_revoke(self, revoke: Revoke) -> None:
         if revoke.prefill_incarnation != self.me.incarnation:

@@ -5,7 +5,7 @@ from enum import Enum
 
 from cluster.spec.ids import Peer
 from cluster.spec.ranks import coords_of, world_size
-from cluster.spec.registry import RankRow, SendTimes
+from cluster.spec.registry import RankRecord, SendTimes
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import SendReport
 from cluster.spec.transfer_messages import Drained, Result, Revoke, Ticket
@@ -44,7 +44,7 @@ class PrefillSettings:
     """Properties of a prefill replica."""
 
     me: Peer
-    row: RankRow
+    record: RankRecord
     """Row of the DP rank's first rank. All ranks have the same layout."""
     rank_addresses: tuple[str, ...]
     """Channel addresses of the DP rank's ranks, ordered by global rank."""
@@ -74,13 +74,13 @@ class PrefillRequest(TokenSequence):
 
 def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled, now_s: float) -> Result:
     """Return the first token, and the total numbers of pages and bytes that the ranks send."""
-    row, destination = settings.row, request.destination
+    record, destination = settings.record, request.destination
     assert destination is not None
-    coords = [coords_of(rank, row.sizes) for rank in range(world_size(row.sizes))]
+    coords = [coords_of(rank, record.sizes) for rank in range(world_size(record.sizes))]
     receivers_of = {
         rank: ranks
         for rank, at in enumerate(coords)
-        if at.dp == row.coords.dp and (ranks := receivers(row.transfer_mode, at, row.sizes, destination.rows))
+        if at.dp == record.coords.dp and (ranks := receivers(record.transfer_mode, at, record.sizes, destination.ranks))
     }
     # CP ranks that hold the same heads and layers divide the pages among themselves.
     parts = {(coords[rank].tp, coords[rank].pp): ranks for rank, ranks in receivers_of.items()}
@@ -98,8 +98,8 @@ def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled
         senders=list(receivers_of),
         num_pages=sum(PageShare.of(part).count(live_pages(destination.pages)) for part in parts.values()),
         num_bytes=sum(
-            row.layout.bytes_of(lifetime) * PageShare.of([row]).count(live_pages([pages]))
-            for row in destination.rows
+            record.layout.bytes_of(lifetime) * PageShare.of([record]).count(live_pages([pages]))
+            for record in destination.ranks
             for lifetime, pages in enumerate(destination.pages)
         ),
     )

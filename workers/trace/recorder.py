@@ -51,7 +51,9 @@ class Recorder:
         for admit in plan.admits:
             if admit.traced:
                 self.trace(admit.room)
-        self._current = [self._logs[row.room] for row in plan.scheduled if row.room in self._logs] if self._logs else []
+        self._current = (
+            [self._logs[request.room] for request in plan.scheduled if request.room in self._logs] if self._logs else []
+        )
         return bool(self._current)
 
     def note(self, interval: Interval) -> None:

@@ -76,8 +76,8 @@ def _named_parts(model: DecoderModel) -> Iterator[tuple[str, nn.Module]]:
 def _facts(plan: StepPlan) -> dict[str, int | float | str]:
     return {
         "requests": len(plan.scheduled),
-        "tokens": sum(len(row.token_ids) for row in plan.scheduled),
-        "tokens before": sum(row.first_position for row in plan.scheduled),
+        "tokens": sum(len(request.token_ids) for request in plan.scheduled),
+        "tokens before": sum(request.first_position for request in plan.scheduled),
         "strategy": plan.shape.strategy.value,
         **({"passing": plan.shape.passing.value} if plan.shape.passing else {}),
     }

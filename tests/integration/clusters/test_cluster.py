@@ -62,7 +62,7 @@ def test_strangers_at_a_rank_are_counted(cluster: RunningCluster, replica: str, 
         return dropped.get("stranger", 0) > 0
 
     with closing(Outbox(draw_key())) as outbox:
-        outbox.send(cluster.replicas()[replica]["rows"][rank]["address"], Drain())
+        outbox.send(cluster.replicas()[replica]["ranks"][rank]["address"], Drain())
         cluster.wait_until(is_counted, 60)
     counted = f'baton_replica_message_dropped_total{{kind="stranger",replica="{replica}"}}'
     assert counted in httpx.get(f"{cluster.url}/metrics").text
@@ -273,7 +273,7 @@ def test_a_lost_rank_takes_its_replica_down_and_it_comes_back_as_a_new_one(
 ) -> None:
     """Running requests end with the right answer or with an error. A follower is stopped."""
     before = cluster.replicas()[replica]
-    victim = listener_pid(before["rows"][-1]["address"])
+    victim = listener_pid(before["ranks"][-1]["address"])
     outcomes = asyncio.run(crowd(cluster.url, num_clients=12, seed=3, leavers=0, after_s=(0.5, victim, number)))
     assert outcomes.count("right") + outcomes.count("failed") == 12
     assert outcomes.count("failed") >= 1

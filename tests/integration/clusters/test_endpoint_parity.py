@@ -72,9 +72,9 @@ def assert_ranks_are_shown(cluster: RunningCluster, name: str) -> None:
     assert done.returncode == 0, done.stderr
     shown = [line.split()[:6] for line in done.stdout.splitlines() if "tcp://" in line]
     assert sorted(shown) == sorted(
-        [replica, str(row["global_rank"]), *(str(row["coords"][axis]) for axis in ("dp", "cp", "tp", "pp"))]
+        [replica, str(record["global_rank"]), *(str(record["coords"][axis]) for axis in ("dp", "cp", "tp", "pp"))]
         for replica, entry in cluster.replicas().items()
-        for row in entry["rows"]
+        for record in entry["ranks"]
     )
     assert len(shown) > 2
 

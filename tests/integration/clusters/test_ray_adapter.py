@@ -213,14 +213,14 @@ def test_killed_rank_is_replaced_with_its_gang_and_the_end_leaves_nothing(ray_sy
     meeting = driver.launcher.rendezvous.result()
     table = BootstrapClient(meeting.bootstrap_url, meeting.token)
     first = _prefill(table)
-    pids = [int(row.endpoint.session) for row in first.rows]
+    pids = [int(record.endpoint.session) for record in first.ranks]
     assert len(pids) == 2
     os.kill(pids[1], signal.SIGKILL)
     wait_until(lambda: any("prefill-0: running, incarnation" in line for line in driver.lines))
     second = _prefill(table)
     assert second.ready
     assert second.incarnation > first.incarnation
-    assert not set(pids) & {int(row.endpoint.session) for row in second.rows}
+    assert not set(pids) & {int(record.endpoint.session) for record in second.ranks}
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert table.table().reaped[P0] == first.incarnation
     assert "prefill-0 rank 1: the process of" in driver.lines[0]

@@ -25,17 +25,17 @@ fetch("%s/v1/completions", {method: "POST", headers, body: JSON.stringify(asked)
 
 def wide(entry: ReplicaEntry, cp: int, tp: int) -> ReplicaEntry:
     """Return the replica with more ranks."""
-    (row,) = entry.rows
+    (record,) = entry.ranks
     sizes = AxisSizes(dp=1, cp=cp, tp=tp, pp=1)
-    rows = tuple(
+    records = tuple(
         msgspec.structs.replace(
-            row, sizes=sizes, global_rank=rank, coords=RankCoords(dp=0, cp=rank // tp, tp=rank % tp, pp=0)
+            record, sizes=sizes, global_rank=rank, coords=RankCoords(dp=0, cp=rank // tp, tp=rank % tp, pp=0)
         )
         for rank in range(cp * tp)
     )
     sends = tuple(SendTimes(global_rank=rank, num_bytes=3 << 20, num_transfers=1) for rank in range(cp * tp))
     load = ReplicaLoad(total_pages=100, free_pages=60, cached_pages=25, num_running=2, num_waiting=1, sends=sends)
-    return msgspec.structs.replace(entry, rows=rows, load=load)
+    return msgspec.structs.replace(entry, ranks=records, load=load)
 
 
 def browse(url: str, *options: str) -> str:

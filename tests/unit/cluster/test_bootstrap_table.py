@@ -5,39 +5,39 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
+from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, records_digest
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import (
     Heartbeat,
     KvOwnership,
     RankCoords,
-    RankRow,
+    RankRecord,
     ReplicaEntry,
     ReplicaLoad,
     TransferMode,
 )
-from tests.fakes.rows import GEOMETRY, make_row, make_rows, sizes
+from tests.fakes.rank_records import GEOMETRY, make_record, make_records, sizes
 
 LEASE_S = 3.0
 P0 = ReplicaId("prefill-0")
 CP2 = sizes(cp=2)
 
 
-def beat_of(rows: list[RankRow], num_tokens: int = 0) -> Heartbeat:
+def beat_of(records: list[RankRecord], num_tokens: int = 0) -> Heartbeat:
     return Heartbeat(
-        replica=rows[0].replica,
-        incarnation=rows[0].incarnation,
-        rows_digest=rows_digest(rows),
+        replica=records[0].replica,
+        incarnation=records[0].incarnation,
+        records_digest=records_digest(records),
         load=ReplicaLoad(num_tokens=num_tokens),
     )
 
 
-def table_with(rows: list[RankRow], now_s: float = 0.0) -> BootstrapTable:
+def table_with(records: list[RankRecord], now_s: float = 0.0) -> BootstrapTable:
     """Return a table in which one replica is ready."""
     table = BootstrapTable(LEASE_S)
-    for row in rows:
-        table.register(row)
-    table.heartbeat(beat_of(rows), now_s)
+    for record in records:
+        table.register(record)
+    table.heartbeat(beat_of(records), now_s)
     return table
 
 
@@ -47,56 +47,56 @@ def entry(table: BootstrapTable, now_s: float = 0.0, replica: ReplicaId = P0) ->
     return found
 
 
-def refusal(table: BootstrapTable, row: RankRow) -> TableRefusedError:
+def refusal(table: BootstrapTable, record: RankRecord) -> TableRefusedError:
     with pytest.raises(TableRefusedError) as caught:
-        table.register(row)
+        table.register(record)
     return caught.value
 
 
-def test_ready_needs_every_row_and_a_heartbeat() -> None:
+def test_ready_needs_every_record_and_a_heartbeat() -> None:
     table = BootstrapTable(LEASE_S)
-    first, second = make_rows(P0, CP2)
+    first, second = make_records(P0, CP2)
     table.register(first)
     with pytest.raises(TableRefusedError, match="not all registered") as caught:
         table.heartbeat(beat_of([first]), 0.0)
-    assert caught.value.code is RefusalCode.UNKNOWN_ROWS
+    assert caught.value.code is RefusalCode.UNKNOWN_RANKS
     table.register(second)
     assert not entry(table).ready
     table.heartbeat(beat_of([first, second]), 0.0)
     assert entry(table).ready
-    assert entry(table).rows == (first, second)
+    assert entry(table).ranks == (first, second)
     assert entry(table).leader is first
 
 
 def test_lease_runs_out_and_a_heartbeat_renews_it() -> None:
-    rows = make_rows(P0, sizes())
-    table = table_with(rows, now_s=10.0)
+    records = make_records(P0, sizes())
+    table = table_with(records, now_s=10.0)
     assert table.next_expiry_s() == 13.0
     assert entry(table, now_s=12.9).ready
-    table.heartbeat(beat_of(rows), 12.9)
+    table.heartbeat(beat_of(records), 12.9)
     assert entry(table, now_s=15.8).ready
     version = table.version
     assert not entry(table, now_s=15.9).ready
     assert table.version == version + 1
     assert table.next_expiry_s() is None
-    table.heartbeat(beat_of(rows), 20.0)
+    table.heartbeat(beat_of(records), 20.0)
     assert entry(table, now_s=20.0).ready
 
 
 def test_a_silent_rank_makes_its_replica_not_ready_until_it_shows_life() -> None:
-    rows = make_rows(P0, sizes(cp=3))
-    one = rows[0].incarnation
-    table = table_with(rows, now_s=0.0)
+    records = make_records(P0, sizes(cp=3))
+    one = records[0].incarnation
+    table = table_with(records, now_s=0.0)
     assert entry(table, now_s=2.9).ready, "the others have the time of a lease to begin"
     for rank in (1, 2):
         table.alive(P0, one, rank, 2.9)
-    table.heartbeat(beat_of(rows), 2.9)
+    table.heartbeat(beat_of(records), 2.9)
     table.alive(P0, one, 2, 5.0)
-    table.heartbeat(beat_of(rows), 5.0)
+    table.heartbeat(beat_of(records), 5.0)
     version = table.version
     assert (entry(table, now_s=5.9).ready, entry(table, now_s=5.9).silent) == (False, (1,))
     assert table.version == version + 1
-    table.heartbeat(beat_of(rows), 6.0)
+    table.heartbeat(beat_of(records), 6.0)
     assert entry(table, now_s=6.0).silent == (1,), "its leader does not speak for it"
     table.alive(P0, one, 1, 6.0)
     assert (entry(table, now_s=6.0).ready, table.version) == (True, version + 2)
@@ -106,85 +106,85 @@ def test_a_silent_rank_makes_its_replica_not_ready_until_it_shows_life() -> None
 def test_ranks_of_an_earlier_start_and_unknown_ones_are_refused() -> None:
     table = BootstrapTable(LEASE_S)
     codes: list[RefusalCode | None] = []
-    for rows in (None, make_rows(P0, CP2, incarnation=3)):
-        for row in rows or ():
-            table.register(row)
+    for records in (None, make_records(P0, CP2, incarnation=3)):
+        for record in records or ():
+            table.register(record)
         for incarnation, rank in ((2, 1), (3, 1), (3, 2), (3, 0)):
             try:
                 table.alive(P0, Incarnation(incarnation), rank, 0.0)
                 codes.append(None)
             except TableRefusedError as error:
                 codes.append(error.code)
-    unknown, superseded = RefusalCode.UNKNOWN_ROWS, RefusalCode.SUPERSEDED
+    unknown, superseded = RefusalCode.UNKNOWN_RANKS, RefusalCode.SUPERSEDED
     assert codes == [unknown] * 4 + [superseded, None, unknown, unknown]
 
 
 def test_registering_again_changes_nothing() -> None:
-    rows = make_rows(P0, CP2)
-    table = table_with(rows)
+    records = make_records(P0, CP2)
+    table = table_with(records)
     before = table.snapshot(0.0)
-    for row in rows:
-        table.register(row)
+    for record in records:
+        table.register(record)
     assert table.snapshot(0.0) == before
 
 
 def test_unchanged_load_changes_no_version_and_changed_load_does() -> None:
-    rows = make_rows(P0, CP2)
-    table = table_with(rows)
+    records = make_records(P0, CP2)
+    table = table_with(records)
     version = table.version
-    table.heartbeat(beat_of(rows), 1.0)
+    table.heartbeat(beat_of(records), 1.0)
     assert table.version == version
-    table.heartbeat(beat_of(rows, num_tokens=7), 1.0)
+    table.heartbeat(beat_of(records, num_tokens=7), 1.0)
     assert table.version == version + 1
     assert entry(table, 1.0).load.num_tokens == 7
 
 
-def test_higher_incarnation_replaces_all_rows() -> None:
-    table = table_with(make_rows(P0, CP2))
-    table.register(make_row(P0, 1, CP2, incarnation=2))
+def test_higher_incarnation_replaces_all_records() -> None:
+    table = table_with(make_records(P0, CP2))
+    table.register(make_record(P0, 1, CP2, incarnation=2))
     now = entry(table)
-    assert (now.incarnation, now.ready, len(now.rows)) == (2, False, 1)
+    assert (now.incarnation, now.ready, len(now.ranks)) == (2, False, 1)
 
 
 def test_lower_incarnation_is_refused_by_name() -> None:
-    table = table_with(make_rows(P0, CP2, incarnation=5))
-    error = refusal(table, make_row(P0, 0, CP2, incarnation=4))
+    table = table_with(make_records(P0, CP2, incarnation=5))
+    error = refusal(table, make_record(P0, 0, CP2, incarnation=4))
     assert error.code is RefusalCode.SUPERSEDED
     assert str(error) == "prefill-0: incarnation 4 is replaced by 5; only a higher one may register"
     with pytest.raises(TableRefusedError, match="is replaced by 5"):
-        table.heartbeat(beat_of(make_rows(P0, CP2, incarnation=4)), 0.0)
+        table.heartbeat(beat_of(make_records(P0, CP2, incarnation=4)), 0.0)
     assert entry(table).ready
 
 
-def test_restarted_table_asks_for_all_rows_again() -> None:
-    rows = make_rows(P0, CP2)
+def test_restarted_table_asks_for_all_records_again() -> None:
+    records = make_records(P0, CP2)
     table = BootstrapTable(LEASE_S)
-    with pytest.raises(TableRefusedError, match="send every row again"):
-        table.heartbeat(beat_of(rows), 0.0)
-    assert table_with(rows).snapshot(0.0).replicas[0].ready
+    with pytest.raises(TableRefusedError, match="send every record again"):
+        table.heartbeat(beat_of(records), 0.0)
+    assert table_with(records).snapshot(0.0).replicas[0].ready
 
 
-def test_heartbeat_with_another_row_set_is_unknown() -> None:
-    rows = make_rows(P0, CP2)
-    table = table_with(rows)
-    other = [rows[0], msgspec.structs.replace(rows[1], address="tcp://elsewhere:1")]
+def test_heartbeat_with_another_record_set_is_unknown() -> None:
+    records = make_records(P0, CP2)
+    table = table_with(records)
+    other = [records[0], msgspec.structs.replace(records[1], address="tcp://elsewhere:1")]
     with pytest.raises(TableRefusedError) as caught:
         table.heartbeat(beat_of(other), 0.0)
-    assert caught.value.code is RefusalCode.UNKNOWN_ROWS
+    assert caught.value.code is RefusalCode.UNKNOWN_RANKS
 
 
 def test_unregistered_incarnation_cannot_come_back() -> None:
-    table = table_with(make_rows(P0, CP2, incarnation=3))
+    table = table_with(make_records(P0, CP2, incarnation=3))
     table.unregister(P0, Incarnation(3), reaped=False)
     assert table.snapshot(0.0).find(P0) is None
     assert table.snapshot(0.0).reaped == {}
-    assert "incarnation 3 has ended" in str(refusal(table, make_row(P0, 0, CP2, incarnation=3)))
-    table.register(make_row(P0, 0, CP2, incarnation=4))
+    assert "incarnation 3 has ended" in str(refusal(table, make_record(P0, 0, CP2, incarnation=3)))
+    table.register(make_record(P0, 0, CP2, incarnation=4))
     assert entry(table).incarnation == 4
 
 
 def test_reaping_an_old_incarnation_leaves_the_new_one_alone() -> None:
-    table = table_with(make_rows(P0, CP2, incarnation=9))
+    table = table_with(make_records(P0, CP2, incarnation=9))
     table.unregister(P0, Incarnation(8), reaped=True)
     assert entry(table).ready
     assert table.snapshot(0.0).reaped == {P0: 8}
@@ -207,16 +207,16 @@ def test_reaping_an_old_incarnation_leaves_the_new_one_alone() -> None:
         ({"incarnation": Incarnation(0)}, "incarnation 0 given; allowed: 1 and more"),
     ],
 )
-def test_row_that_does_not_fit_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
+def test_record_that_does_not_fit_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
     table = BootstrapTable(LEASE_S)
-    table.register(make_row(P0, 0, CP2))
-    error = refusal(table, make_row(P0, 1, CP2, **changes))
+    table.register(make_record(P0, 0, CP2))
+    error = refusal(table, make_record(P0, 1, CP2, **changes))
     assert error.code is RefusalCode.MISMATCH
     assert words in str(error)
-    assert len(entry(table).rows) == 1
+    assert len(entry(table).ranks) == 1
 
 
 def test_other_content_at_the_same_place_is_refused() -> None:
-    table = table_with(make_rows(P0, CP2))
-    error = refusal(table, make_row(P0, 1, CP2, address="tcp://elsewhere:1"))
+    table = table_with(make_records(P0, CP2))
+    error = refusal(table, make_record(P0, 1, CP2, address="tcp://elsewhere:1"))
     assert str(error).startswith("prefill-0 dp0/cp1/tp0/pp0: already registered with other content")

@@ -30,7 +30,7 @@ def test_the_committed_page_is_current() -> None:
     assert page == reference_text(), "run: python -m tests.configuration_page > docs/configuration.md"
 
 
-def test_every_key_has_a_row() -> None:
+def test_every_key_has_a_record() -> None:
     page = reference_text()
     assert [key for key in keys() if f"| `{key.rsplit('.', 1)[-1]}` |" not in page] == []
 

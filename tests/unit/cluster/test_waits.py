@@ -9,8 +9,8 @@ from cluster.spec.config import DeployConfig, ResourcesConfig, TransferBackendNa
 from cluster.spec.errors import ConfigError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import ReplicaEntry, ReplicaLoad, TableSnapshot
+from tests.fakes.rank_records import tier_state
 from tests.fakes.ray import FakeSystem, FakeTable, World
-from tests.fakes.rows import tier_state
 
 CONFIG = DeployConfig(
     transfer=TransferConfig(backend=TransferBackendName.MOONCAKE), resources=ResourcesConfig(start_timeout_s=60.0)
@@ -63,7 +63,7 @@ EMPTY = ReplicaLoad(draining=True, num_taken=7)
 
 
 def table_of(load: ReplicaLoad, incarnation: int = 3) -> TableSnapshot:
-    entry = ReplicaEntry(replica=D0, incarnation=Incarnation(incarnation), ready=True, rows=(), load=load)
+    entry = ReplicaEntry(replica=D0, incarnation=Incarnation(incarnation), ready=True, ranks=(), load=load)
     return TableSnapshot(version=1, replicas=(entry,), reaped={})
 
 

@@ -92,9 +92,9 @@ def test_half_back_in_a_table_that_has_had_no_heartbeat() -> None:
 
 def test_a_request_has_the_pages_of_one_dp_rank() -> None:
     entry = entry_of(DECODE, total_pages=8)
-    row = replace(entry.leader, sizes=replace(entry.leader.sizes, dp=2))
+    record = replace(entry.leader, sizes=replace(entry.leader.sizes, dp=2))
     directory = Directory(grace_s=3.0)
-    directory.update(table_of(replace(entry, rows=(row,))), 0.0)
+    directory.update(table_of(replace(entry, ranks=(record,))), 0.0)
     assert directory.pool_tokens == 16
     assert directory.pool_tokens_of(DECODE) == 32
 

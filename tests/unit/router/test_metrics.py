@@ -16,7 +16,7 @@ from cluster.spec.registry import (
     AxisSizes,
     ComputeTimes,
     RankCoords,
-    RankRow,
+    RankRecord,
     ReplicaEntry,
     ReplicaLoad,
     SendTimes,
@@ -27,20 +27,20 @@ from cluster.spec.strategy import Passing, Strategy
 from cluster.spec.tiers import JOB_BOUNDS_S, RankTiers, RankWork, StorageFigures, TierJobKind, TierState
 from router.metrics import Counter, Histogram
 from router.state_metrics import replica_metrics
-from tests.fakes.paged_ranks import row
-from tests.fakes.rows import tier_state
+from tests.fakes.paged_ranks import record
+from tests.fakes.rank_records import tier_state
 
 Samples = list[tuple[dict[str, str], float]]
-ROWS = tuple(row(Role.PREFILL, rank, 2, num_pages=1) for rank in range(2))
-LAYOUT = ROWS[1].layout
+RECORDS = tuple(record(Role.PREFILL, rank, 2, num_pages=1) for rank in range(2))
+LAYOUT = RECORDS[1].layout
 SENT = SendTimes(global_rank=0, num_transfers=2, num_bytes=4096, write_s=0.5)
 STEPS = StepTimes(strategy=Strategy.ZIGZAG, passing=Passing.PASS_KV, num_steps=3, num_tokens=900)
 
 
-def samples(load: ReplicaLoad, family: str, rows: tuple[RankRow, ...] = ROWS) -> Samples:
+def samples(load: ReplicaLoad, family: str, records: tuple[RankRecord, ...] = RECORDS) -> Samples:
     """Return labels (except the replica) and values of one metric family when a prefill replica reports this load."""
     load = msgspec.json.decode(msgspec.json.encode(load), type=ReplicaLoad)
-    entry = ReplicaEntry(replica=rows[0].replica, incarnation=Incarnation(1), ready=True, rows=rows, load=load)
+    entry = ReplicaEntry(replica=records[0].replica, incarnation=Incarnation(1), ready=True, ranks=records, load=load)
     families = {made.name: made for made in replica_metrics(TableSnapshot(version=1, replicas=(entry,), reaped={}))}
     found = [(dict(sample.labels), sample.value) for sample in families[f"baton_{family}"].samples]
     assert all(labels.pop("replica") == entry.replica for labels, _ in found)
@@ -149,13 +149,13 @@ def test_tiers_of_a_replica() -> None:
 
 
 def test_dp_ranks_are_told_apart() -> None:
-    alone, sizes = row(Role.PREFILL, 0, 1, num_pages=1), AxisSizes(dp=2, cp=1, tp=1, pp=1)
-    rows = tuple(
+    alone, sizes = record(Role.PREFILL, 0, 1, num_pages=1), AxisSizes(dp=2, cp=1, tp=1, pp=1)
+    records = tuple(
         msgspec.structs.replace(alone, coords=RankCoords(dp=rank, cp=0, tp=0, pp=0), sizes=sizes, global_rank=rank)
         for rank in range(2)
     )
     tiers = tier_state(host_pages=4, work=(fetches(0), fetches(1)), ranks=(rank_tiers(0), rank_tiers(1)))
-    found = samples(ReplicaLoad(tiers=tiers), "tier_bytes", rows)
+    found = samples(ReplicaLoad(tiers=tiers), "tier_bytes", records)
     assert [labels["dp_rank"] for labels, _ in found] == ["0", "1"]
 
 

@@ -19,7 +19,7 @@ from tests.fakes.trace_events import check_trace, complete_events, process_names
 
 HERE = ClockReading(machine="here", unix_offset_s=1000.0)
 ELSEWHERE = ClockReading(machine="elsewhere", unix_offset_s=400.0)
-RANKS = entry_of(peer_of("prefill-0")).rows
+RANKS = entry_of(peer_of("prefill-0")).ranks
 SECONDS = st.floats(0, 1e6, allow_nan=False)
 
 

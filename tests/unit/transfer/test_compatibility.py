@@ -4,21 +4,21 @@ import msgspec
 import pytest
 
 from cluster.spec.kv import key_value_group
-from cluster.spec.registry import Endpoint, KvOwnership, RankRow, TransferMode
-from tests.fakes.rows import make_row, sizes
+from cluster.spec.registry import Endpoint, KvOwnership, RankRecord, TransferMode
+from tests.fakes.rank_records import make_record, sizes
 from tests.unit.transfer.samples import geometry, pool, ticket
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 
 
-def _row(name: str, *, cp: int = 1, tp: int = 1, **changes: object) -> RankRow:
+def _record(name: str, *, cp: int = 1, tp: int = 1, **changes: object) -> RankRecord:
     layout = pool(2, range(max(1, 4 // tp)), range(2))
     endpoint = Endpoint(backend="shared_memory", session="s", base_address=0, num_bytes=1)
-    row = make_row(name, 0, sizes(cp=cp, tp=tp), geometry=geometry(), layout=layout, endpoint=endpoint, build="1")
-    return msgspec.structs.replace(row, **changes)
+    record = make_record(name, 0, sizes(cp=cp, tp=tp), geometry=geometry(), layout=layout, endpoint=endpoint, build="1")
+    return msgspec.structs.replace(record, **changes)
 
 
 def test_a_fitting_pair_is_not_refused() -> None:
-    assert refusal(_row("prefill-0", cp=4, tp=2), _row("decode-1", tp=4)) is None
+    assert refusal(_record("prefill-0", cp=4, tp=2), _record("decode-1", tp=4)) is None
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_fitting_pair_is_not_refused() -> None:
 )
 def test_geometry_differences_are_named(changes: dict[str, object], words: str) -> None:
     assert geometry_refusal("prefill-0", geometry(), "decode-1", geometry(**changes)) == words
-    assert refusal(_row("prefill-0"), _row("decode-1", geometry=geometry(**changes))) == words
+    assert refusal(_record("prefill-0"), _record("decode-1", geometry=geometry(**changes))) == words
 
 
 def test_every_field_of_the_geometry_is_compared() -> None:
@@ -46,35 +46,35 @@ def test_every_field_of_the_geometry_is_compared() -> None:
 
 
 def test_decode_with_cp_is_refused() -> None:
-    assert refusal(_row("prefill-0", cp=2), _row("decode-1", cp=2)) == (
+    assert refusal(_record("prefill-0", cp=2), _record("decode-1", cp=2)) == (
         "decode-1 has cp 2; a decode replica must have cp 1"
     )
 
 
 def test_unequal_settings_are_refused() -> None:
     endpoint = Endpoint(backend="mooncake", session="s", base_address=0, num_bytes=1)
-    assert refusal(_row("prefill-0"), _row("decode-1", endpoint=endpoint)) == (
+    assert refusal(_record("prefill-0"), _record("decode-1", endpoint=endpoint)) == (
         "prefill-0 has transfer backend shared_memory, decode-1 has mooncake; they must be equal"
     )
-    assert refusal(_row("prefill-0"), _row("decode-1", transfer_mode=TransferMode.RANK0)) == (
+    assert refusal(_record("prefill-0"), _record("decode-1", transfer_mode=TransferMode.RANK0)) == (
         "prefill-0 has transfer mode all_ranks, decode-1 has rank0; they must be equal"
     )
 
 
 def test_sharded_prefill_fits_whole_decode() -> None:
-    assert refusal(_row("prefill-0", cp=4, ownership=KvOwnership.SHARDED), _row("decode-1")) is None
+    assert refusal(_record("prefill-0", cp=4, ownership=KvOwnership.SHARDED), _record("decode-1")) is None
 
 
 def test_sharded_kv_that_cannot_be_sent_is_refused() -> None:
-    sharded = _row("prefill-0", cp=2, ownership=KvOwnership.SHARDED)
+    sharded = _record("prefill-0", cp=2, ownership=KvOwnership.SHARDED)
     rank0 = TransferMode.RANK0
-    assert refusal(msgspec.structs.replace(sharded, transfer_mode=rank0), _row("decode-1", transfer_mode=rank0)) == (
+    assert refusal(msgspec.structs.replace(sharded, transfer_mode=rank0), _record("decode-1", transfer_mode=rank0)) == (
         "prefill-0 has transfer mode rank0 and sharded KV, which only all_ranks can send"
     )
 
 
 def test_sharded_decode_is_refused() -> None:
-    assert refusal(_row("prefill-0"), _row("decode-1", ownership=KvOwnership.SHARDED)) == (
+    assert refusal(_record("prefill-0"), _record("decode-1", ownership=KvOwnership.SHARDED)) == (
         "decode-1 has sharded KV; each rank of a decode replica must hold all pages"
     )
 

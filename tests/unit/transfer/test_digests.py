@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from cluster.spec.registry import AxisSizes
 from cluster.spec.transfer_messages import PageDigests
-from tests.fakes.rows import LAYOUT, make_row
+from tests.fakes.rank_records import LAYOUT, make_record
 from tests.unit.transfer.test_unequal_layouts import NUM_PAGES, Pair, pairs
 from transfer.digests import coverage_problem, digest_pages, wrong_pages
 from transfer.page_assignment import PageShare, copies_of, receivers, sent_groups
@@ -19,7 +19,9 @@ from transfer.page_range import PageRange
 
 POOL = replace(LAYOUT, num_pages=NUM_PAGES)
 ONE_RANK = AxisSizes(dp=1, cp=1, tp=1, pp=1)
-SIMPLE = Pair([make_row("prefill-0", 0, ONE_RANK, layout=POOL)], [make_row("decode-0", 0, ONE_RANK, layout=POOL)], 0)
+SIMPLE = Pair(
+    [make_record("prefill-0", 0, ONE_RANK, layout=POOL)], [make_record("decode-0", 0, ONE_RANK, layout=POOL)], 0
+)
 PAGES = [4, 0, 2, 5, 1, 3]
 """Decode's pages for the request."""
 
@@ -27,7 +29,7 @@ PAGES = [4, 0, 2, 5, 1, 3]
 def handoff(pair: Pair, seed: int) -> tuple[dict[int, bytearray], list[PageDigests]]:
     """Return each decode rank's pool after all senders have written, and the digests that they reported."""
     rng = random.Random(seed)
-    pools = {row.global_rank: bytearray(row.layout.pool_bytes) for row in pair.decode}
+    pools = {record.global_rank: bytearray(record.layout.pool_bytes) for record in pair.decode}
     told = []
     for mine in pair.prefill:
         pool = rng.randbytes(mine.layout.pool_bytes)
@@ -50,10 +52,10 @@ def handoff(pair: Pair, seed: int) -> tuple[dict[int, bytearray], list[PageDiges
 def wrong(pair: Pair, pools: dict[int, bytearray], told: list[PageDigests]) -> dict[int, list[int]]:
     """Return the pages that each rank finds wrong."""
     found = {}
-    for row in pair.decode:
-        mine = [part for part in told if part.rank == row.global_rank]
-        if pages := wrong_pages(memoryview(pools[row.global_rank]), row.layout, mine):
-            found[row.global_rank] = pages
+    for record in pair.decode:
+        mine = [part for part in told if part.rank == record.global_rank]
+        if pages := wrong_pages(memoryview(pools[record.global_rank]), record.layout, mine):
+            found[record.global_rank] = pages
     return found
 
 
@@ -61,21 +63,21 @@ def wrong(pair: Pair, pools: dict[int, bytearray], told: list[PageDigests]) -> d
 def test_every_bit_that_was_sent_is_spoken_for_and_no_other(pair: Pair, seed: int, data: st.DataObject) -> None:
     pools, told = handoff(pair, seed)
     num_copies = copies_of(pair.decode[0])
-    num_bytes = NUM_PAGES * sum(row.layout.page_bytes for row in pair.decode) // num_copies
-    num_ranks = max(row.global_rank for row in pair.decode) + 1
+    num_bytes = NUM_PAGES * sum(record.layout.page_bytes for record in pair.decode) // num_copies
+    num_ranks = max(record.global_rank for record in pair.decode) + 1
     assert coverage_problem(told, PAGES, num_bytes, num_ranks, num_copies) is None
     assert wrong(pair, pools, told) == {}
-    row = data.draw(st.sampled_from(pair.decode))
-    rank, page_bytes = row.global_rank, row.layout.page_bytes
+    record = data.draw(st.sampled_from(pair.decode))
+    rank, page_bytes = record.global_rank, record.layout.page_bytes
     place = data.draw(st.integers(0, len(pools[rank]) - 1))
     pools[rank][place] ^= 1 << data.draw(st.integers(0, 7))
     page = place // page_bytes
-    assert wrong(pair, pools, told) == ({rank: [page]} if page in PAGES and PageShare.of([row]).has(page) else {})
+    assert wrong(pair, pools, told) == ({rank: [page]} if page in PAGES and PageShare.of([record]).has(page) else {})
 
 
 def test_pages_that_another_rank_with_the_same_heads_should_have_got_are_astray() -> None:
     sizes = AxisSizes(dp=1, cp=1, tp=2, pp=1)
-    pair = Pair(SIMPLE.prefill, [make_row("decode-0", rank, sizes, layout=POOL) for rank in range(2)], 0)
+    pair = Pair(SIMPLE.prefill, [make_record("decode-0", rank, sizes, layout=POOL) for rank in range(2)], 0)
     _, told = handoff(pair, seed=1)
     num_bytes = NUM_PAGES * pair.decode[0].layout.page_bytes
     assert coverage_problem(told, PAGES, num_bytes, 2, 2) is None

@@ -13,7 +13,7 @@ from cluster.spec.kv import PoolLayout
 from cluster.spec.registry import KvOwnership, TransferMode
 from tests.fakes.kv import kv_layout, make_spans
 from tests.fakes.pages import allocate
-from tests.fakes.rows import make_row, sizes
+from tests.fakes.rank_records import make_record, sizes
 from tests.unit.transfer.samples import pool
 from transfer.page_assignment import (
     LEAST_SPAN_BYTES,
@@ -60,9 +60,9 @@ def test_each_rank_of_a_ring_sends_the_pages_it_holds_and_all_are_sent(
     table = allocate(allocator, total, first_owner=base)
     sent: list[int] = []
     for rank in range(cp):
-        row = make_row("prefill-0", rank, sizes(cp=cp), ownership=KvOwnership.SHARDED)
+        record = make_record("prefill-0", rank, sizes(cp=cp), ownership=KvOwnership.SHARDED)
         places = owned_pages(ALL, num_pages=total, cp_rank=rank, cp_size=cp, base=base, first=min(held, total))
-        local = [local_page(row, table[place]) for place in places]
+        local = [local_page(record, table[place]) for place in places]
         assert len(set(local)) == len(local)
         assert all(0 <= page < 200 for page in local)
         sent += places
@@ -70,10 +70,10 @@ def test_each_rank_of_a_ring_sends_the_pages_it_holds_and_all_are_sent(
 
 
 def test_a_rank_of_a_ring_cannot_find_the_page_of_another() -> None:
-    row = make_row("prefill-0", 1, sizes(cp=3), ownership=KvOwnership.SHARDED)
-    assert local_page(row, 7) == 2
+    record = make_record("prefill-0", 1, sizes(cp=3), ownership=KvOwnership.SHARDED)
+    assert local_page(record, 7) == 2
     with pytest.raises(AssertionError, match="page 6 is not one of cp_rank 1"):
-        local_page(row, 6)
+        local_page(record, 6)
 
 
 def test_rank0_sends_everything_and_the_others_are_dummies() -> None:

@@ -18,7 +18,7 @@ def _session(prompt_len: int, owned: range, *, held: int = 0, sends: bool = True
     num_pages = -(-prompt_len // PAGE)
     target = Destination(
         decode=DECODE,
-        rows=[],
+        ranks=[],
         num_tokens=prompt_len,
         pages=[[100 + i for i in range(held, num_pages)]],
         num_held_pages=held,

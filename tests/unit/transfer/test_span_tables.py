@@ -15,9 +15,9 @@ import pytest
 
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.memory import GIB, pool_layout
-from cluster.spec.registry import AxisSizes, RankCoords, RankRow, TransferMode
+from cluster.spec.registry import AxisSizes, RankCoords, RankRecord, TransferMode
 from tests.fakes.kv import kv_geometry, make_spans
-from tests.fakes.rows import make_row
+from tests.fakes.rank_records import make_record
 from transfer.page_assignment import PagePair, early_ends, receivers
 
 TABLES = Path(__file__).parents[2] / "data" / "span_tables.json"
@@ -79,7 +79,7 @@ def spans_of(
 def receivers_of(geometry: Geometry, sender: Rank, cp_rank: int, mode: TransferMode, target: Side) -> list[int]:
     """Return the global ranks to which a sender, one of two CP ranks, sends."""
     coords, sizes = _coords(sender, cp=cp_rank), _sizes(sender.side, cp=2)
-    return [row.global_rank for row in receivers(mode, coords, sizes, _rows(geometry, target))]
+    return [record.global_rank for record in receivers(mode, coords, sizes, _records(geometry, target))]
 
 
 def early_ends_of(geometry: Geometry, rank: Rank) -> list[int]:
@@ -105,9 +105,9 @@ def _coords(rank: Rank, cp: int = 0) -> RankCoords:
     return RankCoords(dp=0, cp=cp, tp=rank.tp, pp=rank.pp)
 
 
-def _rows(geometry: Geometry, side: Side) -> list[RankRow]:
+def _records(geometry: Geometry, side: Side) -> list[RankRecord]:
     return [
-        make_row("decode-0", at, _sizes(side), geometry=_kv(geometry), layout=pool_of(geometry, rank, TARGET_PAGES))
+        make_record("decode-0", at, _sizes(side), geometry=_kv(geometry), layout=pool_of(geometry, rank, TARGET_PAGES))
         for at, rank in enumerate(side.ranks)
     ]
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from cluster.spec.kv import KvGeometry, KvGroup, KvPart, PoolLayout, key_value_group
 from cluster.spec.memory import GIB, pool_layout
 from cluster.spec.ranks import coords_of, world_size
-from cluster.spec.registry import AxisSizes, KvOwnership, RankRow, TransferMode
-from tests.fakes.rows import make_row
+from cluster.spec.registry import AxisSizes, KvOwnership, RankRecord, TransferMode
+from tests.fakes.rank_records import make_record
 from transfer.page_assignment import PageShare, copies_of, local_page, owned_pages, receivers, sent_groups
 from transfer.page_range import PageRange
 
@@ -23,25 +23,25 @@ PAGE_SIZE, HEAD_DIM, NUM_PAGES = 2, 3, 6
 class Pair(NamedTuple):
     """One DP rank of each of two replicas, and the transfer mode between them."""
 
-    prefill: list[RankRow]
-    decode: list[RankRow]
+    prefill: list[RankRecord]
+    decode: list[RankRecord]
     base: int
     """Owner of the first page."""
 
-    def owned(self, row: RankRow) -> range:
+    def owned(self, record: RankRecord) -> range:
         """Return the pages that a prefill rank sends, by position in the request."""
         return owned_pages(
-            row.transfer_mode,
+            record.transfer_mode,
             num_pages=NUM_PAGES,
-            cp_rank=row.coords.cp,
-            cp_size=row.sizes.cp,
+            cp_rank=record.coords.cp,
+            cp_size=record.sizes.cp,
             base=self.base,
         )
 
-    def page(self, row: RankRow, position: int) -> int:
+    def page(self, record: RankRecord, position: int) -> int:
         """Return the local page of a prefill rank for a position in the request."""
-        num_owners = row.num_owners
-        return local_page(row, position * num_owners + (self.base + position) % num_owners)
+        num_owners = record.num_owners
+        return local_page(record, position * num_owners + (self.base + position) % num_owners)
 
 
 @st.composite
@@ -62,12 +62,12 @@ def pairs(draw: st.DrawFn) -> Pair:
     is_free = ownership is KvOwnership.REPLICATED
     transfer_mode = draw(st.sampled_from(TransferMode)) if is_free else TransferMode.ALL_RANKS
 
-    def rows(replica: str, cp: int, ownership: KvOwnership) -> list[RankRow]:
+    def records(replica: str, cp: int, ownership: KvOwnership) -> list[RankRecord]:
         pp = draw(st.integers(1, min(3, geometry.num_layers)))
         dp = draw(st.integers(1, 3))
         sizes_of = AxisSizes(dp=dp, cp=cp, tp=draw(st.sampled_from(sizes)), pp=pp)
         every = [
-            make_row(
+            make_record(
                 replica,
                 rank,
                 sizes_of,
@@ -79,10 +79,10 @@ def pairs(draw: st.DrawFn) -> Pair:
             for rank in range(world_size(sizes_of))
         ]
         dp_rank = draw(st.integers(0, dp - 1))
-        return [row for row in every if row.coords.dp == dp_rank]
+        return [record for record in every if record.coords.dp == dp_rank]
 
-    decode = rows("decode-0", 1, KvOwnership.REPLICATED)
-    return Pair(rows("prefill-0", cp, ownership), decode, draw(st.integers(0, cp - 1)))
+    decode = records("decode-0", 1, KvOwnership.REPLICATED)
+    return Pair(records("prefill-0", cp, ownership), decode, draw(st.integers(0, cp - 1)))
 
 
 def _layout(geometry: KvGeometry, sizes: AxisSizes, rank: int) -> PoolLayout:
@@ -98,11 +98,11 @@ def _extra_group(num_heads: int, layers: set[int]) -> KvGroup:
     return KvGroup(name="extra", num_heads=num_heads, layers=tuple(sorted(layers)), parts=parts)
 
 
-def _elements(row: RankRow, page: int) -> NDArray[np.int64]:
+def _elements(record: RankRecord, page: int) -> NDArray[np.int64]:
     """Return the request's elements that one page of a pool should hold, in byte order."""
-    held = {group.name: group for group in row.layout.groups}
-    found, first = [], page * row.geometry.bytes_per_token // 4 * PAGE_SIZE
-    for group in row.geometry.groups:
+    held = {group.name: group for group in record.layout.groups}
+    found, first = [], page * record.geometry.bytes_per_token // 4 * PAGE_SIZE
+    for group in record.geometry.groups:
         whole = (group.num_heads, len(group.layers), PAGE_SIZE * group.slot_bytes // 4)
         numbers = np.arange(first, first + math.prod(whole)).reshape(whole)
         first += math.prod(whole)
@@ -112,46 +112,48 @@ def _elements(row: RankRow, page: int) -> NDArray[np.int64]:
     return np.concatenate(found)
 
 
-def _filled(row: RankRow, pages: dict[int, int]) -> NDArray[np.int32]:
+def _filled(record: RankRecord, pages: dict[int, int]) -> NDArray[np.int32]:
     """Return a pool with the right elements in a request's pages, given as position -> page, and -1 elsewhere."""
-    layout = row.layout
+    layout = record.layout
     data = np.full((layout.num_pages + 1, layout.page_bytes // 4), -1, dtype=np.int32)
     for position, page in pages.items():
-        data[page] = _elements(row, position).ravel()
+        data[page] = _elements(record, position).ravel()
     return data
 
 
 def check_handoff(pair: Pair) -> None:
     """Check that every decode rank gets its part, each byte once."""
     places = {position: NUM_PAGES - position for position in range(NUM_PAGES)}
-    pools = {row.global_rank: _filled(row, {}).view(np.uint8).ravel() for row in pair.decode}
+    pools = {record.global_rank: _filled(record, {}).view(np.uint8).ravel() for record in pair.decode}
     num_written = 0
-    for row in pair.prefill:
-        held = pair.owned(row) if row.num_owners > 1 else range(NUM_PAGES)
-        source = _filled(row, {position: pair.page(row, position) for position in held}).view(np.uint8).ravel()
-        targets = receivers(row.transfer_mode, row.coords, row.sizes, pair.decode)
+    for record in pair.prefill:
+        held = pair.owned(record) if record.num_owners > 1 else range(NUM_PAGES)
+        source = _filled(record, {position: pair.page(record, position) for position in held}).view(np.uint8).ravel()
+        targets = receivers(record.transfer_mode, record.coords, record.sizes, pair.decode)
         for target in targets:
             page_pairs = [
-                (pair.page(row, position), places[position])
-                for position in pair.owned(row)
+                (pair.page(record, position), places[position])
+                for position in pair.owned(record)
                 if PageShare.of([target]).has(places[position])
             ]
-            groups = sent_groups(row.coords, row.sizes, target)
-            ours = PageRange(row.layout, [page for page, _ in page_pairs], groups=groups)
+            groups = sent_groups(record.coords, record.sizes, target)
+            ours = PageRange(record.layout, [page for page, _ in page_pairs], groups=groups)
             spans = ours.spans_to(PageRange(target.layout, [page for _, page in page_pairs]))
-            shared = sum(group.num_heads for group in row.layout.groups if group.name in groups)
+            shared = sum(group.num_heads for group in record.layout.groups if group.name in groups)
             assert len(spans) <= len(page_pairs) * shared, "never more than one span a page and head"
-            if row.layout.layers == target.layout.layers:
+            if record.layout.layers == target.layout.layers:
                 assert len(spans) <= len(page_pairs) * len(groups), "heads lie side by side in a page"
             for span in spans:
                 into = pools[target.global_rank][span.target_offset : span.target_offset + span.num_bytes]
                 into[:] = source[span.source_offset : span.source_offset + span.num_bytes]
                 num_written += span.num_bytes
-    for row in pair.decode:
-        found = pools[row.global_rank]
-        sent = {position: page for position, page in places.items() if PageShare.of([row]).has(page)}
-        np.testing.assert_array_equal(found.view(np.int32).reshape(row.layout.num_pages + 1, -1), _filled(row, sent))
-    num_bytes = sum(row.layout.page_bytes for row in pair.decode) // copies_of(pair.decode[0])
+    for record in pair.decode:
+        found = pools[record.global_rank]
+        sent = {position: page for position, page in places.items() if PageShare.of([record]).has(page)}
+        np.testing.assert_array_equal(
+            found.view(np.int32).reshape(record.layout.num_pages + 1, -1), _filled(record, sent)
+        )
+    num_bytes = sum(record.layout.page_bytes for record in pair.decode) // copies_of(pair.decode[0])
     assert num_written == NUM_PAGES * num_bytes, "not one copy of the KV for all ranks with the same heads"
 
 
@@ -171,10 +173,10 @@ def test_every_decode_rank_gets_its_part_once_in_thousands_of_layouts(pair: Pair
 @settings(deadline=None, max_examples=200)
 @given(pairs())
 def test_ranks_with_the_same_heads_are_sent_every_page_between_them(pair: Pair) -> None:
-    for row in pair.decode:
-        same = [other for other in pair.decode if other.layout == row.layout]
-        assert len(same) == copies_of(row), "copies are those that hold the same heads and layers"
-        for page in range(row.layout.num_pages):
+    for record in pair.decode:
+        same = [other for other in pair.decode if other.layout == record.layout]
+        assert len(same) == copies_of(record), "copies are those that hold the same heads and layers"
+        for page in range(record.layout.num_pages):
             assert sum(PageShare.of([other]).has(page) for other in same) == 1
 
 
@@ -183,7 +185,7 @@ def test_ranks_with_the_same_heads_are_sent_every_page_between_them(pair: Pair) 
 def test_copies_of_a_head_take_turns(pair: Pair) -> None:
     """Each rank sends to one rank, if both sides hold every head equally often."""
     sizes, targets = pair.prefill[0].sizes, pair.decode[0].sizes
-    for row in pair.prefill:
-        found = receivers(row.transfer_mode, row.coords, row.sizes, pair.decode)
+    for record in pair.prefill:
+        found = receivers(record.transfer_mode, record.coords, record.sizes, pair.decode)
         if sizes.tp == targets.tp and found:
-            assert {target.coords.tp for target in found} == {row.coords.tp}
+            assert {target.coords.tp for target in found} == {record.coords.tp}

@@ -13,14 +13,14 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError
 from cluster.spec.ids import ROUTER, Incarnation, Peer, Role, Room
 from cluster.spec.messages import Submit, TableUpdate
-from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.registry import RankRecord, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from cluster.spec.transfer_messages import Ticket
 from cluster.spec.wire import TokenIds
 from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.rows import GEOMETRY, LAYOUT, make_row, sizes
+from tests.fakes.rank_records import GEOMETRY, LAYOUT, make_record, sizes
 from tests.fakes.worker_specs import lone_worker
 from workers import rank
 from workers.build import make_leader
@@ -31,7 +31,7 @@ CP = 2
 SHAPE = ModelShape(num_layers=2, linear_flops=10**9, kv_flops=0, attention_flops=0, kv_row_bytes=16, q_row_bytes=16)
 """Shape with ten milliseconds per token in the first layer, compared with which no communication counts."""
 LONGEST = 100
-DECODE = make_row("decode-0", 0, sizes())
+DECODE = make_record("decode-0", 0, sizes())
 
 
 def plan_of(*prompt_lens: int, **prefill: Any) -> StepPlan:
@@ -39,7 +39,9 @@ def plan_of(*prompt_lens: int, **prefill: Any) -> StepPlan:
     config = DeployConfig.model_validate({"prefill": {"parallel": {"cp": CP}, **prefill}})
     spec = lone_worker(config, Role.PREFILL)
     layout = msgspec.structs.replace(LAYOUT, num_pages=64)
-    rows = [make_row(spec.replica, rank, spec.sizes, layout=layout, ownership=spec.ownership) for rank in range(CP)]
+    records = [
+        make_record(spec.replica, rank, spec.sizes, layout=layout, ownership=spec.ownership) for rank in range(CP)
+    ]
     rank: Any = SimpleNamespace(
         layout=layout,
         model=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=LONGEST)),
@@ -48,40 +50,40 @@ def plan_of(*prompt_lens: int, **prefill: Any) -> StepPlan:
         backend=SimpleNamespace(settle_s=1.0),
         step_recorder=SimpleNamespace(recorder=None),
     )
-    leader = make_leader(spec, rank, rows)
-    leader.on_message(table(rows), 0.0)
+    leader = make_leader(spec, rank, records)
+    leader.on_message(table(records), 0.0)
     for room, prompt_len in enumerate(prompt_lens, 1):
-        leader.on_message(submit(Room(room), rows, prompt_len), 0.0)
+        leader.on_message(submit(Room(room), records, prompt_len), 0.0)
         leader.on_message(ticket(Room(room), prompt_len), 0.0)
     (plan,) = leader.next_plans()
     return plan
 
 
-def peer(row: RankRow) -> Peer:
-    return Peer(replica=row.replica, incarnation=row.incarnation, address=row.address)
+def peer(record: RankRecord) -> Peer:
+    return Peer(replica=record.replica, incarnation=record.incarnation, address=record.address)
 
 
-def table(prefill: list[RankRow]) -> TableUpdate:
+def table(prefill: list[RankRecord]) -> TableUpdate:
     entries = [
         ReplicaEntry(
-            replica=rows[0].replica,
-            incarnation=rows[0].incarnation,
+            replica=records[0].replica,
+            incarnation=records[0].incarnation,
             ready=True,
-            rows=tuple(rows),
+            ranks=tuple(records),
             load=ReplicaLoad(),
         )
-        for rows in (prefill, [DECODE])
+        for records in (prefill, [DECODE])
     ]
     return TableUpdate(snapshot=TableSnapshot(version=1, replicas=tuple(entries), reaped={}))
 
 
-def submit(room: Room, rows: list[RankRow], prompt_len: int) -> Submit:
+def submit(room: Room, records: list[RankRecord], prompt_len: int) -> Submit:
     return Submit(
         room=room,
         prompt_ids=TokenIds.of(range(room, room + prompt_len)),
         sampling=Sampling(),
         stopping=Stopping(max_tokens=1),
-        prefill=peer(rows[0]),
+        prefill=peer(records[0]),
         decode=peer(DECODE),
         router=Peer(replica=ROUTER, incarnation=Incarnation(1), address="router"),
     )
@@ -126,7 +128,7 @@ def test_mode_and_passing_are_those_of_the_file(mode: CpMode, passing: PassingSe
 def test_what_goes_round_in_a_step_is_no_more_than_of_one_prompt(mode: CpMode, num_tokens: int) -> None:
     """The longest prompt determines the measured memory."""
     plan = plan_of(60, 60, strategy=StrategySetting.ZIGZAG, mode=mode)
-    assert sum(len(row.token_ids) for row in plan.scheduled) == num_tokens
+    assert sum(len(request.token_ids) for request in plan.scheduled) == num_tokens
 
 
 def test_a_machine_without_gpu_is_told_before_the_groups_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

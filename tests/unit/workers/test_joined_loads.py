@@ -11,7 +11,7 @@ from cluster.spec.sampling import Sampled, Stopping
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import CachedTokens, TierJob, TierJobKind, TierJobResult
 from tests.fakes.sequences import sequence_of
-from tests.fakes.tier_world import PAGE_SIZE, rows_of
+from tests.fakes.tier_world import PAGE_SIZE, records_of
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_lists import live_pages
 from workers.cache.prefix_tree import PrefixTree
@@ -42,8 +42,8 @@ class Prefill:
         self.num_ranks = cp
         self.allocator = PageAllocator(NUM_PAGES, tree, num_owners)
         endpoint = Endpoint(backend=backend, session="", base_address=0, num_bytes=1)
-        rows = [msgspec.structs.replace(row, host_endpoint=endpoint) for row in rows_of(cp, ownership)]
-        self.tiers = Tiers(HicacheConfig(), tree, 24, rows)
+        records = [msgspec.structs.replace(record, host_endpoint=endpoint) for record in records_of(cp, ownership)]
+        self.tiers = Tiers(HicacheConfig(), tree, 24, records)
         limits = StepLimits(PAGE_SIZE, chunk_tokens, 8, depth=depth)
         self.steps = StepScheduler(self.allocator, limits, undivided, tiers=self.tiers)
         self._num_added = 0
@@ -62,7 +62,7 @@ class Prefill:
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        self.steps.commit(plan, {row.room: Sampled(token_id=9) for row in plan.scheduled if row.samples})
+        self.steps.commit(plan, {request.room: Sampled(token_id=9) for request in plan.scheduled if request.samples})
         self.check()
 
     def answer(self, order: TierJob, *, is_done: bool = True) -> None:
@@ -189,7 +189,7 @@ def test_nobody_waits_for_the_pages_of_another() -> None:
     cached, other = prefill.add(PROMPT), prefill.add([20, 21])
     plan = prefill.plan()
     assert plan.layerwise_load is None
-    assert [row.room for row in plan.scheduled] == [other.room]
+    assert [request.room for request in plan.scheduled] == [other.room]
     (order,) = prefill.orders()
     prefill.commit(plan)
     prefill.steps.holders.retire(other.room)
@@ -207,7 +207,7 @@ def test_a_stream_does_not_wait_either() -> None:
     prefill.add(PROMPT)
     plan = prefill.plan()
     assert plan.layerwise_load is None
-    assert [row.room for row in plan.scheduled] == [stream.room]
+    assert [request.room for request in plan.scheduled] == [stream.room]
 
 
 def test_pages_that_come_over_a_network_are_there_before_anything_is_computed() -> None:

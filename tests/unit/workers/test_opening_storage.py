@@ -8,7 +8,7 @@ import pytest
 
 from cluster.spec.errors import UserError
 from cluster.spec.hicache_config import StorageConfig
-from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
+from tests.fakes.page_stores import RankStore, page_of, records_of, sizes
 from workers.hicache.storage import registry
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import StorageBackend, StorageError
@@ -43,7 +43,7 @@ def test_storage_that_is_away_at_the_start_is_used_when_it_comes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     opener = Opener()
-    store = RankStore(OpeningStorage(opener), rows_of(sizes())[0])
+    store = RankStore(OpeningStorage(opener), records_of(sizes())[0])
     assert "starting without storage: the disk is not mounted" in caplog.text
     assert store.write(PAGES) == store.look_up(PAGES) == store.read(PAGES) == [False]
     assert store.failures["error"] == 3

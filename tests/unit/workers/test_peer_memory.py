@@ -18,14 +18,14 @@ from cluster.spec.registry import KvOwnership, Verify
 from cluster.spec.tiers import TierPage
 from tests.fakes.loopback import Loopback
 from tests.fakes.mooncake_engine import FakeFabric
-from tests.fakes.paged_ranks import row
+from tests.fakes.paged_ranks import record
 from transfer.backends.interface import TransferBackend
 from transfer.backends.registry import make_backend
 from transfer.page_range import PageRange, Span
 from workers.hicache.copier import Copier
 from workers.memory.peer_memory import PeerMemory, TierMemory, _check_reachable, open_apart
 
-LAYOUT = row(Role.PREFILL, 0, 1, num_pages=5).layout
+LAYOUT = record(Role.PREFILL, 0, 1, num_pages=5).layout
 PAGE = LAYOUT.page_bytes
 MODULE = "transfer.backends.mooncake"
 HERE = torch.device("cpu")
@@ -159,14 +159,14 @@ def test_pages_of_peers_are_read_right_into_the_pool(fabric: FakeFabric) -> None
     backends = [backend_of(), backend_of()]
     made = [opened(backend) for backend in backends]
     hosts = [backend.allocate(4 * PAGE) for backend in backends]
-    rows = [
+    records = [
         msgspec.structs.replace(
-            row(Role.PREFILL, rank, 2, 5, ownership=KvOwnership.REPLICATED), host_endpoint=host.endpoint
+            record(Role.PREFILL, rank, 2, 5, ownership=KvOwnership.REPLICATED), host_endpoint=host.endpoint
         )
         for rank, host in enumerate(hosts)
     ]
     copiers = [
-        Copier(rows, rank, TierMemory(one, host), backend)
+        Copier(records, rank, TierMemory(one, host), backend)
         for rank, (one, host, backend) in enumerate(zip(made, hosts, backends, strict=True))
     ]
     made[1].pool.group("full_attention").copy_(made[0].pool.group("full_attention"))

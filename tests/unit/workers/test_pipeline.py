@@ -86,7 +86,7 @@ def test_chunks_of_a_long_prompt_leave_little_more_of_a_bubble_than_equal_ones(
     while (plan := steps.next_plan()) is not None:
         assert plan.estimate_s is not None
         times_s.append([plan.estimate_s] * num_stages)
-        steps.commit(plan, {row.room: Sampled(token_id=1) for row in plan.scheduled if row.samples})
+        steps.commit(plan, {request.room: Sampled(token_id=1) for request in plan.scheduled if request.samples})
         if plan.scheduled[0].samples:
             break
     assert len(times_s) == num_chunks
@@ -114,7 +114,7 @@ class CutPrompts:
         """Return the prefix and token count of each scheduled request, step by step, until nothing is left."""
         steps = []
         while (plan := self.steps.run_step()) is not None:
-            steps.append([(row.first_position, len(row.token_ids)) for row in plan.scheduled])
+            steps.append([(request.first_position, len(request.token_ids)) for request in plan.scheduled])
         return steps
 
 

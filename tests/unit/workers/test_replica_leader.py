@@ -32,7 +32,7 @@ from cluster.spec.tiers import TierJobResult, TierState
 from cluster.spec.transfer_messages import Ticket
 from cluster.spec.wire import TokenIds
 from tests.fakes.kv import kv_geometry
-from tests.fakes.rows import tier_state
+from tests.fakes.rank_records import tier_state
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.scheduler.leader import DpLeader
 from workers.scheduler.replica_leader import ReplicaLeader, outputs_together

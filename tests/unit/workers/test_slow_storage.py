@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult
-from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
+from tests.fakes.page_stores import RankStore, page_of, records_of, sizes
 from workers.hicache import tier_worker
 from workers.hicache.storage import page_store
 from workers.hicache.storage.files import FileStorage
@@ -48,7 +48,7 @@ class CountingStorage(FileStorage):
 
 def test_a_look_up_asks_once(tmp_path: Path) -> None:
     backend = CountingStorage(tmp_path)
-    store = RankStore(backend, rows_of(sizes())[0])
+    store = RankStore(backend, records_of(sizes())[0])
     store.write(PAGES[:2])
     backend.asked.clear()
     assert store.look_up(PAGES) == [True, True, False, False]
@@ -57,7 +57,7 @@ def test_a_look_up_asks_once(tmp_path: Path) -> None:
 
 def test_pages_are_read_and_written_in_one_call(tmp_path: Path) -> None:
     backend = CountingStorage(tmp_path)
-    store = RankStore(backend, rows_of(sizes())[0])
+    store = RankStore(backend, records_of(sizes())[0])
     assert store.write(PAGES[:1]) == [True]
     backend.asked.clear()
     assert store.write(PAGES) == [True] * 4
@@ -82,7 +82,7 @@ def test_calls_that_fail_fail_their_pages_and_none_begins_when_the_time_is_over(
 
     monkeypatch.setattr(page_store, "_BATCH_PAGES", 1)
     backend = Failing(tmp_path, 1 << 20)
-    store = RankStore(backend, rows_of(sizes())[0])
+    store = RankStore(backend, records_of(sizes())[0])
     store.write(PAGES)
     assert store.read(PAGES) == [True, False, True, True]
     assert store.failures == {"error": 1}
@@ -94,7 +94,7 @@ def test_calls_that_fail_fail_their_pages_and_none_begins_when_the_time_is_over(
 
 def test_no_question_is_asked_when_the_time_is_over_or_the_worker_ends(tmp_path: Path) -> None:
     backend = CountingStorage(tmp_path)
-    store = RankStore(backend, rows_of(sizes())[0])
+    store = RankStore(backend, records_of(sizes())[0])
     store.write(PAGES)
     backend.asked.clear()
     assert store.store.look_up(PAGES, time.monotonic() - 1.0, store.failures) == [False] * 4
@@ -107,7 +107,7 @@ def test_no_question_is_asked_when_the_time_is_over_or_the_worker_ends(tmp_path:
 def test_a_look_up_goes_on_no_longer_than_the_call_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_store, "_LOOK_UP_PAGES", 2)
     backend = CountingStorage(tmp_path)
-    store = RankStore(backend, rows_of(sizes())[0])
+    store = RankStore(backend, records_of(sizes())[0])
     store.write(PAGES)
     backend.asked.clear()
     backend.delay_s = 0.05

@@ -47,10 +47,10 @@ def runner_of(folder: Path, tp: Communicator) -> ModelRunner:
 
 def plan_of(*, samples: bool) -> StepPlan:
     admit = Admit(room=Room(1), prompt_len=9, owner_base=0, sampling=Sampling(), destination=None)
-    row = ScheduledRequest(
+    request = ScheduledRequest(
         room=Room(1), first_position=0, token_ids=[1, 2, 3], new_pages=[[0]], samples=samples, output_position=0
     )
-    return StepPlan(step=1, shape=make_step_shape([row]), admits=[admit], scheduled=[row], releases=[])
+    return StepPlan(step=1, shape=make_step_shape([request]), admits=[admit], scheduled=[request], releases=[])
 
 
 @pytest.mark.parametrize("samples", [True, False])

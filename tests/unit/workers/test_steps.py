@@ -61,18 +61,18 @@ class Ranks:
             assert admit.room not in self.tokens
             self.tokens[admit.room], self.pages[admit.room] = [], []
         sampled: dict[Room, Sampled] = {}
-        for row in plan.scheduled:
-            self.pages[row.room] += live_pages(row.new_pages)
-            assert row.token_ids, "a row without tokens"
-            known = self.tokens[row.room]
-            assert row.first_position == len(known)
-            known += [self.drawn[row.room]] if row.input_from_previous_step else row.token_ids
-            assert len(self.pages[row.room]) * PAGE_SIZE >= len(known)
-            if row.samples:
-                sampled[row.room] = Sampled(token_id=next_token(known))
+        for request in plan.scheduled:
+            self.pages[request.room] += live_pages(request.new_pages)
+            assert request.token_ids, "a request without tokens"
+            known = self.tokens[request.room]
+            assert request.first_position == len(known)
+            known += [self.drawn[request.room]] if request.input_from_previous_step else request.token_ids
+            assert len(self.pages[request.room]) * PAGE_SIZE >= len(known)
+            if request.samples:
+                sampled[request.room] = Sampled(token_id=next_token(known))
         self.drawn = {room: drawn.token_id for room, drawn in sampled.items()}
-        in_step = [page for row in plan.scheduled for page in self.pages[row.room]]
-        assert len(in_step) == len(set(in_step)), "two rows of a step share a page"
+        in_step = [page for request in plan.scheduled for page in self.pages[request.room]]
+        assert len(in_step) == len(set(in_step)), "two requests of a step share a page"
         return sampled
 
 
@@ -117,7 +117,7 @@ def test_outputs_do_not_depend_on_chunks_batches_preemptions_or_steps_under_way(
     for _ in range(5000):
         plan = steps.next_plan()
         if plan is not None:
-            assert sum(len(row.token_ids) for row in plan.scheduled) <= chunk_tokens
+            assert sum(len(request.token_ids) for request in plan.scheduled) <= chunk_tokens
             assert len(plan.scheduled) <= max_requests
             under_way.append((plan, ranks.execute(plan)))
             assert len(under_way) <= depth
@@ -155,7 +155,7 @@ def test_a_request_is_not_passed_for_ever_by_those_that_take_the_pages_of_one_ow
     for room in range(2, 40):
         steps.add(sequence(room, [1], 1))
         plan = steps.next_plan()
-        if plan is not None and any(row.room == 0 for row in plan.scheduled):
+        if plan is not None and any(request.room == 0 for request in plan.scheduled):
             return
         allocator.free(live_pages(steps.holders.remove(Room(room - 1))))
     raise AssertionError("the large request was passed every time")
@@ -174,7 +174,7 @@ def test_the_newest_sequence_gives_its_pages_back_when_the_pool_runs_dry() -> No
     assert (len(steps.holders.running), steps.num_waiting) == (1, 1)
     plan = steps.next_plan()
     assert plan is not None
-    assert [row.room for row in plan.scheduled] == [0]
+    assert [request.room for request in plan.scheduled] == [0]
 
 
 def test_the_last_to_come_of_the_least_urgent_is_preempted_though_others_got_their_pages_later() -> None:
@@ -224,9 +224,9 @@ def test_streams_are_divided_over_the_steps_under_way() -> None:
         steps.add(running)
     first = steps.next_plan()
     assert first is not None
-    steps.commit(first, {row.room: Sampled(token_id=3) for row in first.scheduled})
+    steps.commit(first, {request.room: Sampled(token_id=3) for request in first.scheduled})
     plans = [steps.next_plan(), steps.next_plan()]
-    assert [plan and [row.room for row in plan.scheduled] for plan in plans] == [[0, 1, 2], [3, 4]]
+    assert [plan and [request.room for request in plan.scheduled] for plan in plans] == [[0, 1, 2], [3, 4]]
 
 
 def test_a_removed_sequence_hands_its_pages_to_the_caller() -> None:
@@ -249,15 +249,16 @@ def test_a_step_follows_tokens_that_are_not_drawn_yet_unless_a_draw_looks_back()
     first, second = steps.next_plan(), steps.next_plan()
     assert first is not None
     assert second is not None
-    assert [(row.input_from_previous_step, row.first_position, row.output_position) for row in second.scheduled] == [
-        (True, 2, 1)
-    ]
+    assert [
+        (request.input_from_previous_step, request.first_position, request.output_position)
+        for request in second.scheduled
+    ] == [(True, 2, 1)]
     assert steps.next_plan() is None
     steps.commit(first, {Room(0): Sampled(token_id=3)})
     steps.add(sequence(1, [1, 2], 3, penalty=1.0))
     third = steps.next_plan()
     assert third is not None
-    assert [(row.room, row.input_from_previous_step, row.samples) for row in third.scheduled] == [
+    assert [(request.room, request.input_from_previous_step, request.samples) for request in third.scheduled] == [
         (0, True, True),
         (1, False, True),
     ]
@@ -267,7 +268,7 @@ def test_a_step_follows_tokens_that_are_not_drawn_yet_unless_a_draw_looks_back()
     steps.holders.remove(Room(0))
     fourth = steps.next_plan()
     assert fourth is not None
-    assert [(row.room, row.token_ids) for row in fourth.scheduled] == [(1, [5])]
+    assert [(request.room, request.token_ids) for request in fourth.scheduled] == [(1, [5])]
     assert not steps.has_work()
 
 
@@ -283,9 +284,11 @@ def test_prompts_without_room_beside_each_other_take_turns() -> None:
             steps.add(sequence(1, [2] * 64, 1))
         plan = steps.next_plan()
         assert plan is not None
-        computed.append({int(row.room): len(row.token_ids) for row in plan.scheduled})
-        assert sum(row.first_position + len(row.token_ids) for row in plan.scheduled) <= 64
-        for ended in steps.commit(plan, {row.room: Sampled(token_id=0) for row in plan.scheduled if row.samples}):
+        computed.append({int(request.room): len(request.token_ids) for request in plan.scheduled})
+        assert sum(request.first_position + len(request.token_ids) for request in plan.scheduled) <= 64
+        for ended in steps.commit(
+            plan, {request.room: Sampled(token_id=0) for request in plan.scheduled if request.samples}
+        ):
             allocator.free(live_pages(steps.holders.remove(ended.room)))
     both = [{1: 8}, {0: 4, 1: 4}] * 2
     assert computed == [{0: 8}] * 3 + both + [{1: 8}, {0: 8}] * 4 + [{1: 8}]
@@ -304,7 +307,7 @@ def test_the_oldest_have_their_share_on_average(share: float) -> None:
         for _ in range(20):
             plan = steps.next_plan()
             assert plan is not None
-            of_oldest += sum(len(row.token_ids) for row in plan.scheduled if row.room == 0)
+            of_oldest += sum(len(request.token_ids) for request in plan.scheduled if request.room == 0)
             steps.commit(plan, {})
         tokens.append(of_oldest)
     assert tokens == [int(20 * 8 * share)] * 2

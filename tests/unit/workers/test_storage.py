@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from cluster.spec.errors import UserError
 from cluster.spec.registry import AxisSizes, KvOwnership
-from tests.fakes.page_stores import RankStore, page_of, read_one, rows_of, sizes, write_one
+from tests.fakes.page_stores import RankStore, page_of, read_one, records_of, sizes, write_one
 from workers.hicache.policy.jobs import Breaker
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import CorruptObjectError, StorageError, StorageObject
@@ -40,13 +40,13 @@ def test_a_replica_keeps_one_copy_which_others_of_any_cp_and_mode_read(tmp_path:
     backend = files(tmp_path)
     layouts = [(sizes(cp=cp, tp=tp, pp=pp), ownership) for cp, ownership in product((1, 2, 3), KvOwnership)]
     for of, ownership in layouts:
-        for row in rows_of(of, ownership):
-            assert all(RankStore(backend, row).write(PAGES))
+        for record in records_of(of, ownership):
+            assert all(RankStore(backend, record).write(PAGES))
     pages_bytes = sum(path.stat().st_size - HEADER_BYTES for path in objects(tmp_path))
-    assert pages_bytes == len(PAGES) * rows_of(sizes())[0].layout.page_bytes
+    assert pages_bytes == len(PAGES) * records_of(sizes())[0].layout.page_bytes
     for of, ownership in layouts:
-        for row in rows_of(of, ownership):
-            reader = RankStore(backend, row)
+        for record in records_of(of, ownership):
+            reader = RankStore(backend, record)
             assert reader.look_up(PAGES) == reader.read(PAGES) == [True] * len(PAGES)
 
 
@@ -64,7 +64,7 @@ def put_folder(path: Path) -> None:
 def test_what_is_in_the_place_of_an_object_is_replaced_and_harmed_by_nothing(
     tmp_path: Path, put: Callable[[Path], None], *, is_read_first: bool
 ) -> None:
-    store = RankStore(files(tmp_path), rows_of(sizes())[0])
+    store = RankStore(files(tmp_path), records_of(sizes())[0])
     assert store.write(PAGES[:2]) == [True, True]
     path, _ = sorted(objects(tmp_path))
     target = path.parent / "target"
@@ -84,22 +84,22 @@ def test_what_is_in_the_place_of_an_object_is_replaced_and_harmed_by_nothing(
 @pytest.mark.parametrize("of", [sizes(tp=2), sizes(pp=2), sizes(tp=4, pp=2)])
 def test_replicas_that_divide_heads_or_layers_otherwise_find_nothing(tmp_path: Path, of: AxisSizes) -> None:
     backend = files(tmp_path)
-    RankStore(backend, rows_of(sizes())[0]).write(PAGES)
-    for row in rows_of(of):
-        reader = RankStore(backend, row)
+    RankStore(backend, records_of(sizes())[0]).write(PAGES)
+    for record in records_of(of):
+        reader = RankStore(backend, record)
         assert reader.look_up(PAGES) == reader.read(PAGES) == [False] * len(PAGES)
 
 
 def test_other_weights_and_other_keys_find_nothing(tmp_path: Path) -> None:
-    backend, (row,) = files(tmp_path), rows_of(sizes())
-    RankStore(backend, row).write(PAGES[:3])
-    assert RankStore(backend, row, weights="other").look_up(PAGES) == [False] * 7
-    assert RankStore(backend, row).look_up(PAGES) == [True] * 3 + [False] * 4
-    assert RankStore(backend, row).read(PAGES) == [True] * 3 + [False] * 4
+    backend, (record,) = files(tmp_path), records_of(sizes())
+    RankStore(backend, record).write(PAGES[:3])
+    assert RankStore(backend, record, weights="other").look_up(PAGES) == [False] * 7
+    assert RankStore(backend, record).look_up(PAGES) == [True] * 3 + [False] * 4
+    assert RankStore(backend, record).read(PAGES) == [True] * 3 + [False] * 4
 
 
 def test_no_byte_of_an_object_may_change(tmp_path: Path) -> None:
-    store = RankStore(files(tmp_path), rows_of(sizes())[0])
+    store = RankStore(files(tmp_path), records_of(sizes())[0])
     store.write(PAGES[:1])
     (path,) = objects(tmp_path)
     whole = path.read_bytes()
@@ -116,7 +116,7 @@ def test_no_byte_of_an_object_may_change(tmp_path: Path) -> None:
 
 
 def test_an_object_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
-    store = RankStore(files(tmp_path), rows_of(sizes())[0])
+    store = RankStore(files(tmp_path), records_of(sizes())[0])
     store.write(PAGES[:1])
     (mine,) = objects(tmp_path)
     store.write(PAGES[1:2])
@@ -170,7 +170,7 @@ def test_what_a_disk_refuses_is_told_as_a_storage_error(tmp_path: Path) -> None:
 
 def test_a_full_disk_fails_writes_until_a_sweep_has_made_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = files(tmp_path)
-    store = RankStore(backend, rows_of(sizes())[0])
+    store = RankStore(backend, records_of(sizes())[0])
     store.write(PAGES[:1])
     (path,) = objects(tmp_path)
     num_bytes, real = path.stat().st_size, os.write

@@ -17,7 +17,7 @@ from cluster.spec.tiers import TierPage
 from tests.fakes.kv import kv_geometry, two_groups
 from tests.fakes.loopback import Loopback
 from tests.fakes.page_copies import layout_of
-from tests.fakes.paged_ranks import row
+from tests.fakes.paged_ranks import record
 from tests.fakes.watched_load import WatchedLoad
 from workers.hicache.copier import MOST_LAYER_GROUPS, Copier
 from workers.hicache.storage.files import FileStorage
@@ -37,9 +37,9 @@ class Replica:
         layout = layout_of(geometry, NUM_PAGES)
         self.regions = [self.loopback.allocate(layout.pool_bytes) for _ in range(cp)]
         hosts = [self.loopback.allocate(HOST_PAGES * layout.page_bytes) for _ in range(cp)]
-        self.rows = [
+        self.records = [
             msgspec.structs.replace(
-                row(Role.PREFILL, rank, cp, NUM_PAGES, ownership=ownership),
+                record(Role.PREFILL, rank, cp, NUM_PAGES, ownership=ownership),
                 host_endpoint=host.endpoint,
                 geometry=geometry,
                 layout=layout,
@@ -54,7 +54,7 @@ class Replica:
             pool = PagePool(layout, torch.zeros_like(memory) if is_staged else memory)
             pool.bytes.copy_(torch.randint(1, 256, pool.bytes.shape))
             self.pools.append(pool)
-            self.copiers.append(Copier(self.rows, rank, TierMemory(PeerMemory(pool, region), host), self.loopback))
+            self.copiers.append(Copier(self.records, rank, TierMemory(PeerMemory(pool, region), host), self.loopback))
 
     def order(self, kind: str, pages: Sequence[TierPage]) -> None:
         for copier in self.copiers:
@@ -165,7 +165,7 @@ def test_pages_of_two_kv_groups_come_back_from_files(tmp_path: Path, *, is_stage
 
     def made() -> tuple[Replica, PageStore]:
         replica = Replica(1, KvOwnership.REPLICATED, is_staged=is_staged, geometry=two_groups())
-        return replica, PageStore(FileStorage(tmp_path, 1 << 20), replica.rows[0], "weights")
+        return replica, PageStore(FileStorage(tmp_path, 1 << 20), replica.records[0], "weights")
 
     writer, store = made()
     writer.order("save", pages)

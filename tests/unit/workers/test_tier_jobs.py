@@ -10,7 +10,7 @@ from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.ids import Room
 from cluster.spec.kv import page_keys
 from cluster.spec.tiers import StorageFigures, TierJob, TierJobKind, TierJobResult, TierPage
-from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
+from tests.fakes.page_stores import RankStore, page_of, records_of, sizes
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
 from tests.unit.workers.test_tiers import world_of
 from workers.hicache.policy.host_index import HostIndex
@@ -252,7 +252,7 @@ def test_a_page_that_is_stored_is_not_written_again(tmp_path: Path) -> None:
             written.extend(item.name for item in objects)
             return super().write(objects)
 
-    store = RankStore(Counted(tmp_path, 1 << 20), rows_of(sizes())[0])
+    store = RankStore(Counted(tmp_path, 1 << 20), records_of(sizes())[0])
     pages = [page_of(number) for number in range(3)]
     assert store.write(pages[:2]) == [True] * 2
     assert store.write(pages) == [True] * 3

@@ -86,13 +86,13 @@ def _plan(*rooms: int, traced: tuple[int, ...]) -> StepPlan:
         Admit(room=Room(room), prompt_len=1, owner_base=0, sampling=Sampling(), destination=None, traced=room in traced)
         for room in rooms
     ]
-    rows = [
+    records = [
         ScheduledRequest(
             room=Room(room), first_position=0, token_ids=[1], new_pages=[], samples=True, output_position=0
         )
         for room in rooms
     ]
-    return StepPlan(step=1, shape=StepShape(), admits=admits, scheduled=rows, releases=[])
+    return StepPlan(step=1, shape=StepShape(), admits=admits, scheduled=records, releases=[])
 
 
 TOKENS = torch.arange(1, 6)
@@ -149,7 +149,7 @@ def test_collectives_of_a_timed_step_have_their_lane(folder: Path) -> None:
 
 def _step_plan(room: Room, traced: bool) -> StepPlan:
     admit = Admit(room=room, prompt_len=5, owner_base=0, sampling=Sampling(), destination=None, traced=traced)
-    row = ScheduledRequest(
+    request = ScheduledRequest(
         room=room, first_position=0, token_ids=TOKENS.tolist(), new_pages=[[0]], samples=True, output_position=0
     )
-    return StepPlan(step=7, shape=make_step_shape([row]), admits=[admit], scheduled=[row], releases=[])
+    return StepPlan(step=7, shape=make_step_shape([request]), admits=[admit], scheduled=[request], releases=[])

@@ -106,7 +106,7 @@ def test_a_budget_is_used_up_and_never_exceeded(
     max_context_tokens=st.integers(1, 500),
     share=st.floats(0.01, 1.0),
 )
-def test_rows_see_no_more_together_than_one_may(
+def test_requests_see_no_more_together_than_one_may(
     wants: list[tuple[int, int]], max_context_tokens: int, share: float
 ) -> None:
     """One request always runs, and so does every other request that still fits."""
@@ -213,13 +213,13 @@ def test_short_prompts_go_on_beside_a_long_one_and_it_goes_on_beside_them() -> N
     long = steps.add(100 * CHUNK)
     alone = steps.run_step()
     assert alone is not None
-    assert [len(row.token_ids) for row in alone.scheduled] == [CHUNK]
+    assert [len(request.token_ids) for request in alone.scheduled] == [CHUNK]
     for _ in range(10):
         shorts = [steps.add(SHARE) for _ in range(3)]
         plan = steps.run_step()
         assert plan is not None
         assert all(steps.ended[short] == steps.num_steps for short in shorts)
-        assert {row.room: len(row.token_ids) for row in plan.scheduled}[long] == SHARE
+        assert {request.room: len(request.token_ids) for request in plan.scheduled}[long] == SHARE
 
 
 def test_a_prompt_of_a_few_steps_is_not_starved_by_shorter_ones_while_another_is_the_oldest() -> None:
@@ -246,14 +246,14 @@ def test_who_waits_for_a_page_gives_its_turn_to_whom_computes_it() -> None:
     assert steps.num_steps <= 6
 
 
-def test_the_oldest_gets_what_the_others_leave_even_when_all_rows_are_taken() -> None:
+def test_the_oldest_gets_what_the_others_leave_even_when_all_requests_are_taken() -> None:
     steps = PrefillSteps(chunk_tokens=CHUNK, max_requests=2)
     steps.add(10 * CHUNK)
     steps.add(8)
     steps.add(8)
     plan = steps.run_step()
     assert plan is not None
-    assert [len(row.token_ids) for row in plan.scheduled] == [CHUNK - 8, 8]
+    assert [len(request.token_ids) for request in plan.scheduled] == [CHUNK - 8, 8]
 
 
 def test_priorities_order_those_that_wait_and_the_oldest_keeps_its_share() -> None:
@@ -264,7 +264,7 @@ def test_priorities_order_those_that_wait_and_the_oldest_keeps_its_share() -> No
     while urgent not in steps.ended:
         plan = steps.run_step()
         assert plan is not None
-        assert {row.room: len(row.token_ids) for row in plan.scheduled}[oldest] >= SHARE // LENGTHS
+        assert {request.room: len(request.token_ids) for request in plan.scheduled}[oldest] >= SHARE // LENGTHS
     steps.run()
     assert steps.ended[urgent] < steps.ended[usual] < steps.ended[oldest]
 

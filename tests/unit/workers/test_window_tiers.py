@@ -14,10 +14,10 @@ from cluster.spec.ids import Role
 from cluster.spec.kv import KvGeometry, key_value_group, lifetime_key, page_keys
 from cluster.spec.memory import page_layout
 from cluster.spec.ranks import coords_of, world_size
-from cluster.spec.registry import AxisSizes, KvOwnership, RankRow
+from cluster.spec.registry import AxisSizes, KvOwnership, RankRecord
 from cluster.spec.tiers import TierJobKind, TierPage
 from tests.fakes.kv import two_groups
-from tests.fakes.paged_ranks import row
+from tests.fakes.paged_ranks import record
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
 from tests.unit.workers.test_tier_copies import Replica
 from workers.hicache.copier import Copier
@@ -172,7 +172,7 @@ def windowed(num_heads: int = 2) -> KvGeometry:
 @pytest.mark.parametrize("cp", [1, 2])
 def test_pages_of_two_lifetimes_come_back_on_every_rank(cp: int, *, is_staged: bool, is_layerwise: bool) -> None:
     replica = Replica(cp, KvOwnership.REPLICATED, is_staged=is_staged, geometry=windowed())
-    before, layout = replica.pools[0].bytes.clone(), replica.rows[0].layout
+    before, layout = replica.pools[0].bytes.clone(), replica.records[0].layout
     for pool in replica.pools[1:]:
         pool.bytes.copy_(before)
     pages = [
@@ -202,9 +202,9 @@ class Slots:
         return memoryview(self.pages[slot])
 
 
-def rank_of(rank: int, sizes: AxisSizes) -> RankRow:
+def rank_of(rank: int, sizes: AxisSizes) -> RankRecord:
     geometry, coords = windowed(), coords_of(rank, sizes)
-    base = row(Role.PREFILL, coords.cp, sizes.cp, num_pages=1)
+    base = record(Role.PREFILL, coords.cp, sizes.cp, num_pages=1)
     layout = page_layout(geometry, sizes, coords)
     return msgspec.structs.replace(base, coords=coords, sizes=sizes, geometry=geometry, layout=layout)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import RankRecord
 from cluster.spec.tiers import StorageFigures, TierPage
 from transfer.page_assignment import copies_of
 from transfer.page_range import batches
@@ -45,12 +45,12 @@ class PageStore:
     to storage starts after ``until_s``, a ``time.monotonic`` time.
     """
 
-    def __init__(self, backend: StorageBackend, row: RankRow, weights: str) -> None:
+    def __init__(self, backend: StorageBackend, record: RankRecord, weights: str) -> None:
         """Create a rank's store. ``weights`` is a digest of the model's weights."""
-        geometry, layout = row.geometry, row.layout
+        geometry, layout = record.geometry, record.layout
         self._backend = backend
         self._batch = max(1, min(_BATCH_PAGES, _BATCH_BYTES // layout.page_bytes))
-        self._is_writer = row.coords.tp % copies_of(row) == 0
+        self._is_writer = record.coords.tp % copies_of(record) == 0
         """True if this rank writes. Of the TP ranks with the same heads, only the first writes, but all read."""
         # These fields must be equal for KV to be interchangeable. The served model name may differ.
         facts = (FORMAT_VERSION, weights, geometry.page_size, geometry.num_layers, geometry.groups)

@@ -14,7 +14,7 @@ from tests.fakes.kernels_on_cpu import kernels_on_cpu
 from tests.fakes.kv import kv_geometry, kv_layout, kv_pool
 from tests.fakes.loopback import Loopback
 from tests.fakes.page_copies import check_copies, layout_of
-from tests.fakes.paged_ranks import row
+from tests.fakes.paged_ranks import record
 from workers.hicache.copier import MOST_LAYER_GROUPS, Copier
 from workers.kernels import copy_pages as kernel
 from workers.memory import copy as memory_copy
@@ -82,8 +82,8 @@ def test_layers_of_all_pages_and_heads_come_by_one_launch_a_group(launches: _Cou
     region, host = loopback.allocate(LAYOUT.pool_bytes), loopback.allocate(4 * LAYOUT.page_bytes)
     kept = torch.frombuffer(host.buffer, dtype=torch.uint8).view(4, -1)
     kept.copy_(torch.randint(1, 256, kept.shape))
-    rows = [msgspec.structs.replace(row(Role.PREFILL, 0, 1, 4), layout=LAYOUT)]
-    copier = Copier(rows, 0, TierMemory(PeerMemory(pool, region), host), loopback)
+    records = [msgspec.structs.replace(record(Role.PREFILL, 0, 1, 4), layout=LAYOUT)]
+    copier = Copier(records, 0, TierMemory(PeerMemory(pool, region), host), loopback)
     pages = [TierPage(key=b"", index=0, device=page, host=slot) for page, slot in [(1, 3), (2, 0), (0, 1)]]
     copier.load_layerwise(pages, copier.memory.record_event(), LayerwiseLoad())
     assert launches == [3] * MOST_LAYER_GROUPS

@@ -6,7 +6,7 @@ import msgspec
 
 from cluster.spec.ids import Incarnation, parse_replica_id
 from cluster.spec.ranks import coords_of, world_size
-from cluster.spec.registry import AxisSizes, Endpoint, KvOwnership, RankRow, TransferMode
+from cluster.spec.registry import AxisSizes, Endpoint, KvOwnership, RankRecord, TransferMode
 from cluster.spec.tiers import TierState
 from tests.fakes.kv import kv_geometry, kv_layout
 
@@ -20,9 +20,9 @@ def sizes(dp: int = 1, cp: int = 1, tp: int = 1, pp: int = 1) -> AxisSizes:
     return AxisSizes(dp=dp, cp=cp, tp=tp, pp=pp)
 
 
-def make_row(replica: str, rank: int, of: AxisSizes, incarnation: int = 1, **changes: Any) -> RankRow:
+def make_record(replica: str, rank: int, of: AxisSizes, incarnation: int = 1, **changes: Any) -> RankRecord:
     """Return the record of one rank. ``changes`` replace fields."""
-    row = RankRow(
+    record = RankRecord(
         replica=parse_replica_id(replica),
         incarnation=Incarnation(incarnation),
         coords=coords_of(rank, of),
@@ -36,12 +36,12 @@ def make_row(replica: str, rank: int, of: AxisSizes, incarnation: int = 1, **cha
         ownership=KvOwnership.REPLICATED,
         build="test",
     )
-    return msgspec.structs.replace(row, **changes)
+    return msgspec.structs.replace(record, **changes)
 
 
-def make_rows(replica: str, of: AxisSizes, incarnation: int = 1) -> list[RankRow]:
+def make_records(replica: str, of: AxisSizes, incarnation: int = 1) -> list[RankRecord]:
     """Return all rank records of a replica."""
-    return [make_row(replica, rank, of, incarnation) for rank in range(world_size(of))]
+    return [make_record(replica, rank, of, incarnation) for rank in range(world_size(of))]
 
 
 def tier_state(**changes: Any) -> TierState:
