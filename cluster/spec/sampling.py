@@ -30,7 +30,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     """Number of output tokens before any of ``ending_ids`` may be sampled."""
     ending_ids: frozenset[int] = frozenset()
-    """Tokens that end the answer; set only if ``min_tokens`` or a grammar may forbid them."""
+    """Stop tokens that the sampler may have to forbid, for ``min_tokens`` or a grammar; see ``Stopping``."""
     grammar: str = ""
     """Grammar of the output, in the format that ``cluster.grammar`` reads; empty for none."""
     num_logprobs: int | None = None
@@ -50,7 +50,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
-    """Stop conditions of a request."""
+    """Stop conditions of a request.
+
+    The leader ends a sequence at any of ``stop_token_ids``. The sampler gets them again as ``Sampling.ending_ids``, and
+    the router keeps those that the client named as ``TextRules.asked_stop_ids``, which the response reports.
+    """
 
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
