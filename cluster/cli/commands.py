@@ -212,10 +212,10 @@ def _give(name: str | None, command: "Command") -> None:
     try:
         for answer in send_command(control_path(cluster.name), command):
             if answer.outcome is Outcome.REFUSED:
-                raise UserError(answer.line)
-            typer.echo(answer.line, err=True)
+                raise UserError(f"{cluster.name}: {answer.line}")
+            typer.echo(f"{cluster.name}: {answer.line}", err=True)
             if answer.outcome is Outcome.FAILED:
                 raise typer.Exit(1)
     except PeerUnreachableError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {cluster.name}: {error}", err=True)
         raise typer.Exit(1) from None

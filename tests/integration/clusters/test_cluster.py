@@ -207,15 +207,16 @@ def test_replicas_come_go_and_start_again_under_load_and_no_request_fails(cluste
         cluster.wait_until(lambda: sorted(cluster.replicas()) == sorted(names), 60)
 
     with streaming_clients(cluster.url, num_clients=2) as outcomes:
-        assert _order("scale", "prefill=2", "decode=2") == (0, "prefill: 2, decode: 2\n")
+        assert _order("scale", "prefill=2", "decode=2") == (0, f"{NAME}: prefill: 2, decode: 2\n")
         are("prefill-0", "prefill-1", "decode-0", "decode-1")
-        assert _order("restart", "--rolling", "prefill-0") == (0, "prefill-0: restarting\nrestarted\n")
+        assert _order("restart", "--rolling", "prefill-0") == (0, f"{NAME}: prefill-0: restarting\n{NAME}: restarted\n")
         cluster.wait_until(lambda: _is_renewed(cluster, "prefill-0", first), 60)
-        assert _order("drain", "decode-0") == (0, "decode-0: drained\n")
+        assert _order("drain", "decode-0") == (0, f"{NAME}: decode-0: drained\n")
         assert _order("scale", "decode=1")[0] == 2, "the one that would stay takes no requests"
         assert _order("resume", "decode-0")[0] == 0
         # Refused until the driver knows that decode-0 accepts requests again.
-        cluster.wait_until(lambda: _order("scale", "prefill=1", "decode=1") == (0, "prefill: 1, decode: 1\n"), 120)
+        done = (0, f"{NAME}: prefill: 1, decode: 1\n")
+        cluster.wait_until(lambda: _order("scale", "prefill=1", "decode=1") == done, 120)
         are("prefill-0", "decode-0")
     assert set(outcomes) == {"right"}
     cluster.wait_until(cluster.is_empty, 60)
@@ -224,14 +225,14 @@ def test_replicas_come_go_and_start_again_under_load_and_no_request_fails(cluste
 @pytest.mark.parametrize(
     ("order", "said"),
     [
-        (("drain", "decode-9"), "replica: got 'decode-9'; allowed: prefill-0, decode-0"),
+        (("drain", "decode-9"), f"{NAME}: replica: got 'decode-9'; allowed: prefill-0, decode-0"),
         (
             ("restart", "--rolling"),
-            "prefill-0: no other prefill replica takes requests; `baton scale prefill=2` adds one",
+            f"{NAME}: prefill-0: no other prefill replica takes requests; `baton scale prefill=2` adds one",
         ),
-        (("scale", "decode=0"), "scale: got decode=0; allowed: prefill and decode from 1 to 4096"),
+        (("scale", "decode=0"), f"{NAME}: scale: got decode=0; allowed: prefill and decode from 1 to 4096"),
         (("scale", "decode=2", "decode=3"), "scale: got decode=2 decode=3; allowed: each role once"),
-        (("scale", "decode=900"), "resources: wanted: 899 workers with 0.25 CPUs each; room for "),
+        (("scale", "decode=900"), f"{NAME}: resources: wanted: 899 workers with 0.25 CPUs each; room for "),
     ],
 )
 def test_an_order_that_cannot_be_carried_out_changes_nothing(
