@@ -3,6 +3,8 @@
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from xxhash import xxh3_128
+
 from cluster.spec.kv import PoolLayout
 from cluster.spec.transfer_messages import PageDigests
 from transfer.page_range import PageRange
@@ -67,8 +69,6 @@ def coverage_problem(
 
 def _digest(pool: memoryview, start: int, spans: Iterable[tuple[int, int]]) -> bytes:
     """Return the XXH3 digest of byte ranges. It is much faster than SHA-256, but not secure against attackers."""
-    from xxhash import xxh3_128
-
     digest = xxh3_128()
     for offset, length in spans:
         digest.update(pool[start + offset : start + offset + length])

@@ -2,18 +2,26 @@
 
 import os
 import signal
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import msgspec
 import typer
+from rich.console import Console
+from rich.table import Table
 
+from cluster.cli.running import RunningCluster, control_path, find_running
+from cluster.processes import wait_gone
 from cluster.spec.errors import PeerUnreachableError, UserError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from cluster.cli.running import RunningCluster
-    from cluster.spec.registry import TableSnapshot
-    from cluster.supervisor.commands import Command
+from cluster.spec.ids import ReplicaId
+from cluster.spec.registry import TableSnapshot
+from cluster.supervisor.commands import (
+    Command,
+    DrainCommand,
+    RestartCommand,
+    ResumeCommand,
+    ScaleCommand,
+    StatusCommand,
+)
 
 _NAME_HELP = "Name of the cluster; needed if several are running on this machine."
 Replica = Annotated[str, typer.Argument(help="Name of the replica, such as decode-0.", show_default=False)]
@@ -30,14 +38,11 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show the state of a cluster that was started on this machine."""
-    from cluster.cli.running import find_running
-
     cluster = find_running(name)
     snapshot, troubles = _read_table(cluster), _ask_driver(cluster)
     if as_json:
         typer.echo(_json(cluster, snapshot, troubles))
         return
-    from rich.console import Console
 
     endpoint = f"{cluster.router_url}/v1" if cluster.router_url else "starting"
     console = Console(highlight=False, soft_wrap=True)
@@ -51,11 +56,9 @@ def status(
         console.print(line, markup=False)
 
 
-def _ask_driver(cluster: "RunningCluster") -> list[str]:
+def _ask_driver(cluster: RunningCluster) -> list[str]:
     """Return the driver's lines about members that are not running, or an empty list if it does not respond."""
     from cluster.cli.control import send_command
-    from cluster.cli.running import control_path
-    from cluster.supervisor.commands import StatusCommand
 
     try:
         (answer,) = send_command(control_path(cluster.name), StatusCommand())
@@ -64,7 +67,7 @@ def _ask_driver(cluster: "RunningCluster") -> list[str]:
     return answer.line.splitlines()
 
 
-def _read_table(cluster: "RunningCluster") -> "TableSnapshot | None":
+def _read_table(cluster: RunningCluster) -> TableSnapshot | None:
     from cluster.bootstrap.client import BootstrapClient
 
     if cluster.bootstrap_url is None:
@@ -78,9 +81,7 @@ def _read_table(cluster: "RunningCluster") -> "TableSnapshot | None":
         client.close()
 
 
-def _json(cluster: "RunningCluster", snapshot: "TableSnapshot | None", troubles: list[str]) -> str:
-    import msgspec
-
+def _json(cluster: RunningCluster, snapshot: TableSnapshot | None, troubles: list[str]) -> str:
     fields = {
         "name": cluster.name,
         "model": cluster.model,
@@ -93,9 +94,7 @@ def _json(cluster: "RunningCluster", snapshot: "TableSnapshot | None", troubles:
     return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode()
 
 
-def _replicas(snapshot: "TableSnapshot") -> "Table":
-    from rich.table import Table
-
+def _replicas(snapshot: TableSnapshot) -> Table:
     # Short headers keep the table within 80 columns without truncating names.
     table = Table("replica", "state", "incarnation", "wait", "run", "tokens", "free pages", "cached", box=None)
     for entry in snapshot.replicas:
@@ -107,9 +106,7 @@ def _replicas(snapshot: "TableSnapshot") -> "Table":
     return table
 
 
-def _ranks(snapshot: "TableSnapshot") -> "Table":
-    from rich.table import Table
-
+def _ranks(snapshot: TableSnapshot) -> Table:
     table = Table("replica", "rank", "dp", "cp", "tp", "pp", "address", "transfer", box=None)
     for entry in snapshot.replicas:
         for record in entry.ranks:
@@ -125,9 +122,6 @@ def down(
     ] = 120.0,
 ) -> None:
     """Drain and stop a cluster that was started on this machine."""
-    from cluster.cli.running import find_running
-    from cluster.processes import wait_gone
-
     cluster = find_running(name)
     os.kill(cluster.process.pid, signal.SIGTERM)
     typer.echo(f"{cluster.name}: draining", err=True)
@@ -139,17 +133,11 @@ def down(
 
 def drain(replica: Replica, cluster: NameOption = None, grace_s: Grace = None) -> None:
     """Stop routing to a replica and wait for its open requests."""
-    from cluster.spec.ids import ReplicaId
-    from cluster.supervisor.commands import DrainCommand
-
     _give(cluster, DrainCommand(replica=ReplicaId(replica), grace_s=grace_s))
 
 
 def resume(replica: Replica, cluster: NameOption = None) -> None:
     """Resume routing to a drained replica."""
-    from cluster.spec.ids import ReplicaId
-    from cluster.supervisor.commands import ResumeCommand
-
     _give(cluster, ResumeCommand(replica=ReplicaId(replica)))
 
 
@@ -166,9 +154,6 @@ def restart(
     grace_s: Grace = None,
 ) -> None:
     """Restart replicas after draining them."""
-    from cluster.spec.ids import ReplicaId
-    from cluster.supervisor.commands import RestartCommand
-
     names = tuple(ReplicaId(name) for name in replicas or [])
     _give(cluster, RestartCommand(replicas=names, is_rolling=is_rolling, grace_s=grace_s))
 
@@ -186,8 +171,6 @@ def scale(
     grace_s: Grace = None,
 ) -> None:
     """Start more replicas, or drain and stop those with the highest numbers."""
-    from cluster.supervisor.commands import ScaleCommand
-
     given = [_number(text) for text in numbers]
     wanted = dict(given)
     if len(wanted) < len(given):
@@ -202,10 +185,9 @@ def _number(text: str) -> tuple[str, int]:
     return role, int(number)
 
 
-def _give(name: str | None, command: "Command") -> None:
+def _give(name: str | None, command: Command) -> None:
     """Print the driver's answers. Exit with code 2 if it refuses the command, 1 if it fails."""
     from cluster.cli.control import send_command
-    from cluster.cli.running import control_path, find_running
     from cluster.supervisor.events import Outcome
 
     cluster = find_running(name)

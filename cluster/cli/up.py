@@ -12,16 +12,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.cli.plan import overrides
+from cluster.cli.running import Note, RunningCluster, control_path
+from cluster.cli.stop_signals import StopSignals
+from cluster.processes import this_process
+from cluster.ray_environ import set_for_own_cluster
 from cluster.spec.clock import HEARTBEAT_S, LEASE_S
 from cluster.spec.config import DeployConfig
+from cluster.spec.env import TOKEN
 from cluster.spec.errors import BatonError, ConfigError, Problem, UserError
 from cluster.spec.ids import Incarnation
+from cluster.spec.loader import load_config
 from cluster.spec.ranks import sizes_of, world_size
 
 if TYPE_CHECKING:
-    from cluster.cli.running import Note
     from cluster.cli.start import StartProgress
-    from cluster.cli.stop_signals import StopSignals
     from cluster.launch.launcher import Launcher
     from cluster.launch.tools import Tools
     from cluster.ray_adapter import RaySystem
@@ -44,8 +48,6 @@ def up(
     worker_logs: Annotated[bool, typer.Option("--worker-logs", help="Show the workers' output.")] = False,
 ) -> None:
     """Start the cluster of a deploy YAML and keep it running until Ctrl-C or `baton down`."""
-    from cluster.spec.loader import load_config
-
     config = load_config(file, overrides(changes or [], model))
     _check_port(config)
     try:
@@ -70,13 +72,8 @@ def _check_port(config: DeployConfig) -> None:
 
 
 def _run(config: DeployConfig, address: str | None, worker_logs: bool) -> None:
-    from cluster.cli.running import Note, RunningCluster
     from cluster.cli.start import StartProgress
-    from cluster.cli.stop_signals import StopSignals
     from cluster.launch.waits import await_room
-    from cluster.processes import this_process
-    from cluster.ray_environ import set_for_own_cluster
-    from cluster.spec.env import TOKEN
 
     progress = StartProgress()
     signals = StopSignals(lambda name: progress.line(f"{name}: stopping once Ray has started"))
@@ -107,7 +104,7 @@ def _run(config: DeployConfig, address: str | None, worker_logs: bool) -> None:
     progress.line("stopped")
 
 
-def _leave(note: "Note", progress: "StartProgress", number: int) -> None:
+def _leave(note: Note, progress: "StartProgress", number: int) -> None:
     """End the process immediately, with the exit code that a shell reports for the signal."""
     progress.finish()
     note.remove()
@@ -118,13 +115,12 @@ def _supervise(
     system: "RaySystem",
     config: DeployConfig,
     model: str,
-    note: "Note",
+    note: Note,
     progress: "StartProgress",
-    signals: "StopSignals",
+    signals: StopSignals,
 ) -> None:
     from cluster.channel import draw_key
     from cluster.cli.control import serve_commands
-    from cluster.cli.running import control_path
     from cluster.launch.launcher import Launcher
     from cluster.launch.services import follow_router
     from cluster.launch.tools import Tools, send
@@ -158,7 +154,7 @@ def _supervise(
         system.is_urgent = supervisor.is_urgent
 
 
-def _follow_table(launcher: "Launcher", tools: "Tools", supervisor: "Supervisor", note: "Note") -> None:
+def _follow_table(launcher: "Launcher", tools: "Tools", supervisor: "Supervisor", note: Note) -> None:
     from cluster.bootstrap.client import follow_table
     from cluster.supervisor.events import TableLost, TableSeen
 
@@ -173,7 +169,7 @@ def _follow_table(launcher: "Launcher", tools: "Tools", supervisor: "Supervisor"
             supervisor.post(TableSeen.of(snapshot))
 
 
-def _announce(launcher: "Launcher", config: DeployConfig, note: "Note", progress: "StartProgress") -> None:
+def _announce(launcher: "Launcher", config: DeployConfig, note: Note, progress: "StartProgress") -> None:
     from cluster.cli.start import ready_text, wait_ready
 
     progress.stage("endpoint", "waiting")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster.logs import set_up_logs
 from cluster.spec.config import DeployConfig, Device
 from cluster.spec.env import ADMIN_KEY, API_KEYS
 from cluster.spec.ids import Incarnation
@@ -43,7 +44,6 @@ class WorkerActor:
 
     def build(self, spec: WorkerSpec, rendezvous: Rendezvous) -> None:
         """Create the worker; ``fetch`` comes first."""
-        from cluster.logs import set_up_logs
         from workers.worker import Worker
 
         assert self._folder is not None, "a model is fetched before a worker is built"
@@ -89,7 +89,6 @@ class RouterActor:
     def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str, str]:
         """Start serving; return the base URL, this process's own URL, and the channel address for Drain."""
         from cluster.channel import Inbox
-        from cluster.logs import set_up_logs
         from router.server import RouterServer, freeze_loaded_objects
         from workers.models.resolve import DESCRIPTION, resolve_model
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.actors import ActorSystem
+from cluster.bootstrap.client import BootstrapClient
+from cluster.channel import Outbox
 from cluster.launch.kinds import BootstrapActor, RouterActor, WorkerActor
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import Message
@@ -29,8 +31,6 @@ Send = Callable[[Sequence[str], Message], None]
 
 def send(addresses: Sequence[str], message: Message, key: ChannelKey | None = None) -> None:
     """Send one message to several channel addresses; return once it has left, or after a second."""
-    from cluster.channel import Outbox
-
     outbox = Outbox(key)
     for address in addresses:
         outbox.send(address, message)
@@ -38,8 +38,6 @@ def send(addresses: Sequence[str], message: Message, key: ChannelKey | None = No
 
 
 def connect(rendezvous: Rendezvous) -> Table:
-    from cluster.bootstrap.client import BootstrapClient
-
     return BootstrapClient(rendezvous.bootstrap_url, rendezvous.token)
 
 

@@ -287,7 +287,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise OSError(f"no {repository}")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr("cluster.logs.set_up_logs", lambda *_: None)
+    monkeypatch.setattr("cluster.launch.kinds.set_up_logs", lambda *_: None)
     return patterns
 
 

@@ -79,7 +79,7 @@ def test_a_second_signal_is_final_where_nothing_has_to_be_ended(signals: StopSig
 
 @pytest.mark.parametrize("given", ["-3", "nan", "soon"])
 def test_a_wait_that_is_no_time_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.cli.running.find_running", lambda name: pytest.fail(f"looked for {name}"))
+    monkeypatch.setattr("cluster.cli.commands.find_running", lambda name: pytest.fail(f"looked for {name}"))
     result = CliRunner().invoke(app, ["down", "--timeout", given])
     assert result.exit_code == 2
     assert "--timeout" in result.output

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
+from xxhash import xxh3_128_digest
 
 from cluster.spec.registry import RankRecord
 from cluster.spec.tiers import StorageFigures, TierPage
@@ -131,9 +132,7 @@ class PageStore:
 
     def _header(self, page: TierPage, data: memoryview) -> bytes:
         """Return the header of a page's object: MessagePack, padded with zeros."""
-        # Only workers with storage need xxhash. Its digest detects accidents, not attacks.
-        from xxhash import xxh3_128_digest
-
+        # The digest detects accidents, not attacks.
         header = _Header(namespace=self._namespace, key=page.key, shard=self._shard, digest=xxh3_128_digest(data))
         return msgspec.msgpack.encode(header).ljust(HEADER_BYTES, b"\0")
 
