@@ -35,7 +35,7 @@ class PagePair(NamedTuple):
 def receivers(
     mode: TransferMode, coords: RankCoords, sizes: AxisSizes, decode_ranks: Sequence[RankRecord]
 ) -> list[RankRecord]:
-    """Return the decode ranks that receive heads and layers from a prefill rank, and a Done after each transfer."""
+    """Return the decode ranks to which a prefill rank sends heads and layers, followed by a Done."""
     if mode is TransferMode.RANK0 and coords.cp != 0:
         return []
     return [rank for rank in decode_ranks if sent_groups(coords, sizes, rank)]
@@ -70,8 +70,8 @@ def _sends_heads(group: KvGroup, coords: RankCoords, sizes: AxisSizes, decode_ra
 class PageShare:
     """Share of the pages that one rank sends to some decode ranks.
 
-    If ``num_copies`` decode ranks hold the same KV heads, each receives from prefill only the pages whose id modulo
-    ``num_copies`` is its own remainder. It gets the other pages from its peers.
+    If ``num_copies`` decode ranks hold the same KV heads, prefill sends page p only to the rank whose TP rank modulo
+    ``num_copies`` equals p modulo ``num_copies``. The others get the page from that rank.
     """
 
     num_copies: int

@@ -45,7 +45,7 @@ class PageRange:
         )
 
     def spans_to(self, target: "PageRange") -> list[Span]:
-        """Return spans that copy each page's heads, if the target has them, to the target page at the same index.
+        """Return spans that copy each page to the target page at the same index, for the heads that both have.
 
         Spans that are adjacent in both pools are joined, so equal layouts yield at most one span per page.
         """

@@ -96,7 +96,7 @@ class ReceiverSession:
         """Create a session in state RESERVED.
 
         Args:
-            num_pages: number of ticketed pages. Dones may report a multiple, for pages sent in parts.
+            num_pages: number of ticketed pages. The Dones report a multiple of it if pages are sent in parts.
             num_bytes: bytes that the Dones must report in total.
             num_ranks: number of decode ranks.
             silence_s: maximum time between messages from prefill, after the first one.
@@ -162,7 +162,7 @@ class ReceiverSession:
         return self._revoke(FailureKind.CANCELLED, reason, now_s)
 
     def prefill_gone(self, incarnation: Incarnation, now_s: float) -> None:
-        """Handle proof that all processes of the prefill replica up to this incarnation are gone."""
+        """Handle the confirmed death of all prefill processes up to this incarnation."""
         if incarnation < self.prefill.incarnation or self.may_free or self.state is ReceiverState.SETTLING:
             return
         self._fail(FailureKind.PREFILL_GONE, f"{self.prefill.replica} died before the transfer was complete")

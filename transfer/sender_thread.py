@@ -98,7 +98,7 @@ class SenderThread:
 
         Args:
             source: region that all spans are read from. The bytes of a job must not change before its outcome.
-            on_failure: called on this thread with the exception that ended it.
+            on_failure: called on the sender thread with the exception that ended it.
         """
         self._backend = backend
         self._source = source

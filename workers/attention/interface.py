@@ -15,7 +15,7 @@ from workers.attention.runs import Run
 
 
 class Feature(StrEnum):
-    """Features that only some backends support."""
+    """Feature that only some backends support."""
 
     WINDOW = "sliding windows"
     VALUE_WIDTH = "values of another width than keys"

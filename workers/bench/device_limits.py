@@ -13,9 +13,9 @@ Launch = Callable[[], object]
 _REPEATS = 20
 _WARM_UPS = 3
 _CACHE_BYTES = 256 << 20
-"""Size of a buffer larger than any GPU cache: reading it before each run evicts data and flushes pending writes."""
+"""Size of a buffer larger than any GPU cache. Reading it before each run evicts data and flushes pending writes."""
 _SLEEP_CYCLES = 4_000_000
-"""Delay of about 2 ms in which the host gets ahead, so that launch overhead is not measured."""
+"""Delay of about 2 ms that lets the host run ahead, so that launch overhead is not measured."""
 _MATRIX = 8192
 _COPY_BYTES = 1 << 30
 _CPU_MATRIX = 1024
@@ -30,7 +30,7 @@ class GpuTimer:
         self._cache = torch.zeros(_CACHE_BYTES, dtype=torch.uint8, device=device)
 
     def medians(self, launches: Sequence[Launch]) -> list[float]:
-        """Return the median time of each launch in seconds. The launches alternate, so clock changes affect all."""
+        """Return each launch's median time in seconds. Launches alternate, so that clock changes affect all of them."""
         rounds = [[self._time(launch) for launch in launches] for _ in range(_WARM_UPS + _REPEATS)]
         return [median(times) for times in zip(*rounds[_WARM_UPS:], strict=True)]
 

@@ -22,7 +22,7 @@ _context.set_forkserver_preload([WORKER.partition(":")[0]])
 
 
 class RemoteError(BatonError):
-    """Error of a call that a worker process answered with an error, or did not answer."""
+    """Failed call to a worker process, which returned an error or did not respond."""
 
 
 class WorkerProcess:
@@ -74,7 +74,7 @@ class WorkerProcess:
 
 
 def _serve(pipe: Connection, name: str, environ: Mapping[str, str]) -> None:
-    """Answer calls until the pipe closes. The call ``make`` replaces the worker by a new one."""
+    """Answer calls until the pipe closes. The call ``make`` replaces the worker with a new one."""
     # The fork server's environment is outdated.
     os.environ.clear()
     os.environ.update(environ)

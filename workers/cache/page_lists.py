@@ -53,7 +53,7 @@ class Lifetimes:
         return [[NO_PAGE] * min(first, len(ids)) + list(ids[first:]) for ids, first in zip(pages, firsts, strict=True)]
 
     def gaps(self, pages: Sequence[Sequence[int]], num_pages: int) -> list[Gap]:
-        """Return the pages missing from these full pages for a request with ``num_pages`` pages."""
+        """Return the pages that a request with ``num_pages`` pages needs in addition to these full pages."""
         firsts = self.first_pages(len(pages[0]) * self.page_size)
         return [
             Gap(lifetime, *run)
@@ -91,7 +91,7 @@ class Lifetimes:
         return num_pages
 
     def can_continue(self, pages: Sequence[Sequence[int]]) -> bool:
-        """Return whether the token after these full pages can see all pages that it needs."""
+        """Return whether all pages that the token after these full pages can see are present."""
         firsts = self.first_pages(len(pages[0]) * self.page_size)
         return all(NO_PAGE not in ids[first:] for ids, first in zip(pages, firsts, strict=True))
 

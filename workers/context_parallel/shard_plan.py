@@ -260,5 +260,5 @@ def _is_decode(scheduled: Sequence[ScheduledRequest]) -> bool:
 
 
 def _by_cp_rank(lens: tuple[int, ...], cp: int) -> tuple[int, ...]:
-    """Return the token counts by CP rank of one DP rank. Tokens computed on every rank count on each."""
+    """Return the token counts of one DP rank's CP ranks. A token computed on every rank counts on each."""
     return lens * cp if len(lens) == 1 else lens

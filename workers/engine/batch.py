@@ -80,7 +80,7 @@ class StepBatch:
         return tuple(query.run for query in self._own_sampled)
 
     def narrowed(self) -> "StepBatch":
-        """Return a batch in which only sampled tokens have queries. Return itself if all are sampled or scored."""
+        """Return a batch with queries for sampled tokens only, or this batch if all are sampled or scored."""
         if self.query_rows is not None or self.is_scored or len(self.sampled) == self.shards.num_tokens:
             return self
         return replace(self, query_rows=self.sampled_rows)

@@ -192,9 +192,7 @@ def _measure_all_reduce(model: DecoderModel) -> tuple[float, float]:
 
 
 def _waited_s(device: torch.device, group: Communicator, call: Callable[[], object]) -> float:
-    """Return the time that a call spends in a group's collectives or, on a GPU, the call's total time. Ranks start
-    together.
-    """
+    """Return the time that a call spends in a group's collectives or, on a GPU, in total. Ranks start together."""
     group.barrier()
     synchronize(device)
     waited_before_s, start_s = group.waited_s, time.perf_counter()

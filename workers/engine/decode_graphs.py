@@ -39,7 +39,7 @@ class CaptureError(RuntimeError):
 
 
 class GraphCapture:
-    """Capture as CUDA graphs. All graphs share memory, since no two are replayed at the same time."""
+    """Capture of computations as CUDA graphs. The graphs share memory, since no two are replayed together."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         """Use one ``stream`` for all captures, since libraries allocate memory per stream."""
@@ -125,7 +125,7 @@ class DecodeGraphs:
         return self._steps[size].run(step)
 
     def _why_not(self) -> str:
-        """Return why no step can be captured. Empty if steps can be captured."""
+        """Return why no step can be captured. Empty if there is no reason."""
         groups = self._model.groups
         is_sent = groups.moe_block.size > 1 and groups.moe_dispatch is MoeDispatch.ALL_TO_ALL
         if is_sent and self._model.config.experts_per_token:

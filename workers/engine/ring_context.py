@@ -57,7 +57,7 @@ class PassKvContext(StepContext):
         ring.start()
 
     def _read_prefix(self, layer: int, block: Tensor) -> None:
-        """Read full pages, which is faster. Later writes to the block overwrite the rows beyond a share."""
+        """Read each prefix in full pages, which is faster. Later rows of the block overwrite the surplus."""
         begin = 0
         for pages, length in self._prefix_pages:
             self.pool.read_pages(layer, pages, block[begin : begin + len(pages) * self.batch.page_size])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the simulator has no torch
 READ_SPANS = 64
 """Maximum spans read from a peer in one call."""
 MOST_LAYER_GROUPS = 8
-"""Maximum layer groups of a layerwise load. More groups start a step sooner but cost more copies."""
+"""Maximum layer groups of a layerwise load. More groups let a step start sooner but need more copies."""
 
 
 class Copier:

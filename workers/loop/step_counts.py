@@ -36,7 +36,7 @@ class StepReports:
     def next(
         self, now_s: float, *, is_idle: bool, dropped: Mapping[str, int] = MappingProxyType({})
     ) -> StepWork | None:
-        """Return a report if anything has changed and a second has passed or the rank is idle.
+        """Return a report if anything has changed, at most once per second unless the rank is idle.
 
         dropped: number of messages that the rank's inbox has dropped so far, by reason.
         """

@@ -184,7 +184,7 @@ class SharedMemoryCollectives:
         """Start a sum. Ranks are added in order, piece by piece.
 
         Every rank sums one share of a large piece and reads the other sums. Thus each of N ranks reads about twice the
-        tensor in total, instead of N times.
+        tensor's size, instead of N times.
         """
         data = _bytes_of(tensor)
         return self._begin(data, [data], partial(self._add_up, data, tensor.dtype))

@@ -1,7 +1,7 @@
 """Queue of decode requests that wait for pages. Sans I/O.
 
 A request whose prompt is computed by this replica gets its pages from the step scheduler, which also uses the tiers.
-It leaves this queue when enough pages are free. These stay reserved until it has them.
+It leaves this queue when enough pages are free. These pages stay reserved until the request has them.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ class _Space(NamedTuple):
     oldest_pages: int
     """Number of free pages that the oldest request needs."""
     most_overtaking: int
-    """Maximum number of pages that other requests may take before it."""
+    """Maximum number of pages that other requests may take before the oldest request gets its own."""
 
     def count_overtaking(self, request: DecodeRequest, needed: int) -> int:
         """Return how many of the oldest request's pages another request would take. 0 if both fit."""

@@ -30,7 +30,7 @@ class PageHolders:
         self._num_left = 0
         """Number of sequences removed so far. The caller may free their pages later."""
         self._leaving: list[tuple[TokenSequence, KvState]] = []
-        """Sequences removed during a load that may still write to these pages."""
+        """Sequences removed during a load. The load may still write to their pages."""
         self.num_preemptions = 0
 
     def add(self, sequence: TokenSequence) -> None:

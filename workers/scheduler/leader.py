@@ -249,7 +249,7 @@ class DpLeader(ABC):
 
 
 class Tombstones:
-    """Most recently ended rooms, so that a late message cannot revive one."""
+    """Memory of recently ended rooms, so that late messages cannot revive them."""
 
     def __init__(self) -> None:
         self._rooms: OrderedDict[Room, str] = OrderedDict()

@@ -14,7 +14,7 @@ from workers.cache.page_lists import live_pages
 from workers.scheduler.sequence import TokenSequence
 
 TICKET_TIMEOUT_S = 30.0
-"""Maximum time that a ticket waits for its request. The router sends the request and decode's request together."""
+"""Maximum time that a ticket waits for its request, which the router sends together with decode's."""
 
 
 class PrefillState(Enum):

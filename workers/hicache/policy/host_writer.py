@@ -140,7 +140,7 @@ class HostWriter:
         return [key for key in keys if key not in self._host and self._tree.page_of(key) is not None]
 
     def _next_left(self) -> list[bytes]:
-        """Return draining pages, up to the job limit and the host room that evicting stored pages can make."""
+        """Return left pages, as many as open jobs and host memory take without evicting unstored pages."""
         limit = max(1, MAX_OPEN * BATCH_PAGES // self._host.num_owners)
         return [
             left.popleft()

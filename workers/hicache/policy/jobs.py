@@ -126,7 +126,7 @@ class TierJobs:
         return sum(job.kind is kind for job in self._open.values())
 
     def num_unreported(self, global_rank: int) -> dict[TierJobKind, int]:
-        """Count the jobs that a rank has not reported yet by kind."""
+        """Count the jobs of each kind that a rank has not reported yet."""
         counts = dict.fromkeys(TierJobKind, 0)
         for job in self._open.values():
             counts[job.kind] += global_rank not in job.reported

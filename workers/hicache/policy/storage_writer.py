@@ -19,8 +19,7 @@ MARGIN = 1024
 TIMEOUT_S = 60.0
 """Timeout of a job. Jobs exceed it if pages arrive faster than storage can write them."""
 RENEW_S = 60.0
-"""Age of the last known stored copy after which a used page is offered again, since storage does not report evictions.
-"""
+"""Age of the last known stored copy after which a used page is offered again, since storage evicts silently."""
 MAX_REPORTED = 1 << 18
 """Maximum number of stored page keys sent to a new router."""
 

@@ -17,7 +17,7 @@ from cluster.spec.hicache_config import STORE_CLIENT_BYTES
 from workers.hicache.storage.interface import CorruptObjectError, Read, StorageError, StorageObject, Written
 
 _MISSING = -704
-"""Status of removing an object that does not exist."""
+"""Status returned for removing an object that does not exist."""
 _REACH_S = 3.0
 _NONSENSE = bytes(64)
 """Invalid request. A master closes the connection when it receives this."""
