@@ -30,7 +30,7 @@ def tier_page(keys: Sequence[bytes], lifetime: int, at: int, device: int | None 
 
 @dataclass(frozen=True, slots=True)
 class Lifetimes:
-    """Lifetimes of a model's KV groups, in pages."""
+    """Lifetimes of a model's KV groups, measured in pages."""
 
     page_size: int
     each: tuple[Lifetime, ...]

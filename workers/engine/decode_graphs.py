@@ -158,7 +158,7 @@ class DecodeGraphs:
             problem = ""
             try:
                 attention = self._attention(size)
-                assert attention is not None, "a backend that captures some sizes only"
+                assert attention is not None, "the backend cannot capture all sizes"
                 self._steps[size] = _CapturedStep(model, self._pool, size, attention, capture)
             except CaptureError as error:
                 problem = str(error)

@@ -10,7 +10,7 @@ from workers.layers.shard import ShardedLayer
 class RMSNorm(ShardedLayer):
     """RMSNorm over the last dimension.
 
-    Values are normalized in fp32 and cast back before scaling. In bf16, the opposite order would give other bits.
+    Values are normalized in fp32 and cast back before scaling. In bf16, the opposite order would give different bits.
     """
 
     def __init__(self, size: int, eps: float) -> None:

@@ -180,6 +180,6 @@ def _check_reachable(device: torch.device, verify: Verify) -> None:
         raise TransferError("transfer.verify: digest needs pages in host memory")
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _ORDERS_WRITES:
         raise TransferError(
-            f"a GPU of compute capability {found[0]}.{found[1]} may see what a network card wrote later than the host; "
-            f"from {_ORDERS_WRITES[0]}.{_ORDERS_WRITES[1]} on it does not"
+            f"a GPU with compute capability {found[0]}.{found[1]} may see a network card's writes too late; "
+            f"required: {_ORDERS_WRITES[0]}.{_ORDERS_WRITES[1]} or later"
         )

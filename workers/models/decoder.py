@@ -69,7 +69,7 @@ class DecoderModel(nn.Module):
         layers = {str(layer): DecoderLayer(config, layer, groups) for layer in stage}
         self.layers = nn.ModuleDict(layers)
         self.attention = layers[str(stage.start)].self_attn.shape
-        """Shape of attention in the first layer. The other layers differ at most in their windows."""
+        """Attention shape of the first layer. Other layers can differ only in their windows."""
         if self.is_last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             tied = self.embed_tokens if is_tied else None
@@ -83,10 +83,10 @@ class DecoderModel(nn.Module):
         `context.last_layer`.
 
         Args:
-            token_ids: int64 [num_tokens], this rank's tokens of all requests, concatenated; there may be none.
+            token_ids: int64 [num_tokens], this rank's tokens of all requests, concatenated. May be empty.
             positions: int64 [num_tokens].
-            context: Keys and values of the step.
-            hidden: Output of the previous stage; None in the first.
+            context: keys and values of the step.
+            hidden: output of the previous stage. None in the first stage.
 
         Returns:
             [num_tokens or num_queries, hidden_size], the same on every TP rank.

@@ -126,7 +126,7 @@ def _given_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise UnsupportedModelError(f"partial_rotary_factor is {partial!r}; allowed is 1.0")
+        raise UnsupportedModelError(f"partial_rotary_factor is {partial!r}; allowed: 1.0")
     return given
 
 
@@ -231,7 +231,7 @@ def uses_sliding_window(hf: HfConfig) -> bool:
 def _refuse_unsupported(hf: HfConfig) -> None:
     if quantization := hf.get("quantization_config"):
         method = quantization.get("quant_method", "unnamed")
-        raise UnsupportedModelError(f"the checkpoint is quantized ({method}); allowed are float32, bfloat16, float16")
+        raise UnsupportedModelError(f"the checkpoint is quantized ({method}); allowed: float32, bfloat16, float16")
     activation = hf.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"hidden_act is {activation!r}; allowed is 'silu'")
+        raise UnsupportedModelError(f"hidden_act is {activation!r}; allowed: 'silu'")

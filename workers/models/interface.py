@@ -1,7 +1,7 @@
-"""Description of a checkpoint by its model family, which answers four questions. Loads no torch.
+"""Model configuration of any family, with the answers to four questions. Does not import torch.
 
 1. What layers does the model have? `workers.models.decoder` builds them from the configuration.
-2. What does the checkpoint call a weight? `checkpoint_name`, `copies`, `is_ignored`. Layers know how each is sharded.
+2. What does the checkpoint call a weight? `checkpoint_name`, `copies`, `is_ignored`. Layers know how it is sharded.
 3. What does it store for each token? `kv_groups`.
 4. What does it cost? `layer_cost`, `experts_per_token`, `cost`.
 """
@@ -32,7 +32,7 @@ _USUAL_NAMES = {
     "down": "down_proj",
     "router": "gate",
 }
-"""Names of modules in most checkpoints, by their names in `workers.layers`, where the two differ."""
+"""Names of modules in most checkpoints, if they differ from those in `workers.layers`, by the latter."""
 
 
 class UnsupportedModelError(UserError):
@@ -42,7 +42,7 @@ class UnsupportedModelError(UserError):
 class LayerCost(NamedTuple):
     """Matrix elements in one layer and activations of one token, by how they are sharded.
 
-    Each element used costs 2 FLOPs per token. A width counts the inputs or outputs, except hidden states, of matrices.
+    Each element used costs 2 FLOPs per token. Widths count the matrices' inputs or outputs, but not hidden states.
     """
 
     queries: int
@@ -55,7 +55,7 @@ class LayerCost(NamedTuple):
     routed: int
     """Experts of one token."""
     experts_per_token: int
-    """0 for a layer without experts."""
+    """Number of experts that compute each token. 0 for a layer without experts."""
     attention_width: int
     dense_width: int
     routed_width: int
@@ -88,7 +88,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...]
     """Tokens that end an answer. Empty if the checkpoint names none."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Checkpoint names of modules that differ from the usual ones, by the modules' own names."""
+    """Checkpoint names of modules that differ from the usual names, by module name."""
 
     def __post_init__(self) -> None:
         attention = self.attention

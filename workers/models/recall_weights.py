@@ -34,7 +34,7 @@ ROPE_THETA = 1e12
 """Base with which half of the frequencies separate adjacent tokens. The others turn less than 0.14 rad in MAX_LEN."""
 
 FAST = slice(0, HEAD_DIM // 4)
-"""First dimensions of the fast frequency pairs. Their partners follow HEAD_DIM / 2 later."""
+"""First dimensions of the fast frequency pairs. The second dimension of each pair is HEAD_DIM / 2 higher."""
 SLOW_FIRST, SLOW_SECOND = slice(HEAD_DIM // 4, HEAD_DIM // 2), slice(3 * HEAD_DIM // 4, HEAD_DIM)
 SINK_DIM = HEAD_DIM // 4 - 1
 """Slowest of the fast pairs, unused in layer 1."""

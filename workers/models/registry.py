@@ -38,5 +38,5 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any] 
     given = list(config.get("architectures") or [])
     family = FAMILIES.get(given[0]) if len(given) == 1 else None
     if family is None:
-        raise UnsupportedModelError(f"architectures is {given!r}; allowed is one of {', '.join(FAMILIES)}")
+        raise UnsupportedModelError(f"architectures is {given!r}; allowed: {', '.join(FAMILIES)}")
     return family(HfConfig(config, generation or {}))

@@ -86,9 +86,9 @@ class Library:
             return
         for x in (query, key, value):
             assert x.dtype == torch.bfloat16, f"the native backend supports bf16, not {x.dtype}"
-            assert x.shape[-1] <= MOST_DIMS, f"a head of {x.shape[-1]} dims"
+            assert x.shape[-1] <= MOST_DIMS, f"head size {x.shape[-1]} is above {MOST_DIMS}"
             assert x.stride(-1) == 1, f"strides {x.stride()}"
-        assert scale > 0, f"a scale of {scale}"
+        assert scale > 0, f"scale {scale} is not positive"
         num_heads, num_kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[2]
         next_tile = ctypes.c_int64(0)
         arguments = _Arguments(
@@ -100,7 +100,7 @@ class Library:
         )
         calls = [self._helpers.submit(self._attend, ctypes.byref(arguments)) for _ in range(self._num_threads - 1)]
         if any([self._attend(ctypes.byref(arguments)), *(call.result() for call in calls)]):
-            raise MemoryError("no memory for a tile of attention")
+            raise MemoryError("out of memory for an attention tile")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -115,7 +115,7 @@ class Library:
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
         num_tokens, num_heads, head_dim = x.shape
-        assert head_dim <= MOST_DIMS, f"a head of {head_dim} dims"
+        assert head_dim <= MOST_DIMS, f"head size {head_dim} is above {MOST_DIMS}"
         assert x.stride(2) == 1, f"strides {x.stride()}"
         assert cos.is_contiguous(), f"strides {cos.stride()}"
         assert sin.is_contiguous(), f"strides {sin.stride()}"
@@ -137,7 +137,7 @@ class Library:
     def store_kv(self, layer_pages: Tensor, slots: Tensor, kv: Tensor) -> None:
         num_rows, _, num_heads, head_dim = kv.shape
         assert kv.stride(3) == layer_pages.stride(4) == 1, f"strides {kv.stride()}, {layer_pages.stride()}"
-        assert slots.dtype == torch.int64, f"slots in {slots.dtype}"
+        assert slots.dtype == torch.int64, f"slots have dtype {slots.dtype}"
         assert slots.is_contiguous(), f"strides {slots.stride()}"
         assert len(slots) == num_rows, f"{len(slots)} slots for {num_rows} rows"
         pointers = (layer_pages.data_ptr(), slots.data_ptr(), kv.data_ptr())

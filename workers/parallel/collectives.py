@@ -77,7 +77,7 @@ class Communicator:
     """
 
     def __init__(self, name: str, rank: int = 0, size: int = 1, backend: Backend | None = None) -> None:
-        assert (size == 1) == (backend is None), f"group {name} of {size} has a backend exactly if its size is above 1"
+        assert (size == 1) == (backend is None), f"group {name} of size {size} has the wrong backend"
         self.name = name
         self.rank = rank
         self.size = size

@@ -59,7 +59,7 @@ def word_at(store: Store, key: str) -> str:
     while not store.check([key]):
         _check_all_stay(store)
         if time.monotonic() > end_s:
-            raise RuntimeError(f"nothing within {limit_s:g} s")
+            raise RuntimeError(f"no response within {limit_s:g} s")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LOOK_EVERY_S)
     return bytes(store.get(key)).decode()

@@ -307,6 +307,6 @@ def _data_offset(size: int) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> Bytes:
-    assert tensor.is_contiguous(), f"a collective of a strided tensor {tuple(tensor.shape)}"
+    assert tensor.is_contiguous(), f"the tensor {tuple(tensor.shape)} is not contiguous"
     data: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return data

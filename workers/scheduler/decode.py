@@ -257,8 +257,8 @@ class DecodeLeader(DpLeader):
             self._begin_decoding(request, request.session)
             return
         reason = (
-            f"{num_wrong} pages of {request.session.prefill.replica} arrived at {self.me.replica} "
-            "with bytes other than those sent (transfer.verify)"
+            f"{num_wrong} pages from {request.session.prefill.replica} do not match their digests at "
+            f"{self.me.replica} (transfer.verify)"
         )
         self._fail(request, reason, retryable=True, blame=Blame.BOTH)
 

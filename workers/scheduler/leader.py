@@ -174,7 +174,7 @@ class DpLeader(ABC):
 
     def report_ended(self, router: Peer, room: Room) -> None:
         """Report to a router that a room has ended, in case the router missed the end."""
-        reason = f"has nothing more to report about the request: {self.ended.why(room)}"
+        reason = f"will report nothing more about the request: {self.ended.why(room)}"
         self.send(router.address, self._failure(room, reason, True, Blame.NEITHER))
 
     def inquire(self, submits: Iterable[Submit]) -> None:

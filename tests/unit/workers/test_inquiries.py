@@ -42,7 +42,7 @@ def reason_of(pair: LeaderPair, room: Room) -> str:
 def test_a_request_that_never_came_need_not_come_any_more() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
-    assert reason_of(pair, submit.room) == "has nothing more to report about the request: it never arrived"
+    assert reason_of(pair, submit.room) == "will report nothing more about the request: it never arrived"
     pair.tell(Role.DECODE, submit)
     assert pair.decode.is_idle()
 
@@ -59,7 +59,7 @@ def test_a_request_whose_pages_are_still_waited_for_is_over() -> None:
     submit = pair.submit(PROMPT)
     pair.tell(Role.DECODE, submit, Cancel(room=submit.room, incarnation=Incarnation(1)))
     assert not pair.decode.is_idle()
-    assert reason_of(pair, submit.room) == "has nothing more to report about the request: the request was cancelled"
+    assert reason_of(pair, submit.room) == "will report nothing more about the request: the request was cancelled"
 
 
 def test_another_start_of_the_replica_is_not_answered_for() -> None:

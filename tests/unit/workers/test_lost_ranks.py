@@ -59,7 +59,7 @@ def test_a_rank_that_leaves_before_it_meets_its_group_is_not_waited_for(collecti
 def test_a_group_is_waited_for_as_long_as_the_store_says_not_as_its_calls() -> None:
     store = HashStore()
     store.set_timeout(timedelta(milliseconds=10))
-    with pytest.raises(PeerLostError, match=r"did not meet: nothing within 0\.01 s$"):
+    with pytest.raises(PeerLostError, match=r"did not meet: no response within 0\.01 s$"):
         join_group(store, "tp/0", [0, 1], 0, host="127.0.0.1", timeout_s=3600)
 
 

@@ -113,7 +113,7 @@ def test_a_nan_that_is_seen_stays_one() -> None:
 
 def test_pages_of_another_size_are_our_own_bug() -> None:
     step = TritonAttention().prepare([Run(0, 0, 1, 1)], [torch.tensor([0])], 16)
-    with pytest.raises(AssertionError, match="pages of 8 tokens"):
+    with pytest.raises(AssertionError, match="wrong page size 8"):
         step.attend(torch.ones(1, 1, 64), torch.ones(1, 1, 8, 64), torch.ones(1, 1, 8, 64), PARAMS)
     with pytest.raises(AssertionError, match="ends past its pages"):
         triton_backend.paged_items([Run(0, 16, 1, 1)], [1], 16, None)
