@@ -143,7 +143,7 @@ def _make_prefill_leader(
 ) -> DpLeader:
     def choose(scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
         strategy = around.random.choice([Strategy.NONE, Strategy.ZIGZAG])
-        return StrategyChoice(make_step_shape(scheduled, strategy, cp=own[0].sizes.cp), None, {})
+        return StrategyChoice(make_step_shape(scheduled, strategy, cp=own[0].sizes.cp), None)
 
     settings = PrefillSettings(
         me=me,

@@ -49,7 +49,7 @@ class WorkerTakingTurns(TellingWorker):
             is_ring = chooser.mode is CpMode.RING and chooser.cp > 1
             passing = tuple(Passing)[next(numbers) % 2] if is_ring else None
             shape = make_step_shape(scheduled, next(strategies), passing, chooser.cp)
-            return StrategyChoice(shape, 1.0, {})  # only estimated steps are counted
+            return StrategyChoice(shape, 1.0)  # only estimated steps are counted
 
         _choose_by(choose)
 

@@ -14,13 +14,11 @@ MIN_GAIN = 0.02
 
 @dataclass(frozen=True, slots=True)
 class StrategyChoice:
-    """Shape of a step, and the estimates that led to the choice of strategy."""
+    """Shape of a step, and the estimate that led to the choice of strategy."""
 
     shape: StepShape
     estimate_s: float | None
-    """Expected time of the step. None if only one strategy was possible."""
-    estimates_s: Mapping[Strategy, float]
-    """Estimates of all strategies considered."""
+    """Expected time of the step. None if nothing was estimated."""
 
 
 Choose = Callable[[Sequence[ScheduledRequest]], StrategyChoice]
@@ -29,7 +27,7 @@ Choose = Callable[[Sequence[ScheduledRequest]], StrategyChoice]
 
 def undivided(scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
     """Return the shape of a step in which every rank computes every token. Implements ``Choose``."""
-    return StrategyChoice(make_step_shape(scheduled), None, {})
+    return StrategyChoice(make_step_shape(scheduled), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,4 +59,4 @@ class StrategyChooser:
         undivided_s = estimates_s.get(Strategy.NONE)
         if undivided_s is not None and estimates_s[best] > undivided_s * (1 - MIN_GAIN):
             best = Strategy.NONE
-        return StrategyChoice(shape_of_plan(plans[best], scheduled, passing), estimates_s[best], estimates_s)
+        return StrategyChoice(shape_of_plan(plans[best], scheduled, passing), estimates_s[best])

@@ -74,7 +74,7 @@ def test_one_rank_alone_is_the_first_way_and_no_way_is_repeated(cp: int, num_way
 
 
 def test_the_slowest_rank_sets_the_time_and_the_busiest_the_exposed_share() -> None:
-    choice = StrategyChoice(StepShape(strategy=Strategy.ZIGZAG, passing=Passing.PASS_Q), 1.5, {Strategy.ZIGZAG: 1.5})
+    choice = StrategyChoice(StepShape(strategy=Strategy.ZIGZAG, passing=Passing.PASS_Q), 1.5)
     way = Way(cp=2, strategy=StrategySetting.AUTO)
     alone = [[StepTime(3.0, 0.0)], [StepTime(6.0, 0.0)], [StepTime(5.0, 0.0)]]
     rounds = [
