@@ -173,7 +173,7 @@ class Tracing:
         closing.start()
         closing.join(CLOSE_S)
         if closing.is_alive():
-            _log.warning("the last spans were dropped: the collector did not take them within %g s", CLOSE_S)
+            _log.warning("the last spans were dropped: the collector did not accept them within %g s", CLOSE_S)
 
 
 def make_tracing() -> Tracing | None:

@@ -160,16 +160,16 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
         num_sent, max_tokens = len(self.output_ids), self.stopping.max_tokens
         end = output.first_index + len(output.token_ids)
         if output.first_index > num_sent:
-            return f"output {num_sent} is missing; {output.first_index} came next"
+            return f"output {num_sent} is missing; {output.first_index} arrived instead"
         known = self.output_ids[output.first_index : end]
         if known != output.token_ids[: len(known)]:
             return f"output {output.first_index} was sent again with other tokens"
         if end > max_tokens:
-            return f"{end} tokens came, at most {max_tokens} were requested"
+            return f"got {end} tokens, but at most {max_tokens} were requested"
         if output.finish is not None and end < num_sent:
-            return f"the answer ended at {end} tokens, but {num_sent} came before"
+            return f"the answer ended at {end} tokens, but {num_sent} had arrived"
         if self.sampling.num_logprobs is not None and len(output.logprobs) != len(output.token_ids):
-            return f"{len(output.token_ids)} tokens came with log-probabilities of {len(output.logprobs)}"
+            return f"{len(output.token_ids)} tokens arrived with log-probabilities of {len(output.logprobs)}"
         return None
 
 

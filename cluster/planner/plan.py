@@ -152,7 +152,7 @@ def _too_long(config: DeployConfig, model: ModelFacts) -> str:
         return ""
     gib = f"{memory_wanted(config, model, longest):.3g}"
     fix = f"set kv.memory_gib to {gib}, or model.max_context to {held}"
-    return f"{held} tokens fit, a request may have {longest}: {fix}"
+    return f"{held} tokens fit, but a request can have {longest}: {fix}"
 
 
 def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[PortPlan]:

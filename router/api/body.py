@@ -40,8 +40,8 @@ _PLACEHOLDER = secrets.token_hex(16)
 _OPENING = re.compile(rb"\s*:\s*\[")
 _WORDS = {
     "extra_forbidden": "there is no such field",
-    "too_short": "items needed: at least {min_length}",
-    "too_long": "items allowed: at most {max_length}",
+    "too_short": "must have at least {min_length} items",
+    "too_long": "must have at most {max_length} items",
 }
 """Messages that replace pydantic's, by error type."""
 

@@ -20,7 +20,7 @@ async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateReq
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs: only allowed with logprobs=true", "top_logprobs")
     if body.reasoning_effort not in (None, "none") and not service.model.has_thoughts:
-        known = "the chat template of this model shows no thoughts, or router.reasoning_parser is none"
+        known = "this model's chat template does not support reasoning, or router.reasoning_parser is none"
         given = f'got "{body.reasoning_effort}", allowed: null or "none"'
         raise bad_request(f"reasoning_effort: not supported here: {known}; {given}", "reasoning_effort")
     dialect = _dialect(service, body)
@@ -67,7 +67,7 @@ def _dialect(service: Service, body: ChatRequest) -> Dialect | None:
     if not body.tools or body.tool_choice == "none":
         return None
     if service.model.dialect is None:
-        known = "the chat template of this model shows no way to call tools, or router.tool_parser is none"
+        known = "this model's chat template does not support tool calls, or router.tool_parser is none"
         raise bad_request(f'tools: not supported here: {known}; allowed with "tool_choice": "none"', "tools")
     return service.model.dialect
 
@@ -90,7 +90,7 @@ def _constraint(service: Service, body: ChatRequest, dialect: Dialect | None) ->
         )
     if answer.parts["answer"].field.startswith("response_format"):
         return calls  # like OpenAI's API: agents repeat the format of their last answer in every request
-    raise bad_request("tool_choice: a required call and a structured answer exclude each other", "tool_choice")
+    raise bad_request("tool_choice: a required call cannot be combined with a structured answer", "tool_choice")
 
 
 def _is_best_effort(body: ChatRequest) -> bool:

@@ -29,11 +29,11 @@ WRONG_CONTENT = (
 CONTEXT_IS = "This model's maximum context length is 512 tokens, prompt and answer together. However, the prompt has"
 ROLES = "'system', 'developer', 'user', 'assistant', 'tool' or 'function'"
 NO_TOOLS = (
-    "not supported here: the chat template of this model shows no way to call tools, or router.tool_parser is none; "
+    "not supported here: this model's chat template does not support tool calls, or router.tool_parser is none; "
     'allowed with "tool_choice": "none"'
 )
 NO_THOUGHTS = (
-    "not supported here: the chat template of this model shows no thoughts, or router.reasoning_parser is none; "
+    "not supported here: this model's chat template does not support reasoning, or router.reasoning_parser is none; "
     'got "low", allowed: null or "none"'
 )
 WRONG_FORMAT = (
@@ -72,11 +72,11 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("logit_bias", {"258": 2}, "there is no token 258; allowed: 0 to 257"),
     ("logit_bias.7", {"7": 101}, "Input should be less than or equal to 100, got 101"),
     ("logit_bias.x", {"x": 1}, "Input should be a valid integer, unable to parse string as an integer, got 'x'"),
-    ("allowed_token_ids", [], "items needed: at least 1, got []"),
+    ("allowed_token_ids", [], "must have at least 1 items, got []"),
     ("allowed_token_ids", [1, 999], "there is no token 999; allowed: 0 to 257"),
     ("bad_words[0]", [""], "String should have at least 1 character, got ''"),
     ("guided_regex", "a(?=b)", LOOK_AHEAD),
-    ("guided_choice", [], "items needed: at least 1, got []"),
+    ("guided_choice", [], "must have at least 1 items, got []"),
     ("guided_json", 5, "must be a JSON schema: an object, or its text"),
     ("guided_json", "{", "not valid JSON: EOF while parsing an object at line 1 column 1"),
     ("guided_json", {"type": "integer", "minimum": 2, "maximum": 1}, UNSATISFIABLE),
@@ -93,7 +93,7 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
 ]
 BAD_CHATS: list[tuple[str, Any, str]] = [
     ("messages", MISSING, "field required"),
-    ("messages", [], "items needed: at least 1, got []"),
+    ("messages", [], "must have at least 1 items, got []"),
     ("messages[0].role", [{"role": "king", "content": "x"}], f"Input should be {ROLES}, got 'king'"),
     ("messages[0].content", [{"role": "user", "content": [{"type": "image_url"}]}], WRONG_CONTENT),
     ("messages", [{"role": "user", "content": "x" * 600}], f"{CONTEXT_IS} 619 tokens"),

@@ -58,7 +58,7 @@ class TestReplicasComeAndGo:
         cluster.decode.skips = 4
         reply = cluster.post("/v1/completions", prompt="abcdef", max_tokens=60)
         assert (reply.status_code, reply.json()["error"]["code"]) == (500, "broken_output")
-        assert reply.json()["error"]["message"] == "decode-0: output 12 is missing; 15 came next"
+        assert reply.json()["error"]["message"] == "decode-0: output 12 is missing; 15 arrived instead"
         cluster.decode.wait_cancels(4)
 
     def test_a_request_waits_in_the_router_until_decode_has_room(self, cluster: RouterCluster) -> None:

@@ -154,7 +154,7 @@ def test_a_collector_that_is_gone_does_not_hold_up_the_end(
         assert cluster.http.post("/v1/completions", json={"model": MODEL, "prompt": "abc"}).status_code == 200
         cluster.assert_empty()
         next(clusters, None)
-    assert "the collector did not take them within 2 s" in caplog.text
+    assert "the collector did not accept them within 2 s" in caplog.text
     for thread in threading.enumerate():
         if thread.name == "OtelBatchSpanRecordProcessor":  # it gives up by itself, but must not do so in another test
             thread.join(20)

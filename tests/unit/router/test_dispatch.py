@@ -124,10 +124,10 @@ class TestWrongOutputs:
     @pytest.mark.parametrize(
         ("message", "reason"),
         [
-            (output(Room(1), 2, 7), "decode-0: output 1 is missing; 2 came next"),
+            (output(Room(1), 2, 7), "decode-0: output 1 is missing; 2 arrived instead"),
             (output(Room(1), 0, 6, 7), "decode-0: output 0 was sent again with other tokens"),
-            (output(Room(1), 1, 1, 2, 3, 4), "decode-0: 5 tokens came, at most 4 were requested"),
-            (output(Room(1), 0, finish=FinishReason.STOP), "decode-0: the answer ended at 0 tokens, but 1 came before"),
+            (output(Room(1), 1, 1, 2, 3, 4), "decode-0: got 5 tokens, but at most 4 were requested"),
+            (output(Room(1), 0, finish=FinishReason.STOP), "decode-0: the answer ended at 0 tokens, but 1 had arrived"),
         ],
     )
     def test_what_cannot_follow_fails_the_request(self, message: Output, reason: str) -> None:
@@ -150,7 +150,7 @@ class TestWrongOutputs:
         assert emit == OutputBatch(choice_id=room, token_ids=[7], logprobs=[told[2]])
         fail = dispatch.on_output(output(room, 3, 6), NOW)[-1]
         assert isinstance(fail, FailRequest)
-        assert fail.reason == "decode-0: 1 tokens came with log-probabilities of 0"
+        assert fail.reason == "decode-0: 1 tokens arrived with log-probabilities of 0"
 
     @pytest.mark.parametrize("peer", [PREFILL, peer_of("decode-0", 2), peer_of("decode-1")])
     def test_from_somebody_else(self, peer: Peer) -> None:
