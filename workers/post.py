@@ -18,7 +18,7 @@ class Post(Protocol):
     def close(self) -> None: ...
 
 
-def send_if_heard(post: Post, address: str, message: Message) -> None:
+def send_or_log(post: Post, address: str, message: Message) -> None:
     """Send a message. If the peer does not listen, only log, since leases and deadlines handle lost peers."""
     try:
         post.send(address, message)

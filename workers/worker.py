@@ -38,7 +38,7 @@ from workers.loop.leader_link import LeaderLink, LocalLink, RemoteLink
 from workers.loop.rank_steps import RankSteps
 from workers.loop.watch import BETWEEN_STEPS, Heartbeat
 from workers.parallel.groups import ReplicaStore, join_store, open_store
-from workers.post import send_if_heard
+from workers.post import send_or_log
 from workers.rank import Rank, load_rank
 
 PAUSE_S = 1e-4
@@ -161,7 +161,7 @@ class Worker:
                 case ReportTrace():
                     assert self._rank is not None
                     trace = make_rank_trace(self.spec, self._rank, message.room, self._clock.now_s())
-                    send_if_heard(parts.outbox, message.reply_to, trace)
+                    send_or_log(parts.outbox, message.reply_to, trace)
                 case StepPlan():
                     link.on_message(message)
                     _begin([message], link, steps)

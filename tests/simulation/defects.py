@@ -198,13 +198,13 @@ def leave_out_a_digest_and_miss_none(patch: Patch) -> None:
 
 def forget_who_has_a_room(patch: Patch) -> None:
     """Messages about a room go to the DP rank with its number instead of the request's DP rank."""
-    home = ReplicaLeader._home
+    home = ReplicaLeader._dp_rank_of
 
     def home_by_number(self: ReplicaLeader, room: Room, message: Message) -> int:
         by_request = home(self, room, message)
         return by_request if isinstance(message, Submit) else room % len(self._leaders)
 
-    patch.setattr(ReplicaLeader, "_home", home_by_number)
+    patch.setattr(ReplicaLeader, "_dp_rank_of", home_by_number)
 
 
 def ticket_pages_that_are_computed_into(patch: Patch) -> None:

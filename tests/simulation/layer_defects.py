@@ -22,7 +22,7 @@ from workers.handoff.kv_sender import KvSender, OutgoingRequest, _Transfer
 from workers.hicache.copier import Copier
 from workers.hicache.tiers import HostLoader
 from workers.memory.layerwise_load import LayerwiseLoad
-from workers.post import send_if_heard
+from workers.post import send_or_log
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.holders import PageHolders
@@ -101,7 +101,7 @@ def report_drained_at_once(patch: Patch) -> None:
     def cancel(self: KvSender, message: CancelSend) -> None:
         rank = self._record.global_rank
         report = SendReport(room=message.room, sender_rank=rank, state=SendState.DRAINED)
-        send_if_heard(self._outbox, self._prefill.address, report)
+        send_or_log(self._outbox, self._prefill.address, report)
 
     patch.setattr(KvSender, "cancel", cancel)
 

@@ -33,7 +33,7 @@ from transfer.page_assignment import (
 from transfer.page_range import PageRange
 from transfer.sender_session import SenderSession
 from transfer.sender_thread import Cancelled, Outcome, SendJob, SpanWriter, Write, WriteFailed, Written
-from workers.post import Post, send_if_heard
+from workers.post import Post, send_or_log
 from workers.trace.recorder import KV_SENDER, Recorder
 
 if TYPE_CHECKING:  # imports torch
@@ -277,8 +277,8 @@ class KvSender:
         if session.state is SendState.FAILED and not session.saw_last_chunk:
             self._failed.add(session.room)
         if done := session.done():
-            send_if_heard(self._outbox, session.destination.decode.address, done)
-        send_if_heard(self._outbox, self._prefill.address, session.report())
+            send_or_log(self._outbox, session.destination.decode.address, done)
+        send_or_log(self._outbox, self._prefill.address, session.report())
 
     def cancel(self, message: CancelSend) -> None:
         """Stop writing for a transfer, and report once no write is in flight. An unknown transfer has already ended."""
@@ -292,7 +292,7 @@ class KvSender:
                 sender_rank=self._record.global_rank,
                 state=SendState.DRAINED,
             )
-            send_if_heard(self._outbox, self._prefill.address, report)
+            send_or_log(self._outbox, self._prefill.address, report)
 
     def forget(self, message: ForgetPeer) -> None:
         """Unmap the memory of a dead decode replica. An open mapping would keep the memory allocated."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from cluster.spec.registry import RankRecord
 from cluster.spec.transfer_messages import CheckPages, PagesChecked
 from transfer.digests import wrong_pages
-from workers.post import Post, send_if_heard
+from workers.post import Post, send_or_log
 
 
 class PageChecker:
@@ -45,6 +45,6 @@ class PageChecker:
             while (message := self._queue.get()) is not None:
                 wrong = wrong_pages(self._region, self._record.layout, message.digests)
                 answer = PagesChecked(room=message.room, rank=self._record.global_rank, wrong=wrong)
-                send_if_heard(self._outbox, self._leader_address, answer)
+                send_or_log(self._outbox, self._leader_address, answer)
         except Exception as error:  # a rank that cannot check pages must end
             self._on_failure(error)

@@ -16,9 +16,9 @@ from cluster.spec.worker_spec import WorkerSpec
 from workers.hicache.tier_worker import TierWorker
 from workers.loop.rank_steps import EndedStep
 from workers.loop.step_counts import StepMeter, StepReports
-from workers.post import send_if_heard, send_to_ranks
+from workers.post import send_or_log, send_to_ranks
 from workers.rank import Rank
-from workers.scheduler.replica_leader import ReplicaLeader, outputs_together
+from workers.scheduler.replica_leader import ReplicaLeader, join_outputs
 
 LOAD_EVERY_S = 0.05
 """Interval between load samples for heartbeats while there is work."""
@@ -114,13 +114,13 @@ class LocalLink:
         )
 
     def _send_outgoing(self) -> None:
-        for address, message in outputs_together(self._leader.take_outgoing()):
+        for address, message in join_outputs(self._leader.take_outgoing()):
             if isinstance(message, TierJob) and address == self._inbox.address:
                 # Bypass the inbox, since the job must be queued before the next step starts.
                 assert self._tiers is not None, "got a tier job, but this rank has no host memory"
                 self._tiers.submit(message)
             else:
-                send_if_heard(self._outbox, address, message)
+                send_or_log(self._outbox, address, message)
 
 
 class RemoteLink:
@@ -155,7 +155,7 @@ class RemoteLink:
         is_idle = not is_busy and not self._had_plans
         self._had_plans = False
         if report := self._reports.next(self._clock.now_s(), is_idle=is_idle, dropped=self._inbox.dropped):
-            send_if_heard(self._outbox, self._address, report)
+            send_or_log(self._outbox, self._address, report)
 
 
 def step_reports(spec: WorkerSpec, rank: Rank) -> StepReports:

@@ -45,9 +45,9 @@ class ReplicaLeader:
         self.num_ahead = num_ahead
         self._under_way: list[deque[StepPlan]] = [deque() for _ in leaders]
         """Plans under way that schedule requests, by DP rank."""
-        self._homes: OrderedDict[Room, int] = OrderedDict()
+        self._dp_ranks: OrderedDict[Room, int] = OrderedDict()
         """DP ranks by room, newest room last."""
-        self._next_news: dict[str, int] = {}
+        self._next_numbers: dict[str, int] = {}
         """Number of the next KvEvents message, by router address."""
         self._work: dict[int, StepWork] = {}
         """Latest work report by global rank."""
@@ -60,7 +60,7 @@ class ReplicaLeader:
             for address, message in leader.outgoing:
                 if isinstance(message, CommandResult):
                     named = address, message.number
-                    taken[named] = _both(taken[named], message) if named in taken else message
+                    taken[named] = _combined(taken[named], message) if named in taken else message
                 else:
                     outgoing.append((address, self._numbered(dp_rank, address, message)))
             leader.outgoing = []
@@ -75,7 +75,7 @@ class ReplicaLeader:
             self._work[message.global_rank] = message
             return
         if isinstance(message, Inquire):
-            for dp_rank, rooms in self._by_home(message).items():
+            for dp_rank, rooms in self._by_dp_rank(message).items():
                 self._leaders[dp_rank].on_message(replace(message, rooms=rooms), now_s)
             return
         for dp_rank in self._addressed(message):
@@ -144,27 +144,27 @@ class ReplicaLeader:
         if isinstance(message, TierJobResult):
             return [coords_of(message.global_rank, self._sizes).dp]
         room: Room | None = getattr(message, "room", None)
-        return range(len(self._leaders)) if room is None else [self._home(room, message)]
+        return range(len(self._leaders)) if room is None else [self._dp_rank_of(room, message)]
 
-    def _by_home(self, inquire: Inquire) -> dict[int, list[Room]]:
+    def _by_dp_rank(self, inquire: Inquire) -> dict[int, list[Room]]:
         """Split an inquiry by DP rank, since a leader reports unknown rooms as ended."""
         rooms: dict[int, list[Room]] = defaultdict(list)
         for room in inquire.rooms:
-            rooms[self._home(room, inquire)].append(room)
+            rooms[self._dp_rank_of(room, inquire)].append(room)
         return rooms
 
-    def _home(self, room: Room, message: Message) -> int:
+    def _dp_rank_of(self, room: Room, message: Message) -> int:
         """Return a room's DP rank. A new room goes to the rank that its request asks for or that the policy picks. If
         another
         message arrives before the request, the room's number decides.
         """
-        if room not in self._homes:
-            self._homes[room] = self._new_home(room, message)
-            if len(self._homes) > REMEMBERED_ROOMS:
-                self._homes.popitem(last=False)
-        return self._homes[room]
+        if room not in self._dp_ranks:
+            self._dp_ranks[room] = self._new_dp_rank(room, message)
+            if len(self._dp_ranks) > REMEMBERED_ROOMS:
+                self._dp_ranks.popitem(last=False)
+        return self._dp_ranks[room]
 
-    def _new_home(self, room: Room, message: Message) -> int:
+    def _new_dp_rank(self, room: Room, message: Message) -> int:
         for dp_rank, leader in enumerate(self._leaders):
             if leader.has(room):  # the room is too old to be remembered
                 return dp_rank
@@ -172,7 +172,7 @@ class ReplicaLeader:
         if isinstance(message, Submit):
             if message.prompt_of is not None:
                 # It shares the pages of another choice.
-                return self._homes.get(message.prompt_of, message.prompt_of % len(self._leaders))
+                return self._dp_ranks.get(message.prompt_of, message.prompt_of % len(self._leaders))
             wanted = message.dp_rank
         elif isinstance(message, Ticket):
             wanted = message.wanted_dp_rank
@@ -191,17 +191,17 @@ class ReplicaLeader:
         if not isinstance(message, KvEvents):
             return message
         begins = dp_rank == 0 and message.number == 0
-        number = 0 if begins else self._next_news[address]
-        self._next_news[address] = number + 1
+        number = 0 if begins else self._next_numbers[address]
+        self._next_numbers[address] = number + 1
         return replace(message, number=number)
 
 
-def _both(one: CommandResult, other: CommandResult) -> CommandResult:
+def _combined(one: CommandResult, other: CommandResult) -> CommandResult:
     """Combine two DP ranks' results of one command. All ranks accept it, or refuse it for the same reason."""
     return replace(one, refusal=one.refusal or other.refusal, num_pinned=max(one.num_pinned, other.num_pinned))
 
 
-def outputs_together(outgoing: Iterable[tuple[str, Message]]) -> Iterator[tuple[str, Message]]:
+def join_outputs(outgoing: Iterable[tuple[str, Message]]) -> Iterator[tuple[str, Message]]:
     """Join each address's consecutive outputs into one message."""
     together: dict[str, list[Output]] = {}
     for address, message in outgoing:

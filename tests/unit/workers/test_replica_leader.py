@@ -35,7 +35,7 @@ from tests.fakes.kv import kv_geometry
 from tests.fakes.rank_records import tier_state
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.scheduler.leader import DpLeader
-from workers.scheduler.replica_leader import ReplicaLeader, outputs_together
+from workers.scheduler.replica_leader import ReplicaLeader, join_outputs
 
 PEER = Peer(replica=ReplicaId("decode-0"), incarnation=Incarnation(1), address="here")
 
@@ -310,7 +310,7 @@ def message_of(number: int, is_output: bool) -> Message:
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.booleans()), max_size=12))
 def test_each_address_sees_the_same(kinds: list[tuple[str, bool]]) -> None:
     outgoing = [(address, message_of(number, is_output)) for number, (address, is_output) in enumerate(kinds)]
-    sent = list(outputs_together(outgoing))
+    sent = list(join_outputs(outgoing))
     for address in ("a", "b"):
         apart: list[Message] = []
         for _, message in [pair for pair in sent if pair[0] == address]:
