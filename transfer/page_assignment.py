@@ -16,7 +16,7 @@ LEAST_SPAN_BYTES = 64 << 10
 
 
 def early_ends(layout: PoolLayout, least_span_bytes: int = LEAST_SPAN_BYTES) -> list[int]:
-    """Return the layer counts after which a rank sends the layers so far. Empty if it sends all layers together."""
+    """Return the layer counts at which a rank sends the layers stored so far. Empty if it sends all layers together."""
     least = -(-least_span_bytes // min(group.layer_bytes for group in layout.groups))
     size = max(least, -(-layout.num_layers // MOST_GROUPS))
     return list(range(size, layout.num_layers - least + 1, size))

@@ -66,9 +66,9 @@ class PageRange:
         )
 
     def views(self, memory: Memory) -> list[Memory]:
-        """Return one view ``[page, head, layer, byte]`` of all pages in a memory per KV group.
+        """Return a view ``[page, head, layer, byte]`` of all pages in a memory for each KV group.
 
-        Pages in full yield a single view ``[page, 1, 1, byte]``.
+        Unrestricted pages yield a single view ``[page, 1, 1, byte]``.
         """
         pages: Any = memory
         if self.is_whole:

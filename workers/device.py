@@ -14,7 +14,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameter numbers of mallopt(3)."""
 _RETAINED_BYTES = 512 << 20
 _LARGEST_BYTES = 32 << 20
-"""Maximum threshold in glibc."""
+"""Largest threshold that glibc accepts."""
 
 
 def open_device(device: Device) -> torch.device:

@@ -76,7 +76,7 @@ class Ring:
         """Return the buffer for this rank's block in the next round, ``[num_rows, *row_shape]``.
 
         Only the first ``lens[r]`` rows of rank r's block are passed on; ``lens`` is the same on every rank. The result
-        is valid until the first of ``others``.
+        is valid until ``others`` yields its first block.
         """
         self._lens = lens
         capacity = max(num_rows, *lens)
