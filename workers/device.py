@@ -1,14 +1,18 @@
-"""Compute device of a worker, a CPU or a GPU, with events and copies."""
+"""Device that a rank computes on. Only this module distinguishes between kinds of devices."""
 
 import ctypes
 import platform
-from collections.abc import Sequence
-from functools import cache
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from cluster.spec.config import Device
+from cluster.spec import config
 from cluster.spec.errors import UserError
+from cluster.spec.memory import GIB, GpuMemory
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameter numbers of mallopt(3)."""
@@ -16,75 +20,228 @@ _RETAINED_BYTES = 512 << 20
 _LARGEST_BYTES = 32 << 20
 """Largest threshold that glibc accepts."""
 
+Event = torch.cuda.Event
+"""Event that completes after all GPU work started before it. None stands for an event that has completed."""
+Stream = torch.cuda.Stream
 
-def open_device(device: Device) -> torch.device:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Sizes of the measurements at warm-up."""
+
+    tokens: tuple[int, int]
+    """Minimal token count, and one at which arithmetic dominates. The count grows fourfold in between."""
+    queries: int
+    prefix: int
+    rows: tuple[int, int]
+    """Rows per rank in a collective."""
+
+
+class Device:
+    """Device that a rank computes on. By default, its work is complete on return, in host memory."""
+
+    name: str
+    torch_device: torch.device
+    """Device on which torch allocates tensors."""
+    has_own_memory = False
+    """The device does not compute in host memory, and NCCL connects it to others."""
+    has_kernels = False
+    """The kernels of workers.kernels apply; otherwise torch computes."""
+    has_torch_flash = False
+    """Torch has a flash-attention kernel that returns partials."""
+    is_asynchronous = False
+    """Work runs in the background, and so do copies if the host's memory is pinned."""
+    multiplies_bf16 = True
+    """Products are fast in bf16; if not, fp32 is faster."""
+    packs_bf16 = False
+    """oneDNN multiplies in bf16, with weights in a layout of its own."""
+    compute_capability: tuple[int, int] | None = None
+    samples: Samples
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device."""
+
+    def now_s(self) -> float:
+        """Return the time, for measurements, at which all work started so far is complete."""
+        return time.perf_counter()
+
+    def record_event(self) -> Event | None:
+        """Record an event after all work that this thread has started; return None if all of it is complete."""
+        return None
+
+    def copy_stream(self) -> Stream | None:
+        """Return a high-priority stream, on which copies need not wait for a large kernel to end."""
+        return None
+
+    def on_stream(self, stream: Stream | None, after: Event | None) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Return a context whose work runs after an event on a stream, by default the current one."""
+        return nullcontext()
+
+    def put(self, on_host: Tensor) -> Tensor:
+        """Return a copy on the device without blocking the host."""
+        return on_host
+
+    def put_index(self, numbers: Sequence[int]) -> Tensor:
+        """Return integers on the device. Indexing with a list would block the host during the copy."""
+        return self.put(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
+
+    def argmax(self, scores: Tensor) -> Tensor:
+        """Return the first maximum of each row."""
+        return scores.argmax(dim=-1)
+
+    def free_bytes(self) -> int:
+        """Return how many bytes of the device's own memory torch, libraries and the driver leave free."""
+        raise NotImplementedError
+
+    def measure_memory(self, compute: Callable[[], None], fraction: float) -> GpuMemory:
+        """Return how much of the device's own memory weights take now and activations in a computation."""
+        raise NotImplementedError
+
+
+class CpuDevice(Device):
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    has_torch_flash = True
+    samples = Samples(tokens=(16, 256), queries=128, prefix=896, rows=(16, 512))
+
+    def __init__(self) -> None:
+        self.multiplies_bf16 = self.packs_bf16 = _has_bf16_instructions()
+
+    def now_s(self) -> float:
+        """Return thread time, which excludes other work on the core."""
+        return time.thread_time()
+
+    def argmax(self, scores: Tensor) -> Tensor:
+        """Use numpy, which is several times as fast as torch."""
+        return torch.from_numpy(scores.numpy().argmax(axis=-1))
+
+
+class GpuDevice(Device):
+    """First GPU of this process."""
+
+    name = "cuda"
+    torch_device = torch.device("cuda", 0)
+    has_own_memory = has_kernels = is_asynchronous = True
+    # With fewer tokens, reading weights and launching kernels takes a GPU longer than arithmetic.
+    samples = Samples(tokens=(32, 2048), queries=2048, prefix=6144, rows=(16, 4096))
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:  # type: ignore[override]
+        return torch.cuda.get_device_capability(self.torch_device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def now_s(self) -> float:
+        self.synchronize()
+        return time.perf_counter()
+
+    def record_event(self) -> Event:
+        event: Event = torch.cuda.current_stream(self.torch_device).record_event()
+        return event
+
+    def copy_stream(self) -> Stream:
+        return Stream(self.torch_device, priority=-1)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def on_stream(self, stream: Stream | None, after: Event | None) -> Iterator[None]:
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            if after is not None:
+                torch.cuda.current_stream(self.torch_device).wait_event(after)
+            yield
+
+    def put(self, on_host: Tensor) -> Tensor:
+        """Copy from pinned memory, which torch keeps until the copy is done."""
+        if not on_host.numel():
+            return on_host.to(self.torch_device)
+        return on_host.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def free_bytes(self) -> int:
+        self.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    def measure_memory(self, compute: Callable[[], None], fraction: float) -> GpuMemory:
+        device = self.torch_device
+        self.free_bytes()
+        weights = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        compute()
+        free, total = self.free_bytes(), torch.cuda.mem_get_info(device)[1]
+        return GpuMemory(
+            total=total / GIB,
+            fraction=fraction,
+            weights=weights / GIB,
+            activations=(torch.cuda.max_memory_allocated(device) - weights) / GIB,
+            others=max(total - free - torch.cuda.memory_reserved(device), 0) / GIB,
+        )
+
+
+def _has_bf16_instructions() -> bool:
+    """Return whether the processor has bf16 instructions that torch uses."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if platform.machine() in ("aarch64", "arm64"):
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+CPU, GPU = CpuDevice(), GpuDevice()
+_BY_TYPE: dict[str, Device] = {"cpu": CPU, "cuda": GPU}
+
+
+def open_device(device: config.Device) -> Device:
     """Return the CPU, or make this process's first GPU current and return it.
 
     Raises:
         UserError: torch sees no GPU.
     """
-    if device is Device.CPU:
-        return torch.device("cpu")
+    if device is config.Device.CPU:
+        return CPU
     if not torch.cuda.is_available():
         build = "has no CUDA" if torch.version.cuda is None else f"is for CUDA {torch.version.cuda} and sees no GPU"
         raise UserError(f"resources.device: got cuda, but torch {torch.__version__} {build}; allowed here: cpu")
-    torch.cuda.set_device(0)
-    return torch.device("cuda", 0)
+    torch.cuda.set_device(GPU.torch_device)
+    return GPU
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for all work on a GPU. Do nothing on a CPU, which has no background work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def device_of(tensor: Tensor) -> Device:
+    """Return the device whose memory holds a tensor."""
+    return _BY_TYPE[tensor.device.type]
 
 
-Event = torch.cuda.Event
-"""Event that completes after all GPU work started before it. None stands for an event that has completed."""
+def device_between(source: Tensor, target: Tensor) -> Device:
+    """Return the device that copies between two memories: the GPU if either is its own."""
+    device = device_of(source)
+    return device if device.has_own_memory else device_of(target)
 
 
-def event_on(device: torch.device) -> Event | None:
-    """Record an event after all GPU work that this thread has started. Return None on a CPU."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+def is_within_device(source: Tensor, target: Tensor) -> bool:
+    """Return whether a copy involves no host memory."""
+    return device_of(source).has_own_memory and device_of(target).has_own_memory
 
 
 class Arriving:
     """Copies of tensors to the host. GPU work started later does not delay them."""
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
+    def __init__(self, *tensors: Tensor) -> None:
+        device = device_of(tensors[0])
         self._on_host = tensors
-        self._there: Event | None = None
-        if tensors[0].is_cuda:
+        if device.is_asynchronous:
             self._on_host = tuple(
                 torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
                 for tensor in tensors
             )
-            self._there = torch.cuda.current_stream(tensors[0].device).record_event()
+        self._there = device.record_event()
 
     @property
     def is_there(self) -> bool:
         return self._there is None or bool(self._there.query())  # type: ignore[no-untyped-call]
 
-    def wait(self) -> tuple[torch.Tensor, ...]:
+    def wait(self) -> tuple[Tensor, ...]:
         if self._there is not None:
             self._there.synchronize()
         return self._on_host
-
-
-def on_device(on_cpu: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy on the device without blocking the host. Torch keeps the pinned memory until the copy is done."""
-    if device.type == "cpu":
-        return on_cpu
-    return on_cpu.pin_memory().to(device, non_blocking=True) if on_cpu.numel() else on_cpu.to(device)
-
-
-def index_on(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return integers as a tensor on the device. Indexing with a list would block the host during the copy."""
-    return on_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
-
-
-def has_kernels(x: torch.Tensor) -> bool:
-    """Return whether the kernels of workers.kernels support ``x``. If not, use torch."""
-    return x.is_cuda
 
 
 def use_cpu(num_threads: int) -> None:
@@ -98,13 +255,3 @@ def use_cpu(num_threads: int) -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES)
         libc.mallopt(_TRIM_THRESHOLD, _RETAINED_BYTES)
-
-
-@cache
-def multiplies_bf16() -> bool:
-    """Return whether the processor has bf16 instructions that torch uses. If not, fp32 is faster."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    if platform.machine() in ("aarch64", "arm64"):
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

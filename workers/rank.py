@@ -21,7 +21,7 @@ from transfer.backends.registry import make_backend
 from workers.attention.interface import AttentionBackend, Feature
 from workers.attention.registry import choose_backend, needs_of
 from workers.context_parallel.cost_model import ModelShape, Rates
-from workers.device import open_device
+from workers.device import Device, open_device
 from workers.engine.calibration import measured_rates
 from workers.engine.decode_graphs import Capture, GraphCapture
 from workers.engine.pool_memory import pool_memory_gib
@@ -86,7 +86,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         model_config = read_model_config(folder)
         model_config.check_layout(spec.pool.parallel, f"{spec.role}.parallel")
         model_config.check_ring(spec.config.prefill)
-        groups = join_groups(spec, store, model_config)
+        groups = join_groups(spec, store, model_config, device)
         on_failure.callback(groups.leave)
         rank = _load(spec, folder, model_config, device, groups, store, on_failure)
         on_failure.pop_all()
@@ -97,12 +97,12 @@ def _load(
     spec: WorkerSpec,
     folder: Path,
     model_config: DecoderConfig,
-    device: torch.device,
+    device: Device,
     groups: RankGroups,
     store: ReplicaStore,
     on_failure: ExitStack,
 ) -> Rank:
-    config, on_gpu = spec.config, device.type == "cuda"
+    config = spec.config
     is_sampling_rank = groups.pipeline.is_last and groups.cp.rank == groups.model.tp.rank == 0
     grammars = Grammars(folder, model_config.vocab_size) if is_sampling_rank else None
     dtype_name = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
@@ -113,7 +113,7 @@ def _load(
     attention = _open_attention(spec, device, dtype, needs)
     make_capture: Callable[[], Capture] | None = None
     if captures_decode(config, spec.pool) and Feature.WINDOW not in needs:
-        make_capture = partial(GraphCapture, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        make_capture = partial(GraphCapture, torch.cuda.Stream(device.torch_device))  # type: ignore[no-untyped-call]
     memory_gib = pool_memory_gib(spec, store, model, attention, groups, geometry, make_capture)
     layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
     backend = make_backend(config.transfer.backend, spec.host, config.transfer.protocol)
@@ -121,8 +121,8 @@ def _load(
     host_bytes = host_bytes_of(spec, layout)
     host_region = backend.allocate(host_bytes) if host_bytes else None
     is_stored = host_region is not None and config.hicache.storage.backend is not StorageBackendName.NONE
-    regions = [region for region in (memory.region, host_region) if on_gpu and region and region.buffer.nbytes]
-    pinned = PinnedMemory([region.buffer for region in regions])
+    to_pin = (memory.region, host_region) if device.is_asynchronous else ()
+    pinned = PinnedMemory([region.buffer for region in to_pin if region and region.buffer.nbytes])
     runner = ModelRunner(
         model,
         memory.pool,
@@ -155,14 +155,12 @@ def _load(
     )
 
 
-def _open_attention(
-    spec: WorkerSpec, device: torch.device, dtype: torch.dtype, needs: Set[Feature]
-) -> AttentionBackend:
+def _open_attention(spec: WorkerSpec, device: Device, dtype: torch.dtype, needs: Set[Feature]) -> AttentionBackend:
     """Return the attention backend. If its library has elementwise kernels, use them too."""
     choice = choose_backend(spec.config.resources.attention, device, dtype, needs)
     _log.info("attention by %s: %s", choice.name, choice.reason)
     if choice.name == "native":
-        elementwise.register("cpu", torch.bfloat16, Library.load())
+        elementwise.register(device, torch.bfloat16, Library.load())
     return choice.backend
 
 

@@ -20,6 +20,7 @@ from tests.fakes.steps import Request, step_of
 from workers.attention.interface import AttentionBackend
 from workers.attention.registry import choose_backend
 from workers.context_parallel.exchange import join_rows
+from workers.device import CPU, Device
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepBatch, build_step_batch
 from workers.engine.ring_context import make_context
@@ -100,16 +101,16 @@ class ScenarioRun:
     """A scenario on one rank, with a pool whose unwritten slots are NaN."""
 
     def __init__(
-        self, scenario: Scenario, group: Communicator, backend: AttentionBackend | None = None, device: str = "cpu"
+        self, scenario: Scenario, group: Communicator, backend: AttentionBackend | None = None, device: Device = CPU
     ) -> None:
         self.scenario = scenario
-        self.device = torch.device(device)
+        self.device = device
         self.exchange = CpExchange(group)
         self.backend = backend or choose_backend(AttentionSetting.AUTO, self.device, scenario.dtype).backend
         self.owners = 1 if scenario.passing is None else scenario.cp
         self.tables, pages_an_owner = page_tables(scenario, self.owners)
         shape = (pages_an_owner, KV_HEADS, NUM_LAYERS, scenario.page_size, HEAD_DIM, scenario.dtype)
-        self.pool = kv_pool(*shape, device=self.device, value_dim=scenario.value_dim)
+        self.pool = kv_pool(*shape, device=device.torch_device, value_dim=scenario.value_dim)
         for view in chain.from_iterable(map(self.pool.layer_view, range(NUM_LAYERS))):
             view.fill_(torch.nan)
         self.inputs = [
@@ -164,7 +165,7 @@ class ScenarioRun:
         parts = [self.inputs[r][layer][which][self.done[r] : self.done[r] + lens[r]] for r in present]
         flattened = np.concatenate([self.inputs[0][layer][which][:0], *parts])
         local = torch.from_numpy(flattened[batch.shards.local(batch.cp_rank)])
-        return local.to(self.device, self.scenario.dtype)
+        return local.to(self.device.torch_device, self.scenario.dtype)
 
 
 def check_scenario(scenario: Scenario, results: list[list[StepResult]]) -> None:

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from workers.attention.interface import AttentionParams, GraphShape
+from workers.device import device_of
 
 
 def params_for(query: Tensor, window: int | None = None) -> AttentionParams:
@@ -21,5 +22,5 @@ def shape_for(query: Tensor, kv_heads: int, most_pages: int, page_size: int) -> 
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=query.dtype,
-        device=query.device,
+        device=device_of(query),
     )

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import HashStore
 
-from cluster.spec.config import Device
 from cluster.spec.strategy import Collectives
+from workers.device import Device
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import join_group
 

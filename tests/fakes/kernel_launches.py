@@ -111,7 +111,8 @@ def _experts() -> object:
         choose_experts(_bf16(20, 128), 8, counted, sum_to_one=True)
     few = expert_rows(experts, 8, loads, 16)
     grouped_matmul(_bf16(20, 2048), _bf16(8, 768, 2048), few.tiles, few.tokens)
-    answers = grouped_matmul(_bf16(2000, 2048), _bf16(2, 768, 2048), tiles_of([1000, 1000], 2, torch.device("cpu")))
+    x = _bf16(2000, 2048)
+    answers = grouped_matmul(x, _bf16(2, 768, 2048), tiles_of([1000, 1000], x))
     return sum_choices(answers, few.rows, torch.zeros(20, 8))
 
 

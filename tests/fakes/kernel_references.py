@@ -10,7 +10,7 @@ from tests.fakes.kernel_cases import DTYPES, Wanted, compare
 from tests.fakes.kv import kv_pool
 from tests.fakes.nearness import check_near
 from workers.attention.merge import Partial, merge
-from workers.device import synchronize
+from workers.device import device_between
 from workers.expert_parallel.token_dispatcher import NO_EXPERT, order_by_expert
 from workers.kernels.attention import attend, blocks_for
 from workers.kernels.copy_pages import copy_pages
@@ -54,7 +54,7 @@ def check_copy(data: st.DataObject, device: str) -> None:
     ):
         copy_pages(source[:, heads, layers], target[:, heads, layers], places.to(device))
         # A copy to the host does not synchronize by itself.
-        synchronize(torch.device(device))
+        device_between(source, target).synchronize()
         assert torch.equal(target.cpu(), expected)
 
 
@@ -132,8 +132,9 @@ def check_grouped(data: st.DataObject, device: str) -> None:
     inner, cols, dtype = data.draw(st.sampled_from([8, 100])), data.draw(st.sampled_from([16, 130])), data.draw(DTYPES)
     x, weights = torch.randn(sum(counts), inner).to(dtype), torch.randn(len(counts), cols, inner).to(dtype)
     parts = [rows.double() @ matrix.double().T for rows, matrix in zip(torch.split(x, counts), weights, strict=True)]
-    tiles = tiles_of(counts, x.itemsize, torch.device(device))
-    check_near(grouped_matmul(x.to(device), weights.to(device), tiles), torch.cat(parts))
+    x = x.to(device)
+    tiles = tiles_of(counts, x)
+    check_near(grouped_matmul(x, weights.to(device), tiles), torch.cat(parts))
 
 
 def check_choices(data: st.DataObject, device: str) -> None:

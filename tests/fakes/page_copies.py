@@ -9,7 +9,7 @@ from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.memory import page_layout
 from cluster.spec.registry import AxisSizes, RankCoords
 from tests.fakes.kv import kv_geometry, two_groups
-from workers.device import synchronize
+from workers.device import device_between
 from workers.memory.copy import PageMemory, copy
 
 _ONE, _FIRST = AxisSizes(dp=1, cp=1, tp=1, pp=1), RankCoords(dp=0, cp=0, tp=0, pp=0)
@@ -41,7 +41,7 @@ def check_copies(data: st.DataObject, device: torch.device) -> None:
         target = PageMemory(_put(torch.zeros_like(content), None if is_to_host else device), layout)
         copy(there.at(of, layers), target.at(to, layers))
         # The reader must wait for a copy to the host.
-        synchronize(device)
+        device_between(there.bytes, target.bytes).synchronize()
         assert torch.equal(target.bytes.cpu().flatten(), torch.from_numpy(expected))
 
 

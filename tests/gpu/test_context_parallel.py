@@ -6,11 +6,11 @@ from itertools import product
 import pytest
 import torch
 
-from cluster.spec.config import Device
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import Scenario, ScenarioRun, StepResult, check_scenario
 from tests.fakes.gloo_ranks import on_gloo_ranks
 from tests.fakes.thread_group import on_thread_ranks
+from workers.device import GPU
 from workers.parallel.collectives import Communicator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # a cold cache compiles every kernel
@@ -32,8 +32,8 @@ def test_ranks_that_meet_over_tcp(cp: int) -> None:
     """Exchanged tensors are copied through the host."""
     for strategy, passing in product(Strategy, [None, *Passing]):
         scenario = Scenario(chunks=CHUNKS, strategy=strategy, cp=cp, passing=passing, dtype=torch.bfloat16)
-        check_scenario(scenario, on_gloo_ranks(cp, partial(_run, scenario), Device.CUDA))
+        check_scenario(scenario, on_gloo_ranks(cp, partial(_run, scenario), GPU))
 
 
 def _run(scenario: Scenario, group: Communicator) -> list[StepResult]:
-    return ScenarioRun(scenario, group, device="cuda").run()
+    return ScenarioRun(scenario, group, device=GPU).run()

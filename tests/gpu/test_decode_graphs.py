@@ -13,6 +13,7 @@ from tests.fakes.steps import Request, step_of
 from workers.attention.triton.backend import TritonAttention
 from workers.bench.engine import EngineBench
 from workers.bench.shapes import SHAPES
+from workers.device import GPU
 from workers.engine.decode_graphs import CaptureError, GraphCapture
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import random_model
@@ -37,7 +38,7 @@ T = TypeVar("T")
 def runner_of(model: DecoderModel, num_pages: int) -> ModelRunner:
     config = model.config
     shape = (config.attention.num_kv_heads, config.num_layers, 64, config.attention.head_dim, model.dtype)
-    pool = kv_pool(num_pages, *shape, device=model.device)
+    pool = kv_pool(num_pages, *shape, device=model.device.torch_device)
     return ModelRunner(model, pool, TritonAttention(), Communicator("cp"))
 
 
@@ -49,9 +50,8 @@ def checked(found: T | None) -> T:
 
 def test_what_a_rehearsal_takes_is_what_graphs_take_and_it_gives_it_back() -> None:
     """Memory of the stream and of compiled kernels stays."""
-    device = torch.device("cuda", 0)
-    model = random_model(parse_model_config(SHAPES["Qwen3-0.6B"].config_json()), torch.bfloat16, device)
-    make_capture = partial(GraphCapture, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    model = random_model(parse_model_config(SHAPES["Qwen3-0.6B"].config_json()), torch.bfloat16, GPU)
+    make_capture = partial(GraphCapture, torch.cuda.Stream(GPU.torch_device))  # type: ignore[no-untyped-call]
     taken = []
     for num_pages in (1, 1, 100):
         runner = runner_of(model, num_pages)
@@ -75,12 +75,11 @@ def test_replayed_steps_are_the_usual_ones(more: dict[str, Any], dtype: torch.dt
 
     In bf16, another choice of experts is equally good when two are nearly equal.
     """
-    device = torch.device("cuda", 0)
     shape = {**SHAPES["tiny"].config_json(), **more}
-    model = random_model(parse_model_config(shape), dtype, device)
+    model = random_model(parse_model_config(shape), dtype, GPU)
     runner = runner_of(model, 200)
     runner._pool.group("full_attention").normal_()
-    runner.capture_decode(16, GraphCapture(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]
+    runner.capture_decode(16, GraphCapture(torch.cuda.Stream(GPU.torch_device)))  # type: ignore[no-untyped-call]
     rng = random.Random(0)
     for count in (16, 1, 3, 11, 2):
         free, requests = rng.sample(range(200), 200), []
@@ -98,7 +97,7 @@ def test_replayed_steps_are_the_usual_ones(more: dict[str, Any], dtype: torch.dt
 
 def test_after_a_failure_steps_run_as_usual() -> None:
     """Torch leaves its stream and its allocator in capture mode."""
-    device = torch.device("cuda", 0)
+    device = GPU.torch_device
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     capture, usual, ones = GraphCapture(stream), torch.cuda.current_stream(), torch.ones(1000, device=device)
 

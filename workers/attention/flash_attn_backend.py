@@ -13,7 +13,7 @@ from workers.attention.interface import AttentionParams, GraphShape, RowAttentio
 from workers.attention.merge import Partial
 from workers.attention.runs import Run
 from workers.attention.triton.backend import TritonAttention
-from workers.device import on_device
+from workers.device import device_of
 
 PAGE_MULTIPLE = 256
 """Number that divides every page size supported by the package's kernels."""
@@ -69,7 +69,7 @@ class _FlashStep:
         if params.window is not None or key_pages.shape[-1] != value_pages.shape[-1]:
             return self._triton().attend(query, key_pages, value_pages, params)
         if self._ends[0].device != query.device:  # True in the first layer
-            self._ends = [on_device(ends, query.device) for ends in self._ends]
+            self._ends = list(map(device_of(query).put, self._ends))
         out, lse, _ = flash_attn_varlen_func(
             query,
             key_pages.transpose(1, 2),

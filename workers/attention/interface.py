@@ -12,6 +12,7 @@ from torch import Tensor
 
 from workers.attention.merge import Partial
 from workers.attention.runs import Run
+from workers.device import Device
 
 
 class Feature(StrEnum):
@@ -81,7 +82,7 @@ class GraphShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    device: torch.device
+    device: Device
 
 
 class GraphAttention(Protocol):

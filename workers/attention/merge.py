@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workers.device import has_kernels
+from workers.device import device_of
 
 
 class Partial(NamedTuple):
@@ -44,7 +44,7 @@ def _join(partials: Sequence[Partial]) -> Partial:
     assert partials, "nothing to merge"
     if len(partials) == 1:
         return partials[0]
-    if has_kernels(partials[0].lse):
+    if device_of(partials[0].lse).has_kernels:
         from workers.kernels.partials import merge_partials
 
         return Partial(*merge_partials(*zip(*partials, strict=True)))

@@ -11,6 +11,7 @@ from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
 from cluster.spec.kv import KvGroup
 from workers.attention.interface import AttentionBackend, Feature
+from workers.device import Device
 from workers.native.compile import CannotCompileError, find_compiler
 
 
@@ -60,7 +61,7 @@ def needs_of(groups: Iterable[KvGroup]) -> frozenset[Feature]:
 
 
 def choose_backend(
-    setting: AttentionSetting, device: torch.device, dtype: torch.dtype, needs: Set[Feature] = frozenset()
+    setting: AttentionSetting, device: Device, dtype: torch.dtype, needs: Set[Feature] = frozenset()
 ) -> BackendChoice:
     """Return the backend that ``resources.attention`` names, or for ``auto`` the fastest one on this machine.
 
@@ -75,9 +76,9 @@ def choose_backend(
     suitable = {
         name: entry.lacks
         for name, entry in BACKENDS.items()
-        if device.type in entry.devices and (dtype == torch.bfloat16 or not entry.is_bf16_only)
+        if device.name in entry.devices and (dtype == torch.bfloat16 or not entry.is_bf16_only)
     }
-    on = f"on {device.type} in {dtype}".replace("torch.", "")
+    on = f"on {device.name} in {dtype}".replace("torch.", "")
     if name not in suitable:
         raise UserError(f"resources.attention: got {name}; allowed {on}: {_listed(suitable)}")
     if missing := needs & suitable[name]:
@@ -98,8 +99,8 @@ def _words(features: Set[Feature]) -> str:
     return " and ".join(sorted(features))
 
 
-def _fastest(device: torch.device, dtype: torch.dtype, needs: Set[Feature]) -> BackendChoice:
-    if device.type == "cuda":
+def _fastest(device: Device, dtype: torch.dtype, needs: Set[Feature]) -> BackendChoice:
+    if device.has_kernels:
         return BackendChoice("triton", load_backend("triton"), "it reads pages of any size in place")
     if dtype != torch.bfloat16:
         return BackendChoice("torch", load_backend("torch"), "the CPU, in fp32")

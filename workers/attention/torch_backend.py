@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from workers.attention.interface import AttentionParams, GraphShape
 from workers.attention.merge import Partial, empty_partial, merge
 from workers.attention.runs import Piece, Run, cut, paged_pieces, pages_of, row_pieces
+from workers.device import device_of
 
 MOST_KEYS = 1 << 12
 """Maximum keys copied out of a request's pages in one piece; few enough to stay in CPU caches."""
@@ -23,7 +24,7 @@ MOST_SCORES = 1 << 24
 
 
 def _has_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return query.device.type == "cpu" and key.shape[-1] == value.shape[-1]
+    return device_of(query).has_torch_flash and key.shape[-1] == value.shape[-1]
 
 
 def _flash(

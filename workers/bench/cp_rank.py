@@ -18,7 +18,7 @@ from workers.bench.results import StepTime, Way
 from workers.context_parallel.cost_model import Rates
 from workers.context_parallel.shard_plan import dummy_request
 from workers.context_parallel.strategy_choice import StrategyChoice, StrategyChooser
-from workers.device import use_cpu
+from workers.device import CPU, use_cpu
 from workers.engine.calibration import calibrate
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import random_model, torch_dtype
@@ -42,13 +42,13 @@ class CpBenchRank:
         self._config, self._mode = config, mode
         dtype = torch_dtype(config.dtype)
         self._shape = config.cost(config.dtype)
-        self._model = random_model(config, dtype, torch.device("cpu"))
+        self._model = random_model(config, dtype, CPU)
         self._model.pack()
         geometry = config.kv_geometry("bench", config.dtype, _PAGE_SIZE)
         self._pool = PagePool.of_one_rank(geometry, pages_for(max_len, _PAGE_SIZE))
         attention = choose_backend(AttentionSetting.AUTO, self._model.device, dtype, needs_of(geometry.groups))
         if attention.name == "native":
-            elementwise.register("cpu", torch.bfloat16, Library.load())
+            elementwise.register(CPU, torch.bfloat16, Library.load())
         self._backend = attention.backend
         self._store: ReplicaStore | None = None
         self._groups: dict[int, tuple[Communicator, ModelRunner, Rates]] = {}

@@ -55,12 +55,12 @@ class TransformersPeer:
         self._model.load_state_dict(weights, assign=True, strict=False)
         self._model.tie_weights()
         # Rotary frequencies come from the configuration, not from the weights.
-        with model.device:
+        with model.device.torch_device:
             self._model.model.rotary_emb = type(self._model.model.rotary_emb)(config)
         missing = [name for name, parameter in self._model.named_parameters() if parameter.is_meta]
         assert not missing, f"not in our model: {missing}"
         self._model.eval()
-        self._device = model.device
+        self._device = model.device.torch_device
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> Timed:
         """Generate a greedy answer. Raises RuntimeError if memory runs out."""
@@ -83,14 +83,16 @@ class EngineBench:
 
     def __init__(self, name: str, device: Device, most_tokens: int) -> None:
         """Load the model for requests of up to ``most_tokens`` tokens. Raises UserError if the device is missing."""
-        torch_device = open_device(device)
+        opened = open_device(device)
         use_cpu(1)  # same as a worker's default
         self._name = name
         # Measured first, while memory is free.
-        self._limits = gpu_limits(torch_device, GpuTimer(torch_device)) if device is Device.CUDA else cpu_limits()
+        self._limits = (
+            gpu_limits(opened.torch_device, GpuTimer(opened.torch_device)) if device is Device.CUDA else cpu_limits()
+        )
         dtype = torch.bfloat16 if device is Device.CUDA else torch.float32
         raw = SHAPES[name].config_json()
-        self._model = random_model(parse_model_config(raw), dtype, torch_device)
+        self._model = random_model(parse_model_config(raw), dtype, opened)
         self._runner = _make_runner(self._model, most_tokens)
         self._peer = TransformersPeer(raw, self._model)
 
@@ -172,12 +174,12 @@ def num_same(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 def _make_runner(model: DecoderModel, most_tokens: int) -> ModelRunner:
     geometry = model.config.kv_geometry("bench", str(model.dtype).removeprefix("torch."), _PAGE_SIZE)
-    pool = PagePool.of_one_rank(geometry, pages_for(most_tokens, _PAGE_SIZE), model.device)
+    pool = PagePool.of_one_rank(geometry, pages_for(most_tokens, _PAGE_SIZE), model.device.torch_device)
     attention = choose_backend(AttentionSetting.AUTO, model.device, model.dtype, needs_of(geometry.groups))
     runner = ModelRunner(model, pool, attention.backend, Communicator("cp"))
     runner.warm_up()
-    if model.device.type == "cuda":
-        runner.capture_decode(1, GraphCapture(torch.cuda.Stream(model.device)))  # type: ignore[no-untyped-call]
+    if model.device.has_kernels:
+        runner.capture_decode(1, GraphCapture(torch.cuda.Stream(model.device.torch_device)))  # type: ignore[no-untyped-call]
     return runner
 
 

@@ -57,7 +57,7 @@ class Sizes:
 class KernelBench:
     def __init__(self) -> None:
         """Open the GPU. Raises UserError if there is none."""
-        self._device = open_device(Device.CUDA)
+        self._device = open_device(Device.CUDA).torch_device
         self._timer = GpuTimer(self._device)
         self._limits = gpu_limits(self._device, self._timer)
 
@@ -137,7 +137,7 @@ def _decode(shape: BenchShape, device: torch.device, *, batch: _Batch) -> Kernel
             num_kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             dtype=query.dtype,
-            device=device,
+            device=pool.device,
         )
     )
     step.fill(lens, [table.numpy() for table in torch.split(pages.cpu(), num_pages)])
@@ -173,7 +173,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tens
 def _experts(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
     counts = [num // NUM_EXPERTS + (expert < num % NUM_EXPERTS) for expert in range(NUM_EXPERTS)]
     x, weights = _random(device, num, shape.hidden), _random(device, NUM_EXPERTS, shape.inner, shape.hidden)
-    tiles = tiles_of(counts, x.itemsize, device)
+    tiles = tiles_of(counts, x)
     work = 2.0 * num * shape.hidden * shape.inner
     return KernelCase(f"{NUM_EXPERTS} experts", Limit.FLOPS, work, lambda: grouped_matmul(x, weights, tiles))
 

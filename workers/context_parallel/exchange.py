@@ -7,7 +7,7 @@ from torch import Tensor
 
 from workers.attention.merge import Partial
 from workers.context_parallel.shard_plan import ShardPlan
-from workers.device import on_device
+from workers.device import device_of
 from workers.parallel.collectives import Communicator, Pending
 
 
@@ -154,7 +154,7 @@ def join_rows(group: Communicator, plan: ShardPlan, rows: Tensor) -> Tensor:
     if plan.replicated:
         return rows
     gathered = gather_rows(group, rows, plan.padded_len)
-    return gathered[on_device(torch.from_numpy(plan.inverse), rows.device)]
+    return gathered[device_of(rows).put(torch.from_numpy(plan.inverse))]
 
 
 def _at_least(buffer: Tensor | None, num_rows: int, row_shape: tuple[int, ...], like: Tensor) -> Tensor:

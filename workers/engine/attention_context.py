@@ -16,7 +16,7 @@ from workers.attention.interface import AttentionBackend, AttentionParams, RowAt
 from workers.attention.merge import Partial, merge
 from workers.attention.runs import Run, sees_any
 from workers.context_parallel.exchange import PendingGather, Ring, RowGather, gather_rows
-from workers.device import index_on
+from workers.device import device_of
 from workers.engine.batch import StepBatch
 from workers.kernels.elementwise import KvSlots
 from workers.layers.attention import AttentionContext
@@ -83,7 +83,7 @@ class StepContext(AttentionContext, ABC):
             counts[cp_rank] += 1
         most = max(counts.values(), default=0)
         gathered = gather_rows(self.exchange.group, mine, most)
-        return gathered[index_on([cp_rank * most + index for cp_rank, index in indices], gathered.device)]
+        return gathered[device_of(gathered).put_index([cp_rank * most + index for cp_rank, index in indices])]
 
     def prepare_rows(self, key_runs: Sequence[Run]) -> RowAttention | None:
         """Prepare attention of this rank's queries over rows of keys. Return None if no query sees any of them."""

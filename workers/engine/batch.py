@@ -13,7 +13,7 @@ from torch import Tensor
 from cluster.spec.step_messages import ScheduledRequest, StepShape
 from workers.attention.runs import Run
 from workers.context_parallel.shard_plan import Indices, ShardPlan, TokenLocation, plan_shards
-from workers.device import on_device
+from workers.device import Device, device_of
 from workers.engine.step_state import PreviousTokens
 
 _NO_PAGES = np.empty(0, dtype=np.int64)
@@ -89,7 +89,7 @@ class StepBatch:
     def sampled_rows(self) -> Tensor:
         """Return the rows of the sampled tokens that this rank computes, int64."""
         rows = [query.location.row for query in self._own_sampled]
-        return on_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.token_ids.device)
+        return device_of(self.token_ids).put_index(rows)
 
     @property
     def _own_sampled(self) -> list[SampledQuery]:
@@ -114,7 +114,7 @@ class StepBatch:
             begin = cp_rank * self.shards.padded_len
             slots = slots[begin : begin + self.shards.lens[cp_rank]]
         (rows,) = np.nonzero(slots != null_slot)
-        both = on_device(torch.from_numpy(np.stack((rows, slots[rows]))), pages.slots.device)
+        both = device_of(pages.slots).put(torch.from_numpy(np.stack((rows, slots[rows]))))
         return both[0], both[1]
 
 
@@ -125,7 +125,7 @@ def build_step_batch(
     cp_rank: int,
     page_size: int,
     null_slot: int,
-    device: torch.device,
+    device: Device,
     owners: int = 1,
 ) -> StepBatch:
     """Build one CP rank's batch of a step. Every rank of the group derives the same shards from the same requests.
@@ -151,7 +151,7 @@ def build_step_batch(
         return slots if shards.replicated else np.append(slots, null_slot)[shards.gathered_index]
 
     def tensor(values: Indices) -> Tensor:
-        return on_device(torch.from_numpy(values), device)
+        return device.put(torch.from_numpy(values))
 
     def pages_in(tables: Sequence[Indices]) -> StepPages:
         own = tables if owners == 1 else [table[table % owners == part] // owners for table in tables]

@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -16,7 +16,7 @@ from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial, merge
 from workers.attention.runs import Run
 from workers.context_parallel.cost_model import ModelShape, Rates, computed_pairs, slowest
-from workers.device import synchronize
+from workers.device import Device
 from workers.engine.rank_groups import RankGroups
 from workers.layers.attention import AttentionContext
 from workers.memory.page_pool import PagePool
@@ -33,23 +33,6 @@ _PAUSES = 3
 _FALLBACK = Rates()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
-    tokens: tuple[int, int]
-    """Minimum token count, and a token count at which arithmetic dominates. Counts grow fourfold in between."""
-    queries: int
-    prefix: int
-    rows: tuple[int, int]
-    """Rows per rank in a collective."""
-
-
-SAMPLES: Mapping[str, Samples] = {
-    "cpu": Samples(tokens=(16, 256), queries=128, prefix=896, rows=(16, 512)),
-    # With fewer tokens, a GPU spends more time on reading weights and launching kernels than on arithmetic.
-    "cuda": Samples(tokens=(32, 2048), queries=2048, prefix=6144, rows=(16, 4096)),
-}
-
-
 def calibrate(
     model: DecoderModel, pool: PagePool, backend: AttentionBackend, group: Communicator, shape: ModelShape
 ) -> Rates:
@@ -58,11 +41,11 @@ def calibrate(
 
     Rates that noise makes zero or negative keep their defaults.
     """
-    with torch.inference_mode(), model.device:
+    with torch.inference_mode(), model.device.torch_device:
         all_reduce_s, all_reduce_row_s = _measure_all_reduce(model)
         exchange_s, exchange_bytes_per_s, hidden_share = _measure_exchange(model, pool, group, shape)
     # Each rank decides alone how often to repeat the other measurements, so they must not contain collectives.
-    with torch.inference_mode(), model.device, model.groups.alone():
+    with torch.inference_mode(), model.device.torch_device, model.groups.alone():
         floor_s, linear_flops_per_s = _measure_linear(model)
         run_s, attention_flops_per_s = _measure_attention(model, pool, backend, shape)
         head_s = _least_s(model.device, lambda: model.logits(_hidden(model, 1))) if model.is_last else 0.0
@@ -102,10 +85,10 @@ def _measure_linear(model: DecoderModel) -> tuple[float, float]:
 
     def layer_s(num_tokens: int) -> float:
         hidden = _hidden(model, num_tokens)
-        rotation = model.rotary(torch.arange(num_tokens, device=model.device), model.dtype)
+        rotation = model.rotary(torch.arange(num_tokens, device=model.device.torch_device), model.dtype)
         return _least_s(model.device, lambda: layer(hidden, hidden, rotation, context, None))
 
-    few_tokens, most_tokens = SAMPLES[model.device.type].tokens
+    few_tokens, most_tokens = model.device.samples.tokens
     num_tokens, few_s = few_tokens, layer_s(few_tokens)
     many_s = few_s
     while num_tokens < most_tokens and many_s < _SAMPLE_S:
@@ -128,7 +111,7 @@ def _measure_attention(
     model: DecoderModel, pool: PagePool, backend: AttentionBackend, shape: ModelShape
 ) -> tuple[float, float]:
     """Measure the time of a minimal run, and FLOP/s with a longer prefix."""
-    samples, attention = SAMPLES[model.device.type], model.attention
+    samples, attention = model.device.samples, model.attention
     # The FLOPs below include all keys.
     params = replace(attention.params, window=None)
     table = torch.full((-(-(samples.prefix + samples.queries) // pool.page_size),), pool.num_pages)
@@ -163,13 +146,13 @@ def _measure_exchange(
 
         return min(_waited_s(model.device, group, exchange) for _ in range(_REPEATS))
 
-    few_rows, many_rows = SAMPLES[model.device.type].rows
+    few_rows, many_rows = model.device.samples.rows
     few_s, many_s = gather_s(few_rows), gather_s(many_rows)
     received = (group.size - 1) * (many_rows - few_rows) * shape.kv_row_bytes
     bytes_per_s = _rate(received, many_s - few_s, _FALLBACK.exchange_bytes_per_s)
     if not group.in_background:
         return few_s, bytes_per_s, 0.0
-    if model.device.type == "cuda":
+    if model.device.is_asynchronous:
         # Collectives run on a separate stream.
         return few_s, bytes_per_s, 1.0
     hidden_s = many_s - gather_s(many_rows, pause_s=_PAUSES * many_s)
@@ -186,32 +169,28 @@ def _measure_all_reduce(model: DecoderModel) -> tuple[float, float]:
         hidden = torch.zeros(num_rows, model.config.hidden_size, dtype=model.dtype)
         return min(_waited_s(model.device, group, lambda: group.all_reduce(hidden)) for _ in range(_REPEATS))
 
-    few_rows, many_rows = SAMPLES[model.device.type].rows
+    few_rows, many_rows = model.device.samples.rows
     few_s, many_s = sum_s(few_rows), sum_s(many_rows)
     return few_s, max(0.0, many_s - few_s) / (many_rows - few_rows)
 
 
-def _waited_s(device: torch.device, group: Communicator, call: Callable[[], object]) -> float:
+def _waited_s(device: Device, group: Communicator, call: Callable[[], object]) -> float:
     """Return the time that a call spends in a group's collectives or, on a GPU, in total. Ranks start together."""
     group.barrier()
-    synchronize(device)
-    waited_before_s, start_s = group.waited_s, time.perf_counter()
+    waited_before_s, start_s = group.waited_s, device.now_s()
     call()
-    if device.type == "cpu":
-        return group.waited_s - waited_before_s
-    synchronize(device)
-    return time.perf_counter() - start_s
+    return device.now_s() - start_s if device.is_asynchronous else group.waited_s - waited_before_s
 
 
 def _measure_merge(model: DecoderModel) -> float:
-    _, num_tokens = SAMPLES[model.device.type].tokens
+    _, num_tokens = model.device.samples.tokens
     shape = (num_tokens, model.attention.num_heads)
     partial = Partial(torch.zeros(*shape, model.attention.value_dim, dtype=model.dtype), torch.zeros(shape))
     return _least_s(model.device, lambda: merge([partial, partial])) / (2 * num_tokens)
 
 
 def _measure_store(model: DecoderModel, pool: PagePool) -> float:
-    _, num_tokens = SAMPLES[model.device.type].tokens
+    _, num_tokens = model.device.samples.tokens
     slots = torch.full((num_tokens,), pool.null_slot)
     kv = torch.zeros(num_tokens, *pool.row_shape(0), dtype=model.dtype)
     return _least_s(model.device, lambda: pool.write(0, slots, kv)) / num_tokens
@@ -219,21 +198,20 @@ def _measure_store(model: DecoderModel, pool: PagePool) -> float:
 
 def _hidden(model: DecoderModel, num_tokens: int) -> Tensor:
     """Return hidden states of different tokens, which are routed to different experts."""
-    generator = torch.Generator(device=model.device).manual_seed(0)
+    generator = torch.Generator(device=model.device.torch_device).manual_seed(0)
     shape = num_tokens, model.config.hidden_size
-    return torch.randn(shape, generator=generator, device=model.device).to(model.dtype)
+    return torch.randn(shape, generator=generator, device=model.device.torch_device).to(model.dtype)
 
 
-def _least_s(device: torch.device, call: Callable[[], object]) -> float:
-    """Return the shortest time of several calls. On a CPU, this is thread time, which excludes other threads."""
-    clock = time.thread_time if device.type == "cpu" else time.perf_counter
-    started_s, least_s = clock(), math.inf
+def _least_s(device: Device, call: Callable[[], object]) -> float:
+    """Return the shortest time of several calls."""
+    started_s, least_s = device.now_s(), math.inf
     for _ in range(_REPEATS):
-        start_s = clock()
+        start_s = device.now_s()
         call()
-        synchronize(device)
-        least_s = min(least_s, clock() - start_s)
-        if clock() - started_s >= _SAMPLE_S:
+        end_s = device.now_s()
+        least_s = min(least_s, end_s - start_s)
+        if end_s - started_s >= _SAMPLE_S:
             break
     return least_s
 

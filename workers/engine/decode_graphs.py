@@ -68,19 +68,6 @@ class GraphCapture:
         return out, graph.replay
 
 
-def bytes_taken_by(device: torch.device, record: Callable[[], None]) -> int:
-    """Return the GPU memory in bytes that a capture takes in torch, libraries and the driver together."""
-    free = _free_bytes(device)
-    record()
-    return max(free - _free_bytes(device), 0)
-
-
-def _free_bytes(device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
-
-
 class DecodeGraphs:
     """Captured decode steps, in which each request has one token. Other steps are not replayed."""
 
@@ -162,7 +149,7 @@ class DecodeGraphs:
                 self._steps[size] = _CapturedStep(model, self._pool, size, attention, capture)
             except CaptureError as error:
                 problem = str(error)
-            num_failed = torch.tensor([float(bool(problem))], device=model.device)
+            num_failed = torch.tensor([float(bool(problem))], device=model.device.torch_device)
             for group in (model.groups.tp, model.groups.dp):
                 group.all_reduce(num_failed)
             if num_failed.item():
@@ -178,7 +165,8 @@ class _CapturedStep:
         self, model: DecoderModel, pool: PagePool, size: int, attention: GraphAttention, capture: Capture
     ) -> None:
         self._pool, self._size, self._attention = pool, size, attention
-        self._inputs = torch.zeros(4, size, dtype=torch.int64, device=model.device)
+        self._device = model.device
+        self._inputs = torch.zeros(4, size, dtype=torch.int64, device=model.device.torch_device)
         token_ids, positions, slots, is_request = self._inputs
         dp = model.groups.parallel.dp
         context = _DecodeContext(pool, slots, self._attention, (size,) * dp if dp > 1 else None)
@@ -201,7 +189,7 @@ class _CapturedStep:
 
     def _fill(self, step: StepInput) -> None:
         pool, num_requests = self._pool, len(step.scheduled)
-        on_host = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=self._inputs.is_cuda)
+        on_host = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=self._device.is_asynchronous)
         token_ids, positions, slots, is_request = on_host.numpy()
         is_request[:num_requests] = 1
         token_ids[:num_requests] = [request.token_ids[0] for request in step.scheduled]

@@ -17,7 +17,7 @@ from cluster.grammar import Grammars, Matcher
 from cluster.spec.errors import UserError
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit
-from workers.device import index_on, on_device
+from workers.device import device_of
 
 
 class TokenCounts:
@@ -161,7 +161,7 @@ def process(logits: Tensor, states: Sequence[SamplingState], positions: Sequence
     """Change logits ``[num_rows, vocab_size]`` in place. ``positions`` are the rows' output positions."""
     asking = {row: state for row, state in enumerate(states) if state.asks}
     grammars = {row: state.grammar for row, state in asking.items() if state.grammar is not None}
-    before = logits[index_on(list(grammars), logits.device)] if grammars else logits
+    before = logits[device_of(logits).put_index(list(grammars))] if grammars else logits
     _forbid_others(logits, {row: state.allowed for row, state in asking.items() if len(state.allowed)})
     shifts = {row: state.shifts(positions[row]) for row, state in asking.items()}
     _shift(logits, {row: shift for row, shift in shifts.items() if len(shift[0])})
@@ -173,7 +173,7 @@ def _forbid_others(logits: Tensor, allowed: Mapping[int, NDArray[np.int64]]) -> 
     if allowed:
         index = _index(allowed, logits)
         kept = logits[index]
-        logits[index_on(list(allowed), logits.device)] = -math.inf
+        logits[device_of(logits).put_index(list(allowed))] = -math.inf
         logits[index] = kept
 
 
@@ -184,8 +184,9 @@ def _keep_to(logits: Tensor, before: Tensor, grammars: Mapping[int, NDArray[np.b
     """
     if not grammars:
         return
-    rows = index_on(list(grammars), logits.device)
-    is_out = on_device(torch.from_numpy(~np.stack(list(grammars.values()))), logits.device)
+    device = device_of(logits)
+    rows = device.put_index(list(grammars))
+    is_out = device.put(torch.from_numpy(~np.stack(list(grammars.values()))))
     kept = logits[rows].masked_fill_(is_out, -math.inf)
     is_empty = kept.amax(dim=-1, keepdim=True) == -math.inf
     logits[rows] = torch.where(is_empty, before.masked_fill_(is_out, -math.inf), kept)
@@ -219,8 +220,8 @@ def _penalise(logits: Tensor, states: Sequence[SamplingState], counted: Mapping[
 def _index(ids: Mapping[int, NDArray[np.int64]], like: Tensor) -> tuple[Tensor, Tensor]:
     rows = np.repeat(np.array(list(ids), np.int64), [len(part) for part in ids.values()])
     columns = np.concatenate(list(ids.values()))
-    return on_device(torch.from_numpy(rows), like.device), on_device(torch.from_numpy(columns), like.device)
+    return device_of(like).put(torch.from_numpy(rows)), device_of(like).put(torch.from_numpy(columns))
 
 
 def _tensor(parts: Sequence[Numbers], like: Tensor) -> Tensor:
-    return on_device(torch.from_numpy(np.concatenate(parts)), like.device)
+    return device_of(like).put(torch.from_numpy(np.concatenate(parts)))

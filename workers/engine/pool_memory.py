@@ -4,9 +4,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
-from cluster.spec.config import Device
 from cluster.spec.errors import UserError
 from cluster.spec.kv import KvGeometry
 from cluster.spec.memory import GIB, GpuMemory, page_layout
@@ -40,10 +37,10 @@ def pool_memory_gib(
         UserError: weights, a step, graphs and pages do not fit. The message shows the arithmetic.
     """
     given = spec.config.kv_memory_gib
-    if spec.config.resources.device is Device.CPU:
+    if not model.device.has_own_memory:
         assert given is not None, "kv.memory_gib must be set on a CPU"
         return given
-    page = PagePool(page_layout(geometry, spec.sizes, spec.coords), device=model.device)
+    page = PagePool(page_layout(geometry, spec.sizes, spec.coords), device=model.device.torch_device)
     runner = ModelRunner(model, page, attention, groups.cp, spec.ownership, pipeline=groups.pipeline)
     memory = _measure(spec, model, runner, make_capture)
     _log.info("%s", memory)
@@ -63,26 +60,14 @@ def _measure(
     pool_config = spec.pool
     chunk_len = pool_config.chunk_tokens
     longest = spec.config.model.longest_context(model.config.max_position_embeddings)
-    torch.cuda.synchronize(model.device)
-    torch.cuda.empty_cache()
-    weights = torch.cuda.memory_allocated(model.device)
-    torch.cuda.reset_peak_memory_stats(model.device)
-    # The largest step is the last step of the longest prompt, since exchanges between ranks grow with the prefix.
-    for passing in spec.config.prefill.passing.candidates if spec.ownership is KvOwnership.SHARDED else [None]:
-        runner.run_dummy(chunk_len, max(longest - chunk_len, 0), spec.config.prefill.strategy.fullest, passing)
-    runner.sample_dummy(pool_config.max_requests)
-    torch.cuda.synchronize(model.device)
-    peak = torch.cuda.max_memory_allocated(model.device)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(model.device)
-    others = total - free - torch.cuda.memory_reserved(model.device)
-    memory = GpuMemory(
-        total=total / GIB,
-        fraction=spec.config.kv.memory_fraction,
-        weights=weights / GIB,
-        activations=(peak - weights) / GIB,
-        others=max(others, 0) / GIB,
-    )
+
+    def compute() -> None:
+        # The largest step is the last one of the longest prompt, since exchanges between ranks grow with the prefix.
+        for passing in spec.config.prefill.passing.candidates if spec.ownership is KvOwnership.SHARDED else [None]:
+            runner.run_dummy(chunk_len, max(longest - chunk_len, 0), spec.config.prefill.strategy.fullest, passing)
+        runner.sample_dummy(pool_config.max_requests)
+
+    memory = model.device.measure_memory(compute, spec.config.kv.memory_fraction)
     if make_capture is None:
         return memory
     try:

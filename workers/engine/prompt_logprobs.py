@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cluster.spec.sampling import TokenLogprobs
 from workers.context_parallel.exchange import join_rows
-from workers.device import on_device
+from workers.device import device_of
 from workers.engine.batch import StepBatch
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
@@ -40,7 +40,7 @@ def prompt_logprobs(
     scored = np.full(shards.num_tokens, -1, dtype=np.int64)
     for start, request in zip(shards.starts, asked, strict=False):
         scored[start : start + len(request.scored_ids)] = request.scored_ids
-    local = on_device(torch.from_numpy(scored[shards.local(batch.cp_rank)]), hidden.device)
+    local = device_of(hidden).put(torch.from_numpy(scored[shards.local(batch.cp_rank)]))
     scores = join_rows(group, shards, _scores(model, hidden, local, max(request.num_top for request in asked)))
     if batch.cp_rank > 0:
         return []

@@ -9,6 +9,7 @@ from cluster.spec.ids import Role
 from cluster.spec.ranks import GroupName, head_copies, head_copy_groups, positions, stage_links
 from cluster.spec.ranks import groups as rank_groups
 from cluster.spec.worker_spec import WorkerSpec
+from workers.device import Device
 from workers.models.interface import DecoderConfig
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, exchange_at_start, join_group
@@ -44,7 +45,7 @@ class RankGroups:
             list(threads.map(Communicator.destroy, self.all))
 
 
-def join_groups(spec: WorkerSpec, store: ReplicaStore, model: DecoderConfig) -> RankGroups:
+def join_groups(spec: WorkerSpec, store: ReplicaStore, model: DecoderConfig, device: Device) -> RankGroups:
     """Join the other ranks of a replica. All ranks join their groups in the same order."""
     parallel, rank, resources = spec.pool.parallel, spec.global_rank, spec.config.resources
 
@@ -58,7 +59,7 @@ def join_groups(spec: WorkerSpec, store: ReplicaStore, model: DecoderConfig) -> 
             host=spec.host,
             timeout_s=COLLECTIVE_TIMEOUT_S,
             collectives=resources.collectives,
-            device=resources.device,
+            device=device,
         )
 
     by_name = rank_groups(parallel)

@@ -17,7 +17,7 @@ from workers.attention.interface import AttentionBackend, AttentionParams
 from workers.attention.merge import Partial
 from workers.attention.runs import RankRuns, Run
 from workers.context_parallel.exchange import HomewardPartials
-from workers.device import on_device
+from workers.device import device_of
 from workers.engine.attention_context import CpExchange, OverlappedContext, OwnedRows, PagedContext, StepContext
 from workers.engine.batch import StepBatch
 from workers.memory.page_pool import PagePool
@@ -92,9 +92,9 @@ class PassQContext(StepContext):
         ]
         self._has_prefix = any(shards.prefix_lens)
         self._prefix = backend.prepare(everything, batch.pages[0].tables, batch.page_size, batch.own_prefix_lens)
-        device = batch.token_ids.device
-        self._inverse = on_device(torch.from_numpy(shards.inverse), device)
-        self._homes = [on_device(torch.from_numpy(shards.local(rank)), device) for rank in range(shards.cp)]
+        device = device_of(batch.token_ids)
+        self._inverse = device.put(torch.from_numpy(shards.inverse))
+        self._homes = [device.put(torch.from_numpy(shards.local(rank))) for rank in range(shards.cp)]
         self._own = self.prepare_rows(batch.runs)
         self._own_stored = OwnedRows(batch, pool, batch.cp_rank)
         others = [] if shards.replicated else [rank for rank in range(shards.cp) if rank != batch.cp_rank]

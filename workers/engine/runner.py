@@ -17,10 +17,9 @@ from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
 from workers.attention.merge import Partial, merge
 from workers.context_parallel.shard_plan import dummy_request, join_shapes, make_step_shape
-from workers.device import event_on, has_kernels
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepInput, build_step_batch
-from workers.engine.decode_graphs import Capture, DecodeGraphs, bytes_taken_by
+from workers.engine.decode_graphs import Capture, DecodeGraphs
 from workers.engine.logits_processors import SamplingState
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.ring_context import make_context
@@ -87,9 +86,9 @@ class ModelRunner:
 
         Every rank of the replica calls this.
         """
-        for num_tokens, prefix_len in _KERNEL_STEPS if has_kernels(self._pool.bytes) else [(1, 0)]:
+        for num_tokens, prefix_len in _KERNEL_STEPS if self._model.device.has_kernels else [(1, 0)]:
             self.run_dummy(self._cp_group.size * num_tokens, prefix_len)
-        if has_kernels(self._pool.bytes):
+        if self._model.device.has_kernels:
             self._merge_dummy()
             self.sample_dummy(1)
             warm_up_copies(self._pool)
@@ -101,7 +100,7 @@ class ModelRunner:
         if self._owners > 1:
             # Partials over new rows precede the partials that all ranks return, which are in fp32.
             kinds += [[self._model.dtype] * count + [torch.float32] * size for count in range(1, size + 1)]
-        out = torch.zeros(1, attention.num_heads, attention.value_dim, device=self._model.device)
+        out = torch.zeros(1, attention.num_heads, attention.value_dim, device=self._model.device.torch_device)
         for dtypes in kinds if size > 1 else []:
             merge([Partial(out.to(dtype), out[..., 0].contiguous()) for dtype in dtypes])
 
@@ -129,7 +128,9 @@ class ModelRunner:
             return
         model, sampling = self._model, Sampling(temperature=1.0, top_p=0.5, seed=0)
         with torch.inference_mode():
-            hidden = torch.zeros(num_rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
+            hidden = torch.zeros(
+                num_rows, model.config.hidden_size, dtype=model.dtype, device=model.device.torch_device
+            )
             logits = model.logits(hidden)
             if self.is_sampling_rank:
                 draw(logits, [sampling] * num_rows, range(num_rows))
@@ -142,11 +143,11 @@ class ModelRunner:
         assert self._cp_group.size == 1, "decode has no context parallelism"
         assert not self._pipeline.links, "decode steps cannot be captured with several stages"
 
-        @torch.inference_mode()
-        def make_graphs() -> None:
+        device = self._model.device
+        free = device.free_bytes()
+        with torch.inference_mode():
             self._graphs = DecodeGraphs(self._model, self._pool, self._backend, most_requests, capture)
-
-        self.graph_bytes = bytes_taken_by(self._model.device, make_graphs)
+        self.graph_bytes = max(free - device.free_bytes(), 0)
 
     def drop_graphs(self) -> None:
         """Release captured steps. Groups whose collectives were captured cannot be left before that. No step is
@@ -164,7 +165,7 @@ class ModelRunner:
     @property
     def is_asynchronous(self) -> bool:
         """Return whether steps run in the background, so that the next one can be planned meanwhile."""
-        return self._model.device.type == "cuda"
+        return self._model.device.is_asynchronous
 
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
         """Run a step. Return every sampled request's token on the sampling rank."""
@@ -182,7 +183,7 @@ class ModelRunner:
         with torch.inference_mode(), self._pool.in_step(load, on_stored):
             sampled = self._forward(plan) if any(plan.shape.shard_lens) else SampledTokens()
         # Sampled tokens arrive after everything else.
-        end = event_on(self._model.device) if sampled.pending is None else None
+        end = self._model.device.record_event() if sampled.pending is None else None
         return BegunStep({request.room: self.requests[request.room] for request in plan.scheduled}, sampled, end)
 
     def _update_requests(self, plan: StepPlan) -> None:
@@ -214,7 +215,7 @@ class ModelRunner:
         if not sampled:
             # Without logits, ranks do not wait for each other, but the leader's step must not end before all ranks'
             # writes.
-            self._model.groups.tp.all_reduce(torch.zeros(1, device=self._model.device))
+            self._model.groups.tp.all_reduce(torch.zeros(1, device=self._model.device.torch_device))
         if not sampled or self._cp_group.rank > 0:
             return SampledTokens()
         logits = self._model.logits(sampled_hidden)
@@ -250,7 +251,7 @@ class ModelRunner:
         model, received = self._model, None
         if not self._pipeline.is_first:
             shape = len(batch.token_ids), model.config.hidden_size
-            received = self._pipeline.receive(torch.empty(shape, dtype=model.dtype, device=model.device))
+            received = self._pipeline.receive(torch.empty(shape, dtype=model.dtype, device=model.device.torch_device))
         hidden = model(batch.token_ids, batch.positions, context, received)
         self._pipeline.send(hidden)
         return context, hidden

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
-from workers.device import Arriving, has_kernels, index_on, on_device
+from workers.device import Arriving, Device, device_of
 from workers.engine.logits_processors import SamplingState, process
 
 _ROUNDING = 1e-4
@@ -51,7 +51,7 @@ class DrawSettings:
         positions: Sequence[int],
         indices: Sequence[int],
         vocab_size: int,
-        device: torch.device,
+        device: Device,
     ) -> "DrawSettings":
         """Build the settings of rows whose temperature is above zero. ``positions`` are output positions."""
         table = np.empty((_NUM_SETTINGS, len(rows)), np.int64)
@@ -63,7 +63,7 @@ class DrawSettings:
         temperature[:] = [row.temperature for row in rows]
         floor[:] = [math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows]
         rounding[:] = _ROUNDING / temperature
-        return cls(on_device(torch.from_numpy(table), device))
+        return cls(device.put(torch.from_numpy(table)))
 
     def at(self, rows: Tensor) -> "DrawSettings":
         return DrawSettings(self._table[:, rows])
@@ -78,7 +78,7 @@ def keep_likeliest(scores: Tensor, settings: DrawSettings) -> Tensor:
     vocab_size = scores.shape[-1]
     top_k, top_p = settings.top_k, settings.top_p
     cutoffs, is_sure = ranked_cutoffs(scores, top_k, top_p, min(vocab_size, _NUM_RANKED))
-    if has_kernels(scores):
+    if device_of(scores).has_kernels:
         from workers.kernels.sampling import find_cutoffs
 
         find_cutoffs(scores, top_k, top_p, is_sure, cutoffs)
@@ -125,20 +125,16 @@ def win_race(weights: Tensor, keys: Tensor) -> Tensor:
     Maddison, Tarlow and Minka, 2014). If rounding changes the weights slightly, as after a handoff, the winner changes
     with a similarly small probability. With inverse transform sampling, the changes would add up over all tokens.
     """
-    if has_kernels(weights):
+    device = device_of(weights)
+    if device.has_kernels:
         from workers.kernels import sampling
 
         return sampling.win_race(weights, keys)
     num_rows, vocab_size = weights.shape
-    at_once = max(1, _CACHED // vocab_size) if weights.device.type == "cpu" else num_rows
+    at_once = max(1, _CACHED // vocab_size)
     blocks = [slice(first, first + at_once) for first in range(0, num_rows, at_once)]
     races = (weights[block] / _exponentials(keys[block], vocab_size) for block in blocks)
-    return torch.cat(list(map(likeliest, races)))
-
-
-def likeliest(scores: Tensor) -> Tensor:
-    """Return the first maximum of each row. On a CPU, numpy is several times as fast as torch."""
-    return torch.from_numpy(scores.numpy().argmax(axis=-1)) if scores.device.type == "cpu" else scores.argmax(dim=-1)
+    return torch.cat(list(map(device.argmax, races)))
 
 
 def _exponentials(keys: Tensor, vocab_size: int) -> Tensor:
@@ -206,7 +202,7 @@ def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Seq
     """
     assert logits.shape[0] == len(states) == len(positions)
     asked = {index: num for index, state in enumerate(states) if (num := state.sampling.num_logprobs) is not None}
-    of_asked = index_on(list(asked), logits.device) if asked else None
+    of_asked = device_of(logits).put_index(list(asked)) if asked else None
     unprocessed = logits[of_asked] if of_asked is not None else logits
     process(logits, states, positions)
     token_ids = draw(logits, [state.sampling for state in states], positions)
@@ -230,15 +226,14 @@ def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> 
     Otherwise temperature, top-k, top-p and min-p apply in this order, each to the remaining tokens.
     """
     drawn = [index for index, row in enumerate(rows) if row.temperature >= _GREEDY_BELOW and row.top_k != 1]
+    device = device_of(logits)
     if not drawn:
-        return likeliest(logits)
+        return device.argmax(logits)
     random_rows = [rows[index] for index in drawn]
-    settings = DrawSettings.of(
-        random_rows, [positions[index] for index in drawn], drawn, logits.shape[-1], logits.device
-    )
+    settings = DrawSettings.of(random_rows, [positions[index] for index in drawn], drawn, logits.shape[-1], device)
     if len(drawn) == len(rows):
         return win_race(_weights(logits, random_rows, settings), settings.keys)
-    chosen = likeliest(logits)
+    chosen = device.argmax(logits)
     chosen[settings.indices] = win_race(_weights(logits[settings.indices], random_rows, settings), settings.keys)
     return chosen
 
@@ -257,7 +252,7 @@ def _weights(logits: Tensor, rows: Sequence[Sampling], settings: DrawSettings) -
     if len(limited) == len(rows):
         scores = keep_likeliest(scores, settings)
     elif limited:
-        index = index_on(limited, scores.device)
+        index = device_of(scores).put_index(limited)
         scores[index] = keep_likeliest(scores[index], settings.at(index))
     if any(row.min_p > 0 for row in rows):
         scores = scores.masked_fill(scores < settings.floor.to(scores.dtype)[:, None], -math.inf)

@@ -19,7 +19,7 @@ from cluster.spec.ids import Room
 from cluster.spec.kv import NO_PAGE
 from cluster.spec.sampling import Sampled, TokenLogprobs
 from cluster.spec.step_messages import Admit, ScheduledRequest
-from workers.device import Event, on_device
+from workers.device import Device, Event
 from workers.engine.sampler import PendingSamples
 from workers.parallel.collectives import Communicator
 
@@ -94,7 +94,7 @@ class SampledTokens:
         return sampled | reported
 
     def input_of(
-        self, scheduled: Sequence[ScheduledRequest], tp: Communicator, device: torch.device
+        self, scheduled: Sequence[ScheduledRequest], tp: Communicator, device: Device
     ) -> PreviousTokens | None:
         """Return this step's tokens that are inputs of the next step, if any. Every TP rank calls this."""
         if not self.rooms or not any(request.input_from_previous_step for request in scheduled):
@@ -102,7 +102,7 @@ class SampledTokens:
         if self.pending is not None:
             token_ids = self.pending.token_ids
         else:
-            token_ids = torch.empty(len(self.rooms), dtype=torch.int64, device=device)
+            token_ids = torch.empty(len(self.rooms), dtype=torch.int64, device=device.torch_device)
         tp.broadcast(token_ids, root=0)
         sources = {room: index for index, room in enumerate(self.rooms)}
         begins = accumulate((len(request.token_ids) for request in scheduled), initial=0)
@@ -111,7 +111,7 @@ class SampledTokens:
             for begin, request in zip(begins, scheduled, strict=False)
             if request.input_from_previous_step
         ]
-        indices, sampled = on_device(torch.tensor(pairs, dtype=torch.int64).T.contiguous(), device)
+        indices, sampled = device.put(torch.tensor(pairs, dtype=torch.int64).T.contiguous())
         return PreviousTokens(indices, token_ids[sampled])
 
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from cluster.spec.errors import UserError
+from workers.device import CPU, Device
 from workers.layers.shard import WeightShard
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
@@ -31,14 +32,13 @@ def load_model(
     folder: Path,
     *,
     dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
+    device: Device = CPU,
     groups: ModelGroups | None = None,
 ) -> DecoderModel:
     """Load a rank's part of the model in a folder, one tensor at a time.
 
     Args:
         dtype: number format. None selects the checkpoint's own.
-        device: device of the weights. None selects the CPU.
         groups: ranks that share the model. If None, this rank loads all of it.
 
     Raises:
@@ -47,7 +47,6 @@ def load_model(
     """
     config = read_model_config(folder)
     dtype = dtype or torch_dtype(config.dtype)
-    device = device or torch.device("cpu")
     with torch.device("meta"):
         model = DecoderModel(config, dtype=dtype, device=device, groups=groups)
     allocate(model, dtype, device)
@@ -56,14 +55,14 @@ def load_model(
     return model
 
 
-def allocate(model: DecoderModel, dtype: torch.dtype, device: torch.device) -> None:
+def allocate(model: DecoderModel, dtype: torch.dtype, device: Device) -> None:
     """Allocate memory for a model that was built on the meta device.
 
     Unlike ``to_empty``, this does not make torch import sympy, which takes a second.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            memory = torch.empty(parameter.shape, dtype=dtype, device=device.torch_device)
             setattr(module, name, nn.Parameter(memory, requires_grad=False))
 
 
@@ -99,7 +98,7 @@ def _fill(model: DecoderModel, config: DecoderConfig, folder: Path) -> None:
 def _all_names(config: DecoderConfig) -> set[str]:
     """Return the names of all weights, including those of other ranks."""
     with torch.device("meta"):
-        whole = DecoderModel(config, dtype=torch.float32, device=torch.device("meta"))
+        whole = DecoderModel(config, dtype=torch.float32, device=CPU)
     return set(whole.weights())
 
 
@@ -167,7 +166,7 @@ def _shortened(names: Collection[str]) -> str:
     return shown if len(names) <= NAMES_SHOWN else f"{shown} and {len(names) - NAMES_SHOWN} more"
 
 
-def random_model(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> DecoderModel:
+def random_model(config: DecoderConfig, dtype: torch.dtype, device: Device) -> DecoderModel:
     """Build an unpacked model with norms of one and random weights, which are the same in every process.
 
     Products keep the scale of their inputs, so that attention is selective at any width.

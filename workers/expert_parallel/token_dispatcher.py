@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cluster.spec.strategy import MoeDispatch
-from workers.device import has_kernels
+from workers.device import device_of
 from workers.parallel.collectives import Communicator, all_to_all, exchange_counts, gather_exact, reduce_scatter_exact
 from workers.parallel.model_groups import ModelGroups
 
@@ -204,7 +204,7 @@ class AutoDispatcher:
     def run(self, tokens: RoutedTokens, lens: Lens, compute: Compute) -> Tensor:
         own = None if lens is None else [lens[shard] for shard in self._shards]
         num_tokens = len(tokens.hidden) if own is None else sum(own)
-        if has_kernels(tokens.hidden) and num_tokens <= FEW_TOKENS:
+        if device_of(tokens.hidden).has_kernels and num_tokens <= FEW_TOKENS:
             return self._ways[MoeDispatch.GATHER].run(tokens, lens, compute)
         return self._ways[cheaper_dispatch(self._shape, own)].run(tokens, lens, compute)
 

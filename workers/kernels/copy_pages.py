@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.device import is_within_device
+
 _BLOCK_WORDS, _WARPS = 8192, 16
 """Words and warps per program. Each thread has 64 bytes in flight."""
 _PROGRAMS_TO_HOST = 8
@@ -27,12 +29,11 @@ def copy_pages(source: Tensor, target: Tensor, indices: Tensor) -> None:
     num_parts = triton.cdiv(num_words, _BLOCK_WORDS)
     num_blocks = indices.shape[1] * num_heads * num_parts
     if num_blocks:
-        is_within = source.is_cuda and target.is_cuda
         strides, sizes = (
             (*source.stride()[:2], *target.stride()[:2]),
             (indices.shape[1], num_heads, num_parts, num_words),
         )
-        _copy_kernel[(num_blocks if is_within else min(num_blocks, _PROGRAMS_TO_HOST),)](
+        _copy_kernel[(num_blocks if is_within_device(source, target) else min(num_blocks, _PROGRAMS_TO_HOST),)](
             source, target, indices, *strides, *sizes, BLOCK_WORDS=_BLOCK_WORDS, num_warps=_WARPS
         )
 

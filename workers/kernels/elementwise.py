@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from workers.device import has_kernels
+from workers.device import Device, device_of
 
 
 class KvSlots(NamedTuple):
@@ -44,18 +44,19 @@ class ElementwiseKernels(Protocol):
         ...
 
 
-_REGISTERED: dict[tuple[str, torch.dtype], ElementwiseKernels] = {}
+_REGISTERED: dict[tuple[Device, torch.dtype], ElementwiseKernels] = {}
 """Kernels of this process, except Triton's, by device and dtype."""
 
 
 def elementwise_kernels(x: Tensor) -> ElementwiseKernels | None:
     """Return the kernels for ``x``, or None if plain torch must be used."""
-    if has_kernels(x):
+    device = device_of(x)
+    if device.has_kernels:
         from workers.kernels import triton_elementwise
 
         return triton_elementwise
-    return _REGISTERED.get((x.device.type, x.dtype))
+    return _REGISTERED.get((device, x.dtype))
 
 
-def register(device_type: str, dtype: torch.dtype, kernels: ElementwiseKernels) -> None:
-    _REGISTERED[device_type, dtype] = kernels
+def register(device: Device, dtype: torch.dtype, kernels: ElementwiseKernels) -> None:
+    _REGISTERED[device, dtype] = kernels

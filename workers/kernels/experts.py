@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.device import on_device
+from workers.device import device_of
 from workers.kernels.launch import block_of, operand_type
 
 TILE_FIELDS = 3
@@ -91,15 +91,15 @@ def block_rows_for(num_rows: int, num_groups: int, itemsize: int) -> int:
     return 16 if num_rows <= 16 * num_groups else 32 if itemsize > 2 else 64
 
 
-def tiles_of(counts: Sequence[int], itemsize: int, device: torch.device) -> RowTiles:
-    """Return tiles in which the first ``counts[0]`` rows belong to the first matrix, and so on."""
-    block_rows = block_rows_for(sum(counts), len(counts), itemsize)
+def tiles_of(counts: Sequence[int], rows: Tensor) -> RowTiles:
+    """Return tiles for ``rows``, in which the first ``counts[0]`` rows belong to the first matrix, and so on."""
+    block_rows = block_rows_for(sum(counts), len(counts), rows.itemsize)
     tiles, begin = [], 0
     for group, count in enumerate(counts):
         tiles += [(group, first, begin + count) for first in range(begin, begin + count, block_rows)]
         begin += count
     on_cpu = torch.tensor(tiles, dtype=torch.int32, device="cpu").view(-1, TILE_FIELDS)
-    return RowTiles(on_device(on_cpu, device), block_rows)
+    return RowTiles(device_of(rows).put(on_cpu), block_rows)
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, tiles: RowTiles, sources: Tensor | None = None) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workers.device import has_kernels, index_on
+from workers.device import device_of
 from workers.expert_parallel.token_dispatcher import (
     NO_EXPERT,
     Lens,
@@ -62,7 +62,7 @@ class ExpertRouter(ShardedLayer):
     def forward(self, hidden: Tensor, counted: Tensor | None = None) -> RoutedTokens:
         """Route ``hidden [tokens, hidden]``. See AttentionContext for ``counted``."""
         logits, moe = multiply(hidden, self.weight), self._moe
-        if has_kernels(logits):
+        if device_of(logits).has_kernels:
             from workers.kernels.experts import choose_experts
 
             chosen = choose_experts(logits, moe.top_k, counted, sum_to_one=moe.renormalize)
@@ -92,7 +92,7 @@ class Experts(ShardedLayer):
     def forward(self, routed: RoutedTokens) -> Tensor:
         """Return the weighted sum of these experts' outputs for each token, ``[tokens, hidden]``."""
         self.loads = self.loads.to(routed.hidden.device)  # copied only once, since a copy waits for the GPU
-        if has_kernels(routed.hidden):
+        if device_of(routed.hidden).has_kernels:
             return self._grouped(routed)
         order, counts = self._counted(routed.experts)
         tokens, weights = order // routed.experts.shape[1], routed.weights.flatten()[order]
@@ -118,7 +118,7 @@ class Experts(ShardedLayer):
             rows = torch.full_like(experts, -1)
             rows.view(-1)[order] = torch.arange(len(order), dtype=rows.dtype, device=rows.device)
             tokens = (order // experts.shape[1]).to(torch.int32)
-            sorted_rows = kernels.ExpertRows(tokens, rows, kernels.tiles_of(counts, hidden.itemsize, hidden.device))
+            sorted_rows = kernels.ExpertRows(tokens, rows, kernels.tiles_of(counts, hidden))
         inner = gated(kernels.grouped_matmul(hidden, self.gate_up, sorted_rows.tiles, sorted_rows.tokens))
         answers = kernels.grouped_matmul(inner, self.down, sorted_rows.tiles)
         return kernels.sum_choices(answers, sorted_rows.rows, routed.weights)
@@ -126,7 +126,7 @@ class Experts(ShardedLayer):
     def _counted(self, experts: Tensor) -> tuple[Tensor, list[int]]:
         """Return ``order_by_expert`` for ``experts``, and add its counts to the loads."""
         order, counts = order_by_expert(experts, self.numbers.start, len(self.loads))
-        self.loads += index_on(counts, self.loads.device)
+        self.loads += device_of(self.loads).put_index(counts)
         return order, counts
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workers.device import multiplies_bf16
+from workers.device import device_of
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
 from workers.parallel.collectives import Communicator
 
@@ -23,7 +23,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
-    if x.device.type != "cpu" or x.dtype != torch.bfloat16 or multiplies_bf16():
+    if x.dtype != torch.bfloat16 or device_of(x).multiplies_bf16:
         return functional.linear(x, weight, bias)
     if len(x) <= _FEW_ROWS and bias is None:
         return torch.stack([torch.mv(weight, row) for row in x]) if len(x) else x.new_empty(0, len(weight))
@@ -33,7 +33,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def packed(weight: Tensor) -> nn.Parameter:
     """Rearrange a weight [outputs, inputs] for ``multiply``. Otherwise, oneDNN would do so on every call."""
     weight = weight.detach()
-    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and multiplies_bf16():
+    if weight.dtype == torch.bfloat16 and device_of(weight).packs_bf16:
         weight = torch.ops.mkldnn._reorder_linear_weight(weight)
     return nn.Parameter(weight, requires_grad=False)
 

@@ -1,7 +1,6 @@
 """Page copies within a device, or between a GPU and pinned host memory."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from cluster.spec.kv import PoolLayout
 from transfer.page_range import PageRange
-from workers.device import Event, has_kernels, index_on
+from workers.device import Event, Stream, device_between, device_of, is_within_device
 
 LEAST_PIECE_BYTES = 448 << 10
 """Minimum piece size for the copy engine. A kernel copies smaller pieces. This is an estimate: at 50 GB/s, the piece
@@ -60,6 +59,7 @@ class PageMemory:
         assert memory.dtype == torch.uint8, f"got dtype {memory.dtype}, expected uint8"
         assert memory.ndim == 1, f"got shape {memory.shape}, expected a flat tensor"
         num_pages = len(memory) // layout.page_bytes
+        self.device = device_of(memory)
         self.layout = layout
         self.bytes = memory[: num_pages * layout.page_bytes].view(num_pages, layout.page_bytes)
         """``[page, byte]``."""
@@ -69,9 +69,7 @@ class PageMemory:
         return Pages(self.bytes, PageRange(self.layout, pages, layers, lifetime=lifetime))
 
 
-def copy(
-    source: Pages, target: Pages, after: Event | None = None, stream: torch.cuda.Stream | None = None
-) -> Event | None:
+def copy(source: Pages, target: Pages, after: Event | None = None, stream: Stream | None = None) -> Event | None:
     """Copy pages to the same number of pages in a memory of the same layout. Target pages must be distinct.
 
     On a CPU, the copy is complete on return. On a GPU, it runs after ``after`` on ``stream``, by default the current
@@ -80,34 +78,26 @@ def copy(
     Large pieces, mostly full pages, use the copy engine, which does not delay kernels. Small pieces, and all copies
     within a GPU, use one kernel launch.
     """
-    device = next((pages.memory.device for pages in (source, target) if pages.memory.is_cuda), None)
-    with torch.cuda.stream(stream) if stream is not None else nullcontext():
-        if device is not None and after is not None:
-            torch.cuda.current_stream(device).wait_event(after)
+    device = device_between(source.memory, target.memory)
+    with device.on_stream(stream, after):
         if source.range.pages:
             views = (pages.range.views(pages.memory) for pages in (source, target))
             for source_view, target_view in zip(*views, strict=True):
                 _copy_view(source_view, source.range.pages, target_view, target.range.pages)
-        return torch.cuda.current_stream(device).record_event() if device is not None else None
-
-
-def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a high-priority stream for copies on a GPU, which need not wait for a large kernel to end."""
-    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        return device.record_event()
 
 
 def warm_up_copies(memory: PageMemory) -> None:
     """Compile the copy kernel by copying the null page onto itself."""
-    if has_kernels(memory.bytes):
-        null = memory.at([len(memory.bytes) - 1])
-        copy(null, null)
+    null = memory.at([len(memory.bytes) - 1])
+    copy(null, null)
 
 
 def _copy_view(source: Tensor, of: Sequence[int], target: Tensor, to: Sequence[int]) -> None:
     if _is_for_a_kernel(source, target):
         from workers.kernels.copy_pages import copy_pages
 
-        indices = index_on([*of, *to], source.device if source.is_cuda else target.device).view(2, len(of))
+        indices = device_between(source, target).put_index([*of, *to]).view(2, len(of))
         copy_pages(source, target, indices)
         return
     for target_piece, source_piece in _pieces(source, of, target, to):
@@ -115,9 +105,9 @@ def _copy_view(source: Tensor, of: Sequence[int], target: Tensor, to: Sequence[i
 
 
 def _is_for_a_kernel(source: Tensor, target: Tensor) -> bool:
-    is_within = source.is_cuda and target.is_cuda
     piece_bytes = source[0].nbytes if _is_adjacent(source) else source[0, 0].nbytes
-    return (has_kernels(source) or has_kernels(target)) and (is_within or piece_bytes < LEAST_PIECE_BYTES)
+    is_in_one_launch = is_within_device(source, target) or piece_bytes < LEAST_PIECE_BYTES
+    return device_between(source, target).has_kernels and is_in_one_launch
 
 
 def _pieces(source: Tensor, of: Sequence[int], target: Tensor, to: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -11,7 +11,6 @@ from cluster.spec.kv import GroupLayout, KvGeometry, PoolLayout
 from cluster.spec.memory import page_layout
 from cluster.spec.registry import AxisSizes, RankCoords
 from transfer.page_range import PageRange
-from workers.device import has_kernels
 from workers.kernels.elementwise import KvSlots, elementwise_kernels
 from workers.memory.copy import PageMemory
 from workers.memory.layerwise_load import LayerwiseLoad
@@ -91,7 +90,7 @@ class PagePool(PageMemory):
     def kv_slots(self, layer: int, slots: Tensor) -> KvSlots | None:
         """Return the slots for a kernel that computes and stores K and V. None without such a kernel."""
         pages = self.layer_pages(layer)
-        return KvSlots(pages, slots) if has_kernels(self.bytes) and pages is not None else None
+        return KvSlots(pages, slots) if self.device.has_kernels and pages is not None else None
 
     @contextmanager
     def in_step(self, load: LayerwiseLoad | None, on_stored: OnStored | None = None) -> Iterator[None]:

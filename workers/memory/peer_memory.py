@@ -10,8 +10,8 @@ from cluster.spec.kv import PoolLayout
 from cluster.spec.registry import Verify
 from transfer.backends.interface import Region, TransferBackend
 from transfer.page_range import PageRange, batches
-from workers.device import Event, event_on
-from workers.memory.copy import PageMemory, Pages, copy, copy_stream
+from workers.device import Device, Event
+from workers.memory.copy import PageMemory, Pages, copy
 from workers.memory.page_pool import PagePool
 from workers.parallel.collectives import Communicator
 
@@ -42,11 +42,11 @@ class PeerMemory:
         self.host = _host_copy(pool, region)
         """Pages that peers access, if separate from the pool."""
         self._head_copies = head_copies
-        self._stream = copy_stream(pool.bytes.device)
+        self._stream = pool.device.copy_stream()
 
     def event(self) -> Event | None:
         """Record an event on the computing thread, after all work that it has started so far."""
-        return event_on(self.pool.bytes.device)
+        return self.pool.device.record_event()
 
     def publish(self, pages: PageRange, after: Event | None) -> None:
         """Make pages visible to peers when ``after`` completes. The pages can be sent on return."""
@@ -96,8 +96,8 @@ class TierMemory:
         self._memory = memory
         self._host = PageMemory(torch.frombuffer(host.buffer, dtype=torch.uint8), memory.pool.layout)
         self._host_bytes = host.buffer
-        device = memory.pool.bytes.device
-        self._inward, self._outward = copy_stream(device), copy_stream(device)
+        device = memory.pool.device
+        self._inward, self._outward = device.copy_stream(), device.copy_stream()
 
     def record_event(self) -> Event | None:
         """Record the event after which a new job's copies start. Call this on the computing thread."""
@@ -134,13 +134,13 @@ class TierMemory:
 
 def open_peer_memory(
     layout: PoolLayout,
-    device: torch.device,
+    device: Device,
     backend: TransferBackend,
     verify: Verify,
     head_copies: Communicator | None = None,
 ) -> PeerMemory:
     """Allocate a pool. On a CPU, the pool is the region itself; on a GPU, see ``open_apart``."""
-    if device.type == "cuda":
+    if device.has_own_memory:
         return open_apart(layout, device, backend, verify, head_copies)
     region = backend.allocate(layout.pool_bytes)
     return PeerMemory(PagePool(layout, torch.frombuffer(region.buffer, dtype=torch.uint8)), region, head_copies)
@@ -148,13 +148,13 @@ def open_peer_memory(
 
 def open_apart(
     layout: PoolLayout,
-    device: torch.device,
+    device: Device,
     backend: TransferBackend,
     verify: Verify,
     head_copies: Communicator | None = None,
 ) -> PeerMemory:
     """Allocate a pool in device memory. Peers access it directly if the backend can, or else through the host."""
-    memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=device)
+    memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=device.torch_device)
     pool = PagePool(layout, memory)
     try:
         _check_reachable(device, verify)
@@ -174,11 +174,11 @@ def _host_copy(pool: PagePool, region: Region) -> PageMemory | None:
     return None if memory.data_ptr() == pool.bytes.data_ptr() else PageMemory(memory, pool.layout)
 
 
-def _check_reachable(device: torch.device, verify: Verify) -> None:
+def _check_reachable(device: Device, verify: Verify) -> None:
     """Raise TransferError if peers cannot safely write to this GPU's memory."""
     if verify is Verify.DIGEST:
         raise TransferError("transfer.verify: digest needs pages in host memory")
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _ORDERS_WRITES:
+    if (found := device.compute_capability) is not None and found < _ORDERS_WRITES:
         raise TransferError(
             f"a GPU with compute capability {found[0]}.{found[1]} may see a network card's writes too late; "
             f"required: {_ORDERS_WRITES[0]}.{_ORDERS_WRITES[1]} or later"

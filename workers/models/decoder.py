@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from workers.device import Device
 from workers.expert_parallel.token_dispatcher import Lens
 from workers.layers.attention import Attention, AttentionContext, take
 from workers.layers.config import MoeConfig
@@ -49,7 +50,7 @@ class DecoderModel(nn.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, groups: ModelGroups | None = None
+        self, config: DecoderConfig, *, dtype: torch.dtype, device: Device, groups: ModelGroups | None = None
     ) -> None:
         """Build one rank's part of the model. If ``groups`` is None, that part is the entire model.
 
@@ -74,7 +75,7 @@ class DecoderModel(nn.Module):
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             tied = self.embed_tokens if is_tied else None
             self.lm_head = tied or Embedding(config.vocab_size, config.hidden_size, groups.tp)
-        self.rotary = RotaryEmbedding(config.rope, config.attention.head_dim, device)
+        self.rotary = RotaryEmbedding(config.rope, config.attention.head_dim, device.torch_device)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, context: AttentionContext, hidden: Tensor | None = None

@@ -10,12 +10,11 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from cluster.spec.config import Device
 from cluster.spec.strategy import Collectives
+from workers.device import CPU, Device
 from workers.parallel.collectives import Backend, CollectiveError, Communicator
 from workers.parallel.shared_memory import SharedMemoryCollectives
 from workers.parallel.torch_groups import GlooBackend, MovedBackend, NcclBackend
@@ -158,7 +157,7 @@ def join_group(
     host: str,
     timeout_s: float,
     collectives: Collectives = Collectives.AUTO,
-    device: Device = Device.CPU,
+    device: Device = CPU,
 ) -> Communicator:
     """Join a group. Every member calls this. Members of several groups join them in the same order.
 
@@ -170,19 +169,18 @@ def join_group(
     rank, size, timeout = members.index(global_rank), len(members), timedelta(seconds=timeout_s)
     if size == 1:
         return Communicator(name)
-    on_gpu, scope = device is Device.CUDA, PrefixStore(name, store)
+    scope = PrefixStore(name, store)
     backend: Backend | None = None
     try:
         # Torch's own rendezvous would not notice that a rank has left.
         exchange(store, f"{name}/here", rank, size, "here")
-        if on_gpu and collectives is Collectives.AUTO:
-            gpu = torch.device("cuda", torch.cuda.current_device())
-            backend = MovedBackend(NcclBackend(scope, rank, size, timeout), gpu)
+        if device.has_own_memory and collectives is Collectives.AUTO:
+            backend = MovedBackend(NcclBackend(scope, rank, size, timeout), device.torch_device)
         else:
             if collectives is Collectives.AUTO:
                 backend = meet_on_one_host(store, f"{name}/same_host", rank, size, timeout)
             backend = backend or GlooBackend(scope, rank, size, host, timeout)
-            backend = MovedBackend(backend, torch.device("cpu")) if on_gpu else backend
+            backend = MovedBackend(backend, CPU.torch_device) if device.has_own_memory else backend
     except RuntimeError as exc:
         raise CollectiveError(f"group {name} of ranks {list(members)} did not meet: {exc}") from exc
     return Communicator(name, rank, size, backend)

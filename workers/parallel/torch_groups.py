@@ -137,13 +137,13 @@ class MovedBackend:
         self._backend.leave()
 
     def _into(self, output: Tensor, begin: Callable[[Tensor], Work]) -> Work:
-        if output.device.type == self._device.type:
+        if output.device == self._device:
             return begin(output)
         there = torch.empty_like(output, device=self._device)
         return CopiedBack(begin(there), there, output)
 
     def _in_place(self, tensor: Tensor, begin: Callable[[Tensor], Work]) -> Work:
-        if tensor.device.type == self._device.type:
+        if tensor.device == self._device:
             return begin(tensor)
         there = tensor.to(self._device)
         return CopiedBack(begin(there), there, tensor)

@@ -4,7 +4,6 @@ import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
 from torch import nn
 
 from cluster.spec.clock import Interval
@@ -23,7 +22,7 @@ class StepRecorder:
         """Observe a model. ``others`` are groups that its layers do not use."""
         self.recorder = Recorder()
         self._parts = list(_named_parts(model))
-        self._on_gpu = model.device.type == "cuda"
+        self._device = model.device
         for group in (*others, *model.groups.all):
             group.observe = self._note_collective
 
@@ -62,8 +61,7 @@ class StepRecorder:
         self.recorder.note(Interval(COLLECTIVES, call, start_s, end_s))
 
     def _now_s(self) -> float:
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        self._device.synchronize()
         return time.monotonic()
 
 

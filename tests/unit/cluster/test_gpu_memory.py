@@ -18,6 +18,7 @@ from cluster.spec.memory import GIB, GpuMemory
 from cluster.spec.ranks import axis_problems, positions
 from tests.fakes.loading_rank import groups_of
 from tests.unit.cluster.test_plan import RunBaton, baton
+from workers.device import CPU
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
@@ -250,7 +251,7 @@ def held_bytes(config: DecoderConfig, parallel: ParallelConfig, global_rank: int
     """Return the bytes of the matrices. Routers and gates are left out, because every rank has them in full."""
     groups = groups_of(parallel.model_dump(), global_rank)
     with torch.device("meta"):
-        model = DecoderModel(config, dtype=torch.float32, device=torch.device("meta"), groups=groups)
+        model = DecoderModel(config, dtype=torch.float32, device=CPU, groups=groups)
     weights = model.named_parameters()
     ignored = ("router.weight", "gate.weight")
     return sum(weight.nbytes for name, weight in weights if weight.dim() > 1 and not name.endswith(ignored))

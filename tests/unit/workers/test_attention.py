@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fakes.attention_params import params_for
+from tests.fakes.devices import use_meta_device
 from tests.fakes.kernel_cases import PagedCase, any_params, check_paged, check_rows, paged_cases, prompt_cases
 from tests.unit.workers.test_row_attention import check, masked_attention, new_rows, rank_pairs
-from workers import device
 from workers.attention import torch_backend
 from workers.attention.interface import AttentionParams
 from workers.attention.merge import Partial, merge
@@ -136,7 +136,7 @@ def test_on_a_gpu_nobody_waits(
     key_lens: tuple[int, ...] | None, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything is created on the device: meta tensors have no content and cannot be mixed with other tensors."""
-    monkeypatch.setattr(device, "on_device", lambda tensor, _: tensor.to("meta"))
+    use_meta_device(monkeypatch)
     runs = (Run(0, 3, 5, 1), Run(1, 40, 6, 1), Run(2, 7, 1, 1), Run(3, 30, 1, 1))
     tables = [torch.empty(9, dtype=torch.int64, device="meta")] * 4
     query = torch.empty(13, 4, 64, dtype=dtype, device="meta")

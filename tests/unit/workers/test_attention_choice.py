@@ -12,12 +12,11 @@ from cluster.spec.errors import UserError
 from cluster.spec.kv import key_value_group
 from workers.attention.interface import Feature
 from workers.attention.registry import choose_backend, needs_of
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+from workers.device import CPU, GPU, Device
 
 
 def test_auto_goes_by_the_device() -> None:
-    assert choose_backend(AttentionSetting.AUTO, CUDA, torch.bfloat16).name == "triton"
+    assert choose_backend(AttentionSetting.AUTO, GPU, torch.bfloat16).name == "triton"
     choice = choose_backend(AttentionSetting.AUTO, CPU, torch.float32)
     assert (choice.name, choice.reason) == ("torch", "the CPU, in fp32")
 
@@ -25,8 +24,8 @@ def test_auto_goes_by_the_device() -> None:
 def test_what_is_asked_for() -> None:
     for setting, device in (
         (AttentionSetting.TORCH, CPU),
-        (AttentionSetting.TORCH, CUDA),
-        (AttentionSetting.TRITON, CUDA),
+        (AttentionSetting.TORCH, GPU),
+        (AttentionSetting.TRITON, GPU),
     ):
         choice = choose_backend(setting, device, torch.bfloat16)
         assert (choice.name, choice.reason) == (setting.value, "asked for")
@@ -37,11 +36,11 @@ def test_what_is_asked_for() -> None:
     [
         ("triton", CPU, torch.bfloat16, "got triton; allowed on cpu in bfloat16: auto, native, torch"),
         ("native", CPU, torch.float32, "got native; allowed on cpu in float32: auto, torch"),
-        ("native", CUDA, torch.bfloat16, "got native; allowed on cuda in bfloat16: auto, flash_attn, torch, triton"),
-        ("flash_attn", CUDA, torch.float32, "got flash_attn; allowed on cuda in float32: auto, torch, triton"),
+        ("native", GPU, torch.bfloat16, "got native; allowed on cuda in bfloat16: auto, flash_attn, torch, triton"),
+        ("flash_attn", GPU, torch.float32, "got flash_attn; allowed on cuda in float32: auto, torch, triton"),
     ],
 )
-def test_what_is_not_for_this_device(setting: str, device: torch.device, dtype: torch.dtype, message: str) -> None:
+def test_what_is_not_for_this_device(setting: str, device: Device, dtype: torch.dtype, message: str) -> None:
     with pytest.raises(UserError, match=f"resources.attention: {message}"):
         choose_backend(AttentionSetting(setting), device, dtype)
 
@@ -56,7 +55,7 @@ def test_a_model_that_needs_more_than_a_backend_has() -> None:
     choice = choose_backend(AttentionSetting.AUTO, CPU, torch.bfloat16, set(Feature))
     lacks = "native lacks sliding windows and values of another width than keys"
     assert (choice.name, choice.reason) == ("torch", f"the CPU, in bf16; {lacks}")
-    assert choose_backend(AttentionSetting.AUTO, CUDA, torch.bfloat16, set(Feature)).name == "triton"
+    assert choose_backend(AttentionSetting.AUTO, GPU, torch.bfloat16, set(Feature)).name == "triton"
 
 
 def test_needs_follow_from_the_groups_that_a_model_stores() -> None:
@@ -71,4 +70,4 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delitem(sys.modules, "workers.attention.flash_attn_backend", raising=False)
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     with pytest.raises(UserError, match="'flash_attn' cannot be loaded"):
-        choose_backend(AttentionSetting.FLASH_ATTN, CUDA, torch.bfloat16)
+        choose_backend(AttentionSetting.FLASH_ATTN, GPU, torch.bfloat16)

@@ -11,17 +11,15 @@ from hypothesis import strategies as st
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import HEAD_DIM, Scenario, ScenarioRun, check_scenario
 from tests.fakes.attention_params import params_for
+from tests.fakes.devices import use_meta_device
 from tests.fakes.kv import kv_pool
 from tests.fakes.steps import Request, step_of
 from tests.fakes.thread_group import on_thread_ranks
-from workers import device
 from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
-from workers.context_parallel import exchange as exchange_module
 from workers.context_parallel.exchange import RowGather, join_rows
 from workers.context_parallel.shard_plan import TokenLocation, make_shard_plan
-from workers.engine import batch as batch_module
-from workers.engine import ring_context
+from workers.device import CPU
 from workers.engine.attention_context import CpExchange
 from workers.engine.batch import StepBatch, build_step_batch
 from workers.engine.ring_context import make_context
@@ -31,7 +29,7 @@ from workers.parallel.collectives import Communicator
 
 def build(requests: list[Request], strategy: Strategy, cp: int, cp_rank: int) -> StepBatch:
     return build_step_batch(
-        step_of(requests, strategy, cp), cp=cp, cp_rank=cp_rank, page_size=4, null_slot=40, device=torch.device("cpu")
+        step_of(requests, strategy, cp), cp=cp, cp_rank=cp_rank, page_size=4, null_slot=40, device=CPU
     )
 
 
@@ -106,8 +104,7 @@ def test_a_gpu_is_not_waited_for_in_a_step(
     strategy: Strategy, passing: Passing | None, in_background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meta tensors raise if their content is needed. Kernels replace plain torch."""
-    for module in (device, batch_module, exchange_module, ring_context):
-        monkeypatch.setattr(module, "on_device", lambda tensor, _: tensor.to("meta"))
+    meta = use_meta_device(monkeypatch)
     kernels = SimpleNamespace(store_kv=lambda _pages, slots, kv: stored.append((len(slots), len(kv))))
     monkeypatch.setattr(page_pool, "elementwise_kernels", lambda _: kernels)
     stored: list[Any] = []
@@ -115,8 +112,8 @@ def test_a_gpu_is_not_waited_for_in_a_step(
     backend: Any = SimpleNamespace(
         in_background=in_background, _allgather_base=lambda *_: moved, shift=lambda *_: moved
     )
-    exchange, meta = CpExchange(Communicator("cp", 1, 2, backend)), torch.device("meta")
-    pool = kv_pool(10, 2, 2, 4, 8, torch.float32, device=meta)
+    exchange = CpExchange(Communicator("cp", 1, 2, backend))
+    pool = kv_pool(10, 2, 2, 4, 8, torch.float32, device=meta.torch_device)
     batch = build_step_batch(
         step_of([REQUESTS[0]._replace(pages=[7, 3, 8]), *REQUESTS[1:]], strategy, 2, passing),
         cp=2,

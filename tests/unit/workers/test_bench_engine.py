@@ -12,6 +12,7 @@ from cluster.spec.config import Device
 from workers.bench.engine import EngineBench, TransformersPeer, num_same, timed
 from workers.bench.results import DeviceLimits
 from workers.bench.shapes import SHAPES, BenchShape
+from workers.device import CPU
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import random_model
 from workers.models.registry import parse_model_config
@@ -64,7 +65,7 @@ def test_a_shape_counts_the_weights_that_its_model_has(monkeypatch: pytest.Monke
     shapes: Any = SHAPES
     monkeypatch.setitem(shapes, "tied", replace(SHAPES["tiny"], family="qwen3", tied=True))
     shape: BenchShape = SHAPES[name]
-    model = random_model(parse_model_config(shape.config_json()), torch.float32, torch.device("cpu"))
+    model = random_model(parse_model_config(shape.config_json()), torch.float32, CPU)
     assert sum(weight.numel() for weight in model.parameters() if weight.ndim > 1) == shape.num_weights
 
 

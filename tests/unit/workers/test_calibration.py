@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.loading_rank import groups_of
+from workers.device import CPU
 from workers.engine.calibration import _hidden, _NoAttention, alone_flops
 from workers.models.decoder import DecoderModel
 from workers.models.registry import read_model_config
@@ -41,7 +42,7 @@ def test_a_rank_alone_is_credited_with_its_part(
         axes = {name: size for name, size in axes.items() if name != "ep"}
     config = read_model_config(make_checkpoint(tmp_path / "m", family))
     groups = groups_of(axes, 0)
-    model = DecoderModel(config, dtype=torch.float32, device=torch.device("cpu"), groups=groups).float()
+    model = DecoderModel(config, dtype=torch.float32, device=CPU, groups=groups).float()
     torch.manual_seed(0)
     for weights in model.parameters():
         torch.nn.init.normal_(weights)

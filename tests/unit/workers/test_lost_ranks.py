@@ -16,6 +16,7 @@ from cluster.spec.strategy import Collectives
 from tests.fakes.kv import kv_geometry
 from tests.fakes.thread_group import on_thread_ranks
 from tests.fakes.worker_specs import worker_of
+from workers.device import CPU
 from workers.engine.rank_groups import join_groups
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import exchange_at_start, join_group, leave_store
@@ -83,7 +84,7 @@ def test_a_rank_that_is_gone_is_missed_in_groups_it_is_not_in() -> None:
     def join(group: Communicator) -> None:
         if group.rank != 3:
             with pytest.raises(PeerLostError, match=r"rank \d has left$"):
-                join_groups(worker_of(config, Role.PREFILL, group.rank), store, model)
+                join_groups(worker_of(config, Role.PREFILL, group.rank), store, model, CPU)
         leave_store(store, group.rank)
 
     store: Any = HashStore()

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from tests.fakes.checkpoints import make_checkpoint
+from workers.device import CPU
 from workers.engine.weights import load_model
 from workers.layers import linear
 from workers.layers.linear import Embedding, FusedLinear, multiply, packed
@@ -34,7 +35,8 @@ def draw(*shape: int) -> torch.Tensor:
 def has_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Processor that multiplies bf16, as far as oneDNN does on this one, and one that does not."""
     has_bf16 = request.param and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    monkeypatch.setattr(linear, "multiplies_bf16", lambda: has_bf16)
+    for name in ("multiplies_bf16", "packs_bf16"):
+        monkeypatch.setattr(CPU, name, has_bf16)
     return has_bf16
 
 

@@ -16,6 +16,7 @@ from workers.attention import registry
 from workers.attention.interface import AttentionBackend
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
+from workers.device import CPU, GPU, Device
 from workers.native import compile as native
 from workers.native.compile import CannotCompileError, Kind, compiled_library, find_compiler, runnable_kinds
 
@@ -115,14 +116,14 @@ def test_another_users_code_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> No
         compiled_library(find_compiler())
 
 
-def fastest(device: str, dtype: torch.dtype) -> AttentionBackend:
+def fastest(device: Device, dtype: torch.dtype) -> AttentionBackend:
     """Return the backend that ``auto`` selects."""
-    return registry.choose_backend(AttentionSetting.AUTO, torch.device(device), dtype).backend
+    return registry.choose_backend(AttentionSetting.AUTO, device, dtype).backend
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert isinstance(fastest("cpu", torch.bfloat16), TorchAttention)
+    assert isinstance(fastest(CPU, torch.bfloat16), TorchAttention)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert record.message == "attention uses plain torch, at half the speed: no C++ compiler; apt-get install -y g++"
@@ -133,7 +134,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
 
 def test_a_library_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert isinstance(fastest("cpu", torch.bfloat16), TorchAttention)
+    assert isinstance(fastest(CPU, torch.bfloat16), TorchAttention)
     assert "at half the speed: cannot load /" in caplog.text
 
 
@@ -168,6 +169,6 @@ def test_on_a_cpu_of_no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fp32_and_gpus_never_ask_for_it(tools: Path) -> None:
-    assert isinstance(fastest("cpu", torch.float32), TorchAttention)
-    assert isinstance(fastest("cuda", torch.bfloat16), TritonAttention)
+    assert isinstance(fastest(CPU, torch.float32), TorchAttention)
+    assert isinstance(fastest(GPU, torch.bfloat16), TritonAttention)
     assert num_compiled(tools) == 0

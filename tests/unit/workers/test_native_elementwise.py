@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from tests.fakes.kv import kv_pool
+from workers.device import CPU
 from workers.kernels import elementwise
 from workers.layers.feed_forward import gated
 from workers.layers.rms_norm import RMSNorm
@@ -133,7 +134,7 @@ def test_layers_use_them_for_bf16_alone(library: Library, monkeypatch: pytest.Mo
             used.append(name)
             return object.__getattribute__(library, name)
 
-    monkeypatch.setitem(elementwise._REGISTERED, ("cpu", torch.bfloat16), object.__new__(Noting))
+    monkeypatch.setitem(elementwise._REGISTERED, (CPU, torch.bfloat16), object.__new__(Noting))
     for dtype, expected in ((torch.float32, set()), (torch.bfloat16, NAMES)):
         used.clear()
         layer, x = RMSNorm(8, EPS), torch.ones(2, 8, dtype=dtype)

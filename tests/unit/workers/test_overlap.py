@@ -15,6 +15,7 @@ from workers.attention.interface import AttentionBackend, AttentionParams, Graph
 from workers.attention.merge import Partial
 from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
+from workers.device import CPU
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import build_step_batch
 from workers.engine.ring_context import make_context
@@ -111,7 +112,7 @@ def context_of(
         cp_rank=cp - 1,
         page_size=PAGE_SIZE,
         null_slot=pool.null_slot,
-        device=torch.device("cpu"),
+        device=CPU,
         owners=1 if passing is None else cp,
     )
     group = Communicator("silent", cp - 1, cp, SilentPeers(events, in_background=in_background))

@@ -22,13 +22,14 @@ from tests.fakes.paged_ranks import record
 from transfer.backends.interface import TransferBackend
 from transfer.backends.registry import make_backend
 from transfer.page_range import PageRange, Span
+from workers.device import CPU, GPU
 from workers.hicache.copier import Copier
 from workers.memory.peer_memory import PeerMemory, TierMemory, _check_reachable, open_apart
 
 LAYOUT = record(Role.PREFILL, 0, 1, num_pages=5).layout
 PAGE = LAYOUT.page_bytes
 MODULE = "transfer.backends.mooncake"
-HERE = torch.device("cpu")
+HERE = CPU
 """Stand-in for a GPU: the pool has separate memory."""
 
 
@@ -132,9 +133,9 @@ def test_pages_go_by_way_of_the_host_and_why(
 def test_a_gpu_that_may_see_writes_late_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(TransferError, match=r"a GPU with compute capability 8\.0 may see .* required: 9\.0"):
-        _check_reachable(torch.device("cuda", 0), Verify.COUNTS)
+        _check_reachable(GPU, Verify.COUNTS)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    _check_reachable(torch.device("cuda", 0), Verify.COUNTS)
+    _check_reachable(GPU, Verify.COUNTS)
 
 
 def test_other_backends_reach_the_host_only() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.fakes.steps import Request, step_of
+from workers.device import CPU
 from workers.engine import prompt_logprobs as module
 from workers.engine.batch import build_step_batch
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
@@ -39,7 +40,7 @@ def test_each_target_is_scored_by_the_token_before_it(monkeypatch: pytest.Monkey
         cp_rank=0,
         page_size=4,
         null_slot=100,
-        device=torch.device("cpu"),
+        device=CPU,
     )
     hidden = torch.randn(sum(lens), HIDDEN, generator=torch.Generator().manual_seed(2))
     model: Any = FakeModel()

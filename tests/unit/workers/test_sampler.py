@@ -17,6 +17,8 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogit
 from transformers import TopPLogitsWarper as TransformersTopP
 
 from cluster.spec.sampling import Sampling
+from workers import device
+from workers.device import CPU, GPU
 from workers.engine import sampler
 from workers.engine.sampler import DrawSettings, key_of, win_race
 
@@ -83,7 +85,7 @@ def test_what_is_kept_equals_a_full_ranking(top_k: int, top_p: float, levels: in
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "_NUM_RANKED", num_ranked)
         rows = [Sampling(temperature=1.0, top_k=top_k, top_p=top_p)] * 4
-        asked = DrawSettings.of(rows, range(4), range(4), VOCAB_SIZE, scores.device)
+        asked = DrawSettings.of(rows, range(4), range(4), VOCAB_SIZE, CPU)
         kept = sampler.keep_likeliest(scores, asked) > -torch.inf
     for row in range(4):
         ranked = sorted(scores[row].double().tolist(), reverse=True)[: top_k or None]
@@ -176,7 +178,7 @@ def test_what_was_drawn_leaves_for_the_host_at_once(monkeypatch: pytest.MonkeyPa
     events: list[str] = []
 
     class OnGpu(Tensor):
-        is_cuda = True
+        """Tensor on a GPU."""
 
     class Stream:
         def record_event(self) -> "Stream":
@@ -197,6 +199,7 @@ def test_what_was_drawn_leaves_for_the_host_at_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "empty_like", empty_pinned)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
     monkeypatch.setattr(sampler, "draw", draw_on_gpu)
+    monkeypatch.setattr(device, "device_of", lambda tensor: GPU if isinstance(tensor, OnGpu) else CPU)
     states: list[Any] = [
         SimpleNamespace(sampling=Sampling(num_logprobs=2), asks=False, grammar=None, append=lambda _: None)
     ] * 2
@@ -207,7 +210,6 @@ def test_what_was_drawn_leaves_for_the_host_at_once(monkeypatch: pytest.MonkeyPa
     assert events[5:] == ["awaited"]
 
 
-CPU = torch.device("cpu")
 LARGE_VOCAB_SIZE, NUM_ROWS = 4096, 1000
 KEYS = [14254637482812893, -1480008243099856307, -3623035752330704935]
 

@@ -1,7 +1,6 @@
 """The shape of a step equals the ranks' shard plans and batches."""
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import ModelShape, Rates
 from workers.context_parallel.shard_plan import join_shapes, make_shard_plan, make_step_shape
 from workers.context_parallel.strategy_choice import StrategyChooser, undivided
+from workers.device import CPU
 from workers.engine.batch import build_step_batch
 from workers.scheduler.step_scheduler import StepLimits, StepScheduler
 
@@ -85,7 +85,7 @@ def test_every_rank_computes_as_many_tokens_as_the_shape_says(
             cp_rank=cp_rank,
             page_size=PAGE_SIZE,
             null_slot=100,
-            device=torch.device("cpu"),
+            device=CPU,
         )
         shard = 0 if batch.shards.replicated else cp_rank
         assert len(batch.token_ids) == batch.shape.shard_lens[shard]

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,21 +16,20 @@ from tests.fakes.thread_group import on_thread_ranks
 from tests.fakes.thread_layout import tp_groups
 from workers.attention.torch_backend import TorchAttention
 from workers.context_parallel.shard_plan import make_step_shape
-from workers.engine import runner as runner_module
+from workers.device import CpuDevice
 from workers.engine.runner import ModelRunner
 from workers.engine.step_state import PageTable
 from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator
 
 
-class Moments:
+class Moments(CpuDevice):
     """Events of a GPU stream. A step is complete once a later event has been awaited."""
 
     def __init__(self) -> None:
         self.num_awaited = 0
 
-    def on(self, device: torch.device) -> "Moments":
-        del device
+    def record_event(self) -> "Moments":  # type: ignore[override]
         return self
 
     def synchronize(self) -> None:
@@ -54,11 +52,12 @@ def plan_of(*, samples: bool) -> StepPlan:
 
 
 @pytest.mark.parametrize("samples", [True, False])
-def test_a_step_is_over_when_its_writes_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, samples: bool) -> None:
+def test_a_step_is_over_when_its_writes_are(tmp_path: Path, *, samples: bool) -> None:
     """Otherwise a peer could get pages that are still being written. Sampling follows all writes."""
     moments = Moments()
-    monkeypatch.setattr(runner_module, "event_on", moments.on)
-    begun = runner_of(make_checkpoint(tmp_path, "llama"), Communicator("tp")).begin(plan_of(samples=samples))
+    runner = runner_of(make_checkpoint(tmp_path, "llama"), Communicator("tp"))
+    runner._model.device = moments
+    begun = runner.begin(plan_of(samples=samples))
     assert moments.num_awaited == 0
     assert len(begun.wait()) == samples
     assert moments.num_awaited == (not samples)

@@ -13,7 +13,7 @@ from workers.attention.runs import Run, paged_pieces, row_pieces
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.decode import DecodeAttention, unwritten, unwritten_parts
 from workers.attention.triton.tiling import Item, Segment, cut, split
-from workers.device import on_device
+from workers.device import device_of
 from workers.kernels.attention import MOST_BLOCK_KEYS, attend, blocks_for
 
 _FEW_ROWS = 16
@@ -112,8 +112,8 @@ class _Work:
         tiling = cut(items, num_queries) if parts is None else cut(parts, num_queries, in_parts=True)
         launch = partial(
             attend,
-            tiles=on_device(torch.from_numpy(tiling.tiles), key.device),
-            segments=on_device(torch.from_numpy(tiling.segments), key.device),
+            tiles=device_of(key).put(torch.from_numpy(tiling.tiles)),
+            segments=device_of(key).put(torch.from_numpy(tiling.segments)),
             tables=self._tables.to(key.device),
             page_size=self._page_size,
             blocks=blocks,

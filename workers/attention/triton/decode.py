@@ -42,12 +42,12 @@ class DecodeAttention:
         # A word holds two int32, and tables begin at a multiple of 16 bytes.
         self._num_words = -(-sum(sizes) // 4) * 2
         num_words = self._num_words + num_requests * shape.most_pages
-        self._words = torch.zeros(num_words, dtype=torch.int64, device=shape.device)
+        self._words = torch.zeros(num_words, dtype=torch.int64, device=shape.device.torch_device)
         numbers, self._tables = self._words[: self._num_words].view(torch.int32), self._words[self._num_words :]
         self._tiles, self._segments = (
             part.view(self._num_tiles, -1) for part in torch.split(numbers[: sum(sizes)], sizes)
         )
-        self.arrived = torch.zeros(self._num_tiles, num_kv_heads, dtype=torch.int32, device=shape.device)
+        self.arrived = torch.zeros(self._num_tiles, num_kv_heads, dtype=torch.int32, device=shape.device.torch_device)
 
     def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
         num_requests, most_pages = self._shape.num_requests, self._shape.most_pages
@@ -58,7 +58,7 @@ class DecodeAttention:
         first_pages = np.cumsum([0, *map(len, tables)])
         # One copy moves everything to the GPU. Torch keeps the host memory until the copy is done.
         num_words = self._num_words + int(first_pages[-1])
-        on_host = torch.empty(num_words, dtype=torch.int64, pin_memory=self._words.is_cuda)
+        on_host = torch.empty(num_words, dtype=torch.int64, pin_memory=self._shape.device.is_asynchronous)
         words = on_host.numpy()
         numbers = [part.ravel() for part in self._cut(lens, first_pages[:-1])]
         np.concatenate(numbers, out=words.view(np.int32)[: sum(map(len, numbers))])

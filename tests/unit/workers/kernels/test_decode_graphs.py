@@ -21,7 +21,7 @@ from cluster.spec.strategy import MoeDispatch
 from tests.fakes.attention_params import params_for, shape_for
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.counted_launches import CountedLaunches
-from tests.fakes.kernels_on_cpu import kernels_on_cpu
+from tests.fakes.devices import kernels_on_cpu
 from tests.fakes.kv import kv_pool
 from tests.fakes.plain_graphs import PlainGraphs
 from tests.fakes.steps import Request, step_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cluster.spec.config import ParallelConfig
-from tests.fakes.kernels_on_cpu import kernels_on_cpu
+from tests.fakes.devices import kernels_on_cpu
 from tests.unit.workers.test_feed_forward import HIDDEN, MOE, moe
 from workers.expert_parallel.token_dispatcher import NO_EXPERT, RoutedTokens
 from workers.layers import feed_forward

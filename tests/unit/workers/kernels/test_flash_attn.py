@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from tests.fakes.attention_params import params_for
+from tests.fakes.devices import MetaDevice
 from tests.fakes.kernel_cases import PagedCase, check_paged
 from tests.unit.workers.test_row_attention import masked_attention
+from workers import device
 from workers.attention.interface import AttentionBackend
 from workers.attention.runs import Run
 
@@ -86,10 +88,10 @@ def test_a_default_device_is_left_alone(backend: AttentionBackend, monkeypatch: 
 
     sent: list[Tensor] = []
 
-    def on_device(on_cpu: Tensor, _: torch.device) -> Tensor:
-        assert on_cpu.device.type == "cpu"
-        sent.append(on_cpu.to("meta"))
-        return sent[-1]
+    class NotedMeta(MetaDevice):
+        def put(self, on_host: Tensor) -> Tensor:
+            sent.append(super().put(on_host))
+            return sent[-1]
 
     def varlen(query: Tensor, *rest: Any, **_: Any) -> tuple[Tensor, Tensor, None]:
         _key, _value, *ends, most_queries, most_keys = rest
@@ -97,7 +99,7 @@ def test_a_default_device_is_left_alone(backend: AttentionBackend, monkeypatch: 
         assert (most_queries, most_keys) == (37, 337)
         return query, query.new_empty(query.shape[1::-1]), None
 
-    monkeypatch.setattr(flash_attn_backend, "on_device", on_device)
+    monkeypatch.setitem(device._BY_TYPE, "meta", NotedMeta(has_kernels=False))
     monkeypatch.setattr(flash_attn_backend, "flash_attn_varlen_func", varlen)
     with torch.device("meta"):
         step = backend.prepare([Run(0, 300, 37, 1)], [torch.full((2,), 7)], 256)

@@ -21,6 +21,7 @@ from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan, StepShape
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.devices import GpuOnHost
 from tests.fakes.kv import kv_pool
 from tests.fakes.plain_graphs import PlainGraphs
 from tests.fakes.worker_specs import lone_worker
@@ -93,7 +94,7 @@ def ask(spec: Any, model: DecoderModel, make_capture: Callable[[], Capture] | No
 
 @pytest.fixture
 def model(tmp_path: Path) -> DecoderModel:
-    return load_model(make_checkpoint(tmp_path, "qwen3"))
+    return load_model(make_checkpoint(tmp_path, "qwen3"), device=GpuOnHost())
 
 
 def test_pages_take_what_graphs_leave(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +210,7 @@ def test_pages_that_leave_no_room_for_graphs_are_told(model: DecoderModel, monke
 
 def test_a_rank_captures_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
-    monkeypatch.setattr(rank, "open_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(rank, "open_device", lambda _: GpuOnHost())
     monkeypatch.setattr(rank, "choose_backend", lambda *_: BackendChoice("plain", PlainGraphs(), "a test"))
     monkeypatch.setattr(rank, "GraphCapture", lambda stream: stream.make_capture())
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: gpu)
@@ -224,7 +225,7 @@ def test_a_rank_captures_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatc
 
 
 def test_a_rank_that_captures_nothing_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "open_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(rank, "open_device", lambda _: GpuOnHost())
     monkeypatch.setattr(rank, "captures_decode", lambda *_: False)
     monkeypatch.setattr(rank, "why_not_captured", lambda *_: "a reason")
     FakeGpu(monkeypatch)

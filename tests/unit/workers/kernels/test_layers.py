@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.kernels_on_cpu import kernels_on_cpu
+from tests.fakes.devices import kernels_on_cpu
 from tests.fakes.kv import kv_pool
 from tests.fakes.steps import Request, step_of
 from workers.attention.interface import AttentionBackend
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
+from workers.device import CPU
 from workers.engine.attention_context import CpExchange
 from workers.engine.batch import build_step_batch
 from workers.engine.ring_context import make_context
@@ -38,7 +39,7 @@ def hidden_states(model: DecoderModel, backend: AttentionBackend) -> Tensor:
             cp_rank=0,
             page_size=PAGE_SIZE,
             null_slot=pool.null_slot,
-            device=torch.device("cpu"),
+            device=CPU,
         )
         outs.append(model(batch.token_ids, batch.positions, make_context(batch, pool, backend, exchange)))
     return torch.cat(outs)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.spec.ids import Role
 from cluster.spec.tiers import TierPage
-from tests.fakes.kernels_on_cpu import kernels_on_cpu
+from tests.fakes.devices import kernels_on_cpu
 from tests.fakes.kv import kv_geometry, kv_layout, kv_pool
 from tests.fakes.loopback import Loopback
 from tests.fakes.page_copies import check_copies, layout_of
@@ -91,12 +91,9 @@ def test_layers_of_all_pages_and_heads_come_by_one_launch_a_group(launches: _Cou
     assert not pool.bytes[3:].any()
 
 
-def test_what_copies_is_there_before_the_first_request(launches: _Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_copies_is_there_before_the_first_request(launches: _Counted) -> None:
     pool = kv_pool(*(3, 2, 1, 4, 8), torch.bfloat16)
     before = pool.group("full_attention").normal_().clone()
     warm_up_copies(pool)
     assert launches == [1]
     assert torch.equal(pool.group("full_attention"), before)
-    kernels_on_cpu(monkeypatch, on=False)
-    warm_up_copies(pool)
-    assert launches == [1]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cluster.spec.sampling import Sampling
-from tests.fakes.kernels_on_cpu import kernels_on_cpu
+from tests.fakes.devices import kernels_on_cpu, use_meta_device
 from tests.unit.workers.test_sampler import FILTERS, VOCAB_SIZE
-from workers import device
+from workers.device import device_of
 from workers.engine import logits_processors, sampler
 from workers.engine.sampler import DrawSettings, key_of, ranked_cutoffs
 from workers.kernels import sampling
@@ -46,7 +46,7 @@ def logits_of(draw: st.DrawFn, num_rows: int) -> Tensor:
 def test_cutoffs_without_ranking(data: st.DataObject, rows: list[Sampling]) -> None:
     scores = data.draw(logits_of(len(rows)))
     scores -= scores.amax(dim=-1, keepdim=True)
-    asked = DrawSettings.of(rows, range(len(rows)), range(len(rows)), scores.shape[-1], scores.device)
+    asked = DrawSettings.of(rows, range(len(rows)), range(len(rows)), scores.shape[-1], device_of(scores))
     expected, _ = ranked_cutoffs(scores, asked.top_k, asked.top_p, scores.shape[-1])
     found, is_sure = torch.full((len(rows),), 7.0), torch.zeros(len(rows), dtype=torch.bool)
     sampling.find_cutoffs(scores, asked.top_k, asked.top_p, is_sure, found)
@@ -99,9 +99,7 @@ def test_tokens_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_gpu_is_not_waited_for_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Meta tensors raise if their content is needed."""
-    for module in (device, sampler, logits_processors):
-        monkeypatch.setattr(module, "on_device", lambda tensor, _: tensor.to("meta"))
-    kernels_on_cpu(monkeypatch)
+    use_meta_device(monkeypatch, has_kernels=True)
     monkeypatch.setattr(sampling, "find_cutoffs", lambda *_: None)
     monkeypatch.setattr(sampling, "win_race", lambda _, keys: torch.empty_like(keys))
     rows = [*FILTERS.values(), Sampling(), Sampling(temperature=1.0, top_k=2000, top_p=0.5), Sampling(top_p=0.5)]

@@ -15,7 +15,7 @@ from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_params import params_for
 from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.kernels_on_cpu import kernels_on_cpu
+from tests.fakes.devices import CpuWithKernels, kernels_on_cpu
 from tests.fakes.kv import kv_pool
 from tests.fakes.steps import Request, step_of
 from tests.fakes.thread_group import on_thread_ranks
@@ -34,7 +34,9 @@ from workers.parallel.collectives import Communicator
 
 def test_attention_is_warm_in_blocks_of_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both complete attention and parts in fp32 are warmed up."""
-    model = load_model(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2), dtype=torch.bfloat16)
+    model = load_model(
+        make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2), dtype=torch.bfloat16, device=CpuWithKernels()
+    )
     config = model.config
     pool = kv_pool(2, config.attention.num_kv_heads, config.num_layers, 64, config.attention.head_dim, torch.bfloat16)
     one = ModelRunner(model, pool, TritonAttention(), Communicator("cp"), KvOwnership.REPLICATED, None)
@@ -47,7 +49,6 @@ def test_attention_is_warm_in_blocks_of_every_size(tmp_path: Path, monkeypatch: 
         lse.zero_()
 
     monkeypatch.setattr(backend, "attend", note_attend)
-    monkeypatch.setattr(runner, "has_kernels", lambda _: True)
     one.warm_up()
     groups = config.attention.num_heads // config.attention.num_kv_heads
     blocks = {blocks_for(num_queries * groups, config.attention.head_dim, 2, 64) for num_queries in range(1, 4096)}
@@ -105,7 +106,6 @@ def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
 ) -> None:
     """Each number of partials and each combination of dtypes is a separate kernel."""
     folder = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
-    monkeypatch.setattr(runner, "has_kernels", lambda _: True)
     merged = threading.local()
 
     def note_merge(partials: Sequence[Partial], sinks: Tensor | None = None) -> Partial:
@@ -120,7 +120,7 @@ def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
     def compute(group: Communicator) -> tuple[Any, Any]:
         """Return the merges at the start, and those after it."""
         merged.kinds = warm = set[Any]()
-        model = load_model(folder, dtype=torch.bfloat16)
+        model = load_model(folder, dtype=torch.bfloat16, device=CpuWithKernels())
         config = model.config
         pool = kv_pool(
             20, config.attention.num_kv_heads, config.num_layers, 16, config.attention.head_dim, torch.bfloat16
