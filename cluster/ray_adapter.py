@@ -132,7 +132,7 @@ class RaySystem:
 
     @contextmanager
     def wanting(self, name: str, demand: Demand) -> Iterator[Callable[[float], bool]]:
-        """Announce the demand as a pending placement group, which Ray's autoscaler sees and which dies with the
+        """Announce the demand as a pending placement group, which Ray's autoscaler sees and which ends with the
         driver."""
         strategy = "STRICT_PACK" if demand.on_one_machine else "PACK"
         group = placement_group([_bundle(demand.cpus, demand.gpus)] * demand.num_seats, strategy=strategy, name=name)

@@ -159,8 +159,7 @@ class RequestTable:
         return self._retry(request, Cause.REPLICA_FAILED, reason, blamed, others, now_s)
 
     def on_lost(self, peer: Peer, now_s: float) -> list[Action]:
-        """Retry a lost replica's requests. It still gets Cancels, since only its connection to the table may be
-        lost."""
+        """Retry a lost replica's requests. It still gets Cancels, since it may only have lost its lease."""
         actions: list[Action] = []
         for request in list(self._open.values()):
             if peer in request.waiting_for:

@@ -199,8 +199,7 @@ class Picker:
         return self._breakers.allowed(peers, now_s)
 
     def _with_room(self, peers: Iterable[Peer]) -> list[Peer]:
-        """Return the replicas below the limit, regardless of the next request's length, so that long ones do not
-        starve."""
+        """Return the replicas below the limit, whatever the next request's length, so that long ones do not starve."""
         return [peer for peer in peers if self._load.of(peer).num_tokens < self._max_queued_tokens]
 
     def _with_pages(self, peers: Iterable[Peer], num_tokens: int) -> list[Peer]:
@@ -214,8 +213,7 @@ class Picker:
         return [peer for peer in peers if fits(peer)]
 
     def _cached_for_sure(self, decode: Peer, request: GenerateRequest) -> int:
-        """Return the number of prompt tokens that decode surely need not compute; pages in storage may arrive too
-        late."""
+        """Return the number of prompt tokens that decode surely has cached; pages in storage may arrive too late."""
         keys = self._keys(Role.DECODE, request)
         return int(self.pages.weighted_count(decode, keys, TierWeights(host=1.0)) * self._page_size)
 

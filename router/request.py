@@ -120,7 +120,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def status(self) -> str:
-        """The event that is due next, for an error message."""
+        """Event that the request waits for, for error messages."""
         if self.submit is None:
             return f"waited for another attempt after {self.reason}"
         names = " and ".join(peer.replica for peer in self.waiting_for)

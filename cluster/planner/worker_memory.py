@@ -37,7 +37,7 @@ def weights_gib(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
 
 
 def _num_weights(config: DeployConfig, pool: Pool, model: ModelFacts, stage: int) -> float:
-    """Count one rank's weights: tp divides embeddings and attention, dp and tp MLPs, all ranks of a copy its
+    """Count one rank's weights: tp divides embeddings and attention, dp·tp MLPs, and all ranks of a copy its
     experts."""
     dp, cp, tp, moe_dp = pool.parallel.dp, pool.parallel.cp, pool.parallel.tp, pool.parallel.moe_dp
     num_tables = _num_tables(config, model, is_first=stage == 0, is_last=stage == pool.parallel.pp - 1)
@@ -87,8 +87,7 @@ def _most_tokens(pool: Pool) -> int:
 
 
 def _exchange_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
-    """Return the size of ring mode's buffers for the longest prompt: two ranks' keys and values, or all ranks'
-    queries."""
+    """Return the bytes of ring mode's buffers for the longest prompt: two ranks' keys and values, or all queries."""
     if not isinstance(pool, PrefillConfig) or pool.ownership is KvOwnership.REPLICATED:
         return 0.0
     geometry, tp = model.geometry, pool.parallel.tp

@@ -15,7 +15,7 @@ class BatonError(Exception):
 
 
 class UserError(BatonError, ValueError):
-    """Error that the user can fix: exit code 2, or HTTP 4xx. The message says what is wrong, given and allowed."""
+    """User-fixable error (exit code 2 or HTTP 4xx) that says what is wrong, what was given and what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)

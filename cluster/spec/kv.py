@@ -217,8 +217,7 @@ def extend_page_keys(keys: list[bytes], token_ids: Sequence[int], page_size: int
 
 
 def first_place(key: bytes) -> int:
-    """Return the owner number of page 0, given its key. Page j has this number plus j; modulo n, it selects one of n
-    ranks."""
+    """Return the owner number of page 0, given its key. Page j has this number plus j; modulo n, it selects a rank."""
     return int.from_bytes(key[:8], "little")
 
 

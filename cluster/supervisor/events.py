@@ -170,8 +170,7 @@ class Prove(_OfStart):
 
 @dataclass(frozen=True, slots=True)
 class MarkEnded(_OfStart):
-    """Mark this and earlier incarnations as ended in the rank table; ``proven`` if their processes are confirmed
-    dead."""
+    """Mark this and earlier incarnations as ended in the rank table; ``proven`` if no process of them is left."""
 
     proven: bool
 

@@ -15,8 +15,7 @@ _answers: dict[str, type[msgspec.Struct]] = {ErrorBody.__name__: ErrorBody}
 
 
 def document(body: type[BaseModel], *answers: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return a route's ``openapi_extra``. The first of ``answers`` is the JSON response; others only add their
-    schemas."""
+    """Return a route's ``openapi_extra``. The first of ``answers`` is the JSON response; others only add schemas."""
     _bodies[body.__name__] = body
     _answers.update({answer.__name__: answer for answer in answers})
     extra: dict[str, Any] = {"requestBody": {"required": True, "content": _json(body)}}

@@ -118,7 +118,7 @@ class OutputItems:
     """Output items so far. Only the last one grows; an event of another item ends it."""
 
     def __init__(self, request_id: str, *, seals_thoughts: bool = False) -> None:
-        """Start empty; ``seals_thoughts`` adds ``encrypted_content``, the only form in which some clients return
+        """Start empty; ``seals_thoughts`` adds ``encrypted_content``, the only form in which some clients keep
         reasoning."""
         self._request_id = request_id
         self._seals_thoughts = seals_thoughts

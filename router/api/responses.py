@@ -50,8 +50,7 @@ class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""vLLM's form: for each prompt token, log-probabilities by token id of it and the most likely ones; None for the
-first."""
+"""vLLM's form: for each prompt token, log-probabilities by id of it and the most likely ones; None for the first."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
