@@ -19,7 +19,7 @@ from cluster.spec.ranks import head_copies, moe_tp_size, sizes_of, stage_layers,
 from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import Passing
 from workers.context_parallel.shard_plan import dummy_request, make_step_shape
-from workers.models.interface import DecoderConfig, LayerCost
+from workers.models.interface import DecoderConfig
 
 _PAGE_ID_BYTES = 8
 _PASSED_QUERIES = 4
@@ -44,7 +44,7 @@ def _num_weights(config: DeployConfig, pool: Pool, model: ModelFacts, stage: int
     numbers = num_tables * model.config.vocab_size * model.config.hidden_size / tp
     copies = head_copies((group.num_heads for group in model.geometry.groups), tp)
     for layer in stage_layers(model.config.num_layers, pool.parallel.pp, stage):
-        cost = model.config.layer_cost(layer)
+        cost = model.config.layer_costs[layer]
         attention = (cost.queries + cost.kv * copies) / tp
         numbers += attention + cost.dense / (dp * tp) + cost.experts * moe_dp / (dp * cp * tp)
     return numbers
@@ -70,7 +70,8 @@ def expected_memory(config: DeployConfig, pool: Pool, model: ModelFacts) -> GpuM
 def _activation_bytes(pool: Pool, model: ModelFacts) -> float:
     """Return the bytes of the widest layer's activations in the largest step, and of sampling a token per request."""
     num_tokens, config, hidden = _most_tokens(pool), model.config, model.config.hidden_size
-    widths = max(cost.width for cost in _layers(config)) / pool.parallel.tp + _answers_width(config) / pool.parallel.ep
+    width = max(cost.attention_width + cost.dense_width + cost.routed_width for cost in config.layer_costs)
+    widths = width / pool.parallel.tp + _answers_width(config) / pool.parallel.ep
     # A rank that gathers other shards' tokens computes less of the width, but holds all tokens and their sums.
     gathered = 2 * hidden * (_num_shards(pool.parallel, config) - 1)
     layer = num_tokens * (4 * hidden + widths + gathered) * DTYPE_BYTES[model.dtype]
@@ -105,20 +106,16 @@ def _graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
     sizes = batch_sizes(pool.max_requests)
     tables = sum(sizes) * pages_for(model.config.max_position_embeddings, config.kv.page_size) * _PAGE_ID_BYTES
     parallel, hidden, shards = pool.parallel, model.config.hidden_size, _num_shards(pool.parallel, model.config)
-    attention = max(cost.attention_width for cost in _layers(model.config))
+    attention = max(cost.attention_width for cost in model.config.layer_costs)
     own = 4 * hidden + attention / parallel.tp + 2 * hidden * (shards - 1)
     # Each token of each shard takes a row for each chosen expert, even if another rank holds that expert.
     inner = max(
         cost.dense_width / (parallel.dp * parallel.tp) + cost.routed_width / moe_tp_size(parallel)
-        for cost in _layers(model.config)
+        for cost in model.config.layer_costs
     )
     widths = own + shards * (inner + _answers_width(model.config))
     step = pool.max_requests * widths * DTYPE_BYTES[model.dtype]
     return tables + step + len(sizes) * model.geometry.num_layers * _GRAPH_LAYER_BYTES + _WORKSPACE_BYTES
-
-
-def _layers(config: DecoderConfig) -> list[LayerCost]:
-    return [config.layer_cost(layer) for layer in range(config.num_layers)]
 
 
 def _answers_width(config: DecoderConfig) -> int:

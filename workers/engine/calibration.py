@@ -102,7 +102,7 @@ def _measure_linear(model: DecoderModel) -> tuple[float, float]:
 
 def alone_flops(model: DecoderModel) -> float:
     """Return FLOPs per token in the rank's first layer, including only the rank's shard of the MLP and the experts."""
-    parallel, layer = model.groups.parallel, model.config.layer_cost(0)
+    parallel, layer = model.groups.parallel, model.config.layer_costs[0]
     routed = layer.routed * parallel.tp / (parallel.ep * moe_tp_size(parallel))
     return 2 * (layer.queries + layer.kv + layer.dense / parallel.dp + routed)
 

@@ -3,11 +3,12 @@
 1. What layers does the model have? `workers.models.decoder` builds them from the configuration.
 2. What does the checkpoint call a weight? `checkpoint_name`, `copies`, `is_ignored`. Layers know how it is sharded.
 3. What does it store for each token? `kv_groups`.
-4. What does it cost? `layer_cost`, `experts_per_token`, `cost`.
+4. What does it cost? `layer_costs`, `experts_per_token`, `cost`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from cluster.spec.checks import ModelLimits, layout_problems, ring_problems
@@ -63,10 +64,6 @@ class LayerCost(NamedTuple):
     @property
     def used(self) -> int:
         return self.queries + self.kv + self.dense + self.routed
-
-    @property
-    def width(self) -> int:
-        return self.attention_width + self.dense_width + self.routed_width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +158,13 @@ class DecoderConfig:
     def kv_geometry(self, name: str, dtype: str, page_size: int) -> KvGeometry:
         return KvGeometry(model=name, num_layers=self.num_layers, groups=self.kv_groups(dtype), page_size=page_size)
 
-    def layer_cost(self, layer: int) -> LayerCost:
-        """Count the weights of one layer, except norms, biases and routers, which are negligible."""
-        hidden, feed_forward = self.hidden_size, self.feed_forward[layer]
+    @cached_property
+    def layer_costs(self) -> tuple[LayerCost, ...]:
+        """Cost by layer, without norms, biases and routers, which are negligible."""
+        return tuple(map(self._layer_cost, self.feed_forward))
+
+    def _layer_cost(self, feed_forward: FeedForwardConfig) -> LayerCost:
+        hidden = self.hidden_size
         moe = feed_forward if isinstance(feed_forward, MoeConfig) else None
         expert = 3 * hidden * moe.intermediate_size if moe else 0
         per_token = moe.top_k if moe else 0
@@ -182,16 +183,15 @@ class DecoderConfig:
     @property
     def experts_per_token(self) -> int:
         """Return the maximum number of experts that compute one token in a layer; 0 for dense models."""
-        return max(self.layer_cost(layer).experts_per_token for layer in range(self.num_layers))
+        return max(layer.experts_per_token for layer in self.layer_costs)
 
     def cost(self, dtype: str) -> ModelShape:
         """Return one token's work in an average layer computed in ``dtype``."""
-        layers = [self.layer_cost(layer) for layer in range(self.num_layers)]
-        used = sum(layer.used for layer in layers)
+        used = sum(layer.used for layer in self.layer_costs)
         return ModelShape(
             num_layers=self.num_layers,
             linear_flops=2 * used // self.num_layers,
-            kv_flops=2 * layers[0].kv,
+            kv_flops=2 * self.layer_costs[0].kv,
             attention_flops=4 * self.attention.q_size,
             kv_row_bytes=sum(group.bytes_per_token for group in self.kv_groups(dtype)) // self.num_layers,
             q_row_bytes=self.attention.q_size * DTYPE_BYTES[dtype],
