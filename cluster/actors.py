@@ -18,7 +18,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class Bundle:
     """Resources for one actor on one machine."""
 
     node_id: str
@@ -28,20 +28,20 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Identical seats on any machines."""
+    """Identical bundles on any machines."""
 
-    num_seats: int
+    num_bundles: int
     cpus: float
     gpus: float
     on_one_machine: bool
 
 
 class Reservation(Protocol):
-    """Seats that are reserved together, until the reservation is released."""
+    """Bundles that are reserved together, until the reservation is released."""
 
     @property
-    def seats(self) -> Sequence[Seat]:
-        """Reserved seats, in the order of the request."""
+    def bundles(self) -> Sequence[Bundle]:
+        """Reserved bundles, in the order of the request."""
 
 
 class Actor(Protocol):
@@ -68,18 +68,18 @@ class ActorSystem(Protocol):
         Nothing stays reserved after the context ends.
         """
 
-    def reserve(self, name: str, seats: Sequence[Seat], timeout_s: float) -> Reservation:
-        """Reserve all of the seats or none.
+    def reserve(self, name: str, bundles: Sequence[Bundle], timeout_s: float) -> Reservation:
+        """Reserve all of the bundles or none.
 
         Raises:
-            UserError: the seats are not free in time; the message names what is wanted and what is free.
+            UserError: the bundles are not free in time; the message names what is wanted and what is free.
         """
 
     def release(self, reservation: Reservation) -> None:
-        """Release the seats; kill any actor that still occupies one."""
+        """Release the bundles; kill any actor that still occupies one."""
 
-    def start(self, kind: type, args: Sequence[object], *, name: str, seat: tuple[Reservation, int] | None) -> Actor:
-        """Create ``kind(*args)`` in a new process, on a reserved seat or, without one, on the home machine.
+    def start(self, kind: type, args: Sequence[object], *, name: str, bundle: tuple[Reservation, int] | None) -> Actor:
+        """Create ``kind(*args)`` in a new process, on a reserved bundle or, without one, on the home machine.
 
         Return before the object exists. It is never restarted, and its calls run one after another.
         """

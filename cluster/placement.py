@@ -7,7 +7,7 @@ reserve no resources.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.actors import Demand, Machine, Seat
+from cluster.actors import Bundle, Demand, Machine
 from cluster.spec.config import DeployConfig, Device, TransferBackendName
 from cluster.spec.errors import ConfigError, Problem
 from cluster.spec.ids import ReplicaId, Role, replica_id, role_of
@@ -17,8 +17,8 @@ from cluster.spec.ranks import sizes_of, world_size
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlacement:
     replica: ReplicaId
-    seats: tuple[Seat, ...]
-    """Seats by global rank."""
+    bundles: tuple[Bundle, ...]
+    """Bundles by global rank."""
 
 
 def place(
@@ -43,10 +43,10 @@ def place(
 
 
 def demand_of(config: DeployConfig) -> Demand:
-    """Return the seats that all replicas of the configuration need."""
+    """Return the bundles that all replicas of the configuration need."""
     cpus, gpus = _resources(config)
     return Demand(
-        num_seats=sum(_size(config, replica) for replica in _replicas(config)),
+        num_bundles=sum(_size(config, replica) for replica in _replicas(config)),
         cpus=cpus,
         gpus=gpus,
         on_one_machine=config.transfer.backend is TransferBackendName.SHARED_MEMORY,
@@ -95,12 +95,12 @@ def _assign(config: DeployConfig, room: dict[str, int], sizes: dict[ReplicaId, i
     cpus, gpus = _resources(config)
     free = dict(room)
     used: dict[Role, list[str]] = {role: [] for role in Role}
-    seats: dict[ReplicaId, tuple[Seat, ...]] = {}
+    bundles: dict[ReplicaId, tuple[Bundle, ...]] = {}
     for replica in sorted(sizes, key=lambda replica: -sizes[replica]):
         node_ids = _take(free, used[role_of(replica)], sizes[replica])
         used[role_of(replica)] += node_ids
-        seats[replica] = tuple(Seat(node_id=node_id, cpus=cpus, gpus=gpus) for node_id in node_ids)
-    return [ReplicaPlacement(replica=replica, seats=seats[replica]) for replica in sizes]
+        bundles[replica] = tuple(Bundle(node_id=node_id, cpus=cpus, gpus=gpus) for node_id in node_ids)
+    return [ReplicaPlacement(replica=replica, bundles=bundles[replica]) for replica in sizes]
 
 
 def _take(free: dict[str, int], used: list[str], size: int) -> list[str]:
@@ -115,5 +115,5 @@ def _take(free: dict[str, int], used: list[str], size: int) -> list[str]:
         count = min(free[node_id], size - len(taken))
         free[node_id] -= count
         taken += [node_id] * count
-    assert len(taken) == size, f"{size} seats wanted, {len(taken)} taken"
+    assert len(taken) == size, f"{size} bundles wanted, {len(taken)} taken"
     return taken

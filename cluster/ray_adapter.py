@@ -29,7 +29,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskErr
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.actors import Actor, Demand, Machine, Reservation, Seat
+from cluster.actors import Actor, Bundle, Demand, Machine, Reservation
 from cluster.processes import Guard, ProcessId, kill_all, this_process
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 
@@ -60,10 +60,10 @@ class RayActor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayReservation:
-    """Placement group whose bundle i is seat i."""
+    """Placement group with one bundle per actor."""
 
     group: PlacementGroup = field(repr=False)
-    seats: tuple[Seat, ...]
+    bundles: tuple[Bundle, ...]
 
 
 class RaySystem:
@@ -135,30 +135,34 @@ class RaySystem:
         """Announce the demand as a pending placement group, which Ray's autoscaler sees and which ends with the
         driver."""
         strategy = "STRICT_PACK" if demand.on_one_machine else "PACK"
-        group = placement_group([_bundle(demand.cpus, demand.gpus)] * demand.num_seats, strategy=strategy, name=name)
+        group = placement_group(
+            [_resources(demand.cpus, demand.gpus)] * demand.num_bundles, strategy=strategy, name=name
+        )
         try:
             yield group.wait
         finally:
             remove_placement_group(group)
 
-    def reserve(self, name: str, seats: Sequence[Seat], timeout_s: float) -> RayReservation:
+    def reserve(self, name: str, bundles: Sequence[Bundle], timeout_s: float) -> RayReservation:
         group = placement_group(
-            [_bundle(seat.cpus, seat.gpus) for seat in seats],
+            [_resources(bundle.cpus, bundle.gpus) for bundle in bundles],
             strategy="PACK",
             name=name,
-            bundle_label_selector=[{"ray.io/node-id": seat.node_id} for seat in seats],
+            bundle_label_selector=[{"ray.io/node-id": bundle.node_id} for bundle in bundles],
         )
         if not group.wait(timeout_s):
             remove_placement_group(group)
-            raise UserError(f"{name}: no room within {timeout_s:g} s; {_room(seats, self.machines())}")
-        return RayReservation(group=group, seats=tuple(seats))
+            raise UserError(f"{name}: no room within {timeout_s:g} s; {_room(bundles, self.machines())}")
+        return RayReservation(group=group, bundles=tuple(bundles))
 
     def release(self, reservation: Reservation) -> None:
         assert isinstance(reservation, RayReservation)
         remove_placement_group(reservation.group)
 
-    def start(self, kind: type, args: Sequence[object], *, name: str, seat: tuple[Reservation, int] | None) -> RayActor:
-        node_id, options = self._home_options() if seat is None else _seat_options(*seat)
+    def start(
+        self, kind: type, args: Sequence[object], *, name: str, bundle: tuple[Reservation, int] | None
+    ) -> RayActor:
+        node_id, options = self._home_options() if bundle is None else _bundle_options(*bundle)
         remote_class: Any = ray.remote(max_restarts=0, max_task_retries=0)(kind)
         handle = remote_class.options(name=name, **options).remote(*args)
         process = _translated(name, handle.__ray_call__.remote(_process_of).future())
@@ -312,15 +316,15 @@ def _make_temp_dir() -> Path:
     return Path(tempfile.mkdtemp(prefix=f"baton-ray-{os.getpid()}-", dir=_TEMP_ROOT))
 
 
-def _bundle(cpus: float, gpus: float) -> dict[str, float]:
+def _resources(cpus: float, gpus: float) -> dict[str, float]:
     return {key: n for key, n in (("CPU", cpus), ("GPU", gpus)) if n} or {"CPU": 0.001}
 
 
-def _seat_options(reservation: Reservation, index: int) -> tuple[str, dict[str, Any]]:
+def _bundle_options(reservation: Reservation, index: int) -> tuple[str, dict[str, Any]]:
     assert isinstance(reservation, RayReservation)
-    seat = reservation.seats[index]
+    bundle = reservation.bundles[index]
     strategy = PlacementGroupSchedulingStrategy(reservation.group, placement_group_bundle_index=index)
-    return seat.node_id, {"num_cpus": seat.cpus, "num_gpus": seat.gpus or None, "scheduling_strategy": strategy}
+    return bundle.node_id, {"num_cpus": bundle.cpus, "num_gpus": bundle.gpus or None, "scheduling_strategy": strategy}
 
 
 def _process_of(_: object) -> ProcessId:
@@ -356,12 +360,12 @@ def _error(name: str, error: BaseException) -> BaseException:
     return error
 
 
-def _room(seats: Sequence[Seat], machines: Sequence[Machine]) -> str:
+def _room(bundles: Sequence[Bundle], machines: Sequence[Machine]) -> str:
     """Describe the requested and the free resources of each machine in one line."""
     parts = []
     for machine in machines:
-        here = [seat for seat in seats if seat.node_id == machine.node_id]
-        cpus, gpus = sum(seat.cpus for seat in here), sum(seat.gpus for seat in here)
+        here = [bundle for bundle in bundles if bundle.node_id == machine.node_id]
+        cpus, gpus = sum(bundle.cpus for bundle in here), sum(bundle.gpus for bundle in here)
         if here:
             free = f"{machine.cpus:g} and {machine.gpus:g} are free"
             parts.append(f"{machine.address}: wanted {cpus:g} CPUs and {gpus:g} GPUs, {free}")

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-WIDTH, LEFT, LANE, GAP, TOP = 1040, 150, 18, 8, 34
+WIDTH, LEFT, TRACK, GAP, TOP = 1040, 150, 18, 8, 34
 LEAST_PX = 0.4
 """Narrower intervals are left out."""
 LABEL_PX = 6.2
@@ -35,7 +35,7 @@ def draw(trace: dict[str, Any]) -> str:
         for tid in sorted({event["tid"] for event in events if event["pid"] == pid}):
             mine = [event for event in events if (event["pid"], event["tid"]) == (pid, tid)]
             shapes += lane_shapes(mine, top, per_us)
-            top += LANE
+            top += TRACK
         top += GAP
     body = [*axis(per_us, top), *shapes, *legend(top + 8)]
     return (
@@ -53,7 +53,7 @@ def lane_shapes(events: list[dict[str, Any]], top: float, per_us: float) -> Iter
         kind = kind_of(event)
         inset = 3 if kind in ("attention", "mlp") else 0
         yield (
-            f'<rect x="{left:.1f}" y="{top + inset}" width="{width:.1f}" height="{LANE - 3 - inset}" '
+            f'<rect x="{left:.1f}" y="{top + inset}" width="{width:.1f}" height="{TRACK - 3 - inset}" '
             f'fill="{COLOURS[kind]}" stroke="#ffffff" stroke-width="{0.5 if width > 3 else 0}"/>'
         )
         if len(event["name"]) * LABEL_PX < width and event["cat"] == "request":

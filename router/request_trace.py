@@ -43,7 +43,7 @@ class RequestTrace:
         ]
 
     def events(self, clock: ClockReading) -> dict[str, Any]:
-        """Return the JSON object: one process for the router and for each rank, and one thread per lane.
+        """Return the JSON object: one process for the router and for each rank, and one thread per track.
 
         Times are in microseconds since the request arrived. Those from other machines are shifted by the difference
         between their offset from Unix time and that of ``clock``, the router's.
@@ -115,19 +115,19 @@ def _process(pid: int, name: str, intervals: Sequence[Interval], origin_s: float
     yield _label(pid, 0, "process_name", name=name)
     yield _label(pid, 0, "process_sort_index", sort_index=pid)
     by_start = sorted(intervals, key=lambda interval: interval.start_s)
-    lanes = {lane: tid for tid, lane in enumerate(dict.fromkeys(interval.lane for interval in by_start), start=1)}
-    for lane, tid in lanes.items():
-        yield _label(pid, tid, "thread_name", name=lane)
+    tracks = {track: tid for tid, track in enumerate(dict.fromkeys(interval.track for interval in by_start), start=1)}
+    for track, tid in tracks.items():
+        yield _label(pid, tid, "thread_name", name=track)
     for interval in intervals:
         start_us, end_us = (round((at_s - origin_s) * 1e6, 3) for at_s in (interval.start_s, interval.end_s))
         yield {
             "name": interval.name,
-            "cat": interval.lane,
+            "cat": interval.track,
             "ph": "X",
             "ts": start_us,
             "dur": round(end_us - start_us, 3),
             "pid": pid,
-            "tid": lanes[interval.lane],
+            "tid": tracks[interval.track],
             "args": interval.facts,
         }
 

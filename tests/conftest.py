@@ -145,7 +145,7 @@ def _native_missing(items: list[pytest.Item]) -> str | None:
     try:
         find_compiler()
     except CannotCompileError as error:
-        return f"{error}; {error.mend}" if error.mend else str(error)
+        return f"{error}; {error.fix}" if error.fix else str(error)
     return None
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster.bootstrap.client import LeaseKeeper, RankKeeper
+from cluster.bootstrap.client import LeaseRenewer, ReplicaRegistrar
 from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import HEARTBEAT_S, SystemClock
 from cluster.spec.config import DeployConfig
@@ -175,27 +175,25 @@ class Worker:
         if self._rendezvous is None:
             yield
             return
-        keeper = self._make_keeper(self._rendezvous, records, link)
-        keeper.start()
+        renewer = self._make_renewer(self._rendezvous, records, link)
+        renewer.start()
         try:
             yield
         finally:
-            keeper.stop()
+            renewer.stop()
 
-    def _make_keeper(
-        self, rendezvous: Rendezvous, records: list[RankRecord], link: LeaderLink
-    ) -> LeaseKeeper | RankKeeper:
+    def _make_renewer(self, rendezvous: Rendezvous, records: list[RankRecord], link: LeaderLink) -> LeaseRenewer:
         url, token = rendezvous.bootstrap_url, rendezvous.token
         if isinstance(link, RemoteLink):
-            return RankKeeper(url, token, records[self.spec.global_rank], HEARTBEAT_S, self._fail)
+            return LeaseRenewer(url, token, records[self.spec.global_rank], HEARTBEAT_S, self._fail)
         outbox = Outbox(self._key)
 
         def on_table(snapshot: TableSnapshot) -> None:
             outbox.send(self._inbox.address, TableUpdate(snapshot=snapshot))
 
-        lease = LeaseKeeper(url, token, records, lambda: link.load, on_table, HEARTBEAT_S, self._fail)
-        link.hurry = lease.hurry
-        return lease
+        registrar = ReplicaRegistrar(url, token, records, lambda: link.load, on_table, HEARTBEAT_S, self._fail)
+        link.hurry = registrar.hurry
+        return registrar
 
     def _fail(self, error: Exception) -> None:
         """End the rank from another thread, which has failed or lost the lease."""

@@ -160,7 +160,7 @@ def _checked(reply: httpx.Response) -> httpx.Response:
     raise BatonError(f"bootstrap service: {error.message}")
 
 
-class RankKeeper:
+class LeaseRenewer:
     """Thread that renews one rank's lease. If the process is suspended, so is the thread, and the lease expires."""
 
     def __init__(
@@ -213,7 +213,7 @@ class RankKeeper:
         """Do nothing, because the leader unregisters the replica."""
 
 
-class LeaseKeeper(RankKeeper):
+class ReplicaRegistrar(LeaseRenewer):
     """Threads of a leader: one registers all records and sends heartbeats, one passes new tables to ``on_table``.
 
     ``load``, ``on_table`` and ``on_refused`` are called from these threads. Heartbeats stop if the table rejects the

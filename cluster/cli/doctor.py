@@ -128,8 +128,8 @@ def check_attention() -> Finding:
         path, kind = find_compiler()
         return Finding("attention", Status.OK, f"native for bf16 with {kind.name}, compiled by {path}")
     except CannotCompileError as error:
-        status = Status.WARN if error.mend else Status.OK
-        fix = error.mend and f"to double the speed in bf16: {error.mend}"
+        status = Status.WARN if error.fix else Status.OK
+        fix = error.fix and f"to double the speed in bf16: {error.fix}"
         return Finding("attention", status, f"plain torch: {error}", fix)
 
 

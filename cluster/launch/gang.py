@@ -1,4 +1,4 @@
-"""One incarnation of a replica: its seats, its worker actors, and its startup until it is registered."""
+"""One incarnation of a replica: its bundles, its worker actors, and its startup until it is registered."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ class Gang:
         """
         name, resources = self._placement.replica, self._config.resources
         self._tools.progress(name, "starting processes")
-        self._seat(Deadline(resources.start_timeout_s))
+        self._start_actors(Deadline(resources.start_timeout_s))
         self._tools.progress(name, "finding or downloading the model")
         fetching = Deadline(resources.fetch_timeout_s, "resources.fetch_timeout_s")
         gather(self._call_each("fetch", [(model,)] * len(self._actors)), fetching)
@@ -95,7 +95,7 @@ class Gang:
         wait(self.runs.values(), timeout_s)
 
     def kill(self, timeout_s: float) -> bool:
-        """Kill every process and release the seats; return whether all processes are confirmed dead."""
+        """Kill every process and release the bundles; return whether all processes are confirmed dead."""
         with self._lock:
             self._killed = True
             actors = list(self._actors)
@@ -119,17 +119,17 @@ class Gang:
 
         return send_until(table, is_shown, send, deadline)
 
-    def _seat(self, deadline: Deadline) -> None:
-        seats = self._placement.seats
-        reservation = self._system.reserve(self._actor_name("seats"), seats, deadline.left_s())
+    def _start_actors(self, deadline: Deadline) -> None:
+        bundles = self._placement.bundles
+        reservation = self._system.reserve(self._actor_name("bundles"), bundles, deadline.left_s())
         with self._lock:
             self._reservation = reservation
-        for rank in range(len(seats)):
+        for rank in range(len(bundles)):
             arguments, name = [worker_environ(self._config)], self._actor_name(f"rank{rank}")
             with self._lock:
                 if self._killed:
                     raise BatonError(f"{self._placement.replica}: stopped while it was starting")
-                actor = self._system.start(self._tools.worker, arguments, name=name, seat=(reservation, rank))
+                actor = self._system.start(self._tools.worker, arguments, name=name, bundle=(reservation, rank))
                 self._actors.append(actor)
 
     def _specs(self) -> list[WorkerSpec]:

@@ -215,7 +215,7 @@ class Launcher:
 
     def _start_gang(self, replica: ReplicaId, incarnation: Incarnation) -> None:
         placement = self._living_placement(replica)
-        hosts = [self._hosts[seat.node_id] for seat in placement.seats]
+        hosts = [self._hosts[bundle.node_id] for bundle in placement.bundles]
         gang = Gang(self._tools, self._config, placement, incarnation, hosts)
         self._keep(replica, gang)
         gang.start(self._model, self.rendezvous.result)
@@ -223,22 +223,22 @@ class Launcher:
     def _living_placement(self, replica: ReplicaId) -> ReplicaPlacement:
         """Return a replica's placement, or a new one if a machine is lost. Raises ConfigError if there is no room."""
         usable = {machine.node_id for machine in self._usable_machines()}
-        if any(seat.node_id not in usable for seat in self._placements[replica].seats):
+        if any(bundle.node_id not in usable for bundle in self._placements[replica].bundles):
             self.place([replica])
         return self._placements[replica]
 
     def _away_from_home(self, name: str) -> set[str]:
         """Return a replica's machines other than the home machine, which cannot be lost; empty for a service."""
         placement = self._placements.get(ReplicaId(name))
-        seats = placement.seats if placement is not None else ()
-        return {seat.node_id for seat in seats} - {self._tools.system.home.node_id}
+        bundles = placement.bundles if placement is not None else ()
+        return {bundle.node_id for bundle in bundles} - {self._tools.system.home.node_id}
 
     def _usable_machines(self) -> list[Machine]:
         """Return the live machines for replicas; with shared memory, only the machine of the other replicas."""
         lost = {node_id for node_ids in self._lost.values() for node_id in node_ids}
         machines = [machine for machine in self._tools.system.machines() if machine.node_id not in lost]
         if self._config.transfer.backend is TransferBackendName.SHARED_MEMORY:
-            used = {seat.node_id for placement in self._placements.values() for seat in placement.seats}
+            used = {bundle.node_id for placement in self._placements.values() for bundle in placement.bundles}
             return [machine for machine in machines if machine.node_id in used]
         return [machine for machine in machines if machine.node_id in self._hosts or not self._is_alone]
 

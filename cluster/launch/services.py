@@ -32,7 +32,7 @@ class _Service:
     ) -> None:
         self._tools = tools
         self._name = name
-        self._actor = tools.system.start(actor_class, arguments, name=f"{name}-{incarnation}", seat=None)
+        self._actor = tools.system.start(actor_class, arguments, name=f"{name}-{incarnation}", bundle=None)
         self.runs: dict[str, Future[Any]] = {}
 
     def kill(self, timeout_s: float) -> bool:

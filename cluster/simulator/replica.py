@@ -149,7 +149,7 @@ class LeaderProcess(RankProcess):
         self._bootstrap.call(machine_of(self.address), self._renew, self._on_answer)
 
     def _renew(self, table: BootstrapTable) -> None:
-        """Send a heartbeat like the lease keeper. If the table does not know the records, register them first."""
+        """Send a heartbeat like the lease renewer. If the table does not know the records, register them first."""
         first = self.records[0]
         heartbeat = Heartbeat(
             replica=first.replica,

@@ -30,9 +30,9 @@ class SystemClock:
 
 
 class Interval(msgspec.Struct, frozen=True, array_like=True):
-    """Timed activity. Intervals of one lane are disjoint or nested."""
+    """Timed activity. Intervals of one track are disjoint or nested."""
 
-    lane: str
+    track: str
     """Kind of activity: ``request``, ``compute``, ``kv sender``."""
     name: str
     start_s: float

@@ -216,7 +216,7 @@ def extend_page_keys(keys: list[bytes], token_ids: Sequence[int], page_size: int
         keys.append(key)
 
 
-def first_place(key: bytes) -> int:
+def first_owner(key: bytes) -> int:
     """Return the owner number of page 0, given its key. Page j has this number plus j; modulo n, it selects a rank."""
     return int.from_bytes(key[:8], "little")
 
@@ -233,7 +233,7 @@ def lifetime_of(key: bytes) -> int:
 def owner_base(token_ids: Sequence[int], page_size: int, parts: int, salt: str = "") -> int:
     """Return the part that owns page 0; 0 without a full page."""
     first = page_keys(token_ids[:page_size], page_size, salt)
-    return first_place(first[0]) % parts if first else 0
+    return first_owner(first[0]) % parts if first else 0
 
 
 def _seed(salt: str) -> bytes:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from cluster.bootstrap.client import LeaseKeeper, RankKeeper
+from cluster.bootstrap.client import LeaseRenewer, ReplicaRegistrar
 from cluster.channel import Inbox
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Incarnation
@@ -45,18 +45,18 @@ class QuietWorker:
         return msgspec.structs.replace(record, endpoint=endpoint)
 
     def run(self, records: list[RankRecord]) -> None:
-        keeper = None
+        renewer = None
         if self._spec.is_leader:
             meeting = self._rendezvous
             url, token = meeting.bootstrap_url, meeting.token
-            keeper = LeaseKeeper(url, token, records, ReplicaLoad, lambda _: None, _BEAT_S, lambda _: None)
-            keeper.start()
+            renewer = ReplicaRegistrar(url, token, records, ReplicaLoad, lambda _: None, _BEAT_S, lambda _: None)
+            renewer.start()
         else:
             meeting, record = self._rendezvous, records[self._spec.global_rank]
-            RankKeeper(meeting.bootstrap_url, meeting.token, record, _BEAT_S, lambda _: None).start()
+            LeaseRenewer(meeting.bootstrap_url, meeting.token, record, _BEAT_S, lambda _: None).start()
         _wait(self._inbox, Shutdown)
-        if keeper is not None:
-            keeper.stop()
+        if renewer is not None:
+            renewer.stop()
 
 
 class QuietRouter:

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from cluster.actors import Actor, Demand, Machine, Reservation, Seat
+from cluster.actors import Actor, Bundle, Demand, Machine, Reservation
 from cluster.bootstrap.table import BootstrapTable, records_digest
 from cluster.launch.tools import Tools
 from cluster.spec.config import DeployConfig
@@ -57,7 +57,7 @@ class FakeReservation:
     """Placement group that is never refused."""
 
     name: str
-    seats: Sequence[Seat]
+    bundles: Sequence[Bundle]
 
 
 class FakeSystem:
@@ -85,12 +85,12 @@ class FakeSystem:
                 self._machines.append(self.joining.pop(0))
             return not self.joining
 
-        self.log.append(f"want {demand.num_seats} seats")
+        self.log.append(f"want {demand.num_bundles} bundles")
         yield wait
         self.log.append("want nothing")
 
-    def reserve(self, name: str, seats: Sequence[Seat], timeout_s: float) -> FakeReservation:
-        reservation = FakeReservation(name, tuple(seats))
+    def reserve(self, name: str, bundles: Sequence[Bundle], timeout_s: float) -> FakeReservation:
+        reservation = FakeReservation(name, tuple(bundles))
         self.reserved.append(reservation)
         return reservation
 
@@ -99,10 +99,10 @@ class FakeSystem:
         self.reserved.remove(reservation)
 
     def start(
-        self, kind: type, args: Sequence[object], *, name: str, seat: tuple[Reservation, int] | None
+        self, kind: type, args: Sequence[object], *, name: str, bundle: tuple[Reservation, int] | None
     ) -> FakeActor:
         assert name not in self.actors, f"two actors named {name}"
-        assert seat is None or seat[0] in self.reserved
+        assert bundle is None or bundle[0] in self.reserved
         actor = self.actors[name] = FakeActor(name)
         self.log.append(f"start {name}")
         actor.calls.put(lambda: setattr(actor, "thing", kind(*args)))

@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from cluster.bootstrap.client import BootstrapClient, LeaseKeeper, RankKeeper, follow_table, watch_table
+from cluster.bootstrap.client import BootstrapClient, LeaseRenewer, ReplicaRegistrar, follow_table, watch_table
 from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer, create_app
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, records_digest
 from cluster.launch.services import follow_router
@@ -203,18 +203,18 @@ def test_the_end_of_every_router_process_is_told(client: BootstrapClient) -> Non
     assert client.table().reaped == {"router": 2, "router-1": 2}
 
 
-def keeper_of(url: str, tables: list[TableSnapshot], refusals: list[TableRefusedError]) -> LeaseKeeper:
-    return LeaseKeeper(url, TOKEN, RECORDS, ReplicaLoad, tables.append, 0.05, refusals.append)
+def registrar_of(url: str, tables: list[TableSnapshot], refusals: list[TableRefusedError]) -> ReplicaRegistrar:
+    return ReplicaRegistrar(url, TOKEN, RECORDS, ReplicaLoad, tables.append, 0.05, refusals.append)
 
 
-def follower_of(url: str, refusals: list[TableRefusedError]) -> RankKeeper:
-    return RankKeeper(url, TOKEN, RECORDS[1], 0.05, refusals.append)
+def follower_of(url: str, refusals: list[TableRefusedError]) -> LeaseRenewer:
+    return LeaseRenewer(url, TOKEN, RECORDS[1], 0.05, refusals.append)
 
 
 def test_lease_keeper_registers_renews_and_leaves(url: str, client: BootstrapClient) -> None:
     tables: list[TableSnapshot] = []
-    keeper, follower = keeper_of(url, tables, []), follower_of(url, [])
-    keeper.start()
+    registrar, follower = registrar_of(url, tables, []), follower_of(url, [])
+    registrar.start()
     follower.start()
     wait_until(lambda: tables and is_ready(tables[-1]))
     time.sleep(1.5 * LEASE_S)
@@ -223,15 +223,15 @@ def test_lease_keeper_registers_renews_and_leaves(url: str, client: BootstrapCli
     wait_until(lambda: not is_ready(tables[-1]))
     assert tables[-1].replicas[0].silent == (1,)
     before_s = time.monotonic()
-    keeper.stop()
+    registrar.stop()
     assert time.monotonic() - before_s < 10.0, "the long poll is not waited for"
     assert client.table().replicas == ()
 
 
 def test_lease_keeper_tells_at_once_what_cannot_wait(url: str, client: BootstrapClient) -> None:
     load = [ReplicaLoad()]
-    keeper = LeaseKeeper(url, TOKEN, RECORDS, lambda: load[-1], lambda _: None, 3600.0, lambda _: None)
-    keeper.start()
+    registrar = ReplicaRegistrar(url, TOKEN, RECORDS, lambda: load[-1], lambda _: None, 3600.0, lambda _: None)
+    registrar.start()
 
     def is_draining() -> bool:
         entry = client.table().find(P0)
@@ -240,17 +240,17 @@ def test_lease_keeper_tells_at_once_what_cannot_wait(url: str, client: Bootstrap
     wait_until(lambda: client.table().find(P0) is not None)
     assert not is_draining()
     load.append(ReplicaLoad(draining=True))
-    keeper.hurry()
+    registrar.hurry()
     wait_until(is_draining)
-    keeper.stop()
+    registrar.stop()
 
 
 def test_lease_keeper_refills_a_restarted_service() -> None:
     server = BootstrapServer("127.0.0.1", 0, TOKEN, LEASE_S)
     url = server.start()
     tables: list[TableSnapshot] = []
-    keeper = keeper_of(url, tables, [])
-    keeper.start()
+    registrar = registrar_of(url, tables, [])
+    registrar.start()
     wait_until(lambda: tables and is_ready(tables[-1]))
     version = tables[-1].version
     server.stop()
@@ -258,18 +258,18 @@ def test_lease_keeper_refills_a_restarted_service() -> None:
     assert again.start() == url
     wait_until(lambda: tables[-1].version != version and is_ready(tables[-1]))
     again.stop()
-    keeper.stop()
+    registrar.stop()
 
 
 def test_lease_keeper_of_an_old_start_falls_silent(url: str, client: BootstrapClient) -> None:
     client.register(make_record(P0, 0, CP2, incarnation=7))
     refusals: list[TableRefusedError] = []
-    keeper, follower = keeper_of(url, [], refusals), follower_of(url, refusals)
-    keeper.start()
+    registrar, follower = registrar_of(url, [], refusals), follower_of(url, refusals)
+    registrar.start()
     follower.start()
     wait_until(lambda: len(refusals) >= 2)
     time.sleep(0.2)
-    keeper.stop()
+    registrar.stop()
     follower.stop()
     assert [error.code for error in refusals] == [RefusalCode.SUPERSEDED] * 2
     entry = client.table().find(P0)

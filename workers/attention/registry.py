@@ -88,7 +88,7 @@ def choose_backend(
     try:
         return BackendChoice(name, load_backend(name), "asked for")
     except CannotCompileError as error:
-        raise UserError(f"resources.attention: got native; {error}{error.mend and f'; {error.mend}'}") from error
+        raise UserError(f"resources.attention: got native; {error}{error.fix and f'; {error.fix}'}") from error
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -109,6 +109,6 @@ def _fastest(device: Device, dtype: torch.dtype, needs: Set[Feature]) -> Backend
     try:
         return BackendChoice("native", load_backend("native"), f"the CPU, in bf16, with {find_compiler().kind.name}")
     except CannotCompileError as error:
-        level = logging.WARNING if error.mend else logging.INFO
-        _log.log(level, "attention uses plain torch, at half the speed: %s%s", error, error.mend and f"; {error.mend}")
+        level = logging.WARNING if error.fix else logging.INFO
+        _log.log(level, "attention uses plain torch, at half the speed: %s%s", error, error.fix and f"; {error.fix}")
         return BackendChoice("torch", load_backend("torch"), f"the CPU, in bf16, without native: {error}")

@@ -119,7 +119,7 @@ def row_pieces(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int |
     return pieces
 
 
-def cut(piece: Piece, most_keys: int) -> list[Piece]:
+def split_keys(piece: Piece, most_keys: int) -> list[Piece]:
     """Divide a piece into pieces of at most ``most_keys`` keys. Each omits the queries that see none of its keys."""
     blocks = []
     for begin in range(0, piece.num_keys, most_keys):

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from workers.attention.interface import AttentionParams, GraphShape
 from workers.attention.merge import Partial, empty_partial, merge
-from workers.attention.runs import Piece, Run, cut, paged_pieces, pages_of, row_pieces
+from workers.attention.runs import Piece, Run, paged_pieces, pages_of, row_pieces, split_keys
 from workers.device import device_of
 
 MOST_KEYS = 1 << 12
@@ -182,7 +182,7 @@ def _divide(
         (singles if is_single else others).append(piece)
     num_queries = sum(run.count for run in runs)
     built = [_SingleTokens(batch, tables, page_size, num_queries) for batch in _batches(singles)]
-    return built, [block for piece in others for block in cut(piece, MOST_KEYS)]
+    return built, [block for piece in others for block in split_keys(piece, MOST_KEYS)]
 
 
 def _attend_pieces(

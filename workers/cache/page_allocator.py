@@ -11,7 +11,7 @@ not depend on other pages.
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from cluster.spec.kv import NO_PAGE, first_place, lifetime_key, lifetime_of
+from cluster.spec.kv import NO_PAGE, first_owner, lifetime_key, lifetime_of
 from workers.cache.page_lists import ONE_LIFETIME, Lifetimes, PageLists, live_pages
 from workers.cache.prefix_tree import PageJournal, PrefixTree
 
@@ -212,7 +212,7 @@ class PageAllocator:
         self, tree: PrefixTree, pages: Sequence[Sequence[int]], keys: Sequence[bytes], first: int = 0
     ) -> None:
         """Cache the pages of later lifetimes, except pages that have another copy in the cache."""
-        index = first_place(keys[0]) if keys else 0
+        index = first_owner(keys[0]) if keys else 0
         for lifetime, ids in list(enumerate(pages))[1:]:
             for at in range(first, len(keys)):
                 key, is_own = lifetime_key(keys[at], lifetime), self._held[ids[at]] == 1

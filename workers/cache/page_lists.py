@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cluster.spec.kv import NO_PAGE, KvGeometry, Lifetime, first_place, lifetime_key
+from cluster.spec.kv import NO_PAGE, KvGeometry, Lifetime, first_owner, lifetime_key
 from cluster.spec.tiers import TierPage
 
 PageLists = list[list[int]]
@@ -25,7 +25,7 @@ def live_pages(lists: Iterable[Iterable[int]]) -> list[int]:
 
 def tier_page(keys: Sequence[bytes], lifetime: int, at: int, device: int | None = None) -> TierPage:
     """Return the page of a lifetime at a position in a prefix."""
-    return TierPage(key=lifetime_key(keys[at], lifetime), index=first_place(keys[0]) + at, depth=at, device=device)
+    return TierPage(key=lifetime_key(keys[at], lifetime), index=first_owner(keys[0]) + at, depth=at, device=device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 
-from cluster.spec.kv import first_place
+from cluster.spec.kv import first_owner
 
 
 class PageJournal:
@@ -57,7 +57,7 @@ class PrefixTree:
         self._by_page: dict[int, _Node] = {}
         self._idle: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_owners)]
         """Idle pages of each owner with their release numbers, oldest first."""
-        self._turns = count()
+        self._idle_order = count()
         self.version = 0
         """Number that changes when the next pages to evict may have changed."""
         self.journals: list[PageJournal] = []
@@ -133,7 +133,7 @@ class PrefixTree:
             assert node.num_holders > 0, f"cached page {page} is released but not held"
             node.num_holders -= 1
             if node.num_holders == 0:
-                self._idle[page % self.num_owners][page] = next(self._turns)
+                self._idle[page % self.num_owners][page] = next(self._idle_order)
 
     def insert(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> list[int]:
         """Insert a computed prefix. Return its cached pages from ``first`` on, which the caller now holds.
@@ -146,7 +146,7 @@ class PrefixTree:
         for key, page in zip(keys[first:], pages[first:], strict=True):
             node = self._by_key.get(key)
             if node is None:
-                index, depth = (parent.index + 1, parent.depth + 1) if parent else (first_place(key), 0)
+                index, depth = (parent.index + 1, parent.depth + 1) if parent else (first_owner(key), 0)
                 node = self._add(_Node(key, page, parent, index, depth))
             elif node.page != page:
                 self.claim([node.page])
@@ -190,7 +190,7 @@ class PrefixTree:
 
     def check_integrity(self, holders: Mapping[int, int]) -> None:
         """Assert that every page has the given number of holders, and no more than its parent."""
-        turns = {page: turn for idle in self._idle for page, turn in idle.items()}
+        order = {page: number for idle in self._idle for page, number in idle.items()}
         assert self._by_page.keys() == {node.page for node in self._by_key.values()}
         for page, node in self._by_page.items():
             assert node.num_holders == holders.get(page, 0), f"page {page} counts {node.num_holders} holders"
@@ -199,7 +199,7 @@ class PrefixTree:
             if parent is not None:
                 assert self._by_page.get(parent.page) is parent, f"the parent of page {page} is not in the tree"
                 assert parent.num_holders >= node.num_holders, f"page {page} is held without its parent {parent.page}"
-                assert parent.page not in turns or turns[page] < turns[parent.page], (
+                assert parent.page not in order or order[page] < order[parent.page], (
                     f"{page} was released after its parent"
                 )
         for owner, idle in enumerate(self._idle):

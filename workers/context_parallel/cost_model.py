@@ -78,7 +78,7 @@ def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: P
     ``passing`` says whether keys or queries travel if KV is divided among the ranks. None if each rank has all KV.
     """
     exchanged = list(_exchanges(plan, shape, passing))
-    works = [_work(plan, runs, rates, passing) for runs in plan.runs[: 1 if plan.replicated else plan.cp]]
+    works = [_work(plan, runs, rates, passing) for runs in plan.runs[: 1 if plan.is_replicated else plan.cp]]
     compute_s = max(_rank_s(work, shape, rates) for work in works)
     hideable_s = compute_s / len(exchanged) if exchanged else 0.0
     layer_s = compute_s + sum(_exposed_s(num_bytes, hideable_s, rates) for num_bytes in exchanged)
@@ -86,7 +86,7 @@ def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: P
     if passing is not Passing.PASS_Q:
         last_s = max(_kv_s(work, shape, rates) for work in works)
         last_s += sum(_exposed_s(num_bytes, 0.0, rates) for num_bytes in exchanged)
-    join_s = 0.0 if plan.replicated else rates.exchange_s
+    join_s = 0.0 if plan.is_replicated else rates.exchange_s
     return rates.step_s + (shape.num_layers - 1) * layer_s + last_s + join_s
 
 
@@ -136,7 +136,7 @@ def _work(plan: ShardPlan, runs: RankRuns, rates: Rates, passing: Passing | None
     tokens, pairs = sum(run.count for run in runs), sum(computed_pairs(run) for run in runs)
     prefix, has_prefix, num_runs = sum(plan.prefix_lens), any(plan.prefix_lens), len(runs)
     if passing is None:
-        if plan.replicated or not rates.hidden_share:
+        if plan.is_replicated or not rates.hidden_share:
             return _Work(tokens, pairs, sum(run.step for run in runs), 1, plan.num_tokens)
         partials = plan.cp + has_prefix
         return _Work(tokens, pairs, num_runs * partials, partials, plan.num_tokens)
@@ -145,7 +145,7 @@ def _work(plan: ShardPlan, runs: RankRuns, rates: Rates, passing: Passing | None
         return _Work(tokens, pairs, num_runs * plan.cp, plan.cp, stored + prefix / plan.cp)
     own_prefix_pairs = sum(run.count * plan.prefix_lens[run.request] for run in runs)
     prefix_pairs = sum(new * old for new, old in zip(plan.extend_lens, plan.prefix_lens, strict=True))
-    num_new = 1 if plan.replicated else plan.cp
+    num_new = 1 if plan.is_replicated else plan.cp
     # Every rank computes attention of all ranks' queries over its part of the prefix, one call per request.
     calls = num_runs * num_new + len(plan.extend_lens) * has_prefix
     partials = num_new + plan.cp * has_prefix
@@ -156,13 +156,13 @@ def _exchanges(plan: ShardPlan, shape: ModelShape, passing: Passing | None) -> I
     """Yield the bytes that one rank receives in each collective of a layer."""
     others, prefix = plan.cp - 1, sum(plan.prefix_lens)
     if passing is Passing.PASS_KV:
-        rows = prefix / plan.cp + (0 if plan.replicated else plan.padded_len)
+        rows = prefix / plan.cp + (0 if plan.is_replicated else plan.padded_len)
         yield from [rows * shape.kv_row_bytes] * (others if rows else 0)
         return
-    if not plan.replicated:
+    if not plan.is_replicated:
         yield others * plan.padded_len * shape.kv_row_bytes
     if passing is Passing.PASS_Q and prefix:
-        if not plan.replicated:
+        if not plan.is_replicated:
             yield others * plan.padded_len * shape.q_row_bytes
         yield others * plan.padded_len * shape.partial_row_bytes
 

@@ -25,7 +25,7 @@ class PendingGather:
 
     def of_rank(self, cp_rank: int) -> Tensor:
         """Return one rank's rows in its local order. Call ``wait`` first."""
-        if self._plan.replicated:
+        if self._plan.is_replicated:
             return self._rows
         begin = cp_rank * self._plan.padded_len
         return self._rows[begin : begin + self._plan.lens[cp_rank]]
@@ -47,7 +47,7 @@ class RowGather:
 
         The result is valid until the next call.
         """
-        if plan.replicated:
+        if plan.is_replicated:
             return PendingGather(torch.cat(parts, dim=-1), plan, None)
         assert plan.cp == self.group.size, f"the plan is for {plan.cp} ranks, the group has {self.group.size}"
         row_shape = (parts[0].shape[1], sum(part.shape[-1] for part in parts))
@@ -151,7 +151,7 @@ def gather_rows(group: Communicator, rows: Tensor, padded_len: int) -> Tensor:
 
 def join_rows(group: Communicator, plan: ShardPlan, rows: Tensor) -> Tensor:
     """Return every rank's local ``rows [tokens, ...]`` as ``[num_tokens, ...]`` in the order of the flattened batch."""
-    if plan.replicated:
+    if plan.is_replicated:
         return rows
     gathered = gather_rows(group, rows, plan.padded_len)
     return gathered[device_of(rows).put(torch.from_numpy(plan.inverse))]

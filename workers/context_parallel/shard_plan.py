@@ -117,7 +117,7 @@ class ShardPlan:
     """Runs by rank, in local order; none is empty."""
 
     @property
-    def replicated(self) -> bool:
+    def is_replicated(self) -> bool:
         """Return whether every rank computes every token, so that no collective is needed."""
         return self.cp == 1 or self.strategy is Strategy.NONE
 
@@ -141,7 +141,7 @@ class ShardPlan:
     @cached_property
     def gathered_index(self) -> Indices:
         """``[cp * padded_len]``: flattened index of each gathered row; ``num_tokens`` marks padding."""
-        if self.replicated:
+        if self.is_replicated:
             return np.arange(self.num_tokens, dtype=np.int64)
         index = np.full((self.cp, self.padded_len), self.num_tokens, dtype=np.int64)
         for cp_rank, length in enumerate(self.lens):
@@ -157,14 +157,14 @@ class ShardPlan:
 
     def local(self, cp_rank: int) -> Indices:
         """Return the flattened indices of a rank's tokens, in its local order."""
-        if self.replicated:
+        if self.is_replicated:
             return np.arange(self.num_tokens, dtype=np.int64)
         parts = [self._flattened(run) for run in self.runs[cp_rank]]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def locate(self, token: int) -> TokenLocation:
         """Return the location of a token of the flattened batch. In a replicated plan, the rank is always 0."""
-        if self.replicated:
+        if self.is_replicated:
             return TokenLocation(0, token)
         return TokenLocation(*divmod(int(self.inverse[token]), self.padded_len))
 
@@ -210,7 +210,7 @@ def plan_shards(scheduled: Sequence[ScheduledRequest], strategy: Strategy, cp: i
 
 
 def shape_of_plan(plan: ShardPlan, scheduled: Sequence[ScheduledRequest], passing: Passing | None) -> StepShape:
-    shards = plan.runs[:1] if plan.replicated else plan.runs
+    shards = plan.runs[:1] if plan.is_replicated else plan.runs
     lens = last_layer_lens = plan.lens[: len(shards)]
     if passing is not Passing.PASS_Q and not any(request.scored_ids for request in scheduled):
         # In the last layer, only tokens to sample have queries.

@@ -47,7 +47,7 @@ class StepContext(AttentionContext, ABC):
         self.lens, self.last_layer_lens = (
             lens if len(lens) > 1 else None for lens in (shape.shard_lens, shape.last_layer_lens)
         )
-        is_hidden = exchange.group.in_background and not batch.shards.replicated
+        is_hidden = exchange.group.in_background and not batch.shards.is_replicated
         self.kv_first = is_hidden or batch.query_rows is not None
 
     @cached_property
@@ -70,10 +70,10 @@ class StepContext(AttentionContext, ABC):
     def gather_sampled(self, hidden: Tensor) -> Tensor:
         """Return the hidden state of every sampled query, ``[R, hidden]``, on every rank, given this rank's own."""
         batch = self.batch
-        if batch.shards.replicated and len(batch.sampled) == len(hidden):
+        if batch.shards.is_replicated and len(batch.sampled) == len(hidden):
             return hidden
         mine = hidden if batch.query_rows is not None else hidden[batch.sampled_rows]
-        if batch.shards.replicated:
+        if batch.shards.is_replicated:
             return mine
         counts: Counter[int] = Counter()
         indices = []
@@ -114,7 +114,7 @@ class PagedContext(StepContext):
 
     def kv_slots(self, layer: int) -> KvSlots | None:
         slots = self.batch.pages[self.pool.lifetime_of(layer)].slots
-        return self.pool.kv_slots(layer, slots) if self.batch.shards.replicated else None
+        return self.pool.kv_slots(layer, slots) if self.batch.shards.is_replicated else None
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
         self._gathered = self.exchange.kv_gather.start(self.batch.shards, k, v)

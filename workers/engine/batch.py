@@ -93,7 +93,7 @@ class StepBatch:
 
     @property
     def _own_sampled(self) -> list[SampledQuery]:
-        rank = 0 if self.shards.replicated else self.cp_rank
+        rank = 0 if self.shards.is_replicated else self.cp_rank
         return [query for query in self.sampled if query.location.cp_rank == rank]
 
     @property
@@ -110,7 +110,7 @@ class StepBatch:
         """Return which of a rank's rows belong in this rank's pages, and their slots."""
         (pages,) = self.pages
         slots = pages.slots_on_host
-        if not self.shards.replicated:
+        if not self.shards.is_replicated:
             begin = cp_rank * self.shards.padded_len
             slots = slots[begin : begin + self.shards.lens[cp_rank]]
         (rows,) = np.nonzero(slots != null_slot)
@@ -148,7 +148,7 @@ def build_step_batch(
             slots = pages * page_size + in_page
         else:
             slots = np.where(pages % owners == part, pages // owners * page_size + in_page, null_slot)
-        return slots if shards.replicated else np.append(slots, null_slot)[shards.gathered_index]
+        return slots if shards.is_replicated else np.append(slots, null_slot)[shards.gathered_index]
 
     def tensor(values: Indices) -> Tensor:
         return device.put(torch.from_numpy(values))
@@ -159,7 +159,7 @@ def build_step_batch(
         return StepPages(tensor(slots), slots, together.split_with_sizes([len(table) for table in own]))
 
     pages = tuple(map(pages_in, page_tables))
-    if not shards.replicated:
+    if not shards.is_replicated:
         local = shards.local(cp_rank)
         token_ids, positions = token_ids[local], positions[local]
     local_ids = tensor(token_ids)
@@ -181,7 +181,7 @@ def build_step_batch(
 
 def _sampled_queries(shards: ShardPlan, scheduled: Sequence[ScheduledRequest]) -> tuple[SampledQuery, ...]:
     sampled = [number for number, request in enumerate(scheduled) if request.samples]
-    if shards.replicated and shards.num_tokens == len(shards.runs[0]) == len(scheduled):
+    if shards.is_replicated and shards.num_tokens == len(shards.runs[0]) == len(scheduled):
         return tuple(SampledQuery(TokenLocation(0, request), shards.runs[0][request]) for request in sampled)
     positions = [shards.prefix_lens[request] + shards.extend_lens[request] - 1 for request in sampled]
     return tuple(

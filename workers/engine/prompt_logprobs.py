@@ -35,7 +35,7 @@ def prompt_logprobs(
     All ranks call this with the final hidden states of their tokens, ``[tokens, hidden]``.
     """
     shards = batch.shards
-    if shards.replicated and batch.cp_rank > 0:
+    if shards.is_replicated and batch.cp_rank > 0:
         return []
     scored = np.full(shards.num_tokens, -1, dtype=np.int64)
     for start, request in zip(shards.starts, asked, strict=False):

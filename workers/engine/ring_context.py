@@ -34,7 +34,7 @@ class PassKvContext(StepContext):
         shards, rank = batch.shards, batch.cp_rank
         self._prefix_lens = [sum(lens) for lens in batch.prefix_lens_by_owner]
         self._lens = [
-            prefix_len + (0 if shards.replicated else new_len)
+            prefix_len + (0 if shards.is_replicated else new_len)
             for prefix_len, new_len in zip(self._prefix_lens, shards.lens, strict=True)
         ]
         self._prefix_pages = [
@@ -43,7 +43,7 @@ class PassKvContext(StepContext):
             if length
         ]
         self._rows = [self.prepare_rows(self._key_runs(source)) for source in range(shards.cp)]
-        sources = [rank] if shards.replicated else range(shards.cp)
+        sources = [rank] if shards.is_replicated else range(shards.cp)
         self._owned = {source: OwnedRows(batch, pool, source) for source in sources}
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -76,7 +76,7 @@ class PassKvContext(StepContext):
         shards = self.batch.shards
         lens = self.batch.prefix_lens_by_owner[source]
         prefixes = tuple(Run(request, 0, length, 1) for request, length in enumerate(lens) if length)
-        is_passed = source == self.batch.cp_rank or not shards.replicated
+        is_passed = source == self.batch.cp_rank or not shards.is_replicated
         return prefixes + shards.runs[source] if is_passed else prefixes
 
 
@@ -97,7 +97,7 @@ class PassQContext(StepContext):
         self._homes = [device.put(torch.from_numpy(shards.local(rank))) for rank in range(shards.cp)]
         self._own = self.prepare_rows(batch.runs)
         self._own_stored = OwnedRows(batch, pool, batch.cp_rank)
-        others = [] if shards.replicated else [rank for rank in range(shards.cp) if rank != batch.cp_rank]
+        others = [] if shards.is_replicated else [rank for rank in range(shards.cp) if rank != batch.cp_rank]
         self._others = [(rank, self.prepare_rows(shards.runs[rank]), OwnedRows(batch, pool, rank)) for rank in others]
 
     @cached_property
@@ -133,6 +133,6 @@ def make_context(batch: StepBatch, pool: PagePool, backend: AttentionBackend, ex
     if batch.is_sharded:
         kind = PassQContext if batch.shape.passing is Passing.PASS_Q else PassKvContext
     else:
-        is_hidden = exchange.group.in_background and not batch.shards.replicated
+        is_hidden = exchange.group.in_background and not batch.shards.is_replicated
         kind = OverlappedContext if is_hidden else PagedContext
     return kind(batch, pool, backend, exchange)

@@ -52,7 +52,7 @@ def _choose_kernel(
     BLOCK: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    each, places = tl.arange(0, BLOCK), tl.arange(0, BLOCK_CHOSEN)
+    each, choices = tl.arange(0, BLOCK), tl.arange(0, BLOCK_CHOSEN)
     row = tl.load(logits + token * NUM_EXPERTS + each, mask=each < NUM_EXPERTS, other=-float("inf")).to(tl.float32)
     likelihoods = tl.exp(row - tl.max(row, 0))
     likelihoods = tl.where(each < NUM_EXPERTS, likelihoods / tl.sum(likelihoods, 0), -1.0)
@@ -60,18 +60,18 @@ def _choose_kernel(
     is_counted = True
     if counted is not None:
         is_counted = tl.load(counted + token) != 0
-    for place in range(0, NUM_CHOSEN):
+    for choice in range(0, NUM_CHOSEN):
         best = tl.max(likelihoods, 0)
         # If all are NaN, take the last expert, so that the number stays in bounds.
         expert = tl.minimum(tl.min(tl.where(likelihoods == best, each, BLOCK), 0), NUM_EXPERTS - 1)
-        of_chosen = tl.where(places == place, best, of_chosen)
-        found = tl.where((places == place) & is_counted, expert, found)
+        of_chosen = tl.where(choices == choice, best, of_chosen)
+        found = tl.where((choices == choice) & is_counted, expert, found)
         likelihoods = tl.where(each == expert, -1.0, likelihoods)
     if SUM_TO_ONE:
         of_chosen = of_chosen / tl.sum(of_chosen, 0)
-    targets = token * NUM_CHOSEN + places
-    tl.store(weights + targets, of_chosen, mask=places < NUM_CHOSEN)
-    tl.store(experts + targets, found, mask=places < NUM_CHOSEN)
+    targets = token * NUM_CHOSEN + choices
+    tl.store(weights + targets, of_chosen, mask=choices < NUM_CHOSEN)
+    tl.store(experts + targets, found, mask=choices < NUM_CHOSEN)
 
 
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)

@@ -128,13 +128,13 @@ def _join(
 ):  # fmt: skip
     """Join ``count`` parts. Return ``[BLOCK_ROWS, BLOCK_DIM]`` and the lse of each row."""
     parts, rows, dims = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
-    places = rows // GROUPS * NUM_HEADS + kv_head * GROUPS + rows % GROUPS
+    offsets = rows // GROUPS * NUM_HEADS + kv_head * GROUPS + rows % GROUPS
     joined = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     peak = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     for start in range(0, count, BLOCK_PARTS):
         slots = (first_slot + (start + parts) * slot_step).to(tl.int64)
-        heads = slots[:, None] * NUM_HEADS + places[None, :]
+        heads = slots[:, None] * NUM_HEADS + offsets[None, :]
         is_there = (start + parts < count)[:, None] & (rows < num_queries * GROUPS)[None, :]
         lses = tl.load(found_lse + heads, mask=is_there, other=float("-inf"), cache_modifier=".cg")
         new_peak = tl.maximum(peak, tl.max(lses, 0))
@@ -163,10 +163,10 @@ def _store(
 ):  # fmt: skip
     rows, dims = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
     is_row = rows < num_queries * GROUPS
-    places = (first_row + rows // GROUPS).to(tl.int64) * NUM_HEADS + kv_head * GROUPS + rows % GROUPS
-    tl.store(lse + places, found_lse, mask=is_row)
+    offsets = (first_row + rows // GROUPS).to(tl.int64) * NUM_HEADS + kv_head * GROUPS + rows % GROUPS
+    tl.store(lse + offsets, found_lse, mask=is_row)
     tl.store(
-        out + places[:, None] * HEAD_DIM + dims[None, :],
+        out + offsets[:, None] * HEAD_DIM + dims[None, :],
         found.to(out.dtype.element_ty),
         mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
     )
@@ -200,13 +200,13 @@ def _merge_partials_kernel(
     dims = tl.arange(0, BLOCK_DIM)
     is_row = rows < num_rows
     is_held = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    places = rows[:, None] * HEAD_DIM + dims[None, :]
+    offsets = rows[:, None] * HEAD_DIM + dims[None, :]
     joined = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     peak = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     for at in tl.static_range(len(outs)):
         part_lse = tl.load(lses[at] + rows, mask=is_row, other=float("-inf"))
-        part = tl.load(outs[at] + places, mask=is_held, other=0.0).to(tl.float32)
+        part = tl.load(outs[at] + offsets, mask=is_held, other=0.0).to(tl.float32)
         new_peak = tl.maximum(peak, part_lse)
         reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         decay, weight = tl.exp(peak - reference), tl.exp(part_lse - reference)
@@ -216,4 +216,4 @@ def _merge_partials_kernel(
     is_empty = total == 0
     total = tl.where(is_empty, 1.0, total)
     tl.store(lse + rows, tl.where(is_empty, float("-inf"), tl.log(total) + peak), mask=is_row)
-    tl.store(out + places, (joined / total[:, None]).to(out.dtype.element_ty), mask=is_held)
+    tl.store(out + offsets, (joined / total[:, None]).to(out.dtype.element_ty), mask=is_held)

@@ -131,10 +131,10 @@ def _rotate_kernel(
     is_dim = dims < HALF
     is_held = (heads < NUM_QUERIES + 2 * NUM_STORED)[:, None] & is_dim[None, :]
     is_query = (heads < NUM_QUERIES)[:, None]
-    places = x + token * token_stride + heads[:, None] * head_stride + dims[None, :]
+    pointers = x + token * token_stride + heads[:, None] * head_stride + dims[None, :]
     first_given, second_given = (
-        tl.load(places, mask=is_held, other=0.0),
-        tl.load(places + HALF, mask=is_held, other=0.0),
+        tl.load(pointers, mask=is_held, other=0.0),
+        tl.load(pointers + HALF, mask=is_held, other=0.0),
     )
     first, second = first_given.to(tl.float32), second_given.to(tl.float32)
     if NORMS:
@@ -147,24 +147,24 @@ def _rotate_kernel(
             first_weight = tl.where(is_query, first_weight, first_of_k)
             second_weight = tl.where(is_query, second_weight, second_of_k)
         first, second = first * scale * first_weight, second * scale * second_weight
-    turn = token * HEAD_DIM + dims
-    first_cos = tl.load(cos + turn, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    first_sin = tl.load(sin + turn, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    second_cos = tl.load(cos + turn + HALF, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    second_sin = tl.load(sin + turn + HALF, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    first_turned = (first * first_cos - second * first_sin).to(first_given.dtype)
-    second_turned = (second * second_cos + first * second_sin).to(first_given.dtype)
+    angle = token * HEAD_DIM + dims
+    first_cos = tl.load(cos + angle, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    first_sin = tl.load(sin + angle, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    second_cos = tl.load(cos + angle + HALF, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    second_sin = tl.load(sin + angle + HALF, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    first_rotated = (first * first_cos - second * first_sin).to(first_given.dtype)
+    second_rotated = (second * second_cos + first * second_sin).to(first_given.dtype)
     targets = out + (token * NUM_QUERIES + heads[:, None]) * HEAD_DIM + dims[None, :]
-    tl.store(targets, first_turned, mask=is_held & is_query)
-    tl.store(targets + HALF, second_turned, mask=is_held & is_query)
+    tl.store(targets, first_rotated, mask=is_held & is_query)
+    tl.store(targets + HALF, second_rotated, mask=is_held & is_query)
     if NUM_STORED:
         slot = tl.load(slots + token)
         which, stored = (heads - NUM_QUERIES) // NUM_STORED, (heads - NUM_QUERIES) % NUM_STORED
         rows = pages + slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * slot_stride
         targets = rows + (which * which_stride + stored * page_head_stride)[:, None] + dims[None, :]
         is_value = (which == 1)[:, None]
-        tl.store(targets, tl.where(is_value, first_given, first_turned), mask=is_held & ~is_query)
-        tl.store(targets + HALF, tl.where(is_value, second_given, second_turned), mask=is_held & ~is_query)
+        tl.store(targets, tl.where(is_value, first_given, first_rotated), mask=is_held & ~is_query)
+        tl.store(targets + HALF, tl.where(is_value, second_given, second_rotated), mask=is_held & ~is_query)
 
 
 def store_kv(layer_pages: Tensor, slots: Tensor, kv: Tensor) -> None:

@@ -20,12 +20,12 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self.count = 0
-        """Number of places recorded so far."""
-        self.place = BETWEEN_STEPS
+        """Number of positions recorded so far."""
+        self.position = BETWEEN_STEPS
 
-    def at(self, place: str) -> None:
-        """Record that the loop has reached a place."""
-        self.place = place
+    def at(self, position: str) -> None:
+        """Record that the loop has reached a position."""
+        self.position = position
         self.count += 1
 
 
@@ -75,7 +75,7 @@ class LoopWatch:
     def _report(self) -> None:
         """Log where the loop is stuck. Use another thread, since the loop may be stuck in logging."""
         line = "%s made no progress for %g s (resources.step_timeout_s) %s; ending this process"
-        args = (line, self._name, self._num_still * self._look_s, self._heartbeat.place)
+        args = (line, self._name, self._num_still * self._look_s, self._heartbeat.position)
         reporting = threading.Thread(target=_log.error, args=args, daemon=True)
         reporting.start()
         reporting.join(LOOK_S)

@@ -44,8 +44,8 @@ struct Scratch {
   }
 
   // Index of dim d in a row's query and sum, in a tile with num_rows rows.
-  int64_t place(int64_t row, int64_t d, int64_t num_rows) const {
-    const int64_t at_once = num_rows > kFewRows ? kPanel : std::min<int64_t>(num_rows, kAtOnce), p = pairs_place(d);
+  int64_t index(int64_t row, int64_t d, int64_t num_rows) const {
+    const int64_t at_once = num_rows > kFewRows ? kPanel : std::min<int64_t>(num_rows, kAtOnce), p = pairs_index(d);
     const int64_t group = row / at_once * at_once * width, mine = row % at_once;
     return group + (num_rows > kFewRows ? p * kPanel + mine : (p / kLanes * at_once + mine) * kLanes + p % kLanes);
   }
@@ -66,11 +66,11 @@ void clear(const Scratch& s, int64_t num_rows) {
 
 void read_query(const Scratch& s, int64_t row, int64_t num_rows, const bf16* from) {
   for (int64_t d = 0; d < s.width; ++d)
-    s.query[s.place(row, d, num_rows)] = d < s.head_dim ? as_float(from[d]) * s.scale : 0.0f;
+    s.query[s.index(row, d, num_rows)] = d < s.head_dim ? as_float(from[d]) * s.scale : 0.0f;
 }
 
 Found found(const Scratch& s, int64_t row, int64_t num_rows) {
-  for (int64_t d = 0; d < s.head_dim; ++d) s.row[d] = s.out[s.place(row, d, num_rows)];
+  for (int64_t d = 0; d < s.head_dim; ++d) s.row[d] = s.out[s.index(row, d, num_rows)];
   return {s.row, num_rows > kFewRows ? s.sums[row] : sum_of(at(s.sums + row * kLanes)), s.reference[row]};
 }
 

@@ -17,7 +17,7 @@ SOURCES = tuple(
     for name in ("attention.cpp", "elementwise.cpp", "block_bf16.h", "block_fp32.h", "vectors.h", "common.h")
 )
 _TIMEOUT_S = 120.0
-_MEND = "apt-get install -y g++"
+_FIX = "apt-get install -y g++"
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 _OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared")
 
@@ -44,9 +44,9 @@ KINDS = (
 class CannotCompileError(Exception):
     """Reason why there is no library, and a command that may fix it."""
 
-    def __init__(self, reason: str, mend: str = "") -> None:
+    def __init__(self, reason: str, fix: str = "") -> None:
         super().__init__(reason)
-        self.mend = mend
+        self.fix = fix
 
 
 class Compiler(NamedTuple):
@@ -63,7 +63,7 @@ def find_compiler(cpu_info: Path = Path("/proc/cpuinfo")) -> Compiler:
         raise CannotCompileError(f"the CPU has none of {', '.join(kind.name for kind in KINDS)}")
     path = shutil.which("c++")
     if path is None:
-        raise CannotCompileError("no C++ compiler", _MEND)
+        raise CannotCompileError("no C++ compiler", _FIX)
     return Compiler(path, kinds[0])
 
 
@@ -112,7 +112,7 @@ def _compile(compiler: Compiler, path: Path) -> None:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if result.returncode:
             message = next((line for line in result.stderr.splitlines() if "error" in line), "no message")
-            raise CannotCompileError(f"{compiler.path} failed: {message}", _MEND)
+            raise CannotCompileError(f"{compiler.path} failed: {message}", _FIX)
         # Loading a truncated file can kill the process, so the digest is checked first.
         code = made.read_bytes()
         made.write_bytes(code + hashlib.sha256(code).digest())

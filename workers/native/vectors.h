@@ -31,7 +31,7 @@ struct Pairs {
 };
 
 // Index of the i-th number in the order of Pairs.
-inline int64_t pairs_place(int64_t i) { return i / kPairs * kPairs + i % 2 * kLanes + i % kPairs / 2; }
+inline int64_t pairs_index(int64_t i) { return i / kPairs * kPairs + i % 2 * kLanes + i % kPairs / 2; }
 
 inline words tail_words(const bf16* p, int64_t n) {
   words x = {};

@@ -73,40 +73,40 @@ class PeerFlags:
         """Wait until the flags of all ``peers`` reach ``number``. Raises RuntimeError if a peer is dead or too slow."""
         flags = self._flags
         for peer in peers:
-            place = peer * _LINE + flag
-            if flags[place] < number:
+            index = peer * _LINE + flag
+            if flags[index] < number:
                 for _ in range(_SPINS):
-                    if flags[place] >= number:
+                    if flags[index] >= number:
                         break
                 else:
-                    self._wait_slowly(place, peer, number)
+                    self._wait_slowly(index, peer, number)
 
     def failure(self, reason: str) -> RuntimeError:
         """Leave the group, since the ranks' numbers will no longer agree, and return the error to raise."""
         self.set(Flag.LEFT, 1)
         return RuntimeError(reason)
 
-    def _wait_slowly(self, place: int, peer: int, number: int) -> None:
+    def _wait_slowly(self, index: int, peer: int, number: int) -> None:
         """Yield to other threads first, then sleep for 1/40 of the time waited so far."""
         begin_s = time.monotonic()
-        for turn in count():
-            if self._flags[place] >= number:
+        for attempt in count():
+            if self._flags[index] >= number:
                 return
             waited_s = time.monotonic() - begin_s
             if waited_s < _YIELD_S:
                 os.sched_yield()
                 continue
-            if turn % 8 == 0 or waited_s > 0.01:
-                self._check(place, number)
+            if attempt % 8 == 0 or waited_s > 0.01:
+                self._check(index, number)
             if waited_s > self._timeout_s:
                 raise self.failure(f"{self._described(peer)} did not answer in {self._timeout_s} s")
             time.sleep(min(waited_s / 40, _LONGEST_PAUSE_S))
 
-    def _check(self, place: int, number: int) -> None:
+    def _check(self, index: int, number: int) -> None:
         """Raise RuntimeError if a peer is dead, unless its number has already arrived."""
         gone = [self._watched[watched] for watched, _ in self._watch.poll(0)]
         gone += [peer for peer in self.peers if self._flags[peer * _LINE + Flag.LEFT]]
-        if gone and self._flags[place] < number:
+        if gone and self._flags[index] < number:
             raise self.failure(f"{self._described(gone[0])} is gone")
 
     def _described(self, peer: int) -> str:
@@ -216,34 +216,34 @@ class SharedMemoryCollectives:
 
         def finish() -> None:
             self._pending = None
-            for place in range(max(map(self._num_pieces, (mine, *parts)))):
-                if 0 < place < self._num_pieces(mine):
-                    self._publish(mine, place)
-                collect(place)
-                self._flags.set(Flag.CONSUMED, self._number(place))
+            for index in range(max(map(self._num_pieces, (mine, *parts)))):
+                if 0 < index < self._num_pieces(mine):
+                    self._publish(mine, index)
+                collect(index)
+                self._flags.set(Flag.CONSUMED, self._number(index))
             self._flags.set(Flag.CONSUMED, self._number(_MAX_PIECES - 1))
 
         self._pending = SharedMemoryWork(finish)
         return self._pending
 
-    def _publish(self, mine: Bytes, place: int) -> None:
-        piece, slot = self._piece(mine, place), self._slot_of(place)
+    def _publish(self, mine: Bytes, index: int) -> None:
+        piece, slot = self._piece(mine, index), self._slot_of(index)
         self._flags.wait_for(Flag.CONSUMED, self._flags.peers, self._held[slot])
         self._reserve(slot, piece.size)
         np.copyto(self._slot(self._rank, slot)[: piece.size], piece)
-        self._held[slot] = self._number(place)
+        self._held[slot] = self._number(index)
         self._flags.set(Flag.PUBLISHED, self._held[slot])
 
-    def _copy(self, theirs: Sequence[tuple[int, Bytes]], place: int) -> None:
+    def _copy(self, theirs: Sequence[tuple[int, Bytes]], index: int) -> None:
         for peer, part in theirs:
-            if place < self._num_pieces(part):
-                self._flags.wait_for(Flag.PUBLISHED, [peer], self._number(place))
-                piece = self._piece(part, place)
-                np.copyto(piece, self._slot(peer, self._slot_of(place))[: piece.size])
+            if index < self._num_pieces(part):
+                self._flags.wait_for(Flag.PUBLISHED, [peer], self._number(index))
+                piece = self._piece(part, index)
+                np.copyto(piece, self._slot(peer, self._slot_of(index))[: piece.size])
 
-    def _add_up(self, data: Bytes, dtype: torch.dtype, place: int) -> None:
-        piece, slot = self._piece(data, place), self._slot_of(place)
-        self._flags.wait_for(Flag.PUBLISHED, self._flags.peers, self._number(place))
+    def _add_up(self, data: Bytes, dtype: torch.dtype, index: int) -> None:
+        piece, slot = self._piece(data, index), self._slot_of(index)
+        self._flags.wait_for(Flag.PUBLISHED, self._flags.peers, self._number(index))
         if piece.size <= self._whole_sum_bytes:
             self._sum(slot, slice(piece.size), dtype, piece)
             return
@@ -252,10 +252,10 @@ class SharedMemoryCollectives:
         # The sum overwrites this rank's own terms, which no other rank reads.
         mine = self._slot(self._rank, slot)[own]
         self._sum(slot, own, dtype, mine)
-        self._flags.set(Flag.SUMMED, self._number(place))
+        self._flags.set(Flag.SUMMED, self._number(index))
         np.copyto(piece[own], mine)
         for peer in self._flags.peers:
-            self._flags.wait_for(Flag.SUMMED, [peer], self._number(place))
+            self._flags.wait_for(Flag.SUMMED, [peer], self._number(index))
             np.copyto(piece[shares[peer]], self._slot(peer, slot)[shares[peer]])
 
     def _sum(self, slot: int, share: slice, dtype: torch.dtype, out: Bytes) -> None:
@@ -272,18 +272,18 @@ class SharedMemoryCollectives:
         ends = [num_bytes // itemsize * rank // self._size * itemsize for rank in range(self._size + 1)]
         return [slice(begin, end) for begin, end in pairwise(ends)]
 
-    def _number(self, place: int) -> int:
-        return self._call * _MAX_PIECES + place
+    def _number(self, index: int) -> int:
+        return self._call * _MAX_PIECES + index
 
     def _num_pieces(self, part: Bytes) -> int:
         """Return the number of pieces. An empty part has one piece, so that it also synchronizes."""
         return max(-(-part.size // self._piece_bytes), 1)
 
-    def _piece(self, part: Bytes, place: int) -> Bytes:
-        return part[place * self._piece_bytes : (place + 1) * self._piece_bytes]
+    def _piece(self, part: Bytes, index: int) -> Bytes:
+        return part[index * self._piece_bytes : (index + 1) * self._piece_bytes]
 
-    def _slot_of(self, place: int) -> int:
-        return (self._call + place) % _SLOTS
+    def _slot_of(self, index: int) -> int:
+        return (self._call + index) % _SLOTS
 
     def _slot(self, rank: int, slot: int) -> Bytes:
         begin = self._data_offset + (rank * _SLOTS + slot) * self._piece_bytes

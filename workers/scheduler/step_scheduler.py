@@ -1,7 +1,7 @@
 """Step scheduling by continuous batching over one page pool. Sans I/O. Serves both roles.
 
 A plan is made in phases: streams, which decode one token each; then the oldest sequences; then the others by priority.
-``holders`` has the sequences and their pages, ``turns`` the priorities.
+``holders`` has the sequences and their pages, ``precedences`` the priorities.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from workers.context_parallel.strategy_choice import Choose
 from workers.hicache.tiers import Tiers
 from workers.scheduler.holders import PageHolders
 from workers.scheduler.sequence import TokenSequence, admit, schedule
-from workers.scheduler.turns import Budget, Turn, turn
+from workers.scheduler.step_budget import Budget, Precedence, precedence
 from workers.scheduler.waiting import urgency
 
 
@@ -44,20 +44,20 @@ class _Candidates:
     """Sequences other than streams that can be computed in the next step."""
 
     sequences: list[TokenSequence]
-    turns: Mapping[Room, Turn]
+    precedences: Mapping[Room, Precedence]
     is_alone: bool
     """True if there is only one candidate and no other sequence runs."""
     computed_by: dict[bytes, TokenSequence]
     """Sequences by the keys of the pages that they compute in this step or in a step under way."""
 
     def by_priority(self) -> list[TokenSequence]:
-        return sorted(self.sequences, key=lambda sequence: self.turns[sequence.room].sort_key)
+        return sorted(self.sequences, key=lambda sequence: self.precedences[sequence.room].sort_key)
 
     def by_length(self) -> dict[int, list[TokenSequence]]:
         """Return sequences by length class, oldest first."""
         groups: dict[int, list[TokenSequence]] = {}
         for sequence in sorted(self.sequences, key=lambda sequence: sequence.arrival_number):
-            groups.setdefault(self.turns[sequence.room].length, []).append(sequence)
+            groups.setdefault(self.precedences[sequence.room].length, []).append(sequence)
         return groups
 
 
@@ -168,8 +168,8 @@ class StepScheduler:
             for sequence in (running if self.num_under_way else ())
             for key in self._pending_keys(sequence, sequence.kv.num_planned_tokens)
         }
-        turns = {sequence.room: self._turn(sequence) for sequence in sequences}
-        return _Candidates(sequences, turns, is_alone, computed_by)
+        precedences = {sequence.room: self._precedence(sequence) for sequence in sequences}
+        return _Candidates(sequences, precedences, is_alone, computed_by)
 
     def _schedule_oldest(self, candidates: _Candidates, budget: Budget) -> None:
         """Grant a share of the step to each length class's oldest sequence that has pages or can get them."""
@@ -242,9 +242,9 @@ class StepScheduler:
             sequence.submit.sampling.looks_back for sequence in self.holders.running.values()
         )
 
-    def _turn(self, sequence: TokenSequence) -> Turn:
+    def _precedence(self, sequence: TokenSequence) -> Precedence:
         prefix_len = self.holders.prefix_len(sequence)
-        return turn(
+        return precedence(
             priority=sequence.priority,
             arrival_number=sequence.arrival_number,
             prefix_len=prefix_len,

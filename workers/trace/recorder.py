@@ -8,7 +8,7 @@ from cluster.spec.ids import Room
 from cluster.spec.step_messages import StepPlan
 
 REQUEST, COMPUTE, COLLECTIVES, KV_SENDER = "request", "compute", "collectives", "kv sender"
-"""Names of the lanes in a trace."""
+"""Names of the tracks in a trace."""
 
 MAX_ROOMS = 8
 """Maximum number of logs. A new log replaces the oldest one."""

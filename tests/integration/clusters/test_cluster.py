@@ -155,15 +155,15 @@ def test_a_trace_shows_what_every_rank_did_for_one_request(cluster: RunningClust
     assert list(did) == ["router", "prefill-0 rank 0", "prefill-0 rank 1", "decode-0 rank 0"]
     for rank in ("prefill-0 rank 0", "prefill-0 rank 1"):
         assert _total(did[rank], "step", "tokens") == 9000
-        assert _lane(did[rank], "collectives")
+        assert _track(did[rank], "collectives")
     pages = sum(_total(did[f"prefill-0 rank {rank}"], "write", "pages") for rank in (0, 1))
     assert pages == -(-9000 // PAGE_SIZE)
     for rank in ("prefill-0 rank 0", "prefill-0 rank 1"):
         writes = [event["args"]["pages"] for event in did[rank] if event["name"] == "write"]
         assert writes[-2] == 0, "the last pages left all at once, not the layers that were there before the others"
     assert _total(did["decode-0 rank 0"], "step", "tokens") == 3
-    assert [event["name"] for event in _lane(did["prefill-0 rank 0"], "request")] == ["queued", "scheduled", "sending"]
-    states = [event["name"] for event in _lane(did["decode-0 rank 0"], "request")]
+    assert [event["name"] for event in _track(did["prefill-0 rank 0"], "request")] == ["queued", "scheduled", "sending"]
+    states = [event["name"] for event in _track(did["decode-0 rank 0"], "request")]
     assert states == ["queued", "receiving", "verifying", "running"]
 
 
@@ -312,8 +312,8 @@ def _order(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def _lane(events: list[dict[str, Any]], lane: str) -> list[dict[str, Any]]:
-    return [event for event in events if event["cat"] == lane]
+def _track(events: list[dict[str, Any]], track: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["cat"] == track]
 
 
 def _total(events: list[dict[str, Any]], name: str, fact: str) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.actors import Seat
+from cluster.actors import Bundle
 from cluster.bootstrap.client import BootstrapClient
 from cluster.launch.tools import Tools
 from cluster.processes import ProcessId, is_alive, this_process, wait_gone
@@ -109,7 +109,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def test_ray_can_be_reached_by_this_machine_and_account_only(ray_system: "RaySystem") -> None:
-    actor = ray_system.start(Plain, ["hello"], name="listening", seat=None)
+    actor = ray_system.start(Plain, ["hello"], name="listening", bundle=None)
     ray_system.call(actor, "process").result(WAIT_S)
     assert listened_hosts({process.pid for process in _children()}) == {"127.0.0.1"}
     assert ray_system.temp_dir is not None
@@ -119,7 +119,7 @@ def test_ray_can_be_reached_by_this_machine_and_account_only(ray_system: "RaySys
 
 
 def test_plain_class_runs_in_a_process_of_its_own(ray_system: "RaySystem") -> None:
-    actor = ray_system.start(Plain, ["hello"], name="plain", seat=None)
+    actor = ray_system.start(Plain, ["hello"], name="plain", bundle=None)
     assert ray_system.call(actor, "greet", "you").result(WAIT_S) == "hello you"
     process = ray_system.call(actor, "process").result(WAIT_S)
     assert process.pid != os.getpid()
@@ -134,12 +134,12 @@ def test_plain_class_runs_in_a_process_of_its_own(ray_system: "RaySystem") -> No
 
 
 def test_errors_come_back_as_they_were_raised(ray_system: "RaySystem") -> None:
-    actor = ray_system.start(Plain, ["hello"], name="failing", seat=None)
+    actor = ray_system.start(Plain, ["hello"], name="failing", bundle=None)
     with pytest.raises(UserError) as caught:
         ray_system.call(actor, "fail").result(WAIT_S)
     assert str(caught.value) == "no such folder"
     assert "in fail" in "".join(caught.value.__notes__)
-    broken = ray_system.start(Plain, [""], name="broken", seat=None)
+    broken = ray_system.start(Plain, [""], name="broken", bundle=None)
     with pytest.raises(UserError, match=r"^greeting: got ''"):
         ray_system.call(broken, "greet", "you").result(WAIT_S)
     ray_system.kill([actor, broken], WAIT_S)
@@ -189,9 +189,9 @@ def test_starts_that_take_too_long_are_told_in_one_line() -> None:
 
 
 def test_reservation_that_does_not_fit_says_what_is_wanted_and_there(ray_system: "RaySystem") -> None:
-    seat = Seat(node_id=ray_system.home.node_id, cpus=64.0, gpus=0.0)
+    bundle = Bundle(node_id=ray_system.home.node_id, cpus=64.0, gpus=0.0)
     with pytest.raises(UserError, match=r"big: no room within 0.5 s") as caught:
-        ray_system.reserve("big", [seat], timeout_s=0.5)
+        ray_system.reserve("big", [bundle], timeout_s=0.5)
     told = f"{ray_system.home.address}: wanted 64 CPUs and 0 GPUs, 2 and 0 are free"
     assert str(caught.value) == f"big: no room within 0.5 s; {told}"
 

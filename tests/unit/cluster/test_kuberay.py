@@ -68,7 +68,7 @@ class TestClusters:
     def test_all_workers_fit_on_its_pods_and_none_on_the_head(self, name: str) -> None:
         head, *workers = machines_of(name)
         placements = place(config_of(name), [head, *workers])
-        used = {seat.node_id for placement in placements for seat in placement.seats}
+        used = {bundle.node_id for placement in placements for bundle in placement.bundles}
         assert used == {worker.node_id for worker in workers}
 
     def test_a_worker_has_the_cpus_that_ray_thinks_it_has(self, name: str) -> None:

@@ -44,7 +44,7 @@ def machines(*cpus: float, gpus: float = 0) -> list[Machine]:
 
 
 def nodes_of(placements: list[ReplicaPlacement]) -> dict[str, list[str]]:
-    return {placement.replica: [seat.node_id for seat in placement.seats] for placement in placements}
+    return {placement.replica: [bundle.node_id for bundle in placement.bundles] for placement in placements}
 
 
 def test_replica_stays_on_one_machine() -> None:
@@ -67,7 +67,7 @@ def test_large_replicas_choose_first() -> None:
 
 def test_seats_carry_what_a_worker_reserves() -> None:
     (prefill, _) = place(deployment((1, 2), device=Device.CUDA, cpus=0.5), machines(8, gpus=3))
-    assert [(seat.cpus, seat.gpus) for seat in prefill.seats] == [(0.5, 1.0), (0.5, 1.0)]
+    assert [(bundle.cpus, bundle.gpus) for bundle in prefill.bundles] == [(0.5, 1.0), (0.5, 1.0)]
 
 
 def test_fractions_of_a_cpu_fill_a_machine() -> None:
@@ -136,7 +136,7 @@ def test_whatever_fits_is_placed_within_each_machine(
     num_workers = prefill[0] * prefill[1] + decode[0] * decode[1]
     assume(sum(cpus) >= num_workers)
     placements = place(deployment(prefill, decode), machines(*cpus))
-    taken = [bundle.node_id for placement in placements for bundle in placement.seats]
+    taken = [bundle.node_id for placement in placements for bundle in placement.bundles]
     assert len(taken) == num_workers
     assert all(taken.count(machine.node_id) <= machine.cpus for machine in machines(*cpus))
-    assert [len(placement.seats) for placement in placements] == [prefill[1]] * prefill[0] + [decode[1]] * decode[0]
+    assert [len(placement.bundles) for placement in placements] == [prefill[1]] * prefill[0] + [decode[1]] * decode[0]

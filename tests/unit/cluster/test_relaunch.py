@@ -130,7 +130,7 @@ def test_what_may_still_live_is_killed_until_it_is_proven_gone(monkeypatch: pyte
         patch.setattr(world.system, "kill", lambda *_: False)
         assert not launcher.end("prefill-0", ONE)
         assert not launcher.prove("prefill-0", ONE)
-    assert world.system.reserved == [], "its seats are for the next start"
+    assert world.system.reserved == [], "its bundles are for the next start"
     launcher.start("prefill-0", Incarnation(2))
     assert launcher.prove("prefill-0", ONE)
     assert len(world.system.reserved) == 1
@@ -179,17 +179,17 @@ def test_a_replica_of_a_lost_machine_is_placed_anew_on_another() -> None:
     launcher = Launcher(world.tools(), config, "model", "token", lambda *_: None)
     launcher.start("bootstrap", ONE)
     launcher.start("prefill-0", ONE)
-    first = {seat.node_id for seat in world.system.reserved[0].seats}
+    first = {bundle.node_id for bundle in world.system.reserved[0].bundles}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.system, "kill", lambda *_: False)
         assert not launcher.end("prefill-0", ONE)
     launcher.start("prefill-0", Incarnation(2))
-    second = {seat.node_id for seat in world.system.reserved[0].seats}
+    second = {bundle.node_id for bundle in world.system.reserved[0].bundles}
     assert (len(first), len(second), first & second) == (1, 1, set())
     assert launcher.prove("prefill-0", ONE)
     assert launcher.end("prefill-0", Incarnation(2))
     launcher.start("prefill-0", Incarnation(3))
-    assert {seat.node_id for seat in world.system.reserved[0].seats} == second, "it stays where it is"
+    assert {bundle.node_id for bundle in world.system.reserved[0].bundles} == second, "it stays where it is"
 
 
 def test_without_another_machine_a_lost_one_is_told_and_waited_for() -> None:

@@ -38,7 +38,7 @@ def test_machines_that_come_later_are_waited_for_and_seen_to_be_wanted() -> None
     [line] = said
     assert line.startswith("waiting for machines, 60 s at most: ")
     assert "wanted: 2 workers with 1 CPUs each; room for 0 workers; free: head 0 CPUs" in line
-    assert system.log == ["want 2 seats", "want nothing"]
+    assert system.log == ["want 2 bundles", "want nothing"]
 
 
 def test_the_wait_ends_with_the_time_to_start_and_says_what_is_missing() -> None:

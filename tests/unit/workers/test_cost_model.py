@@ -149,7 +149,7 @@ def test_an_exchange_must_save_two_percent(
     monkeypatch: pytest.MonkeyPatch, *, divided_s: float, is_undivided: bool
 ) -> None:
     def estimate_s(plan: ShardPlan, *_: object) -> float:
-        return 1.0 if plan.replicated else divided_s
+        return 1.0 if plan.is_replicated else divided_s
 
     monkeypatch.setattr(strategy_choice, "estimate_step_s", estimate_s)
     assert (choose(requests_of([100], [0]), 2).shape.strategy is Strategy.NONE) == is_undivided

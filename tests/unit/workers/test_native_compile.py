@@ -98,7 +98,7 @@ def test_nothing_half_made_stays(tools: Path) -> None:
     set_compiler(tools, "#!/bin/sh\n[ \"$1\" = --version ] && exit\necho 'x.cpp:1: error: no' >&2; exit 1\n")
     with pytest.raises(CannotCompileError, match=r"c\+\+ failed: x.cpp:1: error: no") as failure:
         compiled_library(find_compiler())
-    assert failure.value.mend == "apt-get install -y g++"
+    assert failure.value.fix == "apt-get install -y g++"
     folder = tools.parent / "cache" / "native"
     assert [path.name for path in folder.iterdir()] == ["lock"]
 

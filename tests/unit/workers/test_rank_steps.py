@@ -75,7 +75,7 @@ class FakeParts:
         return self._now_s
 
     def _note(self, *call: Any) -> None:
-        assert self.heartbeat.place != BETWEEN_STEPS, call
+        assert self.heartbeat.position != BETWEEN_STEPS, call
         self.calls.append(call)
 
 
@@ -99,11 +99,11 @@ def test_cached_pages_leave_before_the_forward_and_computed_ones_when_it_has_end
 ) -> None:
     steps.begin(plan_of(3))
     begun = [("cached pages leave", 3), ("recorded from", 3), ("forward", 3, None), ("recorded to", 3)]
-    assert (parts.calls, steps.num_begun, parts.heartbeat.place) == (begun, 1, BETWEEN_STEPS)
+    assert (parts.calls, steps.num_begun, parts.heartbeat.position) == (begun, 1, BETWEEN_STEPS)
     ended = steps.end()
     assert parts.calls[len(begun) :] == [("wait",), ("computed pages leave", 3)]
     assert (ended.plan.step, ended.sampled, ended.seconds) == (3, SAMPLED, 1.0)
-    assert (steps.num_begun, parts.heartbeat.place) == (0, BETWEEN_STEPS)
+    assert (steps.num_begun, parts.heartbeat.position) == (0, BETWEEN_STEPS)
 
 
 def test_the_forward_gets_what_tells_that_its_pages_have_come(parts: FakeParts, steps: RankSteps) -> None:

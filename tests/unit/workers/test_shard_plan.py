@@ -16,7 +16,7 @@ plans = st.builds(
     requests,
     st.integers(1, 5),
 )
-split_plans = plans.filter(lambda plan: not plan.replicated)
+split_plans = plans.filter(lambda plan: not plan.is_replicated)
 
 
 def positions(run: Run) -> list[int]:
@@ -46,7 +46,7 @@ def test_every_token_has_exactly_one_rank(plan: ShardPlan) -> None:
 
 
 @settings(deadline=None)
-@given(plans.filter(lambda plan: plan.replicated))
+@given(plans.filter(lambda plan: plan.is_replicated))
 def test_a_replicated_plan_gives_every_rank_the_batch_as_it_is(plan: ShardPlan) -> None:
     everything = list(range(plan.num_tokens))
     assert all(list(plan.local(cp_rank)) == everything for cp_rank in range(plan.cp))

@@ -87,7 +87,7 @@ def test_every_rank_computes_as_many_tokens_as_the_shape_says(
             null_slot=100,
             device=CPU,
         )
-        shard = 0 if batch.shards.replicated else cp_rank
+        shard = 0 if batch.shards.is_replicated else cp_rank
         assert len(batch.token_ids) == batch.shape.shard_lens[shard]
         narrowed = batch.narrowed()
         num_queries = len(batch.token_ids) if narrowed.query_rows is None else len(narrowed.query_rows)

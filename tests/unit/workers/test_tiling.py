@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.attention.triton.tiling import LEAST_KEYS, PROGRAMS, Item, Segment, Tiling, cut, fair_share, split
+from workers.attention.triton.tiling import LEAST_KEYS, PROGRAMS, Item, Segment, Tiling, fair_share, make_tiles, split
 
 
 @st.composite
@@ -63,12 +63,12 @@ def test_every_pair_is_in_one_tile(made: list[Item], queries: int, keys: int | N
     for item in made:
         for segment in item.segments:
             expected.update((item.first_row + query, key) for query, key in seen(item.num_queries, 0, segment))
-    assert pairs_of_tiles(cut(in_parts(made, keys), queries, in_parts=keys is not None)) == expected
+    assert pairs_of_tiles(make_tiles(in_parts(made, keys), queries, in_parts=keys is not None)) == expected
 
 
 @given(items(), st.integers(1, 16), st.sampled_from([None, 16, 32]))
 def test_every_part_of_every_row_is_written_once_and_read(made: list[Item], queries: int, keys: int | None) -> None:
-    tiling = cut(in_parts(made, keys), queries, in_parts=keys is not None)
+    tiling = make_tiles(in_parts(made, keys), queries, in_parts=keys is not None)
     if keys is None:
         assert tiling.num_slots == 0
         assert tiling.tiles[:, 5:7].tolist() == [[0, 1]] * len(tiling.tiles)
@@ -87,7 +87,7 @@ def test_every_part_of_every_row_is_written_once_and_read(made: list[Item], quer
 
 def test_most_work_comes_first() -> None:
     made = [Item(0, 100, (Segment(0, 0, 0, 500, 400, 1),)), Item(100, 1, (Segment(0, 0, 0, 900, 899, 0),))]
-    tiles = cut(made, 10).tiles
+    tiles = make_tiles(made, 10).tiles
     assert tiles[0, 0] == 100
     assert np.all(np.diff(tiles[1:, 2]) < 0)
 

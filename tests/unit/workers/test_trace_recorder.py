@@ -113,7 +113,7 @@ def test_a_timed_step_shows_its_parts_and_leaves_the_model_as_it_was(folder: Pat
         assert torch.equal(model(TOKENS, TOKENS, DenseAttention()), traced)
     intervals = recorder.recorder.take(Room(1), 0.0).intervals
     parts = [name for number in (0, 1) for name in ("attention", "mlp", f"layer {number}")]
-    assert [(interval.lane, interval.name) for interval in intervals] == [
+    assert [(interval.track, interval.name) for interval in intervals] == [
         (COMPUTE, name) for name in [*parts, "step 7"]
     ]
     assert intervals[-1].facts == {"requests": 1, "tokens": 5, "tokens before": 0, "strategy": "none"}
@@ -140,7 +140,9 @@ def test_collectives_of_a_timed_step_have_their_lane(folder: Path) -> None:
             group.all_gather(torch.empty(2), torch.ones(1))
         group.barrier()
         return [
-            interval.name for interval in recorder.recorder.take(Room(1), 0.0).intervals if interval.lane == COLLECTIVES
+            interval.name
+            for interval in recorder.recorder.take(Room(1), 0.0).intervals
+            if interval.track == COLLECTIVES
         ]
 
     begun_and_waited_for = ["all_gather", "all_gather"]

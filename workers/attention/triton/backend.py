@@ -12,7 +12,7 @@ from workers.attention.merge import Partial, empty_partial
 from workers.attention.runs import Run, paged_pieces, row_pieces
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.decode import DecodeAttention, unwritten, unwritten_parts
-from workers.attention.triton.tiling import Item, Segment, cut, split
+from workers.attention.triton.tiling import Item, Segment, make_tiles, split
 from workers.device import device_of
 from workers.kernels.attention import MOST_BLOCK_KEYS, attend, blocks_for
 
@@ -109,7 +109,7 @@ class _Work:
         blocks = blocks_for(most_rows, query.shape[2], query.itemsize, self._page_size)
         num_queries = blocks.rows // groups
         parts = split(items, num_queries, num_kv_heads, blocks.keys)
-        tiling = cut(items, num_queries) if parts is None else cut(parts, num_queries, in_parts=True)
+        tiling = make_tiles(items, num_queries) if parts is None else make_tiles(parts, num_queries, in_parts=True)
         launch = partial(
             attend,
             tiles=device_of(key).put(torch.from_numpy(tiling.tiles)),

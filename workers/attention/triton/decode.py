@@ -68,7 +68,7 @@ class DecodeAttention:
     def _cut(
         self, lens: NDArray[np.int64], first_pages: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return tiles and segments like ``tiling.cut``, in request order, with empty tiles at the end."""
+        """Return tiles and segments like ``tiling.make_tiles``, in request order, with empty tiles at the end."""
         steps = piece_lens(lens, fair_share(int(lens.sum()), self._shape.num_kv_heads), self._blocks.keys)
         counts = -(-lens // steps)
         rows = np.repeat(np.arange(len(lens)), counts)

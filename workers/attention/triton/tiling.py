@@ -62,7 +62,7 @@ def split(items: Sequence[Item], queries_a_tile: int, num_kv_heads: int, block_k
     return [replace(item, segments=tuple(of_item)) for item, of_item in zip(items, parts, strict=True)]
 
 
-def cut(items: Sequence[Item], queries_a_tile: int, *, in_parts: bool = False) -> Tiling:
+def make_tiles(items: Sequence[Item], queries_a_tile: int, *, in_parts: bool = False) -> Tiling:
     """Divide items into tiles of ``queries_a_tile`` queries. With ``in_parts``, each tile has only one segment."""
     num_segments = np.array([len(item.segments) for item in items], dtype=np.int64)
     num_queries = np.array([item.num_queries for item in items], dtype=np.int64)

@@ -21,7 +21,7 @@ _AGED = 2
 """Lowest length class that a sequence can reach by waiting, so that sequences of one step stay ahead."""
 
 
-class Turn(NamedTuple):
+class Precedence(NamedTuple):
     """Position of a sequence among those that compete for a step's tokens."""
 
     length: int
@@ -29,9 +29,9 @@ class Turn(NamedTuple):
     sort_key: SortKey
 
 
-def turn(
+def precedence(
     *, priority: int, arrival_number: int, prefix_len: int, pending_len: int, chunk_tokens: int, age_steps: int = 0
-) -> Turn:
+) -> Precedence:
     """Order a sequence by priority, then by least work, then by longest prefix within a window, then by arrival.
 
     Work counts as the logarithm of the number of steps, so that sequences of similar length keep their order. A long
@@ -46,7 +46,7 @@ def turn(
     num_steps = max(1, -(-pending_len // chunk_tokens))
     length = num_steps.bit_length()
     aged = max(min(length, _AGED), length - (age_steps // num_steps).bit_length())
-    return Turn(length, (priority, aged, arrival_number // WINDOW, -prefix_len, arrival_number))
+    return Precedence(length, (priority, aged, arrival_number // WINDOW, -prefix_len, arrival_number))
 
 
 class Budget:

@@ -10,7 +10,7 @@ from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from tests.fakes.prefill_steps import PAGE_SIZE, PrefillSteps
 from workers.context_parallel.cost_model import ModelShape, Rates, even_chunk, slowest
-from workers.scheduler.turns import WINDOW, Budget, turn
+from workers.scheduler.step_budget import WINDOW, Budget, precedence
 from workers.scheduler.waiting import LOOKAHEAD
 
 CHUNK = 64
@@ -27,7 +27,7 @@ SHAPE = ModelShape(
 def order(sequences: list[tuple[int, int, int]]) -> list[int]:
     """Return the arrivals in scheduling order, from (priority, prefix, pending)."""
     ranks = [
-        turn(
+        precedence(
             priority=priority, arrival_number=arrival, prefix_len=prefix, pending_len=pending, chunk_tokens=CHUNK
         ).sort_key
         for arrival, (priority, prefix, pending) in enumerate(sequences)
@@ -53,7 +53,7 @@ def test_a_lower_priority_value_goes_before_less_work_and_that_before_a_longer_p
 def test_waiting_moves_a_long_prompt_up_but_not_before_those_of_one_step(num_steps: int, age_steps: int) -> None:
     def work(age_steps: int) -> int:
         pending_len = num_steps * CHUNK
-        aged = turn(
+        aged = precedence(
             priority=0, arrival_number=0, prefix_len=0, pending_len=pending_len, chunk_tokens=CHUNK, age_steps=age_steps
         )
         assert aged.length == num_steps.bit_length()
