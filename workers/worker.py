@@ -7,7 +7,6 @@ its replica ends.
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from typing import NamedTuple
 from cluster.bootstrap.client import LeaseRenewer, ReplicaRegistrar
 from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import HEARTBEAT_S, SystemClock
-from cluster.spec.config import DeployConfig
 from cluster.spec.messages import Drain, Message, TableUpdate
 from cluster.spec.registry import RankRecord, TableSnapshot
 from cluster.spec.step_messages import CancelSend, ForgetPeer, ReportTrace, Shutdown, StepPlan
@@ -75,10 +73,6 @@ class Worker:
             self._store = join_store(store_address, self.spec.config.resources.start_timeout_s)
         self._rank = load_rank(self.spec, self._model_folder, self._store)
         return make_record(self.spec, self._rank, self._inbox.address)
-
-    def configure(self, config: DeployConfig) -> None:
-        """Apply settings that do not affect what was loaded. Call this between runs."""
-        self.spec = replace(self.spec, config=config)
 
     def run(self, records: list[RankRecord]) -> None:
         """Work until Shutdown, or raise the error that ended this rank. ``records`` are all ranks' records in order."""

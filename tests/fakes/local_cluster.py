@@ -4,6 +4,7 @@ python -m tests.fakes.local_cluster deploy/local-cpu.yaml "The launch code is ta
 The launch code is"
 """
 
+import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -110,8 +111,9 @@ class LocalReplica:
 
     def configure(self, config: DeployConfig) -> None:
         """Change settings that do not affect loading. Call this between runs."""
-        for worker in self.workers:
-            worker.call("configure", config)
+        self.specs = [dataclasses.replace(spec, config=config) for spec in self.specs]
+        for worker, spec in zip(self.workers, self.specs, strict=True):
+            worker.call("__setattr__", "spec", spec)
             worker.result()
         transfer = config.transfer
         self.records = [replace(record, transfer_mode=transfer.mode) for record in self.records]
