@@ -92,7 +92,7 @@ def _print_shortest(seed: int) -> None:
     from cluster.simulator.draw import draw_scenario
 
     scenario, outcome = shrink(draw_scenario(seed))
-    typer.echo(f"\nseed {seed}, minimized to {len(scenario.asks)} requests:", err=True)
+    typer.echo(f"\nseed {seed}, minimized to {len(scenario.requests)} requests:", err=True)
     for line in (scenario.shape, scenario.hazards, *scenario.faults, *outcome.trace, outcome.violation):
         typer.echo(str(line), err=True)
     typer.echo(f"replay: baton simulate --seeds 1 --first {seed}", err=True)

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from cluster.bootstrap.table import BootstrapTable, TableRefusedError
-from cluster.simulator.world import HOME, Surroundings
+from cluster.simulator.environment import HOME, Environment
 from cluster.spec.clock import LEASE_S
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.registry import TableSnapshot
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 """Interval between lease checks, and between attempts to reach a disconnected watcher."""
 
 Answer = Callable[[TableRefusedError | PeerUnreachableError | None], None]
@@ -28,25 +28,25 @@ class _Watcher:
 class Bootstrap:
     """Bootstrap service that can die and restarts with an empty table."""
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, env: Environment) -> None:
         self.table: BootstrapTable | None = None
         """Current table; None while the service is down."""
-        self._around = around
+        self._env = env
         self._watchers: list[_Watcher] = []
         self._snapshot: TableSnapshot | None = None
-        around.after(_LOOK_S, self._look)
+        env.after(_POLL_S, self._poll)
 
     def start(self) -> None:
         """Serve a new table. As in the real service, its version numbers begin at the current time."""
-        self.table = BootstrapTable(LEASE_S, first_version=int(self._around.now_s() * 1000) + 1)
+        self.table = BootstrapTable(LEASE_S, first_version=int(self._env.now_s() * 1000) + 1)
         self._announce()
 
     def kill(self) -> None:
         self.table = None
 
-    def call(self, machine: str, ask: Callable[[BootstrapTable], None], on_answer: Answer) -> None:
+    def call(self, machine: str, request: Callable[[BootstrapTable], None], on_answer: Answer) -> None:
         """Call the table from a machine. ``on_answer`` gets None or the error."""
-        self._around.after(self._delay_s(machine), partial(self._serve, machine, ask, on_answer))
+        self._env.after(self._delay_s(machine), partial(self._serve, machine, request, on_answer))
 
     def watch(self, machine: str, on_table: OnTable) -> Callable[[], None]:
         """Call ``on_table`` with new tables. Return a function that ends the watch."""
@@ -55,23 +55,23 @@ class Bootstrap:
         self._make_due(watcher)
         return partial(self._watchers.remove, watcher)
 
-    def _serve(self, machine: str, ask: Callable[[BootstrapTable], None], on_answer: Answer) -> None:
+    def _serve(self, machine: str, request: Callable[[BootstrapTable], None], on_answer: Answer) -> None:
         answer: TableRefusedError | PeerUnreachableError | None = None
-        if self.table is None or self._around.network.is_cut(machine, HOME):
+        if self.table is None or self._env.network.is_partitioned(machine, HOME):
             answer = PeerUnreachableError("the bootstrap service does not respond")
         else:
             try:
-                ask(self.table)
+                request(self.table)
             except TableRefusedError as error:
                 answer = error
             self._announce()
-        self._around.after(self._delay_s(machine), partial(on_answer, answer))
+        self._env.after(self._delay_s(machine), partial(on_answer, answer))
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self.table is not None:
-            self.table.expire(self._around.now_s())
+            self.table.expire(self._env.now_s())
             self._announce()
-        self._around.after(_LOOK_S, self._look)
+        self._env.after(_POLL_S, self._poll)
 
     def _announce(self) -> None:
         for watcher in self._watchers:
@@ -81,13 +81,13 @@ class Bootstrap:
     def _make_due(self, watcher: _Watcher) -> None:
         if not watcher.is_due:
             watcher.is_due = True
-            self._around.after(self._delay_s(watcher.machine), partial(self._show, watcher))
+            self._env.after(self._delay_s(watcher.machine), partial(self._show, watcher))
 
     def _show(self, watcher: _Watcher) -> None:
         if watcher not in self._watchers:
             return
-        if self.table is None or self._around.network.is_cut(watcher.machine, HOME):
-            self._around.after(_LOOK_S, partial(self._show, watcher))
+        if self.table is None or self._env.network.is_partitioned(watcher.machine, HOME):
+            self._env.after(_POLL_S, partial(self._show, watcher))
             return
         watcher.is_due = False
         if watcher.seen_version != self.table.version:
@@ -97,8 +97,8 @@ class Bootstrap:
 
     def _newest(self, table: BootstrapTable) -> TableSnapshot:
         if self._snapshot is None or self._snapshot.version != table.version:
-            self._snapshot = table.snapshot(self._around.now_s())
+            self._snapshot = table.snapshot(self._env.now_s())
         return self._snapshot
 
     def _delay_s(self, machine: str) -> float:
-        return self._around.network.delay_s(machine != HOME)
+        return self._env.network.delay_s(machine != HOME)

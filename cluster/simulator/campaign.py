@@ -29,7 +29,7 @@ class Campaign:
             scenario = draw_scenario(seed)
             outcome = Simulation(scenario).run()
             self.num_seeds += 1
-            self.num_requests += len(scenario.asks)
+            self.num_requests += len(scenario.requests)
             self.faults += outcome.happened
             self.moved += outcome.moved
             self.ends += outcome.ends
@@ -54,13 +54,13 @@ def shrink(scenario: Scenario) -> tuple[Scenario, Outcome]:
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     """Yield scenarios with one reduction, the largest ones first."""
-    asks, faults = scenario.asks, scenario.faults
-    if len(asks) > 2:
-        yield replace(scenario, asks=asks[: len(asks) // 2])
-        yield replace(scenario, asks=asks[len(asks) // 2 :])
-    if len(asks) > 1:
-        for number in range(len(asks)):
-            yield replace(scenario, asks=asks[:number] + asks[number + 1 :])
+    requests, faults = scenario.requests, scenario.faults
+    if len(requests) > 2:
+        yield replace(scenario, requests=requests[: len(requests) // 2])
+        yield replace(scenario, requests=requests[len(requests) // 2 :])
+    if len(requests) > 1:
+        for number in range(len(requests)):
+            yield replace(scenario, requests=requests[:number] + requests[number + 1 :])
     for number in range(len(faults)):
         yield replace(scenario, faults=faults[:number] + faults[number + 1 :])
     for hazards in _resets(scenario.hazards):

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import asdict
 
+from cluster.simulator.environment import Environment
 from cluster.simulator.memory import Memory, Pieces, Text, Violation, num_head_copies
 from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE
-from cluster.simulator.world import Surroundings
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
@@ -32,8 +32,8 @@ class _Known(Admit, frozen=True, kw_only=True):
 
 
 class VirtualDevice:
-    def __init__(self, around: Surroundings, memory: Memory, sender: KvSender) -> None:
-        self._around, self._memory, self._sender = around, memory, sender
+    def __init__(self, env: Environment, memory: Memory, sender: KvSender) -> None:
+        self._env, self._memory, self._sender = env, memory, sender
         self._lifetimes = memory.record.geometry.lifetimes
         self._known: dict[Room, _Known] = {}
 
@@ -45,7 +45,7 @@ class VirtualDevice:
             self._known.pop(room, None)
         for admit in plan.admits:
             pages: list[list[int]] = [[] for _ in self._lifetimes]
-            self._known[admit.room] = _Known(**asdict(admit), text=self._around.text_of(admit.room), pages=pages)
+            self._known[admit.room] = _Known(**asdict(admit), text=self._env.text_of(admit.room), pages=pages)
         for request in plan.scheduled:
             known = self._known.get(request.room)
             if known is None:
@@ -55,13 +55,13 @@ class VirtualDevice:
             known.text.put(request.first_position, bytes(request.token_ids))
         return on_stored
 
-    def take_copies(self, pages: Sequence[int], mates: Sequence[Memory]) -> None:
+    def take_copies(self, pages: Sequence[int], tp_group: Sequence[Memory]) -> None:
         """Copy arrived pages from those ranks with the same heads that have received them."""
         mine = self._memory.record
         num_copies = num_head_copies(mine)
         for page in pages if num_copies > 1 else ():
             tp_rank = mine.coords.tp // num_copies * num_copies + page % num_copies
-            source = next(mate for mate in mates if mate.record.coords.tp == tp_rank)
+            source = next(peer for peer in tp_group if peer.record.coords.tp == tp_rank)
             self._memory.put(page, source.page(page))
 
     def compute(self, plan: StepPlan, layers: range) -> None:
@@ -103,5 +103,5 @@ class VirtualDevice:
                 # Followers can lag behind their leader, so the allocator describes rank 0 only.
                 if mine.global_rank == 0 and not memory.allocator.is_held(page):
                     raise Violation(f"{memory.session} writes to page {page}, which is not held by one sequence")
-                self._around.tickets.end(memory, page)
+                self._env.tickets.end(memory, page)
                 memory.put_pieces(page // num_owners, text.page(number, end, layout, lifetime), pieces)

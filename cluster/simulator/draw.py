@@ -7,7 +7,7 @@ from cluster.simulator.scenario import (
     COMMANDS,
     PAGE_SIZE,
     VOCAB_SIZE,
-    Ask,
+    ClientRequest,
     Fault,
     FaultKind,
     Hazards,
@@ -25,16 +25,17 @@ def draw_scenario(seed: int) -> Scenario:
     """Return the scenario of a seed. One in eight is calm, and one in eight is mild."""
     random = Random(seed)
     shape = _draw_shape(random)
-    asks = _draw_asks(random, shape)
-    members = Scenario(seed=seed, shape=shape, asks=()).members
-    weather = random.random()
-    if weather < 0.125:
-        return Scenario(seed=seed, shape=shape, asks=asks, faults=_draw_commands(random, members))
-    if weather < 0.25:
-        return draw_mild(random, Scenario(seed=seed, shape=shape, asks=asks))
+    requests = _draw_requests(random, shape)
+    members = Scenario(seed=seed, shape=shape, requests=()).members
+    kind = random.random()
+    if kind < 0.125:
+        return Scenario(seed=seed, shape=shape, requests=requests, faults=_draw_commands(random, members))
+    if kind < 0.25:
+        return draw_mild(random, Scenario(seed=seed, shape=shape, requests=requests))
     faults = tuple(_draw_fault(random, members) for _ in range(random.randint(0, 4)))
     hazards = _draw_hazards(random, shape)
-    return Scenario(seed=seed, shape=shape, asks=asks, faults=faults + _draw_commands(random, members), hazards=hazards)
+    faults += _draw_commands(random, members)
+    return Scenario(seed=seed, shape=shape, requests=requests, faults=faults, hazards=hazards)
 
 
 def draw_mild(random: Random, scenario: Scenario) -> Scenario:
@@ -98,18 +99,18 @@ def _draw_tiers(random: Random) -> TierShape:
     )
 
 
-def _draw_asks(random: Random, shape: Shape) -> tuple[Ask, ...]:
+def _draw_requests(random: Random, shape: Shape) -> tuple[ClientRequest, ...]:
     """Return requests that fit, with their output, in the smaller of the pools. Some share a prefix."""
     num_pages = min(shape.prefill_pages, shape.decode_pages) // (1 if shape.window is None else 2)
     num_tokens = num_pages * PAGE_SIZE
     beginnings = [_draw_tokens(random, num_tokens // 3) for _ in range(2)]
-    asks = []
+    requests = []
     for _ in range(random.randint(1, 10)):
         max_tokens = random.randint(1, 12)
         shared = random.choice(beginnings)[: random.randint(0, num_tokens // 3)] if random.random() < 0.6 else b""
         own = _draw_tokens(random, random.randint(1, num_tokens - max_tokens - len(shared)))
-        asks.append(
-            Ask(
+        requests.append(
+            ClientRequest(
                 at_s=random.uniform(0, 8),
                 prompt=shared + own,
                 max_tokens=max_tokens,
@@ -120,8 +121,8 @@ def _draw_asks(random: Random, shape: Shape) -> tuple[Ask, ...]:
         )
         if random.random() < 0.2:
             lengths = [random.randint(1, max_tokens) for _ in range(random.randint(1, 3))]
-            asks += [replace(asks[-1], is_choice=True, max_tokens=length, enough=None) for length in lengths]
-    return tuple(asks)
+            requests += [replace(requests[-1], is_choice=True, max_tokens=length, enough=None) for length in lengths]
+    return tuple(requests)
 
 
 def _draw_tokens(random: Random, count: int) -> bytes:

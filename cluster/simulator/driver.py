@@ -7,10 +7,10 @@ from cluster.bootstrap.table import BootstrapTable
 from cluster.launch.services import BOOTSTRAP
 from cluster.launch.waits import DrainWatch
 from cluster.simulator.bootstrap import Bootstrap
+from cluster.simulator.environment import HOME, Environment
 from cluster.simulator.leaders import make_records
 from cluster.simulator.replica import Replica
 from cluster.simulator.router_process import RouterProcess
-from cluster.simulator.world import HOME, Surroundings
 from cluster.spec.clock import HEARTBEAT_S
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
@@ -30,23 +30,23 @@ _MAX_LATE_S = 6.0
 _RETRY_S = 1.0
 DRAIN_S = 60.0
 """Maximum time for the open requests of a draining replica."""
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 class Driver:
-    def __init__(self, around: Surroundings) -> None:
-        self.bootstrap = Bootstrap(around)
+    def __init__(self, env: Environment) -> None:
+        self.bootstrap = Bootstrap(env)
         self.router: RouterProcess | None = None
         self.replicas: dict[str, Replica] = {}
         self.open_commands: set[int] = set()
         """Numbers of the commands without a final answer."""
         self._unproven: dict[tuple[str, Incarnation], Replica] = {}
         """Starts that were ended while their machine was unreachable, and may still run."""
-        self._around = around
+        self._env = env
         self._machines = count()
         self._commands = count()
         self._cluster = Cluster(
-            members={name: Member(name=name) for name in around.scenario.members},
+            members={name: Member(name=name) for name in env.scenario.members},
             backoff_s=BACKOFF_S,
             patience_s=_PATIENCE_S,
         )
@@ -73,23 +73,23 @@ class Driver:
         return self._cluster.phase is Phase.STOPPED
 
     def post(self, event: Event) -> None:
-        now = Now(s=self._around.now_s(), unix_ms=int(self._around.now_s() * 1000))
+        now = Now(s=self._env.now_s(), unix_ms=int(self._env.now_s() * 1000))
         self._cluster, actions = reconcile(self._cluster, event, now)
         for action in actions:
-            self._around.trace.add("supervisor:", action)
+            self._env.trace.add("supervisor:", action)
             self._carry_out(action)
         wake_s = self._cluster.next_wake_s()
         if wake_s is not None:
             # Slightly late, in case of rounding errors.
-            self._around.after(max(0.0, wake_s - now.s) + 1e-6, partial(self._wake, wake_s))
+            self._env.after(max(0.0, wake_s - now.s) + 1e-6, partial(self._wake, wake_s))
 
     def report_failed(self, name: str, incarnation: Incarnation, reason: str) -> None:
         self._post_later(2.0, events.Failed(name, incarnation, BatonError(reason)))
 
     def _post_later(self, longest_s: float, event: Event) -> None:
-        self._around.after(self._around.random.uniform(0.05, longest_s), partial(self.post, event))
+        self._env.after(self._env.random.uniform(0.05, longest_s), partial(self.post, event))
 
-    def give(self, command: Command) -> None:
+    def submit(self, command: Command) -> None:
         number = next(self._commands)
         self.open_commands.add(number)
         self.post(events.CommandReceived(number, command))
@@ -103,18 +103,18 @@ class Driver:
             self.post(events.TableLost())
         elif table.version != self._seen_version:
             self._seen_version = table.version
-            self.post(events.TableSeen.of(table.snapshot(self._around.now_s())))
-        self._around.after(_LOOK_S, self._follow_table)
+            self.post(events.TableSeen.of(table.snapshot(self._env.now_s())))
+        self._env.after(_POLL_S, self._follow_table)
 
     def _wake(self, wake_s: float) -> None:
         if self._cluster.next_wake_s() == wake_s:
             self.post(events.Tick())
 
     def _carry_out(self, action: Action) -> None:
-        random = self._around.random
+        random = self._env.random
         match action:
             case events.Start(name, incarnation):
-                self._around.after(random.uniform(0.1, 1.5), partial(self._start, name, incarnation))
+                self._env.after(random.uniform(0.1, 1.5), partial(self._start, name, incarnation))
             case events.End(name, incarnation):
                 self._post_later(0.5, events.Ended(name, incarnation, self._end(name, incarnation)))
             case events.Prove(name, incarnation):
@@ -122,13 +122,13 @@ class Driver:
             case events.MarkEnded(name, incarnation, proven):
                 self._mark_ended(ReplicaId(name), incarnation, proven)
             case events.DrainReplica(name, incarnation):
-                self.replicas[name].leader.take(Drain())
+                self.replicas[name].leader.receive(Drain())
                 watch = DrainWatch(ReplicaId(name), incarnation, HEARTBEAT_S)
-                self._wait_drained(watch, name, incarnation, self._around.now_s() + DRAIN_S)
+                self._wait_drained(watch, name, incarnation, self._env.now_s() + DRAIN_S)
             case events.Place():
-                self._around.after(random.uniform(0.01, 0.1), partial(self.post, events.Placed(None)))
+                self._env.after(random.uniform(0.01, 0.1), partial(self.post, events.Placed(None)))
             case events.ResumeReplica(name, incarnation):
-                self.replicas[name].leader.take(Resume())
+                self.replicas[name].leader.receive(Resume())
                 self._post_later(2.0, events.ReplicaResumed(name, incarnation, True))
             case events.Answer(number, _, outcome) if outcome is not events.Outcome.GOING_ON:
                 self.open_commands.discard(number)
@@ -139,41 +139,41 @@ class Driver:
 
     def _wait_drained(self, watch: DrainWatch, name: str, incarnation: Incarnation, end_s: float) -> None:
         """Wait like ``cluster.launch.waits``."""
-        now_s, table = self._around.now_s(), self.bootstrap.table
+        now_s, table = self._env.now_s(), self.bootstrap.table
         watch.saw(table.snapshot(now_s) if table is not None else None, now_s)
         if watch.is_over(now_s) or now_s >= end_s:
             self.post(events.ReplicaDrained(name, incarnation, watch.is_over(now_s)))
         else:
-            self._around.after(_LOOK_S, partial(self._wait_drained, watch, name, incarnation, end_s))
+            self._env.after(_POLL_S, partial(self._wait_drained, watch, name, incarnation, end_s))
 
     def _start(self, name: str, incarnation: Incarnation) -> None:
         if name not in (BOOTSTRAP, ROUTER):
-            records = make_records(self._around.shape, ReplicaId(name), incarnation, self._machine_for(name))
+            records = make_records(self._env.shape, ReplicaId(name), incarnation, self._machine_for(name))
             on_failed = partial(self.report_failed, name, incarnation)
-            self.replicas[name] = Replica(self._around, self.bootstrap, records, on_failed)
-            self._wait_ready(name, incarnation, self._around.now_s() + _START_TIMEOUT_S)
+            self.replicas[name] = Replica(self._env, self.bootstrap, records, on_failed)
+            self._wait_ready(name, incarnation, self._env.now_s() + _START_TIMEOUT_S)
             return
         if name == BOOTSTRAP:
             self.bootstrap.start()
         else:
-            self.router = RouterProcess(self._around, self.bootstrap, incarnation)
-        self._around.after(_READY_S, partial(self.post, events.Started(name, incarnation)))
+            self.router = RouterProcess(self._env, self.bootstrap, incarnation)
+        self._env.after(_READY_S, partial(self.post, events.Started(name, incarnation)))
 
     def _wait_ready(self, name: str, incarnation: Incarnation, end_s: float) -> None:
         """Wait like ``cluster.launch.gang``. Half of the checks are late."""
 
-        def look() -> None:
+        def poll() -> None:
             table = self.bootstrap.table
-            entry = table.snapshot(self._around.now_s()).find(ReplicaId(name)) if table is not None else None
+            entry = table.snapshot(self._env.now_s()).find(ReplicaId(name)) if table is not None else None
             if entry is not None and entry.ready and entry.incarnation == incarnation:
                 self.post(events.Started(name, incarnation))
-            elif self._around.now_s() >= end_s:
+            elif self._env.now_s() >= end_s:
                 self.post(events.Failed(name, incarnation, BatonError("not ready in the rank table in time")))
             else:
                 self._wait_ready(name, incarnation, end_s)
 
-        random = self._around.random
-        self._around.after(random.choice((_READY_S, random.uniform(_READY_S, _MAX_LATE_S))), look)
+        random = self._env.random
+        self._env.after(random.choice((_READY_S, random.uniform(_READY_S, _MAX_LATE_S))), poll)
 
     def _machine_for(self, name: str) -> str:
         """Return the replica's previous machine, or another one if an earlier start may still run there."""
@@ -186,7 +186,7 @@ class Driver:
             self.bootstrap.kill()
         elif name == ROUTER and self.router is not None:
             self.router.kill()
-        elif name in self.replicas and self._around.network.is_cut(self.replicas[name].machine, HOME):
+        elif name in self.replicas and self._env.network.is_partitioned(self.replicas[name].machine, HOME):
             self._unproven[name, incarnation] = self.replicas[name]
             return False
         elif name in self.replicas:
@@ -202,19 +202,19 @@ class Driver:
 
     def _prove(self, name: str, incarnation: Incarnation) -> None:
         replica = self._unproven[name, incarnation]
-        if self._around.network.is_cut(replica.machine, HOME):
-            self._around.after(_RETRY_S, partial(self._prove, name, incarnation))
+        if self._env.network.is_partitioned(replica.machine, HOME):
+            self._env.after(_RETRY_S, partial(self._prove, name, incarnation))
         else:
             replica.kill()
             del self._unproven[name, incarnation]
             self.post(events.Proven(name, incarnation))
 
     def _mark_ended(self, replica: ReplicaId, incarnation: Incarnation, proven: bool) -> None:
-        def ask(table: BootstrapTable) -> None:
+        def request(table: BootstrapTable) -> None:
             table.unregister(replica, incarnation, reaped=proven)
 
         def on_answer(answer: BatonError | None) -> None:
             if isinstance(answer, PeerUnreachableError):
-                self._around.after(_RETRY_S, partial(self._mark_ended, replica, incarnation, proven))
+                self._env.after(_RETRY_S, partial(self._mark_ended, replica, incarnation, proven))
 
-        self.bootstrap.call(HOME, ask, on_answer)
+        self.bootstrap.call(HOME, request, on_answer)

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from cluster.simulator.environment import Environment
 from cluster.simulator.scenario import PAGE_SIZE, Shape, TierShape
-from cluster.simulator.world import Surroundings
 from cluster.spec.config import TransferBackendName
 from cluster.spec.hicache_config import HicacheConfig, StorageBackendName, StorageConfig
 from cluster.spec.ids import Incarnation, Peer, ReplicaId, Role, role_of
@@ -90,17 +90,17 @@ def step_depth(record: RankRecord) -> int:
 
 
 def make_leader(
-    around: Surroundings, me: Peer, records: Sequence[RankRecord], dp_rank: int
+    env: Environment, me: Peer, records: Sequence[RankRecord], dp_rank: int
 ) -> tuple[DpLeader, PageAllocator]:
     """Create the leader of a DP rank like ``workers.build``. ``records`` has all ranks of the replica."""
     own = shard_of(records, dp_rank)
     first = own[0]
-    tree = PrefixTree(first.num_owners) if around.shape.prefix_cache else None
+    tree = PrefixTree(first.num_owners) if env.shape.prefix_cache else None
     allocator = PageAllocator(first.layout.num_pages, tree, first.num_owners, Lifetimes.of(first.geometry))
-    tiers = _make_tiers(around.shape.tiers, tree, own)
+    tiers = _make_tiers(env.shape.tiers, tree, own)
     if first.role is Role.DECODE:
-        return _make_decode_leader(around, me, records, dp_rank, allocator, tiers), allocator
-    return _make_prefill_leader(around, me, own, allocator, tiers), allocator
+        return _make_decode_leader(env, me, records, dp_rank, allocator, tiers), allocator
+    return _make_prefill_leader(env, me, own, allocator, tiers), allocator
 
 
 def _make_tiers(shape: TierShape | None, tree: PrefixTree | None, own: list[RankRecord]) -> Tiers | None:
@@ -112,19 +112,19 @@ def _make_tiers(shape: TierShape | None, tree: PrefixTree | None, own: list[Rank
     return tiers
 
 
-def _limits(around: Surroundings, record: RankRecord) -> StepLimits:
-    return StepLimits(PAGE_SIZE, around.shape.chunk_tokens, MAX_REQUESTS, depth=step_depth(record))
+def _limits(env: Environment, record: RankRecord) -> StepLimits:
+    return StepLimits(PAGE_SIZE, env.shape.chunk_tokens, MAX_REQUESTS, depth=step_depth(record))
 
 
 def _make_decode_leader(
-    around: Surroundings,
+    env: Environment,
     me: Peer,
     records: Sequence[RankRecord],
     dp_rank: int,
     allocator: PageAllocator,
     tiers: Tiers | None,
 ) -> DpLeader:
-    shape = around.shape
+    shape = env.shape
     settings = DecodeSettings(
         me=me,
         records=records,
@@ -134,15 +134,15 @@ def _make_decode_leader(
         verify=shape.verify,
         settle_s=shape.settle_s,
     )
-    scheduler = StepScheduler(allocator, _limits(around, records[0]), undivided, tiers=tiers)
+    scheduler = StepScheduler(allocator, _limits(env, records[0]), undivided, tiers=tiers)
     return DecodeLeader(settings, scheduler, allocator, tiers=tiers)
 
 
 def _make_prefill_leader(
-    around: Surroundings, me: Peer, own: list[RankRecord], allocator: PageAllocator, tiers: Tiers | None
+    env: Environment, me: Peer, own: list[RankRecord], allocator: PageAllocator, tiers: Tiers | None
 ) -> DpLeader:
     def choose(scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
-        strategy = around.random.choice([Strategy.NONE, Strategy.ZIGZAG])
+        strategy = env.random.choice([Strategy.NONE, Strategy.ZIGZAG])
         return StrategyChoice(make_step_shape(scheduled, strategy, cp=own[0].sizes.cp), None)
 
     settings = PrefillSettings(
@@ -150,7 +150,7 @@ def _make_prefill_leader(
         record=own[0],
         rank_addresses=tuple(record.address for record in own),
         ticket_timeout_s=TICKET_TIMEOUT_S,
-        settle_s=around.shape.settle_s,
+        settle_s=env.shape.settle_s,
     )
-    scheduler = StepScheduler(allocator, _limits(around, own[0]), choose, tiers=tiers)
+    scheduler = StepScheduler(allocator, _limits(env, own[0]), choose, tiers=tiers)
     return PrefillLeader(settings, scheduler, allocator, tiers=tiers)

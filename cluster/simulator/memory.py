@@ -171,7 +171,7 @@ class Tickets:
         self._transfers: dict[Room, _Transfer] = {}
         """Transfer of the latest ticket, by room."""
 
-    def give(self, memories: Sequence[Memory], ticket: Ticket, text: Text, num_tokens: int) -> None:
+    def grant(self, memories: Sequence[Memory], ticket: Ticket, text: Text, num_tokens: int) -> None:
         self._transfers[ticket.room] = _Transfer(memories, text, num_tokens)
         allocator = memories[0].allocator
         permissions = self._permissions.setdefault(allocator, {})

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from cluster.simulator.device import answer
 from cluster.simulator.memory import Violation
-from cluster.simulator.scenario import Ask
+from cluster.simulator.scenario import ClientRequest
 from cluster.spec.ids import Incarnation, Peer, Room
 from cluster.spec.messages import (
     Cancel,
@@ -22,7 +22,7 @@ from cluster.spec.transfer_messages import Done, Drained, Refused, Result, Revok
 from workers.scheduler.replica_leader import ReplicaLeader
 
 
-def hand_over(leader: ReplicaLeader, me: Peer, message: Message, now_s: float) -> None:
+def deliver_to_leader(leader: ReplicaLeader, me: Peer, message: Message, now_s: float) -> None:
     """Deliver a message to a leader, which must drop messages for another start of its replica."""
     incarnation = _addressed(message, me)
     if incarnation in (None, me.incarnation):
@@ -38,8 +38,8 @@ def _addressed(message: Message, me: Peer) -> Incarnation | None:
     """Return the incarnation that a message is addressed to, or None."""
     match message:
         case Submit():
-            legs = filter(None, (message.prefill, message.decode))
-            return next(leg.incarnation for leg in legs if leg.replica == me.replica)
+            peers = filter(None, (message.prefill, message.decode))
+            return next(peer.incarnation for peer in peers if peer.replica == me.replica)
         case Ticket() | Revoke():
             return message.prefill_incarnation
         case Result() | Done() | Refused() | Drained():
@@ -54,18 +54,18 @@ def _num_dropped(leader: ReplicaLeader) -> int:
     return sum(leader.load().dropped.values())
 
 
-class Duties:
-    """Duty of a router to stop every target that works for a finished attempt."""
+class CancelCheck:
+    """Check that the router stops every replica that works for a finished attempt."""
 
     def __init__(self) -> None:
-        self._at_work: dict[Room, set[str]] = {}
+        self._active: dict[Room, set[str]] = {}
         """Addresses that have neither finished their part of an attempt nor been told to stop."""
         self._submits: dict[Room, Submit] = {}
 
     def note_sent(self, address: str, message: Message) -> None:
         if isinstance(message, Submit):
             self._submits[message.room] = message
-            self._at_work.setdefault(message.room, set()).add(address)
+            self._active.setdefault(message.room, set()).add(address)
         elif isinstance(message, Cancel):
             self._drop(message.room, address)
 
@@ -74,24 +74,24 @@ class Duties:
         if submit is None:
             return
         sender = (message.replica, message.incarnation)
-        for leg in filter(None, (submit.prefill, submit.decode)):
+        for peer in filter(None, (submit.prefill, submit.decode)):
             has_ended = isinstance(message, Failure) or message.finish is not None
-            if (leg.replica, leg.incarnation) == sender and has_ended:
-                self._drop(message.room, leg.address)
+            if (peer.replica, peer.incarnation) == sender and has_ended:
+                self._drop(message.room, peer.address)
         is_from_decode = sender == (submit.decode.replica, submit.decode.incarnation)
         if isinstance(message, Output) and is_from_decode and submit.prefill is not None:
             self._drop(message.room, submit.prefill.address)
 
     def check(self, is_under_way: Callable[[Room], bool]) -> None:
-        for room, addresses in self._at_work.items():
+        for room, addresses in self._active.items():
             if not is_under_way(room):
                 raise Violation(f"room {room} is over, but {', '.join(sorted(addresses))} was not told to stop")
 
     def _drop(self, room: Room, address: str) -> None:
-        addresses = self._at_work.get(room, set())
+        addresses = self._active.get(room, set())
         addresses.discard(address)
         if not addresses:
-            self._at_work.pop(room, None)
+            self._active.pop(room, None)
 
 
 class End(StrEnum):
@@ -110,16 +110,16 @@ class End(StrEnum):
 class Client:
     """Client that knows the right tokens in advance and checks each of them."""
 
-    ask: Ask
+    request: ClientRequest
     tokens: bytes = b""
     end: End | None = None
     reason: str = ""
     expected: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.expected = answer(self.ask.prompt, self.ask.max_tokens)
+        self.expected = answer(self.request.prompt, self.request.max_tokens)
 
-    def take(self, token_ids: Sequence[int]) -> None:
+    def receive(self, token_ids: Sequence[int]) -> None:
         self.tokens += bytes(token_ids)
         if self.end is not None:
             raise Violation(f"tokens arrived after the request had {self.end}")
@@ -129,6 +129,6 @@ class Client:
     def finish(self, end: End, reason: str = "") -> None:
         if self.end is not None:
             raise Violation(f"the request {end} after it had {self.end}")
-        if end is End.FINISHED and self.tokens != self.expected[: self.ask.enough]:
-            raise Violation(f"the output ended after {len(self.tokens)} of {self.ask.max_tokens} tokens")
+        if end is End.FINISHED and self.tokens != self.expected[: self.request.enough]:
+            raise Violation(f"the output ended after {len(self.tokens)} of {self.request.max_tokens} tokens")
         self.end, self.reason = end, reason

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from cluster.simulator.device import VirtualDevice
+from cluster.simulator.environment import Environment, Process
 from cluster.simulator.memory import Memory
 from cluster.simulator.tier_worker import VirtualTierWorker
-from cluster.simulator.world import Process, Surroundings
 from cluster.simulator.writer import VirtualWriter
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import Peer, Room
@@ -34,14 +34,14 @@ class RankProcess(Process):
 
     def __init__(
         self,
-        around: Surroundings,
+        env: Environment,
         records: Sequence[RankRecord],
         global_rank: int,
         leader: Peer,
         allocator: PageAllocator,
     ) -> None:
-        record, shape = records[global_rank], around.shape
-        super().__init__(around, record.address)
+        record, shape = records[global_rank], env.shape
+        super().__init__(env, record.address)
         self.record = record
         self.leader_address = leader.address
         self.shard: list[RankProcess] = []
@@ -59,20 +59,20 @@ class RankProcess(Process):
         self._waits_for_layers = False
         self._on_stored: Callable[[int], None] | None = None
         self.memory = Memory.empty(record, allocator)
-        around.memories[self.memory.session] = self.memory
+        env.memories[self.memory.session] = self.memory
         self.sender = KvSender(
             prefill=leader,
             record=record,
             region=memoryview(self.memory.pool),
             config=TransferConfig(mode=shape.mode, verify=shape.verify),
             outbox=self,
-            start_writer=partial(VirtualWriter, around, self.memory, self.when_running),
+            start_writer=partial(VirtualWriter, env, self.memory, self.when_running),
             least_span_bytes=1,
         )
         self.tier_worker = VirtualTierWorker(self, leader.address, records, self.memory, self._on_layers)
-        self.device = VirtualDevice(around, self.memory, self.sender)
+        self.device = VirtualDevice(env, self.memory, self.sender)
 
-    def obey(self, message: Message) -> bool:
+    def handle_control(self, message: Message) -> bool:
         """Handle a message that any rank can receive. Return False for any other message."""
         match message:
             case TierJob():
@@ -82,7 +82,7 @@ class RankProcess(Process):
             case ForgetPeer():
                 self.sender.forget(message)
             case CheckPages():
-                self.after(self.around.random.uniform(1e-4, _CHECK_S), partial(self._check_pages, message))
+                self.after(self.env.random.uniform(1e-4, _CHECK_S), partial(self._check_pages, message))
             case _:
                 return False
         return True
@@ -107,12 +107,12 @@ class RankProcess(Process):
     def close(self) -> None:
         """Do nothing, as an outbox without connections."""
 
-    def take(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         self._inbox.append(message)
-        self.when_running(self._turn)
+        self.when_running(self._run_round)
 
     @abstractmethod
-    def _turn(self) -> None:
+    def _run_round(self) -> None:
         """Handle messages and steps until there is nothing left to do."""
 
     @property
@@ -120,7 +120,7 @@ class RankProcess(Process):
         return self._step is not None
 
     @property
-    def mates(self) -> "list[RankProcess]":
+    def tp_group(self) -> "list[RankProcess]":
         """Return the ranks of this TP group, which exchange tensors in every layer."""
         coords = self.record.coords
         return [rank for rank in self.shard if (rank.record.coords.cp, rank.record.coords.pp) == (coords.cp, coords.pp)]
@@ -134,14 +134,14 @@ class RankProcess(Process):
         self._step, self._num_layers = plan, 0
         self.num_begun += 1
         self._on_stored = self.device.begin(plan)
-        mates = self.mates
-        if all(mate.num_begun >= self.num_begun for mate in mates):
-            for mate in mates:
-                mate.when_running(partial(mate._start, plan))
+        tp_group = self.tp_group
+        if all(peer.num_begun >= self.num_begun for peer in tp_group):
+            for peer in tp_group:
+                peer.when_running(partial(peer._start, plan))
 
     def _start(self, plan: StepPlan) -> None:
         """Compute layers in parts. Others can observe the end of each part."""
-        self.device.take_copies(plan.received_pages, [mate.memory for mate in self.mates])
+        self.device.take_copies(plan.received_pages, [peer.memory for peer in self.tp_group])
         layout = self.record.layout
         job = plan.layerwise_load
         self._layerwise_load = self.tier_worker.submit_layerwise(job) if job is not None else None
@@ -150,7 +150,7 @@ class RankProcess(Process):
             ends = list(range(1, layout.num_layers))
         self._ends = deque([*ends, layout.num_layers])
         num_tokens = sum(len(request.token_ids) for request in plan.scheduled)
-        step_s = self.around.hazards.slowness * (self.around.random.uniform(2e-3, 3e-2) + 1e-4 * num_tokens)
+        step_s = self.env.hazards.slowness * (self.env.random.uniform(2e-3, 3e-2) + 1e-4 * num_tokens)
         self._part_s = step_s / len(self._ends)
         self.after(self._part_s, self._compute_layers)
 
@@ -204,12 +204,12 @@ class Follower(RankProcess):
         if self.device.is_sampling_rank and plan.scheduled:
             result = StepResult(dp_rank=self.record.coords.dp, sampled=sampled)
             self.send(self.leader_address, result)
-        self._turn()
+        self._run_round()
 
-    def _turn(self) -> None:
+    def _run_round(self) -> None:
         while self._inbox and not self.is_computing:
             message = self._inbox.popleft()
             if isinstance(message, StepPlan):
                 self.begin(message)
             else:
-                self.obey(message)
+                self.handle_control(message)

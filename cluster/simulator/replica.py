@@ -8,10 +8,10 @@ from msgspec.structs import replace
 
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, records_digest
 from cluster.simulator.bootstrap import Bootstrap
+from cluster.simulator.environment import Environment, machine_of
 from cluster.simulator.leaders import make_leader, shard_of, step_depth
-from cluster.simulator.promises import hand_over
+from cluster.simulator.promises import deliver_to_leader
 from cluster.simulator.rank_process import Follower, RankProcess
-from cluster.simulator.world import Surroundings, machine_of
 from cluster.spec.clock import HEARTBEAT_S
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, Peer, Room
@@ -33,7 +33,7 @@ class LeaderProcess(RankProcess):
 
     def __init__(
         self,
-        around: Surroundings,
+        env: Environment,
         bootstrap: Bootstrap,
         records: Sequence[RankRecord],
         me: Peer,
@@ -41,11 +41,11 @@ class LeaderProcess(RankProcess):
         on_refused: Callable[[str], None],
     ) -> None:
         """Start the process with each DP rank's leader and allocator. ``on_refused`` ends the replica."""
-        super().__init__(around, records, 0, me, made[0][1])
+        super().__init__(env, records, 0, me, made[0][1])
         self._leaders = [leader for leader, _ in made]
         self._allocators = [allocator for _, allocator in made]
         self.leader = ReplicaLeader(
-            self._leaders, records[0].sizes, depth=step_depth(records[0]), policy=around.shape.dp_policy
+            self._leaders, records[0].sizes, depth=step_depth(records[0]), policy=env.shape.dp_policy
         )
         self.me = me
         self.records = records
@@ -57,10 +57,10 @@ class LeaderProcess(RankProcess):
         self._outgoing: list[tuple[str, Message]] = []
         """Messages to send, which have been checked."""
         self._unwatch = bootstrap.watch(
-            machine_of(self.address), lambda snapshot: self.take(TableUpdate(snapshot=snapshot))
+            machine_of(self.address), lambda snapshot: self.receive(TableUpdate(snapshot=snapshot))
         )
         self.every(HEARTBEAT_S, self._beat)
-        self.every(IDLE_WAIT_S, self._turn)
+        self.every(IDLE_WAIT_S, self._run_round)
 
     @property
     def is_idle(self) -> bool:
@@ -78,43 +78,43 @@ class LeaderProcess(RankProcess):
 
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
         if self.device.is_sampling_rank and plan.scheduled:
-            self.leader.commit(0, sampled, self.around.now_s())
-        self._close_turn()
-        self.after(0.0, self._turn)
+            self.leader.commit(0, sampled, self.env.now_s())
+        self._end_round()
+        self.after(0.0, self._run_round)
 
-    def _turn(self) -> None:
+    def _run_round(self) -> None:
         if self.is_computing:
             return
         while self._inbox:
             message = self._inbox.popleft()
-            if not self.obey(message):
-                hand_over(self.leader, self.me, message, self.around.now_s())
+            if not self.handle_control(message):
+                deliver_to_leader(self.leader, self.me, message, self.env.now_s())
                 self._check_new()
-        self.leader.tick(self.around.now_s())
+        self.leader.tick(self.env.now_s())
         if self.leader.must_end:
-            self.around.was_quarantined = True
-            self.around.happened["quarantine"] += 1
+            self.env.was_quarantined = True
+            self.env.happened["quarantine"] += 1
             self._on_refused(self.leader.must_end)
             return
         plans = self.leader.next_plans()
         if not plans:
-            self._close_turn()
+            self._end_round()
         else:
             # First tokens, tickets and finished loads do not wait for the step.
             self._emit()
             computed = {request.room: len(request.token_ids) for plan in plans for request in plan.scheduled}
-            self.around.trace.add(self.address, "computes", computed)
+            self.env.trace.add(self.address, "computes", computed)
             for record in self.records[1:]:
                 self.send(record.address, plans[record.coords.dp])
             self.begin(plans[0])
 
-    def _close_turn(self) -> None:
-        if self.around.scenario.is_mild:  # otherwise nobody reads it
+    def _end_round(self) -> None:
+        if self.env.scenario.is_mild:  # otherwise nobody reads it
             load = self.leader.load()
             # The limit applies to each DP rank, and all have the same number of pages.
-            limit = self.around.shape.quarantine_limit * load.total_pages / len(self._leaders)
+            limit = self.env.shape.quarantine_limit * load.total_pages / len(self._leaders)
             if load.quarantined_pages > limit:
-                self.around.was_quarantined = True
+                self.env.was_quarantined = True
         self._emit()
 
     def _emit(self) -> None:
@@ -137,12 +137,12 @@ class LeaderProcess(RankProcess):
                 self.num_kv_events[address] = message.number + 1
             elif isinstance(message, Ticket):
                 records = shard_of(self.records, message.dp_rank)
-                memories = [self.around.memories[record.endpoint.session] for record in records]
-                num_tokens = len(self.around.submits[message.room].prompt_ids)
-                self.around.tickets.give(memories, message, self.around.text_of(message.room), num_tokens)
-                _send_late_message(self.around, message, self.records[0].layout.page_bytes)
-            elif isinstance(message, Output) and message.first_index == self.around.submits[message.room].num_given:
-                self.around.tickets.check_start(message.room)
+                memories = [self.env.memories[record.endpoint.session] for record in records]
+                num_tokens = len(self.env.submits[message.room].prompt_ids)
+                self.env.tickets.grant(memories, message, self.env.text_of(message.room), num_tokens)
+                _send_late_message(self.env, message, self.records[0].layout.page_bytes)
+            elif isinstance(message, Output) and message.first_index == self.env.submits[message.room].num_given:
+                self.env.tickets.check_start(message.room)
 
     def _beat(self) -> None:
         self._load = self.leader.load()
@@ -158,31 +158,31 @@ class LeaderProcess(RankProcess):
             load=self._load,
         )
         try:
-            table.heartbeat(heartbeat, self.around.now_s())
+            table.heartbeat(heartbeat, self.env.now_s())
         except TableRefusedError as error:
             if error.code is not RefusalCode.UNKNOWN_RANKS:
                 raise
             for record in self.records:
                 table.register(record)
-            table.heartbeat(heartbeat, self.around.now_s())
+            table.heartbeat(heartbeat, self.env.now_s())
         for record in self.records[1:]:  # all ranks of a replica pause together
-            table.alive(record.replica, record.incarnation, record.global_rank, self.around.now_s())
+            table.alive(record.replica, record.incarnation, record.global_rank, self.env.now_s())
 
     def _on_answer(self, answer: TableRefusedError | PeerUnreachableError | None) -> None:
         if isinstance(answer, TableRefusedError) and not self.is_dead:
             self._on_refused(str(answer))
 
 
-def _send_late_message(around: Surroundings, ticket: Ticket, page_bytes: int) -> None:
+def _send_late_message(env: Environment, ticket: Ticket, page_bytes: int) -> None:
     """Sometimes deliver a response that an earlier start of either replica would have left in flight.
 
     A room has one ticket, handled by one start of each replica, so the simulator makes the response up.
     """
-    random = around.random
-    if random.random() >= around.hazards.stale:
+    random = env.random
+    if random.random() >= env.hazards.stale:
         return
-    around.happened["stale"] += 1
-    prefill = around.submits[ticket.room].prefill
+    env.happened["stale"] += 1
+    prefill = env.submits[ticket.room].prefill
     assert prefill is not None, f"room {ticket.room} has a ticket and no prefill"
     earlier, writer = random.choice(
         [
@@ -202,8 +202,8 @@ def _send_late_message(around: Surroundings, ticket: Ticket, page_bytes: int) ->
         Done(**names_and_size, sender_rank=0),
         Result(**names_and_size, token_ids=[0], senders=[0]),
     ]
-    send = partial(around.network.send, prefill.address, ticket.decode.address, random.choice(responses))
-    around.after(random.uniform(0, 0.1), send)
+    send = partial(env.network.send, prefill.address, ticket.decode.address, random.choice(responses))
+    env.after(random.uniform(0, 0.1), send)
 
 
 def _earlier(peer: Peer) -> Peer:
@@ -214,18 +214,18 @@ class Replica:
     """Processes of one start, which the supervisor ends together."""
 
     def __init__(
-        self, around: Surroundings, bootstrap: Bootstrap, records: list[RankRecord], on_failed: Callable[[str], None]
+        self, env: Environment, bootstrap: Bootstrap, records: list[RankRecord], on_failed: Callable[[str], None]
     ) -> None:
         first = records[0]
         self.machine = machine_of(first.address)
         self._on_failed = on_failed
         me = Peer(replica=first.replica, incarnation=first.incarnation, address=first.address)
-        made = [make_leader(around, me, records, dp_rank) for dp_rank in range(first.sizes.dp)]
-        self.leader = LeaderProcess(around, bootstrap, records, me, made, self._on_refused)
+        made = [make_leader(env, me, records, dp_rank) for dp_rank in range(first.sizes.dp)]
+        self.leader = LeaderProcess(env, bootstrap, records, me, made, self._on_refused)
         self.ranks: list[RankProcess] = [self.leader]
         for record in records[1:]:
             _, allocator = made[record.coords.dp]
-            self.ranks.append(Follower(around, records, record.global_rank, me, allocator))
+            self.ranks.append(Follower(env, records, record.global_rank, me, allocator))
         for rank in self.ranks:
             rank.shard += [other for other in self.ranks if other.record.coords.dp == rank.record.coords.dp]
 
@@ -233,7 +233,7 @@ class Replica:
     def is_idle(self) -> bool:
         return all(rank.is_idle for rank in self.ranks)
 
-    def lose_rank(self, rank: int) -> None:
+    def kill_rank(self, rank: int) -> None:
         process = self.ranks[rank % len(self.ranks)]
         if not process.is_dead:
             process.kill()

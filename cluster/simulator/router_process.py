@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from cluster.simulator.bootstrap import Bootstrap
+from cluster.simulator.environment import HOME, Environment, Process
 from cluster.simulator.memory import Violation
-from cluster.simulator.promises import Client, Duties, End
+from cluster.simulator.promises import CancelCheck, Client, End
 from cluster.simulator.replica import LeaderProcess
-from cluster.simulator.scenario import PAGE_SIZE, Ask
-from cluster.simulator.world import HOME, Process, Surroundings
+from cluster.simulator.scenario import PAGE_SIZE, ClientRequest
 from cluster.spec.clock import LEASE_S
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import ROUTER, Incarnation, Peer, Role, Room
@@ -32,7 +32,7 @@ from router.request import (
     peers_of,
 )
 
-_LOOK_S = 0.25
+_POLL_S = 0.25
 """Interval between deadline checks."""
 
 _SESSIONS = ("", "a", "b")
@@ -75,24 +75,24 @@ class KnownPages:
 
 
 class RouterProcess(Process):
-    def __init__(self, around: Surroundings, bootstrap: Bootstrap, incarnation: Incarnation) -> None:
-        super().__init__(around, f"{HOME}/{ROUTER}.{incarnation}")
+    def __init__(self, env: Environment, bootstrap: Bootstrap, incarnation: Incarnation) -> None:
+        super().__init__(env, f"{HOME}/{ROUTER}.{incarnation}")
         me = Peer(replica=ROUTER, incarnation=incarnation, address=self.address)
-        config = _config(around)
+        config = _config(env)
         self.directory = Directory(grace_s=LEASE_S)
         load, breakers = LoadBook(), Breakers()
-        self._picker = picker = Picker(config, self.directory, load, breakers, around.random)
+        self._picker = picker = Picker(config, self.directory, load, breakers, env.random)
         self.known_pages = KnownPages(me, self.directory, picker, self.send)
         self.requests = RequestTable(
-            me, config.router, load, breakers, picker.pick, lambda: Room(around.random.getrandbits(62) + 1)
+            me, config.router, load, breakers, picker.pick, lambda: Room(env.random.getrandbits(62) + 1)
         )
-        self._duties = Duties()
+        self._cancel_check = CancelCheck()
         self._first: ChoiceId | None = None
         """Latest request that is not a further choice of an earlier one."""
         self._first_prompt = b""
         self._clients: dict[ChoiceId, Client] = {}
         self._unwatch = bootstrap.watch(HOME, self._on_table)
-        self.every(_LOOK_S, self._look)
+        self.every(_POLL_S, self._poll)
 
     @property
     def is_idle(self) -> bool:
@@ -111,57 +111,57 @@ class RouterProcess(Process):
         if not all(self.directory.ready(role) for role in Role):
             client.finish(End.REFUSED)
             return
-        now_s = self.around.now_s()
-        request = self._request(client.ask)
-        is_choice = client.ask.is_choice and self._first_prompt == client.ask.prompt
+        now_s = self.env.now_s()
+        request = self._generate_request(client.request)
+        is_choice = client.request.is_choice and self._first_prompt == client.request.prompt
         first = self._first if is_choice else None
-        deadline_s = now_s + self.around.scenario.request_timeout_s
+        deadline_s = now_s + self.env.scenario.request_timeout_s
         choice_id, actions = self.requests.open(request, deadline_s, now_s, first)
-        self._first, self._first_prompt = first or choice_id, client.ask.prompt
+        self._first, self._first_prompt = first or choice_id, client.request.prompt
         self._clients[choice_id] = client
         self._perform(actions)
-        if client.ask.patience_s is not None:
-            self.after(client.ask.patience_s, partial(self._leave, choice_id))
+        if client.request.patience_s is not None:
+            self.after(client.request.patience_s, partial(self._leave, choice_id))
 
-    def take(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         match message:
             case Output():
-                self._duties.note_received(message)
-                self._perform(self.requests.on_output(message, self.around.now_s()))
+                self._cancel_check.note_received(message)
+                self._perform(self.requests.on_output(message, self.env.now_s()))
             case Failure():
-                self._duties.note_received(message)
-                self._perform(self.requests.on_failure(message, self.around.now_s()))
+                self._cancel_check.note_received(message)
+                self._perform(self.requests.on_failure(message, self.env.now_s()))
             case Inquire():
                 self._perform(self.requests.on_inquire(message))
             case KvEvents():
-                self.known_pages.on_kv_events(message, self.around.now_s())
+                self.known_pages.on_kv_events(message, self.env.now_s())
 
     def _on_table(self, snapshot: TableSnapshot) -> None:
-        self._give_up(self.directory.update(snapshot, self.around.now_s()))
-        self.known_pages.on_table(self.around.now_s())
+        self._give_up(self.directory.update(snapshot, self.env.now_s()))
+        self.known_pages.on_table(self.env.now_s())
 
-    def _look(self) -> None:
-        now_s = self.around.now_s()
+    def _poll(self) -> None:
+        now_s = self.env.now_s()
         self._perform(self.requests.expire(now_s))
         self._give_up(self.directory.expire(now_s))
 
     def _give_up(self, lost: Iterable[Peer]) -> None:
         for peer in lost:
-            self._perform(self.requests.on_lost(peer, self.around.now_s()))
+            self._perform(self.requests.on_lost(peer, self.env.now_s()))
 
     def _leave(self, choice_id: ChoiceId) -> None:
         if self.requests.is_open(choice_id):
             self._perform(self.requests.on_client_left(choice_id))
             self._finish(choice_id, End.LEFT)
 
-    def _request(self, ask: Ask) -> GenerateRequest:
-        prompt_ids = TokenIds.of(ask.prompt)
+    def _generate_request(self, request: ClientRequest) -> GenerateRequest:
+        prompt_ids = TokenIds.of(request.prompt)
         return GenerateRequest(
             prompt_ids=prompt_ids,
             sampling=Sampling(),
-            stopping=Stopping(max_tokens=ask.max_tokens),
-            session_id=self.around.random.choice(_SESSIONS),
-            dp_rank=ask.dp_rank,
+            stopping=Stopping(max_tokens=request.max_tokens),
+            session_id=self.env.random.choice(_SESSIONS),
+            dp_rank=request.dp_rank,
             page_keys=PromptKeys(prompt_ids, PAGE_SIZE, "") if self._picker.prefix_roles else None,
         )
 
@@ -171,28 +171,28 @@ class RouterProcess(Process):
                 case StartAttempt():
                     submit, peers = action.submit, peers_of(action.submit)
                     names = (peer.replica for peer in peers)
-                    self.around.trace.add("request", action.choice_id, "in room", submit.room, "of", *names)
-                    self.around.submits[submit.room] = submit
+                    self.env.trace.add("request", action.choice_id, "in room", submit.room, "of", *names)
+                    self.env.submits[submit.room] = submit
                     for peer in peers:
-                        self._duties.note_sent(peer.address, submit)
+                        self._cancel_check.note_sent(peer.address, submit)
                         self.send(peer.address, submit)
                 case SendMessage():
-                    self._duties.note_sent(action.address, action.message)
+                    self._cancel_check.note_sent(action.address, action.message)
                     self.send(action.address, action.message)
                 case OutputBatch():
                     self._pass_on(action)
                 case FailRequest():
-                    if action.cause is Cause.TIMED_OUT and self.around.scenario.is_lossy:
+                    if action.cause is Cause.TIMED_OUT and self.env.scenario.is_lossy:
                         raise Violation(f"a deadline ended a request that replicas could have served: {action.reason}")
                     self._finish(action.choice_id, End.FAILED, f"{action.cause}: {action.reason}")
         self.requests.check_integrity()
-        self._duties.check(self.requests.is_under_way)
+        self._cancel_check.check(self.requests.is_under_way)
 
     def _pass_on(self, batch: OutputBatch) -> None:
         client = self._clients[batch.choice_id]
-        enough = client.ask.enough
+        enough = client.request.enough
         wanted = batch.token_ids if enough is None else batch.token_ids[: enough - len(client.tokens)]
-        client.take(wanted)
+        client.receive(wanted)
         if batch.finish is not None:
             self._finish(batch.choice_id, End.FINISHED)
         elif len(client.tokens) == enough:
@@ -200,12 +200,12 @@ class RouterProcess(Process):
             self._finish(batch.choice_id, End.FINISHED)
 
     def _finish(self, choice_id: ChoiceId, end: End, reason: str = "") -> None:
-        self.around.trace.add("request", choice_id, end, reason)
+        self.env.trace.add("request", choice_id, end, reason)
         self._clients.pop(choice_id).finish(end, reason)
 
 
-def _config(around: Surroundings) -> DeployConfig:
-    policies = {f"{role}_policy": around.random.choice(sorted(POLICIES)) for role in Role}
-    prefill = {"skip_below_tokens": around.shape.skip_below_tokens}
-    kv = {"page_size": PAGE_SIZE, "prefix_cache": around.shape.prefix_cache}
+def _config(env: Environment) -> DeployConfig:
+    policies = {f"{role}_policy": env.random.choice(sorted(POLICIES)) for role in Role}
+    prefill = {"skip_below_tokens": env.shape.skip_below_tokens}
+    kv = {"page_size": PAGE_SIZE, "prefix_cache": env.shape.prefix_cache}
     return DeployConfig.model_validate({"kv": kv, "prefill": prefill, "router": policies})

@@ -83,7 +83,7 @@ class Hazards:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ClientRequest:
     at_s: float
     prompt: bytes
     """One byte per token."""
@@ -156,7 +156,7 @@ class Scenario:
 
     seed: int
     shape: Shape
-    asks: tuple[Ask, ...]
+    requests: tuple[ClientRequest, ...]
     faults: tuple[Fault, ...] = ()
     hazards: Hazards = Hazards()
 
@@ -171,14 +171,14 @@ class Scenario:
 
         Every request must then be answered.
         """
-        struck = {fault.member for fault in self.faults} - {"bootstrap"}
-        spared = set(self.members) - struck
+        faulty = {fault.member for fault in self.faults} - {"bootstrap"}
+        healthy = set(self.members) - faulty
         return (
             self.hazards == Hazards()
             and all(fault.kind in _MILD for fault in self.faults)
             and len(self.faults) <= _MAX_MILD_FAULTS
-            and "router" in spared
-            and all(any(name.startswith(role) for name in spared) for role in Role)
+            and "router" in healthy
+            and all(any(name.startswith(role) for name in healthy) for role in Role)
         )
 
     @property

@@ -7,11 +7,11 @@ from functools import partial
 
 from cluster.launch.services import BOOTSTRAP
 from cluster.simulator.driver import Driver
+from cluster.simulator.environment import HOME, Environment
 from cluster.simulator.memory import Violation
 from cluster.simulator.promises import Client, End
 from cluster.simulator.replica import Replica
 from cluster.simulator.scenario import MACHINE_LOST_S, Fault, FaultKind, Scenario
-from cluster.simulator.world import HOME, Surroundings
 from cluster.spec.ids import ROUTER, ReplicaId, Role
 from cluster.spec.messages import Drain
 from cluster.supervisor.commands import Command, DrainCommand, RestartCommand, ResumeCommand, ScaleCommand
@@ -20,32 +20,32 @@ from cluster.supervisor.events import StopRequested
 _START_LIMIT_S = 60.0
 _SLACK_S = 60.0
 """Time after the last deadline for restarts with their backoff and for late messages."""
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 class Faults:
-    def __init__(self, around: Surroundings, driver: Driver) -> None:
-        self.num_open = len(around.scenario.faults)
-        self._around = around
+    def __init__(self, env: Environment, driver: Driver) -> None:
+        self.num_open = len(env.scenario.faults)
+        self._env = env
         self._driver = driver
-        for fault in around.scenario.faults:
-            around.after(fault.at_s, partial(self._begin, fault))
+        for fault in env.scenario.faults:
+            env.after(fault.at_s, partial(self._begin, fault))
 
     def _begin(self, fault: Fault) -> None:
-        self._around.trace.add("fault:", fault.kind, fault.member, fault.other)
-        self._around.happened[fault.kind] += 1
+        self._env.trace.add("fault:", fault.kind, fault.member, fault.other)
+        self._env.happened[fault.kind] += 1
         match fault.kind:
             case FaultKind.KILL:
                 self._kill(fault)
             case FaultKind.PAUSE:
                 self._pause(self._driver.replicas[fault.member], fault.duration_s)
-                self._around.after(fault.duration_s, self._end_fault)
+                self._env.after(fault.duration_s, self._end_fault)
             case FaultKind.PARTITION:
-                self._separate(self._machine(fault.member), self._machine(fault.other), fault.duration_s)
+                self._partition(self._machine(fault.member), self._machine(fault.other), fault.duration_s)
             case FaultKind.LOSE_MACHINE:
                 self._lose_machine(fault)
             case FaultKind.DRAIN:
-                self._driver.replicas[fault.member].leader.take(Drain())
+                self._driver.replicas[fault.member].leader.receive(Drain())
                 self._end_fault()
             case FaultKind.RESTART:
                 self._command(RestartCommand(replicas=(ReplicaId(fault.member),), is_rolling=True))
@@ -53,12 +53,12 @@ class Faults:
                 role, _, index = fault.member.partition("-")
                 self._command(ScaleCommand(**{role: int(index) + 1}))
             case FaultKind.STAND_BY:
-                self._driver.give(DrainCommand(replica=ReplicaId(fault.member)))
+                self._driver.submit(DrainCommand(replica=ReplicaId(fault.member)))
                 resume = partial(self._command, ResumeCommand(replica=ReplicaId(fault.member)))
-                self._around.after(fault.duration_s, resume)
+                self._env.after(fault.duration_s, resume)
 
     def _command(self, command: Command) -> None:
-        self._driver.give(command)
+        self._driver.submit(command)
         self._end_fault()
 
     def _kill(self, fault: Fault) -> None:
@@ -71,7 +71,7 @@ class Faults:
                 driver.router.kill()
                 driver.fail_member(fault.member)
         else:
-            driver.replicas[fault.member].lose_rank(fault.rank)
+            driver.replicas[fault.member].kill_rank(fault.rank)
         self._end_fault()
 
     def _pause(self, replica: Replica, duration_s: float) -> None:
@@ -82,24 +82,24 @@ class Faults:
             for rank in ranks:
                 rank.resume()
 
-        self._around.after(duration_s, resume)
+        self._env.after(duration_s, resume)
 
     def _lose_machine(self, fault: Fault) -> None:
-        replica, random = self._driver.replicas[fault.member], self._around.random
+        replica, random = self._driver.replicas[fault.member], self._env.random
         lost_s = random.uniform(1, MACHINE_LOST_S) + fault.duration_s
-        self._separate(replica.machine, HOME, lost_s)
+        self._partition(replica.machine, HOME, lost_s)
         if random.random() < 0.5:
             self._pause(replica, random.uniform(0, lost_s))
 
-    def _separate(self, machine: str, other: str, duration_s: float) -> None:
-        network = self._around.network
-        network.cut(machine, other)
+    def _partition(self, machine: str, other: str, duration_s: float) -> None:
+        network = self._env.network
+        network.partition(machine, other)
 
         def heal() -> None:
             network.heal(machine, other)
             self._end_fault()
 
-        self._around.after(duration_s, heal)
+        self._env.after(duration_s, heal)
 
     def _machine(self, member: str) -> str:
         return HOME if member == HOME else self._driver.replicas[member].machine
@@ -123,9 +123,9 @@ class Outcome:
 class Simulation:
     def __init__(self, scenario: Scenario, traced: bool = False) -> None:
         self._scenario = scenario
-        self._around = Surroundings(scenario, traced=traced)
-        self._driver = Driver(self._around)
-        self._clients = [Client(ask) for ask in scenario.asks]
+        self._env = Environment(scenario, traced=traced)
+        self._driver = Driver(self._env)
+        self._clients = [Client(request) for request in scenario.requests]
         self._limit_s = _START_LIMIT_S
         self._faults: Faults | None = None
 
@@ -146,21 +146,22 @@ class Simulation:
         except Exception as error:  # an error of any type
             violation = f"{type(error).__name__}: {error}"
         ends = Counter(str(client.end) for client in self._clients)
-        around = self._around
-        return Outcome(violation, ends, +around.happened, around.moved, around.trace.lines, around.now_s())
+        env = self._env
+        return Outcome(violation, ends, +env.happened, env.moved, env.trace.lines, env.now_s())
 
     def _begin(self) -> None:
-        scenario, now_s = self._scenario, self._around.now_s()
+        scenario, now_s = self._scenario, self._env.now_s()
         for client in self._clients:
-            self._around.after(client.ask.at_s, partial(self._ask, client))
-        self._faults = Faults(self._around, self._driver)
+            self._env.after(client.request.at_s, partial(self._send_request, client))
+        self._faults = Faults(self._env, self._driver)
         shape = scenario.shape
-        last_s = max([ask.at_s for ask in scenario.asks] + [fault.at_s + fault.duration_s for fault in scenario.faults])
+        ends_s = [fault.at_s + fault.duration_s for fault in scenario.faults]
+        last_s = max([request.at_s for request in scenario.requests] + ends_s)
         self._limit_s = (
             now_s + last_s + scenario.request_timeout_s + shape.transfer_timeout_s + MACHINE_LOST_S + _SLACK_S
         )
 
-    def _ask(self, client: Client) -> None:
+    def _send_request(self, client: Client) -> None:
         router = self._driver.router
         if router is None or router.is_dead:
             client.finish(End.DISCONNECTED, "connection refused")
@@ -169,13 +170,13 @@ class Simulation:
 
     def _run_until(self, is_reached: Callable[[], bool]) -> bool:
         """Run events until a condition holds. Return False if the time limit is reached first."""
-        look_s = 0.0
-        while self._around.now_s() < self._limit_s:
-            if self._around.now_s() >= look_s:
+        poll_s = 0.0
+        while self._env.now_s() < self._limit_s:
+            if self._env.now_s() >= poll_s:
                 if is_reached():
                     return True
-                look_s = self._around.now_s() + _LOOK_S
-            self._around.timeline.step()
+                poll_s = self._env.now_s() + _POLL_S
+            self._env.event_queue.step()
         return False
 
     def _is_up(self) -> bool:
@@ -208,8 +209,8 @@ class Simulation:
 
     def _check_ends(self) -> None:
         scenario = self._scenario
-        # While another member pauses, the pages of a spared replica can stay in quarantine.
-        if not scenario.is_calm and (not scenario.is_mild or self._around.was_quarantined):
+        # While another member pauses, the pages of a healthy replica can stay in quarantine.
+        if not scenario.is_calm and (not scenario.is_mild or self._env.was_quarantined):
             return
         why = "nothing failed" if scenario.is_calm else "a replica of each role had no fault"
         for number, client in enumerate(self._clients):

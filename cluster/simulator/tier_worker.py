@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from cluster.simulator.environment import Process
 from cluster.simulator.memory import TORN, Memory, Violation, copy_spans
-from cluster.simulator.world import Process
 from cluster.spec.config import TransferBackendName
 from cluster.spec.errors import TransferError
 from cluster.spec.registry import Endpoint, KvOwnership, RankRecord
@@ -44,12 +44,12 @@ class VirtualTierWorker:
         on_layers: Callable[[], None],
     ) -> None:
         """Create the queues. ``on_layers`` is called when a step can read more layers."""
-        self._process, self._around, self._leader_address = process, process.around, leader_address
+        self._process, self._env, self._leader_address = process, process.env, leader_address
         self._record, self._memory, self._on_layers = memory.record, memory, on_layers
         self._queues: dict[str, _Queue] = {queue: deque() for queue in _QUEUES.values()}
         self._copier: Copier | None = None
         if memory.record.host_endpoint is not None:
-            backend = _Reads(self._around.memories, memory)
+            backend = _Reads(self._env.memories, memory)
             self._copier = Copier(records, memory.record.global_rank, _TierMemory(memory), backend)  # type: ignore[arg-type]
 
     @property
@@ -69,14 +69,14 @@ class VirtualTierWorker:
         return load
 
     def _begin(self, queue: _Queue) -> None:
-        (job, load), random = queue[0], self._around.random
+        (job, load), random = queue[0], self._env.random
         if load is not None:
             assert self._copier is not None
             layers = self._copier.layer_loads(job.pages, None, load)
             layer_s = random.uniform(1e-3, 0.1) / self._record.layout.num_layers
             self._process.after(layer_s, partial(self._load_layers, queue, load, layers, layer_s))
         else:
-            longest_s = random.choice([0.01, 0.1, 3.0 if self._around.hazards.slow_move else 0.1])
+            longest_s = random.choice([0.01, 0.1, 3.0 if self._env.hazards.slow_move else 0.1])
             self._process.after(random.uniform(1e-3, longest_s), partial(self._end, queue))
 
     def _load_layers(self, queue: _Queue, load: LayerwiseLoad, layers: Iterator[None], layer_s: float) -> None:
@@ -88,13 +88,13 @@ class VirtualTierWorker:
         if load.num_here < self._record.layout.num_layers:
             self._process.after(layer_s, partial(self._load_layers, queue, load, layers, layer_s))
             return
-        self._around.moved["fill"] += len(job.pages)
+        self._env.moved["fill"] += len(job.pages)
         self._answer(queue, [True] * len(job.pages), fails=False)
 
     def _end(self, queue: _Queue) -> None:
-        (job, _), hazards = queue[0], self._around.hazards
-        fails = self._around.random.random() < hazards.fail_move
-        self._around.happened["fail_move"] += fails
+        (job, _), hazards = queue[0], self._env.hazards
+        fails = self._env.random.random() < hazards.fail_move
+        self._env.happened["fail_move"] += fails
         if job.kind is TierJobKind.LOAD:
             fails = not self._load(job.pages, fails=fails)
             done = [not fails or not self._has(page) for page in job.pages]
@@ -105,7 +105,7 @@ class VirtualTierWorker:
 
     def _answer(self, queue: _Queue, done: list[bool], *, fails: bool) -> None:
         job, _ = queue.popleft()
-        self._around.moved[job.kind] += len(job.pages)
+        self._env.moved[job.kind] += len(job.pages)
         failures = {"error": len(done)} if fails else {}
         answer = TierJobResult(job_id=job.job_id, global_rank=self._record.global_rank, done=done, failures=failures)
         self._process.send(self._leader_address, answer)
@@ -162,7 +162,7 @@ class VirtualTierWorker:
         ]
 
     def _stored(self, page: TierPage) -> bytes | None:
-        pieces = [self._around.storage.get(name) for name in self._pieces(page)]
+        pieces = [self._env.storage.get(name) for name in self._pieces(page)]
         found = [piece for piece in pieces if piece is not None]
         return b"".join(found) if len(found) == len(pieces) else None
 
@@ -170,7 +170,7 @@ class VirtualTierWorker:
         sizes = {group.name: group.layer_bytes for group in self._record.layout.groups}
         for name in self._pieces(page):
             piece, content = content[: sizes[name[1]]], content[sizes[name[1]] :]
-            if self._around.storage.setdefault(name, piece) != piece:
+            if self._env.storage.setdefault(name, piece) != piece:
                 raise Violation(f"{self._memory.session} stores a page under the key of another page")
         return True
 

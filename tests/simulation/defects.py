@@ -96,23 +96,23 @@ def end_before_it_is_drained(patch: Patch) -> None:
 
 def restart_one_rank_alone(patch: Patch) -> None:
     """The replica replaces a dead follower and continues."""
-    lose_rank = Replica.lose_rank
+    kill_rank = Replica.kill_rank
 
     def replace_rank(self: Replica, rank: int) -> None:
         number, leader = rank % len(self.ranks), self.leader
         if number == 0:
-            lose_rank(self, rank)
+            kill_rank(self, rank)
             return
         old = self.ranks[number]
         old.kill()
-        new = Follower(leader.around, leader.records, number, leader.me, old.memory.allocator)
+        new = Follower(leader.env, leader.records, number, leader.me, old.memory.allocator)
         self.ranks[number] = new
         for other in self.ranks:
             other.shard[:] = [new if it is old else it for it in other.shard]
         new.shard += old.shard
         new.num_begun = new.num_computed = old.num_computed
 
-    patch.setattr(Replica, "lose_rank", replace_rank)
+    patch.setattr(Replica, "kill_rank", replace_rank)
 
 
 def start_again_beside_what_is_left(patch: Patch) -> None:

@@ -26,7 +26,7 @@ NOT_TOLD = r"was not told to stop"
 OTHER_START = r"for another start of this replica"
 FOREIGN_PAGE = rf"{EARLY_READ}|under the key of another|is not held by one sequence|nobody has filled"
 
-Weather = Callable[[Scenario], Scenario]
+Conditions = Callable[[Scenario], Scenario]
 
 
 def as_drawn(scenario: Scenario) -> Scenario:
@@ -59,9 +59,9 @@ def repeated_messages(scenario: Scenario) -> Scenario:
         mode=TransferMode.ALL_RANKS,
         ownership=KvOwnership.REPLICATED,
     )
-    asks = tuple(replace(ask, prompt=(ask.prompt * 16)[: 4 * PAGE_SIZE]) for ask in scenario.asks)
+    requests = tuple(replace(each, prompt=(each.prompt * 16)[: 4 * PAGE_SIZE]) for each in scenario.requests)
     hazards = Hazards(duplicate=0.5, slow_write=0.3, slowness=10.0)
-    return replace(scenario, shape=shape, asks=asks, faults=(), hazards=hazards)
+    return replace(scenario, shape=shape, requests=requests, faults=(), hazards=hazards)
 
 
 def dying_streams(scenario: Scenario) -> Scenario:
@@ -70,9 +70,9 @@ def dying_streams(scenario: Scenario) -> Scenario:
     # Room for the longer answers.
     prefill_pages, decode_pages = shape.prefill_pages + 8 * shape.cp, shape.decode_pages + 8
     shape = replace(shape, num_prefill=2, num_decode=2, prefill_pages=prefill_pages, decode_pages=decode_pages)
-    asks = tuple(replace(ask, max_tokens=12, patience_s=None) for ask in scenario.asks)
+    requests = tuple(replace(each, max_tokens=12, patience_s=None) for each in scenario.requests)
     faults = tuple(Fault(kind=FaultKind.KILL, at_s=at_s, member=f"decode-{at_s % 2}") for at_s in (2, 5, 8))
-    return replace(scenario, shape=shape, asks=asks, faults=faults, hazards=Hazards(slowness=10.0))
+    return replace(scenario, shape=shape, requests=requests, faults=faults, hazards=Hazards(slowness=10.0))
 
 
 def late_words(scenario: Scenario) -> Scenario:
@@ -82,9 +82,11 @@ def late_words(scenario: Scenario) -> Scenario:
 def restarts_in_place(scenario: Scenario) -> Scenario:
     """Replicas die and restart at the same addresses."""
     shape = replace(scenario.shape, num_prefill=1, num_decode=1, reuses_addresses=True)
-    asks = tuple(replace(ask, at_s=1 + ask.at_s / 4, patience_s=None) for ask in scenario.asks)
+    requests = tuple(replace(each, at_s=1 + each.at_s / 4, patience_s=None) for each in scenario.requests)
     faults = tuple(Fault(kind=FaultKind.KILL, at_s=1.5, member=name) for name in ("prefill-0", "decode-0"))
-    return replace(scenario, shape=shape, asks=asks, faults=faults, hazards=Hazards(duplicate=0.2, slowness=30.0))
+    return replace(
+        scenario, shape=shape, requests=requests, faults=faults, hazards=Hazards(duplicate=0.2, slowness=30.0)
+    )
 
 
 def dying_ranks(scenario: Scenario) -> Scenario:
@@ -92,9 +94,11 @@ def dying_ranks(scenario: Scenario) -> Scenario:
     shape = replace(
         scenario.shape, num_prefill=1, cp=4, tp=1, pp=1, decode_tp=1, decode_pp=1, prefill_pages=24, settle_s=2.0
     )
-    asks = tuple(replace(ask, at_s=4 * (number % 3) + ask.at_s / 4) for number, ask in enumerate(scenario.asks))
+    requests = tuple(
+        replace(each, at_s=4 * (number % 3) + each.at_s / 4) for number, each in enumerate(scenario.requests)
+    )
     faults = [Fault(kind=FaultKind.KILL, at_s=4 * rank - 2, member="prefill-0", rank=rank) for rank in (1, 2, 3)]
-    return replace(scenario, shape=shape, asks=asks, faults=tuple(faults), hazards=Hazards(slowness=30.0))
+    return replace(scenario, shape=shape, requests=requests, faults=tuple(faults), hazards=Hazards(slowness=30.0))
 
 
 def ranks_that_die_elsewhere(scenario: Scenario) -> Scenario:
@@ -113,14 +117,14 @@ def machine_lost_at_the_start(scenario: Scenario) -> Scenario:
     shape = replace(scenario.shape, num_prefill=1, num_decode=2, quarantine_limit=1.0)
     random = Random(scenario.seed)
     lost_s = random.uniform(3, 6)
-    asks = tuple(replace(ask, at_s=lost_s - random.uniform(0, 0.5), patience_s=None) for ask in scenario.asks)
+    requests = tuple(replace(each, at_s=lost_s - random.uniform(0, 0.5), patience_s=None) for each in scenario.requests)
     faults = (
         Fault(kind=FaultKind.KILL, at_s=1, member="prefill-0"),
         Fault(kind=FaultKind.LOSE_MACHINE, at_s=lost_s, member="prefill-0", duration_s=20.0),
         Fault(kind=FaultKind.PAUSE, at_s=lost_s, member="prefill-0", duration_s=18.0),
         Fault(kind=FaultKind.KILL, at_s=17, member="prefill-0"),
     )
-    return replace(scenario, shape=shape, asks=asks, faults=faults, hazards=Hazards(slowness=30.0))
+    return replace(scenario, shape=shape, requests=requests, faults=faults, hazards=Hazards(slowness=30.0))
 
 
 def disorder(scenario: Scenario) -> Scenario:
@@ -152,11 +156,11 @@ def leavers_of_dp_ranks(scenario: Scenario) -> Scenario:
     """Clients disconnect during a step of a follower's DP rank while other requests wait for their pages."""
     prefill_pages = 10 * scenario.shape.cp
     shape = replace(scenario.shape, decode_dp=3, decode_pages=10, prefill_pages=prefill_pages, window=None)
-    asks = tuple(
-        replace(ask, at_s=number % 7 / 4, max_tokens=8, prompt=(ask.prompt * 16)[:30], patience_s=number % 3 or None)
-        for number, ask in enumerate(scenario.asks * 4)
+    requests = tuple(
+        replace(each, at_s=number % 7 / 4, max_tokens=8, prompt=(each.prompt * 16)[:30], patience_s=number % 3 or None)
+        for number, each in enumerate(scenario.requests * 4)
     )
-    return replace(scenario, shape=shape, asks=asks, faults=(), hazards=Hazards(slowness=10.0))
+    return replace(scenario, shape=shape, requests=requests, faults=(), hazards=Hazards(slowness=10.0))
 
 
 def cold_tiers(scenario: Scenario) -> Scenario:
@@ -180,8 +184,8 @@ def windows(scenario: Scenario) -> Scenario:
     """Outputs are longer than their window, and small pools evict cached pages."""
     shape = replace(scenario.shape, window=5, tiers=None, ownership=KvOwnership.REPLICATED, prefix_cache=True)
     shape = replace(shape, prefill_pages=24, decode_pages=24, verify=Verify.COUNTS)
-    asks = tuple(replace(ask, prompt=ask.prompt[: 5 * PAGE_SIZE], patience_s=None) for ask in scenario.asks)
-    return calm(replace(scenario, shape=shape, asks=asks))
+    requests = tuple(replace(each, prompt=each.prompt[: 5 * PAGE_SIZE], patience_s=None) for each in scenario.requests)
+    return calm(replace(scenario, shape=shape, requests=requests))
 
 
 def failing_writes(scenario: Scenario) -> Scenario:
@@ -206,11 +210,11 @@ def cold_tiers_of_shared_heads(scenario: Scenario) -> Scenario:
 def windows_below(scenario: Scenario) -> Scenario:
     """Windows also come from host memory and storage."""
     shape = replace(cold_tiers(scenario).shape, window=5, ownership=KvOwnership.REPLICATED, prefill_pages=24)
-    asks = tuple(replace(ask, prompt=ask.prompt[: 5 * PAGE_SIZE], patience_s=None) for ask in scenario.asks)
-    return calm(replace(scenario, shape=replace(shape, decode_pages=24, verify=Verify.COUNTS), asks=asks))
+    requests = tuple(replace(each, prompt=each.prompt[: 5 * PAGE_SIZE], patience_s=None) for each in scenario.requests)
+    return calm(replace(scenario, shape=replace(shape, decode_pages=24, verify=Verify.COUNTS), requests=requests))
 
 
-DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Weather, str]] = [
+DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Conditions, str]] = [
     (layer_defects.free_pages_that_are_still_seen, windows, FOREIGN_PAGE),
     (layer_defects.continue_without_the_window, windows, EARLY_READ),
     (layer_defects.reserve_too_little_of_a_window, windows, EARLY_READ),
@@ -283,25 +287,25 @@ SHOWN_BY: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     layer_defects.announce_a_layer_too_many: 90,
 }
 """Seeds that reveal the rarest defects. They are tried first."""
-WEATHERS = [*dict.fromkeys(weather for _, weather, _ in DEFECTS if weather is not as_drawn), cold_tiers_of_shared_heads]
+FAULTLESS = [*dict.fromkeys(each for _, each, _ in DEFECTS if each is not as_drawn), cold_tiers_of_shared_heads]
 
 
 def violation_of(scenario: Scenario) -> str | None:
     return Simulation(scenario).run().violation
 
 
-@pytest.mark.parametrize(("defect", "weather", "promise"), DEFECTS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("defect", "conditions", "promise"), DEFECTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_defect_is_caught(
-    defect: Callable[[pytest.MonkeyPatch], None], weather: Weather, promise: str, monkeypatch: pytest.MonkeyPatch
+    defect: Callable[[pytest.MonkeyPatch], None], conditions: Conditions, promise: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     defect(monkeypatch)
     seeds = [SHOWN_BY.get(defect, 0), *range(MAX_SEEDS)]
-    violation = next(filter(None, (violation_of(weather(draw_scenario(seed))) for seed in seeds)), None)
+    violation = next(filter(None, (violation_of(conditions(draw_scenario(seed))) for seed in seeds)), None)
     assert violation is not None, f"{MAX_SEEDS} seeds saw nothing of it"
     assert re.search(promise, violation), violation
 
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 50), marks=pytest.mark.full)], ids=str)
-@pytest.mark.parametrize("weather", WEATHERS)
-def test_without_a_defect_the_same_weather_breaks_nothing(weather: Weather, seeds: range) -> None:
-    assert {seed: found for seed in seeds if (found := violation_of(weather(draw_scenario(seed))))} == {}
+@pytest.mark.parametrize("conditions", FAULTLESS)
+def test_without_a_defect_the_same_weather_breaks_nothing(conditions: Conditions, seeds: range) -> None:
+    assert {seed: found for seed in seeds if (found := violation_of(conditions(draw_scenario(seed))))} == {}

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.simulator.scenario import Ask, Hazards, Scenario, Shape
+from cluster.simulator.environment import Network
+from cluster.simulator.scenario import ClientRequest, Hazards, Scenario, Shape
 from cluster.simulator.simulation import Outcome, Simulation
-from cluster.simulator.world import Network
 from cluster.spec.config import RouterConfig, TransferConfig
 from cluster.spec.messages import Message
 from cluster.spec.registry import Verify
@@ -21,8 +21,8 @@ SHAPE = Shape(
     request_timeout_s=RouterConfig().request_timeout_s,
 )
 CALM = Hazards()
-ASK = Ask(at_s=1.0, prompt=bytes(range(20)), max_tokens=6)
-ASKS = (ASK, replace(ASK, is_choice=True), replace(ASK, at_s=2.0))
+REQUEST = ClientRequest(at_s=1.0, prompt=bytes(range(20)), max_tokens=6)
+ASKS = (REQUEST, replace(REQUEST, is_choice=True), replace(REQUEST, at_s=2.0))
 
 
 class Losing:
@@ -49,8 +49,8 @@ class Losing:
         patch.setattr(Scenario, "is_calm", False)
 
 
-def run(*asks: Ask, shape: Shape = SHAPE, hazards: Hazards = CALM) -> Outcome:
-    return Simulation(Scenario(seed=1, shape=shape, asks=asks, hazards=hazards)).run()
+def run(*requests: ClientRequest, shape: Shape = SHAPE, hazards: Hazards = CALM) -> Outcome:
+    return Simulation(Scenario(seed=1, shape=shape, requests=requests, hazards=hazards)).run()
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_what_a_client_left_behind_goes_on_for_some_seconds_at_most(
 ) -> None:
     losing = Losing(monkeypatch, *lost)
     shape = replace(SHAPE, decode_pages=300)
-    ask = replace(ASK, max_tokens=1000, patience_s=patience_s)
-    outcome = run(ask, shape=shape, hazards=Hazards(slowness=30.0))
+    request = replace(REQUEST, max_tokens=1000, patience_s=patience_s)
+    outcome = run(request, shape=shape, hazards=Hazards(slowness=30.0))
     assert losing.left == []
     assert outcome.violation is None
     assert outcome.ends == {"left": 1}

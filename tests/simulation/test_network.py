@@ -5,16 +5,17 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.simulator.environment import EventQueue, Network, Trace
 from cluster.simulator.scenario import Hazards
-from cluster.simulator.world import Network, Timeline, Trace
 from cluster.spec.ids import Incarnation, Room
 from cluster.spec.messages import Cancel, Message
 
 
 class Wire:
     def __init__(self, seed: int, hazards: Hazards | None = None) -> None:
-        self.timeline = Timeline()
-        self.network = Network(self.timeline, Random(seed), hazards or Hazards(), Trace(self.timeline, is_on=False))
+        self.event_queue = EventQueue()
+        trace = Trace(self.event_queue, is_on=False)
+        self.network = Network(self.event_queue, Random(seed), hazards or Hazards(), trace)
         self.received: list[int] = []
 
     def listen(self) -> None:
@@ -25,7 +26,7 @@ class Wire:
             self.network.send(sender, "b/in", Cancel(room=Room(number), incarnation=Incarnation(1)))
 
     def run(self) -> list[int]:
-        while self.timeline.step():
+        while self.event_queue.step():
             continue
         return self.received
 
@@ -48,7 +49,7 @@ def test_messages_of_one_sender_arrive_in_order(seed: int, count: int) -> None:
 @given(seed=st.integers(0, 2**32), count=st.integers(0, 30))
 def test_what_cannot_arrive_now_waits(seed: int, count: int) -> None:
     wire = Wire(seed)
-    wire.network.cut("a", "b")
+    wire.network.partition("a", "b")
     wire.send(range(count))
     assert wire.run() == []
     wire.listen()

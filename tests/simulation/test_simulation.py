@@ -87,7 +87,7 @@ def test_a_failing_scenario_is_made_smaller_and_still_fails() -> None:
     scenario = draw_scenario(FAILING_SEED)
     smaller, outcome = shrink(scenario)
     assert str(outcome.violation).startswith("Violation: did not end: decode-")
-    assert len(smaller.asks) == 1
+    assert len(smaller.requests) == 1
     assert len(smaller.faults) <= len(scenario.faults)
     assert len(outcome.trace) < len(run(FAILING_SEED).trace)
     assert Simulation(smaller, traced=True).run().trace == outcome.trace
@@ -99,7 +99,7 @@ def test_command_prints_one_json_object() -> None:
     told = json.loads(result.stdout)
     assert set(told) == {"seeds", "requests", "faults", "violations", "seconds"}
     assert (told["seeds"], told["violations"]) == (5, 0)
-    assert told["requests"] == sum(len(draw_scenario(seed).asks) for seed in range(5))
+    assert told["requests"] == sum(len(draw_scenario(seed).requests) for seed in range(5))
 
 
 @pytest.mark.usefixtures("broken")

@@ -27,7 +27,7 @@ Event = Callable[[], None]
 Deliver = Callable[[Message], None]
 
 
-class Timeline:
+class EventQueue:
     """Queue of future events, which run in order of time and take no time themselves."""
 
     def __init__(self) -> None:
@@ -54,17 +54,17 @@ class Timeline:
 class Trace:
     """Trace of a run. Nothing is formatted unless it is on."""
 
-    def __init__(self, timeline: Timeline, is_on: bool) -> None:
+    def __init__(self, event_queue: EventQueue, is_on: bool) -> None:
         self.lines: list[str] = []
-        self._timeline = timeline
+        self._event_queue = event_queue
         self._is_on = is_on
 
     def add(self, *parts: object) -> None:
         if self._is_on:
-            self.lines.append(f"{self._timeline.now_s():9.4f}  {' '.join(map(_in_words, parts))}")
+            self.lines.append(f"{self._event_queue.now_s():9.4f}  {' '.join(map(_format, parts))}")
 
 
-def _in_words(part: object) -> str:
+def _format(part: object) -> str:
     if not isinstance(part, Message):
         return str(part)
     shown = [f"{name}={getattr(part, name)!s}" for name in _SHOWN if hasattr(part, name)]
@@ -91,16 +91,16 @@ class _Connection:
 
 
 class Network:
-    def __init__(self, timeline: Timeline, random: Random, hazards: Hazards, trace: Trace) -> None:
+    def __init__(self, event_queue: EventQueue, random: Random, hazards: Hazards, trace: Trace) -> None:
         self.happened: Counter[str] = Counter()
         """Number of messages that each hazard has affected."""
-        self._timeline = timeline
+        self._event_queue = event_queue
         self._random = random
         self._hazards = hazards
         self._trace = trace
         self._listeners: dict[str, Deliver] = {}
         self._connections: dict[tuple[str, str], _Connection] = {}
-        self._cuts: Counter[frozenset[str]] = Counter()
+        self._partitions: Counter[frozenset[str]] = Counter()
 
     def listen(self, address: str, deliver: Deliver) -> None:
         """Deliver the messages to this address from now on, including waiting ones."""
@@ -116,16 +116,16 @@ class Network:
             while len(connection.pending) > left:
                 connection.pending.pop()
 
-    def is_cut(self, machine: str, other: str) -> bool:
-        return bool(self._cuts) and frozenset((machine, other)) in self._cuts
+    def is_partitioned(self, machine: str, other: str) -> bool:
+        return bool(self._partitions) and frozenset((machine, other)) in self._partitions
 
-    def cut(self, machine: str, other: str) -> None:
+    def partition(self, machine: str, other: str) -> None:
         """Separate two machines until all cuts between them have healed."""
-        self._cuts[frozenset((machine, other))] += 1
+        self._partitions[frozenset((machine, other))] += 1
 
     def heal(self, machine: str, other: str) -> None:
-        self._cuts.subtract([frozenset((machine, other))])
-        self._cuts += Counter()
+        self._partitions.subtract([frozenset((machine, other))])
+        self._partitions += Counter()
         self._resume()
 
     def delay_s(self, crosses: bool) -> float:
@@ -158,19 +158,19 @@ class Network:
         return True
 
     def _later(self, connection: _Connection, message: Message) -> None:
-        self._timeline.after(self._random.uniform(0.01, 3.0), partial(self._push, connection, message))
+        self._event_queue.after(self._random.uniform(0.01, 3.0), partial(self._push, connection, message))
 
     def _push(self, connection: _Connection, message: Message) -> None:
         connection.pending.append(message)
-        now_s = self._timeline.now_s()
+        now_s = self._event_queue.now_s()
         connection.last_s = max(connection.last_s, now_s + self.delay_s(connection.crosses))
-        self._timeline.after(connection.last_s - now_s, partial(self._arrive, connection))
+        self._event_queue.after(connection.last_s - now_s, partial(self._arrive, connection))
 
     def _arrive(self, connection: _Connection) -> None:
         if not connection.pending:
             return
         deliver = self._listeners.get(connection.address)
-        if deliver is None or self.is_cut(connection.source, machine_of(connection.address)):
+        if deliver is None or self.is_partitioned(connection.source, machine_of(connection.address)):
             connection.num_stalled += 1
             return
         message = connection.pending.popleft()
@@ -181,18 +181,18 @@ class Network:
         for connection in list(self._connections.values()):
             num_stalled, connection.num_stalled = connection.num_stalled, 0
             for _ in range(num_stalled):
-                self._timeline.after(self._random.uniform(0, 0.1), partial(self._arrive, connection))
+                self._event_queue.after(self._random.uniform(0, 0.1), partial(self._arrive, connection))
 
 
-class Surroundings:
+class Environment:
     """State that all processes of a simulation share."""
 
     def __init__(self, scenario: Scenario, *, traced: bool) -> None:
         self.scenario, self.shape, self.hazards = scenario, scenario.shape, scenario.hazards
-        self.timeline, self.random = Timeline(), Random(scenario.seed)
-        self.now_s, self.after = self.timeline.now_s, self.timeline.after
-        self.trace = Trace(self.timeline, traced)
-        self.network = Network(self.timeline, self.random, scenario.hazards, self.trace)
+        self.event_queue, self.random = EventQueue(), Random(scenario.seed)
+        self.now_s, self.after = self.event_queue.now_s, self.event_queue.after
+        self.trace = Trace(self.event_queue, traced)
+        self.network = Network(self.event_queue, self.random, scenario.hazards, self.trace)
         self.tickets = Tickets()
         self.memories: dict[str, Memory] = {}
         """Memory of each rank, by session."""
@@ -217,21 +217,21 @@ class Surroundings:
 class Process(ABC):
     """Process with an address, which can be paused and killed."""
 
-    def __init__(self, around: Surroundings, address: str) -> None:
-        self.around = around
+    def __init__(self, env: Environment, address: str) -> None:
+        self.env = env
         self.address = address
         self.is_dead = False
         self._is_paused = False
         self._waiting: list[Event] = []
         """Events that run when the process resumes."""
-        around.network.listen(address, self.take)
+        env.network.listen(address, self.receive)
 
     @abstractmethod
-    def take(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         """Handle an arrived message."""
 
     def send(self, address: str, message: Message) -> None:
-        self.around.network.send(self.address, address, message)
+        self.env.network.send(self.address, address, message)
 
     def when_running(self, event: Event) -> None:
         """Run an event unless the process is dead. A paused process runs it when it resumes."""
@@ -241,12 +241,12 @@ class Process(ABC):
             event()
 
     def after(self, delay_s: float, event: Event) -> None:
-        self.around.after(delay_s, partial(self.when_running, event))
+        self.env.after(delay_s, partial(self.when_running, event))
 
     def every(self, interval_s: float, event: Event) -> None:
         self.when_running(event)
         if not self.is_dead:
-            self.around.after(interval_s, partial(self.every, interval_s, event))
+            self.env.after(interval_s, partial(self.every, interval_s, event))
 
     def pause(self) -> None:
         self._is_paused = True
@@ -258,6 +258,6 @@ class Process(ABC):
             self.when_running(event)
 
     def kill(self) -> None:
-        self.around.trace.add(self.address, "dies")
+        self.env.trace.add(self.address, "dies")
         self.is_dead = True
-        self.around.network.remove(self.address)
+        self.env.network.remove(self.address)
