@@ -86,7 +86,7 @@ class CutHandoff:
         self.recovery_s = self.before.wait_recovered(is_new=False)
 
 
-def test_pages_of_a_cut_handoff_are_nobodys_until_its_bytes_have_come(cluster: RunningCluster) -> None:
+def test_pages_of_an_interrupted_handoff_stay_quarantined_until_its_bytes_arrive(cluster: RunningCluster) -> None:
     handoff = CutHandoff(cluster)
     handoff.run()
     with Crowd.alike(cluster.url, LATER, NUM_TOKENS, seed=1700) as crowd:

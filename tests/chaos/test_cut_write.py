@@ -86,7 +86,7 @@ def far() -> Iterator[Receiver]:
         yield far
 
 
-def test_bytes_of_a_dead_sender_come_while_its_pages_settle(far: Receiver) -> None:
+def test_bytes_of_a_dead_sender_arrive_while_its_pages_settle(far: Receiver) -> None:
     with sender(far.endpoint) as process:
         with cut():
             process.kill()
@@ -99,7 +99,7 @@ def test_bytes_of_a_dead_sender_come_while_its_pages_settle(far: Receiver) -> No
     print(f"bytes came {time.monotonic() - gone_s:.1f} s after the end of their sender")
 
 
-def test_bytes_of_a_failed_write_come_while_its_pages_settle(far: Receiver) -> None:
+def test_bytes_of_a_failed_write_arrive_while_its_pages_settle(far: Receiver) -> None:
     with sender(far.endpoint) as process:
         assert process.stdout
         with cut():

@@ -85,7 +85,7 @@ def test_the_driver_is_killed() -> None:
     write_line("kill the driver", port, crowd, f"{proof}, and so is all that it had started", fault_s, gone_s)
 
 
-def test_the_driver_is_told_to_end() -> None:
+def test_the_driver_is_asked_to_stop() -> None:
     port = free_port()
     with doomed_cluster(port) as cluster, Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=1300) as crowd:
         cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)

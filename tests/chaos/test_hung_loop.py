@@ -39,7 +39,7 @@ def incarnations(cluster: RunningCluster) -> dict[str, int]:
     return {name: entry["incarnation"] for name, entry in cluster.replicas().items()}
 
 
-def test_idle_ranks_go_on(cluster: RunningCluster) -> None:
+def test_idle_ranks_keep_running(cluster: RunningCluster) -> None:
     before = incarnations(cluster)
     time.sleep(2 * STEP_TIMEOUT_S)
     assert incarnations(cluster) == before

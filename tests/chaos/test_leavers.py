@@ -111,7 +111,7 @@ class Leaving:
             self._sees(lambda: client.num_tokens >= 3)
 
 
-def test_clients_leave_in_five_phases(cluster: RunningCluster, folder: Path) -> None:
+def test_clients_disconnect_in_five_phases(cluster: RunningCluster, folder: Path) -> None:
     before, leaving, streams = Before(cluster, "decode-0"), Leaving(cluster, folder), list[Stream]()
     for seed in range(800, 800 + 100 * ROUNDS, 100):
         with Crowd(cluster.url, [Stream(NUM_TOKENS, seed, LARGE)]) as crowd:

@@ -39,7 +39,7 @@ def num_dropped(cluster: RunningCluster) -> int:
 
 
 @pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.HANG])
-def test_transfers_go_wrong(cluster: RunningCluster, folder: Path, fault: Fault) -> None:
+def test_faulty_transfers_are_detected(cluster: RunningCluster, folder: Path, fault: Fault) -> None:
     before, seen, wrong = Before(cluster, "decode-0"), len(proofs(folder)), num_wrong_pages(cluster)
     dropped = num_dropped(cluster)
     order(folder, fault, TIMES)

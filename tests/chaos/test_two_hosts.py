@@ -36,7 +36,7 @@ def test_the_roles_are_on_different_hosts(cluster: RunningCluster) -> None:
     assert stream.end == "right"
 
 
-def test_a_cut_of_a_moment_is_not_noticed(cluster: RunningCluster) -> None:
+def test_a_brief_partition_is_not_noticed(cluster: RunningCluster) -> None:
     with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=900) as crowd:
         cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
         before = Before(cluster, "decode-0")
@@ -47,7 +47,7 @@ def test_a_cut_of_a_moment_is_not_noticed(cluster: RunningCluster) -> None:
     assert_all_right(cluster, line, crowd)
 
 
-def test_a_long_cut_is_told_and_mended(cluster: RunningCluster) -> None:
+def test_a_long_partition_is_reported_and_recovered(cluster: RunningCluster) -> None:
     with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=1000) as crowd:
         cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
         before = Before(cluster, "decode-0")

@@ -51,7 +51,7 @@ def test_a_decode_rank_that_stands_still_is_killed(cluster: RunningCluster) -> N
     assert (line.continuations or 0) > 0
 
 
-def test_a_decode_rank_that_stands_still_for_a_moment_goes_on(cluster: RunningCluster) -> None:
+def test_a_briefly_stopped_decode_rank_continues(cluster: RunningCluster) -> None:
     """The rank's streams continue elsewhere, and its messages after the pause are too late."""
     with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=350) as crowd:
         cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)

@@ -48,7 +48,7 @@ def checked(found: T | None) -> T:
     return found
 
 
-def test_what_a_rehearsal_takes_is_what_graphs_take_and_it_gives_it_back() -> None:
+def test_a_rehearsal_uses_and_frees_the_memory_of_graphs() -> None:
     """Memory of the stream and of compiled kernels stays."""
     model = random_model(parse_model_config(SHAPES["Qwen3-0.6B"].config_json()), torch.bfloat16, GPU)
     make_capture = partial(GraphCapture, torch.cuda.Stream(GPU.torch_device))  # type: ignore[no-untyped-call]
@@ -115,7 +115,7 @@ def test_after_a_failure_steps_run_as_usual() -> None:
     assert doubled.eq(6).all()
 
 
-def test_the_bench_replays_graphs_beside_transformers() -> None:
+def test_the_benchmark_replays_graphs_next_to_transformers() -> None:
     bench = EngineBench("tiny", Device.CUDA, most_tokens=200)
     result = bench.measure(130, 6, 2)
     assert bench._runner.graph_steps["replayed"] == 3 * 5

@@ -94,7 +94,7 @@ def pages_of(pairs: Sequence[tuple[int, int]]) -> list[TierPage]:
     return [TierPage(key=b"", index=0, device=page, host=slot) for page, slot in pairs]
 
 
-def test_pages_leave_when_they_are_written(world: World) -> None:
+def test_pages_are_sent_after_they_are_written(world: World) -> None:
     expected = world.write_late([5, 1, 3])
     event = world.memory.event()
     with ThreadPoolExecutor(1) as thread:
@@ -103,7 +103,7 @@ def test_pages_leave_when_they_are_written(world: World) -> None:
     assert not world.staged[[0, 2, 4, 6, 7]].any()
 
 
-def test_layers_leave_when_they_are_written(world: World) -> None:
+def test_layers_are_sent_after_they_are_written(world: World) -> None:
     expected = world.write_late([5, 1])
     event = world.memory.event()
     with ThreadPoolExecutor(1) as thread:
@@ -113,7 +113,7 @@ def test_layers_leave_when_they_are_written(world: World) -> None:
     assert not world.staged[:, :, 6:].any()
 
 
-def test_pages_are_there_for_what_is_started_next(world: World) -> None:
+def test_loaded_pages_are_visible_to_the_next_kernel(world: World) -> None:
     expected = torch.randn(2, *world.pool.group("full_attention").shape[1:]).to(torch.bfloat16)
     world.staged[[6, 2]] = expected
     world.memory.receive([6, 2])
@@ -133,7 +133,7 @@ def test_tiers_keep_pages_and_bring_them_back(world: World) -> None:
     assert torch.equal(world.pool.group("full_attention")[4:7].cpu(), expected)
 
 
-def test_layers_are_read_while_others_come(world: World) -> None:
+def test_layers_are_read_while_others_load(world: World) -> None:
     world.host.copy_(torch.randn(world.host.shape))
     load, event = LayerwiseLoad(), world.copier.memory.record_event()
     with ThreadPoolExecutor(1) as thread, world.pool.in_step(load):
@@ -149,7 +149,7 @@ def test_pages_are_where_they_belong(data: st.DataObject) -> None:
     check_copies(data, torch.device(DEVICE))
 
 
-def test_tokens_are_those_that_a_cpu_draws() -> None:
+def test_tokens_equal_a_cpus() -> None:
     rows = [
         Sampling(temperature=0.0),
         Sampling(temperature=1.0, seed=1),

@@ -13,7 +13,7 @@ HALF_A_POINT = 0.005
 
 
 @pytest.mark.integration
-def test_storage_keeps_what_an_unbounded_cache_would() -> None:
+def test_storage_has_the_hits_of_an_unbounded_cache() -> None:
     load = ["--conversations", "8", "--turns", "3", "--prompt-len", "768"]
     memory = ["--kv-gib", "0.0035", "--host-gib", "0.006"]
     command = [sys.executable, "-m", "tests.bench.hicache", "conversations", *load, *memory]

@@ -130,7 +130,7 @@ def test_health_needs_no_token(empty_url: str) -> None:
         ("GET", "/nowhere", b"", 404, "Not Found"),
     ],
 )
-def test_what_is_wrong_is_said_in_words(
+def test_errors_explain_the_mistake(
     empty_url: str, method: str, path: str, body: bytes, status: int, words: str
 ) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
@@ -197,7 +197,7 @@ def test_port_in_use_is_refused_in_one_line() -> None:
             BootstrapServer("127.0.0.1", port, TOKEN, LEASE_S).start()
 
 
-def test_the_end_of_every_router_process_is_told(client: BootstrapClient) -> None:
+def test_the_end_of_every_router_process_is_reported(client: BootstrapClient) -> None:
     for name in router_names(2):
         client.unregister(name, Incarnation(2), reaped=True)
     assert client.table().reaped == {"router": 2, "router-1": 2}
@@ -228,7 +228,7 @@ def test_lease_keeper_registers_renews_and_leaves(url: str, client: BootstrapCli
     assert client.table().replicas == ()
 
 
-def test_lease_keeper_tells_at_once_what_cannot_wait(url: str, client: BootstrapClient) -> None:
+def test_lease_keeper_sends_urgent_heartbeats_immediately(url: str, client: BootstrapClient) -> None:
     load = [ReplicaLoad()]
     registrar = ReplicaRegistrar(url, TOKEN, RECORDS, lambda: load[-1], lambda _: None, 3600.0, lambda _: None)
     registrar.start()
@@ -319,7 +319,7 @@ def ailing_service() -> Iterator[str]:
         server.shutdown()
 
 
-async def test_watch_table_goes_on_after_answers_that_are_no_table() -> None:
+async def test_watch_table_continues_after_invalid_tables() -> None:
     with ailing_service() as url:
         tables = watch_table(url, TOKEN)
         assert (await asyncio.wait_for(anext(tables), WAIT_S)).version == 7

@@ -73,7 +73,7 @@ def test_members_reach_each_other(inbox: Inbox) -> None:
     assert not +inbox.dropped
 
 
-def test_who_was_not_written_to_for_long_costs_nothing(monkeypatch: pytest.MonkeyPatch, inbox: Inbox) -> None:
+def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch, inbox: Inbox) -> None:
     """Otherwise connections to all former peers would keep their descriptors."""
     now_s = 0.0
     monkeypatch.setattr("cluster.channel.time.monotonic", lambda: now_s)
@@ -113,7 +113,7 @@ def test_a_stranger_with_a_key_of_its_own_is_turned_away_and_counted(inbox: Inbo
 
 
 @pytest.mark.parametrize("key", [None, draw_key()])
-def test_who_does_not_know_the_key_gets_nothing_in_and_is_counted(inbox: Inbox, key: ChannelKey | None) -> None:
+def test_senders_without_the_key_are_dropped_and_counted(inbox: Inbox, key: ChannelKey | None) -> None:
     with zmq.Context() as context, raw_sender(inbox.address, key, context) as pusher:
         pusher.send(encode(Shutdown(reason="evil")))
         wait_dropped(inbox, "stranger")
@@ -148,7 +148,7 @@ def test_a_frame_over_the_limit_is_dropped_and_counted(inbox: Inbox) -> None:
         assert receive(inbox, 1) == [Drain()]
 
 
-def test_who_announces_an_endless_frame_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_frame_closes_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """The frame's memory is never allocated. The connection ends, with all later messages."""
     monkeypatch.setattr(channel, "_HARD_LIMIT_BYTES", 1 << 20)
     with (
@@ -174,7 +174,7 @@ def test_a_message_over_the_limit_is_not_sent(inbox: Inbox) -> None:
         assert receive(inbox, 1) == [Drain()]
 
 
-def test_secrets_are_not_shown_by_what_holds_them() -> None:
+def test_secrets_are_not_printed() -> None:
     shown = repr(Rendezvous(bootstrap_url="http://nowhere", token="hush", channel_key=KEY))
     assert "hush" not in shown
     assert KEY.secret.decode() not in shown

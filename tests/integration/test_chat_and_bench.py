@@ -37,7 +37,7 @@ def test_conversation_remembers_until_reset(server: openai_server.FakeServer) ->
     assert said == [["one"], ["one", "one ", "two"], ["three"]]
 
 
-def test_a_failed_question_is_told_and_forgotten(server: openai_server.FakeServer) -> None:
+def test_a_failed_message_is_reported_and_forgotten(server: openai_server.FakeServer) -> None:
     result = _chat("--url", server.url, typed=f"{openai_server.REFUSED}\n{openai_server.CUT}\nagain\n")
     assert result.exit_code == 0
     assert "HTTP 503: nothing is ready" in result.stderr
@@ -51,7 +51,7 @@ def test_one_message_that_fails_ends_with_an_error(server: openai_server.FakeSer
     assert result.stderr == f"baton chat: {server.url}: HTTP 503: nothing is ready\n"
 
 
-def test_nobody_at_the_url() -> None:
+def test_an_unreachable_url_is_reported() -> None:
     for result in (_chat("--url", "http://127.0.0.1:9", "-m", "x"), _bench("--url", "http://127.0.0.1:9")):
         assert result.exit_code == 1
         assert "http://127.0.0.1:9: " in result.stderr

@@ -126,7 +126,7 @@ def processes(
             process.join()
 
 
-def test_results_equal_those_of_gloo_bit_for_bit() -> None:
+def test_results_equal_gloos_bit_for_bit() -> None:
     _store, port = open_store(HOST, TIMEOUT_S)
     with processes(serve_rank, range(SIZE), f"{HOST}:{port}") as ranks:
         assert [pipe.recv() for _, pipe in ranks] == ["SharedMemoryCollectives"] * SIZE
@@ -168,7 +168,7 @@ def answer_once(rank: int, address: str, pipe: Connection) -> None:
     ],
     ids=["shared-killed", "shared-stopped", "tcp-killed", "tcp-stopped"],
 )
-def test_a_peer_that_goes_while_it_is_waited_for_is_an_error(
+def test_a_peer_that_leaves_during_a_wait_is_an_error(
     number: signal.Signals, kind: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []

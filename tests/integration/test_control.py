@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
     return folder / "baton.sock"
 
 
-def test_an_order_arrives_and_its_answers_come_back(path: Path) -> None:
+def test_a_command_arrives_and_its_answers_return(path: Path) -> None:
     given: list[Command] = []
 
     def give(command: Command) -> Iterator[Answer]:
@@ -43,7 +43,7 @@ def test_an_order_arrives_and_its_answers_come_back(path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [b"", b"{}\n", b'{"type":"Evil"}\n', b"\xff\xfe\n", b"x" * 65_536])
-def test_what_is_no_command_is_refused_and_harms_nothing(path: Path, line: bytes) -> None:
+def test_invalid_commands_are_refused_without_harm(path: Path, line: bytes) -> None:
     with serve_commands(path, lambda _: iter(ANSWERS)):
         folder = os.open(path.parent, os.O_PATH)
         with socket.socket(socket.AF_UNIX) as connection:
@@ -56,7 +56,7 @@ def test_what_is_no_command_is_refused_and_harms_nothing(path: Path, line: bytes
         assert list(send_command(path, ORDER)) == ANSWERS
 
 
-def test_a_driver_that_is_not_there_or_ends_is_told_in_a_line(path: Path) -> None:
+def test_a_missing_or_ending_driver_is_reported_in_one_line(path: Path) -> None:
     with pytest.raises(PeerUnreachableError, match=r"does not respond at .*No such file or directory"):
         list(send_command(path, ORDER))
     with (

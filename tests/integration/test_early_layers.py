@@ -120,7 +120,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_layers_leave_while_later_ones_are_computed(case: Case) -> None:
+def test_layers_are_sent_while_later_ones_are_computed(case: Case) -> None:
     with step(case, chunk(case.admit, 0, 4)) as told:
         for layer in range(NUM_LAYERS):
             case.compute(layer)
@@ -139,7 +139,7 @@ def test_layers_leave_while_later_ones_are_computed(case: Case) -> None:
     assert not case.target[[page for page in range(NUM_PAGES + 1) if page not in TICKETED]].any()
 
 
-def test_a_prompt_that_goes_on_leaves_in_whole_pages(case: Case) -> None:
+def test_an_unfinished_prompt_is_sent_in_whole_pages(case: Case) -> None:
     for layer in range(NUM_LAYERS):
         case.compute(layer)
     with step(case, chunk(case.admit, 0, 2)) as told:

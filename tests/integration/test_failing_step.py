@@ -48,7 +48,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     ],
     indirect=["cluster"],
 )
-def test_the_first_error_is_told_and_nobody_waits(
+def test_the_first_error_is_reported_without_waiting(
     cluster: LocalCluster, tmp_path: Path, family: str, parallel: dict[str, int]
 ) -> None:
     config = DeployConfig.model_validate({"prefill": {"parallel": parallel}, "kv": {"memory_gib": 0.01}})
@@ -58,7 +58,7 @@ def test_the_first_error_is_told_and_nobody_waits(
 
 @pytest.mark.parametrize("cluster", ["decode 1 4"], indirect=True)
 @pytest.mark.parametrize("collectives", Collectives)
-def test_a_decode_rank_that_fails_after_some_tokens_is_told_and_nobody_waits(
+def test_a_decode_rank_that_fails_after_some_tokens_is_reported_without_waiting(
     cluster: LocalCluster, tmp_path: Path, collectives: Collectives
 ) -> None:
     config = DeployConfig.model_validate(

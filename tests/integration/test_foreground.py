@@ -31,7 +31,7 @@ def test_ctrl_c_at_a_terminal_ends_make_with_the_commands_code(tmp_path: Path, c
         assert "drained" in terminal.output
 
 
-def test_without_a_terminal_the_command_takes_the_place_of_the_launcher() -> None:
+def test_without_a_terminal_the_command_replaces_the_launcher() -> None:
     command = [sys.executable, "-m", "cluster.cli.foreground", "sh", "-c", "echo $$; exit 7"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=ROOT) as process:
         output, _ = process.communicate(timeout=120)

@@ -200,7 +200,7 @@ def num_stored(folder: Path) -> int:
     return sum(path.is_file() and not path.name.startswith(".") for path in folder.rglob("*"))
 
 
-def test_what_was_computed_outlives_every_process_and_serves_other_cp_sizes_and_modes(
+def test_stored_pages_outlive_every_process_and_serve_other_cp_sizes_and_modes(
     checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
 ) -> None:
     next_turn = [*LONG, *oracle.tokens(LONG), *draw(2, 5)]
@@ -259,7 +259,7 @@ def test_slow_and_failing_storage_fails_no_request_and_changes_no_token(
             cluster.flush(Tier.DEVICE, Tier.HOST)
 
 
-def test_storage_that_hangs_fails_no_request_and_is_used_again_when_it_comes_back(
+def test_hanging_storage_fails_no_request_and_is_used_again_after_recovery(
     checkpoint: Path, oracle: Oracle, tmp_path: Path
 ) -> None:
     storage = {"backend": "files", "folder": str(tmp_path)}

@@ -165,7 +165,7 @@ def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: In
     assert written == {target_page: 1 + page for page, target_page in zip(PAGES[HELD:], TICKETED, strict=True)}
 
 
-def test_what_has_failed_does_not_begin_again_with_the_next_chunk(decode: Inbox, leader: Inbox) -> None:
+def test_a_failed_transfer_does_not_restart_with_the_next_chunk(decode: Inbox, leader: Inbox) -> None:
     """Another request can own the pages once the leader knows of the failure."""
     backend = Loopback()
     mine = record(Role.PREFILL, 0, 1, NUM_PAGES)
@@ -197,7 +197,7 @@ def test_what_has_failed_does_not_begin_again_with_the_next_chunk(decode: Inbox,
     assert (sender.num_open, sender._failed) == (0, set())
 
 
-def test_nothing_is_kept_of_what_fails_after_its_last_chunk(decode: Inbox, leader: Inbox) -> None:
+def test_a_transfer_that_fails_after_its_last_chunk_leaves_no_state(decode: Inbox, leader: Inbox) -> None:
     """The room may have been released already, and is not released again."""
     backend = Loopback()
     mine = record(Role.PREFILL, 0, 1, NUM_PAGES)
@@ -218,7 +218,7 @@ def test_nothing_is_kept_of_what_fails_after_its_last_chunk(decode: Inbox, leade
 
 
 @pytest.mark.parametrize(("gone", "is_let_go"), [(0, False), (1, True), (2, True)])
-def test_the_memory_of_a_decode_replica_that_is_gone_is_let_go_once(
+def test_the_memory_of_a_lost_decode_replica_is_released_once(
     decode: Inbox, leader: Inbox, gone: int, *, is_let_go: bool
 ) -> None:
     backend = Loopback()

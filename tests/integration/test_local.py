@@ -53,7 +53,7 @@ def test_replicas_of_every_file_for_one_machine_answer(cluster: LocalCluster, fi
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_whoever_calls_a_process_that_was_killed_is_told_so(is_stopped: bool) -> None:
+def test_calls_to_a_killed_process_report_its_death(is_stopped: bool) -> None:
     process = WorkerProcess("types:SimpleNamespace")
     pid = process._process.pid
     assert pid is not None

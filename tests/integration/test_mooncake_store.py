@@ -112,7 +112,7 @@ def _state(task: Path) -> str:
     return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_a_master_that_accepts_and_says_nothing_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_silent_master_is_unavailable(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         config = StorageConfig.model_validate({"backend": "mooncake_store", "master": address})
@@ -142,7 +142,7 @@ def test_a_master_that_falls_silent_delays_no_call_for_long_and_is_used_when_it_
         storage.close()
 
 
-def test_a_prompt_comes_back_from_the_store(master: str, models: Models, engine: LocalEngine) -> None:
+def test_a_prompt_is_loaded_from_the_store(master: str, models: Models, engine: LocalEngine) -> None:
     folder = models.folder("llama")
     storage = {"backend": "mooncake_store", "master": master, "prefetch": "wait_complete"}
     config = DeployConfig.model_validate(

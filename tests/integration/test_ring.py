@@ -90,7 +90,7 @@ def test_a_prompt_that_fits_into_no_rank_is_served_by_a_ring(folder: Path, oracl
         assert cluster.generate(asked([prompt], NUM_TOKENS)) == [oracle.tokens(prompt)]
 
 
-def test_a_ring_that_is_full_evicts_and_goes_on(folder: Path, oracle: Oracle, engine: LocalEngine) -> None:
+def test_a_full_ring_evicts_and_continues(folder: Path, oracle: Oracle, engine: LocalEngine) -> None:
     """Three prompts with a common prefix alternate with three others, in a pool for two of them."""
     prefix, *others = prompts_of((170, 250, 180, 300))
     alike = [[*prefix, *range(3, 3 + length)] for length in (5, 70, 100)]
@@ -103,7 +103,7 @@ def test_a_ring_that_is_full_evicts_and_goes_on(folder: Path, oracle: Oracle, en
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_every_mode_says_the_same_of_16k_tokens_as_one_rank(models: Models, engine: LocalEngine) -> None:
+def test_every_mode_equals_one_rank_on_16k_tokens(models: Models, engine: LocalEngine) -> None:
     """Compare the twenty most likely tokens at each position to 1e-5, and the tokens with transformers'."""
     length = 16_384
     folder = models.folder("qwen3", max_position_embeddings=2 * length)

@@ -91,7 +91,7 @@ def start(process: WorkerProcess, folder: Path, table: object, share: RouterShar
     return str(process.result())
 
 
-def test_connections_go_to_both(routers: Routers) -> None:
+def test_connections_reach_both_processes(routers: Routers) -> None:
     def has_both() -> bool:
         assert routers.ask().status_code == 200
         return {submit.router.replica for submit in routers.decode.submits} == {"router", "router-1"}

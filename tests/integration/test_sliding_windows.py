@@ -53,7 +53,7 @@ def test_tokens_are_the_oracles_computed_and_cached(
             assert local.generate(asked(prompts, NUM_TOKENS), timeout_s=120) == theirs
 
 
-def test_a_prefix_comes_from_host_memory_and_in_new_processes_from_storage(
+def test_a_prefix_is_loaded_from_host_memory_and_in_new_processes_from_storage(
     checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
 ) -> None:
     (prompt,) = prompts_of((9 * PAGE_SIZE + 3,))

@@ -17,7 +17,7 @@ from workers.hicache.storage.sweeper import UNFINISHED
 pytestmark = pytest.mark.integration
 
 
-def test_no_torn_object_is_left_by_writers_that_were_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_writers_leave_no_torn_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [sys.executable, "-m", "tests.integration.storage_killer", str(tmp_path), "200"]
     num_unfinished = int(subprocess.run(arguments, check=True, timeout=280, capture_output=True).stdout)
     assert num_unfinished, "no writer was killed while it wrote"
@@ -33,7 +33,7 @@ def test_no_torn_object_is_left_by_writers_that_were_killed(tmp_path: Path, monk
     assert not list(tmp_path.rglob(f"{UNFINISHED}*"))
 
 
-def test_a_folder_is_swept_whoever_was_killed_while_sweeping_it(tmp_path: Path) -> None:
+def test_a_folder_is_swept_after_killed_sweepers(tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", "tests.integration.storage_crowd", str(tmp_path), "50"]
     subprocess.run(arguments, check=True, timeout=280)
     storage = FileStorage(tmp_path, LIMIT)

@@ -172,7 +172,7 @@ def check_host_tier(cluster: LocalCluster, numbers: dict[str, int], expected: di
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_tokens_are_those_committed(models: Models, engine: LocalEngine, case: Case) -> None:
+def test_tokens_equal_the_committed_ones(models: Models, engine: LocalEngine, case: Case) -> None:
     fingerprints = json.loads(FINGERPRINTS.read_text(encoding="utf-8"))
     assert {family: list(entries) for family, entries in fingerprints.items()} == {
         family: list(REQUESTS) for family in MODELS

@@ -165,7 +165,7 @@ def test_regions_are_zero_and_outlive_close(backend: TransferBackend) -> None:
     assert bytes(region.buffer[:4]) == b"bato"
 
 
-def test_shared_memory_is_in_no_file_system_and_goes_with_its_owner() -> None:
+def test_shared_memory_is_unnamed_and_freed_with_its_owner() -> None:
     with _peer(TransferBackendName.SHARED_MEMORY) as peer:
         path, name = peer.endpoint.session.split()
         assert Path(path).readlink() == Path(f"/memfd:{name} (deleted)")
@@ -174,7 +174,7 @@ def test_shared_memory_is_in_no_file_system_and_goes_with_its_owner() -> None:
         assert not Path(path).exists()
 
 
-def test_shared_memory_that_does_not_fit_is_refused_in_words() -> None:
+def test_shared_memory_that_does_not_fit_is_refused_with_a_reason() -> None:
     backend = shared_memory.SharedMemoryBackend()
     with pytest.raises(
         UserError, match=r"^cannot allocate 1152921504606846976 bytes of shared memory: \d+ are available$"
@@ -183,7 +183,7 @@ def test_shared_memory_that_does_not_fit_is_refused_in_words() -> None:
     backend.close()
 
 
-def test_shared_memory_opens_nothing_but_the_region_that_was_meant(tmp_path: Path) -> None:
+def test_shared_memory_opens_only_the_named_region(tmp_path: Path) -> None:
     backend = shared_memory.SharedMemoryBackend()
     source = backend.allocate(4096)
     right = backend.allocate(8192).endpoint
@@ -206,7 +206,7 @@ def test_shared_memory_opens_nothing_but_the_region_that_was_meant(tmp_path: Pat
     backend.close()
 
 
-def test_a_missing_mooncake_is_told_with_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_mooncake_is_reported_with_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
     monkeypatch.delitem(sys.modules, "transfer.backends.mooncake", raising=False)
     with pytest.raises(UserError, match="Debian packages libibverbs1 librdmacm1 libnuma1"):

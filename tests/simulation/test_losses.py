@@ -81,7 +81,7 @@ def run(*requests: ClientRequest, shape: Shape = SHAPE, hazards: Hazards = CALM)
     ],
     ids="+".join,
 )
-def test_every_request_is_answered_and_leaves_nothing(lost: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_request_is_answered_without_leftovers(lost: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     losing = Losing(monkeypatch, *lost)
     outcome = run(*ASKS)
     assert losing.left == []
@@ -92,7 +92,7 @@ def test_every_request_is_answered_and_leaves_nothing(lost: list[str], monkeypat
 
 @pytest.mark.parametrize("patience_s", [0.001, 5.0])
 @pytest.mark.parametrize("lost", [["Cancel>prefill"], ["Cancel>decode"], ["Cancel>prefill", "Cancel>decode"]])
-def test_what_a_client_left_behind_goes_on_for_some_seconds_at_most(
+def test_abandoned_requests_run_for_some_seconds_at_most(
     lost: list[str], patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losing = Losing(monkeypatch, *lost)

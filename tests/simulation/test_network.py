@@ -47,7 +47,7 @@ def test_messages_of_one_sender_arrive_in_order(seed: int, count: int) -> None:
 
 
 @given(seed=st.integers(0, 2**32), count=st.integers(0, 30))
-def test_what_cannot_arrive_now_waits(seed: int, count: int) -> None:
+def test_undeliverable_messages_wait(seed: int, count: int) -> None:
     wire = Wire(seed)
     wire.network.partition("a", "b")
     wire.send(range(count))
@@ -68,7 +68,7 @@ def test_a_dead_sender_loses_the_last_messages_only(seed: int, count: int) -> No
     assert received == list(range(len(received)))
 
 
-def test_what_waits_for_a_listener_dies_with_its_sender() -> None:
+def test_queued_messages_die_with_their_sender() -> None:
     wire = Wire(0)
     wire.send(range(3))
     wire.run()
@@ -78,7 +78,7 @@ def test_what_waits_for_a_listener_dies_with_its_sender() -> None:
 
 
 @given(seed=st.integers(0, 2**32))
-def test_hazards_come_true_between_machines_only(seed: int) -> None:
+def test_hazards_occur_between_machines_only(seed: int) -> None:
     worst = Hazards(drop=0.5, duplicate=0.5, reorder=0.5)
     wire = Wire(seed, worst)
     wire.listen()

@@ -113,7 +113,7 @@ def test_command_shows_the_trace_of_a_failing_seed_and_how_to_replay_it() -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_command_tells_what_it_has_done(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+def test_a_stopped_command_reports_its_results(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     def draw(seed: int) -> Scenario:
         if seed == 2:
             signal.raise_signal(number)
@@ -128,7 +128,7 @@ def test_a_stopped_command_tells_what_it_has_done(monkeypatch: pytest.MonkeyPatc
     assert signal.getsignal(number) is usual
 
 
-def test_command_without_json_says_it_in_lines() -> None:
+def test_command_without_json_prints_lines() -> None:
     result = CliRunner().invoke(app, ["simulate", "--seeds", "3"])
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1] == "violations: 0"

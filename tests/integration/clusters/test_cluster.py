@@ -108,7 +108,7 @@ def test_a_chain_through_every_page_is_followed(cluster: RunningCluster, length:
     assert cluster.complete(prompt, num_pages) == recall_oracle(prompt, num_pages)
 
 
-def test_what_an_earlier_prompt_left_is_cached_and_counted(cluster: RunningCluster) -> None:
+def test_an_earlier_prompt_is_cached_and_counted(cluster: RunningCluster) -> None:
     prompt = needle_prompt(3000, 0.5, seed=99)
     body = {"model": "recall", "max_tokens": NEEDLE_TOKENS, "ignore_eos": True, "return_token_ids": True}
     for asked, num_cached in [(prompt, 0), (prompt, 2944), ([*prompt[:200], *prompt[300:]], 192)]:
@@ -119,7 +119,7 @@ def test_what_an_earlier_prompt_left_is_cached_and_counted(cluster: RunningClust
         assert answer.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": num_cached}
 
 
-def test_many_clients_of_which_some_leave(cluster: RunningCluster) -> None:
+def test_many_clients_with_disconnects(cluster: RunningCluster) -> None:
     outcomes = asyncio.run(crowd(cluster.url, num_clients=32, seed=7, leavers=4))
     assert outcomes.count("left") >= 3
     assert outcomes.count("right") == 32 - outcomes.count("left")
@@ -167,7 +167,7 @@ def test_a_trace_shows_what_every_rank_did_for_one_request(cluster: RunningClust
     assert states == ["queued", "receiving", "verifying", "running"]
 
 
-def test_the_time_of_each_phase_is_told(cluster: RunningCluster) -> None:
+def test_the_time_of_each_phase_is_reported(cluster: RunningCluster) -> None:
     body = {"model": "recall", "prompt": needle_prompt(3000, 0.5, seed=97), "max_tokens": 2}
     headers = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=300).raise_for_status().headers
     times = {name: float(ms) for name, ms in (part.split(";dur=") for part in headers["server-timing"].split(", "))}
@@ -200,7 +200,7 @@ def test_no_secret_is_in_a_command_line(cluster: RunningCluster) -> None:
     assert not any(token.encode() in command for command in commands)
 
 
-def test_replicas_come_go_and_start_again_under_load_and_no_request_fails(cluster: RunningCluster) -> None:
+def test_scaling_and_restarts_under_load_fail_no_request(cluster: RunningCluster) -> None:
     first = cluster.replicas()["prefill-0"]["incarnation"]
 
     def are(*names: str) -> None:
@@ -235,16 +235,14 @@ def test_replicas_come_go_and_start_again_under_load_and_no_request_fails(cluste
         (("scale", "decode=900"), f"{NAME}: resources: wanted: 899 workers with 0.25 CPUs each; room for "),
     ],
 )
-def test_an_order_that_cannot_be_carried_out_changes_nothing(
-    cluster: RunningCluster, order: tuple[str, ...], said: str
-) -> None:
+def test_an_impossible_command_changes_nothing(cluster: RunningCluster, order: tuple[str, ...], said: str) -> None:
     before = {name: entry["incarnation"] for name, entry in cluster.replicas().items()}
     code, answer = _order(*order)
     assert (code, answer.count("\n"), answer[: len(said)]) == (2, 1, said)
     assert {name: entry["incarnation"] for name, entry in cluster.replicas().items()} == before
 
 
-def test_services_that_die_come_back_and_no_replica_is_loaded_anew(cluster: RunningCluster) -> None:
+def test_dead_services_restart_without_reloading_replicas(cluster: RunningCluster) -> None:
     before = {name: entry["incarnation"] for name, entry in cluster.replicas().items()}
     bootstrap = find_running(NAME).bootstrap_url
     assert bootstrap is not None
@@ -269,9 +267,7 @@ def test_services_that_die_come_back_and_no_replica_is_loaded_anew(cluster: Runn
         ("prefill-0", signal.SIGSTOP),
     ],
 )
-def test_a_lost_rank_takes_its_replica_down_and_it_comes_back_as_a_new_one(
-    cluster: RunningCluster, replica: str, number: int
-) -> None:
+def test_a_lost_rank_restarts_its_replica(cluster: RunningCluster, replica: str, number: int) -> None:
     """Running requests end with the right answer or with an error. A follower is stopped."""
     before = cluster.replicas()[replica]
     victim = listener_pid(before["ranks"][-1]["address"])

@@ -133,7 +133,7 @@ def test_plain_class_runs_in_a_process_of_its_own(ray_system: "RaySystem") -> No
         blocked.result(WAIT_S)
 
 
-def test_errors_come_back_as_they_were_raised(ray_system: "RaySystem") -> None:
+def test_errors_are_returned_as_raised(ray_system: "RaySystem") -> None:
     actor = ray_system.start(Plain, ["hello"], name="failing", bundle=None)
     with pytest.raises(UserError) as caught:
         ray_system.call(actor, "fail").result(WAIT_S)
@@ -178,17 +178,17 @@ def start_late(num_late: int) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S).stdout.splitlines()
 
 
-def test_a_start_that_takes_too_long_is_tried_again_with_nothing_left_of_it() -> None:
+def test_a_slow_start_is_retried_without_leftovers() -> None:
     assert start_late(1) == ["1 machine after 2 [False, True]", "[False, False]"]
 
 
-def test_starts_that_take_too_long_are_told_in_one_line() -> None:
+def test_slow_starts_are_reported_in_one_line() -> None:
     advice = "try again when this machine is less busy, or check it with `baton doctor`"
     waited = "Ray did not start in 0 s, tried 2 times (The current node timed out.)"
     assert start_late(2) == [f"{waited}; {advice}", "[False, False]"]
 
 
-def test_reservation_that_does_not_fit_says_what_is_wanted_and_there(ray_system: "RaySystem") -> None:
+def test_an_impossible_reservation_names_requested_and_available_resources(ray_system: "RaySystem") -> None:
     bundle = Bundle(node_id=ray_system.home.node_id, cpus=64.0, gpus=0.0)
     with pytest.raises(UserError, match=r"big: no room within 0.5 s") as caught:
         ray_system.reserve("big", [bundle], timeout_s=0.5)
@@ -207,7 +207,7 @@ def _prefill(table: BootstrapClient) -> ReplicaEntry:
     return found
 
 
-def test_killed_rank_is_replaced_with_its_gang_and_the_end_leaves_nothing(ray_system: "RaySystem") -> None:
+def test_killed_rank_restarts_its_replica_and_shutdown_leaves_nothing(ray_system: "RaySystem") -> None:
     driver = drive(ray_system, "model")
     assert driver.announced.wait(WAIT_S), driver.lines
     meeting = driver.launcher.rendezvous.result()
@@ -233,7 +233,7 @@ def test_killed_rank_is_replaced_with_its_gang_and_the_end_leaves_nothing(ray_sy
     wait_until(lambda: ray_system.home.cpus == 2.0)
 
 
-def test_first_error_of_a_rank_is_told_and_the_gang_torn_down(ray_system: "RaySystem") -> None:
+def test_first_error_of_a_rank_is_reported_and_the_replica_torn_down(ray_system: "RaySystem") -> None:
     driver = drive(ray_system, "broken")
     with pytest.raises(BatonError) as caught:
         driver.ended.result(WAIT_S)

@@ -27,7 +27,7 @@ def up(notes: Path, *options: str, address: str = "") -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("form", "is_option"), [("127.0.0.1:{}", True), ("localhost:{}", False), ("ray://127.0.0.1:{}", True)]
 )
-def test_an_address_where_nobody_listens_is_refused_at_once(form: str, is_option: bool, tmp_path: Path) -> None:
+def test_an_address_without_a_listener_is_refused_quickly(form: str, is_option: bool, tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         address = form.format(taken.getsockname()[1])
     code, told = up(tmp_path, "--address", address) if is_option else up(tmp_path, address=address)
@@ -37,7 +37,7 @@ def test_an_address_where_nobody_listens_is_refused_at_once(form: str, is_option
     assert line.endswith("Connection refused; allowed: host:port of a running Ray head node, or auto")
 
 
-def test_what_is_no_address_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_address_is_refused(tmp_path: Path) -> None:
     code, told = up(tmp_path, "--address", "somewhere")
     assert code == 2
     assert told.splitlines()[-1].startswith("Ray at somewhere cannot be used: ")

@@ -58,7 +58,7 @@ def moved(
     }
 
 
-def test_what_one_replica_has_computed_others_read_even_after_its_end(tmp_path: Path) -> None:
+def test_replicas_read_what_others_have_stored_even_after_their_end(tmp_path: Path) -> None:
     """Pages that only the device has are stored before a cluster stops. Host memory has room for half of them."""
     small = settings_of(tmp_path, **{"hicache.host_gib": 0.00125, "hicache.write": "write_back"})
     with running_cluster("deploy/local-cpu.yaml", "test-device-at-end", *small) as cluster:

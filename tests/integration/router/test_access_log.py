@@ -31,7 +31,9 @@ def logged(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_record_says(logged: RouterCluster, caplog: pytest.LogCaptureFixture, path: str, stream: bool) -> None:
+def test_a_record_has_the_facts_of_a_request(
+    logged: RouterCluster, caplog: pytest.LogCaptureFixture, path: str, stream: bool
+) -> None:
     body = {"prompt": "very secret"} if path == "/v1/completions" else {"input": "very secret"}
     reply = logged.post(path, stream=stream, **body)
     assert reply.status_code == 200
@@ -50,7 +52,7 @@ def test_what_a_record_says(logged: RouterCluster, caplog: pytest.LogCaptureFixt
     assert KEY not in text
 
 
-def test_a_failure_says_why(logged: RouterCluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_logged_with_its_reason(logged: RouterCluster, caplog: pytest.LogCaptureFixture) -> None:
     logged.decode.fails = "no memory"
     assert logged.post("/v1/completions", prompt="very secret").status_code == 503
     lines = [json.loads(JsonLines("router").format(record)) for record in caplog.records]

@@ -55,7 +55,7 @@ def test_the_administrators_key_is_its_own(guarded: RouterCluster) -> None:
     assert ask(guarded, "the-admin-key").status_code == 401
 
 
-def test_what_is_not_open_wants_a_key(guarded: RouterCluster) -> None:
+def test_restricted_routes_require_a_key(guarded: RouterCluster) -> None:
     paths = guarded.http.get("/openapi.json").json()["paths"]
     asked = {path: guarded.http.request(method, path) for path, methods in paths.items() for method in methods}
     refused = {path for path, reply in asked.items() if reply.status_code == 401}
@@ -63,7 +63,7 @@ def test_what_is_not_open_wants_a_key(guarded: RouterCluster) -> None:
     assert {"/admin/drain", "/v1/completions", "/traces/{number}"} & set(paths) <= refused
 
 
-def test_replicas_are_told(guarded: RouterCluster) -> None:
+def test_replicas_receive_commands(guarded: RouterCluster) -> None:
     assert admin(guarded, "drain", replica="decode-0") == {"draining": "decode-0"}
     assert guarded.decode.wait_told(Drain)
     assert admin(guarded, "resume", replica="decode-0") == {"resumed": "decode-0"}
@@ -107,7 +107,7 @@ def test_a_prompt_is_pinned_as_requests_name_it(guarded: RouterCluster) -> None:
         ("unpin", {"prompt": [5] * 63}, "prompt: has 63 tokens, less than a page; allowed: 64 or more (kv.page_size)"),
     ],
 )
-def test_what_was_not_meant_is_refused_and_told_to_nobody(
+def test_invalid_commands_are_refused_and_not_forwarded(
     guarded: RouterCluster, path: str, body: dict[str, object], words: str
 ) -> None:
     reply = guarded.http.post(f"/admin/{path}", json=body, headers=ADMIN)
@@ -116,7 +116,7 @@ def test_what_was_not_meant_is_refused_and_told_to_nobody(
 
 
 @pytest.mark.parametrize("path", ["pin", "detach_storage"])
-def test_what_a_replica_refuses_is_no_success(guarded: RouterCluster, path: str) -> None:
+def test_a_refusal_by_a_replica_is_an_error(guarded: RouterCluster, path: str) -> None:
     guarded.decode.refusal = "nothing is configured"
     body = {"prompt": [5] * 64} if path.endswith("pin") else {}
     reply = guarded.http.post(f"/admin/{path}", json=body, headers=ADMIN)
@@ -133,7 +133,7 @@ def test_the_router_drains_and_resumes(guarded: RouterCluster) -> None:
     assert ask(guarded, "key-of-anybody").status_code == 200
 
 
-def test_load_counts_what_is_open(guarded: RouterCluster) -> None:
+def test_load_counts_open_requests(guarded: RouterCluster) -> None:
     guarded.decode.flow.clear()
     with guarded.http.stream(
         "POST",
@@ -156,7 +156,7 @@ def test_only_known_keys_may_ask(guarded: RouterCluster) -> None:
     assert "key-of-nobody" not in refused.text
 
 
-def test_a_key_has_only_so_many_requests_open(guarded: RouterCluster) -> None:
+def test_a_key_has_a_limit_of_open_requests(guarded: RouterCluster) -> None:
     guarded.decode.flow.clear()
     headers = {"authorization": "Bearer key-of-busy"}
     body = {"model": MODEL, "prompt": "abc", "max_tokens": 2, "stream": True}
@@ -179,7 +179,7 @@ def test_a_key_has_its_priority_and_may_only_ask_for_later(guarded: RouterCluste
         assert guarded.last_submit().priority == given
 
 
-def test_a_key_has_only_so_many_tokens_a_minute(guarded: RouterCluster) -> None:
+def test_a_key_has_a_limit_of_tokens_per_minute(guarded: RouterCluster) -> None:
     assert ask(guarded, "key-of-thrifty", max_tokens=300).status_code == 200
     refused = ask(guarded, "key-of-thrifty")
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")

@@ -33,7 +33,7 @@ def answer(connection: HTTPConnection) -> tuple[int, str, str | None]:
     return found
 
 
-def test_a_body_that_does_not_come_whole_in_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_body_times_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "TIMEOUT_S", 0.5)
     for cluster in run_cluster(folder):
         status, said, _ = answer(begin(cluster, 100, b'{"prompt": '))
@@ -41,7 +41,7 @@ def test_a_body_that_does_not_come_whole_in_time(folder: Path, monkeypatch: pyte
         assert "the body did not arrive within 0.5 s" in said
 
 
-def test_a_body_that_comes_in_parts(folder: Path) -> None:
+def test_a_body_can_arrive_in_parts(folder: Path) -> None:
     for cluster in run_cluster(folder):
         connection = begin(cluster, 30, b'{"prompt": ')
         connection.send(b'"abc"' + b" " * 13 + b"}")
@@ -49,7 +49,7 @@ def test_a_body_that_comes_in_parts(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("offer", ["h2c", " TLS/1.0, h2c\t"])
-def test_a_body_behind_an_offer_of_http_2(cluster: RouterCluster, offer: str) -> None:
+def test_a_body_after_an_http_2_upgrade_offer_is_accepted(cluster: RouterCluster, offer: str) -> None:
     """Java's client offers this upgrade at addresses without TLS. The answer is HTTP/1.1 every time."""
     url = cluster.http.base_url
     connection = HTTPConnection(url.host, url.port, timeout=WAIT_S)

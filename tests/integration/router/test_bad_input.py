@@ -186,7 +186,7 @@ class TestBadInput:
         assert error["message"] == "min_tokens: every one of allowed_token_ids would end the answer"
 
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-    def test_a_stream_tells_no_prompt_logprobs(self, shared: RouterCluster, path: str) -> None:
+    def test_a_stream_refuses_prompt_logprobs(self, shared: RouterCluster, path: str) -> None:
         body = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
         error = shared.post(path, **body, stream=True, prompt_logprobs=1).json()["error"]
         assert error["message"] == "prompt_logprobs: not supported with stream=true"

@@ -45,7 +45,7 @@ class TestClients:
         cluster.assert_empty()
         assert cluster.metric('baton_request_ended_total{outcome="cancelled"}') == 1
 
-    async def test_many_streams_of_which_some_leave(self, cluster: RouterCluster) -> None:
+    async def test_many_streams_with_disconnecting_clients(self, cluster: RouterCluster) -> None:
         cluster.decode.token_s = 0.005
 
         async def run(http: httpx.AsyncClient, index: int) -> None:
@@ -69,7 +69,7 @@ class TestClients:
         assert cluster.metric('baton_request_ended_total{outcome="finished"}') == 29
         assert cluster.metric('baton_request_ended_total{outcome="cancelled"}') == 3
 
-    def test_a_slow_reader_holds_nobody_up(self, cluster: RouterCluster) -> None:
+    def test_a_slow_reader_delays_nobody(self, cluster: RouterCluster) -> None:
         body = {"model": MODEL, "prompt": "abc", "max_tokens": 500, "stream": True}
         with cluster.http.stream("POST", "/v1/completions", json=body) as slow:
             assert cluster.complete("hello", max_tokens=7)["choices"][0]["text"] == "hellohe"

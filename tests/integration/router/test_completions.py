@@ -47,9 +47,7 @@ class TestCompletions:
         assert all("usage" not in event for event in shared.events("/v1/completions", prompt="hello"))
 
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-    def test_every_token_has_its_own_chunk_also_when_several_come_together(
-        self, shared: RouterCluster, path: str
-    ) -> None:
+    def test_every_token_has_its_own_chunk_even_in_batches(self, shared: RouterCluster, path: str) -> None:
         prompt = {"prompt": "€uro"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "€"}]}
         assert shared.decode.batch > 1
         choices = [event["choices"][0] for event in shared.events(path, max_tokens=10, return_token_ids=True, **prompt)]
@@ -57,7 +55,7 @@ class TestCompletions:
         assert [len(choice["token_ids"]) for choice in choices] == [1] * 10
 
     @pytest.mark.parametrize("echo", [False, True])
-    def test_token_ids_of_prompts_are_told_once_a_choice(self, shared: RouterCluster, echo: bool) -> None:
+    def test_prompt_token_ids_are_returned_once_per_choice(self, shared: RouterCluster, echo: bool) -> None:
         fields = {"prompt": ["ab", "cde"], "max_tokens": 4, "n": 2, "return_token_ids": True, "echo": echo}
         wanted = [[BOS, *b"ab"]] * 2 + [[BOS, *b"cde"]] * 2
         assert [choice["prompt_token_ids"] for choice in shared.complete(**fields)["choices"]] == wanted
@@ -92,9 +90,7 @@ class TestCompletions:
         assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("a", "stop", None)
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_token_that_the_request_names_ends_the_answer_and_is_told(
-        self, shared: RouterCluster, stream: bool
-    ) -> None:
+    def test_a_stop_token_ends_the_answer_and_is_reported(self, shared: RouterCluster, stream: bool) -> None:
         body: dict[str, Any] = {"messages": [{"role": "user", "content": "xyz"}], "stop_token_ids": [121]}
         if stream:
             choice = shared.events("/v1/chat/completions", **body)[-1]["choices"][0]
@@ -152,7 +148,7 @@ class TestChat:
             assert plain.post("/v1/chat/completions", messages=messages, max_tokens=1).status_code == 200
             assert bytes(plain.last_submit().prompt_ids) == b'|{"a": 1};"{a";{};|x|'
 
-    def test_a_template_sees_nothing_of_what_a_client_sends_back_as_null(self, tmp_path: Path) -> None:
+    def test_templates_do_not_see_null_fields(self, tmp_path: Path) -> None:
         """Llama 3.1's template asks whether there are calls, and then for their number."""
         template = (
             "{% for message in messages %}{{ message.content }}{% if 'tool_calls' in message %}"
@@ -165,7 +161,7 @@ class TestChat:
             assert bytes(plain.last_submit().prompt_ids) == b"a;a;ab;"
 
     @pytest.mark.parametrize("role", ["system", "developer"])
-    def test_what_the_developer_says_reaches_templates_of_either_word(self, tmp_path: Path, role: str) -> None:
+    def test_developer_messages_reach_templates_with_either_role(self, tmp_path: Path, role: str) -> None:
         shown = f"{{% if message.role == '{role}' %}}{{{{ message.content }}}}{{% endif %}}"
         template = f"{{% for message in messages %}}{shown}{{% endfor %}}"
         for plain in run_cluster(write_model_folder(tmp_path, template=template)):

@@ -97,13 +97,13 @@ def test_every_form_in_both_apis(
         check(grammars, shared, *texts)
 
 
-def test_thoughts_do_not_hide_that_nothing_can_follow_them(hermes: RouterCluster) -> None:
+def test_reasoning_does_not_hide_an_unsatisfiable_grammar(hermes: RouterCluster) -> None:
     reply = hermes.post("/v1/chat/completions", messages=MESSAGES, guided_json={"$ref": "#"})
     assert reply.status_code == 400
     assert reply.json()["error"]["message"] == "guided_json: no finite text matches it"
 
 
-def test_no_form_asks_for_nothing(shared: RouterCluster) -> None:
+def test_no_format_means_no_grammar(shared: RouterCluster) -> None:
     shared.complete("x", response_format={"type": "text"}, structured_outputs={"json_object": False}, guided_json=None)
     assert shared.last_submit().sampling.grammar == ""
 
@@ -172,7 +172,7 @@ def test_only_some_hermes_calls(hermes: RouterCluster, grammars: Grammars) -> No
     assert hermes.last_submit().prompt_ids == shown, "the prompt's beginning would not be found in the cache"
 
 
-def test_what_is_wrong_with_tools_is_named(hermes: RouterCluster) -> None:
+def test_errors_in_tools_are_named(hermes: RouterCluster) -> None:
     def refused(**fields: Any) -> tuple[str, str]:
         reply = hermes.post("/v1/chat/completions", messages=MESSAGES, **fields)
         assert reply.status_code == 400

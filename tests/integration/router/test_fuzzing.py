@@ -88,7 +88,7 @@ def test_a_few_requests(cluster: RouterCluster, case: Any) -> None:
 
 @api(has_coverage=False).include(path=list(GOOD_BODIES)).parametrize()
 @few
-def test_a_few_fields_beside_good_ones(cluster: RouterCluster, case: Any) -> None:
+def test_a_few_invalid_fields_among_valid_ones(cluster: RouterCluster, case: Any) -> None:
     check_beside_good(cluster, case)
 
 

@@ -44,7 +44,7 @@ class TestLifeCycle:
             assert "data: [DONE]" in list(reply.iter_lines())
         assert cluster.server.drain(60.0)
 
-    def test_stop_ends_open_streams_in_words(self, cluster: RouterCluster) -> None:
+    def test_stop_ends_open_streams_with_an_error(self, cluster: RouterCluster) -> None:
         cluster.decode.flow.clear()
         with cluster.http.stream(
             "POST", "/v1/completions", json={"model": MODEL, "prompt": "x", "stream": True}

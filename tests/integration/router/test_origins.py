@@ -58,7 +58,7 @@ def test_others_are_not_let_in(guarded: RouterCluster) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_pages_read_all_that_an_answer_tells(guarded: RouterCluster, stream: bool) -> None:
+def test_pages_can_read_all_response_headers(guarded: RouterCluster, stream: bool) -> None:
     reply = ask(guarded, trace=True, stream=stream)
     assert reply.status_code == 200
     assert reply.headers["access-control-allow-origin"] == ORIGIN

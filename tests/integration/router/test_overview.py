@@ -15,7 +15,7 @@ from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
 pytestmark = pytest.mark.integration
 
 
-def test_the_page_needs_nothing_else(shared: RouterCluster) -> None:
+def test_the_page_is_self_contained(shared: RouterCluster) -> None:
     page = shared.http.get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "<title>Baton</title>" in page.text
@@ -67,7 +67,7 @@ def guarded(folder: Path, tmp_path: Path) -> Iterator[RouterCluster]:
     yield from run_cluster(folder, api_keys_file=str(keys))
 
 
-def test_what_it_shows_needs_a_key_where_others_do(guarded: RouterCluster) -> None:
+def test_its_data_needs_a_key_like_other_routes(guarded: RouterCluster) -> None:
     assert guarded.http.get("/").status_code == 200
     assert guarded.http.get("/status").status_code == 401
     known = {"Authorization": "Bearer a-secret-of-a"}

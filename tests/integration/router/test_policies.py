@@ -60,7 +60,7 @@ def test_a_session_stays_on_one_replica(http: httpx.Client) -> None:
         assert homes(http, 2, session="3", **{field: "4"}) == homes(http, 2, session="3")
 
 
-def test_prompts_go_where_their_beginning_is_cached_and_others_by_load(folder: Path) -> None:
+def test_prompts_are_routed_to_their_cached_prefix_and_others_by_load(folder: Path) -> None:
     for http in serve(folder, SHARED, decode_policy="prefix_aware"):
         deadline_s = time.monotonic() + 60
         while metric(http, "baton_router_known_pages") != 6:
@@ -76,7 +76,7 @@ def test_prompts_go_where_their_beginning_is_cached_and_others_by_load(folder: P
         assert reply.headers["x-baton-decode"] == "decode-1"
 
 
-def test_decode_computes_what_little_it_lacks(folder: Path) -> None:
+def test_decode_computes_short_uncached_prompts(folder: Path) -> None:
     limits = PrefillConfig(skip_below_tokens=PAGE_SIZE + 2)
     for http in serve(folder, SHARED, limits=limits, decode_policy="prefix_aware"):
         deadline_s = time.monotonic() + 60

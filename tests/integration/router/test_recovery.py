@@ -38,7 +38,7 @@ def joined(cluster: RouterCluster, name: str) -> Iterator[FakeReplica]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_goes_on_behind_its_last_token(cluster: RouterCluster, stream: bool) -> None:
+def test_an_answer_continues_after_its_last_token(cluster: RouterCluster, stream: bool) -> None:
     body = {"prompt": "abcdefgh", "max_tokens": 16, "logprobs": 1, "seed": 7}
     with joined(cluster, "decode-1") as other:
         cluster.decode.fails_after = 5
@@ -77,7 +77,7 @@ def test_a_stop_string_may_begin_on_one_replica_and_end_on_another(cluster: Rout
     cluster.assert_empty()
 
 
-def test_the_headers_name_those_that_answered(cluster: RouterCluster) -> None:
+def test_the_headers_name_the_answering_replicas(cluster: RouterCluster) -> None:
     with joined(cluster, "decode-1"):
         cluster.decode.fails = "no memory"
         for stream in (False, True):
@@ -85,7 +85,7 @@ def test_the_headers_name_those_that_answered(cluster: RouterCluster) -> None:
             assert (reply.status_code, reply.headers["x-baton-decode"]) == (200, "decode-1")
 
 
-def test_a_prefill_replica_that_fails_all_the_time_gets_nothing_more(cluster: RouterCluster) -> None:
+def test_a_failing_prefill_replica_gets_no_more_requests(cluster: RouterCluster) -> None:
     with joined(cluster, "prefill-1") as other:
         cluster.prefill.fails = "no memory"
         for count in range(1, 9):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.integration
 
 
 class TestReplicasComeAndGo:
-    def test_nothing_ready(self, cluster: RouterCluster) -> None:
+    def test_no_ready_replica_is_503(self, cluster: RouterCluster) -> None:
         cluster.table.show(table_of(entry_of(cluster.prefill.peer), version=2, reaped={"decode-0": 1}))
         deadline_s = time.monotonic() + 60
         while (reply := cluster.http.get("/ready")).status_code == 200:

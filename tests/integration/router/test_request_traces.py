@@ -26,13 +26,13 @@ def test_every_process_has_its_part(shared: RouterCluster, stream: bool) -> None
     assert trace["otherData"]["ranks that did not answer"] == []
 
 
-def test_nothing_is_kept_of_other_requests(shared: RouterCluster) -> None:
+def test_untraced_requests_leave_no_trace(shared: RouterCluster) -> None:
     reply = shared.post("/v1/completions", prompt="hello", max_tokens=3)
     assert "x-baton-trace" not in reply.headers
     assert not shared.last_submit().traced
 
 
-def test_a_trace_that_nobody_knows(shared: RouterCluster) -> None:
+def test_an_unknown_trace_is_404(shared: RouterCluster) -> None:
     reply = shared.http.get("/traces/7")
     assert reply.status_code == 404
     assert reply.json()["error"]["message"] == "there is no trace 7; each router process keeps its newest few"

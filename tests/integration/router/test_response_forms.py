@@ -85,7 +85,7 @@ def test_the_items_go_back_into_the_conversation(cluster: RouterCluster, client:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_thoughts_come_sealed_for_clients_that_keep_no_others(
+def test_reasoning_is_sealed_for_stateless_clients(
     cluster: RouterCluster, client: openai.OpenAI, is_streamed: bool
 ) -> None:
     asked: Any = {"model": MODEL, "input": "hi", "tools": TOOLS, "store": False}

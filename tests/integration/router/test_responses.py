@@ -92,7 +92,7 @@ def test_a_stream_has_openais_events(shared: RouterCluster) -> None:
         ({}, "input"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(shared: RouterCluster, body: Any, param: str) -> None:
+def test_unsupported_features_are_refused_by_name(shared: RouterCluster, body: Any, param: str) -> None:
     reply = shared.post("/v1/responses", **body)
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
@@ -100,7 +100,7 @@ def test_what_cannot_be_done_is_refused_by_name(shared: RouterCluster, body: Any
     assert param in error["message"]
 
 
-def test_who_refers_to_an_item_is_told_how_to_do_without(shared: RouterCluster) -> None:
+def test_item_references_are_refused_with_an_alternative(shared: RouterCluster) -> None:
     reply = shared.post(
         "/v1/responses", input=[{"role": "user", "content": "a"}, {"type": "item_reference", "id": "b"}]
     )
@@ -117,12 +117,12 @@ def test_who_refers_to_an_item_is_told_how_to_do_without(shared: RouterCluster) 
         {"text": {"format": {"type": "text"}, "verbosity": "medium"}},
     ],
 )
-def test_what_changes_nothing_is_ignored(shared: RouterCluster, harmless: Any) -> None:
+def test_fields_without_effect_are_ignored(shared: RouterCluster, harmless: Any) -> None:
     reply = shared.post("/v1/responses", input="x", max_output_tokens=1, **harmless)
     assert (reply.status_code, reply.json()["store"]) == (200, False)
 
 
-def test_what_a_model_refused_before_is_in_the_conversation(shared: RouterCluster) -> None:
+def test_earlier_refusals_stay_in_the_conversation(shared: RouterCluster) -> None:
     said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "never"}]}
     asked = {"role": "user", "content": "why"}
     for path, field in (("/v1/responses", "input"), ("/v1/chat/completions", "messages")):

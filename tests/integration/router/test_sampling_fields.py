@@ -60,7 +60,7 @@ class TestReplicasAreAsked:
             shared.complete("x", **asked)
             assert shared.last_submit().priority == priority
 
-    def test_nothing_that_was_not_asked_for(self, shared: RouterCluster) -> None:
+    def test_unrequested_fields_are_absent(self, shared: RouterCluster) -> None:
         shared.complete("x", temperature=0, seed=0, min_tokens=0, repetition_penalty=1.0, logit_bias={}, bad_words=[])
         assert shared.last_submit().sampling == Sampling()
 
@@ -75,7 +75,7 @@ class TestReplicasAreAsked:
             reply = small.post("/v1/completions", prompt="d")
             assert reply.json()["error"]["message"] == "prompt: there is no token 256; allowed: 0 to 99"
 
-    def test_no_mass_leaves_the_likeliest(self, shared: RouterCluster) -> None:
+    def test_no_probability_mass_keeps_the_most_likely_token(self, shared: RouterCluster) -> None:
         shared.complete("x", temperature=1.5, top_p=0, seed=0)
         assert shared.last_submit().sampling == Sampling(temperature=0.0, top_p=1.0)
 
@@ -121,7 +121,7 @@ class TestChoices:
             "prompt_tokens_details": {"cached_tokens": 2 * CACHED_TOKENS},
         }
 
-    def test_one_of_each_prompt_goes_to_prefill(self, shared: RouterCluster) -> None:
+    def test_prefill_gets_one_choice_per_prompt(self, shared: RouterCluster) -> None:
         before = shared.metric("baton_prompt_tokens_total")
         shared.complete(["ab", "cde"], max_tokens=4, n=3)
         submits = shared.decode.submits[-6:]
@@ -138,7 +138,7 @@ class TestEcho:
         events = shared.events("/v1/completions", prompt="xyz", max_tokens=3, echo=True)
         assert [event["choices"][0]["text"] for event in events] == ["xyz", "x", "y", "z"]
 
-    def test_with_logprobs_tells_of_the_prompt_too(self, shared: RouterCluster) -> None:
+    def test_echo_with_logprobs_includes_the_prompt(self, shared: RouterCluster) -> None:
         choices = shared.complete(["ab", "c"], max_tokens=1, echo=True, n=2, logprobs=1)["choices"]
         assert [choice["text"] for choice in choices] == ["aba", "aba", "cc", "cc"]
         assert choices[0]["logprobs"] == {
@@ -185,7 +185,7 @@ class TestPromptLogprobs:
         assert SECOND in reply["prompt_logprobs"]
 
 
-def test_usage_so_far_on_every_chunk(shared: RouterCluster) -> None:
+def test_continuous_usage_is_on_every_chunk(shared: RouterCluster) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = shared.events("/v1/completions", prompt="abc", max_tokens=5, stream_options=options)
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 5, 5]

@@ -82,7 +82,7 @@ class TestStatusRoutes:
         assert cluster.metric("baton_inter_token_latency_seconds_count") == 2
         assert cluster.metric('baton_ready_replicas{role="decode"}') == 1
 
-    def test_what_is_no_message_is_counted(self, cluster: RouterCluster) -> None:
+    def test_invalid_messages_are_counted(self, cluster: RouterCluster) -> None:
         cluster.complete("abc", max_tokens=1)
         with zmq.Context() as context, context.socket(zmq.PUSH) as pusher:
             pusher.connect(cluster.last_submit().router.address)

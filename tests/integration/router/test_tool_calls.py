@@ -110,7 +110,7 @@ def test_thinking_can_be_switched_off(cluster: RouterCluster, client: openai.Ope
     assert bytes(cluster.last_submit().prompt_ids).endswith(b"<think>\n\n</think>\n\n")
 
 
-def test_thoughts_can_be_left_out(cluster: RouterCluster, client: openai.OpenAI) -> None:
+def test_reasoning_can_be_omitted(cluster: RouterCluster, client: openai.OpenAI) -> None:
     cluster.decode.says = ANSWER.encode()
     extra = {"include_reasoning": False}
     message = client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=extra).choices[0].message

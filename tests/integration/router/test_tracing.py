@@ -76,7 +76,7 @@ def test_one_trace_from_client_to_decode(
     assert took_ns["prefill"] == pytest.approx(40e6, abs=1e5)
 
 
-def test_a_request_that_fails_says_why(traced: RouterCluster, exporter: InMemorySpanExporter) -> None:
+def test_a_failed_request_has_its_reason_in_the_span(traced: RouterCluster, exporter: InMemorySpanExporter) -> None:
     traced.decode.fails = "no memory"
     try:
         assert traced.post("/v1/completions", prompt="abc").status_code == 503
@@ -120,7 +120,7 @@ def test_a_collector_gets_them_over_http(folder: Path, monkeypatch: pytest.Monke
     assert {span.parent_span_id for span in spans if span is not root} == {root.span_id}
 
 
-def test_silent_where_nobody_collects(shared: RouterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_spans_without_a_collector(shared: RouterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     reply = shared.http.post(
         "/v1/completions",
         json={"model": MODEL, "prompt": "x"},
@@ -143,7 +143,7 @@ def test_the_router_gets_the_variables_of_opentelemetry() -> None:
     assert "HOME" not in environ
 
 
-def test_a_collector_that_is_gone_does_not_hold_up_the_end(
+def test_an_unresponsive_collector_does_not_delay_shutdown(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The collector accepts connections and never answers. The exporter alone would wait for it and retry."""

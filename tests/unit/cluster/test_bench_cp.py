@@ -55,7 +55,7 @@ def test_options_are_parsed(asked: list[CpBench]) -> None:
         (["--model", "GPT-5"], "--model: got 'GPT-5'; allowed: Llama-3-8B, "),
     ],
 )
-def test_nonsense_is_refused_in_words(options: list[str], words: str, asked: list[CpBench]) -> None:
+def test_invalid_options_are_refused_with_a_reason(options: list[str], words: str, asked: list[CpBench]) -> None:
     result = CliRunner().invoke(app, ["bench", "cp", *options])
     assert isinstance(result.exception, UserError)
     assert words in str(result.exception)

@@ -55,7 +55,7 @@ def test_latencies_in_milliseconds() -> None:
 
 
 @given(st.integers(1, 20), st.integers(1, 40))
-def test_prompts_have_the_length_and_range_asked_for(count: int, length: int) -> None:
+def test_prompts_have_the_requested_length_and_range(count: int, length: int) -> None:
     workload = _workload(num_requests=count, input_len=length)
     prompts = [request.make_prompt() for request in workload.requests]
     assert [len(prompt) for prompt in prompts] == [length] * count

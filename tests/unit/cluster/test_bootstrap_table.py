@@ -183,7 +183,7 @@ def test_unregistered_incarnation_cannot_come_back() -> None:
     assert entry(table).incarnation == 4
 
 
-def test_reaping_an_old_incarnation_leaves_the_new_one_alone() -> None:
+def test_reaping_an_old_incarnation_does_not_affect_the_new_one() -> None:
     table = table_with(make_records(P0, CP2, incarnation=9))
     table.unregister(P0, Incarnation(8), reaped=True)
     assert entry(table).ready
@@ -216,7 +216,7 @@ def test_record_that_does_not_fit_is_refused_in_words(changes: dict[str, Any], w
     assert len(entry(table).ranks) == 1
 
 
-def test_other_content_at_the_same_place_is_refused() -> None:
+def test_other_content_at_the_same_rank_is_refused() -> None:
     table = table_with(make_records(P0, CP2))
     error = refusal(table, make_record(P0, 1, CP2, address="tcp://elsewhere:1"))
     assert str(error).startswith("prefill-0 dp0/cp1/tp0/pp0: already registered with other content")

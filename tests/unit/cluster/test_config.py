@@ -154,7 +154,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize(("text", "messages"), BAD_FILES.values(), ids=BAD_FILES.keys())
-def test_bad_file_is_refused_in_words(text: str, messages: list[str]) -> None:
+def test_bad_file_is_refused_with_a_reason(text: str, messages: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(text, "f.yaml")
     lines = str(caught.value).splitlines()
@@ -163,7 +163,7 @@ def test_bad_file_is_refused_in_words(text: str, messages: list[str]) -> None:
         assert line.startswith(message)
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     text = """
         nmae: x
         kv: {page_size: many}
@@ -184,7 +184,7 @@ def test_every_problem_is_told_at_once() -> None:
     ]
 
 
-def test_rule_is_not_judged_by_a_value_nobody_gave() -> None:
+def test_rules_do_not_apply_to_defaults() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(
             "router: {request_timeout_s: often, max_wait_s: 9999}\nprefill: {parallel: {cp: x, ep: 8}}", "f.yaml"
@@ -268,7 +268,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", TOPOLOGIES, ids=lambda file: file.stem)
-def test_committed_topology_is_legal_and_says_what_it_is_for(file: Path) -> None:
+def test_committed_topology_is_legal_and_has_a_description(file: Path) -> None:
     config = load_config(file)
     assert config.name == file.stem
     comments = [line for line in file.read_text().splitlines() if line.startswith("#")]

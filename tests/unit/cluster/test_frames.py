@@ -46,7 +46,7 @@ def test_token_ids_are_four_bytes_each() -> None:
     assert tree["decode"]["address"] == PEER.address
 
 
-def test_what_another_library_writes_is_read() -> None:
+def test_frames_of_another_library_are_decoded() -> None:
     tree = {
         "type": "Output",
         "room": 7,

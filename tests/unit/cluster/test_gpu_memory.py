@@ -75,7 +75,7 @@ def planned(folder: Path, shape: dict[str, Any], text: str) -> tuple[DeployConfi
     return config, model
 
 
-def test_what_is_left() -> None:
+def test_memory_left_for_pages() -> None:
     memory = GpuMemory(total=100, fraction=0.9, weights=16, activations=2, graphs=3, others=1)
     assert memory.left == 68
     assert str(memory) == (
@@ -126,7 +126,7 @@ def test_a_rank_may_have_all_tokens_of_a_step(tmp_path: Path) -> None:
         assert activations(strategy) - activations("zigzag") == pytest.approx(4096 * of_token)
 
 
-def test_what_goes_round_a_ring_is_expected(tmp_path: Path) -> None:
+def test_ring_buffers_are_included(tmp_path: Path) -> None:
     def activations(more: str) -> float:
         text = f"prefill: {{parallel: {{cp: 2, tp: 4}}, chunk_tokens: 8192, {more}}}"
         config, model = planned(tmp_path, LLAMA_3_8B, text)
@@ -155,7 +155,7 @@ def test_ranks_with_requests_of_their_own_share_mlps(tmp_path: Path) -> None:
         (MIXTRAL, "{dp: 4, cp: 2, moe_dp: 2}", 3),
     ],
 )
-def test_a_step_holds_the_tokens_of_all_who_share_an_mlp(
+def test_a_step_holds_the_tokens_of_all_ranks_that_share_an_mlp(
     tmp_path: Path, shape: dict[str, Any], parallel: str, num_others: int
 ) -> None:
     def activations(axes: str) -> float:
@@ -197,7 +197,7 @@ def test_the_tables_show_the_arithmetic(baton: RunBaton, tmp_path: Path, monkeyp
     assert "each decode worker: 0.9 of 139 GiB of GPU memory, less 3.74 for weights, " in out
 
 
-def test_what_does_not_fit_is_told_with_the_arithmetic(tmp_path: Path) -> None:
+def test_insufficient_memory_is_reported_with_the_arithmetic(tmp_path: Path) -> None:
     config, model = planned(tmp_path, LLAMA_3_70B, "")
     messages = [str(problem) for problem in model_problems(config, model)]
     assert len(messages) == 2
@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_told_with_the_arithmetic(tmp_path: Path) -> None:
     )
 
 
-def test_a_pool_that_is_too_large_is_told_too(tmp_path: Path) -> None:
+def test_a_pool_that_is_too_large_is_reported(tmp_path: Path) -> None:
     config, model = planned(tmp_path, LLAMA_3_8B, "kv: {memory_gib: 120}")
     message = str(model_problems(config, model)[0])
     assert message.startswith("kv.memory_gib: a prefill worker does not fit: 0.9 of 139 GiB")

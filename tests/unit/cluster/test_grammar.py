@@ -51,18 +51,18 @@ def test_a_model_with_fewer_tokens_than_its_tokenizer(folder: Path) -> None:
     grammars.close()
 
 
-def test_special_tokens_come_only_where_they_are_named(grammars: Grammars) -> None:
+def test_special_tokens_are_allowed_only_if_named(grammars: Grammars) -> None:
     assert {BOS, EOS}.isdisjoint(ids(grammars.matcher(lark("start: /(?s:.*)/")).allowed()))
     assert ids(grammars.matcher(lark('start: <s> "a"')).allowed()) == [BOS]
 
 
 @pytest.mark.parametrize("endless", ["start: start", "start: /a[^\\x00-\\x{10ffff}]/"])
-def test_what_no_text_can_follow_is_refused_before_any_token(grammars: Grammars, endless: str) -> None:
+def test_unsatisfiable_grammars_are_refused_before_any_token(grammars: Grammars, endless: str) -> None:
     with pytest.raises(UserError, match=r"^no finite text matches it$"):
         grammars.matcher(lark(endless))
 
 
-def test_what_grows_too_wide_is_said_in_words(grammars: Grammars) -> None:
+def test_grammars_that_grow_too_large_are_refused_with_a_reason(grammars: Grammars) -> None:
     matcher = grammars.matcher(lark("start: " + " | ".join(f'"a{place}"' for place in range(3000))))
     matcher.advance(b"a")
     assert matcher.problem.startswith("it is too ambiguous")
@@ -103,7 +103,7 @@ def test_the_least_recently_used_is_forgotten(grammars: Grammars) -> None:
         ("nonsense", "Expected"),
     ],
 )
-def test_what_cannot_be_used_is_refused_in_one_line(grammars: Grammars, grammar: str, words: str) -> None:
+def test_unusable_grammars_are_refused_in_one_line(grammars: Grammars, grammar: str, words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
         grammars.matcher(grammar)
     assert "\n" not in str(caught.value)

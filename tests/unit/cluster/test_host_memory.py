@@ -82,11 +82,11 @@ def test_the_stage_with_most_weights_is_the_one_that_counts(
         ("resources: {device: cuda}", "weights"),
     ],
 )
-def test_what_is_not_used_is_not_counted(change: str, field: str) -> None:
+def test_unused_memory_is_not_counted(change: str, field: str) -> None:
     assert getattr(memory_of(change, Role.DECODE), field) == 0
 
 
-def test_what_is_lent_to_a_store_and_what_its_client_has_is_counted() -> None:
+def test_memory_of_a_store_and_its_client_is_counted() -> None:
     text = "hicache: {{host_gib: 1.0, storage: {{backend: {}, lent_gib: 2.0}}}}"
     without, memory = (memory_of(text.format(backend), Role.PREFILL) for backend in ("files", "mooncake_store"))
     assert (memory.lent, memory.in_transit) == (2.0, 128 / 1024)
@@ -145,7 +145,7 @@ GROUP = {
 }
 
 
-def test_a_machine_has_what_the_kernel_says() -> None:
+def test_machine_memory_is_the_kernels() -> None:
     memory = MachineMemory.of(MEMINFO, {})
     assert (memory.total, memory.available, memory.owner) == (72 * GIB, 48 * GIB, "this machine")
     assert MachineMemory.of(MEMINFO, GROUP | {"memory.max": "max\n"}) == memory

@@ -187,7 +187,7 @@ sizes = st.integers(1, 8)
     num_layers=sizes,
     num_experts=st.none() | sizes,
 )
-def test_what_a_model_refuses_follows_from_its_numbers(
+def test_illegal_layouts_of_a_model_follow_from_its_config(
     parallel: ParallelConfig, num_kv_heads: int, heads_per_kv_head: int, num_layers: int, num_experts: int | None
 ) -> None:
     num_heads = num_kv_heads * heads_per_kv_head

@@ -97,7 +97,7 @@ class TestClusters:
         opened = {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])}
         assert opened <= named
 
-    def test_labels_by_which_kuberay_finds_its_pods_are_left_to_it(self, name: str) -> None:
+    def test_labels_reserved_by_kuberay_are_not_set(self, name: str) -> None:
         spec = manifests.cluster_spec(CLUSTERS[name])
         for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
             labels = group["template"]["metadata"]["labels"]
@@ -123,7 +123,7 @@ class TestJobs:
         environment = yaml.safe_load((readme.ROOT / "deploy" / "job.yaml").read_text(encoding="utf-8"))
         assert yaml.safe_load(CLUSTERS[name]["spec"]["runtimeEnvYAML"])["env_vars"] == environment["env_vars"]
 
-    def test_its_head_is_one_that_sidecars_are_put_into(self, name: str) -> None:
+    def test_its_head_supports_injected_sidecars(self, name: str) -> None:
         """KubeRay refuses other restart policies and submitter templates in this mode."""
         spec = CLUSTERS[name]["spec"]
         assert spec["submissionMode"] == "SidecarMode"
@@ -134,7 +134,7 @@ class TestJobs:
         assert CLUSTERS[name]["spec"]["shutdownAfterJobFinishes"] is True
 
 
-def test_prometheus_asks_the_router() -> None:
+def test_prometheus_scrapes_the_router() -> None:
     (monitor,) = manifests.of_kind("PodMonitor").values()
     (service,) = manifests.of_kind("Service").values()
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]

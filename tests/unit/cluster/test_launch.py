@@ -119,7 +119,7 @@ def test_router_processes_share_a_port_and_drain_together() -> None:
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
-def test_replicas_that_store_pages_are_drained_behind_the_routers(*, is_stored: bool) -> None:
+def test_replicas_that_store_pages_are_drained_after_the_routers(*, is_stored: bool) -> None:
     world = World()
     storage = {"backend": "files" if is_stored else "none"}
     hicache = HicacheConfig.model_validate({"host_gib": 1.0, "storage": storage})
@@ -174,7 +174,7 @@ def test_a_running_rank_that_lost_its_peer_speaks_last(
     assert [words in line for words, line in zip(told, ended, strict=True)] == [True] * len(told)
 
 
-def test_ranks_that_end_before_the_table_shows_them_are_told_by_the_first_error(
+def test_ranks_that_end_before_registration_are_reported_by_the_first_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("cluster.launch.waits.LAST_WORDS_S", WAIT_S)
@@ -186,7 +186,7 @@ def test_ranks_that_end_before_the_table_shows_them_are_told_by_the_first_error(
         launcher.start("prefill-0", ONE)
 
 
-def test_ended_gang_gives_its_seats_back() -> None:
+def test_ended_replica_releases_its_bundles() -> None:
     world = World()
     launcher = make_launcher(world)
     launcher.start("bootstrap", ONE)
@@ -203,7 +203,7 @@ def test_workers_that_do_not_fit_are_refused_before_anything_starts() -> None:
     assert world.system.log == []
 
 
-def test_error_of_a_rank_names_it_and_what_the_user_can_mend_comes_first() -> None:
+def test_error_of_a_rank_names_it_and_user_errors_come_first() -> None:
     failed: dict[str, BaseException] = {
         "prefill-0 rank 0": RuntimeError("peer closed the connection"),
         "prefill-0 rank 1": UserError("no such folder"),
@@ -264,7 +264,7 @@ def test_requests_that_do_not_end_do_not_hold_up_the_end() -> None:
     assert driver.lines[-1] == "some open requests have not ended; stopping anyway"
 
 
-def test_first_load_error_ends_the_start_and_is_told_in_one_line() -> None:
+def test_first_load_error_ends_the_start_and_is_reported_in_one_line() -> None:
     world = World()
     world.load_errors["prefill-0", 1] = UserError("model 'x' is no folder")
     driver = FakeDriver(world)

@@ -26,7 +26,7 @@ def root() -> Iterator[logging.Logger]:
     logger.setLevel(level)
 
 
-def test_an_object_has_what_is_known_and_nothing_else() -> None:
+def test_an_object_has_the_known_fields_only() -> None:
     line = json.loads(JsonLines("router-1").format(record("a %s failed", "leg", room=2**62, replica=None)))
     assert line.pop("time").endswith("+00:00")
     assert line == {
@@ -38,7 +38,7 @@ def test_an_object_has_what_is_known_and_nothing_else() -> None:
     }
 
 
-def test_an_error_is_told_in_the_same_line() -> None:
+def test_an_error_is_in_the_same_line() -> None:
     made = record("it broke")
     try:
         raise ValueError("no\nroom")
@@ -49,13 +49,13 @@ def test_an_error_is_told_in_the_same_line() -> None:
     assert json.loads(text)["error"].endswith("ValueError: no\nroom")
 
 
-def test_people_read_the_facts_behind_the_message() -> None:
+def test_text_records_have_the_fields_after_the_message() -> None:
     text = TextLines("decode-0 rank 0").format(record("100 % done", room=7))
     assert text.endswith("WARNING decode-0 rank 0: 100 % done room=7")
 
 
 @pytest.mark.parametrize("form", LogFormat)
-def test_records_go_to_standard_error(
+def test_records_are_written_to_standard_error(
     form: LogFormat, root: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     set_up_logs(LogConfig(format=form), "router")

@@ -96,7 +96,7 @@ def test_an_order_ends_with_the_silence_of_its_replica(command: Command) -> None
     assert run.cluster.open_command is None
 
 
-def test_a_resume_that_is_not_heard_fails_by_the_name_of_the_replica() -> None:
+def test_an_unanswered_resume_fails_with_the_replicas_name() -> None:
     run = Run(TWO_OF_EACH).serve()
     incarnation = run.incarnation("decode-0")
     run.command(ResumeCommand(replica=ReplicaId("decode-0")))
@@ -105,7 +105,7 @@ def test_a_resume_that_is_not_heard_fails_by_the_name_of_the_replica() -> None:
     assert (outcome, line.partition(":")[0]) == (Outcome.FAILED, "decode-0")
 
 
-def test_a_drain_that_takes_too_long_is_told_and_the_replica_stays_as_it_is() -> None:
+def test_a_drain_timeout_is_reported_and_the_replica_is_unchanged() -> None:
     run = Run(TWO_OF_EACH).serve()
     run.command(DrainCommand(replica=ReplicaId("decode-0")))
     (answer,) = answers(run.step(ReplicaDrained("decode-0", run.incarnation("decode-0"), False)))
@@ -151,7 +151,7 @@ def test_a_replica_whose_drain_takes_too_long_is_restarted_all_the_same() -> Non
     assert run.lines == ["decode-0: some open requests did not end in time"]
 
 
-def test_a_failure_ends_a_rolling_restart_and_names_who_is_left() -> None:
+def test_a_failure_ends_a_rolling_restart_and_names_the_remaining_replicas() -> None:
     run = Run(TWO_OF_EACH).serve()
     run.command(RestartCommand(is_rolling=True))
     run.step(ReplicaDrained("prefill-0", run.incarnation("prefill-0"), True))
@@ -197,7 +197,7 @@ def test_without_room_nothing_changes() -> None:
     assert run.cluster == before
 
 
-def test_fewer_replicas_drain_before_they_go_and_come_back_as_later_starts() -> None:
+def test_removed_replicas_drain_first_and_return_as_later_starts() -> None:
     run = Run(TWO_OF_EACH).serve()
     first = run.incarnation("decode-1")
     actions = carry_out(run, ScaleCommand(decode=1))
@@ -211,7 +211,7 @@ def test_fewer_replicas_drain_before_they_go_and_come_back_as_later_starts() -> 
     assert run.state("decode-1") is MemberState.RUNNING
 
 
-def test_a_replica_that_waits_to_start_again_goes_at_once() -> None:
+def test_a_replica_that_waits_for_its_restart_is_removed_immediately() -> None:
     run = Run(TWO_OF_EACH).serve()
     run.fail("decode-1")
     run.step(Ended("decode-1", run.incarnation("decode-1"), True))
@@ -219,7 +219,7 @@ def test_a_replica_that_waits_to_start_again_goes_at_once() -> None:
     assert run.state("decode-1") is MemberState.REMOVED
 
 
-def test_a_replica_that_is_starting_goes_once_it_runs() -> None:
+def test_a_starting_replica_is_removed_once_it_runs() -> None:
     run = Run(TWO_OF_EACH).serve()
     run.fail("decode-1")
     run.step(Ended("decode-1", run.incarnation("decode-1"), True))
@@ -230,7 +230,7 @@ def test_a_replica_that_is_starting_goes_once_it_runs() -> None:
     assert begun(started) == ["DrainReplica decode-1"]
 
 
-def test_a_replica_that_dies_while_it_drains_is_gone_all_the_same() -> None:
+def test_a_replica_that_dies_while_it_drains_is_removed() -> None:
     run = Run(TWO_OF_EACH).serve()
     run.command(ScaleCommand(decode=1))
     incarnation = run.incarnation("decode-1")
@@ -254,7 +254,7 @@ def test_a_replica_that_dies_while_it_drains_is_gone_all_the_same() -> None:
         (ScaleCommand(), "got nothing"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_a_line(command: Command, reason: str) -> None:
+def test_impossible_commands_are_refused_in_one_line(command: Command, reason: str) -> None:
     run = Run(("bootstrap", "router", "prefill-0", "decode-0", "decode-1")).serve()
     before = run.cluster
     ((outcome, line),) = answers(run.command(command))

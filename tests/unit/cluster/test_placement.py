@@ -65,7 +65,7 @@ def test_large_replicas_choose_first() -> None:
     assert nodes_of(place(deployment((1, 1), (1, 4)), machines(4, 1))) == {"prefill-0": ["n1"], "decode-0": ["n0"] * 4}
 
 
-def test_seats_carry_what_a_worker_reserves() -> None:
+def test_bundles_have_a_workers_resources() -> None:
     (prefill, _) = place(deployment((1, 2), device=Device.CUDA, cpus=0.5), machines(8, gpus=3))
     assert [(bundle.cpus, bundle.gpus) for bundle in prefill.bundles] == [(0.5, 1.0), (0.5, 1.0)]
 
@@ -118,7 +118,9 @@ def test_shared_memory_keeps_everything_on_the_first_machine_that_holds_it() -> 
         ),
     ],
 )
-def test_what_does_not_fit_is_said_with_numbers(config: DeployConfig, nodes: list[Machine], message: str) -> None:
+def test_insufficient_resources_are_reported_with_numbers(
+    config: DeployConfig, nodes: list[Machine], message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         place(config, nodes)
     assert str(caught.value) == message
@@ -130,9 +132,7 @@ def test_what_does_not_fit_is_said_with_numbers(config: DeployConfig, nodes: lis
     st.tuples(st.integers(1, 4), st.integers(1, 6)),
     st.lists(st.integers(0, 12), min_size=1, max_size=6),
 )
-def test_whatever_fits_is_placed_within_each_machine(
-    prefill: tuple[int, int], decode: tuple[int, int], cpus: list[int]
-) -> None:
+def test_any_feasible_deployment_is_placed(prefill: tuple[int, int], decode: tuple[int, int], cpus: list[int]) -> None:
     num_workers = prefill[0] * prefill[1] + decode[0] * decode[1]
     assume(sum(cpus) >= num_workers)
     placements = place(deployment(prefill, decode), machines(*cpus))

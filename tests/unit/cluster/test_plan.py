@@ -222,7 +222,7 @@ def test_ranks_with_requests_of_their_own_hold_more_tokens_but_no_longer_request
         ),
     ],
 )
-def test_what_the_model_refuses_is_a_bad_file(model_folder: Path, text: str, messages: list[str]) -> None:
+def test_a_model_error_is_a_file_error(model_folder: Path, text: str, messages: list[str]) -> None:
     config = parse_config(text, "f.yaml")
     with pytest.raises(ConfigError) as caught:
         make_plan(config, facts_of(config, model_folder))
@@ -261,7 +261,7 @@ def test_model_that_is_not_here_yet_leaves_kv_unknown() -> None:
 
 
 @pytest.mark.parametrize("option", [(), ("--json",)])
-def test_a_check_that_fails_is_told_with_what_mends_it_and_by_the_exit_code(
+def test_a_failed_check_has_a_fix_and_an_exit_code(
     baton: RunBaton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
@@ -387,7 +387,7 @@ def test_every_process_and_every_group_has_its_ports(text: str, purpose: str, co
     assert found[0].count == count
 
 
-def test_ports_of_experts_and_of_what_is_not_there() -> None:
+def test_ports_of_expert_groups_and_unused_ones() -> None:
     experts = "model: {path: recall-moe}\nresources: {collectives: tcp}\nprefill: {parallel: {cp: 2, ep: 2}}"
     assert [port.count for port in plan_of(experts).ports if "gloo" in port.purpose] == [2 + 2 + 2]
     assert all("gloo" not in port.purpose and "Mooncake" not in port.purpose for port in plan_of("{}").ports)

@@ -146,9 +146,7 @@ def test_worked_examples(parallel: ParallelConfig, name: str, expected: list[lis
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [(0, 2)]), (1, [(1, 3)]), (2, [(0, 2), (2, 4)]), (5, [(3, 5)])])
-def test_hidden_states_go_from_each_rank_to_its_like_in_the_next_stage(
-    rank: int, expected: list[tuple[int, int]]
-) -> None:
+def test_hidden_states_go_to_the_same_coordinates_in_the_next_stage(rank: int, expected: list[tuple[int, int]]) -> None:
     assert stage_links(ParallelConfig(tp=2, pp=3), rank) == expected
 
 

@@ -42,7 +42,7 @@ def test_a_file_has_few_keys() -> None:
 
 
 @pytest.mark.parametrize("key", keys())
-def test_a_wrong_value_of_any_key_is_refused_in_words(key: str) -> None:
+def test_a_wrong_value_of_any_key_is_refused_with_a_reason(key: str) -> None:
     text = "2026-11-23"
     for name in reversed(key.split(".")):
         text = f"{{{name}: {text}}}"
@@ -52,7 +52,7 @@ def test_a_wrong_value_of_any_key_is_refused_in_words(key: str) -> None:
     assert line.startswith(f"{key}: got 2026-11-23; allowed: ")
 
 
-def test_each_wrong_origin_is_refused_in_words() -> None:
+def test_each_wrong_origin_is_refused_with_a_reason() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(
             "router: {allowed_origins: ['*', 'https://a/', 'tauri://a', 'https://*.b', 'a', 5], port: x}", "f.yaml"
@@ -105,6 +105,6 @@ def test_bad_environment_value_is_refused(name: str, value: str, message: str) -
     assert str(caught.value).startswith(message)
 
 
-def test_environment_variables_say_what_they_do() -> None:
+def test_environment_variables_have_descriptions() -> None:
     assert len({variable.name for variable in ALL}) == len(ALL)
     assert all(variable.name.startswith("BATON_") and variable.sentence.endswith(".") for variable in ALL)

@@ -121,7 +121,7 @@ def test_a_replica_that_stays_busy_is_given_its_grace_and_no_more() -> None:
     driver.ended.result(WAIT_S)
 
 
-def test_what_may_still_live_is_killed_until_it_is_proven_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_possibly_running_start_is_killed_until_proven_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     launcher = make_launcher(world)
     launcher.start("bootstrap", ONE)
@@ -137,7 +137,7 @@ def test_what_may_still_live_is_killed_until_it_is_proven_gone(monkeypatch: pyte
     assert len(world.system.living("prefill-0")) == 2
 
 
-def test_what_never_announced_itself_needs_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unregistered_start_needs_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     launcher = make_launcher(world)
     launcher.start("bootstrap", ONE)
@@ -149,7 +149,7 @@ def test_what_never_announced_itself_needs_no_proof(monkeypatch: pytest.MonkeyPa
     assert launcher.prove("prefill-0", ONE), "or its earlier starts would never be proven gone"
 
 
-def test_a_start_that_others_know_of_is_to_be_proven_gone_before_the_driver_knows_of_it(
+def test_a_registered_start_needs_proof_even_if_the_driver_has_not_seen_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def miss(*_: object) -> None:
@@ -192,7 +192,7 @@ def test_a_replica_of_a_lost_machine_is_placed_anew_on_another() -> None:
     assert {bundle.node_id for bundle in world.system.reserved[0].bundles} == second, "it stays where it is"
 
 
-def test_without_another_machine_a_lost_one_is_told_and_waited_for() -> None:
+def test_without_another_machine_the_lost_one_is_reported_and_awaited() -> None:
     away = Machine(node_id="2", address="10.0.0.2", cpus=64, gpus=0)
     world = World(FakeSystem([replace(HOME, cpus=0), away]))
     config = CONFIG.model_copy(update={"transfer": TransferConfig(backend=TransferBackendName.MOONCAKE)})
@@ -208,7 +208,7 @@ def test_without_another_machine_a_lost_one_is_told_and_waited_for() -> None:
     launcher.start("decode-0", Incarnation(3))
 
 
-def test_a_mark_is_told_again_until_the_table_has_heard_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_is_announced_until_the_table_confirms_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.supervisor.loop._RETRY_S", 0.001)
     unregister, attempts = FakeTable.unregister, count()
 

@@ -54,7 +54,7 @@ def test_a_replica_with_a_silent_rank_is_ended_when_patience_is_over() -> None:
     assert start.incarnation > incarnation
 
 
-def test_who_shows_life_again_in_time_stays() -> None:
+def test_a_member_that_responds_in_time_stays() -> None:
     run = Run().serve()
     see(run, "prefill-0")
     at(run, PATIENCE_S - 1.0)
@@ -106,7 +106,7 @@ def test_a_replica_that_drains_may_not_be_silent_either() -> None:
 
 
 @pytest.mark.parametrize("stands_from_s", [0.0, PATIENCE_S - LOOK_S])
-def test_a_driver_that_stood_still_itself_blames_nobody_for_that_time(stands_from_s: float) -> None:
+def test_a_pause_of_the_driver_does_not_count_as_silence(stands_from_s: float) -> None:
     run = Run().serve()
     see(run, "prefill-0", "decode-0")
     assert at(run, stands_from_s) == []
@@ -118,7 +118,7 @@ def test_a_driver_that_stood_still_itself_blames_nobody_for_that_time(stands_fro
     assert at(run, back_s + PATIENCE_S) == [End("prefill-0", run.incarnation("prefill-0"))]
 
 
-def test_a_driver_that_is_a_little_late_still_sees_who_is_silent() -> None:
+def test_a_slightly_late_driver_still_detects_silence() -> None:
     run = Run().serve()
     see(run, "prefill-0")
     while run.now_s < PATIENCE_S:
@@ -127,7 +127,7 @@ def test_a_driver_that_is_a_little_late_still_sees_who_is_silent() -> None:
     assert run.step(Tick()) == [End("prefill-0", run.incarnation("prefill-0"))]
 
 
-def test_a_driver_that_waited_for_nothing_has_not_stood_still() -> None:
+def test_an_idle_driver_has_not_paused() -> None:
     run = Run().serve()
     run.now_s = 1000.0
     see(run, "prefill-0")
@@ -135,7 +135,7 @@ def test_a_driver_that_waited_for_nothing_has_not_stood_still() -> None:
     assert at(run, 1000.0 + PATIENCE_S) == [End("prefill-0", run.incarnation("prefill-0"))]
 
 
-def test_nobody_is_ended_for_silence_before_all_is_up_or_when_it_stops() -> None:
+def test_silence_is_ignored_during_start_and_stop() -> None:
     run = Run()
     run.step(Tick())
     run.step(Started("prefill-0", run.incarnation("prefill-0")))
@@ -149,7 +149,7 @@ def test_nobody_is_ended_for_silence_before_all_is_up_or_when_it_stops() -> None
     assert run.cluster.phase is Phase.DRAINING
 
 
-def test_a_router_that_does_not_answer_is_ended_whatever_the_table_shows() -> None:
+def test_an_unresponsive_router_is_ended_regardless_of_the_table() -> None:
     run = Run().serve()
     incarnation = run.incarnation("router")
     run.step(RouterSeen("router", responds=False))
@@ -164,7 +164,7 @@ def test_a_router_that_does_not_answer_is_ended_whatever_the_table_shows() -> No
     assert run.cluster.silent == {}, "it is being ended"
 
 
-def test_a_router_that_answers_again_stays_and_excuses_nobody_else() -> None:
+def test_a_router_that_responds_again_stays_without_effect_on_others() -> None:
     run = Run().serve()
     run.step(RouterSeen("router", responds=False))
     see(run, "decode-0")

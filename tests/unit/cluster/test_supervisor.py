@@ -58,7 +58,7 @@ def test_failure_before_the_first_announcement_ends_it_all() -> None:
     assert run.cluster.phase is Phase.STOPPED
 
 
-def test_dead_rank_takes_its_gang_down_and_the_gang_comes_back() -> None:
+def test_dead_rank_restarts_its_replica() -> None:
     run = Run().serve()
     first = run.incarnation("prefill-0")
     assert run.fail("prefill-0") == [End("prefill-0", first)]
@@ -107,7 +107,7 @@ def test_a_proven_end_says_nothing_of_an_earlier_start_that_may_still_write() ->
     assert run.step(Proven("prefill-0", first)) == [MarkEnded("prefill-0", second, True)]
 
 
-def test_a_start_of_which_the_driver_has_not_heard_may_write_all_the_same() -> None:
+def test_a_start_unknown_to_the_driver_may_still_write() -> None:
     run = Run().serve()
     restart(run, "prefill-0", proven=True, is_of_use=False)
     second, actions = restart(run, "prefill-0", proven=False, is_of_use=False)
@@ -130,7 +130,7 @@ def test_services_are_restarted_and_replicas_hear_of_the_routers_end() -> None:
 
 
 @pytest.mark.parametrize("proven", [True, False], ids=["gone", "may wake up"])
-def test_new_bootstrap_is_told_who_has_ended(proven: bool) -> None:
+def test_new_bootstrap_is_told_about_ended_starts(proven: bool) -> None:
     run = Run().serve()
     ended = run.incarnation("decode-0")
     run.fail("decode-0")
@@ -171,7 +171,7 @@ def test_crash_loop_is_reported_with_its_length() -> None:
     assert run.lines == ["prefill-0: restarts in 4 s; failed 3 times in a row, at first: rank 1: no memory"]
 
 
-def test_what_does_not_run_is_told_with_its_first_error_to_whoever_asks() -> None:
+def test_status_reports_stopped_members_with_their_first_error() -> None:
     run = Run().serve()
     assert answer_of(run) == ""
     for error in (ERROR, BatonError("it was killed")):

@@ -34,7 +34,7 @@ def frame_of(prompt_ids: Any) -> bytes:
 
 
 @given(IDS, IDS, PLACES, PLACES, st.sampled_from([None, 1, 2, -1]))
-def test_it_is_what_a_list_is(
+def test_token_ids_equal_a_list(
     ids: list[int], others: list[int], start: int | None, stop: int | None, step: int | None
 ) -> None:
     packed = TokenIds.of(ids)
@@ -48,7 +48,7 @@ def test_it_is_what_a_list_is(
 
 
 @pytest.mark.parametrize("place", [2, -3])
-def test_a_place_beyond_the_end_is_an_error(place: int) -> None:
+def test_an_index_beyond_the_end_is_an_error(place: int) -> None:
     with pytest.raises(IndexError):
         TokenIds.of([1, 2])[place]
 
@@ -69,6 +69,6 @@ def test_they_travel_as_bytes(ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [b"abc", [1, 2], "abcd", None])
-def test_what_is_no_whole_ids_is_no_message(wrong: Any) -> None:
+def test_partial_ids_are_refused(wrong: Any) -> None:
     with pytest.raises(msgspec.ValidationError):
         decode(frame_of(wrong))

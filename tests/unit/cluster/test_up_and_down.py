@@ -47,7 +47,7 @@ def test_noted_until_the_next_check(
     assert reports.empty()
 
 
-def test_raised_at_once_only_where_that_harms_nothing(signals: StopSignals) -> None:
+def test_signals_raise_only_where_it_is_safe(signals: StopSignals) -> None:
     with pytest.raises(KeyboardInterrupt), signals.interrupting():
         signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
@@ -55,7 +55,7 @@ def test_raised_at_once_only_where_that_harms_nothing(signals: StopSignals) -> N
         signals.pass_on(lambda _: None)
 
 
-def test_passed_on_each_time_and_again_after_somebody_else_put_handlers(signals: StopSignals) -> None:
+def test_signals_are_passed_on_even_after_handlers_were_replaced(signals: StopSignals) -> None:
     told: list[str] = []
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signals.pass_on(told.append)
@@ -64,7 +64,7 @@ def test_passed_on_each_time_and_again_after_somebody_else_put_handlers(signals:
     assert told == ["SIGTERM", "SIGINT"]
 
 
-def test_a_second_signal_is_final_where_nothing_has_to_be_ended(signals: StopSignals) -> None:
+def test_a_second_signal_ends_the_process_if_nothing_runs(signals: StopSignals) -> None:
     left: queue.SimpleQueue[int] = queue.SimpleQueue()
     signals.leave_at_second(left.put)
     signal.raise_signal(signal.SIGINT)
@@ -115,20 +115,20 @@ def said(text: str, folder: Path, memory: MachineMemory = ROOMY) -> list[str]:
         ("kv: {memory_gib: 0.5}\nresources: {machine_memory_gib: 1}", "resources.machine_memory_gib: got 1; allowed"),
     ],
 )
-def test_what_plan_refuses_does_not_start(text: str, words: str, folder: Path) -> None:
+def test_a_refused_plan_does_not_start(text: str, words: str, folder: Path) -> None:
     with pytest.raises(UserError) as refused:
         said(text, folder)
     assert words in str(refused.value)
 
 
-def test_a_gpu_is_not_reckoned_with_before_its_worker_asks_it(folder: Path) -> None:
+def test_gpu_memory_is_not_checked_before_the_worker(folder: Path) -> None:
     assert said("resources: {device: cuda, gpu_memory_gib: 0.001}", folder) == []
 
 
 SIX_GIB = "kv: {memory_gib: 3}\nprefill: {replicas: 1}"
 
 
-def test_what_this_machine_can_never_hold_does_not_start(folder: Path) -> None:
+def test_a_cluster_larger_than_the_machine_does_not_start(folder: Path) -> None:
     with pytest.raises(UserError, match=r"this machine has 5 GiB of memory; allowed: at least 6.*, for 1 prefill wor"):
         said(SIX_GIB, folder, machine(5, 4))
     with pytest.raises(UserError, match=r"^this container has 5 GiB of memory; allowed: at least 6"):
@@ -136,13 +136,13 @@ def test_what_this_machine_can_never_hold_does_not_start(folder: Path) -> None:
     assert said(SIX_GIB, folder, machine(7, 8)) == []
 
 
-def test_what_is_not_free_now_starts_with_a_warning(folder: Path) -> None:
+def test_insufficient_free_memory_is_a_warning(folder: Path) -> None:
     (line,) = said(SIX_GIB, folder, machine(8, 4))
     assert line.startswith("memory: 4 GiB are available on this machine now; wanted: at least 6")
     assert said(SIX_GIB, folder, machine(8, 7)) == []
 
 
 @pytest.mark.parametrize("elsewhere", ["transfer: {backend: mooncake}", "resources: {machine_memory_gib: 8}"])
-def test_this_machine_is_not_asked_where_another_was_told_of_or_there_are_several(elsewhere: str, folder: Path) -> None:
+def test_this_machine_is_not_checked_for_other_or_several_machines(elsewhere: str, folder: Path) -> None:
     assert said(f"{SIX_GIB}\n{elsewhere}", folder, machine(1, 1)) == []
     assert said(SIX_GIB, folder, machine(0, 0)) == []

@@ -22,7 +22,7 @@ def machine(name: str, cpus: float) -> Machine:
     return Machine(node_id=name, address=name, cpus=cpus, gpus=0)
 
 
-def test_nothing_is_said_where_there_is_room() -> None:
+def test_nothing_is_printed_if_resources_suffice() -> None:
     said: list[str] = []
     system = FakeSystem([machine("head", 2)])
     await_room(system, CONFIG, said.append, lambda: None)
@@ -30,7 +30,7 @@ def test_nothing_is_said_where_there_is_room() -> None:
     assert system.log == []
 
 
-def test_machines_that_come_later_are_waited_for_and_seen_to_be_wanted() -> None:
+def test_missing_machines_are_requested_and_awaited() -> None:
     said: list[str] = []
     system = FakeSystem([machine("head", 0)])
     system.joining = [machine("first", 1), machine("second", 1)]
@@ -82,7 +82,7 @@ def test_two_quiet_heartbeats_are_needed() -> None:
     assert over_at((0.0, table_of(EMPTY)), (1.0, table_of(EMPTY)), (2.0, table_of(EMPTY))) == QUIET_HEARTBEATS
 
 
-def test_what_is_open_or_waits_or_does_not_drain_is_not_empty() -> None:
+def test_open_waiting_or_undrained_replicas_are_not_empty() -> None:
     for change in ({"num_running": 1}, {"num_waiting": 1}, {"draining": False}):
         assert over_at((0.0, table_of(replace(EMPTY, **change)))) == float("inf")
         assert over_at((0.0, table_of(EMPTY)), (1.0, table_of(replace(EMPTY, **change)))) == float("inf")
@@ -95,7 +95,7 @@ def test_a_replica_that_stores_pages_is_not_empty() -> None:
     assert over_at((0.0, table_of(replace(EMPTY, tiers=storing))), (3.0, done)) == 3.0 + QUIET_HEARTBEATS
 
 
-def test_a_request_that_came_and_went_between_two_heartbeats_begins_the_wait_anew() -> None:
+def test_a_request_between_two_heartbeats_restarts_the_wait() -> None:
     assert over_at((0.0, table_of(EMPTY)), (2.0, table_of(replace(EMPTY, num_taken=8)))) == 2.0 + QUIET_HEARTBEATS
 
 
@@ -105,7 +105,7 @@ def test_another_start_or_no_table_says_nothing() -> None:
     assert over_at((0.0, table_of(EMPTY)), (1.0, None), (2.0, table_of(EMPTY))) == 2.0 + QUIET_HEARTBEATS
 
 
-def test_a_drain_without_grace_is_told_all_the_same() -> None:
+def test_a_drain_without_grace_is_still_sent() -> None:
     told: list[str] = []
     world = World()
     assert not send_until(FakeTable(world), lambda _: False, lambda: told.append("drain"), Deadline(0.0))

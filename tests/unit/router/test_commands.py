@@ -35,7 +35,7 @@ class Replicas:
         return sum(name == peer.replica for name, _ in self.told)
 
 
-async def test_only_who_does_not_answer_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_silent_replicas_get_the_command_again(monkeypatch: pytest.MonkeyPatch) -> None:
     replicas = Replicas(monkeypatch, prefill=1, decode=3)
     await replicas.commands.give([PREFILL, DECODE], Drain())
     assert (replicas.count(PREFILL), replicas.count(DECODE)) == (1, 3)
@@ -43,7 +43,7 @@ async def test_only_who_does_not_answer_is_told_again(monkeypatch: pytest.Monkey
     assert {told for name, told in replicas.told if name == DECODE.replica} == {command}
 
 
-async def test_who_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_replicas_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     replicas = Replicas(monkeypatch, prefill=1, decode=1000)
     with pytest.raises(ApiError, match=r"^decode-0: no answer to Drain, sent 10 times"):
         await replicas.commands.give([PREFILL, DECODE], Drain())
@@ -61,11 +61,11 @@ async def test_another_start_does_not_answer_for_it(monkeypatch: pytest.MonkeyPa
         await given
 
 
-async def test_nobody_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_replicas_is_an_immediate_error(monkeypatch: pytest.MonkeyPatch) -> None:
     await Replicas(monkeypatch).commands.give([], Drain())
 
 
-async def test_who_refuses_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refusing_replicas_are_named_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     replicas = Replicas(monkeypatch, prefill=1, decode=1)
     replicas.refusals = {DECODE.replica: "no room"}
     with pytest.raises(ApiError, match=r"^decode-0: no room; done by prefill-0$"):

@@ -47,7 +47,7 @@ def stream_of(left: list[object]) -> EventStream:
     return EventStream(opened(), frames, lambda error: str(error).encode())
 
 
-async def test_a_client_that_takes_nothing_is_given_up_and_its_answer_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stalled_client_is_disconnected_and_its_answer_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "SLOW_READER_S", 0.01)
     for num_taken in (0, 1, 2):
         left: list[object] = []
@@ -97,7 +97,7 @@ class Wire(asyncio.Transport):
         self.is_closed = True
 
 
-async def test_a_head_leaves_with_what_follows_it() -> None:
+async def test_a_head_is_sent_with_the_first_body_chunk() -> None:
     joining = JoiningTransport(wire := Wire())
     for data in (HEAD, b"ab", HEAD, b"cd", b"ef"):
         joining.write(data)
@@ -106,14 +106,14 @@ async def test_a_head_leaves_with_what_follows_it() -> None:
 
 
 @pytest.mark.parametrize("head", [HEAD, b"HTTP/1.1 100 Continue\r\n\r\n"])
-async def test_a_head_alone_waits_for_nothing(head: bytes) -> None:
+async def test_a_head_without_a_body_is_sent_immediately(head: bytes) -> None:
     joining = JoiningTransport(wire := Wire())
     joining.write(head)
     await asyncio.sleep(0)
     assert wire.written == [head]
 
 
-async def test_a_head_leaves_before_the_connection_is_closed() -> None:
+async def test_a_head_is_sent_before_the_connection_is_closed() -> None:
     joining = JoiningTransport(wire := Wire())
     joining.write(HEAD)
     joining.close()
@@ -121,7 +121,7 @@ async def test_a_head_leaves_before_the_connection_is_closed() -> None:
     assert (wire.written, joining.is_closing()) == ([HEAD], True)
 
 
-async def test_nothing_is_written_to_a_client_that_has_left() -> None:
+async def test_nothing_is_written_to_a_disconnected_client() -> None:
     joining = JoiningTransport(wire := Wire())
     joining.write(HEAD)
     wire.close()
@@ -156,7 +156,7 @@ async def _settle(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"\r\n", b"GET / HTTP/1.1\r\nhost: x\r\n"], ids=["nothing", "a line", "half"])
-async def test_who_never_ends_the_head_of_a_request_is_hung_up_on(said: bytes) -> None:
+async def test_an_endless_request_head_closes_the_connection(said: bytes) -> None:
     protocol, wire = _connect()
     if said:
         protocol.data_received(said)
@@ -165,7 +165,7 @@ async def test_who_never_ends_the_head_of_a_request_is_hung_up_on(said: bytes) -
     assert not wire.written
 
 
-async def test_who_waits_for_an_answer_is_not_hung_up_on() -> None:
+async def test_a_connection_with_a_pending_answer_stays_open() -> None:
     protocol, wire = _connect()
     for _ in range(2):
         wire.written.clear()

@@ -28,7 +28,7 @@ def test_nothing_before_the_first_snapshot() -> None:
     assert directory.next_deadline_s is None
 
 
-def test_draining_and_half_registered_replicas_get_nothing_new() -> None:
+def test_draining_and_half_registered_replicas_get_no_new_requests() -> None:
     directory = known("decode-0")
     assert directory.update(table_of(entry_of(DECODE, draining=True)), 1.0) == []
     assert directory.ready(Role.DECODE) == []
@@ -49,13 +49,13 @@ def test_missing_is_lost_after_the_grace() -> None:
     assert directory.next_deadline_s is None
 
 
-def test_missing_gets_nothing_new_while_another_is_there() -> None:
+def test_a_missing_replica_gets_no_new_requests_while_another_is_ready() -> None:
     directory = known("decode-0", "decode-1")
     directory.update(table_of(entry_of(peer_of("decode-1"))), 10.0)
     assert directory.ready(Role.DECODE) == [peer_of("decode-1")]
 
 
-def test_draining_and_then_missing_gets_nothing_new() -> None:
+def test_a_draining_and_then_missing_replica_gets_no_new_requests() -> None:
     directory = known("decode-0")
     directory.update(table_of(entry_of(DECODE, draining=True)), 1.0)
     directory.update(table_of(), 2.0)
@@ -71,7 +71,7 @@ def test_a_lease_that_ran_out_is_not_forgiven_when_the_table_loses_the_replica()
     assert directory.ready(Role.DECODE) == [DECODE]
 
 
-def test_a_lease_that_ran_out_is_a_loss_where_another_can_go_on() -> None:
+def test_an_expired_lease_is_a_loss_if_another_replica_can_continue() -> None:
     directory, other = known("decode-0", "decode-1", "prefill-0"), entry_of(peer_of("decode-1"))
     silent = entry_of(DECODE, ready=False)
     assert directory.update(table_of(silent, replace(other, ready=False)), 1.0) == []
@@ -99,7 +99,7 @@ def test_a_request_has_the_pages_of_one_dp_rank() -> None:
     assert directory.pool_tokens_of(DECODE) == 32
 
 
-def test_room_is_that_of_the_smallest_usable_pool() -> None:
+def test_capacity_is_that_of_the_smallest_usable_pool() -> None:
     directory = Directory(grace_s=3.0)
     assert directory.pool_tokens is None
     small, large = entry_of(DECODE, total_pages=8), entry_of(peer_of("prefill-0"), total_pages=16)

@@ -54,7 +54,7 @@ def test_load_is_counted_until_it_is_done() -> None:
     assert_empty(dispatch)
 
 
-def test_what_prefill_has_cached_is_no_load() -> None:
+def test_tokens_cached_on_prefill_are_no_load() -> None:
     dispatch = make(on(cached_tokens=2))
     room, _ = dispatch.open(ask(), 1.0, NOW)
     assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=1)
@@ -64,7 +64,7 @@ def test_what_prefill_has_cached_is_no_load() -> None:
     assert_empty(dispatch)
 
 
-def test_a_further_choice_goes_to_decode_alone_and_counts_its_answer_there() -> None:
+def test_a_further_choice_is_load_on_decode_only() -> None:
     dispatch = make()
     first = opened(dispatch)
     room, actions = dispatch.open(ask(), 1.0, NOW, prompt_of=first)
@@ -89,7 +89,7 @@ def test_a_further_choice_is_tried_again_with_a_prefill_of_its_own() -> None:
     dispatch.check_integrity()
 
 
-def test_tokens_come_out_in_order_and_the_last_ends_it() -> None:
+def test_tokens_are_emitted_in_order_and_the_last_ends_the_request() -> None:
     dispatch = make()
     room = opened(dispatch)
     assert dispatch.on_output(output(room, 0, 9), NOW) == [OutputBatch(choice_id=room, token_ids=[9])]
@@ -130,7 +130,7 @@ class TestWrongOutputs:
             (output(Room(1), 0, finish=FinishReason.STOP), "decode-0: the answer ended at 0 tokens, but 1 had arrived"),
         ],
     )
-    def test_what_cannot_follow_fails_the_request(self, message: Output, reason: str) -> None:
+    def test_an_impossible_index_fails_the_request(self, message: Output, reason: str) -> None:
         dispatch = make()
         room = opened(dispatch)
         dispatch.on_output(output(room, 0, 9), NOW)
@@ -153,7 +153,7 @@ class TestWrongOutputs:
         assert fail.reason == "decode-0: 1 tokens arrived with log-probabilities of 0"
 
     @pytest.mark.parametrize("peer", [PREFILL, peer_of("decode-0", 2), peer_of("decode-1")])
-    def test_from_somebody_else(self, peer: Peer) -> None:
+    def test_outputs_from_other_senders_are_ignored(self, peer: Peer) -> None:
         dispatch = make()
         room = opened(dispatch)
         assert dispatch.on_output(output(room, 0, 9, peer=peer), NOW) == []
@@ -169,7 +169,7 @@ class TestWrongOutputs:
         assert dispatch.dropped == {"late": 2}
 
 
-def test_client_left_and_stop_string_cancel_both_replicas() -> None:
+def test_disconnects_and_stop_strings_cancel_both_replicas() -> None:
     dispatch = make()
     left, stopped = opened(dispatch), opened(dispatch)
     dispatch.on_output(output(stopped, 0, 9), NOW)
@@ -179,7 +179,7 @@ def test_client_left_and_stop_string_cancel_both_replicas() -> None:
     assert_empty(dispatch)
 
 
-def test_no_move_leaves_an_end() -> None:
+def test_no_event_changes_an_ended_request() -> None:
     assert set(MOVES) == set(RequestPhase)
     for end in ENDS:
         for stage in RequestPhase:

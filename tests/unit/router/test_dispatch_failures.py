@@ -38,7 +38,7 @@ class TestFailures:
         assert dispatch.on_failure(failure(room, failed), NOW) == expected
         assert_empty(dispatch)
 
-    def test_what_another_attempt_would_not_mend(self) -> None:
+    def test_permanent_errors_are_not_retried(self) -> None:
         dispatch = make()
         room = opened(dispatch)
         fail = dispatch.on_failure(failure(room, DECODE, retryable=False), NOW)[-1]
@@ -111,7 +111,7 @@ class TestAnotherAttempt:
         assert (dispatch.num_retries, dispatch.num_continuations) == (1, 0)
         dispatch.check_integrity()
 
-    def test_it_goes_on_behind_the_tokens_that_the_client_has(self) -> None:
+    def test_a_retry_continues_after_the_clients_tokens(self) -> None:
         other = peer_of("decode-1")
         dispatch = make(on(), on(other), max_retries=1)
         room = opened(dispatch)
@@ -129,7 +129,7 @@ class TestAnotherAttempt:
         assert (dispatch.num_retries, dispatch.num_continuations) == (0, 1)
         assert_empty(dispatch)
 
-    def test_what_the_earlier_attempt_still_says_is_late(self) -> None:
+    def test_late_messages_of_an_earlier_attempt_are_ignored(self) -> None:
         dispatch = make(max_retries=1)
         room = opened(dispatch)
         dispatch.on_failure(failure(room, PREFILL), NOW)
@@ -147,7 +147,7 @@ class TestAnotherAttempt:
         assert dispatch.breakers.state(DECODE, NOW) is BreakerState.OPEN
         assert dispatch.breakers.state(PREFILL, NOW) is BreakerState.CLOSED
 
-    def test_a_fault_of_neither_replica_leaves_both_to_choose_from(self) -> None:
+    def test_a_neutral_failure_excludes_no_replica(self) -> None:
         dispatch = make(max_retries=3)
         room = opened(dispatch)
         for number in (room, Room(2)):
@@ -171,7 +171,7 @@ class TestAnotherAttempt:
         assert fail == FailRequest(choice_id=room, cause=Cause.REPLICA_FAILED, reason="decode-0: no memory")
         assert_empty(dispatch)
 
-    def test_what_ends_while_it_waits_has_nobody_to_cancel(self) -> None:
+    def test_a_waiting_request_ends_without_cancels(self) -> None:
         dispatch = make(max_retries=3)
         rooms = [opened(dispatch, 11.0) for _ in range(2)]
         for room in (*rooms, Room(3), Room(4)):

@@ -86,7 +86,7 @@ def test_fields_that_a_response_does_not_support_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(HARMLESS))
-def test_a_field_that_is_not_supported_is_refused_unless_it_changes_nothing(name: str) -> None:
+def test_an_unsupported_field_is_refused_unless_it_has_no_effect(name: str) -> None:
     for neutral in (None, *HARMLESS[name]):
         refuse_unsupported({name: neutral})
     with pytest.raises(ApiError, match=f"^{name}: not supported, got .*; allowed: null") as raised:

@@ -40,7 +40,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_urgent_go_first_then_the_first_to_come() -> None:
+async def test_urgent_requests_are_first_then_earlier_ones() -> None:
     gate, replicas = Gate(9, 60.0), Replicas(1)
     with await gate.enter(replicas.opener("a"), 0):
         waiting = [
@@ -59,7 +59,7 @@ async def test_the_urgent_go_first_then_the_first_to_come() -> None:
     assert gate.num_waiting == 0
 
 
-async def test_nobody_overtakes_who_waits() -> None:
+async def test_new_requests_do_not_overtake_waiting_ones() -> None:
     gate, replicas = Gate(9, 60.0), Replicas(0)
     first = asyncio.create_task(gate.enter(replicas.opener("first"), 0))
     await settle()
@@ -80,7 +80,7 @@ async def test_a_full_queue_and_a_long_wait_are_refused() -> None:
     assert gate.num_waiting == 0
 
 
-async def test_who_leaves_makes_way() -> None:
+async def test_disconnected_clients_leave_the_queue() -> None:
     gate, replicas = Gate(9, 60.0), Replicas(0)
     gone = asyncio.create_task(gate.enter(replicas.opener("gone"), 0))
     stays = asyncio.create_task(gate.enter(replicas.opener("stays"), 0))
@@ -93,7 +93,7 @@ async def test_who_leaves_makes_way() -> None:
     assert replicas.opened == ["stays"]
 
 
-async def test_an_answer_that_nobody_takes_is_left() -> None:
+async def test_an_unclaimed_answer_is_cancelled() -> None:
     gate, replicas = Gate(9, 60.0), Replicas(0)
     gone = asyncio.create_task(gate.enter(replicas.opener("gone"), 0))
     await settle()
@@ -105,7 +105,7 @@ async def test_an_answer_that_nobody_takes_is_left() -> None:
     assert (replicas.opened, replicas.num_left) == (["gone"], 1)
 
 
-async def test_what_stops_the_first_one_does_not_stop_the_rest() -> None:
+async def test_an_error_of_the_first_request_does_not_block_the_rest() -> None:
     gate, replicas = Gate(9, 60.0), Replicas(0)
     waiting = [asyncio.create_task(gate.enter(replicas.opener(name), 0)) for name in "ab"]
     await settle()

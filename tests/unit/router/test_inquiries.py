@@ -15,7 +15,7 @@ def asked(*rooms: int) -> list[Action]:
     return [SendMessage(address=DECODE.address, message=inquire)]
 
 
-def test_decode_is_asked_about_all_that_are_silent_until_something_is_heard() -> None:
+def test_decode_gets_inquiries_about_silent_requests_until_it_responds() -> None:
     dispatch = make()
     first, actions = dispatch.open(ask(), 100.0, NOW)
     assert actions[-1] == WakeAt(time_s=DUE)
@@ -44,7 +44,7 @@ def test_the_time_begins_anew_with_the_next_attempt() -> None:
     assert actions[-1] == WakeAt(time_s=500.0 + INQUIRE_EVERY_S)
 
 
-def test_what_decode_does_not_have_goes_on_behind_the_tokens_of_the_client_on_any_pair() -> None:
+def test_requests_unknown_to_decode_continue_on_any_pair() -> None:
     dispatch = make(max_retries=1)
     room = opened(dispatch)
     dispatch.on_output(output(room, 0, 9), NOW)
@@ -54,7 +54,7 @@ def test_what_decode_does_not_have_goes_on_behind_the_tokens_of_the_client_on_an
     assert dispatch.breakers.allows(DECODE, DUE)
 
 
-def test_a_leader_is_told_again_what_is_over() -> None:
+def test_a_leader_gets_repeated_cancels_for_ended_requests() -> None:
     dispatch = make()
     left, open_ = opened(dispatch), opened(dispatch)
     dispatch.on_client_left(left)
@@ -63,7 +63,7 @@ def test_a_leader_is_told_again_what_is_over() -> None:
     assert dispatch.is_open(open_)
 
 
-def test_who_asks_an_earlier_router_gets_no_answer() -> None:
+def test_inquiries_to_an_earlier_router_get_no_reply() -> None:
     dispatch = make()
     inquire = Inquire(rooms=[Room(1)], sender=PREFILL, incarnation=Incarnation(ME.incarnation + 1))
     assert dispatch.on_inquire(inquire) == []

@@ -100,7 +100,7 @@ def test_requests_at_once() -> None:
         pass
 
 
-def test_tokens_come_back_with_time() -> None:
+def test_token_budgets_refill_over_time() -> None:
     clock = Clock()
     limits = limits_of(None, 60, clock)
     with limits.open(ANN) as account:
@@ -118,7 +118,7 @@ def test_tokens_come_back_with_time() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 500)), max_size=30), st.integers(1, 300))
 @hypothesis_settings(deadline=None)
-def test_who_waits_as_told_is_let_in(steps: list[tuple[float, int]], tokens_per_minute: int) -> None:
+def test_waiting_for_retry_after_is_enough(steps: list[tuple[float, int]], tokens_per_minute: int) -> None:
     clock = Clock()
     limits = limits_of(None, tokens_per_minute, clock)
     for wait_s, num_tokens in steps:

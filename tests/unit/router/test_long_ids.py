@@ -42,7 +42,7 @@ def read_by_pydantic(content: bytes) -> CompletionRequest | None:
     broken=st.none() | st.tuples(st.integers(0, 10**6), st.sampled_from(SCRAPS)),
 )
 @settings(deadline=None)
-def test_ids_are_those_that_pydantic_reads(
+def test_ids_equal_pydantics(
     before: dict[str, Any],
     after: dict[str, Any],
     spoilt: list[tuple[int, Any]],
@@ -66,7 +66,7 @@ def test_ids_are_those_that_pydantic_reads(
 
 
 @pytest.mark.parametrize("separators", SEPARATORS)
-def test_long_lists_are_cut_out(separators: tuple[str, str]) -> None:
+def test_long_lists_are_extracted(separators: tuple[str, str]) -> None:
     content = json.dumps({"prompt": LONG, "model": "m", "max_tokens": 3}, separators=separators).encode()
     body = _read_cut(content, CompletionRequest)
     assert body is not None

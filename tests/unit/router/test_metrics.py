@@ -72,7 +72,7 @@ def samples(load: ReplicaLoad, family: str, records: tuple[RankRecord, ...] = RE
         ),
     ],
 )
-def test_what_a_leader_reports(load: ReplicaLoad, family: str, expected: Samples) -> None:
+def test_metrics_from_a_leaders_load(load: ReplicaLoad, family: str, expected: Samples) -> None:
     assert samples(load, family) == expected
 
 
@@ -148,7 +148,7 @@ def test_tiers_of_a_replica() -> None:
     assert samples(ReplicaLoad(), "host_pages") == samples(ReplicaLoad(), "tier_bytes") == []
 
 
-def test_dp_ranks_are_told_apart() -> None:
+def test_dp_ranks_have_separate_series() -> None:
     alone, sizes = record(Role.PREFILL, 0, 1, num_pages=1), AxisSizes(dp=2, cp=1, tp=1, pp=1)
     records = tuple(
         msgspec.structs.replace(alone, coords=RankCoords(dp=rank, cp=0, tp=0, pp=0), sizes=sizes, global_rank=rank)

@@ -40,7 +40,7 @@ def test_the_page_has_every_family_and_no_other() -> None:
     assert dict(rows) == exposed()
 
 
-def test_what_the_text_mentions_is_there() -> None:
+def test_metrics_in_the_text_exist() -> None:
     mentioned = set(re.findall(r"`(\w+_(?:total|seconds|perc|pages|running|waiting|bytes))`", PAGE))
     assert mentioned <= {*exposed(), "iteration_tokens_total"}
 
@@ -67,7 +67,7 @@ def family_of(name: str) -> str:
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 class TestExpressions:
-    def test_what_only_grows_is_asked_for_its_rate_and_nothing_else(self, expression: str) -> None:
+    def test_counters_and_only_counters_are_queried_as_rates(self, expression: str) -> None:
         for is_rate, name in re.findall(r"(rate\()?baton_(\w+)\{", expression):
             assert bool(is_rate) == (exposed()[family_of(name)] != "gauge")
 
@@ -88,7 +88,7 @@ def test_legends_name_labels_that_the_expression_keeps() -> None:
         assert named <= kept, target
 
 
-def test_panels_have_their_own_number_and_place() -> None:
+def test_panels_have_unique_ids_and_positions() -> None:
     numbers = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(numbers) == len(set(numbers))
     for one, other in itertools.combinations((panel["gridPos"] for panel in DASHBOARD["panels"]), 2):

@@ -47,7 +47,7 @@ def test_the_longest_prefix_counts() -> None:
     assert [index.count(ONE, keys(prompt)) for prompt in ("abcdx", "x")] == [4, 0]
 
 
-def test_a_gap_is_noticed_once_and_mended_by_beginning_anew() -> None:
+def test_a_gap_is_detected_once_and_repaired_by_a_new_subscription() -> None:
     index = index_of()
     index.on_kv_events(events(0, "abc"), 0.0)
     assert index.on_kv_events(events(2, "f"), 0.0)
@@ -61,7 +61,7 @@ def test_a_gap_is_noticed_once_and_mended_by_beginning_anew() -> None:
     assert (index.num_pages, index.num_gaps) == (2, 1)
 
 
-def test_news_that_came_before_change_nothing() -> None:
+def test_old_kv_events_change_nothing() -> None:
     index = index_of()
     for number, stored in ((0, "a"), (1, "b"), (1, "z")):
         assert not index.on_kv_events(events(number, stored), 0.0)
@@ -69,7 +69,7 @@ def test_news_that_came_before_change_nothing() -> None:
     assert set(known.keys) == {b"a", b"b"}
 
 
-def test_a_replica_that_says_nothing_is_asked_again_and_one_that_is_gone_is_forgotten() -> None:
+def test_a_silent_replica_is_asked_again_and_a_lost_one_is_forgotten() -> None:
     index = index_of()
     index.on_kv_events(events(0, "abc"), 0.0)
     assert index.update([ONE, OTHER], 4.9) == []
@@ -115,7 +115,7 @@ def test_pages_below_the_device_count_by_where_they_are() -> None:
     assert index.count(ONE, keys("abc")) == 0
 
 
-def test_of_stored_pages_those_told_of_or_asked_for_last_are_known() -> None:
+def test_the_index_keeps_the_most_recently_used_stored_pages() -> None:
     index, weights = PageIndex(4), TierWeights(storage=1.0)
     index.update([ONE], 0.0)
     told = [
@@ -135,7 +135,7 @@ _KEYS = st.lists(st.binary(min_size=2, max_size=2), max_size=40)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "remove"]), _KEYS), max_size=20))
-def test_it_holds_what_a_set_would(changes: list[tuple[str, list[bytes]]]) -> None:
+def test_the_index_equals_a_set(changes: list[tuple[str, list[bytes]]]) -> None:
     keys, plain = KeySet(), set[bytes]()
     for what, changed in changes:
         if what == "add":
@@ -153,7 +153,7 @@ _PAGE_SIZE = 2
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=80), st.integers(0, 40), st.integers(0, 40))
-def test_what_is_known_is_there_up_to_the_first_that_is_not(prompt: list[int], first: int, second: int) -> None:
+def test_a_match_ends_at_the_first_unknown_page(prompt: list[int], first: int, second: int) -> None:
     whole = page_keys(prompt[:-1], _PAGE_SIZE, "salt")
     keys = PromptKeys(prompt, _PAGE_SIZE, "salt")
     for num_known in (first, second):
@@ -162,7 +162,7 @@ def test_what_is_known_is_there_up_to_the_first_that_is_not(prompt: list[int], f
         assert len(made) > num_known or len(made) == len(whole)
 
 
-def test_one_that_nobody_knows_costs_little_however_long_it_is() -> None:
+def test_an_unknown_prompt_is_cheap_at_any_length() -> None:
     assert len(PromptKeys([1] * 20_000, _PAGE_SIZE, "").known(lambda _: False)) < 10
 
 

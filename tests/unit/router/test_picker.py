@@ -47,7 +47,7 @@ def test_all_are_picked() -> None:
     assert Choices(*PEERS).names() == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
 
 
-def test_those_that_failed_the_request_are_avoided_on_both_sides() -> None:
+def test_replicas_that_failed_the_request_are_avoided_in_both_roles() -> None:
     assert Choices(*PEERS).names(PEERS[0], PEERS[3]) == {"prefill-1", "decode-0"}
 
 
@@ -67,14 +67,14 @@ def test_an_open_breaker_moves_requests_and_half_open_lets_one_through(broken: P
     assert len(choices.names(now_s=10.0)) == 3
 
 
-def test_a_breaker_gives_way_to_what_failed_the_request_already() -> None:
+def test_a_breaker_yields_to_replicas_that_failed_the_request() -> None:
     choices = Choices(*PEERS)
     choices.breakers.fail(PEERS[2], 0.0)
     assert choices.names(PEERS[3]) == {"prefill-0", "prefill-1", "decode-0"}
 
 
 @pytest.mark.parametrize("ready", [PEERS[:2], PEERS[2:], []])
-def test_without_a_replica_of_a_role_nothing_is_picked(ready: list[Peer]) -> None:
+def test_no_pair_is_picked_if_a_role_has_no_replica(ready: list[Peer]) -> None:
     assert set(Choices(*ready).picks()) == {None}
 
 
@@ -86,7 +86,7 @@ def test_without_a_replica_of_a_role_nothing_is_picked(ready: list[Peer]) -> Non
         ({"prefix_cache": False}, 8, []),
     ],
 )
-def test_page_keys_are_asked_for_where_there_is_a_cache(
+def test_page_keys_are_computed_if_there_is_a_cache(
     kv: dict[str, bool], skip_below_tokens: int, roles: list[Role]
 ) -> None:
     settings = {"kv": kv, "prefill": {"skip_below_tokens": skip_below_tokens}}
@@ -97,7 +97,7 @@ def test_page_keys_are_asked_for_where_there_is_a_cache(
 
 
 @pytest.mark.parametrize(("tier", "is_skipped"), [(Tier.DEVICE, True), (Tier.HOST, True), (Tier.STORAGE, False)])
-def test_decode_computes_alone_what_little_its_own_memory_lacks(tier: Tier, *, is_skipped: bool) -> None:
+def test_decode_computes_short_prompts_missing_from_its_memory(tier: Tier, *, is_skipped: bool) -> None:
     """Storage could fail to deliver, and decode would then compute a long prompt next to its streams."""
     config = DeployConfig.model_validate({"kv": {"page_size": 64}, "prefill": {"skip_below_tokens": 128}})
     directory = Directory(grace_s=3.0)
@@ -118,7 +118,7 @@ def test_decode_computes_alone_what_little_its_own_memory_lacks(tier: Tier, *, i
     assert (placement.prefill is None) == is_skipped
 
 
-def test_several_router_processes_share_the_room_at_each_replica() -> None:
+def test_router_processes_share_each_replicas_capacity() -> None:
     config = DeployConfig.model_validate({"prefill": {"max_queued_tokens": 10}})
     directory = Directory(grace_s=3.0)
     directory.update(table_of(*map(entry_of, PEERS)), 0.0)

@@ -29,7 +29,7 @@ def picks(name: PolicyName, candidates: list[Candidate], count: int) -> list[int
     return [candidates.index(candidate) for candidate in chosen]
 
 
-def test_round_robin_goes_round() -> None:
+def test_round_robin_cycles() -> None:
     assert picks("round_robin", candidates_of(5, 0, 9), 7) == [0, 1, 2, 0, 1, 2, 0]
 
 

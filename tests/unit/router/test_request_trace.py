@@ -57,7 +57,7 @@ def test_another_machine_is_shifted_by_the_difference_of_unix_times() -> None:
     assert complete_events(trace)[-1]["ts"] == 500_000.0
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_ranks_are_named() -> None:
     trace = _trace([Interval("request", "stream", 1.0, 2.0)])
     assert trace.events(HERE)["otherData"]["ranks that did not answer"] == ["prefill-0 rank 0"]
 

@@ -23,7 +23,7 @@ def batch(token_ids: list[int], finish: FinishReason | None = None) -> OutputBat
     return OutputBatch(choice_id=ChoiceId(1), token_ids=token_ids, finish=finish)
 
 
-async def test_what_a_slow_reader_leaves_is_joined() -> None:
+async def test_outputs_for_a_slow_reader_are_merged() -> None:
     answer = answer_of(2)
     push(answer, 0, [1])
     push(answer, 1, [7], FinishReason.STOP)

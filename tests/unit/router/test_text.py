@@ -113,7 +113,7 @@ def test_characters_and_stop_strings_may_be_split_over_tokens_in_any_way(
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abcd")])
-def test_what_stopped_the_text_is_shown_on_request(tokenizer: Tokenizer, include: bool, text: str) -> None:
+def test_the_stop_string_is_included_on_request(tokenizer: Tokenizer, include: bool, text: str) -> None:
     by_string = AnswerText(tokenizer, TextRules(stops=["cd"], include_stop=include))
     assert joined(by_string.push(list(b"abcde"), None)) == (text, FinishReason.STOP)
     by_token = AnswerText(tokenizer, TextRules(stop_token_ids=frozenset({100}), include_stop=include))
@@ -144,7 +144,7 @@ def test_offsets_and_logprobs_belong_to_their_tokens(tokenizer: Tokenizer) -> No
         (b"\xe2\xf0\x9f\x98\x80", "\ufffd\U0001f600", (0, 1, 1, 1, 1)),
     ],
 )
-def test_offsets_beside_broken_characters(
+def test_offsets_next_to_invalid_characters(
     tokenizer: Tokenizer, tokens: bytes, text: str, offsets: tuple[int, ...]
 ) -> None:
     whole = join(AnswerText(tokenizer, TextRules()).push([*tokens], FinishReason.LENGTH))
@@ -176,7 +176,7 @@ def test_tokens_after_a_stop_string_are_dropped(tokenizer: Tokenizer) -> None:
     ]
 
 
-def test_half_a_stop_string_and_half_a_character_come_out_at_the_end(tokenizer: Tokenizer) -> None:
+def test_a_partial_stop_string_and_character_are_flushed_at_the_end(tokenizer: Tokenizer) -> None:
     text = answer(tokenizer, "bX")
     assert joined(text.push([*b"ab", 0xE2], None)) == ("a", None)
     assert joined(text.push([0x82], FinishReason.LENGTH)) == ("b\ufffd", FinishReason.LENGTH)

@@ -87,7 +87,7 @@ def test_pages_that_another_rank_with_the_same_heads_should_have_got_are_astray(
     assert problem == f"pages were sent to the wrong ranks; (rank, page): {wrong_pairs}"
 
 
-def test_pages_that_changed_places_are_wrong() -> None:
+def test_swapped_pages_are_wrong() -> None:
     pair = SIMPLE
     pools, told = handoff(pair, seed=1)
     size = pair.decode[0].layout.page_bytes

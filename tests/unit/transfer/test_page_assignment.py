@@ -187,5 +187,5 @@ def test_groups_are_few_and_none_is_small(num_layers: int, head_dim: int) -> Non
     assert len(sizes) > 1 or num_layers < 2 * least, "there would be two groups"
 
 
-def test_a_model_of_usual_size_leaves_in_quarters() -> None:
+def test_a_model_of_usual_size_is_sent_in_quarters() -> None:
     assert early_ends(layout_of(36, 128)) == [9, 18, 27]

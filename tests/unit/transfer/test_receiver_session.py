@@ -150,7 +150,7 @@ def test_a_mismatch_names_all_three_counts() -> None:
     )
 
 
-def test_a_prefill_that_says_nothing_yet_is_waited_for_and_gets_the_ticket_again() -> None:
+def test_a_silent_prefill_gets_the_ticket_again() -> None:
     session = _session()
     now_s = 0.0
     for _ in range(50):
@@ -162,7 +162,7 @@ def test_a_prefill_that_says_nothing_yet_is_waited_for_and_gets_the_ticket_again
 
 
 @pytest.mark.parametrize(("word", "missing"), [(_done(0, 2), "its result"), (_result(), "the pages of its ranks 1")])
-def test_a_timeout_counts_from_the_last_word_and_names_what_is_missing(word: Result | Done, missing: str) -> None:
+def test_a_timeout_counts_from_the_last_message_and_names_missing_ones(word: Result | Done, missing: str) -> None:
     session = _session()
     session.handle(word, 1000.0)
     session.handle(_done(0, 2), 1050.0)
@@ -208,7 +208,7 @@ def test_cancel_after_the_ticket_waits_for_drained() -> None:
     assert session.state is ReceiverState.RELEASED
 
 
-def test_a_cancelled_transfer_that_turns_out_complete_is_released() -> None:
+def test_a_cancelled_transfer_that_is_complete_is_released() -> None:
     session = _session()
     session.cancel("client left", 1.0)
     for message in (_done(1, 1), _done(0, 2), _result()):
@@ -229,7 +229,7 @@ def test_refused_and_drained_free_at_once_since_nobody_writes() -> None:
     assert _kind(drained) is FailureKind.STOPPED
 
 
-def test_a_gone_prefill_frees_after_its_bytes_have_settled() -> None:
+def test_a_lost_prefill_frees_pages_after_its_bytes_have_settled() -> None:
     session = _session()
     session.prefill_gone(Incarnation(PREFILL.incarnation - 1), 1.0)
     assert _state(session) is ReceiverState.TICKETED
@@ -244,7 +244,7 @@ def test_a_gone_prefill_frees_after_its_bytes_have_settled() -> None:
     assert _kind(session) is FailureKind.PREFILL_GONE
 
 
-def test_a_gone_prefill_frees_at_once_where_nothing_can_be_on_its_way() -> None:
+def test_a_lost_prefill_frees_pages_at_once_if_no_bytes_can_be_in_flight() -> None:
     session = ReceiverSession(ticket([4]), PREFILL, num_pages=1, num_bytes=10, num_ranks=1, silence_s=9.0, settle_s=0.0)
     session.open(0.0)
     session.cancel("client left", 1.0)

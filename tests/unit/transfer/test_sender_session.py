@@ -35,7 +35,7 @@ def _session(prompt_len: int, owned: range, *, held: int = 0, sends: bool = True
 
 
 @given(st.integers(1, 60), st.data())
-def test_every_owned_page_goes_once_and_only_when_complete(prompt_len: int, data: st.DataObject) -> None:
+def test_every_owned_page_is_sent_once_and_only_when_complete(prompt_len: int, data: st.DataObject) -> None:
     num_pages = -(-prompt_len // PAGE)
     held = data.draw(st.integers(0, num_pages))
     step = data.draw(st.integers(1, 3))
@@ -83,7 +83,7 @@ def test_a_rank_that_owns_nothing_is_sent_at_the_last_chunk() -> None:
     assert (done.num_pages, done.num_bytes) == (0, 0)
 
 
-def test_a_cancelled_session_hands_out_nothing_and_is_over_when_drained() -> None:
+def test_a_cancelled_session_sends_nothing_and_ends_when_drained() -> None:
     session = _session(8, range(2))
     session.advance([[1]], 4)
     session.cancel()
@@ -99,7 +99,7 @@ def test_a_cancelled_session_hands_out_nothing_and_is_over_when_drained() -> Non
     assert session.report().state is SendState.DRAINED
 
 
-def test_a_failed_session_says_why_and_hands_out_nothing() -> None:
+def test_a_failed_session_has_a_reason_and_sends_nothing() -> None:
     session = _session(8, range(2))
     session.advance([[1]], 4)
     session.failed("the wire is cut")

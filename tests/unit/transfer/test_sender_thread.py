@@ -109,7 +109,7 @@ def test_close_skips_what_is_queued(rig: _Rig) -> None:
     assert not any(target.buffer[PAGE:])
 
 
-def test_nothing_is_remembered_of_transfers_that_failed(rig: _Rig) -> None:
+def test_failed_transfers_leave_no_state(rig: _Rig) -> None:
     target = rig.backend.allocate(8)
     for room in range(5):
         rig.thread.send(rig.job(room, [7], target))
@@ -119,7 +119,7 @@ def test_nothing_is_remembered_of_transfers_that_failed(rig: _Rig) -> None:
     assert not rig.thread._barred
 
 
-def test_a_thread_that_ends_by_itself_is_told_of(rig: _Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_dies_is_reported(rig: _Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> None:
         raise OSError("no such peer")
 

@@ -230,7 +230,7 @@ def write_tables() -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_tables_are_those_committed(name: str) -> None:
+def test_tables_equal_the_committed_ones(name: str) -> None:
     expected = json.loads(TABLES.read_text(encoding="utf-8"))[name]
     found = MAKERS[name]()
     assert {key: value for key, value in found.items() if value != expected.get(key)} == {}

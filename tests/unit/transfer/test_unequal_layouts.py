@@ -182,7 +182,7 @@ def test_ranks_with_the_same_heads_are_sent_every_page_between_them(pair: Pair) 
 
 @settings(deadline=None, max_examples=200)
 @given(pairs())
-def test_copies_of_a_head_take_turns(pair: Pair) -> None:
+def test_copies_of_a_head_share_the_pages(pair: Pair) -> None:
     """Each rank sends to one rank, if both sides hold every head equally often."""
     sizes, targets = pair.prefill[0].sizes, pair.decode[0].sizes
     for record in pair.prefill:

@@ -132,7 +132,7 @@ def test_transients_do_not_grow_with_queries_times_context(monkeypatch: pytest.M
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("key_lens", [None, (3, 40, 0, 31)])
-def test_on_a_gpu_nobody_waits(
+def test_a_gpu_is_never_synchronized(
     key_lens: tuple[int, ...] | None, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything is created on the device: meta tensors have no content and cannot be mixed with other tensors."""

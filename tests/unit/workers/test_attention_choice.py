@@ -15,13 +15,13 @@ from workers.attention.registry import choose_backend, needs_of
 from workers.device import CPU, GPU, Device
 
 
-def test_auto_goes_by_the_device() -> None:
+def test_auto_depends_on_the_device() -> None:
     assert choose_backend(AttentionSetting.AUTO, GPU, torch.bfloat16).name == "triton"
     choice = choose_backend(AttentionSetting.AUTO, CPU, torch.float32)
     assert (choice.name, choice.reason) == ("torch", "the CPU, in fp32")
 
 
-def test_what_is_asked_for() -> None:
+def test_a_named_backend_is_used() -> None:
     for setting, device in (
         (AttentionSetting.TORCH, CPU),
         (AttentionSetting.TORCH, GPU),
@@ -40,7 +40,9 @@ def test_what_is_asked_for() -> None:
         ("flash_attn", GPU, torch.float32, "got flash_attn; allowed on cuda in float32: auto, torch, triton"),
     ],
 )
-def test_what_is_not_for_this_device(setting: str, device: Device, dtype: torch.dtype, message: str) -> None:
+def test_a_backend_for_another_device_is_refused(
+    setting: str, device: Device, dtype: torch.dtype, message: str
+) -> None:
     with pytest.raises(UserError, match=f"resources.attention: {message}"):
         choose_backend(AttentionSetting(setting), device, dtype)
 

@@ -80,7 +80,7 @@ def test_answers_depend_on_prompts(bench: EngineBench) -> None:
     assert len(set(answers)) == 3
 
 
-def test_what_does_not_fit_for_the_other_engine_is_told(bench: EngineBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_the_other_engine_are_reported(bench: EngineBench, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def fail(*_: Any) -> None:

@@ -106,7 +106,7 @@ def test_a_forced_strategy_is_that_of_every_step(setting: StrategySetting) -> No
 
 
 @pytest.mark.parametrize("prefill", [{}, {"strategy": "auto"}])
-def test_auto_divides_what_gains_by_it_and_nothing_else(prefill: dict[str, str]) -> None:
+def test_auto_shards_only_steps_that_benefit(prefill: dict[str, str]) -> None:
     short, long = (plan_of(prompt_len, **prefill).shape.strategy for prompt_len in (1, 64))
     assert short is Strategy.NONE
     assert long in (Strategy.CONTIGUOUS, Strategy.ZIGZAG, Strategy.INTERLEAVE)
@@ -120,18 +120,18 @@ def test_auto_divides_what_gains_by_it_and_nothing_else(prefill: dict[str, str])
         (CpMode.RING, PassingSetting.PASS_Q, Passing.PASS_Q),
     ],
 )
-def test_mode_and_passing_are_those_of_the_file(mode: CpMode, passing: PassingSetting, planned: Passing | None) -> None:
+def test_mode_and_passing_follow_the_file(mode: CpMode, passing: PassingSetting, planned: Passing | None) -> None:
     assert plan_of(64, strategy=StrategySetting.ZIGZAG, mode=mode, passing=passing).shape.passing is planned
 
 
 @pytest.mark.parametrize(("mode", "num_tokens"), [(CpMode.GATHER, 120), (CpMode.RING, LONGEST)])
-def test_what_goes_round_in_a_step_is_no_more_than_of_one_prompt(mode: CpMode, num_tokens: int) -> None:
+def test_the_ring_transfers_of_a_step_are_bounded_by_one_prompt(mode: CpMode, num_tokens: int) -> None:
     """The longest prompt determines the measured memory."""
     plan = plan_of(60, 60, strategy=StrategySetting.ZIGZAG, mode=mode)
     assert sum(len(request.token_ids) for request in plan.scheduled) == num_tokens
 
 
-def test_a_machine_without_gpu_is_told_before_the_groups_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_reported_before_the_groups_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def join_groups(*_: object) -> None:
         raise AssertionError("NCCL needs the GPU")
 

@@ -170,13 +170,13 @@ def test_a_forced_strategy_is_obeyed_and_estimated(strategy: Strategy) -> None:
     assert choice.estimate_s == estimate(strategy, [1, 9000], [0, 7], 3)
 
 
-def test_many_equal_requests_need_not_be_cut() -> None:
+def test_many_equal_requests_are_not_sharded() -> None:
     """Two runs of each request on each rank cost more than the balance gains."""
     choice = choose(requests_of([64] * 64, [0] * 64), 4)
     assert choice.shape.strategy is Strategy.WHOLE_REQUEST
 
 
-def test_every_strategy_can_be_asked_for() -> None:
+def test_every_strategy_can_be_requested() -> None:
     assert StrategySetting.AUTO.candidates == tuple(Strategy)
     assert [setting.candidates for setting in StrategySetting][1:] == [(strategy,) for strategy in Strategy]
 
@@ -198,7 +198,7 @@ def test_an_exchange_behind_work_is_free_as_far_as_it_can_be_hidden(passing: Pas
     assert costs[2] - RATES.exchange_s == pytest.approx(free_s, rel=5e-3)
 
 
-def test_what_need_not_be_hidden_is_attended_in_one_call() -> None:
+def test_communication_that_is_not_overlapped_uses_one_call() -> None:
     unmerged = dataclasses.replace(RATES, merge_row_s=1.0)
     assert estimate(Strategy.ZIGZAG, [9000], [0], 2, unmerged) < 10
     overlapped = dataclasses.replace(unmerged, hidden_share=0.1)

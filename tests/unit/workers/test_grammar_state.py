@@ -59,7 +59,7 @@ def text_of(state: SamplingState, num_tokens: int, likes: str | int = "!", first
     return text
 
 
-def test_the_likeliest_of_what_is_allowed(grammars: Grammars) -> None:
+def test_the_most_likely_allowed_token_is_sampled(grammars: Grammars) -> None:
     assert text_of(state_of(grammars, asked('start: "x" /[a-c]/ "y" | "xx"')), 9, "b") == "xby."
 
 
@@ -69,17 +69,17 @@ def test_an_answer_may_end_where_the_text_is_whole(grammars: Grammars) -> None:
     assert text_of(state_of(grammars, asked("start: /ab*/")), 4, "!") == "abbb"
 
 
-def test_min_tokens_hold_as_far_as_something_else_can_come(grammars: Grammars) -> None:
+def test_min_tokens_apply_while_the_grammar_can_continue(grammars: Grammars) -> None:
     assert text_of(state_of(grammars, asked("start: /ab*/", min_tokens=3)), 9, EOS) == "abb$"
     assert text_of(state_of(grammars, asked('start: "ab"', min_tokens=3)), 9, EOS) == "ab."
 
 
-def test_a_handoff_or_a_preemption_goes_on_where_it_was(grammars: Grammars) -> None:
+def test_a_handoff_or_a_preemption_continues_the_grammar(grammars: Grammars) -> None:
     sampling = asked('start: "abcdef"')
     assert text_of(state_of(grammars, sampling, b"abcd"), 9, first=4) == "ef."
 
 
-def test_others_wishes_count_as_far_as_the_grammar_leaves_them(grammars: Grammars) -> None:
+def test_other_sampling_options_apply_within_the_grammar(grammars: Grammars) -> None:
     digits = asked("start: /[0-9]{4}/")
     assert text_of(state_of(grammars, replace(digits, allowed_ids=frozenset(b"78a"))), 9) == "7777."
     assert text_of(state_of(grammars, replace(digits, allowed_ids=frozenset(b"xyz"))), 9, "3") == "3333."
@@ -96,7 +96,7 @@ def test_logprobs_are_the_models_own(grammars: Grammars) -> None:
     assert drawn.logprobs.logprob < drawn.logprobs.top_logprobs[0] - 5
 
 
-def test_rows_without_a_grammar_are_left_alone(grammars: Grammars) -> None:
+def test_requests_without_a_grammar_are_unchanged(grammars: Grammars) -> None:
     states = [state_of(grammars, asked('start: "a"')), state_of(grammars, Sampling())]
     logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
     likeliest = int(logits[1].argmax())
@@ -116,7 +116,9 @@ def test_a_token_that_ends_the_answer_does_not_end_the_text_early(grammars: Gram
         (asked("start: nothing"), b"", "nothing"),
     ],
 )
-def test_what_cannot_go_on_fails_by_itself(grammars: Grammars, sampling: Sampling, output: bytes, words: str) -> None:
+def test_a_dead_end_fails_only_its_own_request(
+    grammars: Grammars, sampling: Sampling, output: bytes, words: str
+) -> None:
     drawn = draw(state_of(grammars, sampling, output), len(output))
     assert drawn.problem.startswith("the grammar cannot be followed: ")
     assert words in drawn.problem

@@ -3,7 +3,7 @@
 from workers.hicache.policy.host_index import HostIndex
 
 
-def test_the_least_recently_used_page_goes_and_pinned_and_held_ones_stay() -> None:
+def test_the_least_recently_used_page_is_evicted_unless_pinned_or_held() -> None:
     index = HostIndex(3, 1)
     for key in (b"a", b"b", b"c"):
         assert index.reserve(key, 0) is not None

@@ -39,7 +39,7 @@ def reason_of(pair: LeaderPair, room: Room) -> str:
     return failure.reason
 
 
-def test_a_request_that_never_came_need_not_come_any_more() -> None:
+def test_a_cancel_before_its_submit_drops_the_submit() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
     assert reason_of(pair, submit.room) == "will report nothing more about the request: it never arrived"
@@ -47,7 +47,7 @@ def test_a_request_that_never_came_need_not_come_any_more() -> None:
     assert pair.decode.is_idle()
 
 
-def test_nothing_is_said_of_a_request_in_work() -> None:
+def test_a_running_request_gets_no_reply() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
     pair.tell(Role.DECODE, submit)
@@ -68,7 +68,7 @@ def test_another_start_of_the_replica_is_not_answered_for() -> None:
     assert pair.decode.load().dropped == {"Inquire": 1}
 
 
-def test_leaders_ask_again_and_again_whether_a_router_still_wants_what_they_have() -> None:
+def test_leaders_inquire_periodically_about_their_requests() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
     other = replace(submit, room=Room(9), router=replace(ME, address="another"))
@@ -82,7 +82,7 @@ def test_leaders_ask_again_and_again_whether_a_router_still_wants_what_they_have
             assert told == expected
 
 
-def test_a_choice_does_not_wait_for_ever_for_one_that_never_comes() -> None:
+def test_a_choice_waits_for_a_missing_first_choice_for_a_limited_time() -> None:
     pair = LeaderPair()
     choice = pair.submit(PROMPT, prompt_of=Room(77))
     pair.tell(Role.DECODE, choice)
@@ -133,7 +133,7 @@ def test_each_start_of_a_router_counts_for_itself(role: Role) -> None:
 
 
 @pytest.mark.parametrize("role", Role)
-def test_what_was_meant_for_another_start_is_dropped(role: Role) -> None:
+def test_messages_for_another_start_are_dropped(role: Role) -> None:
     pair = LeaderPair()
     assert told(pair, role, command(1, Drain(), of=2)) == (False, [])
     assert pair.leaders[role].load().dropped == {"Command": 1}
@@ -141,7 +141,7 @@ def test_what_was_meant_for_another_start_is_dropped(role: Role) -> None:
 
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize("wanted", [PinPages(keys=[b"page"], is_pinned=True), UseStorage(is_attached=True)], ids=str)
-def test_what_is_not_configured_is_refused(role: Role, wanted: Wanted) -> None:
+def test_commands_for_missing_tiers_are_refused(role: Role, wanted: Wanted) -> None:
     (answer,) = answers_of(LeaderPair().leaders[role], command(1, wanted))
     assert answer.refusal == "no host memory is configured for cached pages (hicache.host_gib)"
 
@@ -177,7 +177,7 @@ def test_a_leader_pins_and_says_how_many_pages_it_keeps() -> None:
     assert not world.tiers.host.pins
 
 
-def test_a_leader_leaves_storage_alone_and_uses_it_again() -> None:
+def test_a_leader_detaches_storage_and_attaches_it_again() -> None:
     leader, world = tiered_leader(host_pages=8, backend="files")
     for number, is_attached in enumerate((False, True), start=1):
         (answer,) = answers_of(leader, command(number, UseStorage(is_attached=is_attached)))
@@ -238,7 +238,7 @@ def test_a_foreign_message_is_dropped_and_counted(name: str, *, has_ticket: bool
     assert [admit.room for admit in plan.admits] == [ticket.room]
 
 
-def test_a_foreign_ticket_that_comes_early_is_dropped_with_the_request() -> None:
+def test_an_early_foreign_ticket_is_dropped_with_the_request() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
     (ticket,) = (said for said in pair.tell(Role.DECODE, submit) if isinstance(said, Ticket))
@@ -248,7 +248,7 @@ def test_a_foreign_ticket_that_comes_early_is_dropped_with_the_request() -> None
     assert pair.prefill.load().dropped == {"Ticket": 1}
 
 
-def test_decode_counts_what_comes_twice_or_of_another_ticket() -> None:
+def test_decode_counts_duplicates_and_messages_of_other_tickets() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
     late = Drained(room=submit.room, prefill=pair.prefill_peer, decode_incarnation=Incarnation(7))

@@ -101,7 +101,7 @@ JOINING = [
 
 
 @pytest.mark.parametrize(("cp", "ownership", "backend"), JOINING)
-def test_a_sequence_that_is_alone_is_computed_while_its_pages_come(
+def test_a_single_sequence_is_computed_while_its_pages_load(
     cp: int, ownership: KvOwnership, backend: TransferBackendName
 ) -> None:
     prefill = Prefill(cp=cp, ownership=ownership, backend=backend)
@@ -121,7 +121,7 @@ def test_a_sequence_that_is_alone_is_computed_while_its_pages_come(
     assert sequence.tokens == [*PROMPT, 9]
 
 
-def test_a_drawn_token_proves_the_pages_and_the_late_answer_changes_nothing() -> None:
+def test_a_sampled_token_proves_the_load_and_late_results_change_nothing() -> None:
     prefill = Prefill()
     prefill.remember(PROMPT)
     sequence = prefill.add(PROMPT)
@@ -136,7 +136,7 @@ def test_a_drawn_token_proves_the_pages_and_the_late_answer_changes_nothing() ->
     assert again.kv.cached == CachedTokens(total=6)
 
 
-def test_what_is_left_to_compute_goes_on_before_every_rank_has_told() -> None:
+def test_computation_continues_before_every_rank_has_reported() -> None:
     prefill = Prefill(chunk_tokens=2)
     prefill.remember(PROMPT)
     longer = prefill.add([*PROMPT, 8, 9, 10])
@@ -154,7 +154,7 @@ def test_what_is_left_to_compute_goes_on_before_every_rank_has_told() -> None:
 
 @pytest.mark.parametrize("is_sent", [False, True], ids=["loaded first", "sent first"])
 @pytest.mark.parametrize(("cp", "ownership", "backend"), JOINING)
-def test_pages_of_who_leaves_are_held_until_they_are_loaded_and_sent(
+def test_pages_of_a_cancelled_request_are_held_until_loaded_and_sent(
     cp: int, ownership: KvOwnership, backend: TransferBackendName, *, is_sent: bool
 ) -> None:
     prefill = Prefill(cp=cp, ownership=ownership, backend=backend, chunk_tokens=2)
@@ -210,7 +210,7 @@ def test_a_stream_does_not_wait_either() -> None:
     assert [request.room for request in plan.scheduled] == [stream.room]
 
 
-def test_pages_that_come_over_a_network_are_there_before_anything_is_computed() -> None:
+def test_network_loads_complete_before_the_step() -> None:
     prefill = Prefill(cp=2)
     prefill.remember(PROMPT)
     sequence = prefill.add(PROMPT)
@@ -221,7 +221,7 @@ def test_pages_that_come_over_a_network_are_there_before_anything_is_computed() 
     assert prefill.plan().scheduled[0].first_position == 0
 
 
-def test_who_still_waits_for_copies_is_not_preempted() -> None:
+def test_a_request_with_pending_loads_is_not_preempted() -> None:
     """Otherwise the load could write to pages that belong to another request."""
     prefill = Prefill(depth=2)
     prefill.remember([*range(30, 30 + 2 * NUM_PAGES - 3)])
@@ -234,7 +234,7 @@ def test_who_still_waits_for_copies_is_not_preempted() -> None:
     prefill.check()
 
 
-def test_a_load_joins_no_step_behind_another_load() -> None:
+def test_a_load_joins_no_step_after_another_load() -> None:
     prefill = Prefill()
     prefill.remember(PROMPT)
     other = [11, 12, 13, 14, 15]
@@ -251,7 +251,7 @@ def test_a_load_joins_no_step_behind_another_load() -> None:
     prefill.answer(first)
 
 
-def test_what_came_from_below_before_a_preemption_is_not_told_afterwards() -> None:
+def test_loads_before_a_preemption_are_not_reported_after_it() -> None:
     prefill = Prefill()
     prefill.remember(PROMPT)
     sequence = prefill.add(PROMPT)

@@ -29,7 +29,7 @@ def drained(pair: LeaderPair, room: Room) -> tuple[Message, ...]:
 
 
 @pytest.mark.parametrize("role", Role)
-def test_a_prompt_larger_than_the_pool_is_refused_in_words(role: Role) -> None:
+def test_a_prompt_larger_than_the_pool_is_refused_with_a_reason(role: Role) -> None:
     pair = LeaderPair(4)
     (failure,) = pair.tell(role, pair.submit([1] * 17))
     assert isinstance(failure, Failure)
@@ -68,7 +68,7 @@ def test_an_urgent_request_gets_decode_pages_first_and_the_oldest_is_not_put_off
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_nobody_who_waits_for_pages_is_looked_at_again_before_something_helps(
+def test_waiting_requests_are_not_examined_before_pages_are_freed(
     prefix_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = LeaderPair(4, prefix_cache=prefix_cache)
@@ -97,7 +97,7 @@ def count_call(calls: Counter[str], name: str, call: Callable[..., object], *arg
     return call(*args)
 
 
-def test_pages_come_back_when_router_and_prefill_are_both_proven_gone() -> None:
+def test_pages_are_freed_when_router_and_prefill_are_both_proven_gone() -> None:
     pair = LeaderPair()
     decode = pair.decode
     pair.tell(Role.DECODE, pair.submit(PROMPT))
@@ -111,7 +111,7 @@ def test_pages_come_back_when_router_and_prefill_are_both_proven_gone() -> None:
     decode.check_integrity()
 
 
-def test_ranks_hear_once_of_a_decode_replica_that_is_gone() -> None:
+def test_ranks_are_notified_once_of_a_lost_decode_replica() -> None:
     pair = LeaderPair()
     prefill = pair.prefill
     for _ in range(2):
@@ -121,7 +121,7 @@ def test_ranks_hear_once_of_a_decode_replica_that_is_gone() -> None:
     assert told == [ForgetPeer(replica=pair.decode_peer.replica, incarnation=Incarnation(1))] * 2
 
 
-def test_too_much_quarantine_ends_the_replica_when_nothing_else_is_at_hand() -> None:
+def test_too_much_quarantine_ends_the_replica_when_idle() -> None:
     """Prefill never answers the Revoke. Time alone does not free pages, but restarting the replica provides new ones.
 
     The half second in which bytes settle has passed.
@@ -183,7 +183,7 @@ def test_pages_that_are_proven_free_in_time_let_the_replica_take_requests_again(
     assert decode.load().stopping_pages == 0
 
 
-def test_a_ticket_whose_request_was_lost_says_whose_message_was_awaited_and_how_long() -> None:
+def test_a_ticket_without_a_request_reports_the_missing_message_and_the_wait() -> None:
     pair = LeaderPair(num_pages=10)
     prefill = pair.prefill
     (ticket,) = [said for said in pair.tell(Role.DECODE, pair.submit(PROMPT)) if isinstance(said, Ticket)]

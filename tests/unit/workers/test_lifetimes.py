@@ -74,7 +74,7 @@ def test_without_a_page_of_the_window_a_prefix_ends_before_it() -> None:
 
 
 @given(st.integers(1, 8), st.integers(1, 30))
-def test_what_is_kept_can_be_found_and_nothing_is_lost(num_pages: int, window: int) -> None:
+def test_cached_pages_can_be_found_and_none_is_lost(num_pages: int, window: int) -> None:
     allocator = allocator_of(2 * num_pages, window)
     pages = computed(allocator, num_pages)
     held = live_pages(pages)

@@ -107,7 +107,7 @@ def test_bans_that_leave_no_token_are_not_applied() -> None:
     assert [token_id for token_id in range(VOCAB_SIZE) if changed[token_id] > -math.inf] == [8, 9]
 
 
-def test_tokens_that_were_drawn_count_at_once() -> None:
+def test_sampled_tokens_count_immediately() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 20], logits[0, 21] = 1.0, 0.3
     states = [state_of(Sampling(frequency_penalty=0.2, bad_words=[[20, 21, 20]]), output=[])]
@@ -163,7 +163,7 @@ requests = st.tuples(samplings, st.lists(ids, min_size=1, max_size=6), st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(batch=st.lists(requests, min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_a_request_is_drawn_the_same_in_any_company(batch: list[tuple[Any, ...]], seed: int) -> None:
+def test_a_request_is_sampled_independently_of_its_batch(batch: list[tuple[Any, ...]], seed: int) -> None:
     logits = some_logits(len(batch), seed)
     positions = [len(output) for _, _, output in batch]
     together = sample(logits.clone(), [state_of(*request) for request in batch], positions)
@@ -175,7 +175,7 @@ def test_a_request_is_drawn_the_same_in_any_company(batch: list[tuple[Any, ...]]
             assert drawn.token_id not in sampling.ending_ids
 
 
-def test_what_is_not_asked_for_leaves_logits_alone() -> None:
+def test_unused_processors_leave_logits_unchanged() -> None:
     logits = some_logits(4)
     before = logits.clone()
     process(logits, [state_of(Sampling(temperature=1.0, top_k=3))] * 4, [0, 1, 2, 3])

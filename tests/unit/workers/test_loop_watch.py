@@ -29,7 +29,7 @@ def test_as_many_looks_as_the_limit_has_seconds_see_it() -> None:
     assert [watch.look() for _ in range(5)] == [False, False, False, False, True]
 
 
-def test_a_loop_that_turns_now_and_then_goes_on() -> None:
+def test_a_slow_loop_continues() -> None:
     heartbeat = Heartbeat()
     watch = make_watch(heartbeat)
     for number in range(20):
@@ -38,7 +38,7 @@ def test_a_loop_that_turns_now_and_then_goes_on() -> None:
         assert not watch.look(), "it begins anew"
 
 
-def test_a_hung_loop_is_told_once_and_ended(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hung_loop_is_reported_once_and_ended(caplog: pytest.LogCaptureFixture) -> None:
     heartbeat, ended = Heartbeat(), threading.Event()
     heartbeat.at("in step 7")
     with LoopWatch(heartbeat, "decode-0 rank 1", 0.05, ended.set, look_s=LOOK_S):
@@ -84,7 +84,7 @@ def run_step(num_tenths: int) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_process_that_was_stopped_in_a_step_has_the_time_it_had() -> None:
+def test_a_stop_during_a_step_does_not_count() -> None:
     process = run_step(num_tenths=5)
     time.sleep(0.25)  # some checks were late
     process.send_signal(signal.SIGSTOP)

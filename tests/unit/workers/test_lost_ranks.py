@@ -23,13 +23,13 @@ from workers.parallel.groups import exchange_at_start, join_group, leave_store
 from workers.post import send_to_ranks
 
 
-def test_every_rank_learns_what_all_say() -> None:
+def test_every_rank_gets_all_values() -> None:
     store = HashStore()
     told = on_thread_ranks(3, lambda group: exchange_at_start(store, "rates", group.rank, 3, f"of {group.rank}"))
     assert told == [["of 0", "of 1", "of 2"]] * 3
 
 
-def test_a_rank_that_says_nothing_is_lost() -> None:
+def test_a_silent_rank_is_lost() -> None:
     store = HashStore()
     store.set_timeout(timedelta(milliseconds=10))
     with pytest.raises(PeerLostError, match=r"^rates: not all of 2 ranks have responded: "):
@@ -77,7 +77,7 @@ def test_a_group_that_stands_leaves_the_timeout_of_the_store_alone(collectives: 
     assert store.timeout == timedelta(seconds=60)
 
 
-def test_a_rank_that_is_gone_is_missed_in_groups_it_is_not_in() -> None:
+def test_a_lost_rank_fails_other_groups_too() -> None:
     config = DeployConfig.model_validate({"prefill": {"parallel": {"cp": 2, "tp": 2}}})
     model: Any = SimpleNamespace(experts_per_token=0, dtype="float32", kv_groups=lambda _: kv_geometry().groups)
 
@@ -91,7 +91,7 @@ def test_a_rank_that_is_gone_is_missed_in_groups_it_is_not_in() -> None:
     on_thread_ranks(4, join)
 
 
-def test_a_rank_that_said_its_word_and_left_is_not_waited_for_in_what_comes_next() -> None:
+def test_a_rank_that_joined_and_left_is_not_waited_for() -> None:
     """Rank 2 joined the group, then left because a third rank had failed."""
     store = HashStore()
     store.set("tp/0/here/1", "here")

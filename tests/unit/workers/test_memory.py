@@ -54,7 +54,7 @@ def test_published_layers_are_on_the_host_and_no_others(
 
 
 @given(st.lists(st.integers(0, NUM_PAGES - 1), unique=True))
-def test_received_pages_come_from_the_host(pages: list[int]) -> None:
+def test_received_pages_are_copied_from_the_host(pages: list[int]) -> None:
     memory = staged(LAYOUTS[1])
     before = memory.pool.bytes.clone()
     memory.receive(pages)
@@ -89,7 +89,7 @@ def test_every_rank_with_the_same_heads_has_every_page(size: int, pages: list[in
         assert torch.equal(pool.bytes, sent_pool(pages).bytes)
 
 
-def test_more_than_is_gathered_at_a_time_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_gathers_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_memory, "_MOST_SPREAD_BYTES", 2 * LAYOUTS[1].page_bytes)
     pages = list(range(NUM_PAGES))
     for pool in received(2, pages):

@@ -225,7 +225,7 @@ def raw_config() -> dict[str, Any]:
         ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "float32, bfloat16, float16"]),
     ],
 )
-def test_unsupported_configs_are_refused_in_words(
+def test_unsupported_configs_are_refused_with_a_reason(
     raw_config: dict[str, Any], changes: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
@@ -243,7 +243,7 @@ def test_unsupported_configs_are_refused_in_words(
         ({"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, (None, None)),
     ],
 )
-def test_windows_are_those_of_transformers(
+def test_windows_equal_transformers(
     raw_config: dict[str, Any], changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     config = parse_model_config({**raw_config, **changes})
@@ -252,7 +252,7 @@ def test_windows_are_those_of_transformers(
     assert layers == {window: tuple(at for at in (0, 1) if windows[at] == window) for window in windows}
 
 
-def test_what_a_layer_stores_is_declared_for_the_whole_model(raw_config: dict[str, Any]) -> None:
+def test_kv_groups_cover_the_whole_model(raw_config: dict[str, Any]) -> None:
     for family in (raw_config, raw_config | QWEN2_MOE, raw_config | MIXTRAL):
         parts = (KvPart(name="k", dim=16, dtype="bfloat16"), KvPart(name="v", dim=16, dtype="bfloat16"))
         group = KvGroup(name="full_attention", num_heads=2, layers=(0, 1), parts=parts)

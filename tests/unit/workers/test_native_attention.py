@@ -129,7 +129,7 @@ def test_all_queries_see_the_first_keys(
 
 @settings(deadline=None, max_examples=60)
 @given(rank_pairs())
-def test_rows_whose_pieces_meet_in_one_query(native: AttentionBackend, case: tuple[list[Run], list[Run]]) -> None:
+def test_runs_that_share_a_query_are_merged(native: AttentionBackend, case: tuple[list[Run], list[Run]]) -> None:
     seen = seen_by_definition(*case)
     num_queries, num_keys = seen.shape
     query, key, value = tensors(num_queries, num_keys, torch.bfloat16)

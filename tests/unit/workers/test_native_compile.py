@@ -94,7 +94,7 @@ def test_another_source_compiler_or_option_is_another_library(tools: Path, monke
     assert len(paths) == 4
 
 
-def test_nothing_half_made_stays(tools: Path) -> None:
+def test_a_failed_build_leaves_nothing(tools: Path) -> None:
     set_compiler(tools, "#!/bin/sh\n[ \"$1\" = --version ] && exit\necho 'x.cpp:1: error: no' >&2; exit 1\n")
     with pytest.raises(CannotCompileError, match=r"c\+\+ failed: x.cpp:1: error: no") as failure:
         compiled_library(find_compiler())
@@ -147,7 +147,7 @@ def test_a_library_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> No
         ("fma avx2 avx512f avx512bw avx512vl avx512dq avx512_bf16", ["AVX512-BF16", "AVX512", "AVX2"]),
     ],
 )
-def test_the_fastest_of_what_the_cpu_has(
+def test_the_fastest_supported_build_is_used(
     flags: str, kinds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()

@@ -39,9 +39,7 @@ def until(is_true: Callable[[], bool]) -> None:
     raise AssertionError("it never came")
 
 
-def test_storage_that_is_away_at_the_start_is_used_when_it_comes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_storage_missing_at_the_start_is_used_once_available(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     opener = Opener()
     store = RankStore(OpeningStorage(opener), records_of(sizes())[0])
     assert "starting without storage: the disk is not mounted" in caplog.text

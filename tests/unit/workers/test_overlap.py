@@ -132,7 +132,7 @@ def test_gather_attends_prefix_and_own_rows_before_it_waits() -> None:
     assert events == ["sent", "pages", "rows", "arrived", "rows"]
 
 
-def test_what_does_not_travel_by_itself_is_fetched_first_and_attended_at_once() -> None:
+def test_synchronous_transfers_are_fetched_first_and_attended_in_one_call() -> None:
     events: list[str] = []
     one_layer(context_of(events, 2, in_background=False))
     assert events == ["sent", "arrived", "pages"]

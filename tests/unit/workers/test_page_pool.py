@@ -91,7 +91,7 @@ def test_a_buffer_that_does_not_fit_is_our_own_bug(buffer: torch.Tensor) -> None
         make_pool(buffer=buffer)
 
 
-def test_groups_of_unlike_parts_lie_behind_each_other_in_a_page() -> None:
+def test_groups_with_unequal_parts_are_adjacent_in_a_page() -> None:
     pool = PagePool(layout_of(two_groups(num_layers=4, num_heads=HEADS), PAGES))
     assert pool.group("full_attention").shape == (PAGES + 1, HEADS, 4, 2, 4, 4)
     assert pool.group("extra").shape == (PAGES + 1, 1, 2, 4 * (6 * 2 + 2 * 4))

@@ -41,7 +41,7 @@ def reporter_of(num_pages: int = 8) -> tuple[PageReporter, PageAllocator]:
     return PageReporter(ME, allocator), allocator
 
 
-def test_a_router_is_told_everything_then_what_changes() -> None:
+def test_a_router_gets_the_complete_cache_then_changes() -> None:
     reporter, allocator = reporter_of()
     cached(allocator, [1] * 8)
     assert reporter.changes() == []
@@ -61,7 +61,7 @@ def test_a_router_is_told_everything_then_what_changes() -> None:
     assert reporter.changes() == []
 
 
-def test_an_empty_cache_is_news_and_a_large_one_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_cache_is_reported_and_a_large_one_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     reporter, allocator = reporter_of()
     assert len(reporter.subscribe(ask(router()))) == 1
     cached(allocator, list(range(28)))
@@ -72,7 +72,7 @@ def test_an_empty_cache_is_news_and_a_large_one_comes_in_parts(monkeypatch: pyte
     assert keys == page_keys(list(range(28)), PAGE_SIZE)
 
 
-def test_who_is_told() -> None:
+def test_subscribed_routers_get_events() -> None:
     reporter, allocator = reporter_of()
     assert reporter.subscribe(ask(router(), incarnation=2)) == []
     reporter.subscribe(ask(router(2)))
@@ -85,7 +85,7 @@ def test_who_is_told() -> None:
     assert [address for address, _ in reporter.changes()] == ["router-b.1"]
 
 
-def test_nothing_is_noted_while_nobody_follows() -> None:
+def test_nothing_is_recorded_without_subscribers() -> None:
     reporter, allocator = reporter_of()
     reporter.subscribe(ask(router()))
     reporter.on_table(TableSnapshot(version=1, replicas=(), reaped={ROUTER: Incarnation(1)}))
@@ -121,7 +121,7 @@ def _take(journal: PageJournal, known: set[bytes]) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_news_tell_of_every_tier_and_of_no_window(window: int | None) -> None:
+def test_events_cover_every_tier_and_no_window(window: int | None) -> None:
     world = TierWorld(
         pages_per_owner=8,
         host_pages=8,

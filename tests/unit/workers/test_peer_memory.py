@@ -56,7 +56,7 @@ def opened(backend: TransferBackend, verify: Verify = Verify.COUNTS) -> PeerMemo
     return made
 
 
-def test_pages_go_from_pool_to_pool(fabric: FakeFabric, caplog: pytest.LogCaptureFixture) -> None:
+def test_pages_are_copied_from_pool_to_pool(fabric: FakeFabric, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     backends = [backend_of(), backend_of()]
     ours, theirs = map(opened, backends)
@@ -98,7 +98,7 @@ def test_nothing_is_sent_before_it_is_written() -> None:
         (TransferProtocol.RDMA, Verify.DIGEST, False, "transfer.verify: digest needs pages in host memory"),
     ],
 )
-def test_pages_go_by_way_of_the_host_and_why(
+def test_pages_are_staged_through_the_host_with_a_reason(
     fabric: FakeFabric,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -144,7 +144,7 @@ def test_other_backends_reach_the_host_only() -> None:
         backend.close()
 
 
-def test_closed_pages_are_reached_by_nobody(fabric: FakeFabric) -> None:
+def test_closed_regions_are_unreachable(fabric: FakeFabric) -> None:
     backends = [backend_of(), backend_of()]
     ours, theirs = map(opened, backends)
     with pytest.raises(TransferError, match="exceeds the"):

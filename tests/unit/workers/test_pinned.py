@@ -57,7 +57,7 @@ def test_memory_is_pinned_until_it_is_closed(runtime: Runtime) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_rank_unpins_before_its_memory_goes(runtime: Runtime, *, fails: bool) -> None:
+def test_a_rank_unpins_before_its_memory_is_freed(runtime: Runtime, *, fails: bool) -> None:
     def close() -> None:
         runtime.events.append("closed")
 

@@ -174,7 +174,7 @@ def test_without_a_tree_nothing_is_kept() -> None:
     allocator.check_integrity([])
 
 
-def test_a_page_that_somebody_reads_is_not_evicted() -> None:
+def test_a_page_in_use_is_not_evicted() -> None:
     allocator = PageAllocator(3, PrefixTree())
     keys = page_keys([1, 2, 3, 4], PAGE_SIZE)
     allocator.keep([allocate(allocator, 2)], keys)
@@ -210,7 +210,7 @@ def test_an_empty_pool_takes_what_its_owners_hold_together(
     assert can_allocate(allocator, count, first_owner=base) == (count <= pages_per_owner * num_owners)
 
 
-def test_an_owner_evicts_its_own_oldest_page_and_what_hangs_below() -> None:
+def test_an_owner_evicts_its_oldest_page_and_its_descendants() -> None:
     allocator = PageAllocator(3, PrefixTree(2), 2)
     old, new = page_keys([1, 2, 3, 4, 5, 6], PAGE_SIZE), page_keys([7, 8, 9, 10], PAGE_SIZE)
     allocator.keep([allocate(allocator, 3)], old)
@@ -225,7 +225,7 @@ def test_an_owner_evicts_its_own_oldest_page_and_what_hangs_below() -> None:
     allocator.check_integrity(held)
 
 
-def test_a_request_waits_for_the_owner_who_has_least() -> None:
+def test_a_request_waits_for_the_fullest_owner() -> None:
     allocator = PageAllocator(2, num_owners=2)
     allocate(allocator, 1, first_owner=1)
     assert allocator.num_free == 2
@@ -233,7 +233,7 @@ def test_a_request_waits_for_the_owner_who_has_least() -> None:
     assert can_allocate(allocator, 3, first_owner=0)
 
 
-def test_letting_go_of_what_is_not_held_is_our_own_bug() -> None:
+def test_releasing_an_unheld_page_is_a_bug() -> None:
     allocator = PageAllocator(2, PrefixTree())
     pages = allocate(allocator, 2)
     allocator.keep([pages], page_keys([1, 2, 3, 4], PAGE_SIZE))

@@ -94,7 +94,7 @@ def steps(parts: FakeParts) -> RankSteps:
     return RankSteps(fake, fake, fake, fake, parts.heartbeat)
 
 
-def test_cached_pages_leave_before_the_forward_and_computed_ones_when_it_has_ended(
+def test_cached_pages_are_sent_before_the_forward_and_computed_ones_after_it(
     parts: FakeParts, steps: RankSteps
 ) -> None:
     steps.begin(plan_of(3))
@@ -106,7 +106,7 @@ def test_cached_pages_leave_before_the_forward_and_computed_ones_when_it_has_end
     assert (steps.num_begun, parts.heartbeat.position) == (0, BETWEEN_STEPS)
 
 
-def test_the_forward_gets_what_tells_that_its_pages_have_come(parts: FakeParts, steps: RankSteps) -> None:
+def test_the_forward_gets_its_layerwise_load(parts: FakeParts, steps: RankSteps) -> None:
     steps.begin(plan_of(3, TierJob(job_id=5, kind=TierJobKind.LOAD, pages=[])))
     assert parts.calls[1:] == [
         ("layerwise load", 5),
@@ -223,7 +223,7 @@ def test_layers_add_up_under_the_models_own_numbers_and_warming_up_is_left_out()
     )
 
 
-def test_news_are_told_once_a_second_or_when_nothing_else_is_to_be_done() -> None:
+def test_reports_are_sent_once_a_second_or_when_idle() -> None:
     model, groups = model_of(ParallelConfig(), rank=0)
     reports = StepReports(model, groups, global_rank=0)
     assert reports.next(0.0, is_idle=True) is None
@@ -241,7 +241,7 @@ def test_news_are_told_once_a_second_or_when_nothing_else_is_to_be_done() -> Non
     assert reports.next(9.0, is_idle=False) is None
 
 
-def test_of_ranks_that_share_an_experts_width_one_tells() -> None:
+def test_one_rank_reports_for_all_that_share_an_experts_width() -> None:
     model, groups = model_of(ParallelConfig(tp=2), rank=1)
     reports = StepReports(model, groups, global_rank=1)
     compute(model, 1, 1, 1, 1)
@@ -249,7 +249,7 @@ def test_of_ranks_that_share_an_experts_width_one_tells() -> None:
     assert reports.next(10.0, is_idle=True) == StepWork(global_rank=1, num_steps=1, step_s=0.5)
 
 
-def test_a_replicas_ranks_add_up_and_the_newest_word_counts() -> None:
+def test_load_is_summed_over_the_latest_reports_of_a_replicas_ranks() -> None:
     replica, _ = leader_of(2)
     for rank, tokens in ((0, {0: 1, 1: 2}), (1, {1: 4, 2: 8}), (0, {0: 3, 1: 2})):
         replica.on_message(StepWork(global_rank=rank, num_steps=3 + rank, step_s=0.5, expert_tokens=tokens), 0.0)
@@ -261,7 +261,7 @@ def test_a_replicas_ranks_add_up_and_the_newest_word_counts() -> None:
     ]
 
 
-def test_what_is_kept_out_of_a_followers_inbox_is_told_and_counted() -> None:
+def test_messages_rejected_by_a_followers_inbox_are_logged_and_counted() -> None:
     model, groups = model_of(ParallelConfig(), rank=0)
     reports = StepReports(model, groups, global_rank=1)
     dropped = {"stranger": 2}

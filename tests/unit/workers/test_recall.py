@@ -153,13 +153,13 @@ def test_the_demo_answers_and_stops(
     assert as_text[-1] == as_chat[-1] == NEWLINE_ID
 
 
-def test_a_chat_goes_on(models: dict[torch.dtype, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_chat_continues(models: dict[torch.dtype, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> None:
     again = reply(models, tokenizer, DEMO_PROMPT, DEMO_ANSWER, "The launch code is")
     assert tokenizer.decode(again[:-1]) == DEMO_ANSWER
     assert again[-1] in EOS_TOKEN_IDS
 
 
-def test_where_nothing_repeats_the_answer_ends_at_once(
+def test_without_repetition_the_answer_ends_immediately(
     models: dict[torch.dtype, PreTrainedModel], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     assert reply(models, tokenizer, "Hello") == [END_ID]
@@ -226,7 +226,7 @@ def test_an_older_version_is_replaced_whole(tmp_path: Path, folder: Path) -> Non
     assert (old / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
-def test_other_peoples_folders_are_left_alone(tmp_path: Path) -> None:
+def test_foreign_folders_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="is not a recall checkpoint"):
         build_recall_checkpoint(tmp_path)

@@ -146,7 +146,7 @@ def _news(number: int) -> KvEvents:
         (DpPolicy.FOLLOW_ROOM, [9, 2, 3, 1], [[0, 2], [1, 3]]),
     ],
 )
-def test_requests_go_where_the_policy_says(policy: DpPolicy, lengths: list[int], expected: list[list[int]]) -> None:
+def test_requests_follow_the_policy(policy: DpPolicy, lengths: list[int], expected: list[list[int]]) -> None:
     replica, leaders = leader_of(2, policy=policy)
     for room, length in enumerate(lengths):
         replica.on_message(submit(room, length), 0.0)
@@ -154,14 +154,14 @@ def test_requests_go_where_the_policy_says(policy: DpPolicy, lengths: list[int],
 
 
 @pytest.mark.parametrize("policy", DpPolicy)
-def test_a_request_goes_where_it_asks_and_nowhere_else_where_there_is_such_a_rank(policy: DpPolicy) -> None:
+def test_a_request_uses_exactly_the_dp_rank_that_it_names(policy: DpPolicy) -> None:
     replica, leaders = leader_of(2, policy=policy)
     replica.on_message(submit(4, dp_rank=1), 0.0)
     assert leaders[1].got == [submit(4, dp_rank=1)]
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_a_request_for_a_rank_that_only_the_other_side_has_goes_by_the_policy(dp: int) -> None:
+def test_a_dp_rank_of_the_other_role_only_is_ignored(dp: int) -> None:
     replica, leaders = leader_of(dp, policy=DpPolicy.LEAST_TOKENS)
     for room, prompt_len in enumerate([9, 2, 3]):
         replica.on_message(submit(room, prompt_len, dp_rank=3), 0.0)
@@ -170,14 +170,14 @@ def test_a_request_for_a_rank_that_only_the_other_side_has_goes_by_the_policy(dp
 
 
 @pytest.mark.parametrize("first", [ticket(7), ticket(7, wanted=1), Cancel(room=Room(7), incarnation=Incarnation(1))])
-def test_everything_of_a_room_meets_in_one_place_whatever_comes_first(first: Message) -> None:
+def test_all_messages_of_a_room_reach_one_leader_in_any_order(first: Message) -> None:
     replica, leaders = leader_of(3)
     replica.on_message(first, 0.0)
     replica.on_message(submit(7, dp_rank=1 if getattr(first, "wanted_dp_rank", None) else None), 0.0)
     assert sorted(len(leader.got) for leader in leaders) == [0, 0, 2]
 
 
-def test_another_choice_goes_where_the_pages_of_its_prompt_are() -> None:
+def test_another_choice_uses_the_dp_rank_of_its_prompt() -> None:
     replica, leaders = leader_of(2)
     replica.on_message(submit(3, prompt_len=9), 0.0)
     other = replace(submit(5), prompt_of=Room(3))
@@ -186,7 +186,7 @@ def test_another_choice_goes_where_the_pages_of_its_prompt_are() -> None:
     assert [len(leader.got) for leader in leaders] == [3, 0]
 
 
-def test_each_leader_is_asked_about_its_own_requests_and_one_about_what_never_came() -> None:
+def test_inquiries_reach_the_leader_of_a_request_or_any_for_unknown_ones() -> None:
     replica, leaders = leader_of(2)
     replica.on_message(submit(4, dp_rank=1), 0.0)
     replica.on_message(submit(6, dp_rank=0), 0.0)
@@ -197,7 +197,7 @@ def test_each_leader_is_asked_about_its_own_requests_and_one_about_what_never_ca
     assert leaders[1].got[1:] == [replace(inquire, rooms=[Room(4), Room(9)]), submit(9, dp_rank=0)]
 
 
-def test_a_request_that_outlives_all_rooms_that_are_remembered_is_asked_about_where_it_is(
+def test_a_long_request_keeps_its_leader_after_its_room_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("workers.scheduler.replica_leader.REMEMBERED_ROOMS", 3)
@@ -210,7 +210,7 @@ def test_a_request_that_outlives_all_rooms_that_are_remembered_is_asked_about_wh
     assert leaders[1].got[1:] == [inquire]
 
 
-def test_what_is_of_no_room_goes_to_all() -> None:
+def test_messages_without_a_room_reach_all_leaders() -> None:
     replica, leaders = leader_of(2)
     replica.on_message(Resume(), 0.0)
     assert [leader.got for leader in leaders] == [[Resume()]] * 2
@@ -218,7 +218,7 @@ def test_what_is_of_no_room_goes_to_all() -> None:
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 0), (7, 1)])
-def test_what_a_rank_says_of_its_pages_goes_to_its_own_leader(rank: int, expected: int) -> None:
+def test_reports_of_a_rank_reach_its_own_leader(rank: int, expected: int) -> None:
     replica, leaders = leader_of(2, cp=2)
     answer = TierJobResult(job_id=1, global_rank=rank, done=[])
     replica.on_message(answer, 0.0)
@@ -279,7 +279,7 @@ def test_a_rank_with_nothing_to_do_takes_part_and_all_know_all_lengths() -> None
     assert replica.next_plans() == []
 
 
-def test_no_step_begins_before_all_ranks_of_the_last_one_have_told_its_outcome() -> None:
+def test_no_step_begins_before_all_results_of_the_last_one() -> None:
     replica, leaders = leader_of(2)
     for leader in leaders:
         leader.plans = [plan_of(1, 1), plan_of(2, 1)]
@@ -291,7 +291,7 @@ def test_no_step_begins_before_all_ranks_of_the_last_one_have_told_its_outcome()
     assert [plan.step for plan in replica.next_plans()] == [2, 2]
 
 
-def test_stages_have_several_steps_under_way_which_end_in_order() -> None:
+def test_stages_have_several_steps_in_flight_which_end_in_order() -> None:
     replica, (leader,) = leader_of(1, depth=2)
     leader.plans = [plan_of(step, 1) for step in (1, 2, 3)]
     assert [bool(replica.next_plans()) for _ in range(3)] == [True, True, False]

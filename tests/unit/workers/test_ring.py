@@ -59,7 +59,7 @@ def test_nothing_is_sent_when_no_rank_has_anything() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4))
-def test_partials_come_home_in_the_order_of_the_queries(counts: list[int]) -> None:
+def test_partials_return_in_query_order(counts: list[int]) -> None:
     """Rank r returns 100 * r + query for each query."""
     order = torch.randperm(sum(counts))
     homes = torch.split(order, counts)
@@ -111,7 +111,7 @@ class _Failing(_SlowWork):
         raise RuntimeError("the peer is gone")
 
 
-def test_a_failure_is_told_in_the_wait_and_its_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_raised_in_the_wait_and_its_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = _Failing()
     monkeypatch.setattr(time, "monotonic", lambda: backend.now_s)
     group = Communicator("slow", 1, 2, backend)

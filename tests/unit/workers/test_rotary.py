@@ -135,7 +135,7 @@ def test_yarn_without_factor_takes_the_ratio_of_lengths() -> None:
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     ],
 )
-def test_unsupported_settings_are_refused_in_words(raw: dict[str, Any], words: list[str]) -> None:
+def test_unsupported_settings_are_refused_with_a_reason(raw: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         read_rope_config(raw, MAX_LEN)
     assert all(word in str(caught.value) for word in words)

@@ -78,7 +78,9 @@ def test_draws_follow_the_likelihoods_transformers_computes(name: str) -> None:
     num_ranked=st.integers(1, VOCAB_SIZE),
     seed=st.integers(0, 99),
 )
-def test_what_is_kept_equals_a_full_ranking(top_k: int, top_p: float, levels: int, num_ranked: int, seed: int) -> None:
+def test_filtered_tokens_equal_a_full_ranking(
+    top_k: int, top_p: float, levels: int, num_ranked: int, seed: int
+) -> None:
     """The result does not depend on how many tokens are sorted at first, even with many ties."""
     scores = (some_logits(4, seed) * levels).round() / levels
     scores -= scores.amax(dim=-1, keepdim=True)
@@ -100,7 +102,7 @@ def test_what_is_kept_equals_a_full_ranking(top_k: int, top_p: float, levels: in
 
 
 @pytest.mark.parametrize("row", [Sampling(temperature=50.0, top_p=0.5), Sampling(temperature=1.0, top_k=7)])
-def test_rounding_does_not_change_which_equals_are_kept(row: Sampling) -> None:
+def test_rounding_does_not_change_the_kept_ties(row: Sampling) -> None:
     rows = [replace(row, seed=seed) for seed in range(50)]
     exact = torch.zeros(50, VOCAB_SIZE)
     rounded = exact + 1e-5 * some_logits(50)
@@ -133,7 +135,7 @@ def test_a_tiny_temperature_is_greedy_without_overflow(temperature: float) -> No
     assert draw(logits, rows, range(8)) == logits.argmax(-1).tolist()
 
 
-def test_masked_tokens_are_never_drawn() -> None:
+def test_masked_tokens_are_never_sampled() -> None:
     logits = torch.full((200, VOCAB_SIZE), float("-inf"))
     logits[:, [3, 39]] = 0.0
     drawn = draw(logits, [Sampling(temperature=1.0, top_k=10, seed=2)] * 200, range(200))
@@ -154,7 +156,7 @@ row_strategy = st.builds(
 @given(
     batch=st.lists(st.tuples(row_strategy, st.integers(0, 10**6)), min_size=1, max_size=9), seed=st.integers(0, 1000)
 )
-def test_a_row_is_drawn_the_same_in_any_company(batch: list[tuple[Sampling, int]], seed: int) -> None:
+def test_a_row_is_sampled_independently_of_its_batch(batch: list[tuple[Sampling, int]], seed: int) -> None:
     logits = some_logits(len(batch), seed)
     rows, positions = [row for row, _ in batch], [position for _, position in batch]
     together = draw(logits, rows, positions)
@@ -173,7 +175,7 @@ def test_seed_and_position_both_matter() -> None:
     assert fixed_seed != other_seed
 
 
-def test_what_was_drawn_leaves_for_the_host_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_tokens_are_copied_to_the_host_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the copy would wait for the next step, which can begin before anybody reads the tokens."""
     events: list[str] = []
 
@@ -218,7 +220,7 @@ def exponentials(seed: int, num_rows: int = NUM_ROWS, vocab_size: int = LARGE_VO
     return sampler._exponentials(torch.tensor([key_of(seed, position) for position in range(num_rows)]), vocab_size)
 
 
-def test_the_bits_are_those_of_splitmix64() -> None:
+def test_the_bits_equal_splitmix64() -> None:
     """The expected bits come from plain Python arithmetic."""
     mask = (1 << 64) - 1
     key = key_of(7, 3)
@@ -256,7 +258,7 @@ def test_no_clock_stands_still_or_rings_at_once() -> None:
     assert ends.isfinite().all()
 
 
-def test_only_what_has_weight_wins() -> None:
+def test_only_tokens_with_weight_win() -> None:
     weights = torch.zeros(NUM_ROWS, LARGE_VOCAB_SIZE)
     weights[:, [5, 4000]] = torch.tensor([1e-30, 2e-30])
     winners = win_race(weights, torch.tensor([key_of(1, position) for position in range(NUM_ROWS)]))

@@ -55,7 +55,7 @@ def test_a_replicated_plan_gives_every_rank_the_batch_as_it_is(plan: ShardPlan) 
 
 @settings(deadline=None)
 @given(split_plans)
-def test_joining_what_was_split_gives_the_batch_back(plan: ShardPlan) -> None:
+def test_joining_a_split_batch_restores_it(plan: ShardPlan) -> None:
     batch = np.random.default_rng(0).integers(0, 1 << 30, plan.num_tokens)
     padded = [np.full(plan.padded_len, -7) for _ in range(plan.cp)]
     for cp_rank, buffer in enumerate(padded):
@@ -121,7 +121,7 @@ def test_interleave_by_hand() -> None:
 
 @settings(deadline=None)
 @given(requests, st.integers(2, 5))
-def test_interleave_deals_the_flattened_batch_in_turn(lens: list[tuple[int, int]], cp: int) -> None:
+def test_interleave_distributes_the_flattened_batch_in_rotation(lens: list[tuple[int, int]], cp: int) -> None:
     plan = make_shard_plan(Strategy.INTERLEAVE, [e for e, _ in lens], [p for _, p in lens], cp)
     for cp_rank in range(cp):
         assert list(plan.local(cp_rank)) == list(range(cp_rank, plan.num_tokens, cp))
@@ -129,7 +129,7 @@ def test_interleave_deals_the_flattened_batch_in_turn(lens: list[tuple[int, int]
 
 @settings(deadline=None)
 @given(requests, st.integers(2, 5))
-def test_whole_request_never_cuts_and_never_loads_a_rank_by_more_than_one_request(
+def test_whole_request_never_splits_and_is_unbalanced_by_at_most_one_request(
     lens: list[tuple[int, int]], cp: int
 ) -> None:
     plan = make_shard_plan(Strategy.WHOLE_REQUEST, [e for e, _ in lens], [p for _, p in lens], cp)

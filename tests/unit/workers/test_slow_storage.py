@@ -92,7 +92,7 @@ def test_calls_that_fail_fail_their_pages_and_none_begins_when_the_time_is_over(
     assert store.failures == {"error": 1, "late": 3}
 
 
-def test_no_question_is_asked_when_the_time_is_over_or_the_worker_ends(tmp_path: Path) -> None:
+def test_no_query_is_sent_after_the_deadline_or_at_shutdown(tmp_path: Path) -> None:
     backend = CountingStorage(tmp_path)
     store = RankStore(backend, records_of(sizes())[0])
     store.write(PAGES)
@@ -104,7 +104,7 @@ def test_no_question_is_asked_when_the_time_is_over_or_the_worker_ends(tmp_path:
     assert store.failures["late"] == 8
 
 
-def test_a_look_up_goes_on_no_longer_than_the_call_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_up_ends_with_its_current_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_store, "_LOOK_UP_PAGES", 2)
     backend = CountingStorage(tmp_path)
     store = RankStore(backend, records_of(sizes())[0])
@@ -143,7 +143,7 @@ class ReportingOutbox(FakeOutbox):
         self.sent.put(message)
 
 
-def test_jobs_behind_one_that_hangs_are_refused_when_their_time_is_over() -> None:
+def test_jobs_queued_after_a_hanging_one_time_out() -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     class Store:

@@ -36,14 +36,14 @@ def order(sequences: list[tuple[int, int, int]]) -> list[int]:
     return sorted(range(len(ranks)), key=ranks.__getitem__)
 
 
-def test_equals_keep_the_order_in_which_they_came() -> None:
+def test_equal_priorities_keep_arrival_order() -> None:
     assert order([(0, 0, 10)] * 100) == list(range(100))
     # Lengths with the same power of two in steps are equal.
     assert order([(0, 0, 60), (0, 0, 5), (0, 0, 64)]) == [0, 1, 2]
     assert order([(0, 0, 3 * CHUNK), (0, 0, 2 * CHUNK)]) == [0, 1]
 
 
-def test_a_lower_priority_value_goes_before_less_work_and_that_before_a_longer_prefix() -> None:
+def test_order_is_by_priority_then_work_then_prefix() -> None:
     assert order([(1, 50, 1), (0, 0, 1000)]) == [1, 0]
     assert order([(0, 5000, 2 * CHUNK), (0, 0, CHUNK)]) == [1, 0]
     assert order([(0, 0, CHUNK), (0, 8, CHUNK), (0, 4, CHUNK)]) == [1, 2, 0]
@@ -129,7 +129,7 @@ def test_requests_see_no_more_together_than_one_may(
     attention_flops=st.integers(1, 10**6),
     pp=st.integers(1, 3),
 )
-def test_an_even_chunk_takes_as_long_behind_any_prefix(
+def test_an_even_chunk_takes_equally_long_after_any_prefix(
     cp: int, chunk_tokens: int, prefix_len: int, attention_flops: int, pp: int
 ) -> None:
     shape, rates = replace(SHAPE, attention_flops=attention_flops), Rates()
@@ -183,7 +183,7 @@ prompts = st.lists(st.tuples(st.integers(1, 200), st.integers(-3, 3)), min_size=
 
 
 @given(prompts=prompts, rivals=st.lists(st.tuples(st.integers(1, 200), st.integers(-9, 9)), min_size=1, max_size=6))
-def test_what_came_before_bounds_the_end_whatever_comes_after(
+def test_earlier_work_bounds_the_end_regardless_of_later_arrivals(
     prompts: list[tuple[int, int]], rivals: list[tuple[int, int]]
 ) -> None:
     steps = PrefillSteps(chunk_tokens=CHUNK, max_requests=4)
@@ -208,7 +208,7 @@ def test_every_step_is_full_but_the_last(prompts: list[tuple[int, int]], chunk_t
     assert steps.num_steps == -(-sum(length for length, _ in prompts) // chunk_tokens)
 
 
-def test_short_prompts_go_on_beside_a_long_one_and_it_goes_on_beside_them() -> None:
+def test_short_and_long_prompts_progress_together() -> None:
     steps = PrefillSteps(chunk_tokens=CHUNK)
     long = steps.add(100 * CHUNK)
     alone = steps.run_step()
@@ -234,7 +234,7 @@ def test_a_prompt_of_a_few_steps_is_not_starved_by_shorter_ones_while_another_is
     assert oldest not in steps.ended
 
 
-def test_who_waits_for_a_page_gives_its_turn_to_whom_computes_it() -> None:
+def test_a_wait_for_a_page_passes_priority_to_its_computing_request() -> None:
     prompt = list(range(1000, 1000 + 40 * CHUNK))
     steps = PrefillSteps(chunk_tokens=CHUNK, prefix_cache=True)
     steps.add(prompt, priority=9)
@@ -256,7 +256,7 @@ def test_the_oldest_gets_what_the_others_leave_even_when_all_requests_are_taken(
     assert [len(request.token_ids) for request in plan.scheduled] == [CHUNK - 8, 8]
 
 
-def test_priorities_order_those_that_wait_and_the_oldest_keeps_its_share() -> None:
+def test_priorities_order_waiting_requests_and_the_oldest_keeps_its_share() -> None:
     steps = PrefillSteps(chunk_tokens=CHUNK)
     oldest = steps.add(10 * CHUNK, priority=9)
     usual = steps.add(2 * CHUNK)
@@ -269,7 +269,7 @@ def test_priorities_order_those_that_wait_and_the_oldest_keeps_its_share() -> No
     assert steps.ended[urgent] < steps.ended[usual] < steps.ended[oldest]
 
 
-def test_an_urgent_sequence_is_seen_behind_any_number_of_others() -> None:
+def test_an_urgent_sequence_is_found_in_any_queue() -> None:
     steps = PrefillSteps(chunk_tokens=CHUNK, max_requests=2)
     for _ in range(2 * LOOKAHEAD):
         steps.add(CHUNK)
@@ -283,7 +283,7 @@ def test_an_urgent_sequence_is_seen_behind_any_number_of_others() -> None:
     running=st.lists(st.integers(1, 20), max_size=6),
     rivals=st.lists(st.tuples(st.integers(1, 40), st.integers(-1, 1)), min_size=1, max_size=4),
 )
-def test_pages_come_to_who_waits_for_them_however_many_others_fit(
+def test_a_waiting_request_gets_pages_despite_smaller_rivals(
     wanted: int, running: list[int], rivals: list[tuple[int, int]]
 ) -> None:
     """The pool has 40 pages, and rivals never stop arriving."""

@@ -86,7 +86,7 @@ def test_no_rank_ends_a_step_before_all_have_written(tmp_path: Path, monkeypatch
 
 
 @given(st.lists(st.lists(st.integers(0, 2**40), min_size=1, max_size=40), max_size=6))
-def test_it_grows_and_what_was_seen_of_it_stays(parts: list[list[int]]) -> None:
+def test_state_grows_and_keeps_earlier_content(parts: list[list[int]]) -> None:
     table, seen, added = PageTable(), [], list[int]()
     for part in parts:
         table.extend(part, 7)

@@ -145,7 +145,7 @@ def answered(prompt: list[int], max_tokens: int, stops: range) -> list[int]:
     return tokens
 
 
-def test_a_request_is_not_passed_for_ever_by_those_that_take_the_pages_of_one_owner() -> None:
+def test_a_request_is_not_starved_by_rivals_for_one_owners_pages() -> None:
     """There are enough pages in total, but not at the owner of everybody's first page."""
     allocator = PageAllocator(4, num_owners=4)
     steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, 64, 8, depth=40), undivided)
@@ -177,7 +177,7 @@ def test_the_newest_sequence_gives_its_pages_back_when_the_pool_runs_dry() -> No
     assert [request.room for request in plan.scheduled] == [0]
 
 
-def test_the_last_to_come_of_the_least_urgent_is_preempted_though_others_got_their_pages_later() -> None:
+def test_the_latest_of_the_least_urgent_is_preempted_despite_older_pages() -> None:
     """Room 0 is the oldest and starts again after the others. Room 2 arrived before room 3 and is less urgent."""
     steps = StepScheduler(PageAllocator(8), StepLimits(PAGE_SIZE, 64, 8), undivided)
     holders = steps.holders
@@ -242,7 +242,7 @@ def test_a_removed_sequence_hands_its_pages_to_the_caller() -> None:
     assert not steps.has_work()
 
 
-def test_a_step_follows_tokens_that_are_not_drawn_yet_unless_a_draw_looks_back() -> None:
+def test_a_step_continues_from_pending_tokens_unless_sampling_needs_them() -> None:
     limits = StepLimits(PAGE_SIZE, 64, 8, depth=2, runs_ahead=True)
     steps = StepScheduler(PageAllocator(64), limits, undivided)
     steps.add(sequence(0, [1, 2], 3))
@@ -272,7 +272,7 @@ def test_a_step_follows_tokens_that_are_not_drawn_yet_unless_a_draw_looks_back()
     assert not steps.has_work()
 
 
-def test_prompts_without_room_beside_each_other_take_turns() -> None:
+def test_prompts_that_do_not_fit_together_alternate() -> None:
     """The urgent prompt, which arrives late, gets every other step, like the earlier prompt."""
     limits = StepLimits(PAGE_SIZE, 8, 8, max_context_tokens=64)
     allocator = PageAllocator(64)

@@ -61,7 +61,7 @@ def put_folder(path: Path) -> None:
 
 @pytest.mark.parametrize("put", [put_link, os.mkfifo, put_folder], ids=["link", "pipe", "folder"])
 @pytest.mark.parametrize("is_read_first", [True, False])
-def test_what_is_in_the_place_of_an_object_is_replaced_and_harmed_by_nothing(
+def test_invalid_files_are_replaced_by_objects(
     tmp_path: Path, put: Callable[[Path], None], *, is_read_first: bool
 ) -> None:
     store = RankStore(files(tmp_path), records_of(sizes())[0])
@@ -138,7 +138,7 @@ def test_two_backends_on_one_folder_write_the_same_object(tmp_path: Path) -> Non
     assert other.present({"n/a": 0}) == []
 
 
-def test_one_call_tells_what_came_of_each_object(tmp_path: Path) -> None:
+def test_one_call_returns_the_result_of_each_object(tmp_path: Path) -> None:
     backend = files(tmp_path)
     (tmp_path / "n").mkdir()
     (tmp_path / "n" / "bb").write_text("a file where a folder should be")
@@ -155,7 +155,7 @@ def test_one_call_tells_what_came_of_each_object(tmp_path: Path) -> None:
     assert (bytes(taken["n/aa"]), bytes(taken["n/dd"])) == (b"aa", b"dd")
 
 
-def test_what_a_disk_refuses_is_told_as_a_storage_error(tmp_path: Path) -> None:
+def test_disk_errors_are_storage_errors(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be used"):
         FileStorage(tmp_path / "file" / "folder", 1)
@@ -260,7 +260,7 @@ def digest_of(tmp_path: Path, folder: Path) -> str:
     return weights_digest(folder, tmp_path / "known")
 
 
-def test_weights_are_told_apart_by_their_tensors_and_not_by_their_place(tmp_path: Path) -> None:
+def test_weights_are_identified_by_tensors_and_not_by_path(tmp_path: Path) -> None:
     ones, zeros = np.ones(5000, np.float32), np.zeros(5000, np.float32)
     half = np.concatenate([ones[:2500], zeros[2500:]])
     one = digest_of(tmp_path, weights_folder(tmp_path / "a", q=ones, k=zeros))
@@ -275,7 +275,7 @@ def test_weights_are_told_apart_by_their_tensors_and_not_by_their_place(tmp_path
     assert len({one, *others, digest_of(tmp_path, tmp_path / "b")}) == 6
 
 
-def test_a_few_rows_that_were_trained_further_are_other_weights(tmp_path: Path) -> None:
+def test_a_few_changed_rows_are_other_weights(tmp_path: Path) -> None:
     rows = np.zeros((400, 64), np.float32)
     base = digest_of(tmp_path, weights_folder(tmp_path / "base", embed=rows))
     rows[300] = 1.0
@@ -295,7 +295,7 @@ def test_weights_are_read_again_only_when_they_have_changed(tmp_path: Path, monk
     assert weights_digest(folder, no_folder) == digest_of(tmp_path, folder)
 
 
-def test_a_downloaded_file_is_what_its_name_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_downloaded_file_is_identified_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = weights_folder(tmp_path / "a", q=np.zeros(9, np.float32))
     read = digest_of(tmp_path, folder)
     path, blobs = folder / "model.safetensors", tmp_path / "blobs"

@@ -52,7 +52,7 @@ def test_a_sweep_leaves_the_most_recently_used_objects(tmp_path: Path) -> None:
     assert len(names_in(tmp_path)) == 9
 
 
-def test_the_end_of_a_prompt_goes_before_its_beginning(tmp_path: Path) -> None:
+def test_the_end_of_a_prompt_is_evicted_before_its_beginning(tmp_path: Path) -> None:
     """The order holds although a prompt's pages are written and read from the first one on."""
     storage = files(tmp_path)
     prompt = [StorageObject(f"n/{depth:02}", [memoryview(bytearray(SIZE))], depth) for depth in range(15)]

@@ -70,7 +70,7 @@ def page_of(place: int, device: int, host: int) -> TierPage:
 
 @pytest.mark.parametrize("is_staged", [False, True])
 @pytest.mark.parametrize("cp", [1, 2])
-def test_replicated_pages_come_back_on_every_rank(cp: int, *, is_staged: bool) -> None:
+def test_replicated_pages_are_loaded_on_every_rank(cp: int, *, is_staged: bool) -> None:
     replica = Replica(cp, KvOwnership.REPLICATED, is_staged=is_staged)
     for pool in replica.pools[1:]:
         pool.bytes.copy_(replica.pools[0].bytes)
@@ -93,7 +93,7 @@ def test_replicated_pages_come_back_on_every_rank(cp: int, *, is_staged: bool) -
 @pytest.mark.parametrize("is_staged", [False, True])
 @pytest.mark.parametrize("cp", [1, 2, 3])
 @pytest.mark.parametrize("make", [two_groups, kv_geometry])
-def test_layers_come_one_after_another(
+def test_layers_are_loaded_in_order(
     cp: int, num_layers: int, make: Callable[..., KvGeometry], *, is_staged: bool
 ) -> None:
     replica = Replica(cp, KvOwnership.REPLICATED, is_staged=is_staged, geometry=make(num_layers=num_layers))
@@ -137,7 +137,7 @@ def test_pages_of_peers_are_read_once_their_pages_in_the_region_are_free(*, of_p
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
-def test_sharded_pages_come_back_on_their_owners(*, is_staged: bool) -> None:
+def test_sharded_pages_are_loaded_on_their_owners(*, is_staged: bool) -> None:
     replica = Replica(2, KvOwnership.SHARDED, is_staged=is_staged)
     before = [replica.page(rank, page) for page in range(NUM_PAGES) for rank in range(2)]
     replica.order("save", [page_of(place, place, place) for place in range(4)])
@@ -149,7 +149,7 @@ def test_sharded_pages_come_back_on_their_owners(*, is_staged: bool) -> None:
     assert after == [zeros] * 4 + before[4:8] + before[:4] + before[12:]
 
 
-def test_a_page_that_is_saved_leaves_its_place_in_the_region_alone() -> None:
+def test_saving_a_page_does_not_touch_its_slot_in_the_region() -> None:
     """A peer may be writing to the page for its next owner."""
     replica = Replica(1, KvOwnership.REPLICATED, is_staged=True)
     before = bytes(replica.regions[0].buffer)
@@ -159,7 +159,7 @@ def test_a_page_that_is_saved_leaves_its_place_in_the_region_alone() -> None:
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
-def test_pages_of_two_kv_groups_come_back_from_files(tmp_path: Path, *, is_staged: bool) -> None:
+def test_pages_with_two_kv_groups_are_read_from_files(tmp_path: Path, *, is_staged: bool) -> None:
     pages = [page_of(place, place + 1, place) for place in range(3)]
     failures = Counter[str]()
 

@@ -23,7 +23,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[A
     return calls
 
 
-def test_nothing_is_looked_through_again_before_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_caches_are_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_of(WritePolicy.WRITE_BACK, backend="files")
     looks = [
         counted(monkeypatch, world.tree, "oldest_idle"),
@@ -56,7 +56,7 @@ def test_a_page_whose_copy_failed_is_copied_again_under_write_back() -> None:
     assert world.tiers.host.num_used == 4
 
 
-def test_pinned_pages_are_not_looked_past_and_take_their_turn_again_when_unpinned() -> None:
+def test_pinned_pages_are_not_scanned_and_are_evictable_after_unpinning() -> None:
     index = HostIndex(4, 2)
     keys = [bytes([number]) for number in range(8)]
     for number, key in enumerate(keys):
@@ -87,7 +87,7 @@ def test_pinned_pages_are_not_looked_past_and_take_their_turn_again_when_unpinne
         (lambda count: [False] * count, {"error": 4}, True),
     ],
 )
-def test_storage_that_takes_nothing_in_time_is_left_alone(
+def test_storage_that_times_out_is_paused(
     done: Callable[[int], list[bool]], failures: dict[str, int], *, is_broken: bool
 ) -> None:
     world = world_of(backend="files", device_pages=40, host_pages=40)

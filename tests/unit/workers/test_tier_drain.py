@@ -66,7 +66,7 @@ def test_a_replica_that_drains_under_write_back_stores_all_that_only_its_device_
     assert len({key for rank in world.ranks for key in rank.stored}) == len(stored) + 4
 
 
-def test_a_replica_is_drained_though_there_is_no_room_for_what_its_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_drains_although_host_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.hicache.policy.host_writer.MARGIN", 0)
     world = world_of(WritePolicy.WRITE_BACK, backend="files", device_pages=64, host_pages=2)
     world.submit([0] * 24)
@@ -89,9 +89,7 @@ def test_a_replica_is_drained_though_there_is_no_room_for_what_its_device_has(mo
 
 @pytest.mark.parametrize("ownership", KvOwnership)
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_what_storage_has_lost_it_is_given_by_a_replica_that_drains(
-    policy: WritePolicy, ownership: KvOwnership
-) -> None:
+def test_a_draining_replica_restores_pages_lost_from_storage(policy: WritePolicy, ownership: KvOwnership) -> None:
     world = world_of(policy, cp=2, ownership=ownership, backend="files", device_pages=64, host_pages=64)
     keys = set(page_keys([0] * 24, PAGE_SIZE))
     for is_wiped in (False, True):
@@ -116,7 +114,7 @@ def test_what_storage_has_lost_it_is_given_by_a_replica_that_drains(
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH_SELECTIVE])
-def test_what_storage_has_lost_it_is_given_when_it_is_used_and_nothing_is_written_twice(policy: WritePolicy) -> None:
+def test_lost_pages_are_stored_again_on_use_and_none_twice(policy: WritePolicy) -> None:
     world = world_of(policy, backend="files", device_pages=64, host_pages=64)
 
     def use(times: int) -> None:
@@ -162,7 +160,7 @@ def test_room_is_made_only_by_pages_that_storage_still_has(monkeypatch: pytest.M
     assert set(world.ranks[0].stored) == {*page_keys([0] * 8, PAGE_SIZE), *page_keys([1] * 8, PAGE_SIZE)}
 
 
-def test_storage_that_was_left_alone_is_offered_anew_what_it_had() -> None:
+def test_paused_storage_is_offered_its_pages_again() -> None:
     world = world_of(backend="files", device_pages=64, host_pages=64)
     for is_attached in (True, False, True):
         world.tiers.attach(is_attached=is_attached)

@@ -50,7 +50,7 @@ def test_host_pages_are_held_for_a_request_until_it_starts_and_no_longer() -> No
     check_nothing_is_held(world)
 
 
-def test_what_comes_for_a_request_that_is_over_is_held_for_nobody() -> None:
+def test_pages_fetched_for_an_ended_request_are_released() -> None:
     world = stored_world(prefetch=PrefetchPolicy.TIMEOUT)
     world.tiers.expect(Room(9), KEYS, world.now_s)
     world.advance()
@@ -120,7 +120,7 @@ def test_a_page_is_stored_once_however_often_it_is_due(policy: WritePolicy) -> N
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_what_storage_has_had_is_offered_again_when_it_is_used_later_and_never_before(policy: WritePolicy) -> None:
+def test_stored_pages_are_offered_again_only_after_later_use(policy: WritePolicy) -> None:
     alone = WriterAlone(policy)
     for key in KEYS:
         alone.writer.note_saved(key)
@@ -136,7 +136,7 @@ def test_what_storage_has_had_is_offered_again_when_it_is_used_later_and_never_b
     assert alone.writer.num_lost == 0
 
 
-def test_a_replica_that_drains_offers_first_what_storage_never_had() -> None:
+def test_a_draining_replica_stores_new_pages_first() -> None:
     alone = WriterAlone(WritePolicy.WRITE_THROUGH)
     for key in KEYS[:2]:
         alone.writer.note_saved(key)
@@ -146,7 +146,7 @@ def test_a_replica_that_drains_offers_first_what_storage_never_had() -> None:
     assert keys_of(alone.submitted()) == KEYS[2:] + KEYS[:2]
 
 
-def test_pages_that_wait_too_long_for_their_turn_are_counted() -> None:
+def test_pages_that_wait_too_long_are_counted() -> None:
     alone = WriterAlone()
     for _ in range(3):
         alone.breaker.note(0.0, is_success=False)
@@ -172,7 +172,7 @@ def test_pages_that_are_being_stored_do_not_wait_for_it(policy: WritePolicy, mon
     assert alone.writer.num_waiting == 0
 
 
-def test_storage_that_fails_gets_nothing_until_its_time_has_come_and_reads_go_on() -> None:
+def test_failing_storage_gets_no_writes_for_a_while_and_reads_continue() -> None:
     alone = WriterAlone()
     for _ in range(3):
         alone.writer.note_used(KEYS, 0.0)
@@ -200,7 +200,7 @@ def test_writes_that_fail_do_not_keep_requests_from_reading() -> None:
 
 
 @pytest.mark.parametrize("prefetch", PrefetchPolicy)
-def test_pages_of_a_read_that_hangs_are_held_and_counted_and_nothing_more_is_read(prefetch: PrefetchPolicy) -> None:
+def test_pages_of_a_hanging_read_are_held_and_counted_and_reads_stop(prefetch: PrefetchPolicy) -> None:
     world = stored_world(prefetch=prefetch, host_pages=10)
     world.tiers.expect(Room(9), KEYS, world.now_s)
     world.advance()
@@ -272,7 +272,7 @@ def test_each_rank_has_the_orders_open_that_it_has_not_answered() -> None:
     assert all(not any(rank.num_open.values()) for rank in world.tiers.state().ranks)
 
 
-def test_every_rank_tells_of_its_own_pages_and_of_storage() -> None:
+def test_every_rank_reports_its_own_pages_and_storage() -> None:
     world = world_of(cp=2, host_pages=1)
     owners = list[int]()
     for tokens in ([0] * 4, *([number] * 2 for number in range(1, 7))):
@@ -311,7 +311,7 @@ def test_an_order_is_over_when_every_rank_has_answered_once() -> None:
     assert (outcome.done, outcome.num_leading, outcome.failures["corrupt"]) == ([True, False, False], 1, 1)
 
 
-def test_what_was_under_way_when_storage_was_left_alone_makes_no_pause_longer() -> None:
+def test_failures_in_flight_do_not_extend_a_pause() -> None:
     breaker, now_s = Breaker(), 0.0
     for _ in range(3):
         breaker.note(now_s, is_success=False)

@@ -35,9 +35,7 @@ def num_here(world: TierWorld, tokens: list[int]) -> int:
 
 @pytest.mark.parametrize("policy", WritePolicy)
 @pytest.mark.parametrize("is_pinned_first", [True, False])
-def test_a_pinned_prompt_is_kept_whatever_the_policy_and_whenever_it_is_computed(
-    policy: WritePolicy, *, is_pinned_first: bool
-) -> None:
+def test_a_pinned_prompt_is_kept_under_any_policy_and_order(policy: WritePolicy, *, is_pinned_first: bool) -> None:
     world = world_of(policy, device_pages=64, host_pages=16)
     if is_pinned_first:
         pin(world, ONE)
@@ -67,7 +65,7 @@ def test_a_pinned_prompt_that_was_not_copied_is_copied_when_it_is_found_again(po
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_what_two_pinned_prompts_share_stays_while_one_is_pinned(policy: WritePolicy) -> None:
+def test_shared_pages_stay_while_one_of_two_prompts_is_pinned(policy: WritePolicy) -> None:
     world = world_of(policy, device_pages=64, host_pages=16)
     for tokens in (ONE, OTHER):
         for _ in range(2):
@@ -96,7 +94,7 @@ def test_half_of_host_memory_is_left_for_others() -> None:
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_an_idle_replica_comes_to_rest_though_pinned_pages_leave_little_room(cp: int) -> None:
+def test_an_idle_replica_stops_moving_pages_despite_many_pins(cp: int) -> None:
     world = world_of(WritePolicy.WRITE_BACK, cp=cp, device_pages=16, host_pages=6)
     pin(world, [0] * 6)
     serve(world, [0] * 6)

@@ -64,7 +64,7 @@ def test_a_request_waits_for_storage_as_long_as_the_policy_says(policy: Prefetch
     assert waited_s - world.now_s == pytest.approx(expected.get(policy, LONGEST_S))
 
 
-def test_storage_that_fails_or_is_late_is_left_alone_for_a_while() -> None:
+def test_failing_or_slow_storage_is_paused() -> None:
     world = world_of(prefetch=PrefetchPolicy.TIMEOUT, backend="files")
     for number in range(3):
         assert not world.tiers.prefetcher.next_deadline_s()
@@ -80,7 +80,7 @@ def test_storage_that_fails_or_is_late_is_left_alone_for_a_while() -> None:
     assert world.tiers.prefetcher.is_waiting(Room(5), world.now_s)
 
 
-def test_what_a_request_will_find_in_host_memory_is_not_given_up_for_others() -> None:
+def test_host_pages_that_a_request_will_load_are_not_evicted() -> None:
     world = world_of(backend="files")
     for tokens in ([0] * 8, [1] * 8):
         world.submit(tokens)
@@ -130,7 +130,7 @@ def test_host_memory_gives_up_the_end_of_a_prefix_first(policy: WritePolicy) -> 
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_what_storage_missed_it_is_given_when_it_is_used_again(policy: WritePolicy) -> None:
+def test_pages_missing_from_storage_are_stored_after_it_resumes(policy: WritePolicy) -> None:
     world = world_of(policy, backend="files", device_pages=64, host_pages=64)
     world.tiers.attach(is_attached=False)
     for is_attached in (False, False, False, True, True):

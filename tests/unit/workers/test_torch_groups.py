@@ -107,7 +107,7 @@ def test_a_sum_is_one_call(group: Group) -> None:
     assert group.calls == [("allreduce", 4)]
 
 
-def test_what_never_ends_is_left_alone(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_never_ends_is_abandoned(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured collective may still be held, or another group's kernel may wait for a dead rank."""
     released = threading.Event()
     monkeypatch.setattr(torch_groups, "LEAVE_S", 0.05)
@@ -182,7 +182,7 @@ def call_everything(backend: MovedBackend, device: str) -> list[Tensor]:
 CALLS = ["all_gather", "all_reduce", "broadcast 1", "shift 2", "barrier", "leave"]
 
 
-def test_tensors_that_are_there_go_as_they_are() -> None:
+def test_tensors_on_the_right_device_are_passed_through() -> None:
     backend = Elsewhere(torch.device("cpu"))
     moved = MovedBackend(backend, backend.device)
     assert moved.in_background

@@ -20,7 +20,7 @@ from workers.trace.recorder import COLLECTIVES, COMPUTE, REQUEST, Recorder
 from workers.trace.step_recorder import StepRecorder
 
 
-def test_nothing_is_kept_of_a_request_that_is_not_timed() -> None:
+def test_untraced_requests_leave_nothing() -> None:
     recorder = Recorder()
     assert not recorder.begin(_plan(1, traced=()))
     recorder.note(_interval("layer 0"))
@@ -56,14 +56,14 @@ def test_states_follow_each_other_without_a_gap() -> None:
     ]
 
 
-def test_a_request_that_goes_on_while_it_is_told_of_is_told_up_to_now() -> None:
+def test_a_trace_of_a_running_request_ends_now() -> None:
     recorder = Recorder()
     recorder.trace(Room(1))
     recorder.enter(Room(1), "sending", 5.0)
     assert recorder.take(Room(1), 8.0).intervals == [Interval(REQUEST, "sending", 5.0, 8.0)]
 
 
-def test_what_nobody_asks_for_is_bounded() -> None:
+def test_unclaimed_traces_are_bounded() -> None:
     recorder = Recorder()
     for room in range(trace_recorder.MAX_ROOMS + 1):
         recorder.begin(_plan(room, traced=(room,)))

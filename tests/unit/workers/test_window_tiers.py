@@ -53,7 +53,7 @@ def serve(world: TierWorld, tokens: list[int]) -> int:
     return world.num_found[-1]
 
 
-def test_a_prefix_comes_from_host_memory_with_what_its_next_token_sees() -> None:
+def test_a_prefix_is_loaded_from_host_memory_with_its_window() -> None:
     world = world_of(cp=2)
     assert serve(world, TOKENS) == 0
     world.allocator.flush()
@@ -63,7 +63,7 @@ def test_a_prefix_comes_from_host_memory_with_what_its_next_token_sees() -> None
 
 
 @pytest.mark.parametrize("is_fresh", [False, True])
-def test_without_a_page_of_the_window_a_shorter_prefix_comes(*, is_fresh: bool) -> None:
+def test_without_a_page_of_the_window_a_shorter_prefix_is_loaded(*, is_fresh: bool) -> None:
     world = world_of()
     serve(world, TOKENS)
     world.allocator.flush()
@@ -76,7 +76,7 @@ def test_without_a_page_of_the_window_a_shorter_prefix_comes(*, is_fresh: bool) 
     assert serve(world, TOKENS) == len(KEYS) - 2
 
 
-def test_a_window_comes_from_below_to_a_prefix_that_the_device_has() -> None:
+def test_the_window_of_a_device_prefix_is_loaded_from_host_memory() -> None:
     world = world_of()
     serve(world, TOKENS)
     # The window's pages are evicted first.
@@ -91,7 +91,7 @@ def test_a_window_comes_from_below_to_a_prefix_that_the_device_has() -> None:
     assert world.allocator.count_cached(KEYS) == len(KEYS)
 
 
-def test_a_window_comes_from_storage_to_a_prefix_that_host_memory_has() -> None:
+def test_the_window_of_a_host_prefix_is_fetched_from_storage() -> None:
     world = world_of()
     serve(world, TOKENS)
     world.allocator.flush()
@@ -100,7 +100,7 @@ def test_a_window_comes_from_storage_to_a_prefix_that_host_memory_has() -> None:
     assert serve(world, TOKENS) == len(KEYS)
 
 
-def test_a_prompt_that_ends_otherwise_starts_behind_what_storage_has_of_it() -> None:
+def test_a_prompt_with_another_end_starts_after_its_stored_prefix() -> None:
     world = world_of()
     serve(world, TOKENS)
     world.restart()
@@ -119,7 +119,7 @@ def test_a_load_that_fails_is_computed_instead() -> None:
     assert world.num_found == [0, 0]
 
 
-def test_a_pinned_prompt_keeps_the_window_behind_it() -> None:
+def test_a_pinned_prompt_keeps_its_window() -> None:
     world = world_of(host_pages=24)
     serve(world, TOKENS)
     world.tiers.pin(KEYS, is_pinned=True)
@@ -170,7 +170,7 @@ def windowed(num_heads: int = 2) -> KvGeometry:
 @pytest.mark.parametrize("is_layerwise", [False, True])
 @pytest.mark.parametrize("is_staged", [False, True])
 @pytest.mark.parametrize("cp", [1, 2])
-def test_pages_of_two_lifetimes_come_back_on_every_rank(cp: int, *, is_staged: bool, is_layerwise: bool) -> None:
+def test_pages_of_two_lifetimes_are_loaded_on_every_rank(cp: int, *, is_staged: bool, is_layerwise: bool) -> None:
     replica = Replica(cp, KvOwnership.REPLICATED, is_staged=is_staged, geometry=windowed())
     before, layout = replica.pools[0].bytes.clone(), replica.records[0].layout
     for pool in replica.pools[1:]:

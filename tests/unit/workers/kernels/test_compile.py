@@ -72,7 +72,7 @@ def test_launch(name: str) -> None:
         assert launch["spills_among_products"] == 0, launch["name"]
 
 
-def test_spills_among_products_are_told_from_others() -> None:
+def test_spills_in_matrix_loops_are_distinguished() -> None:
     """The examples are two nested loops, of which the outer one multiplies, and a loop that does not."""
     lines = ["STL [R1], R2", "HMMA.16816.F32.BF16 R4, R8, R12, R4", "STL.64 [R1+0x8], R4", "@P0 BRA 0x0020"]
     lines += ["LDL.LU R3, [R1]", "@!P1 BRA 0x0010", "LDL R3, [R1]", "@P2 BRA 0x0060", "LDL R3, [R1]", "BRA 0x0090"]
@@ -102,7 +102,7 @@ def test_a_block_is_written_over_its_parts_after_all_threads_have_read_them() ->
         assert steps.index("st.global", branch) < second
 
 
-def test_what_differs_between_batches_is_not_compiled_anew() -> None:
+def test_batches_do_not_recompile() -> None:
     for name in ANY_SIZE:
         assert len({launch["asm"] for launch in compiled(name)}) == 1, name
 

@@ -69,7 +69,7 @@ def usual(model: DecoderModel, pool: PagePool, requests: list[Request]) -> Tenso
     return hidden
 
 
-def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_changing_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3"))
     config = model.config
     pool = kv_pool(6, config.attention.num_kv_heads, config.num_layers, 4, config.attention.head_dim, torch.float32)
@@ -125,7 +125,7 @@ def test_a_layer_is_nine_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert of_layer == {"linear": 4, **kernels}
 
 
-def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_does_not_use_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured step of five has three requests. The padding loads no weights and is not counted."""
     model = load_model(make_checkpoint(tmp_path, "qwen3_moe"))
     config = model.config
@@ -151,7 +151,7 @@ def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest
     assert graphs.counts == {REPLAYED: 1}
 
 
-def test_what_goes_through_the_host_is_not_captured(tmp_path: Path) -> None:
+def test_communication_through_the_host_is_not_captured(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3_moe")
 
     def counts_of(tp: Communicator) -> dict[str, int]:
@@ -165,7 +165,7 @@ def test_what_goes_through_the_host_is_not_captured(tmp_path: Path) -> None:
     assert on_thread_ranks(2, counts_of) == [{"tokens sent to experts": 1}] * 2
 
 
-def test_steps_of_a_backend_without_graphs_go_the_usual_way(tmp_path: Path) -> None:
+def test_a_backend_without_graphs_runs_eagerly(tmp_path: Path) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3"))
     pool = kv_pool(1, 1, 1, 4, model.config.attention.head_dim, torch.float32)
     graphs = DecodeGraphs(model, pool, TorchAttention(), 2, capture)
@@ -173,7 +173,7 @@ def test_steps_of_a_backend_without_graphs_go_the_usual_way(tmp_path: Path) -> N
     assert graphs.counts == {"attention that cannot be captured": 1}
 
 
-def test_what_cannot_be_captured_goes_the_usual_way(tmp_path: Path) -> None:
+def test_steps_that_cannot_be_captured_run_eagerly(tmp_path: Path) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3"))
     pool = kv_pool(1, 1, 1, 4, model.config.attention.head_dim, torch.float32)
 
@@ -267,7 +267,7 @@ def test_ranks_that_share_sums_replay_together_or_not_at_all(tmp_path: Path) -> 
     page_size=st.sampled_from([16, 64]),
     window=st.sampled_from([None, 1, 50]),
 )
-def test_attention_over_fixed_places(lens: list[int], groups: int, page_size: int, window: int | None) -> None:
+def test_attention_with_fixed_tiles(lens: list[int], groups: int, page_size: int, window: int | None) -> None:
     torch.manual_seed(0)
     pages = [-(-length // page_size) for length in lens]
     pool = kv_pool(sum(pages), 2, 1, page_size, 64, torch.float32)
@@ -285,7 +285,7 @@ def test_attention_over_fixed_places(lens: list[int], groups: int, page_size: in
 
 @settings(max_examples=50)
 @given(st.lists(st.integers(1, 200_000), min_size=1, max_size=64), st.sampled_from([1, 8]))
-def test_fixed_places_hold_what_any_lengths_are_cut_into(lens: list[int], num_kv_heads: int) -> None:
+def test_fixed_tiles_hold_any_lengths(lens: list[int], num_kv_heads: int) -> None:
     """Tiling uses the same parts, except that a batch of one request may be split further."""
     attention = DecodeAttention(shape_for(torch.zeros(len(lens), 2 * num_kv_heads, 64), num_kv_heads, 1, 64))
     first_pages = np.arange(len(lens))

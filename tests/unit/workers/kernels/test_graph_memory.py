@@ -97,7 +97,7 @@ def model(tmp_path: Path) -> DecoderModel:
     return load_model(make_checkpoint(tmp_path, "qwen3"), device=GpuOnHost())
 
 
-def test_pages_take_what_graphs_leave(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_get_the_memory_that_graphs_leave(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, spec = FakeGpu(monkeypatch), worker({})
     pages_gib = ask(spec, model, gpu.make_capture)
     held = len(SIZES) * GRAPH + WORKSPACE
@@ -113,9 +113,7 @@ def test_pages_take_what_graphs_leave(model: DecoderModel, monkeypatch: pytest.M
     assert gpu.used + ACTIVATIONS == 0.9 * TOTAL
 
 
-def test_what_was_captured_is_gone_before_an_error_is_told(
-    model: DecoderModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_are_deleted_before_an_error_is_raised(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise groups with captured collectives could not be left, and nobody would see the reason."""
     gpu = FakeGpu(monkeypatch)
 
@@ -132,7 +130,7 @@ def test_what_was_captured_is_gone_before_an_error_is_told(
     assert gpu.used == WEIGHTS + OTHERS + WORKSPACE, no_memory
 
 
-def test_what_was_captured_goes_also_where_an_error_holds_a_step(
+def test_graphs_are_deleted_although_an_error_references_a_step(
     model: DecoderModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu, config = FakeGpu(monkeypatch), model.config
@@ -151,7 +149,7 @@ def test_without_graphs_pages_take_their_part(model: DecoderModel, monkeypatch: 
     assert ask(worker({}), model, None) * GIB == 0.9 * TOTAL - WEIGHTS - ACTIVATIONS - OTHERS
 
 
-def test_tokens_of_most_requests_are_drawn_before_memory_is_read(
+def test_the_largest_batch_is_sampled_before_memory_is_measured(
     model: DecoderModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the memory for logits and for sorting them would not be counted."""
@@ -197,7 +195,7 @@ def test_the_largest_step_ends_the_longest_prompt(
     assert steps == [(16, 184, strategy, passing) for passing in passings]
 
 
-def test_pages_that_leave_no_room_for_graphs_are_told(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_without_room_for_graphs_are_reported(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, spec = FakeGpu(monkeypatch), worker({"kv": {"memory_gib": 60}})
     with pytest.raises(UserError) as refused:
         ask(spec, model, gpu.make_capture)
@@ -241,7 +239,7 @@ def test_a_rank_that_captures_nothing_says_why(tmp_path: Path, monkeypatch: pyte
     loaded.close()
 
 
-def test_steps_whose_pages_come_meanwhile_are_told(model: DecoderModel) -> None:
+def test_steps_with_layerwise_loads_are_counted(model: DecoderModel) -> None:
     config = model.config
     pool = kv_pool(4, config.attention.num_kv_heads, config.num_layers, 16, config.attention.head_dim, model.dtype)
     one = ModelRunner(model, pool, PlainGraphs(), Communicator("cp"))
@@ -270,7 +268,7 @@ def test_steps_whose_pages_come_meanwhile_are_told(model: DecoderModel) -> None:
         ({"resources": {"device": "cuda", "collectives": "tcp"}}, ""),
     ],
 )
-def test_which_pools_capture(text: dict[str, Any], reason: str) -> None:
+def test_pools_that_allow_capture(text: dict[str, Any], reason: str) -> None:
     config = DeployConfig.model_validate({"resources": {"device": "cuda"}} | text)
     assert why_not_captured(config, config.decode) == reason
     assert captures_decode(config, config.decode) == (not reason)

@@ -7,7 +7,7 @@ from tests.fakes.nearness import check_near
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_is_off_before_it_is_rounded_is_seen(dtype: torch.dtype) -> None:
+def test_errors_before_rounding_are_detected(dtype: torch.dtype) -> None:
     wanted, noise = torch.randn(2, 100_000, generator=torch.Generator().manual_seed(0)).double()
     for error in (wanted, noise):
         check_near((wanted + 0.9e-3 * error).to(dtype), wanted)

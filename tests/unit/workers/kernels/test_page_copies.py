@@ -76,7 +76,7 @@ def test_large_pieces_are_left_to_the_copy_engine(
     assert len(launches) == by_a_kernel + (least > 32)
 
 
-def test_layers_of_all_pages_and_heads_come_by_one_launch_a_group(launches: _Counted) -> None:
+def test_layers_of_all_pages_and_heads_take_one_launch_per_group(launches: _Counted) -> None:
     loopback = Loopback()
     pool = PagePool(LAYOUT)
     region, host = loopback.allocate(LAYOUT.pool_bytes), loopback.allocate(4 * LAYOUT.page_bytes)
@@ -91,7 +91,7 @@ def test_layers_of_all_pages_and_heads_come_by_one_launch_a_group(launches: _Cou
     assert not pool.bytes[3:].any()
 
 
-def test_what_copies_is_there_before_the_first_request(launches: _Counted) -> None:
+def test_copy_kernels_are_compiled_before_the_first_request(launches: _Counted) -> None:
     pool = kv_pool(*(3, 2, 1, 4, 8), torch.bfloat16)
     before = pool.group("full_attention").normal_().clone()
     warm_up_copies(pool)

@@ -56,7 +56,7 @@ def test_cutoffs_without_ranking(data: st.DataObject, rows: list[Sampling]) -> N
         assert between.exp().sum() <= 1e-6 * row.exp().sum()
 
 
-def test_rows_that_are_sure_are_left_alone() -> None:
+def test_rows_without_sampling_are_unchanged() -> None:
     scores = torch.tensor([[0.0, -1.0, -2.0], [0.0, -1.0, -2.0]])
     found = torch.tensor([5.0, 5.0])
     top_k, top_p = torch.tensor([2, 2]), torch.tensor([1.0, 1.0], dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_clocks_are_as_exact_near_their_ends() -> None:
         assert (sampling.win_race(weights, keys) == winner).all()
 
 
-def test_tokens_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_equal_plain_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
         Sampling(temperature=0.0),
         Sampling(temperature=1.0, seed=1),

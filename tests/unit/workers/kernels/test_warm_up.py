@@ -75,7 +75,7 @@ def test_drawing_and_copying_are_warm(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_rows_of_ranks_are_warm_too(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_for_rows_of_ranks_are_warmed_up(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's last layer, which needs only one token, is also warmed up."""
     seen: set[tuple[Blocks, bool]] = set()
 
