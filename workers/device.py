@@ -187,7 +187,7 @@ def _has_bf16_instructions() -> bool:
 
 
 CPU, GPU = CpuDevice(), GpuDevice()
-_BY_TYPE: dict[str, Device] = {"cpu": CPU, "cuda": GPU}
+_DEVICES: dict[torch.device, Device] = {each.torch_device: each for each in (CPU, GPU)}
 
 
 def open_device(device: config.Device) -> Device:
@@ -207,7 +207,7 @@ def open_device(device: config.Device) -> Device:
 
 def device_of(tensor: Tensor) -> Device:
     """Return the device whose memory holds a tensor."""
-    return _BY_TYPE[tensor.device.type]
+    return _DEVICES[tensor.device]
 
 
 def device_between(source: Tensor, target: Tensor) -> Device:

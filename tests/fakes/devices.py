@@ -44,5 +44,5 @@ class MetaDevice(Device):
 def use_meta_device(patch: pytest.MonkeyPatch, *, has_kernels: bool = False) -> MetaDevice:
     """Compute with meta tensors."""
     meta = MetaDevice(has_kernels=has_kernels)
-    patch.setitem(device._BY_TYPE, "meta", meta)
+    patch.setitem(device._DEVICES, torch.device("meta"), meta)
     return meta

@@ -99,7 +99,7 @@ def test_a_default_device_is_left_alone(backend: AttentionBackend, monkeypatch: 
         assert (most_queries, most_keys) == (37, 337)
         return query, query.new_empty(query.shape[1::-1]), None
 
-    monkeypatch.setitem(device._BY_TYPE, "meta", NotedMeta(has_kernels=False))
+    monkeypatch.setitem(device._DEVICES, torch.device("meta"), NotedMeta(has_kernels=False))
     monkeypatch.setattr(flash_attn_backend, "flash_attn_varlen_func", varlen)
     with torch.device("meta"):
         step = backend.prepare([Run(0, 300, 37, 1)], [torch.full((2,), 7)], 256)
