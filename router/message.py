@@ -25,12 +25,12 @@ class Thinking(Enum):
     """Reasoning: the prompt ends with the opening marker."""
 
 
-def has_thoughts(setting: ReasoningParser, template: str | None) -> bool:
+def has_reasoning(setting: ReasoningParser, template: str | None) -> bool:
     """Return whether the model with this chat template reasons before it answers."""
     return setting == "qwen3" or (setting == "auto" and template is not None and CLOSING in template)
 
 
-def thinking_after(prompt: str) -> Thinking:
+def reasoning_after(prompt: str) -> Thinking:
     """Return how the answer to a rendered prompt begins."""
     end = prompt[-64:].rstrip()
     if end.endswith(CLOSING):
@@ -38,7 +38,7 @@ def thinking_after(prompt: str) -> Thinking:
     return Thinking.BEGUN if end.endswith(OPENING) else Thinking.OPTIONAL
 
 
-class ThoughtSplitter:
+class ReasoningSplitter:
     """Splits a text into reasoning and answer, and strips the white space around the reasoning."""
 
     def __init__(self, thinking: Thinking) -> None:
@@ -46,7 +46,7 @@ class ThoughtSplitter:
         """Possible beginning of the opening marker; None once that is decided."""
         self._thinks = thinking is Thinking.BEGUN
         self._scanner = MarkerScanner(CLOSING)
-        self._thoughts = Trimmer()
+        self._reasoning = Trimmer()
         self._answer = Trimmer(keeps_start=thinking is Thinking.NONE)
 
     def push(self, text: str) -> tuple[str, str]:
@@ -56,17 +56,17 @@ class ThoughtSplitter:
         if not self._thinks:
             return "", self._answer.push(text)
         before, after = self._scanner.push(text)
-        thoughts = self._thoughts.push(before)
+        reasoning = self._reasoning.push(before)
         if after is None:
-            return thoughts, ""
+            return reasoning, ""
         self._thinks = False
-        self._thoughts.flush()
-        return thoughts, self._answer.push(after)
+        self._reasoning.flush()
+        return reasoning, self._answer.push(after)
 
     def flush(self) -> tuple[str, str]:
         if self._thinks:
-            thoughts = self._thoughts.push(self._scanner.flush())
-            return thoughts + self._thoughts.flush(), ""
+            reasoning = self._reasoning.push(self._scanner.flush())
+            return reasoning + self._reasoning.flush(), ""
         return "", self._answer.push(self._start or "") + self._answer.flush()
 
     def _decide(self, start: str) -> tuple[str | None, str]:
@@ -82,11 +82,11 @@ class ThoughtSplitter:
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningEvent:
     text: str
 
 
-MessageEvent = Thought | Event
+MessageEvent = ReasoningEvent | Event
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class CallPart:
 class MessagePart:
     """Next part of a message, or the complete message."""
 
-    thoughts: str = ""
+    reasoning: str = ""
     content: str = ""
     calls: list[CallPart] = field(default_factory=list)
     """Parts of calls, at most one per call."""
@@ -110,7 +110,7 @@ class MessagePart:
 
 class MessageReader:
     def __init__(self, thinking: Thinking = Thinking.NONE, parser: ToolParser | None = None) -> None:
-        self._splitter = ThoughtSplitter(thinking) if thinking is not Thinking.NONE else None
+        self._splitter = ReasoningSplitter(thinking) if thinking is not Thinking.NONE else None
         self._parser = parser
         self._num_calls = 0
 
@@ -131,9 +131,9 @@ class MessageReader:
         if is_end and self._splitter is not None:
             pieces.append(self._splitter.flush())
         events: list[MessageEvent] = []
-        for thoughts, answer in pieces:
-            if thoughts:
-                events.append(Thought(thoughts))
+        for reasoning, answer in pieces:
+            if reasoning:
+                events.append(ReasoningEvent(reasoning))
             if answer:
                 events += [Said(answer)] if self._parser is None else self._parser.push(answer)
         if is_end and self._parser is not None:
@@ -142,8 +142,8 @@ class MessageReader:
 
     def _add(self, part: MessagePart, event: MessageEvent) -> None:
         match event:
-            case Thought(text):
-                part.thoughts += text
+            case ReasoningEvent(text):
+                part.reasoning += text
             case Said(text):
                 part.content += text
             case CallBegun(name):

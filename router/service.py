@@ -17,7 +17,7 @@ from cluster.tokenizer import Tokenizer
 from router.admission import Gate, KeyLimits, KeyRing
 from router.directory import Directory
 from router.dispatch import RequestTable
-from router.message import has_thoughts
+from router.message import has_reasoning
 from router.metrics import Metrics
 from router.records import MAX_RECENT, Tracing
 from router.relay import Relay
@@ -60,7 +60,7 @@ class ModelFacts:
     dialect: Dialect | None
     """Format of the model's tool calls; None if it has none."""
     sampling_defaults: SamplingDefaults
-    has_thoughts: bool
+    has_reasoning: bool
 
 
 def read_model_facts(config: DeployConfig, tokenizer: Tokenizer) -> ModelFacts:
@@ -73,7 +73,7 @@ def read_model_facts(config: DeployConfig, tokenizer: Tokenizer) -> ModelFacts:
         max_context=max_context,
         dialect=find_dialect(config.router.tool_parser, tokenizer.chat_template),
         sampling_defaults=defaults_of(generation),
-        has_thoughts=has_thoughts(config.router.reasoning_parser, tokenizer.chat_template),
+        has_reasoning=has_reasoning(config.router.reasoning_parser, tokenizer.chat_template),
     )
 
 

@@ -7,7 +7,7 @@ from router.api.constrain import ANY_OBJECT, Constraint, checked_grammar, json_p
 from router.api.intake import check, given_or, make_request, off_loop
 from router.api.requests import AllowedTools, ChatMessage, ChatRequest, NamedTool, TemplateBody, Tool
 from router.errors import bad_request
-from router.message import CLOSING, OPENING, MessageReader, NewReader, Thinking, thinking_after
+from router.message import CLOSING, OPENING, MessageReader, NewReader, Thinking, reasoning_after
 from router.request import GenerateRequest
 from router.service import Service
 from router.tool_calls.dialects import Dialect
@@ -19,15 +19,15 @@ async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateReq
     check(service, body)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs: only allowed with logprobs=true", "top_logprobs")
-    if body.reasoning_effort not in (None, "none") and not service.model.has_thoughts:
+    if body.reasoning_effort not in (None, "none") and not service.model.has_reasoning:
         known = "this model's chat template does not support reasoning, or router.reasoning_parser is none"
         given = f'got "{body.reasoning_effort}", allowed: null or "none"'
         raise bad_request(f"reasoning_effort: not supported here: {known}; {given}", "reasoning_effort")
     dialect = _dialect(service, body)
     prompt_ids, prompt = await chat_prompt(service, body.messages, body)
-    thinking = thinking_after(prompt) if service.model.has_thoughts else Thinking.NONE
+    thinking = reasoning_after(prompt) if service.model.has_reasoning else Thinking.NONE
     grammar = await checked_grammar(service, _constraint(service, body, dialect), thinking)
-    markers = [OPENING, CLOSING] if service.model.has_thoughts else []
+    markers = [OPENING, CLOSING] if service.model.has_reasoning else []
     markers += dialect.markers if dialect is not None else ()
     names = [tool.function.name for _, tool in _callable(body)]
 

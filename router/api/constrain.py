@@ -31,7 +31,7 @@ _HOLDING_NAMED = frozenset({"properties", "patternProperties", "$defs", "definit
 """Keywords whose value is an object of schemas. All other keywords contain none, whatever their values look like."""
 _NOTES = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
 """Keywords that do not affect validity."""
-_THOUGHTS = {Thinking.NONE: "", Thinking.OPTIONAL: "(opening thoughts)? ", Thinking.BEGUN: "thoughts "}
+_REASONING = {Thinking.NONE: "", Thinking.OPTIONAL: "(opening reasoning)? ", Thinking.BEGUN: "reasoning "}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,8 @@ class Constraint:
 
     def grammar(self, thinking: Thinking, special_texts: frozenset[str]) -> str:
         """Return the complete grammar: reasoning, then the answer. Markers in ``special_texts`` are special tokens."""
-        start = f"start: {_THOUGHTS[thinking]}({' | '.join(self.starts)})"
-        lark = "\n".join([start, *self.rules, *_thought_rules(thinking, special_texts)])
+        start = f"start: {_REASONING[thinking]}({' | '.join(self.starts)})"
+        lark = "\n".join([start, *self.rules, *_reasoning_rules(thinking, special_texts)])
         named = [{"name": name, **part.grammar} for name, part in self.parts.items()]
         return _grammar_text({"lark_grammar": lark}, *named)
 
@@ -179,15 +179,15 @@ def _grammar_text(*grammars: Mapping[str, Any]) -> str:
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
-def _thought_rules(thinking: Thinking, special_texts: frozenset[str]) -> list[str]:
+def _reasoning_rules(thinking: Thinking, special_texts: frozenset[str]) -> list[str]:
     if thinking is Thinking.NONE:
         return []
     opening = OPENING if OPENING in special_texts else json.dumps(OPENING)
     if CLOSING in special_texts:
-        thoughts = [f"thoughts: /(?s:.*)/ {CLOSING} /\\n{{0,2}}/"]
+        reasoning = [f"reasoning: /(?s:.*)/ {CLOSING} /\\n{{0,2}}/"]
     else:
-        thoughts = ["thoughts: thought /\\n{0,2}/", f"thought[suffix={json.dumps(CLOSING)}]: /(?s:.*)/"]
-    return [f"opening: {opening}", *thoughts]
+        reasoning = ["reasoning: reasoning_text /\\n{0,2}/", f"reasoning_text[suffix={json.dumps(CLOSING)}]: /(?s:.*)/"]
+    return [f"opening: {opening}", *reasoning]
 
 
 def without_noops(schema: Any) -> Any:

@@ -14,7 +14,7 @@ from router.errors import ApiError, bad_request
 from router.service import Temperature, TopP
 
 LOGPROBS = "message.output_text.logprobs"
-SEALED_THOUGHTS = "reasoning.encrypted_content"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _SEAL = b"baton\0"
 """Prefix that identifies our own ``encrypted_content``."""
 _OWN_WORDS = (
@@ -56,21 +56,21 @@ class InputCallOutput(Body):
     output: Texts
 
 
-class InputThought(Body):
+class InputReasoningText(Body):
     type: Literal["reasoning_text"]
     text: str
 
 
-class InputThoughts(Body):
+class InputReasoning(Body):
     type: Literal["reasoning"]
-    content: list[InputThought] | None = None
+    content: list[InputReasoningText] | None = None
     encrypted_content: str | None = None
 
     @property
     def text(self) -> str:
         """Reasoning text; empty if another server encrypted it."""
         if self.content:
-            return "\n".join(thought.text for thought in self.content)
+            return "\n".join(part.text for part in self.content)
         return _unsealed(self.encrypted_content or "")
 
 
@@ -90,7 +90,7 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputCall, Tag("function_call")]
     | Annotated[InputCallOutput, Tag("function_call_output")]
-    | Annotated[InputThoughts, Tag("reasoning")]
+    | Annotated[InputReasoning, Tag("reasoning")]
     | Annotated[InputReference, Tag("item_reference")],
     Discriminator(_type_of),
 ]
@@ -238,31 +238,31 @@ def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
     """Return the conversation, with consecutive reasoning, text and calls joined into one assistant message."""
     given = body.input if isinstance(body.input, list) else [InputMessage(role="user", content=body.input)]
     messages: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    thoughts = ""
+    reasoning = ""
     for item in given:
-        if isinstance(item, InputThoughts):
-            thoughts = item.text
+        if isinstance(item, InputReasoning):
+            reasoning = item.text
             continue
-        _add(messages, item, thoughts)
-        thoughts = ""
+        _add(messages, item, reasoning)
+        reasoning = ""
     return messages
 
 
-def _add(messages: list[dict[str, Any]], item: InputItem, thoughts: str) -> None:
-    thought = {"reasoning_content": thoughts} if thoughts else {}
+def _add(messages: list[dict[str, Any]], item: InputItem, reasoning: str) -> None:
+    extra = {"reasoning_content": reasoning} if reasoning else {}
     match item:
         case InputReference(id=name):
             known = 'nothing is stored here: send the item itself, as clients do with "store": false'
             raise bad_request(f"input: item_reference {name!r}: {known}", "input", "unsupported")
         case InputMessage(role="assistant"):
-            messages.append({"role": "assistant", "content": _text(item.content), **thought})
+            messages.append({"role": "assistant", "content": _text(item.content), **extra})
         case InputMessage():
             messages.append({"role": item.role, "content": _text(item.content)})
         case InputCallOutput():
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
         case InputCall():
-            if thoughts or not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": "", **thought})
+            if reasoning or not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": "", **extra})
             function = {"name": item.name, "arguments": item.arguments}
             calls = messages[-1].setdefault("tool_calls", [])
             calls.append({"id": item.call_id, "type": "function", "function": function})

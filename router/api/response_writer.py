@@ -9,10 +9,10 @@ import msgspec
 
 from cluster.spec.sampling import FinishReason
 from router.api.intake import given_or
-from router.api.response_request import SEALED_THOUGHTS, Reasoning, ResponseRequest, sealed
+from router.api.response_request import ENCRYPTED_REASONING, Reasoning, ResponseRequest, sealed
 from router.api.responses import ChosenLogprob, PromptTokensDetails, Usage, chat_logprobs
 from router.errors import RequestFailedError
-from router.message import MessageEvent, MessageReader, Thought, new_call_id
+from router.message import MessageEvent, MessageReader, ReasoningEvent, new_call_id
 from router.service import Service
 from router.text import OutputChunk
 from router.tool_calls.parsers import Argued, CallBegun, Said
@@ -39,7 +39,7 @@ class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
     content: list[OutputText]
 
 
-class OutputThoughts(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning"):
+class OutputReasoning(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning"):
     id: str
     status: ItemStatus
     summary: list[Any] = []
@@ -55,7 +55,7 @@ class OutputCall(msgspec.Struct, frozen=True, kw_only=True, tag="function_call")
     arguments: str
 
 
-OutputItem = OutputMessage | OutputThoughts | OutputCall
+OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class InputTokensDetails(PromptTokensDetails, frozen=True, kw_only=True, omit_defaults=True):
@@ -117,11 +117,11 @@ Event = tuple[str, dict[str, Any]]
 class OutputItems:
     """Output items so far. Only the last one grows; an event of another item ends it."""
 
-    def __init__(self, request_id: str, *, seals_thoughts: bool = False) -> None:
-        """Start empty; ``seals_thoughts`` adds ``encrypted_content``, the only form in which some clients keep
+    def __init__(self, request_id: str, *, encrypts_reasoning: bool = False) -> None:
+        """Start empty; ``encrypts_reasoning`` adds ``encrypted_content``, the only form in which some clients keep
         reasoning."""
         self._request_id = request_id
-        self._seals_thoughts = seals_thoughts
+        self._encrypts_reasoning = encrypts_reasoning
         self._ended: list[OutputItem] = []
         self._growing: _Growing | None = None
         self._pending: list[ChosenLogprob] = []
@@ -129,15 +129,15 @@ class OutputItems:
 
     @property
     def is_thinking(self) -> bool:
-        return isinstance(self._growing, _Thoughts)
+        return isinstance(self._growing, _Reasoning)
 
     def push(self, read: Sequence[MessageEvent], logprobs: Sequence[ChosenLogprob] = ()) -> list[Event]:
         self._pending += logprobs
         events: list[Event] = []
         for event in read:
             match event:
-                case Thought(text):
-                    events += self._grow(_Thoughts, text)
+                case ReasoningEvent(text):
+                    events += self._grow(_Reasoning, text)
                 case Said(text):
                     events += self._grow(_Message, text)
                 case CallBegun(name):
@@ -155,7 +155,7 @@ class OutputItems:
         events += self._end(status)
         return self._ended, events
 
-    def _grow(self, kind: "type[_Thoughts | _Message]", text: str) -> list[Event]:
+    def _grow(self, kind: "type[_Reasoning | _Message]", text: str) -> list[Event]:
         if isinstance(self._growing, kind):
             return self._growing.grow(text, self._take_pending())
         ended = self._end("completed")
@@ -175,7 +175,7 @@ class OutputItems:
         if ended is None:
             return []
         item = ended.item(status)
-        if self._seals_thoughts and isinstance(item, OutputThoughts):
+        if self._encrypts_reasoning and isinstance(item, OutputReasoning):
             item = msgspec.structs.replace(item, encrypted_content=sealed(ended.text))
         self._ended.append(item)
         return ended.end(item)
@@ -232,11 +232,11 @@ class _Growing:
         return f"response.{kind}", {"item_id": self.item_id, "output_index": self._index, **fields}
 
 
-class _Thoughts(_Growing):
+class _Reasoning(_Growing):
     prefix, text_event = "rs", "reasoning_text"
 
-    def item(self, status: ItemStatus) -> OutputThoughts:
-        return OutputThoughts(id=self.item_id, status=status, content=[] if status == "in_progress" else [self.part()])
+    def item(self, status: ItemStatus) -> OutputReasoning:
+        return OutputReasoning(id=self.item_id, status=status, content=[] if status == "in_progress" else [self.part()])
 
     def part(self) -> ReasoningText:
         return ReasoningText(text=self.text)
@@ -275,7 +275,7 @@ class ResponseWriter:
         self._tokenizer = service.tokenizer
         self._reader = reader
         self._numbers = itertools.count()
-        self._items = OutputItems(request_id, seals_thoughts=SEALED_THOUGHTS in (body.include or ()))
+        self._items = OutputItems(request_id, encrypts_reasoning=ENCRYPTED_REASONING in (body.include or ()))
         self._finish: FinishReason | None = None
         self._num_thought_tokens = 0
         self._num_tokens = 0

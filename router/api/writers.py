@@ -143,7 +143,7 @@ class ChatWriter(TextWriter):
     def _read(self, chunk: OutputChunk) -> MessagePart:
         part = self._readers[chunk.index].push(chunk.text, is_end=chunk.finish is not None)
         if not self._with_thoughts:
-            part.thoughts = ""
+            part.reasoning = ""
         return part
 
     def _finish_reason(self, chunk: OutputChunk) -> str | None:
@@ -240,8 +240,8 @@ def _message(whole: MessagePart) -> Message:
     ]
     return Message(
         content=None if calls and not whole.content else whole.content,
-        reasoning_content=whole.thoughts or UNSET,
-        reasoning=whole.thoughts or UNSET,
+        reasoning_content=whole.reasoning or UNSET,
+        reasoning=whole.reasoning or UNSET,
         tool_calls=calls or UNSET,
     )
 
@@ -249,8 +249,8 @@ def _message(whole: MessagePart) -> Message:
 def _delta(part: MessagePart) -> Delta:
     return Delta(
         content=part.content or UNSET,
-        reasoning_content=part.thoughts or UNSET,
-        reasoning=part.thoughts or UNSET,
+        reasoning_content=part.reasoning or UNSET,
+        reasoning=part.reasoning or UNSET,
         tool_calls=[_call_delta(call) for call in part.calls] if part.calls else UNSET,
     )
 

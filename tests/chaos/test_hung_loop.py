@@ -59,7 +59,7 @@ def hung(cluster: RunningCluster, folder: Path) -> int:
     return int(proofs(folder)[-1].removeprefix("process ").partition(":")[0])
 
 
-def told(replica: str, rank: int) -> str:
+def hang_message(replica: str, rank: int) -> str:
     return (
         f"{replica} rank {rank} made no progress for {STEP_TIMEOUT_S:g} s (resources.step_timeout_s) at the end of step"
     )
@@ -77,7 +77,7 @@ def test_a_decode_rank_hangs_in_a_step(cluster: RunningCluster, folder: Path) ->
     assert_all_right(cluster, line, crowd)
     assert detection_s > STEP_TIMEOUT_S / 2
     assert (line.continuations or 0) > 0
-    cluster.wait_until(lambda: told(victim, rank) in cluster.terminal.output, SEEN_S)
+    cluster.wait_until(lambda: hang_message(victim, rank) in cluster.terminal.output, SEEN_S)
 
 
 def test_one_rank_of_a_gang_hangs_in_a_step(cluster: RunningCluster, folder: Path) -> None:
@@ -92,5 +92,5 @@ def test_one_rank_of_a_gang_hangs_in_a_step(cluster: RunningCluster, folder: Pat
     assert_all_right(cluster, line, crowd)
     assert detection_s > STEP_TIMEOUT_S / 2
     assert (line.retries or 0) > 0
-    words = [told(victim, rank) for rank in range(2)]
+    words = [hang_message(victim, rank) for rank in range(2)]
     cluster.wait_until(lambda: any(line in cluster.terminal.output for line in words), SEEN_S)

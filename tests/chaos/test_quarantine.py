@@ -65,8 +65,8 @@ def test_pages_that_are_never_proven_free_are_given_up_with_their_replica(cluste
             proof = standing.enter_context(stopped(f"{prefill} rank 1", pid))
             cluster.wait_until(lambda: entry(cluster, decode)["load"]["stopping_pages"] > 0, END_S)
             detection_s = before.wait_detected()
-            told = f"more than 0.25 of them: {prefill} did not confirm that writing has stopped"
-            cluster.wait_until(lambda: told in cluster.terminal.output.replace("\n", ""), END_S)
+            message = f"more than 0.25 of them: {prefill} did not confirm that writing has stopped"
+            cluster.wait_until(lambda: message in cluster.terminal.output.replace("\n", ""), END_S)
             cluster.wait_until(lambda: entry(cluster, decode)["incarnation"] > before.incarnations[decode], END_S)
             assert state_of(pid) == "T"
             assert not {record["address"] for record in entry(cluster, decode)["ranks"]} & set(listened)

@@ -67,8 +67,8 @@ def job(name: str, port: int, env: dict[str, str]) -> Iterator[RunningCluster]:
 def stop(name: str, env: dict[str, str]) -> str:
     """Run `ray job stop`. Return the proof that it happened."""
     command = ["ray", "job", "stop", name]
-    told = subprocess.run(command, env=os.environ | env, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert f"Job '{name}' was stopped" in told
+    output = subprocess.run(command, env=os.environ | env, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"Job '{name}' was stopped" in output
     return f"`{' '.join(command)}`: Job '{name}' was stopped"
 
 

@@ -87,9 +87,9 @@ def test_all_replicas_restart_one_by_one(cluster: RunningCluster) -> None:
         while restart.poll() is None:
             with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=1800 + len(streams)) as crowd:
                 streams += crowd.streams
-        told = restart.communicate()[1]
+        errors = restart.communicate()[1]
     recovery_s = before.wait_recovered()
-    assert restart.returncode == 0, told
+    assert restart.returncode == 0, errors
     after = {name: entry["incarnation"] for name, entry in cluster.replicas().items()}
     assert all(after[name] > incarnation for name, incarnation in before.incarnations.items())
     everybody = Crowd(cluster.url, streams)

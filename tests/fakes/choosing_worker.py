@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from cluster.spec.step_messages import ScheduledRequest
 from cluster.spec.strategy import CpMode, Passing, Strategy
-from tests.fakes.telling_worker import TellingWorker
+from tests.fakes.load_reporting_worker import LoadReportingWorker
 from workers.context_parallel.cost_model import Rates
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.context_parallel.strategy_choice import StrategyChoice, StrategyChooser
@@ -30,7 +30,7 @@ TURNS = (Strategy.ZIGZAG, Strategy.WHOLE_REQUEST, Strategy.INTERLEAVE, Strategy.
 _choose = StrategyChooser.__call__
 
 
-class WorkerWithCheapExchange(TellingWorker):
+class WorkerWithCheapExchange(LoadReportingWorker):
     """Worker whose automatic choices use ``CHEAP_EXCHANGE`` instead of measured rates."""
 
     def __init__(self, *args: Any) -> None:
@@ -38,7 +38,7 @@ class WorkerWithCheapExchange(TellingWorker):
         _choose_by(lambda chooser, scheduled: _choose(replace(chooser, rates=CHEAP_EXCHANGE), scheduled))
 
 
-class WorkerTakingTurns(TellingWorker):
+class WorkerWithRotatingStrategies(LoadReportingWorker):
     """Worker whose steps rotate through ``TURNS``, and in ring mode through both ways of passing."""
 
     def __init__(self, *args: Any) -> None:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from triton.runtime import interpreter
 
 
-def mend_interpreter() -> None:
+def patch_interpreter() -> None:
     """Apply the fixes. Call this once, before the first launch."""
     patch_tensor, convert = interpreter._patch_lang_tensor, interpreter._convert_float
 

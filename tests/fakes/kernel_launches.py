@@ -174,5 +174,5 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
 if __name__ == "__main__":
     from tests.fakes.kernel_compiler import compile_launches
 
-    told = {name: [asdict(compiled) for compiled in compile_launches(LAUNCHES[name])] for name in sys.argv[1:]}
-    print(json.dumps(told))
+    results = {name: [asdict(compiled) for compiled in compile_launches(LAUNCHES[name])] for name in sys.argv[1:]}
+    print(json.dumps(results))

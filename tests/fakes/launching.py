@@ -63,8 +63,8 @@ def start_all(launcher: Launcher) -> None:
 
 
 def make_launcher(world: World, ended: list[str] | None = None) -> Launcher:
-    told = [] if ended is None else ended
-    return Launcher(world.tools(), CONFIG, "model", "token", lambda name, _, error: told.append(f"{name}: {error}"))
+    errors = [] if ended is None else ended
+    return Launcher(world.tools(), CONFIG, "model", "token", lambda name, _, error: errors.append(f"{name}: {error}"))
 
 
 def wait_until(condition: Callable[[], object]) -> None:

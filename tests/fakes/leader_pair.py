@@ -83,7 +83,7 @@ class LeaderPair:
             priority=priority,
         )
 
-    def tell(self, role: Role, *messages: Message, now_s: float = 0.0) -> list[Message]:
+    def deliver(self, role: Role, *messages: Message, now_s: float = 0.0) -> list[Message]:
         """Deliver messages. Return what the leader sends in response."""
         leader = self.leaders[role]
         leader.outgoing = []

@@ -255,7 +255,7 @@ class LocalCluster:
         for replica in self._replicas:
             self._outbox.send(replica.peer.address, FlushCache(tiers=tiers))
 
-    def tell(self, role: Role, wanted: Wanted, timeout_s: float = ANSWER_TIMEOUT_S) -> CommandResult:
+    def run_command(self, role: Role, wanted: Wanted, timeout_s: float = ANSWER_TIMEOUT_S) -> CommandResult:
         """Run an administrative command on an idle replica. Return its result."""
         (peer,) = (replica.peer for replica in self._replicas if replica.role is role)
         number = next(self._numbers)

@@ -65,8 +65,8 @@ class Oracle:
     def check(self, prompt: Sequence[int], answer: Answer, note: str = "") -> None:
         """Check that tokens equal transformers' and log-probabilities differ by at most 1e-4."""
         assert answer.token_ids == self.tokens(prompt), note
-        top_ids = torch.tensor([told.top_ids for told in answer.logprobs])
-        top_logprobs = torch.tensor([told.top_logprobs for told in answer.logprobs])
+        top_ids = torch.tensor([entry.top_ids for entry in answer.logprobs])
+        top_logprobs = torch.tensor([entry.top_logprobs for entry in answer.logprobs])
         assert top_ids.shape == (self._num_tokens, NUM_LOGPROBS), note
         torch.testing.assert_close(top_logprobs, self.logprobs(prompt).gather(1, top_ids), atol=1e-4, rtol=0)
 

@@ -150,7 +150,7 @@ class World:
         """Whether the router's open requests end in time."""
         self.num_open = 0
         """Requests that a replica reports when it begins to drain."""
-        self.num_told = self.num_lost = 0
+        self.num_commands = self.num_lost = 0
         """Drain and resume messages so far, and how many of the first are lost."""
         self.beats: dict[str, Heartbeat] = {}
         """Heartbeat of each running replica, by leader address."""
@@ -166,15 +166,15 @@ class World:
             worker=_bound(FakeWorker, self),
             router=_bound(FakeRouter, self),
             bootstrap=_bound(FakeBootstrap, self),
-            send=self.tell,
+            send=self.deliver,
             connect=lambda _: FakeTable(self),
         )
 
-    def tell(self, addresses: Sequence[str], message: Message) -> None:
+    def deliver(self, addresses: Sequence[str], message: Message) -> None:
         for address in addresses:
             if address in self.beats and isinstance(message, Drain | Resume):
-                self.num_told += 1
-                if self.num_told <= self.num_lost:
+                self.num_commands += 1
+                if self.num_commands <= self.num_lost:
                     continue
                 load = ReplicaLoad(draining=isinstance(message, Drain), num_running=self.num_open)
                 self.table.heartbeat(replace(self.beats[address], load=load), now_s=0.0)

@@ -108,7 +108,7 @@ class FakeReplica:
     cancels: list[Cancel] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)
     """Keys of cached pages that it reports to routers."""
-    told: list[Message] = field(default_factory=list)
+    received: list[Message] = field(default_factory=list)
     """All other messages that arrived."""
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -144,8 +144,8 @@ class FakeReplica:
         """Return the Submit messages for these rooms. Those for other requests may arrive in between."""
         return self._wait(lambda: [submit for submit in self.submits if submit.room in rooms], count)
 
-    def wait_told(self, kind: type) -> list[Message]:
-        return self._wait(lambda: [message for message in self.told if isinstance(message, kind)], 1)
+    def wait_message(self, kind: type) -> list[Message]:
+        return self._wait(lambda: [message for message in self.received if isinstance(message, kind)], 1)
 
     def _wait(self, found: Callable[[], list[_T]], count: int) -> list[_T]:
         """Return the messages once there are enough."""
@@ -182,10 +182,10 @@ class FakeReplica:
                 case SubscribeKvEvents():
                     outbox.send(message.router.address, self._kv_events())
                 case Command():
-                    self.told.append(message.wanted)
+                    self.received.append(message.wanted)
                     outbox.send(message.sender.address, self._taken(message))
                 case _:
-                    self.told.append(message)
+                    self.received.append(message)
             self.changed.notify_all()
         return not isinstance(message, Shutdown)
 

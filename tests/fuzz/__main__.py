@@ -61,8 +61,8 @@ def run(name: str, seconds: float, first: int) -> bool:
     Path(kept.name).unlink()
     left = _resident_bytes() - before if before else 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    told = f"{number - first} inputs, {left >> 20} MiB left behind, peak memory of the process {peak} MiB"
-    print(f"{name}: {told}", flush=True)
+    summary = f"{number - first} inputs, {left >> 20} MiB left behind, peak memory of the process {peak} MiB"
+    print(f"{name}: {summary}", flush=True)
     return left <= MOST_LEFT_BYTES
 
 

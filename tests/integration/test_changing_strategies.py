@@ -9,7 +9,7 @@ from tests.fakes.local_engine import NUM_LOGPROBS, LocalEngine, Models, asked, p
 
 pytestmark = pytest.mark.integration
 
-WORKER = "tests.fakes.choosing_worker:WorkerTakingTurns"
+WORKER = "tests.fakes.choosing_worker:WorkerWithRotatingStrategies"
 NUM_TOKENS = 24
 CHUNK_TOKENS = 17
 LONG, *OTHERS = prompts_of((203, 90, 33, 1))
@@ -32,7 +32,7 @@ def test_a_prompt_may_change_its_strategy_from_chunk_to_chunk(
     )
     with engine.running(folder, config) as cluster:
         (alone,) = cluster.answer(asked([LONG], NUM_TOKENS, NUM_LOGPROBS), timeout_s=120)
-    steps = engine.ask(Role.PREFILL, "told_load")[0].steps
+    steps = engine.ask(Role.PREFILL, "last_load")[0].steps
     assert {step.strategy for step in steps} == set(Strategy)
     assert {step.passing for step in steps} == (set(Passing) if mode is CpMode.RING else {None})
     oracle.check(LONG, alone)

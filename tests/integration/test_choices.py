@@ -13,7 +13,7 @@ from tests.fakes.local_engine import LocalEngine, Models, prompts_of
 
 pytestmark = pytest.mark.integration
 
-WORKER = "tests.fakes.telling_worker:TellingWorker"
+WORKER = "tests.fakes.load_reporting_worker:LoadReportingWorker"
 PAGE_SIZE = 16
 NUM_CHOICES, NUM_TOKENS = 4, 12
 LENGTHS = (5, 2 * PAGE_SIZE, 5 * PAGE_SIZE + 7)
@@ -52,12 +52,14 @@ def test_decode_computes_prompts_alone(models: Models, engine: LocalEngine) -> N
     alone = [replace_prompt(prompt, on_decode=True) for prompt in apart]
     plain = [replace_prompt(prompt, sampling=replace(prompt.sampling, num_prompt_logprobs=None)) for prompt in alone]
     with engine.running(models.folder("qwen3"), config_of(True)) as cluster:
-        expected, told, first, second = (cluster.answer(batch, timeout_s=120) for batch in (apart, alone, plain, plain))
+        expected, scored, first, second = (
+            cluster.answer(batch, timeout_s=120) for batch in (apart, alone, plain, plain)
+        )
         choices = cluster.generate([plain[2], replace_prompt(plain[2], shares_prompt=True)], timeout_s=120)
-    for answers in (told, first, second):
+    for answers in (scored, first, second):
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
     assert choices == [expected[2].token_ids] * 2
-    for ours, theirs in zip(told, expected, strict=True):
+    for ours, theirs in zip(scored, expected, strict=True):
         logprobs = [[logprob.logprob for logprob in answer.prompt_logprobs] for answer in (ours, theirs)]
         assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
     assert [answer.cached.total for answer in first] == [0, 0, 0]
@@ -77,9 +79,9 @@ def test_choices_are_as_many_requests(models: Models, engine: LocalEngine, prefi
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
     assert len({tuple(answer.token_ids) for answer in answers}) == len(answers), "choices differ"
     if not prefix_cache:
-        num_computed = sum(times.num_tokens for times in engine.ask(Role.PREFILL, "told_load")[0].steps)
+        num_computed = sum(times.num_tokens for times in engine.ask(Role.PREFILL, "last_load")[0].steps)
         assert num_computed == sum(LENGTHS) * (1 + NUM_CHOICES), "a prompt is computed once for all of its choices"
     for answer, alone in zip(answers, expected, strict=True):
-        assert [told.logprob for told in answer.logprobs] == pytest.approx(
-            [told.logprob for told in alone.logprobs], abs=1e-4
+        assert [scored.logprob for scored in answer.logprobs] == pytest.approx(
+            [scored.logprob for scored in alone.logprobs], abs=1e-4
         )

@@ -107,9 +107,9 @@ def chunk(admit: Admit, first_page: int, num_pages: int) -> StepPlan:
 @contextmanager
 def step(case: Case, plan: StepPlan) -> Iterator[Callable[[int], None]]:
     case.sender.before_step(plan)
-    told = case.sender.layer_callback(plan, case.known)
-    assert told is not None
-    yield told
+    on_stored = case.sender.layer_callback(plan, case.known)
+    assert on_stored is not None
+    yield on_stored
     case.sender.after_step(plan, case.known)
 
 
@@ -121,10 +121,10 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def test_layers_are_sent_while_later_ones_are_computed(case: Case) -> None:
-    with step(case, chunk(case.admit, 0, 4)) as told:
+    with step(case, chunk(case.admit, 0, 4)) as on_stored:
         for layer in range(NUM_LAYERS):
             case.compute(layer)
-            told(layer)
+            on_stored(layer)
             if layer + 1 in ENDS:
                 wait_until(partial(case.is_there, slice(layer + 1)))
         assert not case.target[:, :, ENDS[-1] :].any()
@@ -142,14 +142,14 @@ def test_layers_are_sent_while_later_ones_are_computed(case: Case) -> None:
 def test_an_unfinished_prompt_is_sent_in_whole_pages(case: Case) -> None:
     for layer in range(NUM_LAYERS):
         case.compute(layer)
-    with step(case, chunk(case.admit, 0, 2)) as told:
+    with step(case, chunk(case.admit, 0, 2)) as on_stored:
         for layer in range(NUM_LAYERS):
-            told(layer)
+            on_stored(layer)
         assert not case.backend.is_writing.wait(0.1)
     wait_until(lambda: case.backend.batch_sizes == [1])
-    with step(case, replace(chunk(case.admit, 2, 2), admits=[])) as told:
+    with step(case, replace(chunk(case.admit, 2, 2), admits=[])) as on_stored:
         for layer in range(NUM_LAYERS):
-            told(layer)
+            on_stored(layer)
     (done,) = messages(case.decode, 1)
     assert case.is_there(slice(None))
     assert isinstance(done, Done)
@@ -159,10 +159,10 @@ def test_an_unfinished_prompt_is_sent_in_whole_pages(case: Case) -> None:
 def test_layers_that_cannot_be_written_end_the_transfer(case: Case) -> None:
     assert case.admit.destination is not None
     case.backend.failing.add(case.admit.destination.ranks[0].endpoint.session)
-    with step(case, chunk(case.admit, 0, 4)) as told:
+    with step(case, chunk(case.admit, 0, 4)) as on_stored:
         for layer in range(NUM_LAYERS):
             case.compute(layer)
-            told(layer)
+            on_stored(layer)
         (report,) = messages(case.leader, 1)
         case.backend.failing.clear()
     assert isinstance(report, SendReport)

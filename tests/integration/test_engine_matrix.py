@@ -89,7 +89,7 @@ def check(case: Case, models: Models, engine: LocalEngine, backend: str = "share
 
 def check_ways(case: Case, engine: LocalEngine) -> None:
     """Check that the leader reports every token under the requested strategy."""
-    steps = engine.ask(Role.PREFILL, "told_load")[0].steps
+    steps = engine.ask(Role.PREFILL, "last_load")[0].steps
     assert sum(times.num_tokens for times in steps) == sum(case["lengths"])
     ways = {(times.strategy, times.passing) for times in steps}
     kv: KvWay = case["kv"]

@@ -53,7 +53,7 @@ def test_the_first_error_is_reported_without_waiting(
 ) -> None:
     config = DeployConfig.model_validate({"prefill": {"parallel": parallel}, "kv": {"memory_gib": 0.01}})
     cluster.load(config, make_checkpoint(tmp_path, family))
-    check_that_the_error_is_told(cluster, "got no token")
+    check_the_error_is_reported(cluster, "got no token")
 
 
 @pytest.mark.parametrize("cluster", ["decode 1 4"], indirect=True)
@@ -69,10 +69,10 @@ def test_a_decode_rank_that_fails_after_some_tokens_is_reported_without_waiting(
         }
     )
     cluster.load(config, make_checkpoint(tmp_path, "llama"))
-    check_that_the_error_is_told(cluster, "2 of 2 prompts got no token")
+    check_the_error_is_reported(cluster, "2 of 2 prompts got no token")
 
 
-def check_that_the_error_is_told(cluster: LocalCluster, given_up: str) -> None:
+def check_the_error_is_reported(cluster: LocalCluster, given_up: str) -> None:
     start_s = time.monotonic()
     prompt = Prompt([5, 6, 7], Stopping(max_tokens=8))
     with (

@@ -298,7 +298,7 @@ def test_pools_that_peers_reach_as_they_reach_a_gpus_have_the_same_tiers(
 
 
 def pin(cluster: LocalCluster, *, is_pinned: bool = True) -> int:
-    answer = cluster.tell(Role.PREFILL, PinPages(keys=KEYS, is_pinned=is_pinned), timeout_s=60)
+    answer = cluster.run_command(Role.PREFILL, PinPages(keys=KEYS, is_pinned=is_pinned), timeout_s=60)
     assert not answer.refusal
     return answer.num_pinned
 

@@ -279,5 +279,5 @@ def test_a_bit_that_flips_between_the_write_and_its_check_is_found(
         (checked,) = messages(decode, 1)
         if flipped_page is None:
             checker.check(CheckPages(room=ROOM, digests=[msgspec.structs.replace(done.digests[0], digests=[])]))
-    assert len(failures) == (flipped_page is None), "a thread that ends is told of"
+    assert len(failures) == (flipped_page is None), "the end of a thread is reported"
     assert checked == PagesChecked(room=ROOM, rank=0, wrong=[] if flipped_page is None else [flipped_page])

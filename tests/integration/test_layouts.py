@@ -62,7 +62,7 @@ def _name(parallel: ParallelConfig) -> str:
     return "_".join(f"{axis}{size}" for axis, size in parallel if size > 1) or "one"
 
 
-class Cut(NamedTuple):
+class Side(NamedTuple):
     """Model of some family, and the layout of one role."""
 
     family: str
@@ -74,16 +74,16 @@ class Cut(NamedTuple):
         return divided(self.layout, has_experts=self.family != "llama") | {self.family}
 
 
-def cuts_of(layouts: Sequence[ParallelConfig]) -> list[Cut]:
+def sides_of(layouts: Sequence[ParallelConfig]) -> list[Side]:
     """Return each layout with each family that supports it."""
-    cuts = [Cut(family, layout) for layout in layouts for family in MODELS]
-    return [cut for cut in cuts if cut.family != "llama" or not needs_experts(cut.layout)]
+    sides = [Side(family, layout) for layout in layouts for family in MODELS]
+    return [side for side in sides if side.family != "llama" or not needs_experts(side.layout)]
 
 
-def cases_of(prefills: list[Cut], decodes: list[Cut]) -> list[Case]:
+def cases_of(prefills: list[Side], decodes: list[Side]) -> list[Case]:
     """Return each prefill layout once, with all other settings in rotation, those with CP ranks first."""
     cases = []
-    for turn, (family, layout) in enumerate(sorted(prefills, key=lambda cut: -cut.layout.cp)):
+    for turn, (family, layout) in enumerate(sorted(prefills, key=lambda side: -side.layout.cp)):
         fitting = [decode.layout for decode in decodes if decode.family == family]
         ways = KV_WAYS if layout.cp > 1 else [way for way in KV_WAYS if way.mode is CpMode.GATHER]
         cases.append(
@@ -143,16 +143,16 @@ def check(case: Case, models: Models, engine: LocalEngine) -> None:
             assert cluster.generate(asked(prompts, NUM_TOKENS), timeout_s=120) == theirs
 
 
-def covering(layouts: list[ParallelConfig]) -> list[Cut]:
+def covering(layouts: list[ParallelConfig]) -> list[Side]:
     """Return few layouts in which any two axes meet, and each family meets each axis, preferably with few ranks."""
-    return covering_pairs(cuts_of(sorted(layouts, key=num_ranks)), lambda cut: cut.traits)
+    return covering_pairs(sides_of(sorted(layouts, key=num_ranks)), lambda side: side.traits)
 
 
 WIDE_DECODES = [layout for layout in WIDE if layout.cp == 1]
 SOME = cases_of(covering(legal_layouts(4)), covering(legal_layouts(4, is_decode=True)))
 ALL = [
     case._replace(collectives=collectives)
-    for case in cases_of(cuts_of(legal_layouts(8) + WIDE), cuts_of(legal_layouts(8, is_decode=True) + WIDE_DECODES))
+    for case in cases_of(sides_of(legal_layouts(8) + WIDE), sides_of(legal_layouts(8, is_decode=True) + WIDE_DECODES))
     for collectives in Collectives
 ]
 """Cases over shared memory and over TCP."""

@@ -37,13 +37,13 @@ def name_of(case: Case) -> str:
 def compare(answer: Answer, prompt: list[int], expected: Tensor) -> None:
     """Compare with ``expected [tokens, vocabulary]`` after each token."""
     assert len(answer.prompt_logprobs) == len(prompt) - 1
-    for place, told in enumerate(answer.prompt_logprobs):
+    for place, entry in enumerate(answer.prompt_logprobs):
         row = expected[place]
         own = row[prompt[place + 1]]
-        assert told.logprob == pytest.approx(float(own), abs=1e-3)
-        assert told.top_logprobs == pytest.approx(row[told.top_ids].tolist(), abs=1e-3)
-        assert told.top_logprobs == pytest.approx(row.topk(NUM_TOP).values.tolist(), abs=1e-3)
-        assert int((row > own + 1e-3).sum()) < told.rank <= int((row >= own - 1e-3).sum())
+        assert entry.logprob == pytest.approx(float(own), abs=1e-3)
+        assert entry.top_logprobs == pytest.approx(row[entry.top_ids].tolist(), abs=1e-3)
+        assert entry.top_logprobs == pytest.approx(row.topk(NUM_TOP).values.tolist(), abs=1e-3)
+        assert int((row > own + 1e-3).sum()) < entry.rank <= int((row >= own - 1e-3).sum())
 
 
 def config_of(case: Case) -> DeployConfig:

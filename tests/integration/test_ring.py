@@ -116,7 +116,7 @@ def test_every_mode_equals_one_rank_on_16k_tokens(models: Models, engine: LocalE
         with engine.running(folder, DeployConfig.model_validate({"kv": kv, "prefill": prefill})) as cluster:
             (answer,) = cluster.answer(asked([prompt], NUM_TOKENS, NUM_LOGPROBS), timeout_s=1800)
         oracle.check(prompt, answer, f"{cp} {way}")
-        found[cp, way] = torch.tensor([told.top_logprobs for told in answer.logprobs])
+        found[cp, way] = torch.tensor([entry.top_logprobs for entry in answer.logprobs])
     alone = found.pop((1, KvWay()))
     assert len(found) == 3
     for place, logprobs in found.items():

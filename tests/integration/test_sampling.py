@@ -99,11 +99,11 @@ def compare(model: Any, prompt: list[int], answer: Answer, settings: dict[str, A
         )
     assert answer.token_ids == theirs.sequences[0, len(prompt) :].tolist()
     assert len(answer.logprobs) == len(answer.token_ids)
-    for token_id, told, logits in zip(answer.token_ids, answer.logprobs, theirs.logits, strict=True):
+    for token_id, entry, logits in zip(answer.token_ids, answer.logprobs, theirs.logits, strict=True):
         logprobs = logits[0].log_softmax(-1)
-        assert told.logprob == pytest.approx(float(logprobs[token_id]), abs=1e-3)
-        assert told.top_ids == logprobs.topk(3).indices.tolist()
-        assert told.top_logprobs == pytest.approx(logprobs.topk(3).values.tolist(), abs=1e-3)
+        assert entry.logprob == pytest.approx(float(logprobs[token_id]), abs=1e-3)
+        assert entry.top_ids == logprobs.topk(3).indices.tolist()
+        assert entry.top_logprobs == pytest.approx(logprobs.topk(3).values.tolist(), abs=1e-3)
 
 
 @pytest.mark.parametrize("num_given", [1, 7, 17])

@@ -109,19 +109,19 @@ def test_answers_are_the_same_a_step_ahead(tmp_path: Path) -> None:
             if isinstance(worker.worker, AsynchronousWorker):
                 assert worker.worker.num_following() > MAX_TOKENS
     plain, ahead = found
-    assert [[_told(output) for output in answer] for answer in ahead] == [
-        [_told(output) for output in answer] for answer in plain
+    assert [[_summary(output) for output in answer] for answer in ahead] == [
+        [_summary(output) for output in answer] for answer in plain
     ]
     # Batches may differ, and with them the rounding.
     assert _logprobs(ahead) == pytest.approx(_logprobs(plain), abs=1e-4)
 
 
-def _told(output: Output) -> tuple[int, list[int], FinishReason | None, int]:
+def _summary(output: Output) -> tuple[int, list[int], FinishReason | None, int]:
     return output.first_index, output.token_ids, output.finish, len(output.logprobs)
 
 
 def _logprobs(answers: list[list[Output]]) -> list[float]:
-    return [told.logprob for answer in answers for output in answer for told in output.logprobs]
+    return [entry.logprob for answer in answers for output in answer for entry in output.logprobs]
 
 
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)

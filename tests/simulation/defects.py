@@ -115,7 +115,7 @@ def restart_one_rank_alone(patch: Patch) -> None:
     patch.setattr(Replica, "kill_rank", replace_rank)
 
 
-def start_again_beside_what_is_left(patch: Patch) -> None:
+def restart_next_to_remaining_ranks(patch: Patch) -> None:
     """The supervisor restarts a replica that has lost a rank without ending the other ranks."""
     on_failed = reconcile._on_failed
 
@@ -134,19 +134,19 @@ def _change_message(patch: Patch, owner: type, method: str, fields: Callable[[An
     patch.setattr(owner, method, lambda self, message: real(self, replace(message, **fields(self))))
 
 
-def heed_words_to_an_earlier_start(patch: Patch) -> None:
+def accept_messages_to_an_earlier_start(patch: Patch) -> None:
     """Decode accepts prefill's messages for its own earlier start."""
     _change_message(
         patch, ReceiverSession, "_is_foreign", lambda it: {"decode_incarnation": it.ticket.decode.incarnation}
     )
 
 
-def heed_words_of_an_earlier_start(patch: Patch) -> None:
+def accept_messages_from_an_earlier_start(patch: Patch) -> None:
     """Decode accepts messages from an earlier start of prefill."""
     _change_message(patch, ReceiverSession, "_is_foreign", lambda it: {"prefill": it.prefill})
 
 
-def take_any_submit(patch: Patch) -> None:
+def accept_any_submit(patch: Patch) -> None:
     """Prefill accepts requests for an earlier start."""
     _change_message(patch, PrefillLeader, "_on_submit", lambda it: {"prefill": it.me})
 
@@ -159,14 +159,14 @@ def decode_any_submit(patch: Patch) -> None:
     _change_message(patch, DecodeLeader, "_on_submit", lambda it: {"decode": it.me})
 
 
-def leave_out_a_page(patch: Patch) -> None:
+def skip_a_page(patch: Patch) -> None:
     """A sender skips its last page but reports the full number of pages."""
     patch.setattr("workers.handoff.kv_sender.owned_pages", lambda *given, **named: owned_pages(*given, **named)[:-1])
 
 
-def leave_out_a_page_and_count_none(patch: Patch) -> None:
+def skip_a_page_and_ignore_counts(patch: Patch) -> None:
     """Decode also ignores the number of pages."""
-    leave_out_a_page(patch)
+    skip_a_page(patch)
     patch.setattr(ReceiverSession, "_mismatch", lambda _self, _result: None)
 
 
@@ -174,29 +174,29 @@ def start_before_pages_are_checked(patch: Patch) -> None:
     patch.setattr(DecodeLeader, "_verify", DecodeLeader._begin_decoding)
 
 
-def take_all_pages_for_right(patch: Patch) -> None:
+def ignore_page_checks(patch: Patch) -> None:
     """Decode ignores the results of the page checks."""
     take = PageChecks.take
     patch.setattr(PageChecks, "take", lambda self, checked: take(self, checked) and 0)
 
 
-def leave_out_a_digest(patch: Patch) -> None:
+def skip_a_digest(patch: Patch) -> None:
     """A sender reports no digest for the last page of a job."""
 
     def digest_all_but_one(*given: Any) -> PageDigests:
-        told = digest_pages(*given)
-        return replace(told, pages=told.pages[:-1], digests=told.digests[:-1])
+        report = digest_pages(*given)
+        return replace(report, pages=report.pages[:-1], digests=report.digests[:-1])
 
     patch.setattr("workers.handoff.kv_sender.digest_pages", digest_all_but_one)
 
 
-def leave_out_a_digest_and_miss_none(patch: Patch) -> None:
+def skip_a_digest_and_ignore_it(patch: Patch) -> None:
     """Decode also ignores missing digests."""
-    leave_out_a_digest(patch)
+    skip_a_digest(patch)
     patch.setattr(ReceiverSession, "_digest_problem", lambda _self, _num_bytes: None)
 
 
-def forget_who_has_a_room(patch: Patch) -> None:
+def route_rooms_by_number(patch: Patch) -> None:
     """Messages about a room go to the DP rank with its number instead of the request's DP rank."""
     home = ReplicaLeader._dp_rank_of
 
@@ -227,7 +227,7 @@ def free_source_pages_early(patch: Patch) -> None:
     patch.setattr(PrefillLeader, "_end_if_settled", end_at_once)
 
 
-def let_no_bytes_settle(patch: Patch) -> None:
+def free_pages_without_settling(patch: Patch) -> None:
     """Decode frees pages as soon as their writer is proven gone."""
     prefill_gone = ReceiverSession.prefill_gone
 
@@ -238,7 +238,7 @@ def let_no_bytes_settle(patch: Patch) -> None:
     patch.setattr(ReceiverSession, "prefill_gone", gone_at_once)
 
 
-def take_silence_for_proof(patch: Patch) -> None:
+def treat_unreachable_as_gone(patch: Patch) -> None:
     """The supervisor considers processes on an unreachable machine gone."""
     on_ended = reconcile._on_ended
 
@@ -248,7 +248,7 @@ def take_silence_for_proof(patch: Patch) -> None:
     patch.setattr(reconcile, "_on_ended", end)
 
 
-def prove_only_what_the_driver_has_heard_of(patch: Patch) -> None:
+def prove_only_starts_known_to_the_driver(patch: Patch) -> None:
     """No proof is required for a start that the driver never saw in the table."""
     on_started, on_ended = reconcile._on_started, reconcile._on_ended
     heard: set[tuple[str, Incarnation]] = set()
@@ -272,7 +272,7 @@ def keep_no_tombstones(patch: Patch) -> None:
     patch.setattr("workers.scheduler.leader.Tombstones.add", lambda _self, _room, _reason: None)
 
 
-def take_a_page_id_for_its_place(patch: Patch) -> None:
+def use_a_page_id_as_a_local_index(patch: Patch) -> None:
     """A rank with sharded KV uses the replica's page id as an index into its own pool."""
     patch.setattr("workers.handoff.kv_sender.local_page", lambda record, page: page % record.layout.num_pages)
 
@@ -288,7 +288,7 @@ def end_a_tier_job_with_the_first_result(patch: Patch) -> None:
     patch.setattr(TierJobs, "__init__", make_for_one)
 
 
-def keep_copies_of_pages_that_were_given_up(patch: Patch) -> None:
+def keep_copies_of_evicted_pages(patch: Patch) -> None:
     """A copy in host memory counts although its page may have been reused for other tokens."""
     patch.setattr(PrefixTree, "stay", lambda _self, _key: None)
 

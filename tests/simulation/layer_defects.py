@@ -31,7 +31,7 @@ from workers.scheduler.sequence import TokenSequence
 Patch = pytest.MonkeyPatch
 
 
-def expect_any_number(patch: Patch) -> None:
+def accept_any_count(patch: Patch) -> None:
     """Decode ignores the number of pages and bytes."""
     patch.setattr(ReceiverSession, "_mismatch", lambda _self, _result: None)
 
@@ -47,7 +47,7 @@ def send_layers_before_they_are_computed(patch: Patch) -> None:
     patch.setattr(KvSender, "_on_stored", one_early)
 
 
-def forget_the_last_layers(patch: Patch) -> None:
+def skip_the_last_layers(patch: Patch) -> None:
     """The final send of a step skips the last layer if it sends only some layers."""
     patch.setattr("workers.handoff.kv_sender._writes", _writes_without_last)
 
@@ -63,10 +63,10 @@ def _without_last(source: PageRange) -> PageRange:
     return dataclasses.replace(source, layers=layers[:-1] if is_rest else layers)
 
 
-def forget_the_last_layers_and_count_none(patch: Patch) -> None:
+def skip_the_last_layers_and_ignore_counts(patch: Patch) -> None:
     """Decode also ignores the number of bytes."""
-    forget_the_last_layers(patch)
-    expect_any_number(patch)
+    skip_the_last_layers(patch)
+    accept_any_count(patch)
 
 
 def send_the_first_layers_again(patch: Patch) -> None:
@@ -92,10 +92,10 @@ def count_pages_with_their_first_layers(patch: Patch) -> None:
         return dataclasses.replace(make(self, transfer, pairs, end), num_pages=len(pairs))
 
     patch.setattr(KvSender, "_job", count)
-    expect_any_number(patch)
+    accept_any_count(patch)
 
 
-def report_drained_at_once(patch: Patch) -> None:
+def report_drained_early(patch: Patch) -> None:
     """A rank reports that it has drained while its writer continues."""
 
     def cancel(self: KvSender, message: CancelSend) -> None:
@@ -106,7 +106,7 @@ def report_drained_at_once(patch: Patch) -> None:
     patch.setattr(KvSender, "cancel", cancel)
 
 
-def begin_again_after_a_failure(patch: Patch) -> None:
+def resume_after_a_failure(patch: Patch) -> None:
     """A failed transfer restarts with the next layers."""
     patch.setattr(KvSender, "_is_outgoing", lambda _self, admit: admit.destination is not None)
 
@@ -158,7 +158,7 @@ def send_all_pages_to_each_copy(patch: Patch) -> None:
     patch.setattr(PageShare, "has", lambda _self, _page: True)
 
 
-def give_no_copies(patch: Patch) -> None:
+def skip_head_copies(patch: Patch) -> None:
     """Ranks with the same heads do not copy each other's arrived pages."""
     next_plan = DecodeLeader.next_plan
 
@@ -200,7 +200,7 @@ def swap_heads(patch: Patch) -> None:
     patch.setattr(PageRange, "spans_to", same_offset)
 
 
-def free_pages_that_are_still_seen(patch: Patch) -> None:
+def free_visible_pages(patch: Patch) -> None:
     """A sequence frees pages one page too early."""
     first_pages, free_unseen = Lifetimes.first_pages, PageHolders.free_unseen
 
@@ -231,7 +231,7 @@ def continue_without_the_window(patch: Patch) -> None:
     patch.setattr(PageAllocator, "find", find_any)
 
 
-def leave_the_window_below(patch: Patch) -> None:
+def skip_loading_the_window(patch: Patch) -> None:
     """The pages of the window are not loaded from host memory."""
     load = HostLoader.load
 
@@ -243,7 +243,7 @@ def leave_the_window_below(patch: Patch) -> None:
     patch.setattr(HostLoader, "load", load_chain)
 
 
-def take_all_pages_for_the_first_lifetimes(patch: Patch) -> None:
+def use_the_first_lifetime_for_all_pages(patch: Patch) -> None:
     """Copies between tiers always use the layers without a window."""
     patch.setattr(TierPage, "lifetime", 0)
 

@@ -58,7 +58,7 @@ def continue_at_output_0(patch: Patch) -> None:
     patch.setattr(GenerateRequest, "make_submit", submit_as_prompt)
 
 
-def begin_anew_behind_given_tokens(patch: Patch) -> None:
+def restart_at_the_original_prompt(patch: Patch) -> None:
     """A continued request sends its original prompt."""
     make = GenerateRequest.make_submit
 
@@ -81,10 +81,10 @@ def cancel_no_other_target(patch: Patch) -> None:
     """The router does not cancel the other replica when one fails."""
     leave = RequestTable._leave
 
-    def leave_without_a_word(self: RequestTable, request: GenerateRequest, _cancelled: Sequence[Peer]) -> list[Action]:
+    def exit_silently(self: RequestTable, request: GenerateRequest, _cancelled: Sequence[Peer]) -> list[Action]:
         return leave(self, request, [])
 
-    patch.setattr(RequestTable, "_leave", leave_without_a_word)
+    patch.setattr(RequestTable, "_leave", exit_silently)
 
 
 def retry_where_it_failed(patch: Patch) -> None:

@@ -22,14 +22,14 @@ NEVER_ENDS = r"did not end"
 DEADLINE = r"a deadline ended"
 FAILS_IN_CALM = r"nothing failed"
 FAILS_IN_MILD = r"a replica of each role had no fault"
-NOT_TOLD = r"was not told to stop"
+NOT_CANCELLED = r"was not told to stop"
 OTHER_START = r"for another start of this replica"
 FOREIGN_PAGE = rf"{EARLY_READ}|under the key of another|is not held by one sequence|nobody has filled"
 
 Conditions = Callable[[Scenario], Scenario]
 
 
-def as_drawn(scenario: Scenario) -> Scenario:
+def unchanged(scenario: Scenario) -> Scenario:
     return scenario
 
 
@@ -39,8 +39,8 @@ def calm(scenario: Scenario) -> Scenario:
 
 def commands(scenario: Scenario) -> Scenario:
     """An operator adds a replica of each role and removes it again."""
-    moments = [(1, "prefill-1"), (2, "decode-1"), (5, "prefill-0"), (7, "decode-0")]
-    faults = tuple(Fault(kind=FaultKind.SCALE, at_s=at_s, member=name) for at_s, name in moments)
+    times = [(1, "prefill-1"), (2, "decode-1"), (5, "prefill-0"), (7, "decode-0")]
+    faults = tuple(Fault(kind=FaultKind.SCALE, at_s=at_s, member=name) for at_s, name in times)
     shape = replace(scenario.shape, num_prefill=1, num_decode=1)
     return replace(calm(scenario), shape=shape, faults=faults)
 
@@ -75,7 +75,7 @@ def dying_streams(scenario: Scenario) -> Scenario:
     return replace(scenario, shape=shape, requests=requests, faults=faults, hazards=Hazards(slowness=10.0))
 
 
-def late_words(scenario: Scenario) -> Scenario:
+def late_messages(scenario: Scenario) -> Scenario:
     return replace(scenario, faults=(), hazards=Hazards(stale=0.5, slowness=10.0))
 
 
@@ -215,70 +215,70 @@ def windows_below(scenario: Scenario) -> Scenario:
 
 
 DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Conditions, str]] = [
-    (layer_defects.free_pages_that_are_still_seen, windows, FOREIGN_PAGE),
+    (layer_defects.free_visible_pages, windows, FOREIGN_PAGE),
     (layer_defects.continue_without_the_window, windows, EARLY_READ),
     (layer_defects.reserve_too_little_of_a_window, windows, EARLY_READ),
-    (layer_defects.leave_the_window_below, windows_below, EARLY_READ),
-    (layer_defects.take_all_pages_for_the_first_lifetimes, windows_below, EARLY_READ),
-    (defects.free_on_timeout, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
+    (layer_defects.skip_loading_the_window, windows_below, EARLY_READ),
+    (layer_defects.use_the_first_lifetime_for_all_pages, windows_below, EARLY_READ),
+    (defects.free_on_timeout, unchanged, f"{FOREIGN_WRITE}|{EARLY_READ}"),
     (defects.count_the_same_sender_twice, repeated_messages, EARLY_READ),
-    (router_defects.reuse_a_room, as_drawn, f"{FAILS_IN_CALM}|{EARLY_READ}"),
-    (defects.start_again_beside_what_is_left, ranks_that_die_elsewhere, FOREIGN_WRITE),
+    (router_defects.reuse_a_room, unchanged, f"{FAILS_IN_CALM}|{EARLY_READ}"),
+    (defects.restart_next_to_remaining_ranks, ranks_that_die_elsewhere, FOREIGN_WRITE),
     (defects.ignore_the_incarnation, dying_ranks, FOREIGN_WRITE),
-    (defects.heed_words_to_an_earlier_start, late_words, OTHER_START),
-    (defects.heed_words_of_an_earlier_start, late_words, f"{FOREIGN_WRITE}|{EARLY_READ}"),
-    (defects.take_any_submit, restarts_in_place, OTHER_START),
+    (defects.accept_messages_to_an_earlier_start, late_messages, OTHER_START),
+    (defects.accept_messages_from_an_earlier_start, late_messages, f"{FOREIGN_WRITE}|{EARLY_READ}"),
+    (defects.accept_any_submit, restarts_in_place, OTHER_START),
     (defects.take_any_ticket, restarts_in_place, OTHER_START),
     (defects.decode_any_submit, restarts_in_place, OTHER_START),
-    (defects.leave_out_a_page, calm, FAILS_IN_CALM),
-    (defects.leave_out_a_page_and_count_none, calm, EARLY_READ),
-    (defects.drop_the_drain_ack, as_drawn, NEVER_ENDS),
+    (defects.skip_a_page, calm, FAILS_IN_CALM),
+    (defects.skip_a_page_and_ignore_counts, calm, EARLY_READ),
+    (defects.drop_the_drain_ack, unchanged, NEVER_ENDS),
     (defects.miscount_pages, calm, FAILS_IN_CALM),
     (defects.end_before_it_is_drained, commands, FAILS_IN_CALM),
     (defects.restart_one_rank_alone, dying_ranks, f"which it does not know|{EARLY_READ}|{NEVER_ENDS}"),
     (defects.start_before_pages_are_checked, changed_bytes, EARLY_READ),
-    (defects.take_all_pages_for_right, changed_bytes, EARLY_READ),
-    (defects.leave_out_a_digest, calm_with_digests, FAILS_IN_CALM),
-    (defects.leave_out_a_digest_and_miss_none, changed_bytes, EARLY_READ),
-    (defects.forget_who_has_a_room, several_dp_ranks, f"{FAILS_IN_CALM}|{NEVER_ENDS}"),
+    (defects.ignore_page_checks, changed_bytes, EARLY_READ),
+    (defects.skip_a_digest, calm_with_digests, FAILS_IN_CALM),
+    (defects.skip_a_digest_and_ignore_it, changed_bytes, EARLY_READ),
+    (defects.route_rooms_by_number, several_dp_ranks, f"{FAILS_IN_CALM}|{NEVER_ENDS}"),
     (defects.ticket_pages_that_are_computed_into, leavers_of_dp_ranks, f"{FOREIGN_WRITE}|{EARLY_READ}"),
     (router_defects.ignore_gaps_in_kv_events, lossy, "its index differs from the cache"),
-    (defects.free_source_pages_early, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
-    (defects.let_no_bytes_settle, dying_ranks, FOREIGN_WRITE),
-    (defects.take_silence_for_proof, lost_machine, FOREIGN_WRITE),
-    (defects.prove_only_what_the_driver_has_heard_of, machine_lost_at_the_start, FOREIGN_WRITE),
+    (defects.free_source_pages_early, unchanged, f"{FOREIGN_WRITE}|{EARLY_READ}"),
+    (defects.free_pages_without_settling, dying_ranks, FOREIGN_WRITE),
+    (defects.treat_unreachable_as_gone, lost_machine, FOREIGN_WRITE),
+    (defects.prove_only_starts_known_to_the_driver, machine_lost_at_the_start, FOREIGN_WRITE),
     (defects.keep_no_tombstones, disorder, FOREIGN_WRITE),
-    (defects.take_a_page_id_for_its_place, as_drawn, EARLY_READ),
+    (defects.use_a_page_id_as_a_local_index, unchanged, EARLY_READ),
     (router_defects.continue_at_output_0, mild, FAILS_IN_MILD),
-    (router_defects.begin_anew_behind_given_tokens, dying_streams, EARLY_READ),
+    (router_defects.restart_at_the_original_prompt, dying_streams, EARLY_READ),
     (router_defects.retry_in_the_same_room, mild, FAILS_IN_MILD),
     (router_defects.retry_where_it_failed, mild, FAILS_IN_MILD),
-    (router_defects.cancel_no_other_target, mild, NOT_TOLD),
+    (router_defects.cancel_no_other_target, mild, NOT_CANCELLED),
     (router_defects.never_inquire, lossy, DEADLINE),
     (router_defects.answer_no_inquiry, lossy, NEVER_ENDS),
     (defects.end_a_tier_job_with_the_first_result, cold_tiers, FOREIGN_PAGE),
-    (defects.keep_copies_of_pages_that_were_given_up, cold_tiers, FOREIGN_PAGE),
+    (defects.keep_copies_of_evicted_pages, cold_tiers, FOREIGN_PAGE),
     (defects.believe_failed_copies, cold_tiers, FOREIGN_PAGE),
     (layer_defects.send_layers_before_they_are_computed, calm_without_digests, EARLY_READ),
-    (layer_defects.forget_the_last_layers, calm, FAILS_IN_CALM),
-    (layer_defects.forget_the_last_layers_and_count_none, calm_without_digests, EARLY_READ),
+    (layer_defects.skip_the_last_layers, calm, FAILS_IN_CALM),
+    (layer_defects.skip_the_last_layers_and_ignore_counts, calm_without_digests, EARLY_READ),
     (layer_defects.send_the_first_layers_again, calm, FAILS_IN_CALM),
     (layer_defects.count_pages_with_their_first_layers, calm_without_digests, f"{FAILS_IN_CALM}|{EARLY_READ}"),
-    (layer_defects.report_drained_at_once, as_drawn, f"{FOREIGN_WRITE}|{NEVER_ENDS}"),
-    (layer_defects.begin_again_after_a_failure, failing_writes, FOREIGN_WRITE),
+    (layer_defects.report_drained_early, unchanged, f"{FOREIGN_WRITE}|{NEVER_ENDS}"),
+    (layer_defects.resume_after_a_failure, failing_writes, FOREIGN_WRITE),
     (layer_defects.read_layers_before_they_are_loaded, cold_tiers, EARLY_READ),
     (layer_defects.announce_a_layer_too_many, cold_tiers, EARLY_READ),
     (layer_defects.load_one_head_of_peers, cold_tiers_of_peers, EARLY_READ),
     (layer_defects.load_other_layers_of_peers, cold_tiers_of_peers, EARLY_READ),
     (layer_defects.send_pages_to_the_next_copy, shared_heads, FOREIGN_WRITE),
     (layer_defects.send_all_pages_to_each_copy, shared_heads, FOREIGN_WRITE),
-    (layer_defects.give_no_copies, shared_heads, EARLY_READ),
+    (layer_defects.skip_head_copies, shared_heads, EARLY_READ),
     (layer_defects.count_layers_from_the_first_stage, calm, FAILS_IN_CALM),
     (layer_defects.swap_heads, calm_without_digests, EARLY_READ),
 ]
 """Each defect, the conditions in which it is caught, and the broken promise."""
 SHOWN_BY: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    defects.start_again_beside_what_is_left: 283,
+    defects.restart_next_to_remaining_ranks: 283,
     defects.ignore_the_incarnation: 67,
     defects.drop_the_drain_ack: 47,
     router_defects.continue_at_output_0: 18,
@@ -287,7 +287,7 @@ SHOWN_BY: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     layer_defects.announce_a_layer_too_many: 90,
 }
 """Seeds that reveal the rarest defects. They are tried first."""
-FAULTLESS = [*dict.fromkeys(each for _, each, _ in DEFECTS if each is not as_drawn), cold_tiers_of_shared_heads]
+FAULTLESS = [*dict.fromkeys(each for _, each, _ in DEFECTS if each is not unchanged), cold_tiers_of_shared_heads]
 
 
 def violation_of(scenario: Scenario) -> str | None:

@@ -96,10 +96,10 @@ def test_a_failing_scenario_is_made_smaller_and_still_fails() -> None:
 def test_command_prints_one_json_object() -> None:
     result = CliRunner().invoke(app, ["simulate", "--seeds", "5", "--json"])
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert set(told) == {"seeds", "requests", "faults", "violations", "seconds"}
-    assert (told["seeds"], told["violations"]) == (5, 0)
-    assert told["requests"] == sum(len(draw_scenario(seed).requests) for seed in range(5))
+    reported = json.loads(result.stdout)
+    assert set(reported) == {"seeds", "requests", "faults", "violations", "seconds"}
+    assert (reported["seeds"], reported["violations"]) == (5, 0)
+    assert reported["requests"] == sum(len(draw_scenario(seed).requests) for seed in range(5))
 
 
 @pytest.mark.usefixtures("broken")

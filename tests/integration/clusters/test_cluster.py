@@ -174,10 +174,10 @@ def test_the_time_of_each_phase_is_reported(cluster: RunningCluster) -> None:
     assert list(times) == ["queue", "decode-queue", "bootstrap", "prefill", "transfer"]
     assert min(times.values()) >= 0
     assert times["prefill"] > 0
-    told = [
+    reported = [
         f'baton_{name}_total{{rank="1",replica="prefill-0"}}' for name in ("kv_transfer_bytes", "rank_step_seconds")
     ]
-    for line in (*told, 'baton_prefill_steps_total{passing="",replica="prefill-0",strategy='):
+    for line in (*reported, 'baton_prefill_steps_total{passing="",replica="prefill-0",strategy='):
         cluster.wait_until(lambda line=line: line in httpx.get(f"{cluster.url}/metrics", timeout=60).text, 60)
 
 

@@ -87,10 +87,10 @@ def assert_likelihoods(folder: Path, url: str, model: str, ends: list[tuple[list
     for choice, (prompt, end) in zip(scored["choices"], ends, strict=True):
         with torch.inference_mode():
             rows = oracle(torch.tensor([[*prompt, *end]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        told = choice["logprobs"]["token_logprobs"][len(prompt) : -1]
-        assert sum(told) == pytest.approx(float(rows.gather(1, torch.tensor(end)[:, None]).sum()), abs=1e-3)
+        scores = choice["logprobs"]["token_logprobs"][len(prompt) : -1]
+        assert sum(scores) == pytest.approx(float(rows.gather(1, torch.tensor(end)[:, None]).sum()), abs=1e-3)
         top = [max(likeliest.values()) for likeliest in choice["logprobs"]["top_logprobs"][len(prompt) : -1]]
-        assert (told == top) == (rows.argmax(-1).tolist() == end)
+        assert (scores == top) == (rows.argmax(-1).tolist() == end)
 
 
 def _drawn(url: str, model: str, stream: bool) -> list[list[tuple[int, float]]]:

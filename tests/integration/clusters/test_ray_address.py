@@ -30,14 +30,14 @@ def up(notes: Path, *options: str, address: str = "") -> tuple[int, str]:
 def test_an_address_without_a_listener_is_refused_quickly(form: str, is_option: bool, tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         address = form.format(taken.getsockname()[1])
-    code, told = up(tmp_path, "--address", address) if is_option else up(tmp_path, address=address)
-    line = told.splitlines()[-1]
+    code, output = up(tmp_path, "--address", address) if is_option else up(tmp_path, address=address)
+    line = output.splitlines()[-1]
     assert code == 2
     assert line.startswith(f"Ray at {address} cannot be used: ")
     assert line.endswith("Connection refused; allowed: host:port of a running Ray head node, or auto")
 
 
 def test_an_invalid_address_is_refused(tmp_path: Path) -> None:
-    code, told = up(tmp_path, "--address", "somewhere")
+    code, output = up(tmp_path, "--address", "somewhere")
     assert code == 2
-    assert told.splitlines()[-1].startswith("Ray at somewhere cannot be used: ")
+    assert output.splitlines()[-1].startswith("Ray at somewhere cannot be used: ")

@@ -65,15 +65,15 @@ def test_restricted_routes_require_a_key(guarded: RouterCluster) -> None:
 
 def test_replicas_receive_commands(guarded: RouterCluster) -> None:
     assert admin(guarded, "drain", replica="decode-0") == {"draining": "decode-0"}
-    assert guarded.decode.wait_told(Drain)
+    assert guarded.decode.wait_message(Drain)
     assert admin(guarded, "resume", replica="decode-0") == {"resumed": "decode-0"}
-    assert guarded.decode.wait_told(Resume)
+    assert guarded.decode.wait_message(Resume)
     assert admin(guarded, "flush_cache", replica="prefill-0") == {"flushing": ["prefill-0"]}
-    assert guarded.prefill.wait_told(FlushCache)
+    assert guarded.prefill.wait_message(FlushCache)
     assert sorted(admin(guarded, "flush_cache")["flushing"]) == ["decode-0", "prefill-0"]
-    assert guarded.decode.wait_told(FlushCache)
+    assert guarded.decode.wait_message(FlushCache)
     assert admin(guarded, "detach_storage", replica="decode-0") == {"detaching": ["decode-0"]}
-    assert guarded.decode.wait_told(UseStorage) == [UseStorage(is_attached=False)]
+    assert guarded.decode.wait_message(UseStorage) == [UseStorage(is_attached=False)]
     assert len(admin(guarded, "attach_storage")["attaching"]) == 2
     unknown = guarded.http.post("/admin/drain", json={"replica": "decode-7"}, headers=ADMIN)
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "replica")
@@ -88,7 +88,7 @@ def test_a_prompt_is_pinned_as_requests_name_it(guarded: RouterCluster) -> None:
     assert answer == {"prompt_pages": 3, "pinned_pages": pinned, "replicas": ["prefill-0", "decode-0"]}
     salts = {"cache_salt": "ours", "extra_key": "more"}
     assert admin(guarded, "unpin", prompt=prompt, replica="prefill-0", **salts)["pinned_pages"] == {"prefill-0": 2}
-    assert guarded.prefill.wait_told(PinPages) == [
+    assert guarded.prefill.wait_message(PinPages) == [
         PinPages(keys=page_keys(prompt, 64), is_pinned=True),
         PinPages(keys=page_keys(prompt, 64, "ours\0more"), is_pinned=False),
     ]
@@ -112,7 +112,9 @@ def test_invalid_commands_are_refused_and_not_forwarded(
 ) -> None:
     reply = guarded.http.post(f"/admin/{path}", json=body, headers=ADMIN)
     assert (reply.status_code, reply.json()["error"]["message"][: len(words)]) == (400, words)
-    assert not [told for told in guarded.prefill.told if isinstance(told, PinPages | UseStorage | FlushCache)]
+    assert not [
+        reported for reported in guarded.prefill.received if isinstance(reported, PinPages | UseStorage | FlushCache)
+    ]
 
 
 @pytest.mark.parametrize("path", ["pin", "detach_storage"])

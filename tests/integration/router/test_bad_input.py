@@ -32,7 +32,7 @@ NO_TOOLS = (
     "not supported here: this model's chat template does not support tool calls, or router.tool_parser is none; "
     'allowed with "tool_choice": "none"'
 )
-NO_THOUGHTS = (
+NO_REASONING = (
     "not supported here: this model's chat template does not support reasoning, or router.reasoning_parser is none; "
     'got "low", allowed: null or "none"'
 )
@@ -102,7 +102,7 @@ BAD_CHATS: list[tuple[str, Any, str]] = [
     ("tool_choice", "required", "there are no tools to choose from"),
     ("verbosity", "low", 'not supported, got "low"; allowed: null or "medium"'),
     ("top_logprobs", 2, "only allowed with logprobs=true"),
-    ("reasoning_effort", "low", NO_THOUGHTS),
+    ("reasoning_effort", "low", NO_REASONING),
     ("logprobs", 5, "Input should be a valid boolean, got 5"),
     ("response_format", {"type": "xml"}, WRONG_FORMAT),
     ("response_format.json_schema", {"type": "json_schema"}, 'field required where type is "json_schema"'),

@@ -53,8 +53,8 @@ async def test_chat_whole_and_as_a_stream(client: Any) -> None:
         mine = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
         assert mine[0].delta.role == "assistant"
         assert "".join(part.delta.content or "" for part in mine) == choice.message.content
-        told = [entry for part in mine if part.logprobs for entry in part.logprobs.content]
-        assert told == choice.logprobs.content
+        entries = [entry for part in mine if part.logprobs for entry in part.logprobs.content]
+        assert entries == choice.logprobs.content
         assert [part.finish_reason for part in mine if part.finish_reason] == [choice.finish_reason] == ["length"]
 
 

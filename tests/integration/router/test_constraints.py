@@ -120,22 +120,22 @@ def hermes_call(name: str, arguments: str) -> str:
 def test_hermes_calls(hermes: RouterCluster, grammars: Grammars) -> None:
     get, stop = hermes_call("get", '{"a": 1}'), hermes_call("stop", "{}")
     ask(hermes, tools=TOOLS, tool_choice="required")
-    thought = "<think>\nhm < </thin\n</think>\n\n"
-    wrong = ["", "hi", hermes_call("get", "{}"), hermes_call("put", "{}"), f"{get} x", thought]
-    check(grammars, hermes, [get, stop, f"{get}\n{stop}", thought + get], wrong)
+    reasoning_text = "<think>\nhm < </thin\n</think>\n\n"
+    wrong = ["", "hi", hermes_call("get", "{}"), hermes_call("put", "{}"), f"{get} x", reasoning_text]
+    check(grammars, hermes, [get, stop, f"{get}\n{stop}", reasoning_text + get], wrong)
     ask(hermes, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     check(grammars, hermes, [get], [f"{get}\n{get}"])
     ask(hermes, tools=TOOLS, tool_choice=NAMED)
     check(grammars, hermes, [stop], [get, f"{stop}\n{stop}"])
     ask(hermes, tools=TOOLS, response_format={"type": "json_object"})
-    check(grammars, hermes, [get, "{}", f'{thought}{{"a": 1}}'], ["x", f"{get}{{}}"])
+    check(grammars, hermes, [get, "{}", f'{reasoning_text}{{"a": 1}}'], ["x", f"{get}{{}}"])
     ask(hermes, tools=TOOLS, tool_choice=NAMED, response_format=FORMAT)
     check(grammars, hermes, [stop], [get, '{"a": 1}'])
     ask(hermes, tools=TOOLS)
     assert hermes.last_submit().sampling.grammar == ""
     bad = {"type": "function", "function": {"name": "bad", "parameters": {"type": "objec"}}}
     ask(hermes, tools=[*TOOLS, bad], parallel_tool_calls=False)
-    free = ["", "hi", get, f"Let me see.\n{stop}", f"{thought}so: {get}", hermes_call("bad", '{"b": "c"}')]
+    free = ["", "hi", get, f"Let me see.\n{stop}", f"{reasoning_text}so: {get}", hermes_call("bad", '{"b": "c"}')]
     check(grammars, hermes, free, [f"{get}\n{stop}", f"{get}{get}", f"{get} x {get}"])
 
 
@@ -160,8 +160,8 @@ def test_only_some_hermes_calls(hermes: RouterCluster, grammars: Grammars) -> No
     ask(hermes, tools=tools, tool_choice=allowed("required", "stop", "get"))
     check(grammars, hermes, [get, stop, f"{stop}\n{get}"], ["", "hi", quick, f"{get}\n{quick}", f"hi {get}"])
     ask(hermes, tools=tools, tool_choice=allowed("auto", "get", "stop"))
-    thought = "<think>\nhm < </thin\n</think>\n\n"
-    free = ["", "hi < <tool", get, f"Let me see.\n{get}\n{stop}", thought + stop, f"{thought}so"]
+    reasoning_text = "<think>\nhm < </thin\n</think>\n\n"
+    free = ["", "hi < <tool", get, f"Let me see.\n{get}\n{stop}", reasoning_text + stop, f"{reasoning_text}so"]
     check(grammars, hermes, free, [quick, f"so: {quick}", f"{get}\n{quick}", "<tool_call>x", f"{get}x"])
     shown = hermes.last_submit().prompt_ids
     ask(hermes, tools=tools, tool_choice=allowed("auto", "get"), parallel_tool_calls=False)

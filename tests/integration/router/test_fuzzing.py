@@ -72,7 +72,7 @@ def check(cluster: RouterCluster, case: Any) -> None:
     )
 
 
-def check_beside_good(cluster: RouterCluster, case: Any) -> None:
+def check_among_valid(cluster: RouterCluster, case: Any) -> None:
     good = GOOD_BODIES[case.path]
     if isinstance(case.body, dict):
         others = ((name, value) for name, value in case.body.items() if name not in good)
@@ -89,7 +89,7 @@ def test_a_few_requests(cluster: RouterCluster, case: Any) -> None:
 @api(has_coverage=False).include(path=list(GOOD_BODIES)).parametrize()
 @few
 def test_a_few_invalid_fields_among_valid_ones(cluster: RouterCluster, case: Any) -> None:
-    check_beside_good(cluster, case)
+    check_among_valid(cluster, case)
 
 
 @api(has_coverage=True).parametrize()

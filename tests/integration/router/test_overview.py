@@ -32,11 +32,11 @@ def test_it_reads_topology_totals_and_recent_requests(cluster: RouterCluster) ->
     cluster.complete("abc", max_tokens=9)
     cluster.decode.fails = "no memory"
     cluster.post("/v1/completions", prompt="abc")
-    told: Any = cluster.http.get("/status").json()
-    assert (told["model"], told["router"]) == (MODEL, {"open": 0, "waiting": 0, "draining": False})
-    assert told["totals"]["generation_tokens"] == 9
-    assert told["totals"]["kv_bytes"] == 4096
-    first, second = told["replicas"]
+    status: Any = cluster.http.get("/status").json()
+    assert (status["model"], status["router"]) == (MODEL, {"open": 0, "waiting": 0, "draining": False})
+    assert status["totals"]["generation_tokens"] == 9
+    assert status["totals"]["kv_bytes"] == 4096
+    first, second = status["replicas"]
     assert (first["replica"], first["role"], first["ready"], first["load"]["free_pages"]) == (
         "prefill-0",
         "prefill",
@@ -46,7 +46,7 @@ def test_it_reads_topology_totals_and_recent_requests(cluster: RouterCluster) ->
     coords = msgspec.structs.asdict(RankCoords(dp=0, cp=0, tp=0, pp=0))
     assert first["ranks"] == [coords | {"global_rank": 0, "address": cluster.prefill.peer.address, "sent_bytes": 4096}]
     assert second["replica"] == "decode-0"
-    failed, finished = told["recent"]
+    failed, finished = status["recent"]
     assert (failed["outcome"], finished["outcome"]) == ("failed", "finished")
     assert [phase["name"] for phase in failed["phases"]] == ["queue"]
     assert (finished["prompt_tokens"], finished["num_tokens"]) == (4, 9)

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.integration
 
 TOOLS: Any = [{"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": None}]
 CALLS_BEFORE_IT = "{% for call in message.tool_calls or [] %}[{{ call.function.arguments | tojson }}]{% endfor %}"
-THOUGHTS_BEFORE_IT = "({{ message.reasoning_content or '' }})"
-SHOWN = TEMPLATE.replace("{{ message.content }}", f"{THOUGHTS_BEFORE_IT}{{{{ message.content }}}}{CALLS_BEFORE_IT}")
+REASONING_BEFORE_IT = "({{ message.reasoning_content or '' }})"
+SHOWN = TEMPLATE.replace("{{ message.content }}", f"{REASONING_BEFORE_IT}{{{{ message.content }}}}{CALLS_BEFORE_IT}")
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,9 @@ def client(cluster: RouterCluster) -> Iterator[openai.OpenAI]:
 
 
 def check_answer(response: Any) -> None:
-    thoughts, said, *calls = response.output
+    reasoning, said, *calls = response.output
     assert (response.status, [item.status for item in response.output]) == ("completed", ["completed"] * 4)
-    assert [part.text for part in thoughts.content] == ["They ask\nfor weather."]
+    assert [part.text for part in reasoning.content] == ["They ask\nfor weather."]
     assert said.content[0].text == response.output_text == "Let me see."
     assert [(call.type, call.name, call.arguments) for call in calls] == [("function_call", "weather", ARGUMENTS)] * 2
     assert calls[0].call_id != calls[1].call_id
@@ -96,15 +96,15 @@ def test_reasoning_is_sealed_for_stateless_clients(
         items: list[Any] = [event.item for event in events if event.type == "response.output_item.done"]
     else:
         items = [*client.responses.create(**asked).output]
-    thoughts, *others = [item.model_dump() for item in items]
-    assert thoughts["encrypted_content"]
+    reasoning, *others = [item.model_dump() for item in items]
+    assert reasoning["encrypted_content"]
 
     def prompt_after(*kept: Any) -> str:
         client.responses.create(model=MODEL, input=[{"role": "user", "content": "hi"}, *kept, *others], tools=TOOLS)
         return bytes(cluster.last_submit().prompt_ids).decode()
 
-    assert prompt_after(thoughts | {"content": None}) == prompt_after(thoughts) != prompt_after()
-    foreign = thoughts | {"content": None, "encrypted_content": "gAAAAABo"}
+    assert prompt_after(reasoning | {"content": None}) == prompt_after(reasoning) != prompt_after()
+    foreign = reasoning | {"content": None, "encrypted_content": "gAAAAABo"}
     assert prompt_after(foreign) == prompt_after(), "what only others can read"
 
 

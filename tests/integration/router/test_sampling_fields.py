@@ -19,7 +19,7 @@ def text_of(events: list[Any]) -> str:
     return "".join(event["choices"][0]["text"] for event in events)
 
 
-class TestReplicasAreAsked:
+class TestRequestsToReplicas:
     def test_every_field(self, shared: RouterCluster) -> None:
         shared.complete(
             "x",

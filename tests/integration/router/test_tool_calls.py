@@ -58,12 +58,12 @@ def test_whole(cluster: RouterCluster, client: openai.OpenAI) -> None:
 
 def collect(chunks: list[Any]) -> tuple[str, str, list[dict[str, str]]]:
     """Return reasoning, content and calls, joined as clients do it."""
-    thoughts = content = ""
+    reasoning = content = ""
     calls: list[dict[str, str]] = []
     for delta in [chunk.choices[0].delta for chunk in chunks if chunk.choices]:
-        thought = (delta.model_extra or {}).get("reasoning_content") or ""
-        assert thought == ((delta.model_extra or {}).get("reasoning") or "")
-        thoughts += thought
+        reasoning_text = (delta.model_extra or {}).get("reasoning_content") or ""
+        assert reasoning_text == ((delta.model_extra or {}).get("reasoning") or "")
+        reasoning += reasoning_text
         content += delta.content or ""
         for call in delta.tool_calls or ():
             if call.id:
@@ -72,12 +72,12 @@ def collect(chunks: list[Any]) -> tuple[str, str, list[dict[str, str]]]:
             else:
                 assert call.function.name is None
             calls[call.index]["arguments"] += call.function.arguments or ""
-    return thoughts, content, calls
+    return reasoning, content, calls
 
 
 def check_stream(chunks: list[Any]) -> None:
-    thoughts, content, calls = collect(chunks)
-    assert (thoughts, content) == ("They ask\nfor weather.", "Let me see.")
+    reasoning, content, calls = collect(chunks)
+    assert (reasoning, content) == ("They ask\nfor weather.", "Let me see.")
     assert [(call["name"], call["arguments"]) for call in calls] == [("weather", ARGUMENTS)] * 2
     assert calls[0]["id"] != calls[1]["id"]
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"

@@ -70,9 +70,9 @@ def test_one_trace_from_client_to_decode(
         assert span.end_time is not None
         took_ns[name] = span.end_time - span.start_time
         assert took_ns[name] >= 0
-    told = {name: (span.attributes or {}).get("baton.replica") for name, span in spans.items()}
-    assert told["bootstrap"] == told["prefill"] == "prefill-0"
-    assert told["decode queue"] == told["transfer"] == told["decode"] == "decode-0"
+    reported = {name: (span.attributes or {}).get("baton.replica") for name, span in spans.items()}
+    assert reported["bootstrap"] == reported["prefill"] == "prefill-0"
+    assert reported["decode queue"] == reported["transfer"] == reported["decode"] == "decode-0"
     assert took_ns["prefill"] == pytest.approx(40e6, abs=1e5)
 
 
@@ -99,11 +99,11 @@ def test_a_collector_gets_them_over_http(folder: Path, monkeypatch: pytest.Monke
             header = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
             cluster.http.post("/v1/completions", json={"model": MODEL, "prompt": "abc"}, headers=header)
             cluster.assert_empty()
-    told = [resource for request in collector.requests for resource in request.resource_spans]
+    reported = [resource for request in collector.requests for resource in request.resource_spans]
     services = {
-        fact.value.string_value for each in told for fact in each.resource.attributes if fact.key == "service.name"
+        fact.value.string_value for each in reported for fact in each.resource.attributes if fact.key == "service.name"
     }
-    spans = [span for resource in told for scope in resource.scope_spans for span in scope.spans]
+    spans = [span for resource in reported for scope in resource.scope_spans for span in scope.spans]
     assert services == {"my-router"}
     assert {span.name for span in spans} == {
         "request",

@@ -160,9 +160,9 @@ def test_a_lost_peer_is_no_reason_while_the_peer_itself_may_give_one(monkeypatch
         gather({"rank 0": failed_call(PeerLostError("rank 1 is gone")), "rank 1": late}, Deadline(WAIT_S))
 
 
-@pytest.mark.parametrize(("wait_s", "told"), [(WAIT_S, ["no memory"]), (0.0, ["is gone", "no memory"])])
+@pytest.mark.parametrize(("wait_s", "errors"), [(WAIT_S, ["no memory"]), (0.0, ["is gone", "no memory"])])
 def test_a_running_rank_that_lost_its_peer_speaks_last(
-    monkeypatch: pytest.MonkeyPatch, wait_s: float, told: list[str]
+    monkeypatch: pytest.MonkeyPatch, wait_s: float, errors: list[str]
 ) -> None:
     monkeypatch.setattr("cluster.launch.launcher.LAST_WORDS_S", wait_s)
     ended: list[str] = []
@@ -171,7 +171,7 @@ def test_a_running_rank_that_lost_its_peer_speaks_last(
     if wait_s == 0:
         wait_until(lambda: bool(ended))
     launcher._report_end("prefill-0", ONE, "rank 1", failed_call(RuntimeError("no memory")))
-    assert [words in line for words, line in zip(told, ended, strict=True)] == [True] * len(told)
+    assert [words in line for words, line in zip(errors, ended, strict=True)] == [True] * len(errors)
 
 
 def test_ranks_that_end_before_registration_are_reported_by_the_first_error(

@@ -86,11 +86,11 @@ def test_an_order_ends_with_the_silence_of_its_replica(command: Command) -> None
     run.command(command)
     lives = frozenset((name, run.incarnation(name)) for name in TWO_OF_EACH[2:] if name != "decode-0")
     run.step(TableSeen(ready=lives, draining=frozenset(), silent={"decode-0": [0]}))
-    told: list[Action] = []
+    reported: list[Action] = []
     for _ in range(20):
         run.now_s += 1.0
-        told += run.step(Tick())
-    ((outcome, line),) = answers(told)
+        reported += run.step(Tick())
+    ((outcome, line),) = answers(reported)
     assert outcome is Outcome.FAILED
     assert line.startswith("decode-0: failed and restarts: rank 0 has sent no heartbeat")
     assert run.cluster.open_command is None

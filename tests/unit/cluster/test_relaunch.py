@@ -89,9 +89,9 @@ def test_orders_reach_the_replicas_and_the_table_shows_them(monkeypatch: pytest.
     assert entries()["decode-1"].load.draining
     assert give(ResumeCommand(replica=ReplicaId("decode-1")))[0] is Outcome.DONE
     wait_until(lambda: not entries()["decode-1"].load.draining)
-    driver.world.num_told, driver.world.num_lost = 0, 1
+    driver.world.num_commands, driver.world.num_lost = 0, 1
     assert give(DrainCommand(replica=ReplicaId("decode-1"))) == (Outcome.DONE, "decode-1: drained")
-    driver.world.num_told = 0
+    driver.world.num_commands = 0
     assert give(ResumeCommand(replica=ReplicaId("decode-1"))) == (Outcome.DONE, "decode-1: takes requests again")
     assert not entries()["decode-1"].load.draining
     before = {name: entry.incarnation for name, entry in entries().items()}

@@ -56,12 +56,12 @@ def test_signals_raise_only_where_it_is_safe(signals: StopSignals) -> None:
 
 
 def test_signals_are_passed_on_even_after_handlers_were_replaced(signals: StopSignals) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signals.pass_on(told.append)
+    signals.pass_on(reported.append)
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
-    assert told == ["SIGTERM", "SIGINT"]
+    assert reported == ["SIGTERM", "SIGINT"]
 
 
 def test_a_second_signal_ends_the_process_if_nothing_runs(signals: StopSignals) -> None:

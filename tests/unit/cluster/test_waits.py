@@ -106,7 +106,7 @@ def test_another_start_or_no_table_says_nothing() -> None:
 
 
 def test_a_drain_without_grace_is_still_sent() -> None:
-    told: list[str] = []
+    reported: list[str] = []
     world = World()
-    assert not send_until(FakeTable(world), lambda _: False, lambda: told.append("drain"), Deadline(0.0))
-    assert told == ["drain"]
+    assert not send_until(FakeTable(world), lambda _: False, lambda: reported.append("drain"), Deadline(0.0))
+    assert reported == ["drain"]

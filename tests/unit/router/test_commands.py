@@ -16,13 +16,13 @@ class Replicas:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers_at: int) -> None:
         monkeypatch.setattr("router.commands.AGAIN_S", 0.001)
-        self.commands = Commands(ME, self._tell)
-        self.told: list[tuple[str, Command]] = []
+        self.commands = Commands(ME, self._send)
+        self.received: list[tuple[str, Command]] = []
         self._answers_at = answers_at
         self.refusals: dict[str, str] = {}
 
-    def _tell(self, peer: Peer, command: Command) -> None:
-        self.told.append((peer.replica, command))
+    def _send(self, peer: Peer, command: Command) -> None:
+        self.received.append((peer.replica, command))
         role = peer.replica.partition("-")[0]
         if self.count(peer) == self._answers_at[role]:
             refusal = self.refusals.get(peer.replica, "")
@@ -32,7 +32,7 @@ class Replicas:
             asyncio.get_running_loop().call_soon(self.commands.on_result, taken)
 
     def count(self, peer: Peer) -> int:
-        return sum(name == peer.replica for name, _ in self.told)
+        return sum(name == peer.replica for name, _ in self.received)
 
 
 async def test_only_silent_replicas_get_the_command_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,7 @@ async def test_only_silent_replicas_get_the_command_again(monkeypatch: pytest.Mo
     await replicas.commands.give([PREFILL, DECODE], Drain())
     assert (replicas.count(PREFILL), replicas.count(DECODE)) == (1, 3)
     command = Command(number=1, sender=ME, incarnation=DECODE.incarnation, wanted=Drain())
-    assert {told for name, told in replicas.told if name == DECODE.replica} == {command}
+    assert {received for name, received in replicas.received if name == DECODE.replica} == {command}
 
 
 async def test_silent_replicas_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

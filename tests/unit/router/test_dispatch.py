@@ -144,10 +144,10 @@ class TestWrongOutputs:
     def test_logprobs_stay_with_their_tokens(self) -> None:
         dispatch = make()
         room, _ = dispatch.open(ask(Sampling(num_logprobs=0)), 100.0, NOW)
-        told = [TokenLogprobs(logprob=-place, top_ids=[], top_logprobs=[]) for place in range(3)]
-        dispatch.on_output(msgspec.structs.replace(output(room, 0, 9, 8), logprobs=told[:2]), NOW)
-        (emit,) = dispatch.on_output(msgspec.structs.replace(output(room, 1, 8, 7), logprobs=told[1:]), NOW)
-        assert emit == OutputBatch(choice_id=room, token_ids=[7], logprobs=[told[2]])
+        reported = [TokenLogprobs(logprob=-place, top_ids=[], top_logprobs=[]) for place in range(3)]
+        dispatch.on_output(msgspec.structs.replace(output(room, 0, 9, 8), logprobs=reported[:2]), NOW)
+        (emit,) = dispatch.on_output(msgspec.structs.replace(output(room, 1, 8, 7), logprobs=reported[1:]), NOW)
+        assert emit == OutputBatch(choice_id=room, token_ids=[7], logprobs=[reported[2]])
         fail = dispatch.on_output(output(room, 3, 6), NOW)[-1]
         assert isinstance(fail, FailRequest)
         assert fail.reason == "decode-0: 1 tokens arrived with log-probabilities of 0"

@@ -57,9 +57,9 @@ def test_invalid_defaults_are_ignored(odd: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("num_top", [0, 1, 20])
 def test_maximum_size_of_prompt_log_probabilities(num_top: int) -> None:
-    told = TokenLogprobs(logprob=-1 / 3, rank=2**20, top_ids=[2**20] * num_top, top_logprobs=[-1 / 3] * num_top)
+    reported = TokenLogprobs(logprob=-1 / 3, rank=2**20, top_ids=[2**20] * num_top, top_logprobs=[-1 / 3] * num_top)
     empty = Output(room=Room(1), replica=ReplicaId("decode-0"), incarnation=Incarnation(1), first_index=0, token_ids=[])
-    frames = [len(encode(msgspec.structs.replace(empty, prompt_logprobs=[told] * num))) for num in (100, 200)]
+    frames = [len(encode(msgspec.structs.replace(empty, prompt_logprobs=[reported] * num))) for num in (100, 200)]
     assert frames[1] - frames[0] <= 100 * (_LOGPROBS_BYTES + num_top * _TOP_LOGPROB_BYTES)
 
 

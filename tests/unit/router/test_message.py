@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.message import MessagePart, MessageReader, Thinking, has_thoughts, thinking_after
+from router.message import MessagePart, MessageReader, Thinking, has_reasoning, reasoning_after
 from router.tool_calls.dialects import DIALECTS, find_dialect
 from router.tool_calls.parsers import ToolParser
 
@@ -32,7 +32,7 @@ def joined(parts: list[MessagePart]) -> tuple[str, str, list[tuple[str, str]]]:
             assert call.index == len(names) - 1
             arguments[call.index] += call.arguments
     return (
-        "".join(part.thoughts for part in parts),
+        "".join(part.reasoning for part in parts),
         "".join(part.content for part in parts),
         list(zip(names, arguments, strict=True)),
     )
@@ -92,7 +92,7 @@ def test_llama3(text: str, content: str, calls: list[tuple[str, str]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("thinking", "text", "thoughts", "content"),
+    ("thinking", "text", "reasoning", "content"),
     [
         (Thinking.OPTIONAL, "<think>\na < b\n</think>\n\nyes\n", "a < b", "yes\n"),
         (Thinking.OPTIONAL, "\n<think></think>yes", "", "yes"),
@@ -104,9 +104,9 @@ def test_llama3(text: str, content: str, calls: list[tuple[str, str]]) -> None:
         (Thinking.NONE, "<think>a</think>b", "", "<think>a</think>b"),
     ],
 )
-def test_thoughts(thinking: Thinking, text: str, thoughts: str, content: str) -> None:
-    assert read(reader(None, thinking), text) == (thoughts, content, [])
-    assert read(reader(None, thinking), *text) == (thoughts, content, [])
+def test_reasoning(thinking: Thinking, text: str, reasoning: str, content: str) -> None:
+    assert read(reader(None, thinking), text) == (reasoning, content, [])
+    assert read(reader(None, thinking), *text) == (reasoning, content, [])
 
 
 def test_a_call_after_thoughts() -> None:
@@ -169,11 +169,11 @@ def test_dialect_of_a_template(template: str | None, dialect: str | None) -> Non
     assert find_dialect("llama3", template) is DIALECTS["llama3"]
 
 
-def test_thoughts_of_a_template_and_a_prompt() -> None:
-    assert has_thoughts("auto", "... </think> ...")
-    assert not has_thoughts("auto", None)
-    assert not has_thoughts("none", "</think>")
-    assert has_thoughts("qwen3", None)
-    assert thinking_after("<|im_start|>assistant\n") is Thinking.OPTIONAL
-    assert thinking_after("<|im_start|>assistant\n<think>\n") is Thinking.BEGUN
-    assert thinking_after("<|im_start|>assistant\n<think>\n\n</think>\n\n") is Thinking.NONE
+def test_reasoning_of_a_template_and_a_prompt() -> None:
+    assert has_reasoning("auto", "... </think> ...")
+    assert not has_reasoning("auto", None)
+    assert not has_reasoning("none", "</think>")
+    assert has_reasoning("qwen3", None)
+    assert reasoning_after("<|im_start|>assistant\n") is Thinking.OPTIONAL
+    assert reasoning_after("<|im_start|>assistant\n<think>\n") is Thinking.BEGUN
+    assert reasoning_after("<|im_start|>assistant\n<think>\n\n</think>\n\n") is Thinking.NONE

@@ -98,13 +98,13 @@ def test_pages_below_the_device_count_by_where_they_are() -> None:
     index = PageIndex(4)
     index.update([ONE, OTHER], 0.0)
     weights = TierWeights(host=0.5, storage=0.25)
-    told = [
+    reported = [
         events(0, "a"),
         replace(events(1, "bc"), tier=Tier.HOST),
         events(0, peer=OTHER),
         replace(events(1, "abcdef", peer=OTHER), tier=Tier.STORAGE),
     ]
-    assert not any(index.on_kv_events(message, 0.0) for message in told)
+    assert not any(index.on_kv_events(message, 0.0) for message in reported)
     assert index.weighted_count(ONE, keys("abcdef"), weights) == 1 + 2 * 0.5 + 0.25
     assert index.weighted_count(OTHER, keys("abcdef"), weights) == 4 * 0.25, "more stored pages are kept than may be"
     assert index.weighted_count(ONE, keys("bx"), weights) == 0.5
@@ -118,11 +118,11 @@ def test_pages_below_the_device_count_by_where_they_are() -> None:
 def test_the_index_keeps_the_most_recently_used_stored_pages() -> None:
     index, weights = PageIndex(4), TierWeights(storage=1.0)
     index.update([ONE], 0.0)
-    told = [
+    reported = [
         events(0),
         *(replace(events(number, stored), tier=Tier.STORAGE) for number, stored in ((1, "abcd"), (2, "xy"))),
     ]
-    assert not any(index.on_kv_events(message, 0.0) for message in told)
+    assert not any(index.on_kv_events(message, 0.0) for message in reported)
     assert [index.weighted_count(ONE, keys(prompt), weights) for prompt in ("abcd", "xy")] == [2, 2]
     assert index.weighted_count(ONE, keys("ab"), weights) == 2
     index.on_kv_events(replace(events(3, "z"), tier=Tier.STORAGE), 0.0)

@@ -13,7 +13,7 @@ from openai.types.responses import ResponseUsage
 
 from router.api import response_writer
 from router.api.response_request import ResponseRequest
-from router.api.response_writer import Event, OutputCall, OutputItem, OutputMessage, OutputThoughts
+from router.api.response_writer import Event, OutputCall, OutputItem, OutputMessage, OutputReasoning
 from router.api.responses import ChosenLogprob, PromptTokensDetails, Usage
 from router.message import MessageReader, Thinking
 from router.service import SamplingDefaults, Service
@@ -70,9 +70,9 @@ def test_any_pieces_give_the_same_items(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(ANSWER)]
     items, events = run([ANSWER[start:end] for start, end in pairwise(edges)])
     assert items_of(events) == [msgspec.to_builtins(item) for item in items]
-    thoughts, said, get, stop, end = items
-    assert isinstance(thoughts, OutputThoughts)
-    assert [part.text for part in thoughts.content] == ["Hm."]
+    reasoning, said, get, stop, end = items
+    assert isinstance(reasoning, OutputReasoning)
+    assert [part.text for part in reasoning.content] == ["Hm."]
     for item, text in ((said, "Let me see."), (end, "That is all.")):
         assert isinstance(item, OutputMessage)
         assert [part.text for part in item.content] == [text]
@@ -102,7 +102,7 @@ def test_log_probabilities_are_in_the_item_with_their_text() -> None:
     assert isinstance(said, OutputMessage)
     (part,) = said.content
     assert part.text == "<tools>yes"
-    assert [told.token for told in part.logprobs] == ["</think>", "<tool", "s>", "yes"]
+    assert [entry.token for entry in part.logprobs] == ["</think>", "<tool", "s>", "yes"]
     (begun,) = [
         fields["part"] for kind, fields in events if kind.endswith("part.added") and fields["output_index"] == 1
     ]

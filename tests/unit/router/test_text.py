@@ -21,7 +21,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(write_model_folder(tmp_path_factory.mktemp("model")))
 
 
-def cut(text: str, stops: list[str]) -> str:
+def truncate(text: str, stops: list[str]) -> str:
     """Find by brute force the text before the stop string that completes first, or the longest of several."""
     for end in range(1, len(text) + 1):
         matching = [stop for stop in stops if text[:end].endswith(stop)]
@@ -44,11 +44,11 @@ def test_scanner_equals_brute_force(text: str, stops: list[str], cuts: list[int]
     scanner, shown = MarkerScanner(*stops), ""
     for piece in pieces_of(text, cuts):
         shown += scanner.push(piece)[0]
-        assert cut(text, stops).startswith(shown), "shown text is never taken back"
+        assert truncate(text, stops).startswith(shown), "shown text is never taken back"
         if scanner.hit:
             break
     shown += scanner.flush()
-    assert shown == cut(text, stops)
+    assert shown == truncate(text, stops)
     assert (scanner.hit is not None) == any(stop in text for stop in stops)
     assert scanner.hit is None or (scanner.hit in stops and text.startswith(shown + scanner.hit))
 
@@ -83,7 +83,7 @@ def test_stop_strings_count_from_the_minimum_on(
             break
     else:
         shown += made.push([], FinishReason.LENGTH)
-    assert join(shown).text == text[:start] + cut(text[start:], stops)
+    assert join(shown).text == text[:start] + truncate(text[start:], stops)
 
 
 @given(
@@ -108,8 +108,10 @@ def test_characters_and_stop_strings_may_be_split_over_tokens_in_any_way(
     whole = join(shown)
     is_stopped = any(stop in text for stop in stops)
     assert whole.finish is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
-    ends = [len(cut(text, stops)) + len(stop) for stop in stops if text[len(cut(text, stops)) :].startswith(stop)]
-    assert whole.text == (text[: min(ends)] if include and is_stopped else cut(text, stops))
+    ends = [
+        len(truncate(text, stops)) + len(stop) for stop in stops if text[len(truncate(text, stops)) :].startswith(stop)
+    ]
+    assert whole.text == (text[: min(ends)] if include and is_stopped else truncate(text, stops))
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abcd")])
@@ -129,10 +131,10 @@ def test_special_tokens_are_shown_on_request(tokenizer: Tokenizer) -> None:
 
 def test_offsets_and_logprobs_belong_to_their_tokens(tokenizer: Tokenizer) -> None:
     tokens = [*"a€b".encode()]
-    told = [logprobs_of(token_id, 2) for token_id in tokens]
-    piece = join(AnswerText(tokenizer, TextRules(stops=["bX"])).push(tokens, FinishReason.LENGTH, told))
+    logprobs = [logprobs_of(token_id, 2) for token_id in tokens]
+    piece = join(AnswerText(tokenizer, TextRules(stops=["bX"])).push(tokens, FinishReason.LENGTH, logprobs))
     assert piece.offsets == (0, 1, 1, 1, 2)
-    assert piece.logprobs == tuple(told)
+    assert piece.logprobs == tuple(logprobs)
 
 
 @pytest.mark.parametrize(

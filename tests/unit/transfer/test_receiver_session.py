@@ -265,8 +265,8 @@ def test_a_ready_transfer_stays_ready() -> None:
 
 
 def test_counts_alone_do_not_make_a_verified_transfer_ready() -> None:
-    told = [PageDigests(rank=0, spans=[(0, 10)], pages=[page], digests=[b"d"]) for page in (4, 5, 6)]
-    for digests, state in ((told, ReceiverState.READY), (told[:2], ReceiverState.REVOKING)):
+    reported = [PageDigests(rank=0, spans=[(0, 10)], pages=[page], digests=[b"d"]) for page in (4, 5, 6)]
+    for digests, state in ((reported, ReceiverState.READY), (reported[:2], ReceiverState.REVOKING)):
         session = ReceiverSession(
             ticket([4, 5, 6]),
             PREFILL,

@@ -90,7 +90,7 @@ def test_limits_of_the_other_engine_are_reported(bench: EngineBench, monkeypatch
     monkeypatch.setattr(TransformersPeer, "generate", fail)
     result = bench.measure(60, 3, 2)
     assert result.ttft_ms > 0
-    told = (result.transformers_ttft_ms, result.transformers_tpot_ms, result.num_same_tokens)
-    assert told == (None, None, None)
+    reported = (result.transformers_ttft_ms, result.transformers_tpot_ms, result.num_same_tokens)
+    assert reported == (None, None, None)
     assert result.transformers_problem == "CUDA out of memory."
     assert len(calls) == 1

@@ -29,7 +29,7 @@ from workers.scheduler.leader import DpLeader
 def answers(pair: LeaderPair, *rooms: Room, incarnation: int = 1) -> list[Message]:
     """Return decode's reply to an inquiry about these rooms."""
     inquire = Inquire(rooms=list(rooms), sender=ME, incarnation=Incarnation(incarnation))
-    return pair.tell(Role.DECODE, inquire)
+    return pair.deliver(Role.DECODE, inquire)
 
 
 def reason_of(pair: LeaderPair, room: Room) -> str:
@@ -43,21 +43,21 @@ def test_a_cancel_before_its_submit_drops_the_submit() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
     assert reason_of(pair, submit.room) == "will report nothing more about the request: it never arrived"
-    pair.tell(Role.DECODE, submit)
+    pair.deliver(Role.DECODE, submit)
     assert pair.decode.is_idle()
 
 
 def test_a_running_request_gets_no_reply() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
-    pair.tell(Role.DECODE, submit)
+    pair.deliver(Role.DECODE, submit)
     assert answers(pair, submit.room) == []
 
 
 def test_a_request_whose_pages_are_still_waited_for_is_over() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
-    pair.tell(Role.DECODE, submit, Cancel(room=submit.room, incarnation=Incarnation(1)))
+    pair.deliver(Role.DECODE, submit, Cancel(room=submit.room, incarnation=Incarnation(1)))
     assert not pair.decode.is_idle()
     assert reason_of(pair, submit.room) == "will report nothing more about the request: the request was cancelled"
 
@@ -73,22 +73,22 @@ def test_leaders_inquire_periodically_about_their_requests() -> None:
     submit = pair.submit(PROMPT)
     other = replace(submit, room=Room(9), router=replace(ME, address="another"))
     for role, leader in pair.leaders.items():
-        pair.tell(role, submit, other)
+        pair.deliver(role, submit, other)
         for now_s in (0.0, INQUIRE_EVERY_S - 1, INQUIRE_EVERY_S):
             leader.outgoing = []
             leader.tick(now_s)
-            told = [(to, message.rooms) for to, message in leader.outgoing if isinstance(message, Inquire)]
+            reported = [(to, message.rooms) for to, message in leader.outgoing if isinstance(message, Inquire)]
             expected = [] if now_s == INQUIRE_EVERY_S - 1 else [(ME.address, [submit.room]), ("another", [Room(9)])]
-            assert told == expected
+            assert reported == expected
 
 
 def test_a_choice_waits_for_a_missing_first_choice_for_a_limited_time() -> None:
     pair = LeaderPair()
     choice = pair.submit(PROMPT, prompt_of=Room(77))
-    pair.tell(Role.DECODE, choice)
+    pair.deliver(Role.DECODE, choice)
     assert not pair.decode.is_idle()
     inquire = Inquire(rooms=[choice.room], sender=ME, incarnation=Incarnation(1))
-    failures = [said for said in pair.tell(Role.DECODE, inquire) if isinstance(said, Failure)]
+    failures = [said for said in pair.deliver(Role.DECODE, inquire) if isinstance(said, Failure)]
     assert any("the choice that computes its prompt ended: it never arrived" in said.reason for said in failures)
     assert {said.blame for said in failures} == {Blame.NEITHER}
     assert pair.decode.is_idle()
@@ -98,10 +98,10 @@ def test_choices_fail_with_the_one_that_was_to_bring_the_prompt() -> None:
     pair = LeaderPair()
     first = pair.submit(PROMPT)
     second = pair.submit(PROMPT, prompt_of=first.room)
-    pair.tell(Role.DECODE, first, second)
+    pair.deliver(Role.DECODE, first, second)
     (failure,) = (
         said
-        for said in pair.tell(Role.DECODE, Cancel(room=first.room, incarnation=Incarnation(1)))
+        for said in pair.deliver(Role.DECODE, Cancel(room=first.room, incarnation=Incarnation(1)))
         if isinstance(said, Failure)
     )
     assert failure.room == second.room
@@ -113,7 +113,7 @@ def command(number: int, wanted: Wanted, *, of: int = 1, router: int = 1) -> Com
     return Command(number=number, sender=sender, incarnation=Incarnation(of), wanted=wanted)
 
 
-def told(pair: LeaderPair, role: Role, *commands: Command) -> tuple[bool, list[int]]:
+def reported(pair: LeaderPair, role: Role, *commands: Command) -> tuple[bool, list[int]]:
     """Return whether the replica drains afterwards, and the numbers of its replies."""
     answers = answers_of(pair.leaders[role], *commands)
     assert {(answer.replica, answer.incarnation) for answer in answers} <= {(f"{role}-0", 1)}
@@ -123,19 +123,19 @@ def told(pair: LeaderPair, role: Role, *commands: Command) -> tuple[bool, list[i
 @pytest.mark.parametrize("role", Role)
 def test_a_late_copy_of_an_earlier_command_is_answered_and_changes_nothing(role: Role) -> None:
     drain, resume = command(1, Drain()), command(2, Resume())
-    assert told(LeaderPair(), role, drain, drain) == (True, [1, 1])
-    assert told(LeaderPair(), role, drain, resume, drain) == (False, [1, 2, 1])
+    assert reported(LeaderPair(), role, drain, drain) == (True, [1, 1])
+    assert reported(LeaderPair(), role, drain, resume, drain) == (False, [1, 2, 1])
 
 
 @pytest.mark.parametrize("role", Role)
 def test_each_start_of_a_router_counts_for_itself(role: Role) -> None:
-    assert told(LeaderPair(), role, command(7, Resume()), command(1, Drain(), router=2)) == (True, [7, 1])
+    assert reported(LeaderPair(), role, command(7, Resume()), command(1, Drain(), router=2)) == (True, [7, 1])
 
 
 @pytest.mark.parametrize("role", Role)
 def test_messages_for_another_start_are_dropped(role: Role) -> None:
     pair = LeaderPair()
-    assert told(pair, role, command(1, Drain(), of=2)) == (False, [])
+    assert reported(pair, role, command(1, Drain(), of=2)) == (False, [])
     assert pair.leaders[role].load().dropped == {"Command": 1}
 
 
@@ -195,8 +195,8 @@ def pair_with_ticket() -> tuple[LeaderPair, Ticket]:
     """Return a pair in which prefill has the request and decode's ticket is in flight."""
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
-    pair.tell(Role.PREFILL, submit)
-    (ticket,) = (said for said in pair.tell(Role.DECODE, submit) if isinstance(said, Ticket))
+    pair.deliver(Role.PREFILL, submit)
+    (ticket,) = (said for said in pair.deliver(Role.DECODE, submit) if isinstance(said, Ticket))
     return pair, ticket
 
 
@@ -228,11 +228,11 @@ def foreign(ticket: Ticket) -> dict[str, Message]:
 def test_a_foreign_message_is_dropped_and_counted(name: str, *, has_ticket: bool) -> None:
     pair, ticket = pair_with_ticket()
     if has_ticket:
-        pair.tell(Role.PREFILL, ticket)
+        pair.deliver(Role.PREFILL, ticket)
     message = foreign(ticket)[name]
-    assert pair.tell(Role.PREFILL, message, message) == []
+    assert pair.deliver(Role.PREFILL, message, message) == []
     assert pair.prefill.load().dropped == {type(message).__name__: 2}
-    pair.tell(Role.PREFILL, ticket)
+    pair.deliver(Role.PREFILL, ticket)
     plan = pair.prefill.next_plan()
     assert plan is not None
     assert [admit.room for admit in plan.admits] == [ticket.room]
@@ -241,10 +241,10 @@ def test_a_foreign_message_is_dropped_and_counted(name: str, *, has_ticket: bool
 def test_an_early_foreign_ticket_is_dropped_with_the_request() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
-    (ticket,) = (said for said in pair.tell(Role.DECODE, submit) if isinstance(said, Ticket))
-    pair.tell(Role.PREFILL, foreign(ticket)["ticket of another replica"])
+    (ticket,) = (said for said in pair.deliver(Role.DECODE, submit) if isinstance(said, Ticket))
+    pair.deliver(Role.PREFILL, foreign(ticket)["ticket of another replica"])
     assert pair.prefill.load().dropped == {}
-    pair.tell(Role.PREFILL, submit)
+    pair.deliver(Role.PREFILL, submit)
     assert pair.prefill.load().dropped == {"Ticket": 1}
 
 
@@ -252,5 +252,5 @@ def test_decode_counts_duplicates_and_messages_of_other_tickets() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
     late = Drained(room=submit.room, prefill=pair.prefill_peer, decode_incarnation=Incarnation(7))
-    pair.tell(Role.DECODE, submit, submit, late, late)
+    pair.deliver(Role.DECODE, submit, submit, late, late)
     assert pair.decode.load().dropped == {"Submit": 1, "Drained": 2}

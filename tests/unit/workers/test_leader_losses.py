@@ -18,7 +18,7 @@ from tests.fakes.pages import allocate
 
 def tickets_of(pair: LeaderPair, *messages: Message) -> list[Room]:
     """Return the rooms for which decode issues tickets when these messages arrive, in order."""
-    return [said.room for said in pair.tell(Role.DECODE, *messages) if isinstance(said, Ticket)]
+    return [said.room for said in pair.deliver(Role.DECODE, *messages) if isinstance(said, Ticket)]
 
 
 def drained(pair: LeaderPair, room: Room) -> tuple[Message, ...]:
@@ -31,7 +31,7 @@ def drained(pair: LeaderPair, room: Room) -> tuple[Message, ...]:
 @pytest.mark.parametrize("role", Role)
 def test_a_prompt_larger_than_the_pool_is_refused_with_a_reason(role: Role) -> None:
     pair = LeaderPair(4)
-    (failure,) = pair.tell(role, pair.submit([1] * 17))
+    (failure,) = pair.deliver(role, pair.submit([1] * 17))
     assert isinstance(failure, Failure)
     assert failure.reason == f"the prompt needs 5 pages, but {role}-0 has 4"
     assert pair.leaders[role].is_idle()
@@ -42,7 +42,7 @@ def test_pages_are_shared_only_under_the_same_salt() -> None:
     allocator = pair.allocators[Role.DECODE]
     allocator.keep([allocate(allocator, 4)], page_keys(PROMPT, PAGE_SIZE, "a"))
     submits = [pair.submit(PROMPT, cache_salt=salt) for salt in ("", "a", "b")]
-    tickets = [said for said in pair.tell(Role.DECODE, *submits) if isinstance(said, Ticket)]
+    tickets = [said for said in pair.deliver(Role.DECODE, *submits) if isinstance(said, Ticket)]
     assert [ticket.num_held_pages for ticket in tickets] == [0, 4, 0]
 
 
@@ -53,7 +53,7 @@ def test_short_prompts_pass_a_long_one_that_waits_for_decode_pages_until_as_many
     for _ in range(6):
         short = pair.submit([3] * 2 * PAGE_SIZE)
         assert tickets_of(pair, short) == [short.room]
-        pair.tell(Role.DECODE, *drained(pair, short.room))
+        pair.deliver(Role.DECODE, *drained(pair, short.room))
     assert tickets_of(pair, pair.submit([3] * 2 * PAGE_SIZE)) == []
 
 
@@ -100,7 +100,7 @@ def count_call(calls: Counter[str], name: str, call: Callable[..., object], *arg
 def test_pages_are_freed_when_router_and_prefill_are_both_proven_gone() -> None:
     pair = LeaderPair()
     decode = pair.decode
-    pair.tell(Role.DECODE, pair.submit(PROMPT))
+    pair.deliver(Role.DECODE, pair.submit(PROMPT))
     reaped = {ROUTER: Incarnation(1)}
     decode.on_message(pair.table(reaped), 0.0)
     assert not decode.is_idle(), "prefill has a ticket and may write"
@@ -117,8 +117,8 @@ def test_ranks_are_notified_once_of_a_lost_decode_replica() -> None:
     for _ in range(2):
         reaped = {pair.decode_peer.replica: Incarnation(1)}
         prefill.on_message(pair.table(reaped), 0.0)
-    told = [message for _, message in prefill.outgoing if isinstance(message, ForgetPeer)]
-    assert told == [ForgetPeer(replica=pair.decode_peer.replica, incarnation=Incarnation(1))] * 2
+    reported = [message for _, message in prefill.outgoing if isinstance(message, ForgetPeer)]
+    assert reported == [ForgetPeer(replica=pair.decode_peer.replica, incarnation=Incarnation(1))] * 2
 
 
 def test_too_much_quarantine_ends_the_replica_when_idle() -> None:
@@ -186,7 +186,7 @@ def test_pages_that_are_proven_free_in_time_let_the_replica_take_requests_again(
 def test_a_ticket_without_a_request_reports_the_missing_message_and_the_wait() -> None:
     pair = LeaderPair(num_pages=10)
     prefill = pair.prefill
-    (ticket,) = [said for said in pair.tell(Role.DECODE, pair.submit(PROMPT)) if isinstance(said, Ticket)]
+    (ticket,) = [said for said in pair.deliver(Role.DECODE, pair.submit(PROMPT)) if isinstance(said, Ticket)]
     prefill.on_message(ticket, 0.0)
     prefill.tick(30.0)
     (refused,) = [message for _, message in prefill.outgoing if isinstance(message, Refused)]

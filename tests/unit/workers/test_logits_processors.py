@@ -138,9 +138,9 @@ class TestLogprobs:
         assert (bare.logprobs.top_ids, bare.logprobs.top_logprobs) == ([], [])
 
     def test_more_than_the_vocabulary_has(self) -> None:
-        (told,) = sample(some_logits(1), [state_of(Sampling(num_logprobs=1000))], [0])
-        assert told.logprobs is not None
-        assert len(told.logprobs.top_ids) == VOCAB_SIZE
+        (reported,) = sample(some_logits(1), [state_of(Sampling(num_logprobs=1000))], [0])
+        assert reported.logprobs is not None
+        assert len(reported.logprobs.top_ids) == VOCAB_SIZE
 
 
 ids = st.integers(0, VOCAB_SIZE - 1)

@@ -25,8 +25,8 @@ from workers.post import send_to_ranks
 
 def test_every_rank_gets_all_values() -> None:
     store = HashStore()
-    told = on_thread_ranks(3, lambda group: exchange_at_start(store, "rates", group.rank, 3, f"of {group.rank}"))
-    assert told == [["of 0", "of 1", "of 2"]] * 3
+    reported = on_thread_ranks(3, lambda group: exchange_at_start(store, "rates", group.rank, 3, f"of {group.rank}"))
+    assert reported == [["of 0", "of 1", "of 2"]] * 3
 
 
 def test_a_silent_rank_is_lost() -> None:

@@ -66,9 +66,9 @@ def test_an_empty_cache_is_reported_and_a_large_one_is_split(monkeypatch: pytest
     assert len(reporter.subscribe(ask(router()))) == 1
     cached(allocator, list(range(28)))
     monkeypatch.setattr(page_reporter, "MAX_KEYS", 3)
-    told = [message for _, message in reporter.subscribe(ask(router()))]
-    assert [news.number for news in told if isinstance(news, KvEvents)] == [0, 1, 2]
-    keys = [key for news in told if isinstance(news, KvEvents) for key in news.stored]
+    reported = [message for _, message in reporter.subscribe(ask(router()))]
+    assert [news.number for news in reported if isinstance(news, KvEvents)] == [0, 1, 2]
+    keys = [key for news in reported if isinstance(news, KvEvents) for key in news.stored]
     assert keys == page_keys(list(range(28)), PAGE_SIZE)
 
 
@@ -91,9 +91,9 @@ def test_nothing_is_recorded_without_subscribers() -> None:
     reporter.on_table(TableSnapshot(version=1, replicas=(), reaped={ROUTER: Incarnation(1)}))
     cached(allocator, [1] * 4)
     assert reporter.changes() == []
-    ((_, told),) = reporter.subscribe(ask(router(2)))
-    assert isinstance(told, KvEvents)
-    assert told.stored == page_keys([1] * 4, PAGE_SIZE)
+    ((_, reported),) = reporter.subscribe(ask(router(2)))
+    assert isinstance(reported, KvEvents)
+    assert reported.stored == page_keys([1] * 4, PAGE_SIZE)
 
 
 @given(st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.booleans()), max_size=20), st.integers(0, 20))
@@ -136,9 +136,9 @@ def test_events_cover_every_tier_and_no_window(window: int | None) -> None:
     world.submit([1] * 6)
     world.drain()
     keys = page_keys([1] * 6, 2)
-    told = [message for _, message in reporter.changes() if isinstance(message, KvEvents)]
-    assert {message.tier: sorted(message.stored) for message in told} == {tier: sorted(keys) for tier in Tier}
-    assert [message.number for message in told] == [3, 4, 5]
+    reported = [message for _, message in reporter.changes() if isinstance(message, KvEvents)]
+    assert {message.tier: sorted(message.stored) for message in reported} == {tier: sorted(keys) for tier in Tier}
+    assert [message.number for message in reported] == [3, 4, 5]
     world.tiers.host.flush()
     (gone,) = [message for _, message in reporter.changes() if isinstance(message, KvEvents)]
     assert (gone.tier, sorted(gone.removed)) == (Tier.HOST, sorted(keys))
@@ -153,5 +153,5 @@ def test_events_cover_every_tier_and_no_window(window: int | None) -> None:
 @pytest.mark.parametrize("role", Role)
 def test_a_question_to_another_start_is_counted(role: Role) -> None:
     pair = LeaderPair()
-    assert pair.tell(role, ask(router(), incarnation=2)) == []
+    assert pair.deliver(role, ask(router(), incarnation=2)) == []
     assert pair.leaders[role].load().dropped == {"SubscribeKvEvents": 1}

@@ -94,7 +94,7 @@ def test_chunks_of_a_long_prompt_leave_little_more_of_a_bubble_than_equal_ones(
     assert abs(bubble(times_s, depth) - least_bubble(num_stages, num_chunks)) < 0.03
 
 
-class CutPrompts:
+class ChunkedPrompts:
     """Prompts in the chunks of a pipeline's scheduler."""
 
     def __init__(self, chunk_tokens: int, attention_flops: int, fixed_s: float) -> None:
@@ -119,7 +119,7 @@ class CutPrompts:
 
 
 cut_prompts = st.builds(
-    CutPrompts,
+    ChunkedPrompts,
     chunk_tokens=st.integers(256, 1024),
     attention_flops=st.integers(1, 60_000),
     fixed_s=st.floats(1e-4, 10.0),
@@ -129,7 +129,7 @@ cut_prompts = st.builds(
 @settings(max_examples=30)
 @given(prompts=cut_prompts, prefix_len=st.integers(1, 3000), prompt_len=st.integers(1, 4000))
 def test_all_chunks_of_a_prompt_take_equally_long_whatever_its_prefix_and_fixed_costs(
-    prompts: CutPrompts, prefix_len: int, prompt_len: int
+    prompts: ChunkedPrompts, prefix_len: int, prompt_len: int
 ) -> None:
     prefix = list(range(prefix_len))
     prompts.steps.add(prefix)
@@ -146,7 +146,7 @@ def test_all_chunks_of_a_prompt_take_equally_long_whatever_its_prefix_and_fixed_
 
 @settings(max_examples=30)
 @given(prompts=cut_prompts, lengths=st.lists(st.integers(1, 3000), min_size=2, max_size=5))
-def test_steps_that_prompts_share_are_as_full(prompts: CutPrompts, lengths: list[int]) -> None:
+def test_steps_that_prompts_share_are_as_full(prompts: ChunkedPrompts, lengths: list[int]) -> None:
     for length in lengths:
         prompts.steps.add(length)
     *steps, _ = prompts.run()

@@ -45,11 +45,11 @@ def test_each_target_is_scored_by_the_token_before_it(monkeypatch: pytest.Monkey
     hidden = torch.randn(sum(lens), HIDDEN, generator=torch.Generator().manual_seed(2))
     model: Any = FakeModel()
     asked = [Asked([5, 1, 6], 2), Asked([], 0), Asked([0, 0, 4], 9)]
-    told = prompt_logprobs(model, Communicator("cp"), batch, hidden, asked)
-    assert [len(of_row) for of_row in told] == [3, 0, 3]
+    reported = prompt_logprobs(model, Communicator("cp"), batch, hidden, asked)
+    assert [len(of_row) for of_row in reported] == [3, 0, 3]
     assert (sum(model.num_rows), max(model.num_rows)) == (6, min(rows_at_once, 6))
     expected = (hidden @ model.head).log_softmax(-1)
-    for of_row, first, row in zip(told, (0, 4, 6), asked, strict=True):
+    for of_row, first, row in zip(reported, (0, 4, 6), asked, strict=True):
         for place, (entry, target) in enumerate(zip(of_row, row.scored_ids, strict=True)):
             logprobs = expected[first + place]
             num_top = min(row.num_top, VOCAB_SIZE)

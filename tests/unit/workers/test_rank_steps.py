@@ -155,10 +155,10 @@ def plan(strategy: Strategy, estimate_s: float | None, passing: Passing | None =
 def test_steps_are_booked_by_strategy_and_passing() -> None:
     meter = StepMeter()
     meter.after_step(plan(Strategy.ZIGZAG, 1.0), 1.5)
-    told = meter.times
+    reported = meter.times
     meter.after_step(plan(Strategy.ZIGZAG, 2.0), 1.75)
     meter.after_step(plan(Strategy.ZIGZAG, 0.25, Passing.PASS_Q), 0.5)
-    assert [(times.num_steps, times.num_tokens, times.total_s) for times in told] == [(1, 7, 1.5)]
+    assert [(times.num_steps, times.num_tokens, times.total_s) for times in reported] == [(1, 7, 1.5)]
     assert meter.times == (
         StepTimes(
             strategy=Strategy.ZIGZAG,
@@ -233,8 +233,8 @@ def test_reports_are_sent_once_a_second_or_when_idle() -> None:
     compute(model, 0, 0, 0, 1)
     reports.count(0.25)
     assert reports.next(1.4, is_idle=False) is None
-    told = StepWork(global_rank=0, num_steps=2, step_s=0.75, expert_tokens={3: 2})
-    assert reports.next(1.4, is_idle=True) == told
+    reported = StepWork(global_rank=0, num_steps=2, step_s=0.75, expert_tokens={3: 2})
+    assert reports.next(1.4, is_idle=True) == reported
     reports.count(0.25)
     assert reports.next(1.6, is_idle=False) is None
     assert reports.next(2.6, is_idle=False) is not None
@@ -265,10 +265,10 @@ def test_messages_rejected_by_a_followers_inbox_are_logged_and_counted() -> None
     model, groups = model_of(ParallelConfig(), rank=0)
     reports = StepReports(model, groups, global_rank=1)
     dropped = {"stranger": 2}
-    told = reports.next(0.0, is_idle=True, dropped=dropped)
-    assert told == StepWork(global_rank=1, num_steps=0, step_s=0.0, dropped=dropped)
+    reported = reports.next(0.0, is_idle=True, dropped=dropped)
+    assert reported == StepWork(global_rank=1, num_steps=0, step_s=0.0, dropped=dropped)
     assert reports.next(5.0, is_idle=True, dropped=dropped) is None
     replica, _ = leader_of(2)
-    replica.on_message(told, 0.0)
+    replica.on_message(reported, 0.0)
     replica.on_message(StepWork(global_rank=2, num_steps=0, step_s=0.0, dropped={"stranger": 1, "large": 1}), 0.0)
     assert replica.load().dropped == {"stranger": 3, "large": 1}

@@ -159,12 +159,12 @@ def test_an_even_chunk_takes_equally_long_after_any_prefix(
 def test_no_rank_has_more_layers_and_is_slower_at_each_than_the_slowest(
     layers: list[int], speeds: list[float], cp: int, num_tokens: int
 ) -> None:
-    told = [
+    reported = [
         (replace(SHAPE, num_layers=count), Rates(linear_flops_per_s=speed))
         for count, speed in zip(layers, speeds, strict=False)
     ]
-    shape, rates = slowest(told, cp, num_tokens)
-    for other_shape, other_rates in told:
+    shape, rates = slowest(reported, cp, num_tokens)
+    for other_shape, other_rates in reported:
         slower = other_shape.num_layers > shape.num_layers and other_rates.linear_flops_per_s < rates.linear_flops_per_s
         assert not slower
 

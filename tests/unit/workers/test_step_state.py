@@ -23,13 +23,13 @@ from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator
 
 
-class Moments(CpuDevice):
+class StreamEvents(CpuDevice):
     """Events of a GPU stream. A step is complete once a later event has been awaited."""
 
     def __init__(self) -> None:
         self.num_awaited = 0
 
-    def record_event(self) -> "Moments":  # type: ignore[override]
+    def record_event(self) -> "StreamEvents":  # type: ignore[override]
         return self
 
     def synchronize(self) -> None:
@@ -54,13 +54,13 @@ def plan_of(*, samples: bool) -> StepPlan:
 @pytest.mark.parametrize("samples", [True, False])
 def test_a_step_is_over_when_its_writes_are(tmp_path: Path, *, samples: bool) -> None:
     """Otherwise a peer could get pages that are still being written. Sampling follows all writes."""
-    moments = Moments()
+    events = StreamEvents()
     runner = runner_of(make_checkpoint(tmp_path, "llama"), Communicator("tp"))
-    runner._model.device = moments
+    runner._model.device = events
     begun = runner.begin(plan_of(samples=samples))
-    assert moments.num_awaited == 0
+    assert events.num_awaited == 0
     assert len(begun.wait()) == samples
-    assert moments.num_awaited == (not samples)
+    assert events.num_awaited == (not samples)
 
 
 def test_no_rank_ends_a_step_before_all_have_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

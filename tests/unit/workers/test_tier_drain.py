@@ -108,7 +108,7 @@ def test_a_draining_replica_restores_pages_lost_from_storage(policy: WritePolicy
         assert world.num_written == (2 if is_wiped else 1) * len(keys)
         world.tiers.drain(is_draining=True)
         world.advance()
-        assert not world.tiers.state().is_storing, "it is told again to drain"
+        assert not world.tiers.state().is_storing, "it is drained again"
         world.tiers.drain(is_draining=False)
         world.wipe()
 

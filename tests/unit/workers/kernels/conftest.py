@@ -6,6 +6,6 @@ import pytest
 @pytest.fixture(scope="session", autouse=True)
 def interpreter() -> None:
     # Imported late: on import, Triton reads an environment variable that is set when the session begins.
-    from tests.fakes.interpreter import mend_interpreter
+    from tests.fakes.interpreter import patch_interpreter
 
-    mend_interpreter()
+    patch_interpreter()

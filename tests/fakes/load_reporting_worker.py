@@ -7,12 +7,12 @@ from workers.loop.leader_link import LocalLink, RemoteLink
 from workers.worker import Worker
 
 
-class TellingWorker(Worker):
+class LoadReportingWorker(Worker):
     """Worker whose leader reports its last load. A follower has none."""
 
     _last_link: LocalLink | RemoteLink | None = None
 
-    def told_load(self) -> ReplicaLoad:
+    def last_load(self) -> ReplicaLoad:
         """Return the load as for a heartbeat."""
         return self._last_link.load if isinstance(self._last_link, LocalLink) else ReplicaLoad()
 

@@ -103,9 +103,9 @@ def test_bytes_of_a_failed_write_arrive_while_its_pages_settle(far: Receiver) ->
     with sender(far.endpoint) as process:
         assert process.stdout
         with cut():
-            told = list(process.stdout)
+            lines = list(process.stdout)
             failed_s = time.monotonic()
-            assert told[-1] == "failed\n"
+            assert lines[-1] == "failed\n"
             before = far.held()
             assert len(before) == 2, f"the cut was not in a write: {before}"
             assert seconds_to_change(far, before, failed_s + 5.0) is None
