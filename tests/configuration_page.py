@@ -15,11 +15,11 @@ from cluster.spec.loader import Keys, allowed
 _HEAD = """\
 # Configuration
 
-A deploy file is YAML. A key that is not given takes its default, and one not listed here is refused. A value given
-with `--set SECTION.KEY=VALUE` overrides that of the file. `baton plan FILE` checks a file and shows what it would
-start; with `deploy/schema.json` editors complete and check it.
+A deploy file is YAML. An omitted key takes its default, and a key not listed here is refused. A value given with
+`--set SECTION.KEY=VALUE` overrides the file. `baton plan FILE` checks a file and shows what it would start; with
+`deploy/schema.json`, editors complete and check it.
 
-This page is what `python -m tests.configuration_page` prints.
+This page is the output of `python -m tests.configuration_page`.
 """
 _QUOTING = ", in quotes if it looks like a number"
 

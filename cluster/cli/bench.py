@@ -41,7 +41,7 @@ def cp(
     model: Model = "small",
     as_json: Json = False,
 ) -> None:
-    """Benchmark one prefill step on CP ranks, compared with one rank alone.
+    """Benchmark one prefill step on CP ranks, and compare it with a single rank.
 
     Runs on this machine's CPUs with one thread per rank. No cluster is needed.
     """
@@ -71,7 +71,7 @@ def engine(
     device: Annotated[Device, typer.Option(help="Device: cuda (bf16) or cpu (fp32).")] = Device.CUDA,
     as_json: Json = False,
 ) -> None:
-    """Benchmark one request on one device, compared with the device's limits and with the transformers library."""
+    """Benchmark one request on one device, and compare it with the device's limits and the transformers library."""
     _check_models("--model", [model])
     lens = _parse_lens(prompt_len, _MAX_LEN - output_len)
     with _bench_worker("workers.bench.engine:EngineBench") as ask:
@@ -87,7 +87,7 @@ def kernels(
     ] = "Llama-3-8B,Qwen3-0.6B",
     as_json: Json = False,
 ) -> None:
-    """Benchmark kernels on this machine's first GPU, compared with its measured bandwidth and bf16 matmul rate."""
+    """Benchmark kernels on this machine's first GPU, and compare them with its measured bandwidth and matmul rate."""
     names = models.split(",")
     _check_models("--models", names)
     with _bench_worker("workers.bench.kernels:KernelBench") as ask:

@@ -1,4 +1,4 @@
-"""`baton simulate`: the control code of a cluster on virtual time, with faults and without processes."""
+"""`baton simulate`: the control code of a cluster in virtual time, with faults and without processes."""
 
 import json
 import signal

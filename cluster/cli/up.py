@@ -47,7 +47,7 @@ def up(
     ] = None,
     worker_logs: Annotated[bool, typer.Option("--worker-logs", help="Show the workers' output.")] = False,
 ) -> None:
-    """Start the cluster of a deploy YAML and keep it running until Ctrl-C or `baton down`."""
+    """Start the cluster described by a deploy YAML and keep it running until Ctrl-C or `baton down`."""
     config = load_config(file, overrides(changes or [], model))
     _check_port(config)
     try:

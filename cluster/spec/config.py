@@ -227,7 +227,7 @@ class RouterConfig(Node):
     reasoning_parser: ReasoningParser = "auto"
     """Parser that separates reasoning (`<think>`) from answers; `auto` detects it from the chat template."""
     max_waiting_requests: Annotated[int, Field(ge=0, strict=True)] = 256
-    """Maximum number of requests that wait in the router for room at the replicas; further requests get 429."""
+    """Maximum number of requests that wait in the router until a replica has capacity; further requests get 429."""
     max_wait_s: PositiveSeconds = 10.0
     """Seconds that a request may wait in the router before it gets 429."""
     api_keys_file: Text | None = None
@@ -240,7 +240,7 @@ class RouterConfig(Node):
     key_tokens_per_minute: PositiveInt | None = None
     """Maximum number of prompt and answer tokens of one API key per minute; no limit by default."""
     max_body_mib: Annotated[int, Field(ge=1, le=64, strict=True)] = 64
-    """Maximum size of a request body, in MiB; 64 holds a prompt of some ten million tokens."""
+    """Maximum size of a request body, in MiB; 64 is enough for a prompt of about ten million tokens."""
     max_prompt_tokens: PositiveInt | None = None
     """Maximum number of tokens in one prompt; by default limited only by the context length."""
     request_timeout_s: PositiveSeconds = 3600.0
@@ -261,10 +261,10 @@ class ResourcesConfig(Node):
     threads_per_worker: PositiveInt = 1
     """Number of compute threads of each worker on a CPU."""
     gpu_memory_gib: MemoryGib = 139.0
-    """Memory of one GPU, in GiB, for the estimates of `baton plan`; workers ask the GPU itself."""
+    """Memory of one GPU, in GiB, for the estimates of `baton plan`; workers query the GPU."""
     machine_memory_gib: MemoryGib | None = None
-    """Memory of one machine, in GiB; a configuration that needs more is refused. By default, `baton up` asks its own
-    machine."""
+    """Memory of one machine, in GiB; a configuration that needs more is refused. By default, `baton up` uses the
+    memory of its own machine."""
     attention: AttentionSetting = AttentionSetting.AUTO
     """Attention backend; `auto` uses the fastest one for the device, and the worker's log says which and why. `torch`,
     for any device, is the reference."""
@@ -272,12 +272,13 @@ class ResourcesConfig(Node):
     """Transport of tensors between the ranks of a replica: `auto` uses shared memory between ranks on one host; `tcp`
     never does."""
     moe_dispatch: MoeDispatch = MoeDispatch.AUTO
-    """Exchange of tokens between expert ranks; `auto` uses whichever moves fewer bytes, on GPUs from 4,097 tokens."""
+    """Exchange of tokens between expert ranks; `auto` uses whichever moves fewer bytes, but on GPUs `gather` for
+    up to 4,096 tokens."""
     fetch_timeout_s: PositiveSeconds = 14400.0
-    """Seconds to wait for the model's files on the machines of a replica, which may have to download them."""
+    """Seconds to wait until a replica's machines have the model's files, including any download."""
     start_timeout_s: PositiveSeconds = 300.0
     """Seconds to wait for all replicas to be ready once their machines have the model's files; in an existing Ray
-    cluster also for machines with enough resources."""
+    cluster, also the limit of the wait for machines with enough resources."""
     silence_s: PositiveSeconds = 10.0
     """Seconds of silence after which a rank (with its replica), the router or the bootstrap service is restarted."""
     step_timeout_s: Annotated[float, Field(ge=5, le=1_000_000, strict=True)] = 300.0

@@ -43,7 +43,7 @@ class StorageConfig(Node):
     backend: StorageBackendName = StorageBackendName.NONE
     """Storage backend: `none`, `files` in a folder, or `mooncake_store`, a Mooncake Store cluster."""
     folder: Text | None = None
-    """Folder of `files`, which hosts may share; by default a folder in Baton's cache folder."""
+    """Folder for `files`; hosts may share it. By default, a folder in Baton's cache folder."""
     max_gib: MemoryGib = 64.0
     """Soft limit of `files` in GiB, over all writers: the least recently used pages are removed, and writers may exceed
     the limit for a short while."""
