@@ -233,7 +233,7 @@ class Gate:
                 self.look()  # the next one may need less room
 
     def look(self) -> None:
-        """Admit the requests for which there is room now. Called whenever a request ends."""
+        """Admit the requests for which there is room now. Called whenever capacity may have changed."""
         if self._is_looking:
             return
         self._is_looking = True

@@ -15,7 +15,7 @@ from router.metrics import Metrics
 from router.request import ChoiceId, FailRequest, GenerateRequest, OutputBatch
 
 HEADERS = ("x-baton-prefill", "x-baton-decode", "server-timing", "x-baton-trace")
-"""Response headers of every answer. Only traced requests have the last one."""
+"""Response headers of answers. Only traced requests have the last one."""
 
 
 class Answer:

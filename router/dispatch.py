@@ -31,7 +31,7 @@ from router.request import (
     GenerateRequest,
     OutputBatch,
     Pick,
-    Placement,
+    Route,
     RequestPhase,
     SendMessage,
     StartAttempt,
@@ -234,16 +234,16 @@ class RequestTable:
         """Start an attempt, or fail the request if a role has no replica."""
         first = prompt_of.submit if prompt_of is not None else None
         if first is not None:
-            placement: Placement | None = Placement(prefill=None, decode=first.decode)
+            route: Route | None = Route(prefill=None, decode=first.decode)
         else:
-            placement = self._pick(request, room, request.avoided, now_s)
-        if placement is None:
+            route = self._pick(request, room, request.avoided, now_s)
+        if route is None:
             after = f" for another attempt: {request.reason}" if request.reason else ""
             return self._fail(request, Cause.NO_REPLICA, f"no replica is ready{after}", [])
         assert room not in self._by_room, f"room {room} drawn twice"
         self._by_room[room] = request
-        submit = request.make_submit(room, placement, first.room if first is not None else None, self.me)
-        request.submit, request.cached_tokens, request.last_output_s = submit, placement.cached_tokens, now_s
+        submit = request.make_submit(room, route, first.room if first is not None else None, self.me)
+        request.submit, request.cached_tokens, request.last_output_s = submit, route.cached_tokens, now_s
         self._move(request, RequestPhase.WAITING, "attempt")
         if submit.prefill is not None:
             self.load.add(submit.prefill, request.prefill_len)

@@ -16,7 +16,7 @@ from cluster.spec.ids import Peer, Role, Room
 from cluster.spec.worker_spec import ALONE, RouterShare
 from router.directory import Breakers, Directory, Load, LoadBook
 from router.page_index import PageIndex, TierWeights
-from router.request import GenerateRequest, Placement
+from router.request import GenerateRequest, Route
 
 _PREFIX_AWARE = "prefix_aware"
 MAX_KNOWN_PAGES = 1 << 22
@@ -160,22 +160,23 @@ class Picker:
         if not self._with_room(self._peers(Role.PREFILL, now_s)):
             limit = f"{self._max_queued_tokens} prompt tokens or more (prefill.max_queued_tokens)"
             return f"the queue is full: {limit} wait at every prefill replica; try again later"
-        if not self._with_pages(self._peers(Role.DECODE, now_s), sum(_longest(request) for request in requests)):
+        if not self._with_pages(self._peers(Role.DECODE, now_s), sum(request.decode_len for request in requests)):
             limit = f"{self._max_fill:g} times its KV pool (decode.max_fill)"
             return f"the queue is full: every decode replica has tokens for {limit}; try again later"
         return None
 
-    def pick(self, request: GenerateRequest, room: Room, avoided: frozenset[Peer], now_s: float) -> Placement | None:
+    def pick(self, request: GenerateRequest, room: Room, avoided: frozenset[Peer], now_s: float) -> Route | None:
+        """Choose the replicas of an attempt that shares no prompt. Return None if a role has none."""
         prefills = self._peers(Role.PREFILL, now_s, avoided)
         decodes = self._peers(Role.DECODE, now_s, avoided)
         if not prefills or not decodes:
             return None
-        decode = self._choose(Role.DECODE, self._with_pages(decodes, _longest(request)) or decodes, request, room)
+        decode = self._choose(Role.DECODE, self._with_pages(decodes, request.max_len) or decodes, request, room)
         skip_below = self._skip_below_tokens
         if skip_below and len(request.prompt_ids) - self._cached_for_sure(decode.peer, request) < skip_below:
-            return Placement(prefill=None, decode=decode.peer)
+            return Route(prefill=None, decode=decode.peer)
         prefill = self._choose(Role.PREFILL, self._with_room(prefills) or prefills, request, room)
-        return Placement(prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens)
+        return Route(prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens)
 
     def _choose(self, role: Role, peers: Sequence[Peer], request: GenerateRequest, room: Room) -> Candidate:
         keys = self._keys(role, request)
@@ -221,8 +222,3 @@ class Picker:
         """Return the keys of the prompt's pages that replicas of this role may have cached."""
         keys = request.page_keys if role in self.prefix_roles else None
         return keys.known(self.pages.is_known) if keys is not None else ()
-
-
-def _longest(request: GenerateRequest) -> int:
-    """Return the maximum number of tokens that decode stores for this request alone."""
-    return request.stopping.max_tokens + (0 if request.shares_prompt else len(request.prompt_ids))

@@ -66,15 +66,15 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def log(self) -> None:
-        answer, rooms, phases = self.answer, self.answer.choice_ids, phases_of(self.answer, self.ended_s)
+        answer, choices, phases = self.answer, self.answer.choice_ids, phases_of(self.answer, self.ended_s)
         _log.info(
             "request %s",
             self.outcome,
             extra=with_facts(
                 request_id=self.request_id,
                 key=self.caller,
-                room=rooms[0] if len(rooms) == 1 else None,
-                rooms=rooms if len(rooms) > 1 else None,
+                choice=choices[0] if len(choices) == 1 else None,
+                choices=choices if len(choices) > 1 else None,
                 prefill=answer.headers["x-baton-prefill"] or None,
                 decode=answer.headers["x-baton-decode"] or None,
                 trace_id=trace_id(self.traceparent),

@@ -62,11 +62,11 @@ class Relay:
         outbox: Outbox,
         clock: Clock,
         metrics: Metrics,
-        on_ended: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create the loop; ``on_ended`` is called whenever replicas may have room for a waiting request."""
+        """Create the loop; ``on_change`` is called whenever replicas may have room for a waiting request."""
         self._request_timeout_s = config.router.request_timeout_s
-        self._on_ended = on_ended
+        self._on_change = on_change
         self._picker = picker
         self._requests = requests
         self._directory = directory
@@ -149,25 +149,25 @@ class Relay:
                 self.traces.on_part(message)
             case _:
                 self._requests.dropped["foreign"] += 1
-        self._on_ended()
+        self._on_change()
 
     def on_table(self, snapshot: TableSnapshot) -> None:
         now_s = self._clock.now_s()
         self._give_up(self._directory.update(snapshot, now_s))
         for peer in self._picker.pages.update(self._directory.peers(*self._picker.prefix_roles), now_s):
             self._subscribe(peer)
-        self._on_ended()
+        self._on_change()
         self._wake_at(self._directory.next_deadline_s)
 
     async def drain(self) -> None:
         """Refuse new requests and wait until every answer has ended."""
         self._is_draining = True
-        self._on_ended()
+        self._on_change()
         await self._idle.wait()
 
     def set_paused(self, is_paused: bool) -> None:
         self._is_paused = is_paused
-        self._on_ended()
+        self._on_change()
 
     @property
     def is_paused(self) -> bool:
@@ -191,7 +191,7 @@ class Relay:
             self._choices[choice_id].end(FinishReason.STOP, self._clock.now_s())
 
     def _leave(self, choice_ids: Iterable[ChoiceId]) -> None:
-        """Delete an answer's requests, and cancel those that are still open."""
+        """Forget an answer's choices, and cancel the requests that are still open."""
         for choice_id in choice_ids:
             if self._requests.is_open(choice_id):
                 self._perform(self._requests.on_client_left(choice_id))
@@ -201,7 +201,7 @@ class Relay:
         self._num_answers -= 1
         if not self._num_answers:
             self._idle.set()
-        self._on_ended()
+        self._on_change()
 
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -216,7 +216,7 @@ class Relay:
                     self._wake_at(action.time_s)
                 case FailRequest():
                     if action.cause is not Cause.STOPPED:
-                        facts = with_facts(room=action.choice_id, cause=action.cause.value)
+                        facts = with_facts(choice=action.choice_id, cause=action.cause.value)
                         _log.warning("a request failed: %s", action.reason, extra=facts)
                     self._choices[action.choice_id].answer.fail(action)
 

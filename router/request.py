@@ -20,7 +20,7 @@ ChoiceId = NewType("ChoiceId", int)
 """Id of one choice of one prompt in this router: the room of its first attempt."""
 
 
-class Placement(msgspec.Struct, frozen=True, kw_only=True):
+class Route(msgspec.Struct, frozen=True, kw_only=True):
     """The replicas chosen for one attempt of a request."""
 
     prefill: Peer | None
@@ -75,7 +75,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
     page_keys: PromptKeys | None = None
     """Keys of the prompt's pages; None if no cache may be used."""
     shares_prompt: bool = False
-    """True if decode gets the prompt's KV from the choice before this one."""
+    """True for every choice of a prompt but the first. Its first attempt shares the first choice's KV in decode."""
     arrived_s: float = 0.0
 
     choice_id: ChoiceId = ChoiceId(0)
@@ -113,10 +113,14 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
         return len(self.prompt_ids) + len(self.output_ids) - self.cached_tokens
 
     @property
+    def max_len(self) -> int:
+        return len(self.prompt_ids) + self.stopping.max_tokens
+
+    @property
     def decode_len(self) -> int:
-        """Maximum number of tokens that decode stores for this request alone."""
-        is_sharing = self.submit is not None and self.submit.prompt_of is not None
-        return self.stopping.max_tokens + (0 if is_sharing else len(self.prompt_ids))
+        """Maximum number of tokens that decode stores for this request alone, in the current or the first attempt."""
+        is_sharing = self.shares_prompt if self.submit is None else self.submit.prompt_of is not None
+        return self.stopping.max_tokens if is_sharing else self.max_len
 
     @property
     def status(self) -> str:
@@ -135,7 +139,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
     def wake_at_s(self) -> float:
         return min(self.due_s, self.deadline_s) if self.phase is RequestPhase.PENDING else self.deadline_s
 
-    def make_submit(self, room: Room, placement: Placement, prompt_of: Room | None, router: Peer) -> Submit:
+    def make_submit(self, room: Room, route: Route, prompt_of: Room | None, router: Peer) -> Submit:
         sampling = self.sampling
         if self.output_ids:  # the client received the prompt's log-probabilities with the first token
             sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
@@ -145,8 +149,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
             num_given=len(self.output_ids),
             sampling=sampling,
             stopping=self.stopping,
-            prefill=placement.prefill,
-            decode=placement.decode,
+            prefill=route.prefill,
+            decode=route.decode,
             router=router,
             prompt_of=prompt_of,
             cache_salt=self.cache_salt,
@@ -173,7 +177,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
         return None
 
 
-Pick = Callable[[GenerateRequest, Room, frozenset[Peer], float], Placement | None]
+Pick = Callable[[GenerateRequest, Room, frozenset[Peer], float], Route | None]
 """Function (request, room, replicas to avoid if others are ready, time) that returns None if a role has no replica."""
 
 

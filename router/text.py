@@ -30,12 +30,12 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputChunk(msgspec.Struct, kw_only=True):
-    """One token of a choice with its text."""
+    """Tokens of a choice with their text: at most one in a stream, all of them after ``join``."""
 
     index: int = 0
     """Index of the choice in its response."""
     text: str = ""
-    """Text that this token completes, which may include text held back from earlier tokens."""
+    """Text that these tokens complete, which may include text held back from earlier tokens."""
     token_ids: Sequence[int] = ()
     finish: FinishReason | None = None
     """Finish reason; set with the last token."""

@@ -25,9 +25,9 @@ _MOVES: Moves[SendState] = {
 class SenderSession:
     """One prefill rank's part of a transfer.
 
-    The KV sender calls ``advance`` after each chunk and passes the pages to the sender thread. It reports the thread's
-    outcomes through ``written``, ``failed`` and ``drained``. The source pages must not change until ``is_over``. Then
-    the KV sender sends ``report`` to its leader, and ``done``, if not None, to decode.
+    The KV sender calls ``advance`` for cached pages and after each chunk, and passes the pages to the sender thread. It
+    reports the thread's outcomes through ``written``, ``failed`` and ``drained``. The source pages must not change
+    until ``is_over``. Then the KV sender sends ``done``, if not None, to decode, and ``report`` to its leader.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class SenderSession:
         """Return the newly completed pages that this rank must send now.
 
         Args:
-            page_tables: the request's local page ids by lifetime, covering at least the computed tokens.
+            page_tables: the request's page ids in this replica by lifetime, covering at least the computed tokens.
             computed_len: number of leading tokens that have KV. The last token completes a partial last page.
         """
         assert computed_len <= self.destination.num_tokens, (

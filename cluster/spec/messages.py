@@ -70,7 +70,9 @@ class Submit(Tagged, frozen=True):
 
 
 class Cancel(Tagged, frozen=True):
-    """Cancellation: the client left, the other target failed, or the deadline passed."""
+    """End of an attempt that the replica may still work on: the client left, a stop string ended the answer, the other
+    replica failed, or the deadline passed. Also answers an Inquire about an ended attempt.
+    """
 
     room: Room
     incarnation: Incarnation

@@ -69,7 +69,7 @@ class Result(Tagged, frozen=True):
     prefill: Peer
     decode_incarnation: Incarnation
     token_ids: list[int]
-    """First token of the answer."""
+    """Token that prefill sampled: the first of the answer, or in a continuation the next one."""
     senders: list[int]
     """Global ranks whose Done must arrive."""
     num_pages: int

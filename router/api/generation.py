@@ -185,7 +185,7 @@ async def _whole(tokenizer: Tokenizer, opening: AbstractAsyncContextManager[Answ
 async def _frames(
     tokenizer: Tokenizer, body: GenerationBody, writer: Writer, answer: Answer
 ) -> AsyncGenerator[bytes, None]:
-    """Yield an event for every token, even one that completes no text, because clients count and time tokens by events.
+    """Yield events for every token, even one without text, because clients count and time tokens by events.
 
     Tokens that arrive together are written together.
     """

@@ -13,7 +13,7 @@ from cluster.spec.messages import KvEvents, Submit
 from router.directory import Breakers, LoadBook
 from router.dispatch import RequestTable
 from router.page_index import PageIndex
-from router.request import Action, ChoiceId, GenerateRequest, Pick, Placement
+from router.request import Action, ChoiceId, GenerateRequest, Pick, Route
 
 Patch = pytest.MonkeyPatch
 
@@ -99,7 +99,7 @@ def retry_where_it_failed(patch: Patch) -> None:
             inner.setattr(self, "_pick", lambda *_: first)
             return begin(self, request, room, now_s, *others)
 
-    firsts: dict[ChoiceId, Placement | None] = {}
+    firsts: dict[ChoiceId, Route | None] = {}
     patch.setattr(RequestTable, "_begin", begin_there)
 
 

@@ -1,8 +1,8 @@
 """Decode leader: from Submit to the last token. Sans I/O.
 
-A request waits for pages, sends prefill a ticket for them, joins the running batch when the Result and every Done
-agree, and frees its pages only when nothing can write to them any more. A request without prefill joins as soon as it
-has pages. So do further choices of a prompt, which share the first choice's pages.
+A request waits for pages, and sends prefill a ticket for them. It joins the running batch when the Result and every
+Done agree and the ranks have checked any digests, and frees its pages only when nothing can write to them any more. A
+request without prefill joins as soon as it has pages. So do further choices, which share the first choice's pages.
 """
 
 from collections import deque
@@ -237,7 +237,7 @@ class DecodeLeader(DpLeader):
             self._end(request, "nothing writes to its pages any more")
 
     def _verify(self, request: DecodeRequest, session: ReceiverSession) -> None:
-        """Start the request, or first ask every rank to compare the received pages with the senders' digests."""
+        """Start the request, or first ask the ranks that digests name to compare their pages with them."""
         if not session.digests:
             self._begin_decoding(request, session)
             return
@@ -266,7 +266,7 @@ class DecodeLeader(DpLeader):
         submit, result = request.submit, session.result
         assert result is not None
         self._checks.forget(request.room)
-        self._move(request, DecodeState.RUNNING, "result and all done")
+        self._move(request, DecodeState.RUNNING, "checked" if session.digests else "result and all done")
         if self.tiers:
             self.tiers.note_received(request.prompt_keys(self._settings.page_size))
         self._received_pages += live_pages(request.new_pages)

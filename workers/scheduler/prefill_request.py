@@ -19,7 +19,7 @@ TICKET_TIMEOUT_S = 30.0
 
 class PrefillState(Enum):
     QUEUED = "queued"
-    """Waiting for a ticket. Holds no pages."""
+    """Waiting for a ticket, decode's records, or pages from storage. Holds no pages."""
     SCHEDULED = "scheduled"
     """Held by the step scheduler, with a ticket. Ranks send the pages of each computed chunk."""
     SENDING = "sending"

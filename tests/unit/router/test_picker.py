@@ -16,7 +16,7 @@ from cluster.spec.worker_spec import router_shares
 from router.directory import Breakers, BreakerState, Directory, LoadBook
 from router.page_index import PromptKeys
 from router.picker import Picker
-from router.request import GenerateRequest, Placement
+from router.request import GenerateRequest, Route
 from tests.fakes.bootstrap import entry_of, peer_of, table_of
 
 ASK = GenerateRequest(prompt_ids=TokenIds.of([1, 2, 3]), sampling=Sampling(), stopping=Stopping(max_tokens=4))
@@ -35,7 +35,7 @@ class Choices:
         )
         self._picker = Picker(config, directory, LoadBook(), self.breakers, random.Random(0))
 
-    def picks(self, *avoided: Peer, now_s: float = 0.0) -> list[Placement | None]:
+    def picks(self, *avoided: Peer, now_s: float = 0.0) -> list[Route | None]:
         return [self._picker.pick(ASK, Room(1), frozenset(avoided), now_s) for _ in range(6)]
 
     def names(self, *avoided: Peer, now_s: float = 0.0) -> set[str]:
@@ -113,9 +113,22 @@ def test_decode_computes_short_prompts_missing_from_its_memory(tier: Tier, *, is
         picker.pages.on_kv_events(events, 0.0)
         events = msgspec.structs.replace(events, number=1, stored=page_keys(prompt, 64, ""), tier=tier)
         picker.pages.on_kv_events(events, 0.0)
-    placement = picker.pick(ask, Room(1), frozenset(), 0.0)
-    assert placement is not None
-    assert (placement.prefill is None) == is_skipped
+    route = picker.pick(ask, Room(1), frozenset(), 0.0)
+    assert route is not None
+    assert (route.prefill is None) == is_skipped
+
+
+def test_a_further_choice_that_is_tried_again_needs_pages_for_its_prompt() -> None:
+    config = DeployConfig.model_validate({"decode": {"max_fill": 1.0}, "router": {"decode_policy": "round_robin"}})
+    directory, load = Directory(grace_s=3.0), LoadBook()
+    directory.update(table_of(entry_of(PEERS[0]), *(entry_of(peer, total_pages=10) for peer in PEERS[2:])), 0.0)
+    load.add(PEERS[2], 30)
+    picker = Picker(config, directory, load, Breakers(max_failures=1, open_s=10.0), random.Random(0))
+    stopping = Stopping(max_tokens=4)
+    ask = GenerateRequest(prompt_ids=TokenIds.of(range(8)), sampling=Sampling(), stopping=stopping, shares_prompt=True)
+    picks = [picker.pick(ask, Room(1), frozenset(), 0.0) for _ in range(4)]
+    assert [pick.decode for pick in picks if pick] == [PEERS[3]] * 4
+    assert ask.decode_len == 4
 
 
 def test_router_processes_share_each_replicas_capacity() -> None:
