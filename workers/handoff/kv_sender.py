@@ -281,7 +281,7 @@ class KvSender:
         send_or_log(self._outbox, self._prefill.address, session.report())
 
     def cancel(self, message: CancelSend) -> None:
-        """Stop writing for a transfer, and report once no write is in flight. An unknown transfer has ended or not begun."""
+        """Stop writing for a transfer, which may be unknown here, and report once no write is in flight."""
         with self._lock:
             if (transfer := self._transfers.get(message.room)) is not None:
                 transfer.session.cancel()
