@@ -175,14 +175,14 @@ class Outbox:
             self._packed, self._frame = message, encode(message)
         if len(self._frame) > MAX_FRAME_BYTES:
             kind = type(message).__name__
-            raise PeerUnreachableError(f"{kind} of {len(self._frame)} bytes; allowed: {MAX_FRAME_BYTES} in one message")
+            raise PeerUnreachableError(f"{kind} has {len(self._frame)} bytes; allowed: at most {MAX_FRAME_BYTES}")
         now_s = time.monotonic()
         for address in addresses:
             try:
                 self._socket(address, now_s).send(self._frame, zmq.NOBLOCK)
             except zmq.Again:
                 raise PeerUnreachableError(
-                    f"no process reads at {address}; {type(message).__name__} not sent"
+                    f"no process is listening at {address}; {type(message).__name__} not sent"
                 ) from None
 
     def forget(self, address: str) -> None:

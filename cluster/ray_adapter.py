@@ -264,7 +264,7 @@ def _init_here(num_cpus: int, temp_dir: Path, common: dict[str, Any]) -> None:
 
 
 def _not_started(error: Exception, waited_s: float) -> str:
-    waited = f"Ray did not start in {waited_s:.0f} s, tried {START_TRIES} times ({_first_line(error)})"
+    waited = f"Ray did not start within {waited_s:.0f} s in {START_TRIES} attempts ({_first_line(error)})"
     return f"{waited}; try again when this machine is less busy, or check it with `baton doctor`"
 
 

@@ -208,7 +208,7 @@ class RequestTable:
         return [
             action
             for request in list(self._open.values())
-            for action in self._fail(request, Cause.STOPPED, "the router stops", request.peers)
+            for action in self._fail(request, Cause.STOPPED, "the router is stopping", request.peers)
         ]
 
     def check_integrity(self) -> None:

@@ -117,7 +117,7 @@ def answer_error(metrics: Metrics, request: Request, error: Exception) -> Respon
         case HTTPException():
             shown = _http_error(request, error)
         case _:
-            shown = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; the router's log says more")
+            shown = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; see the router's log")
     metrics.refused.add(1, str(int(shown.status)))
     if isinstance(error, LimitError):
         metrics.rejections.add(1, error.limit)
@@ -141,7 +141,7 @@ def _kind(status: int) -> str:
 def _http_error(request: Request, error: HTTPException) -> ApiError:
     messages = {
         HTTPStatus.NOT_FOUND: f"there is no route {request.url.path}",
-        HTTPStatus.METHOD_NOT_ALLOWED: f"{request.url.path} does not take {request.method}",
+        HTTPStatus.METHOD_NOT_ALLOWED: f"{request.url.path} does not accept {request.method}",
     }
     status = HTTPStatus(error.status_code)
     message = messages.get(status, str(error.detail))

@@ -62,7 +62,7 @@ class RequestTrace:
         return {
             "traceEvents": events,
             "displayTimeUnit": "ms",
-            "otherData": {"ranks that did not answer": self.missing, "intervals left out": left_out},
+            "otherData": {"ranks that did not answer": self.missing, "omitted intervals": left_out},
         }
 
 

@@ -89,7 +89,7 @@ class RouterServer:
 
     def start(self) -> str:
         """Start serving in a thread; return the endpoint's URL."""
-        assert self._thread is None, "a router starts once"
+        assert self._thread is None, "a router can start only once"
         is_shared = self._share.num_processes > 1
         listeners = [_listen(self._config.router.host, self._config.router.port, is_shared)]
         url = f"http://{_reachable(self._config.router.host, self._host)}:{listeners[0].getsockname()[1]}"
@@ -125,7 +125,7 @@ class RouterServer:
 
     def run(self) -> None:
         """Block until ``stop``; raise the error if the router fails."""
-        assert self._thread is not None, "a router is started before it runs"
+        assert self._thread is not None, "start the router before running it"
         self._thread.join()
         if self._error is not None:
             raise self._error

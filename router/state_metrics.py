@@ -196,7 +196,7 @@ _METRICS = (
     _gauge("tier_open_jobs", "Unfinished tier jobs.", _Source(_JOB_LABELS, _open_jobs)),
     _counter("tier_jobs", "Finished tier jobs.", _JOBS, "num_jobs"),
     _counter("tier_bytes", "Bytes moved between tiers.", _JOBS, "num_bytes"),
-    _counter("tier_seconds", "Time spent on tier jobs, without the queue.", _JOBS, "busy_s"),
+    _counter("tier_seconds", "Time spent on tier jobs, excluding the queue.", _JOBS, "busy_s"),
     _counter("tier_tokens", "Tokens whose KV was moved between tiers.", _Source(_JOB_LABELS, _moved_tokens)),
     _counter("tier_failures", "Failed pages, by reason.", _Source((*_JOB_LABELS, "why"), _failed_pages)),
 )

@@ -64,7 +64,7 @@ def coverage_problem(
             return f"page {owner[1]} of rank {owner[0]}: byte {ends.get(owner, 0)} is not covered exactly once"
         ends[owner] = offset + length
     covered = sum(ends.values())
-    return None if covered == num_bytes else f"they cover {covered} of {num_bytes} bytes"
+    return None if covered == num_bytes else f"{covered} of {num_bytes} bytes are covered"
 
 
 def _digest(pool: memoryview, start: int, spans: Iterable[tuple[int, int]]) -> bytes:

@@ -187,10 +187,10 @@ class ReceiverSession:
         return self._revoke(FailureKind.TIMED_OUT, self._missing(), now_s)
 
     def _missing(self) -> str:
-        missing = "its result"
+        missing = "the result"
         if self.result is not None:
             ranks = ", ".join(str(rank) for rank in sorted(set(self.result.senders) - self._dones.keys()))
-            missing = f"the pages of its ranks {ranks}"
+            missing = f"the pages of rank{'s' * (',' in ranks)} {ranks}"
         return (
             f"{self.ticket.decode.replica} waited for {missing} from {self.prefill.replica}, "
             f"which sent nothing for {self._silence_s:g} s"

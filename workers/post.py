@@ -1,4 +1,4 @@
-"""Message sending with different reactions to unreachable peers."""
+"""Sending messages, with different handling of unreachable peers."""
 
 import logging
 from collections.abc import Iterable

@@ -158,7 +158,7 @@ def _load(
 def _open_attention(spec: WorkerSpec, device: Device, dtype: torch.dtype, needs: Set[Feature]) -> AttentionBackend:
     """Return the attention backend. If its library has elementwise kernels, use them too."""
     choice = choose_backend(spec.config.resources.attention, device, dtype, needs)
-    _log.info("attention by %s: %s", choice.name, choice.reason)
+    _log.info("attention backend %s: %s", choice.name, choice.reason)
     if choice.name == "native":
         elementwise.register(device, torch.bfloat16, Library.load())
     return choice.backend

@@ -89,7 +89,7 @@ def _check_memory(bench: CpBench) -> None:
     wanted = bench.cp * SHAPES[bench.model].decode_bytes(bench.max_len, DTYPE_BYTES[_DTYPE])
     if wanted > available:
         raise UserError(
-            f"--prompt-len, --cp, --model: {bench.max_len} tokens on {bench.cp} ranks of {bench.model} take "
+            f"--prompt-len, --cp, --model: {bench.max_len} tokens of {bench.model} on {bench.cp} ranks take "
             f"{wanted / GIB:.3g} GiB; allowed: at most {available / GIB:.3g} GiB"
         )
 

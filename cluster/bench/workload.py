@@ -121,7 +121,7 @@ def _entry(where: str, line: bytes) -> TraceEntry:
         raise UserError(f"{where}: {error}") from error
     if entry.input_length < 1 or entry.output_length < 0:
         given = f"input_length {entry.input_length} and output_length {entry.output_length}"
-        raise UserError(f"{where}: got {given}; allowed: 1 or more, and 0 or more")
+        raise UserError(f"{where}: got {given}; allowed: input_length of 1 or more, output_length of 0 or more")
     if len(entry.hash_ids) * BLOCK_LEN < entry.input_length:
         given = f"{entry.input_length} tokens and {len(entry.hash_ids)} hash_ids"
         raise UserError(f"{where}: got {given}; allowed: one id for each {BLOCK_LEN} tokens")

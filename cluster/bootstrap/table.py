@@ -24,7 +24,7 @@ class RefusalCode(StrEnum):
     SUPERSEDED = "superseded"
     """A later incarnation of the replica is known, or this one has ended."""
     MISMATCH = "mismatch"
-    """The record is inconsistent in itself or with other records of its replica."""
+    """The record contradicts itself or other records of its replica."""
 
 
 class TableRefusedError(BatonError):
@@ -99,8 +99,8 @@ class BootstrapTable:
         if replica is None or not replica.complete or replica.digest != beat.records_digest:
             raise TableRefusedError(
                 RefusalCode.UNKNOWN_RANKS,
-                f"{beat.replica}, incarnation {beat.incarnation}: its records are not all registered as the heartbeat "
-                "names them; send every record again",
+                f"{beat.replica}, incarnation {beat.incarnation}: the registered records do not match the "
+                "heartbeat's digest; send every record again",
             )
         self.version += replica.load != beat.load
         replica.load = beat.load
@@ -164,7 +164,7 @@ class BootstrapTable:
         ended = self._ended.get(replica, Incarnation(0))
         if incarnation <= ended or (current and incarnation < current.first.incarnation):
             newest = max(ended, current.first.incarnation if current else ended)
-            state = "has ended" if newest == incarnation else f"is replaced by {newest}"
+            state = "has ended" if newest == incarnation else f"was replaced by {newest}"
             raise TableRefusedError(
                 RefusalCode.SUPERSEDED, f"{replica}: incarnation {incarnation} {state}; only a higher one may register"
             )
@@ -209,16 +209,14 @@ def _check_alone(record: RankRecord) -> None:
     except ValueError as exc:
         raise _mismatch(record, str(exc)) from exc
     if record.global_rank != expected:
-        raise _mismatch(record, f"global rank {record.global_rank} given, its position is that of rank {expected}")
+        raise _mismatch(record, f"got global rank {record.global_rank}, but the coordinates of rank {expected}")
     if record.incarnation < 1:
-        raise _mismatch(record, f"incarnation {record.incarnation} given; allowed: 1 and more")
+        raise _mismatch(record, f"got incarnation {record.incarnation}; allowed: 1 or more")
 
 
 def _check_against(record: RankRecord, known: RankRecord | None, first: RankRecord) -> None:
     if known is not None and known != record:
-        raise _mismatch(
-            record, "already registered with other content; a rank that starts again needs a new incarnation"
-        )
+        raise _mismatch(record, "already registered with different content; a restarted rank needs a new incarnation")
     shared: list[tuple[str, object, object]] = [
         ("sizes", record.sizes, first.sizes),
         ("model", record.geometry.model, first.geometry.model),
@@ -230,7 +228,7 @@ def _check_against(record: RankRecord, known: RankRecord | None, first: RankReco
     ]
     for name, given, registered in shared:
         if given != registered:
-            raise _mismatch(record, f"{name} {given} given, {registered} registered by rank {first.global_rank}")
+            raise _mismatch(record, f"got {name} {given}, but rank {first.global_rank} registered {registered}")
 
 
 def _mismatch(record: RankRecord, message: str) -> TableRefusedError:

@@ -48,7 +48,7 @@ def status(
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{cluster.name}   {endpoint}   model {cluster.model}   driver {cluster.process.pid}", markup=False)
     if snapshot is None:
-        console.print("the bootstrap service does not respond; it is starting, or being replaced")
+        console.print("the bootstrap service does not respond; it may be starting or restarting")
     else:
         console.print(_replicas(snapshot))
         console.print(_ranks(snapshot))

@@ -107,7 +107,7 @@ def check_mooncake(
     packages = (missing or missing_mooncake_packages)()
     if packages:
         fix = f"for `transfer.backend: mooncake`: apt-get install -y {' '.join(packages)}"
-        return Finding("mooncake", Status.WARN, f"{installed}, but Debian's {', '.join(packages)} missing", fix)
+        return Finding("mooncake", Status.WARN, f"{installed}; missing Debian packages: {', '.join(packages)}", fix)
     return Finding("mooncake", Status.OK, installed)
 
 

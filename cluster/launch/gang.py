@@ -91,7 +91,7 @@ class Gang:
 
     def stop(self, timeout_s: float) -> None:
         """Ask the workers to end, and wait; ``kill`` ends the remaining ones."""
-        self._tools.send([record.address for record in self._records], Shutdown(reason="the cluster stops"))
+        self._tools.send([record.address for record in self._records], Shutdown(reason="the cluster is stopping"))
         wait(self.runs.values(), timeout_s)
 
     def kill(self, timeout_s: float) -> bool:

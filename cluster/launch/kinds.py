@@ -46,7 +46,7 @@ class WorkerActor:
         """Create the worker; ``fetch`` comes first."""
         from workers.worker import Worker
 
-        assert self._folder is not None, "a model is fetched before a worker is built"
+        assert self._folder is not None, "fetch the model before building the worker"
         set_up_logs(spec.config.log, f"{spec.replica} rank {spec.global_rank}")
         self._worker = Worker(spec, self._folder, rendezvous)
 
@@ -70,7 +70,7 @@ class WorkerActor:
 
     @property
     def _built(self) -> "Worker":
-        assert self._worker is not None, "a worker is built before it is used"
+        assert self._worker is not None, "build the worker before using it"
         return self._worker
 
 
@@ -104,7 +104,7 @@ class RouterActor:
 
     def run(self) -> bool:
         """Block until the router has ended; return whether a drain finished all open requests."""
-        assert self._server is not None, "a router is started before it runs"
+        assert self._server is not None, "start the router before running it"
         self._server.run()
         return self._drained
 

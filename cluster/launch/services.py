@@ -85,9 +85,9 @@ class RouterProcess(_Service):
 
 
 def follow_router(url: Callable[[], str], on_seen: Callable[[bool], None], timeout_s: float, interval_s: float) -> None:
-    """Report to ``on_seen`` whether a router process responds, on every change and while it does not. Never returns.
+    """Call ``on_seen`` with whether a router process responds, on every change and at each check without a response.
 
-    Any response within the timeout counts. The connection stays open so that the driver does not compete with clients.
+    Never returns. Any response within the timeout counts. Reuses one connection, since new ones compete with clients'.
     """
     answered: bool | None = None
     with httpx.Client(timeout=timeout_s, trust_env=False) as http:

@@ -112,7 +112,7 @@ def await_room(
         place(config, system.machines())
         return
     except ConfigError as error:
-        say(f"waiting for machines, {config.resources.start_timeout_s:g} s at most: {error}")
+        say(f"waiting at most {config.resources.start_timeout_s:g} s for machines: {error}")
     with system.wanting(f"{config.name}-room", demand_of(config)) as is_there:
         while deadline.left_s() and not is_there(min(POLL_S, deadline.left_s())):
             check()

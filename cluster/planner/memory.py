@@ -133,8 +133,8 @@ def _memory_problems(config: DeployConfig, role: Role, pool: Pool, model: ModelF
     if config.resources.device is Device.CUDA:
         expected, given = expected_memory(config, pool, model), config.kv_memory_gib
         if expected.left < (given or 0) or expected.left <= 0:
-            wanted = f"{given} GiB are" if given else "some is"
-            message = f"a {role} worker does not fit: {expected}, and {wanted} wanted for pages"
+            wanted = f"{given} GiB" if given else "some memory too"
+            message = f"a {role} worker does not fit: {expected}, and pages need {wanted}"
             return [Problem(_memory_key(config), message)]
     try:
         layouts = _layouts(config, pool, model)
@@ -145,7 +145,7 @@ def _memory_problems(config: DeployConfig, role: Role, pool: Pool, model: ModelF
 
 
 def _cached_problems(config: DeployConfig, role: Role, layout: PoolLayout) -> list[Problem]:
-    """Reject host memory or files that cannot hold a single page, which would silently be useless."""
+    """Reject host memory or files that are too small for a single page and would never be used."""
     hicache, storage = config.hicache, config.hicache.storage
     if not hicache.has_host or not config.kv.prefix_cache:
         return []
@@ -162,4 +162,4 @@ def _cached_problems(config: DeployConfig, role: Role, layout: PoolLayout) -> li
 
 def _least(role: Role, page_bytes: int) -> str:
     least = math.ceil(page_bytes / GIB * 1e6) / 1e6
-    return f"at least {least:.6f}, of which a {role} worker's page takes {page_bytes} bytes"
+    return f"at least {least:.6f} GiB; one page of a {role} worker takes {page_bytes} bytes"

@@ -65,7 +65,7 @@ def _find_folder(path: str) -> Path | None:
         return folder
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         message = (
-            f"got {path!r}, and there is no such folder; "
+            f"got {path!r}, which is not a folder; "
             f"allowed: {', '.join(recall_weights.BUILT_IN)}, a local folder, a Hugging Face repository"
         )
         raise ConfigError([Problem("model.path", message)])

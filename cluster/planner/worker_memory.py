@@ -68,7 +68,7 @@ def expected_memory(config: DeployConfig, pool: Pool, model: ModelFacts) -> GpuM
 
 
 def _activation_bytes(pool: Pool, model: ModelFacts) -> float:
-    """Return the bytes of the widest layer's activations in the largest step, and of sampling a token per request."""
+    """Return the bytes of the widest layer's activations in the largest step, plus those for sampling per request."""
     num_tokens, config, hidden = _most_tokens(pool), model.config, model.config.hidden_size
     width = max(cost.attention_width + cost.dense_width + cost.routed_width for cost in config.layer_costs)
     widths = width / pool.parallel.tp + _answers_width(config) / pool.parallel.ep

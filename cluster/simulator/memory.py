@@ -124,7 +124,7 @@ class Memory:
     def filled_host_page(self, page: int) -> memoryview:
         """Return a page of the host pool, which must have been written."""
         if page not in self.filled:
-            raise Violation(f"host page {page} of {self.session} is read, which nobody has filled")
+            raise Violation(f"host page {page} of {self.session} is read before it is filled")
         return self.host_page(page)
 
     def pieces(self, layers: range, lifetime: int = 0) -> Pieces:
@@ -180,7 +180,7 @@ class Tickets:
                 if page == NO_PAGE:
                     continue
                 if not allocator.is_held(page):
-                    raise Violation(f"room {ticket.room}: page {page} of its ticket is not its own")
+                    raise Violation(f"room {ticket.room}: its ticket has page {page}, which it does not hold")
                 permissions[page] = _Permission(ticket.room, lifetime, number)
 
     def check_write(self, memory: Memory, page: int, room: Room) -> None:
@@ -191,7 +191,7 @@ class Tickets:
         if not memory.allocator.is_held(page):
             raise Violation(f"room {room} writes into page {page} of {memory.session}, which is free or shared")
         if not _is_sent_to(memory.record, page):
-            raise Violation(f"room {room} writes into page {page} of {memory.session}, which has it from another rank")
+            raise Violation(f"room {room} writes into page {page} of {memory.session}, which gets it from another rank")
 
     def end(self, memory: Memory, page: int) -> None:
         """Revoke the permission for a page to which its own replica writes."""

@@ -85,7 +85,7 @@ class CancelCheck:
     def check(self, is_under_way: Callable[[Room], bool]) -> None:
         for room, addresses in self._active.items():
             if not is_under_way(room):
-                raise Violation(f"room {room} is over, but {', '.join(sorted(addresses))} was not told to stop")
+                raise Violation(f"room {room} is over, but no Cancel was sent to {', '.join(sorted(addresses))}")
 
     def _drop(self, room: Room, address: str) -> None:
         addresses = self._active.get(room, set())

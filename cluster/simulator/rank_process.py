@@ -127,7 +127,7 @@ class RankProcess(Process):
 
     @abstractmethod
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
-        """Handle the end of a step, in which this rank has sampled these tokens."""
+        """Handle the end of a step in which this rank sampled these tokens."""
 
     def begin(self, plan: StepPlan) -> None:
         """Begin a step. The TP group computes from when its last rank has begun."""

@@ -183,7 +183,7 @@ def _send_late_message(env: Environment, ticket: Ticket, page_bytes: int) -> Non
         return
     env.happened["stale"] += 1
     prefill = env.submits[ticket.room].prefill
-    assert prefill is not None, f"room {ticket.room} has a ticket and no prefill"
+    assert prefill is not None, f"room {ticket.room} has a ticket but no prefill"
     earlier, writer = random.choice(
         [
             (replace(ticket, decode=_earlier(ticket.decode)), prefill),

@@ -88,7 +88,7 @@ class RouterProcess(Process):
         )
         self._cancel_check = CancelCheck()
         self._first: ChoiceId | None = None
-        """Latest request that is not a further choice of an earlier one."""
+        """Latest request that is the first choice of its prompt."""
         self._first_prompt = b""
         self._clients: dict[ChoiceId, Client] = {}
         self._unwatch = bootstrap.watch(HOME, self._on_table)

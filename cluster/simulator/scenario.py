@@ -35,7 +35,7 @@ class FaultKind(StrEnum):
     DRAIN = "drain"
     """A replica is drained."""
     RESTART = "restart"
-    """An operator restarts a replica with the rolling option."""
+    """An operator restarts a replica with ``--rolling``."""
     SCALE = "scale"
     """An operator scales a role up to this replica."""
     STAND_BY = "stand_by"

@@ -73,7 +73,7 @@ def _decode_cp(config: DeployConfig) -> Iterator[Problem]:
         yield Problem("decode.parallel.cp", f"got {cp}; allowed: 1, since {why}")
 
 
-@_check("only ring mode has a choice of tensors to pass on", "prefill.mode", "prefill.passing", "prefill.parallel.cp")
+@_check("prefill.passing applies only in ring mode", "prefill.mode", "prefill.passing", "prefill.parallel.cp")
 def _passing(config: DeployConfig) -> Iterator[Problem]:
     prefill = config.prefill
     if prefill.ownership is KvOwnership.REPLICATED and prefill.passing is not PassingSetting.AUTO:
@@ -102,7 +102,7 @@ def _protocol(config: DeployConfig) -> Iterator[Problem]:
 @_check("ranks may be silent for longer than a lease", "resources.silence_s")
 def _silence(config: DeployConfig) -> Iterator[Problem]:
     if (silence_s := config.resources.silence_s) <= LEASE_S:
-        allowed = f"more than {LEASE_S}, after which a silent replica gets no more requests"
+        allowed = f"more than {LEASE_S}, since a replica gets no more requests after that silence"
         yield Problem("resources.silence_s", f"got {silence_s}; allowed: {allowed}")
 
 

@@ -21,7 +21,7 @@ _TEXT_TAG = "tag:yaml.org,2002:str"
 _LONGEST_VALUE = 60
 _PATTERNS = {
     r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$": "1 to 63 lowercase letters, digits and dashes, no dash at either end",
-    r"^(\*|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+)$": "`*`, or an origin as browsers name it, such as https://chat.example",
+    r"^(\*|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+)$": "`*`, or an origin as browsers send it, such as https://chat.example",
 }
 
 
@@ -74,7 +74,7 @@ def _parse(text: str, source: str) -> tuple[Tree, list[Problem]]:
         raise ConfigError([Problem(source, f"holds a value that cannot be read: {exc}")]) from exc
     if not isinstance(tree, dict):
         given = "is empty" if tree is None else f"got {show(tree)}"
-        raise ConfigError([Problem(source, f"{given}; allowed: keys and values, {{}} for all defaults")])
+        raise ConfigError([Problem(source, f"{given}; allowed: keys and values, or {{}} for all defaults")])
     return tree, problems
 
 
@@ -224,7 +224,7 @@ def _words(schema: dict[str, Any]) -> str:
         case {"pattern": pattern}:
             return _PATTERNS[pattern]
         case {"type": "array", "items": item}:
-            return f"a list; in it: {_words(item)}"
+            return f"a list; each item: {_words(item)}"
         case _:
             assert schema.get("type") == "string", f"no words for {schema}"
             return "a non-empty string, in quotes if it looks like a number"
@@ -235,7 +235,7 @@ def _bounds(schema: dict[str, Any]) -> str:
         case {"minimum": low, "maximum": high}:
             return f" from {low} to {high}"
         case {"exclusiveMinimum": low, "maximum": high}:
-            return f" over {low}, {high} at most"
+            return f" over {low}, at most {high}"
         case {"minimum": low}:
             return f", {low} or more"
         case _:

@@ -38,7 +38,7 @@ def page_layout(geometry: KvGeometry, sizes: AxisSizes, coords: RankCoords, num_
     layers = stage_layers(geometry.num_layers, sizes.pp, coords.pp)
     groups = tuple(_group_layouts(geometry, sizes, coords, layers))
     if not groups:
-        raise ValueError(f"{geometry.num_layers} layers cannot be divided over pp = {sizes.pp}; a stage needs one")
+        raise ValueError(f"{geometry.num_layers} layers cannot fill pp = {sizes.pp} stages; each needs at least one")
     return PoolLayout(
         num_pages=num_pages,
         page_size=geometry.page_size,
@@ -87,7 +87,7 @@ class GpuMemory:
         return (
             f"{self.fraction:g} of {self.total:.4g} GiB of GPU memory, less {self.weights:.3g} for weights, "
             f"{self.activations:.3g} for activations, {self.graphs:.3g} for CUDA graphs and {self.others:.3g} for "
-            f"others, leaves {self.left:.3g}"
+            f"other uses, leaves {self.left:.3g}"
         )
 
 

@@ -147,7 +147,7 @@ def axis_problems(parallel: ParallelConfig, path: str) -> list[Problem]:
     stage = stage_size(sizes)
     if world_size(sizes) > MOST_RANKS:
         product = f"{sizes.dp}*{sizes.cp}*{sizes.tp}*{sizes.pp} = {world_size(sizes)}"
-        problems.append(Problem(path, f"got dp*cp*tp*pp = {product} workers; allowed: at most {MOST_RANKS} a replica"))
+        problems.append(Problem(path, f"got dp*cp*tp*pp = {product} workers; allowed: up to {MOST_RANKS} per replica"))
     if stage % (parallel.moe_dp * parallel.ep):
         problems.append(
             Problem(

@@ -33,16 +33,18 @@ class CachedTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierJobKind(StrEnum):
+    """Operation of a tier job on its pages."""
+
     SAVE = "save"
-    """Copy them from device to host memory."""
+    """Copy the job's pages from device to host memory."""
     LOAD = "load"
-    """Copy them from host to device memory."""
+    """Copy the job's pages from host to device memory."""
     LOOK_UP = "look_up"
-    """Look up which of them are in storage."""
+    """Look up which of the job's pages are in storage."""
     FETCH = "fetch"
-    """Read them from storage into host memory."""
+    """Read the job's pages from storage into host memory."""
     STORE = "store"
-    """Write them from host memory to storage."""
+    """Write the job's pages from host memory to storage."""
 
 
 class TierPage(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ class TokenIds(Sequence[int]):
     def __init__(self, packed: bytes) -> None:
         """Wrap packed ids. Raises ValueError if the length is not a multiple of ``ID_BYTES``."""
         if len(packed) % ID_BYTES:
-            raise ValueError(f"token ids: got {len(packed)} bytes; allowed: {ID_BYTES} for each")
+            raise ValueError(f"token ids: got {len(packed)} bytes; allowed: a multiple of {ID_BYTES}")
         self.packed = packed
 
     @classmethod
@@ -88,7 +88,7 @@ def to_wire(value: Any) -> bytes:
     """Encode a type that MessagePack lacks: the ``enc_hook`` of messages."""
     if isinstance(value, TokenIds):
         return value.packed
-    raise NotImplementedError(f"messages have no {type(value).__name__}")
+    raise NotImplementedError(f"messages cannot contain a {type(value).__name__}")
 
 
 def from_wire(kind: type[Any], value: Any) -> Any:

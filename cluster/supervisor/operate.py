@@ -60,7 +60,7 @@ def failures_of(member: Member) -> str:
     if not member.num_failures:
         return ""
     times = "once" if member.num_failures == 1 else f"{member.num_failures} times in a row"
-    return f"; failed {times}, at first: {member.first_error}"
+    return f"; failed {times}; first error: {member.first_error}"
 
 
 def on_placed(cluster: Cluster, event: events.Placed, now: Now) -> Step:
@@ -124,7 +124,7 @@ def advance(cluster: Cluster, event: Event) -> Step:
     if name := _failed_with(cluster, opened, event):
         left = f"; not restarted: {', '.join(opened.todo)}" if opened.todo else ""
         why = event.error if isinstance(event, events.Failed) else cluster.members[name].first_error
-        line = f"{name}: failed and restarts: {why}{left}"
+        line = f"{name}: failed and is restarting: {why}{left}"
         cluster, more = _close(cluster, line, Outcome.FAILED)
     elif opened.is_waiting or not all(_is_settled(cluster.members[name]) for name in opened.at_work):
         more = []
@@ -259,7 +259,7 @@ def _why_not_running(cluster: Cluster, name: str) -> str | None:
     if name not in names:
         return f"replica: got {name!r}; allowed: {', '.join(names)}"
     state = cluster.members[name].state
-    return None if state is MemberState.RUNNING else f"{name}: got a replica that is {state}; allowed: a running one"
+    return None if state is MemberState.RUNNING else f"{name}: the replica is {state}; allowed: a running replica"
 
 
 def _why_needed(cluster: Cluster, name: str) -> str | None:

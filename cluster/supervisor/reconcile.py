@@ -90,7 +90,7 @@ def _on_tick(cluster: Cluster, now: Now) -> Step:
         return cluster, actions
     for member, silence in cluster.silences():
         if now.s >= silence.since_s + cluster.patience_s:
-            error = PeerLostError(f"{silence.reason}, for longer than resources.silence_s allows")
+            error = PeerLostError(f"{silence.reason} for longer than resources.silence_s allows")
             cluster, more = _on_failed(cluster, events.Failed(member.name, member.incarnation, error), now)
             actions += more
     for member in cluster.members.values():
@@ -240,7 +240,7 @@ def _on_router_seen(cluster: Cluster, event: events.RouterSeen, now: Now) -> Clu
 def _unanswered(cluster: Cluster, name: str, now: Now) -> dict[str, Silence]:
     member = cluster.members[name]
     is_running = member.state is MemberState.RUNNING
-    return {name: _silence(cluster, member, "it does not respond", now)} if is_running else {}
+    return {name: _silence(cluster, member, "no response", now)} if is_running else {}
 
 
 def _routers_of(cluster: Cluster) -> dict[str, Silence]:
@@ -254,4 +254,5 @@ def _silence(cluster: Cluster, member: Member, reason: str, now: Now) -> Silence
 
 
 def _reason(ranks: Sequence[int]) -> str:
-    return f"rank {', '.join(map(str, ranks))} has sent no heartbeat" if ranks else "it is not in the rank table"
+    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"no heartbeat from {names}" if ranks else "missing from the rank table"

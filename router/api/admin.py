@@ -112,7 +112,7 @@ async def _pin(service: Service, body: PinRequest, *, is_pinned: bool) -> dict[s
     keys = page_keys(prompt_ids, page_size, body.salt)
     if not keys:
         raise bad_request(
-            f"prompt: has {len(prompt_ids)} tokens, less than a page; allowed: {page_size} or more (kv.page_size)",
+            f"prompt: got {len(prompt_ids)} tokens, less than a page; allowed: {page_size} or more (kv.page_size)",
             "prompt",
         )
     peers, wanted = _peers(service, body), PinPages(keys=keys, is_pinned=is_pinned)
@@ -127,7 +127,7 @@ async def _drain(service: Service, request: Request, wanted: Drain | Resume) -> 
         await service.relay.commands.give([_peer(service, body.replica)], wanted)
         return body.replica
     if (num := service.share.num_processes) > 1:
-        raise refused(f"replica: needed with router.processes: {num}; a router process cannot drain the others")
+        raise refused(f"replica: required with router.processes: {num}; one router process cannot drain the others")
     service.relay.set_paused(isinstance(wanted, Drain))
     return "router"
 

@@ -96,7 +96,7 @@ async def checked_grammar(service: Service, constraint: Constraint | None, think
     grammar = constraint.grammar(thinking, service.tokenizer.special_texts)
     if len(grammar) > MAX_GRAMMAR_CHARS:
         field = next(iter(constraint.parts.values())).field
-        raise bad_request(f"{field}: more than {MAX_GRAMMAR_CHARS} characters of grammar, got {len(grammar)}", field)
+        raise bad_request(f"{field}: got {len(grammar)} characters of grammar; allowed: {MAX_GRAMMAR_CHARS}", field)
     # Compiling a grammar with reasoning does not reveal that no answer can follow it.
     bare = constraint.grammar(Thinking.NONE, service.tokenizer.special_texts)
     for asked in dict.fromkeys((bare, grammar)):
@@ -159,7 +159,7 @@ def _formatted(body: GenerationBody) -> list[Part]:
     named = wanted.json_schema
     if named is None or named.schema_ is None:
         field = "response_format.json_schema" if named is None else "response_format.json_schema.schema"
-        raise bad_request(f'{field}: field required where type is "json_schema"', field)
+        raise bad_request(f'{field}: field required when type is "json_schema"', field)
     return [json_part(named.schema_, "response_format.json_schema.schema")]
 
 

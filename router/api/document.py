@@ -21,7 +21,7 @@ def document(body: type[BaseModel], *answers: type[msgspec.Struct]) -> dict[str,
     extra: dict[str, Any] = {"requestBody": {"required": True, "content": _json(body)}}
     if answers:
         content = _json(answers[0]) | {"text/event-stream": {}}
-        description = "The answer; as server-sent events where `stream` is true."
+        description = "The answer, sent as server-sent events if `stream` is true."
         extra["responses"] = {"200": {"description": description, "content": content}}
     return extra
 

@@ -138,7 +138,7 @@ class ArrivingBodies:
                     num_bytes += len(part)
                     self._num_bytes += len(part)
                     if self._num_bytes > (allowed := _MOST_LARGEST * self._limit):
-                        message = f"arriving bodies take more than {allowed} bytes together; try again"
+                        message = f"the bodies being received exceed {allowed} bytes in total; try again"
                         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large", headers=_CLOSE)
                     parts.append(part)
                     has_more = event.get("more_body", False)
@@ -161,7 +161,7 @@ def check_key(service: Service, request: Request) -> None:
     if service.keys.keys:
         caller = service.keys.find(_given_key(request))
         if caller is None:
-            raise _unauthorized("a known API key is needed, as `Authorization: Bearer KEY`")
+            raise _unauthorized("a known API key is required, as `Authorization: Bearer KEY`")
         arrival_of(request).caller = caller
 
 
@@ -182,7 +182,7 @@ def admin_key_needed(service: Service) -> Any:
             message = "no administrator's key is set; start the cluster with BATON_ADMIN_KEY"
             raise ApiError(HTTPStatus.FORBIDDEN, message, code="no_admin_key")
         if not service.keys.is_admin(_given_key(request)):
-            raise _unauthorized("the administrator's key is needed, as `Authorization: Bearer KEY`")
+            raise _unauthorized("the administrator's key is required, as `Authorization: Bearer KEY`")
 
     return Depends(authorized)
 

@@ -113,7 +113,7 @@ def make_request(
         raise _too_long(service, prompt_len, wanted, param)
     most = min(body.default_tokens or left, left) if wanted is None else max(wanted, 1)
     if body.min_tokens is not None and body.min_tokens > most:
-        raise bad_request(f"min_tokens: must be at most max_tokens, {most}, got {body.min_tokens}", "min_tokens")
+        raise bad_request(f"min_tokens: must be at most max_tokens ({most}), got {body.min_tokens}", "min_tokens")
     eos_ids = frozenset[int]() if body.ignore_eos else service.tokenizer.eos_ids
     stopping = Stopping(max_tokens=most, stop_token_ids=eos_ids.union(body.stop_token_ids or ()))
     if body.min_tokens and body.allowed_token_ids and stopping.stop_token_ids.issuperset(body.allowed_token_ids):
@@ -190,7 +190,9 @@ def check_prompt_logprobs(prompt_len: int, num_prompt_logprobs: int | None) -> N
         return
     allowed = MAX_FRAME_BYTES // 2 // (_LOGPROBS_BYTES + num_prompt_logprobs * _TOP_LOGPROB_BYTES)
     if prompt_len > allowed:
-        message = f"prompt_logprobs: with {num_prompt_logprobs} per token at most {allowed} tokens, got {prompt_len}"
+        message = (
+            f"prompt_logprobs: got {num_prompt_logprobs} for each of {prompt_len} tokens; allowed: {allowed} tokens"
+        )
         raise bad_request(message, "prompt_logprobs")
 
 

@@ -200,7 +200,7 @@ def chat_of(body: ResponseRequest) -> ChatRequest:
     refuse_unsupported(body.others, _HARMLESS)
     for name, own in _OWN_WORDS:
         if body.others.get(name) is not None:
-            raise bad_request(f"{name}: is called {own} here", name, "unsupported")
+            raise bad_request(f"{name}: not a field of this API; use {own}", name, "unsupported")
     fields = {
         "model": body.model,
         "messages": _messages(body),

@@ -127,7 +127,7 @@ def state_routes(service: Service) -> APIRouter:
         """Return the trace of a recent traced request in Trace Event Format. Each router process has its own traces."""
         found = await service.relay.traces.gather(name)
         if found is None:
-            raise ApiError(HTTPStatus.NOT_FOUND, f"there is no trace {name}; each router process keeps its newest few")
+            raise ApiError(HTTPStatus.NOT_FOUND, f"there is no trace {name}; a router process keeps only recent traces")
         if found.router is None:
             raise ApiError(HTTPStatus.CONFLICT, f"the request of trace {name} has not ended")
         return _json(found.events(read_clock()))

@@ -65,7 +65,7 @@ def test_pages_that_are_never_proven_free_are_given_up_with_their_replica(cluste
             proof = standing.enter_context(stopped(f"{prefill} rank 1", pid))
             cluster.wait_until(lambda: entry(cluster, decode)["load"]["stopping_pages"] > 0, END_S)
             detection_s = before.wait_detected()
-            message = f"more than 0.25 of them: {prefill} did not confirm that writing has stopped"
+            message = f"more than 25% of the pool: {prefill} did not confirm that writing has stopped"
             cluster.wait_until(lambda: message in cluster.terminal.output.replace("\n", ""), END_S)
             cluster.wait_until(lambda: entry(cluster, decode)["incarnation"] > before.incarnations[decode], END_S)
             assert state_of(pid) == "T"

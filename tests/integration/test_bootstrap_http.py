@@ -141,7 +141,7 @@ def test_errors_explain_the_mistake(
 
 def test_refusals_of_the_table_reach_the_caller(client: BootstrapClient) -> None:
     client.register(make_record(P0, 0, CP2, incarnation=5))
-    with pytest.raises(TableRefusedError, match="incarnation 1 is replaced by 5") as caught:
+    with pytest.raises(TableRefusedError, match="incarnation 1 was replaced by 5") as caught:
         client.register(RECORDS[0])
     assert caught.value.code is RefusalCode.SUPERSEDED
     with pytest.raises(TableRefusedError, match="replaced by 5"):

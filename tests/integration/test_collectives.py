@@ -162,7 +162,7 @@ def answer_once(rank: int, address: str, pipe: Connection) -> None:
     ("number", "kind", "words"),
     [
         (signal.SIGKILL, 0, r"rank 1 \(process \d+\) is gone"),
-        (signal.SIGSTOP, 0, r"rank 1 \(process \d+\) did not answer in 1.0 s"),
+        (signal.SIGSTOP, 0, r"rank 1 \(process \d+\) did not answer within 1.0 s"),
         (signal.SIGKILL, 1, "."),
         (signal.SIGSTOP, 1, r".*Timed out waiting 4000ms"),
     ],

@@ -22,9 +22,9 @@ NEVER_ENDS = r"did not end"
 DEADLINE = r"a deadline ended"
 FAILS_IN_CALM = r"nothing failed"
 FAILS_IN_MILD = r"a replica of each role had no fault"
-NOT_CANCELLED = r"was not told to stop"
+NOT_CANCELLED = r"no Cancel was sent to"
 OTHER_START = r"for another start of this replica"
-FOREIGN_PAGE = rf"{EARLY_READ}|under the key of another|is not held by one sequence|nobody has filled"
+FOREIGN_PAGE = rf"{EARLY_READ}|under the key of another|is not held by one sequence|before it is filled"
 
 Conditions = Callable[[Scenario], Scenario]
 

@@ -86,7 +86,7 @@ def choose_backend(
         got = f"got {name}, which lacks {_words(missing)}"
         raise UserError(f"resources.attention: {got}; allowed {on} for this model: {able}")
     try:
-        return BackendChoice(name, load_backend(name), "asked for")
+        return BackendChoice(name, load_backend(name), "set in resources.attention")
     except CannotCompileError as error:
         raise UserError(f"resources.attention: got native; {error}{error.fix and f'; {error.fix}'}") from error
 
@@ -101,14 +101,14 @@ def _words(features: Set[Feature]) -> str:
 
 def _fastest(device: Device, dtype: torch.dtype, needs: Set[Feature]) -> BackendChoice:
     if device.has_kernels:
-        return BackendChoice("triton", load_backend("triton"), "it reads pages of any size in place")
+        return BackendChoice("triton", load_backend("triton"), "reads pages of any size in place")
     if dtype != torch.bfloat16:
-        return BackendChoice("torch", load_backend("torch"), "the CPU, in fp32")
+        return BackendChoice("torch", load_backend("torch"), "fp32 on a CPU")
     if missing := needs & BACKENDS["native"].lacks:
-        return BackendChoice("torch", load_backend("torch"), f"the CPU, in bf16; native lacks {_words(missing)}")
+        return BackendChoice("torch", load_backend("torch"), f"bf16 on a CPU; native lacks {_words(missing)}")
     try:
-        return BackendChoice("native", load_backend("native"), f"the CPU, in bf16, with {find_compiler().kind.name}")
+        return BackendChoice("native", load_backend("native"), f"bf16 on a CPU with {find_compiler().kind.name}")
     except CannotCompileError as error:
         level = logging.WARNING if error.fix else logging.INFO
         _log.log(level, "attention uses plain torch, at half the speed: %s%s", error, error.fix and f"; {error.fix}")
-        return BackendChoice("torch", load_backend("torch"), f"the CPU, in bf16, without native: {error}")
+        return BackendChoice("torch", load_backend("torch"), f"bf16 on a CPU without native: {error}")

@@ -39,7 +39,7 @@ def _flash(
 
 
 class _PageRows:
-    """Page tables ``[..., n]`` of pages to copy out of any layer."""
+    """Page tables ``[..., n]``, whose pages can be copied from any layer."""
 
     def __init__(self, tables: Tensor) -> None:
         self._tables = tables

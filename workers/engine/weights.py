@@ -158,7 +158,7 @@ def _check_copy(name: str, copy: StoredTensor, original: str, part: WeightShard)
     with _open_tensors(copy.file) as tensors:
         stored = tensors.get_slice(name)[part.index].to(part.target)
         if copy.shape != part.whole or not torch.equal(stored, part.target[: len(stored)]):
-            raise CheckpointError(f"config.json ties {name} to {original}, but {copy.file} has another")
+            raise CheckpointError(f"config.json ties {name} to {original}, but {copy.file} has different values")
 
 
 def _shortened(names: Collection[str]) -> str:

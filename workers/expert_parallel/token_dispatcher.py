@@ -15,7 +15,7 @@ from workers.parallel.model_groups import ModelGroups
 NO_EXPERT = -1
 """Padding for tokens with fewer experts than others."""
 FEW_TOKENS = 4096
-"""Maximum number of tokens over all shards for which GPUs gather. All-to-all must wait for counts. Not measured."""
+"""Most tokens in all shards for which GPUs use gather, since all-to-all waits for counts. This threshold is a guess."""
 
 
 class RoutedTokens(NamedTuple):

@@ -32,7 +32,7 @@ _LN_2 = tl.constexpr(math.log(2.0))
 
 
 MOST_BLOCK_KEYS = 64
-"""Number that divides the first key's number in every segment over pages."""
+"""Largest key block. The index of the first key in every paged segment is a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class ElementwiseKernels(Protocol):
     def store_kv(self, layer_pages: Tensor, slots: Tensor, kv: Tensor, /) -> None:
         """Write rows ``kv [N, 2, H, D]`` to ``slots [N]`` int64 of ``layer_pages [page, H, 2, slot, D]``.
 
-        Only the null slot may repeat. Any of its rows may then be written last.
+        Only the null slot may repeat. If it does, which row is written last is undefined.
         """
         ...
 

@@ -49,7 +49,7 @@ class PeerMemory:
         return self.pool.device.record_event()
 
     def publish(self, pages: PageRange, after: Event | None) -> None:
-        """Make pages visible to peers when ``after`` completes. The pages can be sent on return."""
+        """Make pages visible to peers when ``after`` completes. Once this returns, the pages can be sent."""
         if self.host is None:
             if after is not None:
                 after.synchronize()

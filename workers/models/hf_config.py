@@ -208,7 +208,7 @@ def read_windows(hf: HfConfig) -> list[int | None]:
     layer_types = hf.get("layer_types") or by_number
     if len(layer_types) != num_layers or (unknown := set(layer_types) - {FULL_ATTENTION, SLIDING_ATTENTION}):
         given = f"{len(layer_types)} entries" if len(layer_types) != num_layers else ", ".join(sorted(unknown))
-        allowed = f"{num_layers} of {FULL_ATTENTION}, {SLIDING_ATTENTION}"
+        allowed = f"{num_layers} entries of {FULL_ATTENTION} or {SLIDING_ATTENTION}"
         raise UnsupportedModelError(f"layer_types has {given}; allowed: {allowed}")
     window = hf.positive("sliding_window", 4096)
     return [window if layer_type == SLIDING_ATTENTION and is_used else None for layer_type in layer_types]

@@ -182,5 +182,5 @@ def join_group(
             backend = backend or GlooBackend(scope, rank, size, host, timeout)
             backend = MovedBackend(backend, CPU.torch_device) if device.has_own_memory else backend
     except RuntimeError as exc:
-        raise CollectiveError(f"group {name} of ranks {list(members)} did not meet: {exc}") from exc
+        raise CollectiveError(f"group {name} of ranks {list(members)} could not be formed: {exc}") from exc
     return Communicator(name, rank, size, backend)

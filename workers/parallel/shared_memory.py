@@ -99,7 +99,7 @@ class PeerFlags:
             if attempt % 8 == 0 or waited_s > 0.01:
                 self._check(index, number)
             if waited_s > self._timeout_s:
-                raise self.failure(f"{self._described(peer)} did not answer in {self._timeout_s} s")
+                raise self.failure(f"{self._described(peer)} did not answer within {self._timeout_s} s")
             time.sleep(min(waited_s / 40, _LONGEST_PAUSE_S))
 
     def _check(self, index: int, number: int) -> None:

@@ -102,7 +102,7 @@ class NcclBackend(TorchGroup):
     def leave(self) -> None:
         """End the group, including running collectives.
 
-        NCCL waits forever for graphs that captured the group's collectives, and possibly for other groups.
+        NCCL can block forever here if graphs captured the group's collectives, so the wait is limited.
         """
         group, self._group = self._group, None
         if group is not None:

@@ -323,7 +323,7 @@ class DecodeLeader(DpLeader):
             request = self._requests.get(room)
             needed = request.submit.prompt_of if request else room
             if needed is not None and needed not in self._requests and needed not in self.ended:
-                self._note_room_ended(needed, "it never arrived")
+                self._note_room_ended(needed, "the request never arrived")
             if room in self.ended:
                 self.report_ended(inquire.sender, room)
 
@@ -342,7 +342,7 @@ class DecodeLeader(DpLeader):
         self.reporter.on_table(snapshot)
         for request in list(self._requests.values()):
             if self.has_no_router(request.submit, snapshot):
-                self._stop(request, "its router is gone")
+                self._stop(request, "the request's router is gone")
             session = request.session
             if session is None or request.state is DecodeState.RUNNING:
                 continue

@@ -169,7 +169,7 @@ def all_wait(requests: Iterable[DecodeRequest], scheduler: StepScheduler) -> boo
 def describe(requests: Sequence[DecodeRequest], num_pages: int, limit: float) -> str:
     """Return why these requests end the replica: they hold too many pages, or pages that all others wait for."""
     is_beyond = count_pages(requests) > limit * num_pages
-    reason = f"more than {limit:g} of them" if is_beyond else "which a request waits for"
+    reason = f"more than {limit:.0%} of the pool" if is_beyond else "which a request waits for"
     names = ", ".join(sorted({request.session.prefill.replica for request in requests if request.session}))
     return (
         f"{count_pages(requests)} of {num_pages} pages are in quarantine, {reason}: "

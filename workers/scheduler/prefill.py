@@ -188,7 +188,7 @@ class PrefillLeader(DpLeader):
             ):
                 self._fail(request, f"{decode.replica} was lost before it sent a ticket", blame=Blame.BOTH)
             elif self.has_no_router(request.submit, table):
-                self._stop(request, "its router is gone")
+                self._stop(request, "the request's router is gone")
 
     def _start_if_ready(self, request: PrefillRequest) -> None:
         """Pass a request to the step scheduler once its ticket, its stored pages and decode's records are here."""

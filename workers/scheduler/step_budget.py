@@ -18,7 +18,7 @@ _ROUNDING = 1e-6
 SortKey = tuple[int, int, int, int, int]
 """Sort key that no two sequences share."""
 _AGED = 2
-"""Lowest length class that a sequence can reach by waiting, so that sequences of one step stay ahead."""
+"""Lowest length class that a sequence can reach by waiting, so that sequences that need only one step stay ahead."""
 
 
 class Precedence(NamedTuple):

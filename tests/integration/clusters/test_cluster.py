@@ -147,7 +147,7 @@ def test_a_trace_shows_what_every_rank_did_for_one_request(cluster: RunningClust
     _bench(cluster, "--num-requests", "1", "--input-len", "9000", "--output-len", "4", "--trace-out", str(out))
     trace = json.loads(out.read_text())
     check_trace(trace)
-    assert trace["otherData"] == {"ranks that did not answer": [], "intervals left out": {}}
+    assert trace["otherData"] == {"ranks that did not answer": [], "omitted intervals": {}}
     did = {
         name: [event for event in complete_events(trace) if event["pid"] == pid]
         for pid, name in process_names(trace).items()

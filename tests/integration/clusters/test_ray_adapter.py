@@ -184,7 +184,7 @@ def test_a_slow_start_is_retried_without_leftovers() -> None:
 
 def test_slow_starts_are_reported_in_one_line() -> None:
     advice = "try again when this machine is less busy, or check it with `baton doctor`"
-    waited = "Ray did not start in 0 s, tried 2 times (The current node timed out.)"
+    waited = "Ray did not start within 0 s in 2 attempts (The current node timed out.)"
     assert start_late(2) == [f"{waited}; {advice}", "[False, False]"]
 
 

@@ -104,7 +104,7 @@ def test_a_prompt_is_pinned_as_requests_name_it(guarded: RouterCluster) -> None:
         ("pin", {"prompt": [5] * 64, "foo": 1}, "foo: there is no such field"),
         ("pin", {"prompt": ["a", "b"]}, "prompt: must be a string, or a list of token ids; neither may be empty"),
         ("pin", {"prompt": []}, "prompt: must be a string, or a list of token ids; neither may be empty"),
-        ("unpin", {"prompt": [5] * 63}, "prompt: has 63 tokens, less than a page; allowed: 64 or more (kv.page_size)"),
+        ("unpin", {"prompt": [5] * 63}, "prompt: got 63 tokens, less than a page; allowed: 64 or more (kv.page_size)"),
     ],
 )
 def test_invalid_commands_are_refused_and_not_forwarded(

@@ -70,7 +70,7 @@ def test_bodies_that_arrive_at_the_same_time_have_bounded_memory(folder: Path) -
         open_ones.remove(refused)
         status, said, retry_after = answer(refused)
         assert (status, retry_after) == (503, "1")
-        assert f"arriving bodies take more than {8 * most} bytes" in said
+        assert f"the bodies being received exceed {8 * most} bytes" in said
         for connection in open_ones:
             connection.send(b"x")
             assert answer(connection)[0] == 400

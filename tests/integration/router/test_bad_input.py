@@ -89,7 +89,7 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
         {"choice": ["a"], "regex": "b"},
         "the answer can have only one form, got structured_outputs.regex and structured_outputs.choice",
     ),
-    ("min_tokens", 17, "must be at most max_tokens, 16, got 17"),
+    ("min_tokens", 17, "must be at most max_tokens (16), got 17"),
 ]
 BAD_CHATS: list[tuple[str, Any, str]] = [
     ("messages", MISSING, "field required"),
@@ -105,7 +105,7 @@ BAD_CHATS: list[tuple[str, Any, str]] = [
     ("reasoning_effort", "low", NO_REASONING),
     ("logprobs", 5, "Input should be a valid boolean, got 5"),
     ("response_format", {"type": "xml"}, WRONG_FORMAT),
-    ("response_format.json_schema", {"type": "json_schema"}, 'field required where type is "json_schema"'),
+    ("response_format.json_schema", {"type": "json_schema"}, 'field required when type is "json_schema"'),
     (
         "response_format.json_schema.schema",
         {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objec"}}},
@@ -173,7 +173,7 @@ class TestBadInput:
 
     def test_wrong_method(self, shared: RouterCluster) -> None:
         reply = shared.http.get("/v1/completions")
-        assert (reply.status_code, reply.json()["error"]["message"]) == (405, "/v1/completions does not take GET")
+        assert (reply.status_code, reply.json()["error"]["message"]) == (405, "/v1/completions does not accept GET")
         assert reply.headers["allow"] == "POST"
 
     def test_choices_of_all_prompts_are_limited_together(self, shared: RouterCluster) -> None:

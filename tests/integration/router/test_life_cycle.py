@@ -52,7 +52,7 @@ class TestLifeCycle:
             lines = reply.iter_lines()
             assert next(lines) == ": waiting"
             cluster.server.stop()
-            assert "the router stops" in "".join(lines)
+            assert "the router is stopping" in "".join(lines)
         cluster.decode.wait_cancels(1)
         cluster.prefill.wait_cancels(1)
 

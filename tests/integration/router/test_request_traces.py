@@ -35,7 +35,7 @@ def test_untraced_requests_leave_no_trace(shared: RouterCluster) -> None:
 def test_an_unknown_trace_is_404(shared: RouterCluster) -> None:
     reply = shared.http.get("/traces/7")
     assert reply.status_code == 404
-    assert reply.json()["error"]["message"] == "there is no trace 7; each router process keeps its newest few"
+    assert reply.json()["error"]["message"] == "there is no trace 7; a router process keeps only recent traces"
     assert shared.http.get("/traces/x").status_code == 404
 
 

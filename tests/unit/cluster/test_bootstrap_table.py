@@ -57,7 +57,7 @@ def test_ready_needs_every_record_and_a_heartbeat() -> None:
     table = BootstrapTable(LEASE_S)
     first, second = make_records(P0, CP2)
     table.register(first)
-    with pytest.raises(TableRefusedError, match="not all registered") as caught:
+    with pytest.raises(TableRefusedError, match="do not match") as caught:
         table.heartbeat(beat_of([first]), 0.0)
     assert caught.value.code is RefusalCode.UNKNOWN_RANKS
     table.register(second)
@@ -150,8 +150,8 @@ def test_lower_incarnation_is_refused_by_name() -> None:
     table = table_with(make_records(P0, CP2, incarnation=5))
     error = refusal(table, make_record(P0, 0, CP2, incarnation=4))
     assert error.code is RefusalCode.SUPERSEDED
-    assert str(error) == "prefill-0: incarnation 4 is replaced by 5; only a higher one may register"
-    with pytest.raises(TableRefusedError, match="is replaced by 5"):
+    assert str(error) == "prefill-0: incarnation 4 was replaced by 5; only a higher one may register"
+    with pytest.raises(TableRefusedError, match="was replaced by 5"):
         table.heartbeat(beat_of(make_records(P0, CP2, incarnation=4)), 0.0)
     assert entry(table).ready
 
@@ -195,16 +195,16 @@ def test_reaping_an_old_incarnation_does_not_affect_the_new_one() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"build": "other"}, "build other given, test registered by rank 0"),
-        ({"transfer_mode": TransferMode.RANK0}, "transfer mode rank0 given, all_ranks registered by rank 0"),
-        ({"ownership": KvOwnership.SHARDED}, "KV ownership sharded given, replicated registered by rank 0"),
-        ({"sizes": sizes(cp=3)}, "sizes dp1/cp3/tp1/pp1 given, dp1/cp2/tp1/pp1 registered by rank 0"),
-        ({"geometry": msgspec.structs.replace(GEOMETRY, page_size=8)}, "page size 8 given, 4 registered by rank 0"),
+        ({"build": "other"}, "got build other, but rank 0 registered test"),
+        ({"transfer_mode": TransferMode.RANK0}, "got transfer mode rank0, but rank 0 registered all_ranks"),
+        ({"ownership": KvOwnership.SHARDED}, "got KV ownership sharded, but rank 0 registered replicated"),
+        ({"sizes": sizes(cp=3)}, "got sizes dp1/cp3/tp1/pp1, but rank 0 registered dp1/cp2/tp1/pp1"),
+        ({"geometry": msgspec.structs.replace(GEOMETRY, page_size=8)}, "got page size 8, but rank 0 registered 4"),
         ({"geometry": msgspec.structs.replace(GEOMETRY, num_layers=2)}, "KV geometry"),
-        ({"geometry": msgspec.structs.replace(GEOMETRY, model="m")}, "model m given, fake registered by rank 0"),
-        ({"global_rank": 0}, "global rank 0 given, its position is that of rank 1"),
+        ({"geometry": msgspec.structs.replace(GEOMETRY, model="m")}, "got model m, but rank 0 registered fake"),
+        ({"global_rank": 0}, "got global rank 0, but the coordinates of rank 1"),
         ({"coords": RankCoords(dp=0, cp=5, tp=0, pp=0)}, "cp_rank 5 is outside its axis; allowed: 0 to 1"),
-        ({"incarnation": Incarnation(0)}, "incarnation 0 given; allowed: 1 and more"),
+        ({"incarnation": Incarnation(0)}, "got incarnation 0; allowed: 1 or more"),
     ],
 )
 def test_record_that_does_not_fit_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
@@ -219,4 +219,4 @@ def test_record_that_does_not_fit_is_refused_in_words(changes: dict[str, Any], w
 def test_other_content_at_the_same_rank_is_refused() -> None:
     table = table_with(make_records(P0, CP2))
     error = refusal(table, make_record(P0, 1, CP2, address="tcp://elsewhere:1"))
-    assert str(error).startswith("prefill-0 dp0/cp1/tp0/pp0: already registered with other content")
+    assert str(error).startswith("prefill-0 dp0/cp1/tp0/pp0: already registered with different content")

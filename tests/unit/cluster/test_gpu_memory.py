@@ -79,7 +79,7 @@ def test_memory_left_for_pages() -> None:
     memory = GpuMemory(total=100, fraction=0.9, weights=16, activations=2, graphs=3, others=1)
     assert memory.left == 68
     assert str(memory) == (
-        "0.9 of 100 GiB of GPU memory, less 16 for weights, 2 for activations, 3 for CUDA graphs and 1 for others, "
+        "0.9 of 100 GiB of GPU memory, less 16 for weights, 2 for activations, 3 for CUDA graphs and 1 for other uses, "
         "leaves 68"
     )
 
@@ -210,7 +210,7 @@ def test_a_pool_that_is_too_large_is_reported(tmp_path: Path) -> None:
     config, model = planned(tmp_path, LLAMA_3_8B, "kv: {memory_gib: 120}")
     message = str(model_problems(config, model)[0])
     assert message.startswith("kv.memory_gib: a prefill worker does not fit: 0.9 of 139 GiB")
-    assert message.endswith("and 120.0 GiB are wanted for pages")
+    assert message.endswith("and pages need 120.0 GiB")
     assert pool_gib(config, config.prefill, model) == 120
 
 

@@ -38,7 +38,7 @@ ILLEGAL: dict[str, tuple[Axes, list[str]]] = {
     ),
     "too many workers": (
         {"dp": 8, "tp": 32, "pp": 32},
-        ["{path}: got dp*cp*tp*pp = 8*1*32*32 = 8192 workers; allowed: at most 4096 a replica"],
+        ["{path}: got dp*cp*tp*pp = 8*1*32*32 = 8192 workers; allowed: up to 4096 per replica"],
     ),
     "experts that leave ranks over": (
         {"dp": 2, "tp": 2, "ep": 3},

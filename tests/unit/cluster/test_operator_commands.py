@@ -92,7 +92,7 @@ def test_an_order_ends_with_the_silence_of_its_replica(command: Command) -> None
         reported += run.step(Tick())
     ((outcome, line),) = answers(reported)
     assert outcome is Outcome.FAILED
-    assert line.startswith("decode-0: failed and restarts: rank 0 has sent no heartbeat")
+    assert line.startswith("decode-0: failed and is restarting: no heartbeat from rank 0")
     assert run.cluster.open_command is None
 
 
@@ -160,7 +160,7 @@ def test_a_failure_ends_a_rolling_restart_and_names_the_remaining_replicas() -> 
     (answer,) = answers(run.fail("prefill-0"))
     assert answer == (
         Outcome.FAILED,
-        "prefill-0: failed and restarts: rank 1: no memory; not restarted: prefill-1, decode-0, decode-1",
+        "prefill-0: failed and is restarting: rank 1: no memory; not restarted: prefill-1, decode-0, decode-1",
     )
     assert run.cluster.open_command is None
     assert run.state("prefill-0") is MemberState.ENDING

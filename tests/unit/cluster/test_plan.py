@@ -292,7 +292,7 @@ def test_tables_show_every_part(baton: RunBaton, tmp_path: Path, monkeypatch: py
         "KV memory: 2 KiB per token, 64 tokens per page\n  full_attention (2 layers, 1 head, k 128 + v 128 float32)\n",
         "HTTP for clients",
         "decode runs without context parallelism",
-        "only ring mode has a choice of tensors to pass on",
+        "prefill.passing applies only in ring mode",
     ):
         assert part in out
 
@@ -331,7 +331,7 @@ def test_missing_file_and_missing_folder_are_one_line(baton: RunBaton, tmp_path:
     assert baton("plan", str(file), "--model", "./nowhere") == (
         2,
         "",
-        "model.path: got './nowhere', and there is no such folder; "
+        "model.path: got './nowhere', which is not a folder; "
         "allowed: recall, recall-moe, a local folder, a Hugging Face repository\n",
     )
 

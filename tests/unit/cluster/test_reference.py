@@ -59,7 +59,7 @@ def test_each_wrong_origin_is_refused_with_a_reason() -> None:
         )
     port, *origins = str(caught.value).splitlines()
     shown = {1: "'https://a/'", 3: "'https://*.b'", 4: "'a'", 5: "5"}
-    words = "`*`, or an origin as browsers name it, such as https://chat.example"
+    words = "`*`, or an origin as browsers send it, such as https://chat.example"
     assert origins == [
         f"router.allowed_origins.{place}: got {given}; allowed: {words}" for place, given in shown.items()
     ]
@@ -67,7 +67,7 @@ def test_each_wrong_origin_is_refused_with_a_reason() -> None:
 
 
 def test_origins_are_a_list() -> None:
-    with pytest.raises(ConfigError, match=r"allowed_origins: got '\*'; allowed: a list; in it: `\*`, or an origin"):
+    with pytest.raises(ConfigError, match=r"allowed_origins: got '\*'; allowed: a list; each item: `\*`, or an origin"):
         parse_config("router: {allowed_origins: '*'}", "f.yaml")
     assert parse_config("router: {allowed_origins: ['http://localhost:3000']}", "f.yaml").router.allowed_origins
 

@@ -45,7 +45,7 @@ def test_a_replica_with_a_silent_rank_is_ended_when_patience_is_over() -> None:
     assert see(run, "prefill-0", ranks={"prefill-0": (1,)}) == [], "silent for as long as before"
     assert at(run, PATIENCE_S) == [End("prefill-0", incarnation)]
     assert run.lines == [
-        f"prefill-0: failed, incarnation {incarnation}: rank 1 has sent no heartbeat, "
+        f"prefill-0: failed, incarnation {incarnation}: no heartbeat from rank 1 "
         "for longer than resources.silence_s allows"
     ]
     run.step(Ended("prefill-0", incarnation, True))

@@ -168,7 +168,7 @@ def test_crash_loop_is_reported_with_its_length() -> None:
         run.step(Tick())
     run.fail("prefill-0")
     run.step(Ended("prefill-0", run.incarnation("prefill-0"), True))
-    assert run.lines == ["prefill-0: restarts in 4 s; failed 3 times in a row, at first: rank 1: no memory"]
+    assert run.lines == ["prefill-0: restarts in 4 s; failed 3 times in a row; first error: rank 1: no memory"]
 
 
 def test_status_reports_stopped_members_with_their_first_error() -> None:
@@ -179,7 +179,7 @@ def test_status_reports_stopped_members_with_their_first_error() -> None:
         run.step(Ended("decode-0", run.incarnation("decode-0"), True))
         run.now_s += MAX_BACKOFF_S
         run.step(Tick())
-    assert answer_of(run) == "decode-0: starting; failed 2 times in a row, at first: rank 1: no memory"
+    assert answer_of(run) == "decode-0: starting; failed 2 times in a row; first error: rank 1: no memory"
     run.step(Started("decode-0", run.incarnation("decode-0")))
     assert answer_of(run) == ""
 

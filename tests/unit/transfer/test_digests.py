@@ -101,7 +101,7 @@ def test_swapped_pages_are_wrong() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda reported: reported[:-1], "they cover "),
+        (lambda reported: reported[:-1], " bytes are covered"),
         (lambda reported: [*reported, reported[0]], "page 0 of rank 0: byte "),
         (
             lambda reported: [replace(reported[0], spans=[(0, 64), (1, reported[0].spans[0][1] - 64)]), *reported[1:]],

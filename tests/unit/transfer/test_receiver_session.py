@@ -161,7 +161,7 @@ def test_a_silent_prefill_gets_the_ticket_again() -> None:
     assert session.failure is None
 
 
-@pytest.mark.parametrize(("word", "missing"), [(_done(0, 2), "its result"), (_result(), "the pages of its ranks 1")])
+@pytest.mark.parametrize(("word", "missing"), [(_done(0, 2), "the result"), (_result(), "the pages of rank 1")])
 def test_a_timeout_counts_from_the_last_message_and_names_missing_ones(word: Result | Done, missing: str) -> None:
     session = _session()
     session.handle(word, 1000.0)
@@ -283,4 +283,4 @@ def test_counts_alone_do_not_make_a_verified_transfer_ready() -> None:
         session.handle(msgspec.structs.replace(_done(1, 2), digests=digests[1:]), 0.0)
         assert session.state is state
     assert session.failure is not None
-    assert session.failure.reason == "digests of prefill-0: they cover 20 of 30 bytes (transfer.verify)"
+    assert session.failure.reason == "digests of prefill-0: 20 of 30 bytes are covered (transfer.verify)"

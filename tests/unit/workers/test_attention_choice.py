@@ -18,7 +18,7 @@ from workers.device import CPU, GPU, Device
 def test_auto_depends_on_the_device() -> None:
     assert choose_backend(AttentionSetting.AUTO, GPU, torch.bfloat16).name == "triton"
     choice = choose_backend(AttentionSetting.AUTO, CPU, torch.float32)
-    assert (choice.name, choice.reason) == ("torch", "the CPU, in fp32")
+    assert (choice.name, choice.reason) == ("torch", "fp32 on a CPU")
 
 
 def test_a_named_backend_is_used() -> None:
@@ -28,7 +28,7 @@ def test_a_named_backend_is_used() -> None:
         (AttentionSetting.TRITON, GPU),
     ):
         choice = choose_backend(setting, device, torch.bfloat16)
-        assert (choice.name, choice.reason) == (setting.value, "asked for")
+        assert (choice.name, choice.reason) == (setting.value, "set in resources.attention")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_model_that_needs_more_than_a_backend_has() -> None:
         choose_backend(AttentionSetting.NATIVE, CPU, torch.bfloat16, {Feature.WINDOW})
     choice = choose_backend(AttentionSetting.AUTO, CPU, torch.bfloat16, set(Feature))
     lacks = "native lacks sliding windows and values of another width than keys"
-    assert (choice.name, choice.reason) == ("torch", f"the CPU, in bf16; {lacks}")
+    assert (choice.name, choice.reason) == ("torch", f"bf16 on a CPU; {lacks}")
     assert choose_backend(AttentionSetting.AUTO, GPU, torch.bfloat16, set(Feature)).name == "triton"
 
 

@@ -42,7 +42,7 @@ def reason_of(pair: LeaderPair, room: Room) -> str:
 def test_a_cancel_before_its_submit_drops_the_submit() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
-    assert reason_of(pair, submit.room) == "will report nothing more about the request: it never arrived"
+    assert reason_of(pair, submit.room) == "will report nothing more about the request: the request never arrived"
     pair.deliver(Role.DECODE, submit)
     assert pair.decode.is_idle()
 
@@ -89,7 +89,7 @@ def test_a_choice_waits_for_a_missing_first_choice_for_a_limited_time() -> None:
     assert not pair.decode.is_idle()
     inquire = Inquire(rooms=[choice.room], sender=ME, incarnation=Incarnation(1))
     failures = [said for said in pair.deliver(Role.DECODE, inquire) if isinstance(said, Failure)]
-    assert any("the choice that computes its prompt ended: it never arrived" in said.reason for said in failures)
+    assert any("choice that computes its prompt ended: the request never arrived" in said.reason for said in failures)
     assert {said.blame for said in failures} == {Blame.NEITHER}
     assert pair.decode.is_idle()
 
@@ -173,7 +173,7 @@ def test_a_leader_pins_and_says_how_many_pages_it_keeps() -> None:
     assert world.tiers.state().num_pinned == 0
     wide = PinPages(keys=page_keys([0] * 10, PAGE_SIZE), is_pinned=True)
     (answer,) = answers_of(leader, command(3, wide))
-    assert answer.refusal == "5 of 8 host pages would be pinned, 0 are; allowed: 4"
+    assert answer.refusal == "5 of 8 host pages would be pinned, up from 0; allowed: 4"
     assert not world.tiers.host.pins
 
 

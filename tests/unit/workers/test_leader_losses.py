@@ -143,14 +143,14 @@ def test_too_much_quarantine_ends_the_replica_when_idle() -> None:
     assert decode.must_end == ""
     decode.tick(121.0)
     assert decode.must_end == (
-        "6 of 10 pages are in quarantine, more than 0.25 of them: prefill-0 did not confirm that writing has stopped"
+        "6 of 10 pages are in quarantine, more than 25% of the pool: prefill-0 did not confirm that writing has stopped"
     )
 
 
 @pytest.mark.parametrize(
     ("cancelled_pages", "reason"),
     [
-        (3, "3 of 10 pages are in quarantine, more than 0.25 of them: "),
+        (3, "3 of 10 pages are in quarantine, more than 25% of the pool: "),
         (2, "2 of 10 pages are in quarantine, which a request waits for: "),
     ],
 )

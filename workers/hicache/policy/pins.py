@@ -38,7 +38,7 @@ class Pins:
         whose = " of one CP rank" if len(num_pages) > 1 else ""
         return (
             f"{max(num_pages)} of {self._pages_per_owner} host pages{whose} would be pinned, "
-            f"{max(self._num_pages)} are; allowed: {self.limit}"
+            f"up from {max(self._num_pages)}; allowed: {self.limit}"
         )
 
     def add(self, keys: Sequence[bytes]) -> list[bytes]:

@@ -68,7 +68,7 @@ class StorageWriter:
         self._doubted = set(self._host.doubt_storage())
 
     def drain(self, *, is_draining: bool) -> None:
-        """Start or stop storing all host pages that are not in storage, under every policy."""
+        """Start or stop storing all host pages that are not in storage, whatever the policy."""
         if is_draining and not self._is_draining:
             self.doubt()
         self._is_draining = is_draining

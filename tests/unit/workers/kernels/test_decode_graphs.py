@@ -170,7 +170,7 @@ def test_a_backend_without_graphs_runs_eagerly(tmp_path: Path) -> None:
     pool = kv_pool(1, 1, 1, 4, model.config.attention.head_dim, torch.float32)
     graphs = DecodeGraphs(model, pool, TorchAttention(), 2, capture)
     assert graphs.run(step_of([Request([1], 0, [0], True)])) is None
-    assert graphs.counts == {"attention that cannot be captured": 1}
+    assert graphs.counts == {"attention cannot be captured": 1}
 
 
 def test_steps_that_cannot_be_captured_run_eagerly(tmp_path: Path) -> None:
