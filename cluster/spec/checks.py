@@ -102,7 +102,7 @@ def _protocol(config: DeployConfig) -> Iterator[Problem]:
 @_check("ranks may be silent for longer than a lease", "resources.silence_s")
 def _silence(config: DeployConfig) -> Iterator[Problem]:
     if (silence_s := config.resources.silence_s) <= LEASE_S:
-        allowed = f"more than {LEASE_S}, since a replica gets no more requests after that silence"
+        allowed = f"more than {LEASE_S}, the silence after which a replica gets no requests"
         yield Problem("resources.silence_s", f"got {silence_s}; allowed: {allowed}")
 
 

@@ -97,8 +97,8 @@ def test_the_slowest_rank_sets_the_time_and_the_busiest_the_exposed_share() -> N
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--prompt-len", "100000000000"], "100000000000 tokens on 2 ranks of small take 1.53e+06 GiB"),
-        (["--model", "Llama-3-8B", "--prompt-len", "5"], "5 tokens on 2 ranks of Llama-3-8B take 29.9 GiB"),
+        (["--prompt-len", "100000000000"], "100000000000 tokens of small on 2 ranks take 1.53e+06 GiB"),
+        (["--model", "Llama-3-8B", "--prompt-len", "5"], "5 tokens of Llama-3-8B on 2 ranks take 29.9 GiB"),
     ],
 )
 def test_runs_that_do_not_fit_into_memory_are_refused(

@@ -126,7 +126,7 @@ BAD_FILES = {
     ),
     "silence": (
         "resources: {silence_s: 3}",
-        ["resources.silence_s: got 3.0; allowed: more than 3.0, after which a silent replica gets no more requests"],
+        ["resources.silence_s: got 3.0; allowed: more than 3.0, the silence after which a replica gets no requests"],
     ),
     "a loop that idles": (
         "resources: {step_timeout_s: 1}",

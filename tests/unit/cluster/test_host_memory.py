@@ -110,7 +110,7 @@ def test_host_memory_that_holds_no_page_is_refused() -> None:
     problems = problems_of(given.format("0.00001"))
     assert len(problems) == 2
     assert problems[0].startswith("hicache.host_gib: got 1e-05; allowed: 0, or at least 0.000")
-    least = problems[0].split("at least ")[1].split(",")[0]
+    least = problems[0].split("at least ")[1].split(" ")[0]
     assert not problems_of(given.format(least))
     assert problems_of(given.format(f"{float(least) - 2e-6:.6f}"))
     assert not problems_of("kv: {memory_gib: 0.5, prefix_cache: false}\nhicache: {host_gib: 0.00001}")
@@ -121,7 +121,7 @@ def test_files_that_hold_no_page_are_refused() -> None:
     problems = problems_of(given.format("files", "0.00001"))
     assert len(problems) == 2
     assert problems[0].startswith("hicache.storage.max_gib: got 1e-05; allowed: at least 0.000")
-    least = problems[0].split("at least ")[1].split(",")[0]
+    least = problems[0].split("at least ")[1].split(" ")[0]
     assert not problems_of(given.format("files", least))
     assert problems_of(given.format("files", f"{float(least) - 2e-6:.6f}"))
     assert not problems_of(given.format("mooncake_store", "0.00001"))

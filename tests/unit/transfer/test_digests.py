@@ -127,4 +127,4 @@ def test_digests_that_do_not_speak_for_every_byte_once_are_refused(
     num_bytes = NUM_PAGES * pair.decode[0].layout.page_bytes
     problem = coverage_problem(change(reported), PAGES, num_bytes, len(pair.decode))
     assert problem is not None
-    assert problem.startswith(reason)
+    assert reason in problem
