@@ -146,7 +146,7 @@ def test_refusals_of_the_table_reach_the_caller(client: BootstrapClient) -> None
     assert caught.value.code is RefusalCode.SUPERSEDED
     with pytest.raises(TableRefusedError, match="replaced by 5"):
         client.heartbeat(BEAT)
-    with pytest.raises(TableRefusedError, match="build other given"):
+    with pytest.raises(TableRefusedError, match="got build other"):
         client.register(make_record(P0, 1, CP2, incarnation=5, build="other"))
 
 
