@@ -22,8 +22,9 @@ def simulate(
 ) -> None:
     """Run router, bootstrap, schedulers, transfers and supervisor under simulated faults.
 
-    If a seed fails, its scenario is minimized and traced on stderr, and the exit code is 1. Ctrl-C and SIGTERM end the
-    run after the current seed; it prints the results so far and exits with code 130 or 143.
+    If a seed fails, its scenario is minimized and traced on stderr, and the exit code is 1.
+
+    Ctrl-C and SIGTERM end the run after the current seed; its results are still printed.
     """
     # Each command imports what it needs, so that the command line starts quickly.
     from cluster.simulator.campaign import Campaign
