@@ -45,6 +45,8 @@ RETRY_BACKOFF_S = 0.1
 
 
 class RequestTable:
+    """Open requests of one router process, with their attempts. The picker reads the load that it counts."""
+
     def __init__(
         self,
         me: Peer,
@@ -71,7 +73,7 @@ class RequestTable:
         self.dropped: Counter[str] = Counter()
         """Messages ignored because they are ``late``, have a ``foreign`` sender, or are a ``duplicate``."""
         self.ended: Counter[RequestPhase] = Counter()
-        self.num_retries = 0
+        self.num_restarts = 0
         """Attempts that restarted a request from its beginning."""
         self.num_continuations = 0
         """Attempts that continued after tokens that the client already had."""
@@ -95,15 +97,15 @@ class RequestTable:
         return room in self._by_room
 
     def open(
-        self, request: GenerateRequest, deadline_s: float, now_s: float, prompt_of: ChoiceId | None = None
+        self, request: GenerateRequest, deadline_s: float, now_s: float, first_choice: ChoiceId | None = None
     ) -> tuple[ChoiceId, list[Action]]:
-        """Start a request. It shares the prompt's KV with the choice ``prompt_of``, if given."""
+        """Start a request. It shares the prompt's KV with ``first_choice``, if given."""
         room = self._draw()
         choice_id = ChoiceId(room)
         assert choice_id not in self._open, f"room {room} drawn twice"
         request.choice_id, request.deadline_s = choice_id, deadline_s
         self._open[choice_id] = request
-        first = self._open.get(prompt_of) if prompt_of is not None else None
+        first = self._open.get(first_choice) if first_choice is not None else None
         return choice_id, self._begin(request, room, now_s, first)
 
     def on_output(self, output: Output, now_s: float) -> list[Action]:
@@ -229,12 +231,12 @@ class RequestTable:
         assert self.load.lines() == expected.lines(), f"load {self.load.lines()} is not {expected.lines()}"
 
     def _begin(
-        self, request: GenerateRequest, room: Room, now_s: float, prompt_of: GenerateRequest | None = None
+        self, request: GenerateRequest, room: Room, now_s: float, first: GenerateRequest | None = None
     ) -> list[Action]:
         """Start an attempt, or fail the request if a role has no replica."""
-        first = prompt_of.submit if prompt_of is not None else None
-        if first is not None:
-            route: Route | None = Route(prefill=None, decode=first.decode)
+        shared = first.submit if first is not None else None
+        if shared is not None:
+            route: Route | None = Route(prefill=None, decode=shared.decode)
         else:
             route = self._pick(request, room, request.avoided, now_s)
         if route is None:
@@ -242,7 +244,7 @@ class RequestTable:
             return self._fail(request, Cause.NO_REPLICA, f"no replica is ready{after}", [])
         assert room not in self._by_room, f"room {room} drawn twice"
         self._by_room[room] = request
-        submit = request.make_submit(room, route, first.room if first is not None else None, self.me)
+        submit = request.make_submit(room, route, shared.room if shared is not None else None, self.me)
         request.submit, request.cached_tokens, request.last_output_s = submit, route.cached_tokens, now_s
         self._move(request, RequestPhase.WAITING, "attempt")
         if submit.prefill is not None:
@@ -252,7 +254,7 @@ class RequestTable:
             self.breakers.begin(peer, now_s)
         if request.num_retries:
             self.num_continuations += bool(request.output_ids)
-            self.num_retries += not request.output_ids
+            self.num_restarts += not request.output_ids
         actions: list[Action] = [StartAttempt(choice_id=request.choice_id, submit=submit)]
         if len(self._by_room) == 1:  # otherwise the time is already set
             self._inquire_s = now_s + INQUIRE_EVERY_S

@@ -109,6 +109,8 @@ class MessagePart:
 
 
 class MessageReader:
+    """Splitter of one choice's text, as it arrives, into reasoning, content and tool calls."""
+
     def __init__(self, thinking: Thinking = Thinking.NONE, parser: ToolParser | None = None) -> None:
         self._splitter = ReasoningSplitter(thinking) if thinking is not Thinking.NONE else None
         self._parser = parser

@@ -231,7 +231,7 @@ class StateMetrics(Collector):
             (gauge, "num_requests_running", "Open requests.", requests.num_open),
             (gauge, "num_requests_waiting", "HTTP requests waiting for capacity.", self.gate.num_waiting),
             (gauge, "router_known_pages", "Replicas' cached pages known to the router.", pages.num_pages),
-            (counter, "request_retries", "Attempts that restarted a request.", requests.num_retries),
+            (counter, "request_retries", "Attempts that restarted a request.", requests.num_restarts),
             (counter, "request_continuations", "Attempts that continued a stream.", requests.num_continuations),
             (counter, "router_page_gaps", "Gaps in replicas' KV events.", pages.num_gaps),
         )

@@ -121,6 +121,8 @@ class Trimmer:
 
 
 class AnswerText:
+    """Text of one choice, made from its tokens up to a stop string."""
+
     def __init__(self, tokenizer: Tokenizer, rules: TextRules, index: int = 0) -> None:
         self._index = index
         self._tokenizer = tokenizer

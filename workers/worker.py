@@ -201,7 +201,7 @@ class Worker:
 
 
 def _begin(plans: Iterable[StepPlan], link: LeaderLink, steps: RankSteps) -> None:
-    """Start steps, and end the oldest steps while too many are under way."""
+    """Start steps. End and commit the oldest steps beyond ``num_ahead``, which is 0 on a CPU."""
     for plan in plans:
         steps.begin(plan)
         if steps.num_begun > link.num_ahead:

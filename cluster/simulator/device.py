@@ -10,7 +10,7 @@ from cluster.simulator.memory import Memory, Pieces, Text, Violation, num_head_c
 from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled
-from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
+from cluster.spec.step_messages import NewRequest, ScheduledRequest, StepPlan
 from workers.handoff.kv_sender import KvSender
 
 
@@ -26,7 +26,7 @@ def answer(prompt: bytes, count: int) -> bytes:
     return tokens[len(prompt) :]
 
 
-class _Known(Admit, frozen=True, kw_only=True):
+class _Known(NewRequest, frozen=True, kw_only=True):
     text: Text
     pages: list[list[int]]
 
@@ -43,9 +43,9 @@ class VirtualDevice:
         on_stored = self._sender.layer_callback(plan, self._known)
         for room in plan.releases:
             self._known.pop(room, None)
-        for admit in plan.admits:
+        for new in plan.new_requests:
             pages: list[list[int]] = [[] for _ in self._lifetimes]
-            self._known[admit.room] = _Known(**asdict(admit), text=self._env.text_of(admit.room), pages=pages)
+            self._known[new.room] = _Known(**asdict(new), text=self._env.text_of(new.room), pages=pages)
         for request in plan.scheduled:
             known = self._known.get(request.room)
             if known is None:
@@ -56,7 +56,7 @@ class VirtualDevice:
         return on_stored
 
     def take_copies(self, pages: Sequence[int], tp_group: Sequence[Memory]) -> None:
-        """Copy arrived pages from those ranks with the same heads that have received them."""
+        """Copy received pages from the ranks with the same heads that prefill wrote them to."""
         mine = self._memory.record
         num_copies = num_head_copies(mine)
         for page in pages if num_copies > 1 else ():

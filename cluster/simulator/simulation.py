@@ -217,6 +217,6 @@ class Simulation:
             if client.end not in (End.FINISHED, End.LEFT):
                 raise Violation(f"{why}, but request {number} {client.end}: {client.reason}")
         if scenario.is_calm and (router := self._driver.router) is not None:
-            num_repeated = router.requests.num_retries + router.requests.num_continuations
+            num_repeated = router.requests.num_restarts + router.requests.num_continuations
             if num_repeated:
                 raise Violation(f"{why}, but {num_repeated} attempts were repeated")

@@ -24,8 +24,8 @@ class Destination(Struct, frozen=True):
     num_held_pages: int
 
 
-class Admit(Struct, frozen=True):
-    """Announcement of a request. Later messages refer to it by its room."""
+class NewRequest(Struct, frozen=True):
+    """Announcement of a request to the ranks of its replica. Later messages refer to it by its room."""
 
     room: Room
     prompt_len: int
@@ -77,7 +77,7 @@ class StepPlan(Tagged, frozen=True):
 
     step: int
     shape: StepShape
-    admits: list[Admit]
+    new_requests: list[NewRequest]
     scheduled: list[ScheduledRequest]
     releases: list[Room]
     """Requests to forget before this step."""

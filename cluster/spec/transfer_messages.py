@@ -1,4 +1,4 @@
-"""Messages between prefill and decode leaders about a handoff, and from decode to its ranks about arrived pages.
+"""Messages between prefill and decode leaders about a handoff, and from decode to its ranks about received pages.
 
 A room has one ticket. Messages between replicas that concern pages carry the room and incarnations, so that late and
 misdirected ones are recognized and dropped. Within a replica, whose ranks start and end together, the room is enough.

@@ -151,6 +151,8 @@ def _traceparent(http: Request) -> str:
 
 
 class AnswerReader:
+    """Reader of an answer's choices as text. It stops a choice at a stop string."""
+
     def __init__(self, tokenizer: Tokenizer, answer: Answer) -> None:
         self._answer = answer
         rules = [request.text_rules for request in answer.requests]

@@ -91,6 +91,8 @@ class TextWriter(ABC):
 
 
 class ChatWriter(TextWriter):
+    """Writer of ``/v1/chat/completions``, which separates reasoning and tool calls from the content."""
+
     def __init__(
         self, request_id: str, service: Service, body: ChatRequest, new_reader: NewReader, prompt_ids: Sequence[int]
     ) -> None:

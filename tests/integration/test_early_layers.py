@@ -15,7 +15,7 @@ from cluster.channel import Inbox
 from cluster.spec.ids import Role, Room
 from cluster.spec.kv import PoolLayout
 from cluster.spec.registry import RankRecord, Verify
-from cluster.spec.step_messages import Admit, SendReport, StepPlan
+from cluster.spec.step_messages import NewRequest, SendReport, StepPlan
 from cluster.spec.transfer_messages import Done, SendState
 from tests.fakes.kv import kv_geometry, kv_layout
 from tests.fakes.loopback import Loopback
@@ -27,9 +27,9 @@ from tests.integration.test_kv_sender import (
     ROOM,
     TICKETED,
     Known,
-    admit_to,
     known_of,
     messages,
+    new_request_to,
     plan_of,
     sender_of,
 )
@@ -62,7 +62,7 @@ def pages_of(region: Region, layout: PoolLayout) -> npt.NDArray[np.uint8]:
 class Case:
     sender: KvSender
     backend: Loopback
-    admit: Admit
+    new: NewRequest
     layout: PoolLayout
     source: npt.NDArray[np.uint8]
     target: npt.NDArray[np.uint8]
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def known(self) -> dict[Room, Known]:
-        return {ROOM: known_of(self.admit, [PAGES])}
+        return {ROOM: known_of(self.new, [PAGES])}
 
     def compute(self, layer: int) -> None:
         """Write the KV of one layer."""
@@ -88,16 +88,16 @@ def case() -> Iterator[Case]:
     mine = deep(record(Role.PREFILL, 0, 1, NUM_PAGES))
     source, target = backend.allocate(mine.layout.pool_bytes), backend.allocate(mine.layout.pool_bytes)
     with closing(Inbox("127.0.0.1")) as decode, closing(Inbox("127.0.0.1")) as leader:
-        admit = admit_to(decode, target)
-        assert admit.destination is not None
-        admit = replace(admit, destination=replace(admit.destination, ranks=[deep(admit.destination.ranks[0])]))
+        new = new_request_to(decode, target)
+        assert new.destination is not None
+        new = replace(new, destination=replace(new.destination, ranks=[deep(new.destination.ranks[0])]))
         with closing(sender_of(mine, leader, source, backend, Verify.DIGEST)) as sender:
             pools = pages_of(source, mine.layout), pages_of(target, mine.layout)
-            yield Case(sender, backend, admit, mine.layout, *pools, decode, leader)
+            yield Case(sender, backend, new, mine.layout, *pools, decode, leader)
 
 
-def chunk(admit: Admit, first_page: int, num_pages: int) -> StepPlan:
-    plan = plan_of(admit, PAGES)
+def chunk(new: NewRequest, first_page: int, num_pages: int) -> StepPlan:
+    plan = plan_of(new, PAGES)
     tokens = [1] * num_pages * PAGE_SIZE
     return replace(
         plan, scheduled=[replace(plan.scheduled[0], first_position=first_page * PAGE_SIZE, token_ids=tokens)]
@@ -121,7 +121,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def test_layers_are_sent_while_later_ones_are_computed(case: Case) -> None:
-    with step(case, chunk(case.admit, 0, 4)) as on_stored:
+    with step(case, chunk(case.new, 0, 4)) as on_stored:
         for layer in range(NUM_LAYERS):
             case.compute(layer)
             on_stored(layer)
@@ -142,12 +142,12 @@ def test_layers_are_sent_while_later_ones_are_computed(case: Case) -> None:
 def test_an_unfinished_prompt_is_sent_in_whole_pages(case: Case) -> None:
     for layer in range(NUM_LAYERS):
         case.compute(layer)
-    with step(case, chunk(case.admit, 0, 2)) as on_stored:
+    with step(case, chunk(case.new, 0, 2)) as on_stored:
         for layer in range(NUM_LAYERS):
             on_stored(layer)
         assert not case.backend.is_writing.wait(0.1)
     wait_until(lambda: case.backend.batch_sizes == [1])
-    with step(case, replace(chunk(case.admit, 2, 2), admits=[])) as on_stored:
+    with step(case, replace(chunk(case.new, 2, 2), new_requests=[])) as on_stored:
         for layer in range(NUM_LAYERS):
             on_stored(layer)
     (done,) = messages(case.decode, 1)
@@ -157,9 +157,9 @@ def test_an_unfinished_prompt_is_sent_in_whole_pages(case: Case) -> None:
 
 
 def test_layers_that_cannot_be_written_end_the_transfer(case: Case) -> None:
-    assert case.admit.destination is not None
-    case.backend.failing.add(case.admit.destination.ranks[0].endpoint.session)
-    with step(case, chunk(case.admit, 0, 4)) as on_stored:
+    assert case.new.destination is not None
+    case.backend.failing.add(case.new.destination.ranks[0].endpoint.session)
+    with step(case, chunk(case.new, 0, 4)) as on_stored:
         for layer in range(NUM_LAYERS):
             case.compute(layer)
             on_stored(layer)

@@ -15,10 +15,10 @@ from cluster.spec.messages import Message
 from cluster.spec.registry import KvOwnership, RankRecord, Verify
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import (
-    Admit,
     CancelSend,
     Destination,
     ForgetPeer,
+    NewRequest,
     ScheduledRequest,
     SendReport,
     StepPlan,
@@ -43,14 +43,14 @@ HELD = 1
 TICKETED = [3, 4, 0]
 
 
-class Known(Admit, frozen=True, kw_only=True):
+class Known(NewRequest, frozen=True, kw_only=True):
     """Request on a rank after a step."""
 
     pages: list[list[int]]
 
 
-def known_of(admit: Admit, pages: list[list[int]]) -> Known:
-    return Known(**asdict(admit), pages=pages)
+def known_of(new: NewRequest, pages: list[list[int]]) -> Known:
+    return Known(**asdict(new), pages=pages)
 
 
 @pytest.fixture
@@ -88,9 +88,9 @@ def messages(inbox: Inbox, count: int) -> list[Message]:
     return received
 
 
-def admit_to(decode: Inbox, target: Region, owner_base: int = 0) -> Admit:
+def new_request_to(decode: Inbox, target: Region, owner_base: int = 0) -> NewRequest:
     theirs = replace(record(Role.DECODE, 0, 1, NUM_PAGES), endpoint=target.endpoint)
-    return Admit(
+    return NewRequest(
         room=ROOM,
         prompt_len=4 * PAGE_SIZE,
         owner_base=owner_base,
@@ -105,12 +105,12 @@ def admit_to(decode: Inbox, target: Region, owner_base: int = 0) -> Admit:
     )
 
 
-def plan_of(admit: Admit, pages: list[int]) -> StepPlan:
+def plan_of(new: NewRequest, pages: list[int]) -> StepPlan:
     """Return a plan that computes the last page after cached ones."""
     return StepPlan(
         step=1,
         shape=StepShape(),
-        admits=[admit],
+        new_requests=[new],
         scheduled=[
             ScheduledRequest(
                 room=ROOM,
@@ -148,14 +148,14 @@ def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: In
     backend = Loopback()
     mine = record(Role.PREFILL, 0, 1, NUM_PAGES)
     source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
-    admit = admit_to(decode, target)
-    plan = plan_of(admit, PAGES)
+    new = new_request_to(decode, target)
+    plan = plan_of(new, PAGES)
     with closing(sender_of(mine, leader, source, backend)) as sender:
         backend.gate.clear()
         sender.before_step(plan)
         assert backend.is_writing.wait(60)
         backend.gate.set()
-        sender.after_step(plan, {ROOM: known_of(admit, [PAGES])})
+        sender.after_step(plan, {ROOM: known_of(new, [PAGES])})
         (done,), (report,) = messages(decode, 1), messages(leader, 1)
     assert isinstance(done, Done)
     assert (done.num_pages, done.num_bytes) == (3, 3 * mine.layout.page_bytes)
@@ -170,12 +170,12 @@ def test_a_failed_transfer_does_not_restart_with_the_next_chunk(decode: Inbox, l
     backend = Loopback()
     mine = record(Role.PREFILL, 0, 1, NUM_PAGES)
     source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
-    admit = admit_to(decode, target)
-    last = plan_of(admit, PAGES)
+    new = new_request_to(decode, target)
+    last = plan_of(new, PAGES)
     first = replace(
         last, scheduled=[replace(last.scheduled[0], first_position=0, token_ids=[1] * 3 * PAGE_SIZE, samples=False)]
     )
-    known = {ROOM: known_of(admit, [PAGES])}
+    known = {ROOM: known_of(new, [PAGES])}
     with closing(sender_of(mine, leader, source, backend)) as sender:
         backend.failing.add(target.endpoint.session)
         sender.before_step(first)
@@ -184,14 +184,14 @@ def test_a_failed_transfer_does_not_restart_with_the_next_chunk(decode: Inbox, l
         assert isinstance(report, SendReport)
         assert report.state is SendState.FAILED
         backend.failing.clear()
-        sender.before_step(replace(last, admits=[]))
-        sender.after_step(replace(last, admits=[]), known)
+        sender.before_step(replace(last, new_requests=[]))
+        sender.after_step(replace(last, new_requests=[]), known)
         assert not leader.receive(0.3), "it began again"
         sender.cancel(CancelSend(room=ROOM))
         (report,) = messages(leader, 1)
         assert isinstance(report, SendReport)
         assert report.state is SendState.DRAINED
-        sender.after_step(replace(last, admits=[], scheduled=[], releases=[ROOM]), {})
+        sender.after_step(replace(last, new_requests=[], scheduled=[], releases=[ROOM]), {})
     assert not backend.batch_sizes
     assert not decode.receive(0.0)
     assert (sender.num_open, sender._failed) == (0, set())
@@ -202,14 +202,14 @@ def test_a_transfer_that_fails_after_its_last_chunk_leaves_no_state(decode: Inbo
     backend = Loopback()
     mine = record(Role.PREFILL, 0, 1, NUM_PAGES)
     source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
-    admit = admit_to(decode, target)
-    plan = plan_of(admit, PAGES)
+    new = new_request_to(decode, target)
+    plan = plan_of(new, PAGES)
     with closing(sender_of(mine, leader, source, backend)) as sender:
         backend.failing.add(target.endpoint.session)
         backend.gate.clear()
         sender.before_step(plan)
-        sender.after_step(plan, {ROOM: known_of(admit, [PAGES])})
-        sender.after_step(replace(plan, admits=[], scheduled=[], releases=[ROOM]), {})
+        sender.after_step(plan, {ROOM: known_of(new, [PAGES])})
+        sender.after_step(replace(plan, new_requests=[], scheduled=[], releases=[ROOM]), {})
         backend.gate.set()
         (report,) = messages(leader, 1)
     assert isinstance(report, SendReport)
@@ -224,14 +224,14 @@ def test_the_memory_of_a_lost_decode_replica_is_released_once(
     backend = Loopback()
     mine = record(Role.PREFILL, 0, 1, NUM_PAGES)
     source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
-    admit = admit_to(decode, target)
-    assert admit.destination is not None
+    new = new_request_to(decode, target)
+    assert new.destination is not None
     with closing(sender_of(mine, leader, source, backend)) as sender:
-        sender.before_step(plan_of(admit, PAGES))
-        sender.after_step(plan_of(admit, PAGES), {ROOM: known_of(admit, [PAGES])})
+        sender.before_step(plan_of(new, PAGES))
+        sender.after_step(plan_of(new, PAGES), {ROOM: known_of(new, [PAGES])})
         messages(decode, 1)
         for _ in range(2):
-            sender.forget(ForgetPeer(replica=admit.destination.decode.replica, incarnation=Incarnation(gone)))
+            sender.forget(ForgetPeer(replica=new.destination.decode.replica, incarnation=Incarnation(gone)))
     assert backend.forgotten == [target.endpoint.session] * is_let_go
 
 
@@ -240,13 +240,13 @@ def test_ranks_of_a_ring_send_the_pages_they_hold(decode: Inbox, leader: Inbox) 
     backend = Loopback()
     records = [record(Role.PREFILL, rank, 2, NUM_PAGES // 2, ownership=KvOwnership.SHARDED) for rank in range(2)]
     target = backend.allocate(record(Role.DECODE, 0, 1, NUM_PAGES).layout.pool_bytes)
-    admit, pages = admit_to(decode, target, owner_base=1), [5, 2, 7, 0]
-    plan = plan_of(admit, pages)
+    new, pages = new_request_to(decode, target, owner_base=1), [5, 2, 7, 0]
+    plan = plan_of(new, pages)
     for mine in records:
         source = filled(backend, mine, first=10 * (1 + mine.global_rank))
         with closing(sender_of(mine, leader, source, backend)) as sender:
             sender.before_step(plan)
-            sender.after_step(plan, {ROOM: known_of(admit, [pages])})
+            sender.after_step(plan, {ROOM: known_of(new, [pages])})
             (report,) = messages(leader, 1)
         assert isinstance(report, SendReport)
         assert report.state is SendState.SENT
@@ -265,11 +265,11 @@ def test_a_bit_that_flips_between_the_write_and_its_check_is_found(
     source, target = filled(backend, mine, first=1), backend.allocate(theirs.layout.pool_bytes)
     if flipped_page is not None:
         backend.flips = {flipped_page * theirs.layout.page_bytes + 5}
-    admit = admit_to(decode, target)
-    plan = plan_of(admit, PAGES)
+    new = new_request_to(decode, target)
+    plan = plan_of(new, PAGES)
     with closing(sender_of(mine, leader, source, backend, Verify.DIGEST)) as sender:
         sender.before_step(plan)
-        sender.after_step(plan, {ROOM: known_of(admit, [PAGES])})
+        sender.after_step(plan, {ROOM: known_of(new, [PAGES])})
         (done,) = messages(decode, 1)
     assert isinstance(done, Done)
     assert coverage_problem(done.digests, TICKETED, done.num_bytes, 1) is None

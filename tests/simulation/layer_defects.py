@@ -108,7 +108,7 @@ def report_drained_early(patch: Patch) -> None:
 
 def resume_after_a_failure(patch: Patch) -> None:
     """A failed transfer restarts with the next layers."""
-    patch.setattr(KvSender, "_is_outgoing", lambda _self, admit: admit.destination is not None)
+    patch.setattr(KvSender, "_is_outgoing", lambda _self, request: request.destination is not None)
 
 
 def read_layers_before_they_are_loaded(patch: Patch) -> None:
@@ -159,7 +159,7 @@ def send_all_pages_to_each_copy(patch: Patch) -> None:
 
 
 def skip_head_copies(patch: Patch) -> None:
-    """Ranks with the same heads do not copy each other's arrived pages."""
+    """Ranks with the same heads do not copy each other's received pages."""
     next_plan = DecodeLeader.next_plan
 
     def without_received_pages(self: DecodeLeader) -> StepPlan | None:

@@ -92,8 +92,7 @@ class GraphAttention(Protocol):
         """Set the inputs of the next replay. Asynchronous on a GPU.
 
         ``num_keys`` is the number of keys, at least one, that each request's token sees. ``tables`` holds each
-        request's
-        page numbers.
+        request's page numbers.
         """
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:

@@ -11,7 +11,7 @@ from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.registry import KvOwnership
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, StepPlan
+from cluster.spec.step_messages import NewRequest, StepPlan
 from cluster.spec.strategy import CpMode
 from workers.attention.registry import choose_backend, needs_of
 from workers.bench.results import StepTime, Way
@@ -90,11 +90,11 @@ class CpBenchRank:
 
     def _plan(self, choice: StrategyChoice, prompt_len: int, prefix_len: int) -> StepPlan:
         rng, total_len = random.Random(prompt_len), prefix_len + prompt_len
-        admit = Admit(room=Room(1), prompt_len=total_len, owner_base=0, sampling=Sampling(), destination=None)
+        new = NewRequest(room=Room(1), prompt_len=total_len, owner_base=0, sampling=Sampling(), destination=None)
         scheduled = replace(
             dummy_request(prompt_len, prefix_len),
-            room=admit.room,
+            room=new.room,
             token_ids=[rng.randrange(self._config.vocab_size) for _ in range(prompt_len)],
             new_pages=[list(range(pages_for(total_len, _PAGE_SIZE)))],
         )
-        return StepPlan(step=1, shape=choice.shape, admits=[admit], scheduled=[scheduled], releases=[admit.room])
+        return StepPlan(step=1, shape=choice.shape, new_requests=[new], scheduled=[scheduled], releases=[new.room])

@@ -12,7 +12,7 @@ from cluster.spec.config import AttentionSetting, Device
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
+from cluster.spec.step_messages import NewRequest, ScheduledRequest, StepPlan
 from workers.attention.registry import choose_backend, needs_of
 from workers.bench.device_limits import GpuTimer, cpu_limits, gpu_limits
 from workers.bench.results import DeviceLimits, EngineResult
@@ -135,14 +135,14 @@ class EngineBench:
     def _generate(self, prompt: Sequence[int], num_tokens: int) -> Timed:
         """Compute the prompt in chunks, then one token per step. A GPU gets each step before the previous one ends."""
         start_s = time.perf_counter()
-        admit = Admit(room=_ROOM, prompt_len=len(prompt), owner_base=0, sampling=Sampling(), destination=None)
+        new = NewRequest(room=_ROOM, prompt_len=len(prompt), owner_base=0, sampling=Sampling(), destination=None)
         pages = list(range(pages_for(len(prompt) + num_tokens, _PAGE_SIZE)))
         for first in range(0, len(prompt), _CHUNK_TOKENS):
             chunk = prompt[first : first + _CHUNK_TOKENS]
             scheduled = _scheduled(
                 first, chunk, new_pages=[] if first else pages, samples=first + len(chunk) == len(prompt)
             )
-            begun = self._begin(scheduled, admit=None if first else admit)
+            begun = self._begin(scheduled, new=None if first else new)
         tokens = [begun.wait()[_ROOM].token_id]
         times_s = [time.perf_counter()]
         following: BegunStep | None = None
@@ -155,10 +155,10 @@ class EngineBench:
             times_s.append(time.perf_counter())
         return timed(start_s, times_s, tokens)
 
-    def _begin(self, scheduled: ScheduledRequest, admit: Admit | None = None) -> BegunStep:
-        admits, releases = ([], []) if admit is None else ([admit], [_ROOM])
+    def _begin(self, scheduled: ScheduledRequest, new: NewRequest | None = None) -> BegunStep:
+        new_requests, releases = ([], []) if new is None else ([new], [_ROOM])
         shape = make_step_shape([scheduled])
-        plan = StepPlan(step=1, shape=shape, admits=admits, scheduled=[scheduled], releases=releases)
+        plan = StepPlan(step=1, shape=shape, new_requests=new_requests, scheduled=[scheduled], releases=releases)
         return self._runner.begin(plan)
 
 

@@ -240,7 +240,7 @@ def join_shapes(shapes: Sequence[StepShape], cp: int) -> list[StepShape]:
 
 def idle_plan() -> StepPlan:
     """Return the plan of a DP rank that has no requests and only participates in collectives."""
-    return StepPlan(step=0, shape=StepShape(), admits=[], scheduled=[], releases=[])
+    return StepPlan(step=0, shape=StepShape(), new_requests=[], scheduled=[], releases=[])
 
 
 def dummy_request(num_tokens: int, prefix_len: int = 0) -> ScheduledRequest:

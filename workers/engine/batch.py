@@ -32,8 +32,7 @@ class StepInput(NamedTuple):
     scheduled: Sequence[ScheduledRequest]
     page_tables: Sequence[Sequence[NDArray[np.int64]]]
     """Pages of prefix and new tokens by lifetime and request, in order of position. If a pool is divided among n
-    owners, page
-    p is page p // n of owner p % n.
+    owners, page p is page p // n of owner p % n.
     """
     shape: StepShape
     previous: PreviousTokens | None = None

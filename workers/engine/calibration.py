@@ -230,8 +230,7 @@ def measured_rates(
     dtype: str,
 ) -> tuple[ModelShape, Rates]:
     """Return the rates of the slowest rank over all stages and DP ranks. Every rank calls this. Decode replicas do not
-    use
-    the rates, so they do not measure them.
+    use the rates, so they do not measure them.
     """
     shape = model.config.cost(dtype)
     if spec.role is Role.DECODE:

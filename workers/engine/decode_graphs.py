@@ -136,8 +136,7 @@ class DecodeGraphs:
 
     def _capture(self, capture: Capture, most_requests: int) -> bool:
         """Capture the steps. Return whether all ranks succeeded: a rank that replays a step and a rank that computes it
-        would
-        wait for each other forever.
+        would wait for each other forever.
         """
         model = self._model
         # Capture the largest first. The others share its memory.

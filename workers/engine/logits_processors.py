@@ -16,7 +16,7 @@ from torch import Tensor
 from cluster.grammar import Grammars, Matcher
 from cluster.spec.errors import UserError
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit
+from cluster.spec.step_messages import NewRequest
 from workers.device import device_of
 
 
@@ -73,8 +73,7 @@ class GrammarState:
         """Return a mask ``[vocab_size]`` of the tokens that can be sampled at this output position.
 
         A token that ends the answer is allowed once the text is complete. Before ``min_tokens``, it is allowed only if
-        no
-        other token is.
+        no other token is.
         """
         if self._matcher is None or self.problem:
             return self._all
@@ -109,20 +108,20 @@ Shifts = tuple[NDArray[np.int64], NDArray[np.float32]]
 class SamplingState:
     """Sampling settings of one request, and the earlier tokens on which sampling depends."""
 
-    def __init__(self, admit: Admit, vocab_size: int, grammars: Grammars | None = None) -> None:
+    def __init__(self, request: NewRequest, vocab_size: int, grammars: Grammars | None = None) -> None:
         """Create the state. Wait until the request's grammar is compiled."""
-        self.sampling = sampling = admit.sampling
-        output = admit.history[admit.prompt_len :]
+        self.sampling = sampling = request.sampling
+        output = request.history[request.prompt_len :]
         self.asks = sampling.looks_back or bool(sampling.logit_bias or sampling.allowed_ids or sampling.min_tokens)
         """True if the request may change logits."""
         self._vocab_size = vocab_size
-        self._tokens = list(admit.history) if sampling.bad_words else []
+        self._tokens = list(request.history) if sampling.bad_words else []
         self._bias = _shifts_of(sampling.logit_bias)
         self.allowed = np.array(sorted(sampling.allowed_ids), dtype=np.int64)
         """Sorted tokens that can be sampled. Empty means all."""
         self.counts: TokenCounts | None = None
         if sampling.has_penalties:
-            prompt = admit.history[: admit.prompt_len] if sampling.repetition_penalty != 1 else []
+            prompt = request.history[: request.prompt_len] if sampling.repetition_penalty != 1 else []
             self.counts = TokenCounts(prompt, output)
         self.grammar = GrammarState(grammars, sampling, output, vocab_size) if sampling.grammar else None
 

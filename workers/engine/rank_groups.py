@@ -17,8 +17,7 @@ from workers.parallel.model_groups import ModelGroups, Pipeline
 
 COLLECTIVE_TIMEOUT_S = 3600.0
 """Timeout of collectives once a group is ready. On a CPU, a dead peer is noticed immediately, so the timeout only
-bounds
-the wait for a suspended peer. With NCCL, the waiting rank's watchdog ends the rank.
+bounds the wait for a suspended peer. With NCCL, the waiting rank's watchdog ends the rank.
 """
 
 _HEAD_COPIES = "head_copies"

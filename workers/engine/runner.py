@@ -151,8 +151,7 @@ class ModelRunner:
 
     def drop_graphs(self) -> None:
         """Release captured steps. Groups whose collectives were captured cannot be left before that. No step is
-        replayed
-        afterwards.
+        replayed afterwards.
         """
         if self._graphs is not None:
             self._graphs.drop()
@@ -190,8 +189,8 @@ class ModelRunner:
         for room in plan.releases:
             self.requests.pop(room, None)
             self._sampling_states.pop(room, None)
-        for admit in plan.admits:
-            self.requests[admit.room] = KnownRequest.of(admit, self._pool.num_lifetimes)
+        for new in plan.new_requests:
+            self.requests[new.room] = KnownRequest.of(new, self._pool.num_lifetimes)
         for scheduled in plan.scheduled:
             for table, pages in zip(self.requests[scheduled.room].tables, scheduled.new_pages, strict=False):
                 table.extend(pages, self._null_page)

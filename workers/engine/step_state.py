@@ -18,7 +18,7 @@ from torch import Tensor
 from cluster.spec.ids import Room
 from cluster.spec.kv import NO_PAGE
 from cluster.spec.sampling import Sampled, TokenLogprobs
-from cluster.spec.step_messages import Admit, ScheduledRequest
+from cluster.spec.step_messages import NewRequest, ScheduledRequest
 from workers.device import Device, Event
 from workers.engine.sampler import PendingSamples
 from workers.parallel.collectives import Communicator
@@ -45,7 +45,7 @@ class PageTable:
         return self._pages[: self._len]
 
 
-class KnownRequest(Admit, frozen=True, kw_only=True):
+class KnownRequest(NewRequest, frozen=True, kw_only=True):
     """Announced request, with the state that a rank adds."""
 
     tables: list[PageTable]
@@ -54,8 +54,8 @@ class KnownRequest(Admit, frozen=True, kw_only=True):
     """Log-probabilities of the prompt so far, until the first sample."""
 
     @classmethod
-    def of(cls, admit: Admit, num_lifetimes: int) -> "KnownRequest":
-        return cls(**asdict(admit), tables=[PageTable() for _ in range(num_lifetimes)])
+    def of(cls, request: NewRequest, num_lifetimes: int) -> "KnownRequest":
+        return cls(**asdict(request), tables=[PageTable() for _ in range(num_lifetimes)])
 
     @property
     def pages(self) -> list[list[int]]:

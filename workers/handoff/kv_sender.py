@@ -17,7 +17,7 @@ from cluster.spec.config import TransferConfig
 from cluster.spec.ids import Peer, ReplicaId, Role, Room
 from cluster.spec.kv import pages_for
 from cluster.spec.registry import RankRecord, Verify
-from cluster.spec.step_messages import Admit, CancelSend, Destination, ForgetPeer, SendReport, StepPlan
+from cluster.spec.step_messages import CancelSend, Destination, ForgetPeer, NewRequest, SendReport, StepPlan
 from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.digests import digest_pages
 from transfer.page_assignment import (
@@ -117,11 +117,11 @@ class KvSender:
         """Send the cached pages of requests that start in this step, while the step computes."""
         if plan.layerwise_load is not None:
             return  # the cached pages are not loaded yet
-        admits = {admit.room: admit for admit in plan.admits if self._is_outgoing(admit)}
+        new_requests = {request.room: request for request in plan.new_requests if self._is_outgoing(request)}
         with self._lock:
             for scheduled in plan.scheduled:
-                if scheduled.room in admits and scheduled.first_position:
-                    transfer = self._transfer(admits[scheduled.room])
+                if scheduled.room in new_requests and scheduled.first_position:
+                    transfer = self._transfer(new_requests[scheduled.room])
                     self._send(transfer, transfer.session.advance(scheduled.new_pages, scheduled.first_position))
 
     def layer_callback(self, plan: StepPlan, requests: Mapping[Room, OutgoingRequest]) -> Callable[[int], None] | None:
@@ -158,15 +158,15 @@ class KvSender:
             if self._is_outgoing(request):
                 yield self._transfer(request), request, scheduled.first_position + len(scheduled.token_ids)
 
-    def _is_outgoing(self, admit: Admit | OutgoingRequest) -> bool:
+    def _is_outgoing(self, request: NewRequest | OutgoingRequest) -> bool:
         """Return whether a request's KV is sent. A failed transfer must not restart with the prompt's next chunk."""
-        return admit.destination is not None and admit.room not in self._failed
+        return request.destination is not None and request.room not in self._failed
 
-    def _transfer(self, admit: Admit | OutgoingRequest) -> _Transfer:
+    def _transfer(self, request: NewRequest | OutgoingRequest) -> _Transfer:
         """Return the request's transfer. Open it if necessary."""
-        record, mode, destination = self._record, self._config.mode, admit.destination
+        record, mode, destination = self._record, self._config.mode, request.destination
         assert destination is not None
-        if admit.room not in self._transfers:
+        if request.room not in self._transfers:
             self._forget_older(destination)
             ranks = receivers(mode, record.coords, record.sizes, destination.ranks)
             owned = owned_pages(
@@ -174,11 +174,11 @@ class KvSender:
                 num_pages=pages_for(destination.num_tokens, record.layout.page_size),
                 cp_rank=record.coords.cp,
                 cp_size=record.sizes.cp,
-                base=admit.owner_base,
+                base=request.owner_base,
                 first=destination.num_held_pages,
             )
             session = SenderSession(
-                room=admit.room,
+                room=request.room,
                 destination=destination,
                 prefill=self._prefill,
                 sender_rank=record.global_rank,
@@ -186,8 +186,8 @@ class KvSender:
                 owned=owned,
                 share=PageShare.of(ranks),
             )
-            self._transfers[admit.room] = _Transfer(session, ranks)
-        return self._transfers[admit.room]
+            self._transfers[request.room] = _Transfer(session, ranks)
+        return self._transfers[request.room]
 
     def _send(self, transfer: _Transfer, pairs: list[PagePair], end: int | None = None) -> None:
         if pairs:

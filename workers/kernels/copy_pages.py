@@ -13,8 +13,7 @@ _BLOCK_WORDS, _WARPS = 8192, 16
 """Words and warps per program. Each thread has 64 bytes in flight."""
 _PROGRAMS_TO_HOST = 8
 """Number of programs for host copies, which mostly wait. Their 256 KiB in flight saturate a 50 GB/s link with a latency
-of
-2 µs. More programs would only delay other kernels.
+of 2 µs. More programs would only delay other kernels.
 """
 
 

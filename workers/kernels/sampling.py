@@ -150,8 +150,7 @@ def _exponential(fraction):
     """Return ``-log(1 - fraction)``.
 
     A GPU's fast logarithm is too coarse near 1. There, the series of the inverse hyperbolic tangent is used instead.
-    Its
-    error is 1e-10 at a fraction of 1/4.
+    Its error is 1e-10 at a fraction of 1/4.
     """
     s = fraction / (2.0 - fraction)
     square = s * s

@@ -42,8 +42,7 @@ class AttentionContext(Protocol):
 
     def kv_slots(self, layer: int) -> KvSlots | None:  # noqa: ARG002
         """Return the slots in which a kernel stores the layer's new keys and values. None if the layer must call `put`,
-        as
-        it must with `kv_first`.
+        as it must with `kv_first`.
         """
         return None
 

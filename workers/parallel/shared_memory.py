@@ -140,9 +140,8 @@ class SharedMemoryCollectives:
 
     Calls have the same numbers on all ranks, as do pieces within a call. A rank may have more pieces than another. To
     publish a piece, a rank writes the piece's number after its data. After reading all peers' pieces with this number,
-    a
-    rank marks the number as consumed, and at the end of a call the largest possible number. A slot is refilled once all
-    ranks have consumed its content. Only one collective is in flight: starting the next one finishes it.
+    a rank marks the number as consumed, and at the end of a call the largest possible number. A slot is refilled once
+    all ranks have consumed its content. Only one collective is in flight: starting the next one finishes it.
     """
 
     in_background = False

@@ -240,8 +240,7 @@ class PageHolders:
 
     def _count_overtaking(self, sequence: TokenSequence, oldest: TokenSequence) -> int:
         """Return how many of the oldest waiting sequence's pages this one would take. Zero if both fit now, or will fit
-        once all
-        sequences older than the oldest waiting one have ended.
+        once all sequences older than the oldest waiting one have ended.
         """
         reserved = self._all_demands(oldest)
         if sequence is oldest or self._allocator.can_allocate([*self._all_demands(sequence), *reserved]):
@@ -287,7 +286,7 @@ class PageHolders:
         self._allocator.keep(kv.pages, self.keys(sequence, kv.num_computed_tokens))
 
     def _release(self, sequence: TokenSequence, kv: KvState) -> None:
-        if kv.admitted_step:
+        if kv.announced_step:
             self._releases.append(sequence.room)
 
     def _pages_of(self, sequence: TokenSequence) -> int:

@@ -134,8 +134,8 @@ class DpLeader(ABC):
 
     def note_started(self, plan: StepPlan) -> None:
         """Record requests that start in this step and no longer wait for storage."""
-        for admit in plan.admits:
-            self.forget_in_tiers(admit.room)
+        for new in plan.new_requests:
+            self.forget_in_tiers(new.room)
 
     def forget_in_tiers(self, room: Room) -> None:
         if self.tiers:

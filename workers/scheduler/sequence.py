@@ -6,7 +6,7 @@ from cluster.spec.ids import Room
 from cluster.spec.kv import extend_page_keys
 from cluster.spec.messages import Submit
 from cluster.spec.sampling import FinishReason
-from cluster.spec.step_messages import Admit, Destination, ScheduledRequest
+from cluster.spec.step_messages import Destination, NewRequest, ScheduledRequest
 from cluster.spec.tiers import CachedTokens
 from workers.cache.page_lists import PageLists
 
@@ -38,7 +38,7 @@ class KvState:
     """Number of leading tokens that were cached when the sequence started."""
     load: PageLoad | None = None
     """Load under way. A layerwise load also ends when a token is sampled."""
-    admitted_step: int = 0
+    announced_step: int = 0
     """Step that announced the request to the ranks. 0 before that."""
     num_announced_pages: int = 0
     """Number of leading pages announced to the ranks."""
@@ -141,10 +141,10 @@ class TokenSequence:
         return None
 
 
-def admit(sequence: TokenSequence, step: int) -> Admit:
+def new_request(sequence: TokenSequence, step: int) -> NewRequest:
     """Return the message that announces a request to the ranks in this step."""
-    submit, sequence.kv.admitted_step = sequence.submit, step
-    return Admit(
+    submit, sequence.kv.announced_step = sequence.submit, step
+    return NewRequest(
         room=sequence.room,
         prompt_len=sequence.prompt_len,
         owner_base=sequence.owner_base,

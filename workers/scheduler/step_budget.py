@@ -36,8 +36,7 @@ def precedence(
 
     Work counts as the logarithm of the number of steps, so that sequences of similar length keep their order. A long
     prompt moves up as it is computed and as it waits: by one class for each doubling of its age relative to its number
-    of
-    steps.
+    of steps.
 
     Args:
         prefix_len: number of tokens that have KV.

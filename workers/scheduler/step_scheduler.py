@@ -17,7 +17,7 @@ from workers.context_parallel.cost_model import ChunkLen
 from workers.context_parallel.strategy_choice import Choose
 from workers.hicache.tiers import Tiers
 from workers.scheduler.holders import PageHolders
-from workers.scheduler.sequence import TokenSequence, admit, schedule
+from workers.scheduler.sequence import TokenSequence, new_request, schedule
 from workers.scheduler.step_budget import Budget, Precedence, precedence
 from workers.scheduler.waiting import urgency
 
@@ -121,7 +121,7 @@ class StepScheduler:
         advanced = []
         for scheduled in plan.scheduled:
             sequence = self.holders.running.get(scheduled.room)
-            if sequence is None or not 0 < sequence.kv.admitted_step <= plan.step:
+            if sequence is None or not 0 < sequence.kv.announced_step <= plan.step:
                 continue
             kv = sequence.kv
             kv.num_computed_tokens += len(scheduled.token_ids)
@@ -139,8 +139,7 @@ class StepScheduler:
 
     def _schedule_streams(self, budget: Budget) -> None:
         """Grant one token to every stream. If pages run out, preempt sequences that have no token in this step yet.
-        With several
-        pipeline stages, each step computes a part of the streams.
+        With several pipeline stages, each step computes a part of the streams.
         """
         running = self.holders.running.values()
         streams = sorted((sequence for sequence in running if sequence.is_stream), key=urgency)
@@ -195,8 +194,7 @@ class StepScheduler:
 
     def _schedule_by_priority(self, candidates: _Candidates, budget: Budget) -> None:
         """Grant the rest of the step in order of priority. If another sequence computes a sequence's next page, the
-        share goes
-        to that other sequence, and the page is found in the cache later.
+        share goes to that other sequence, and the page is found in the cache later.
         """
         for sequence in candidates.by_priority():
             if sequence.waits_for_load or not budget.is_open(sequence.room):
@@ -219,7 +217,7 @@ class StepScheduler:
         self._step += 1
         self.num_under_way += 1
         running = [self.holders.running[room] for room in granted]
-        admits = [admit(sequence, self._step) for sequence in running if not sequence.kv.admitted_step]
+        new_requests = [new_request(sequence, self._step) for sequence in running if not sequence.kv.announced_step]
         scheduled = [schedule(sequence, granted[sequence.room]) for sequence in running]
         if self._runs_ahead:
             for sequence, request in zip(running, scheduled, strict=True):
@@ -228,7 +226,7 @@ class StepScheduler:
         return StepPlan(
             step=self._step,
             shape=choice.shape if load is None else replace(choice.shape, is_decode=False),
-            admits=admits,
+            new_requests=new_requests,
             scheduled=scheduled,
             releases=self.holders.take_releases(),
             estimate_s=choice.estimate_s,

@@ -48,9 +48,9 @@ class Recorder:
 
     def begin(self, plan: StepPlan) -> bool:
         """Start a step. Return whether any of its requests is traced. ``note`` adds to their logs."""
-        for admit in plan.admits:
-            if admit.traced:
-                self.trace(admit.room)
+        for new in plan.new_requests:
+            if new.traced:
+                self.trace(new.room)
         self._current = (
             [self._logs[request.room] for request in plan.scheduled if request.room in self._logs] if self._logs else []
         )

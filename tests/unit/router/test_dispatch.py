@@ -67,7 +67,7 @@ def test_tokens_cached_on_prefill_are_no_load() -> None:
 def test_a_further_choice_is_load_on_decode_only() -> None:
     dispatch = make()
     first = opened(dispatch)
-    room, actions = dispatch.open(ask(), 1.0, NOW, prompt_of=first)
+    room, actions = dispatch.open(ask(), 1.0, NOW, first_choice=first)
     submit = started_of(actions)
     assert (submit.decode, submit.prefill, submit.prompt_of) == (DECODE, None, Room(first))
     assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=3)
@@ -82,7 +82,7 @@ def test_a_further_choice_is_load_on_decode_only() -> None:
 
 def test_a_further_choice_is_tried_again_with_a_prefill_of_its_own() -> None:
     dispatch = make(max_retries=1)
-    room, _ = dispatch.open(ask(), 100.0, NOW, prompt_of=opened(dispatch))
+    room, _ = dispatch.open(ask(), 100.0, NOW, first_choice=opened(dispatch))
     submit = started_of(dispatch.on_failure(failure(room, DECODE), NOW))
     assert (submit.prefill, submit.decode, submit.prompt_of) == (PREFILL, DECODE, None)
     assert dispatch.load.of(DECODE) == Load(num_requests=2, num_tokens=14)

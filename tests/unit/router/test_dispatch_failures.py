@@ -108,7 +108,7 @@ class TestAnotherAttempt:
         submit = started_of(others)
         assert (submit.room, submit.num_given) == (2, 0)
         assert avoided == [frozenset(), {PREFILL}]
-        assert (dispatch.num_retries, dispatch.num_continuations) == (1, 0)
+        assert (dispatch.num_restarts, dispatch.num_continuations) == (1, 0)
         dispatch.check_integrity()
 
     def test_a_retry_continues_after_the_clients_tokens(self) -> None:
@@ -126,7 +126,7 @@ class TestAnotherAttempt:
         assert dispatch.on_output(last, NOW) == [OutputBatch(choice_id=room, token_ids=[7])]
         end = output(Room(2), 3, 6, peer=other, finish=FinishReason.LENGTH)
         assert dispatch.on_output(end, NOW) == [OutputBatch(choice_id=room, token_ids=[6], finish=FinishReason.LENGTH)]
-        assert (dispatch.num_retries, dispatch.num_continuations) == (0, 1)
+        assert (dispatch.num_restarts, dispatch.num_continuations) == (0, 1)
         assert_empty(dispatch)
 
     def test_late_messages_of_an_earlier_attempt_are_ignored(self) -> None:
@@ -187,7 +187,7 @@ class TestAnotherAttempt:
         room = opened(dispatch)
         reason = "no replica is ready for another attempt: decode-0 was lost before the answer was complete"
         assert dispatch.on_lost(DECODE, NOW)[-1] == FailRequest(choice_id=room, cause=Cause.NO_REPLICA, reason=reason)
-        assert (dispatch.num_retries, dispatch.num_continuations) == (0, 0)
+        assert (dispatch.num_restarts, dispatch.num_continuations) == (0, 0)
         assert_empty(dispatch)
 
     def test_a_lost_output_is_computed_anew(self) -> None:

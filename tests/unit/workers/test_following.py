@@ -66,7 +66,7 @@ class Rank:
 
 
 def plan_of(step: int) -> StepPlan:
-    return StepPlan(step=step, shape=StepShape(), admits=[], scheduled=[], releases=[])
+    return StepPlan(step=step, shape=StepShape(), new_requests=[], scheduled=[], releases=[])
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from cluster.grammar import Grammars
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled, Sampling
-from cluster.spec.step_messages import Admit
+from cluster.spec.step_messages import NewRequest
 from tests.fakes.model_folder import EOS, VOCAB_SIZE, write_model_folder
 from workers.engine.logits_processors import SamplingState
 from workers.engine.sampler import begin_sample
@@ -34,8 +34,8 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grammars]:
 
 def state_of(grammars: Grammars, sampling: Sampling, output: bytes = b"") -> SamplingState:
     history = [*PROMPT, *output]
-    admit = Admit(room=Room(1), prompt_len=3, owner_base=0, sampling=sampling, history=history, destination=None)
-    return SamplingState(admit, VOCAB_SIZE, grammars)
+    new = NewRequest(room=Room(1), prompt_len=3, owner_base=0, sampling=sampling, history=history, destination=None)
+    return SamplingState(new, VOCAB_SIZE, grammars)
 
 
 def draw(state: SamplingState, position: int, likes: str | int = "!") -> Sampled:

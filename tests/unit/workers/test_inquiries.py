@@ -235,7 +235,7 @@ def test_a_foreign_message_is_dropped_and_counted(name: str, *, has_ticket: bool
     pair.deliver(Role.PREFILL, ticket)
     plan = pair.prefill.next_plan()
     assert plan is not None
-    assert [admit.room for admit in plan.admits] == [ticket.room]
+    assert [new.room for new in plan.new_requests] == [ticket.room]
 
 
 def test_an_early_foreign_ticket_is_dropped_with_the_request() -> None:

@@ -21,7 +21,7 @@ from transformers import (
 
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled, Sampling
-from cluster.spec.step_messages import Admit
+from cluster.spec.step_messages import NewRequest
 from workers.engine.logits_processors import SamplingState, process
 from workers.engine.sampler import begin_sample
 
@@ -32,10 +32,10 @@ OUTPUT = [7, 11, 11, 12]
 
 def state_of(sampling: Sampling, prompt: list[int] = PROMPT, output: list[int] = OUTPUT) -> SamplingState:
     history = [*prompt, *output] if sampling.looks_back else []
-    admit = Admit(
+    new = NewRequest(
         room=Room(1), prompt_len=len(prompt), owner_base=0, sampling=sampling, history=history, destination=None
     )
-    return SamplingState(admit, VOCAB_SIZE)
+    return SamplingState(new, VOCAB_SIZE)
 
 
 def some_logits(num_rows: int, seed: int = 0) -> Tensor:

@@ -80,7 +80,7 @@ class FakeParts:
 
 
 def plan_of(step: int, fill: TierJob | None = None) -> StepPlan:
-    return StepPlan(step=step, shape=StepShape(), admits=[], scheduled=[], releases=[], layerwise_load=fill)
+    return StepPlan(step=step, shape=StepShape(), new_requests=[], scheduled=[], releases=[], layerwise_load=fill)
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def plan(strategy: Strategy, estimate_s: float | None, passing: Passing | None =
     return StepPlan(
         step=1,
         shape=StepShape(strategy=strategy, passing=passing),
-        admits=[],
+        new_requests=[],
         scheduled=ROWS,
         releases=[],
         estimate_s=estimate_s,

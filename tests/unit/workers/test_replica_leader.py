@@ -131,7 +131,7 @@ def plan_of(step: int, *lens: int, samples: bool = True, cp: int = 1) -> StepPla
         for i, n in enumerate(lens)
     ]
     shape = make_step_shape(scheduled, Strategy.CONTIGUOUS, cp=cp)
-    return StepPlan(step=step, shape=shape, admits=[], scheduled=scheduled, releases=[])
+    return StepPlan(step=step, shape=shape, new_requests=[], scheduled=scheduled, releases=[])
 
 
 def _news(number: int) -> KvEvents:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
+from cluster.spec.step_messages import NewRequest, ScheduledRequest, StepPlan
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.kv import kv_pool
 from tests.fakes.thread_group import on_thread_ranks
@@ -44,11 +44,11 @@ def runner_of(folder: Path, tp: Communicator) -> ModelRunner:
 
 
 def plan_of(*, samples: bool) -> StepPlan:
-    admit = Admit(room=Room(1), prompt_len=9, owner_base=0, sampling=Sampling(), destination=None)
+    new = NewRequest(room=Room(1), prompt_len=9, owner_base=0, sampling=Sampling(), destination=None)
     request = ScheduledRequest(
         room=Room(1), first_position=0, token_ids=[1, 2, 3], new_pages=[[0]], samples=samples, output_position=0
     )
-    return StepPlan(step=1, shape=make_step_shape([request]), admits=[admit], scheduled=[request], releases=[])
+    return StepPlan(step=1, shape=make_step_shape([request]), new_requests=[new], scheduled=[request], releases=[])
 
 
 @pytest.mark.parametrize("samples", [True, False])

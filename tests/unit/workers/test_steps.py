@@ -57,9 +57,9 @@ class Ranks:
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
         for room in plan.releases:
             del self.tokens[room], self.pages[room]
-        for admit in plan.admits:
-            assert admit.room not in self.tokens
-            self.tokens[admit.room], self.pages[admit.room] = [], []
+        for new in plan.new_requests:
+            assert new.room not in self.tokens
+            self.tokens[new.room], self.pages[new.room] = [], []
         sampled: dict[Room, Sampled] = {}
         for request in plan.scheduled:
             self.pages[request.room] += live_pages(request.new_pages)

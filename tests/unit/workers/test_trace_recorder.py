@@ -8,7 +8,7 @@ import torch
 from cluster.spec.clock import Interval
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan, StepShape
+from cluster.spec.step_messages import NewRequest, ScheduledRequest, StepPlan, StepShape
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.thread_group import on_thread_ranks
@@ -82,8 +82,10 @@ def _interval(name: str) -> Interval:
 
 
 def _plan(*rooms: int, traced: tuple[int, ...]) -> StepPlan:
-    admits = [
-        Admit(room=Room(room), prompt_len=1, owner_base=0, sampling=Sampling(), destination=None, traced=room in traced)
+    new_requests = [
+        NewRequest(
+            room=Room(room), prompt_len=1, owner_base=0, sampling=Sampling(), destination=None, traced=room in traced
+        )
         for room in rooms
     ]
     records = [
@@ -92,7 +94,7 @@ def _plan(*rooms: int, traced: tuple[int, ...]) -> StepPlan:
         )
         for room in rooms
     ]
-    return StepPlan(step=1, shape=StepShape(), admits=admits, scheduled=records, releases=[])
+    return StepPlan(step=1, shape=StepShape(), new_requests=new_requests, scheduled=records, releases=[])
 
 
 TOKENS = torch.arange(1, 6)
@@ -150,8 +152,8 @@ def test_collectives_of_a_timed_step_have_their_lane(folder: Path) -> None:
 
 
 def _step_plan(room: Room, traced: bool) -> StepPlan:
-    admit = Admit(room=room, prompt_len=5, owner_base=0, sampling=Sampling(), destination=None, traced=traced)
+    new = NewRequest(room=room, prompt_len=5, owner_base=0, sampling=Sampling(), destination=None, traced=traced)
     request = ScheduledRequest(
         room=room, first_position=0, token_ids=TOKENS.tolist(), new_pages=[[0]], samples=True, output_position=0
     )
-    return StepPlan(step=7, shape=make_step_shape([request]), admits=[admit], scheduled=[request], releases=[])
+    return StepPlan(step=7, shape=make_step_shape([request]), new_requests=[new], scheduled=[request], releases=[])

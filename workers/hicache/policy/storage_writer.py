@@ -28,9 +28,8 @@ class StorageWriter:
     """Writer that stores pages according to the write policy.
 
     A page that cannot be written is counted and retried at its next use, or under ``write_back`` when it is next due
-    for
-    eviction. While the breaker is open, pages wait, up to the number of host pages. Offering a stored page again costs
-    only a look-up, since ranks write only missing pages.
+    for eviction. While the breaker is open, pages wait, up to the number of host pages. Offering a stored page again
+    costs only a look-up, since ranks write only missing pages.
     """
 
     def __init__(self, policy: WritePolicy, host: HostIndex, jobs: TierJobs, breaker: Breaker) -> None:

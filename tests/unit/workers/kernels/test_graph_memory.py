@@ -18,7 +18,7 @@ from cluster.spec.errors import UserError
 from cluster.spec.ids import Role, Room
 from cluster.spec.memory import GIB
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan, StepShape
+from cluster.spec.step_messages import NewRequest, ScheduledRequest, StepPlan, StepShape
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.devices import GpuOnHost
@@ -230,11 +230,13 @@ def test_a_rank_that_captures_nothing_says_why(tmp_path: Path, monkeypatch: pyte
     given = worker({"kv": {"memory_gib": 0.001}, "resources": {"device": "cuda", "attention": "auto"}})
     store: Any = HashStore()
     loaded = rank.load_rank(given, make_checkpoint(tmp_path, "qwen3"), store)
-    admit = Admit(room=Room(1), prompt_len=1, owner_base=0, sampling=Sampling(temperature=0.0), destination=None)
+    new = NewRequest(room=Room(1), prompt_len=1, owner_base=0, sampling=Sampling(temperature=0.0), destination=None)
     row = ScheduledRequest(
         room=Room(1), first_position=0, token_ids=[5], new_pages=[[0]], samples=True, output_position=0
     )
-    loaded.runner.execute(StepPlan(step=1, shape=make_step_shape([row]), admits=[admit], scheduled=[row], releases=[]))
+    loaded.runner.execute(
+        StepPlan(step=1, shape=make_step_shape([row]), new_requests=[new], scheduled=[row], releases=[])
+    )
     assert loaded.runner.graph_steps == {"a reason": 1}
     loaded.close()
 
