@@ -39,6 +39,8 @@ class ModelShape:
     """Bytes of K and V per token in one layer."""
     q_row_bytes: int
     """Bytes of queries per token in one layer."""
+    windows: tuple[tuple[int, int], ...] = ()
+    """Sliding windows in tokens, ascending, each with its number of layers. In all other layers, tokens see all."""
 
     @property
     def partial_row_bytes(self) -> int:
@@ -78,7 +80,7 @@ def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: P
     ``passing`` says whether keys or queries travel if KV is divided among the ranks. None if each rank has all KV.
     """
     exchanged = list(_exchanges(plan, shape, passing))
-    works = [_work(plan, runs, rates, passing) for runs in plan.runs[: 1 if plan.is_replicated else plan.cp]]
+    works = [_work(plan, runs, shape, rates, passing) for runs in plan.runs[: 1 if plan.is_replicated else plan.cp]]
     compute_s = max(_rank_s(work, shape, rates) for work in works)
     hideable_s = compute_s / len(exchanged) if exchanged else 0.0
     layer_s = compute_s + sum(_exposed_s(num_bytes, hideable_s, rates) for num_bytes in exchanged)
@@ -101,6 +103,14 @@ def computed_pairs(run: Run) -> int:
     A run of step n has n triangles, one for each class of keys by position modulo n.
     """
     return attended_pairs(run) + run.step * (run.count * (min(run.count, TILE) - 1) // 2)
+
+
+def skipped_pairs(run: Run, window: int) -> int:
+    """Return the number of pairs that a window saves: those outside it, except in tiles that are partly inside."""
+    num_full = max(0, -((run.first_position - window) // run.step))
+    count, first_outside = max(0, run.count - num_full), run.first_position + num_full * run.step - window + 1
+    outside = count * first_outside + run.step * (count * (count - 1) // 2)
+    return max(0, outside - run.step * (run.count * (min(run.count, TILE) - 1) // 2))
 
 
 class _Work(NamedTuple):
@@ -132,8 +142,10 @@ def _kv_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
     return kv_s + work.rows * rates.row_s + ALL_REDUCES * rates.all_reduce_s
 
 
-def _work(plan: ShardPlan, runs: RankRuns, rates: Rates, passing: Passing | None) -> _Work:
-    tokens, pairs = sum(run.count for run in runs), sum(computed_pairs(run) for run in runs)
+def _work(plan: ShardPlan, runs: RankRuns, shape: ModelShape, rates: Rates, passing: Passing | None) -> _Work:
+    tokens, all_pairs = sum(run.count for run in runs), sum(computed_pairs(run) for run in runs)
+    skipped = sum(num_layers * skipped_pairs(run, window) for window, num_layers in shape.windows for run in runs)
+    pairs = all_pairs - skipped / shape.num_layers
     prefix, has_prefix, num_runs = sum(plan.prefix_lens), any(plan.prefix_lens), len(runs)
     if passing is None:
         if plan.is_replicated or not rates.hidden_share:
@@ -181,8 +193,10 @@ ChunkLen = Callable[[int], int]
 class _Costs:
     token_s: float
     pair_s: float
-    """Time per (query, key) pair."""
+    """Time per (query, key) pair, over all layers."""
     fixed_s: float
+    windows: tuple[tuple[int, float], ...]
+    """Windows, ascending, each with its share of the layers."""
 
     @classmethod
     def of(cls, shape: ModelShape, rates: Rates, cp: int) -> "_Costs":
@@ -192,10 +206,25 @@ class _Costs:
             pair_s=shape.num_layers * shape.attention_flops / rates.attention_flops_per_s / cp,
             fixed_s=rates.step_s
             + shape.num_layers * (rates.run_s + rates.exchange_s + ALL_REDUCES * rates.all_reduce_s),
+            windows=tuple((window, num_layers / shape.num_layers) for window, num_layers in shape.windows),
         )
 
     def new_prompt_s(self, num_tokens: int) -> float:
-        return num_tokens * (self.token_s + num_tokens / 2 * self.pair_s)
+        saved_s = sum(share * max(0, num_tokens - window) ** 2 / 2 for window, share in self.windows) * self.pair_s
+        return num_tokens * (self.token_s + num_tokens / 2 * self.pair_s) - saved_s
+
+    def num_tokens(self, prefix_len: int, left_s: float) -> float:
+        """Return how many tokens after a prefix take ``left_s``. They fill one window after another."""
+        num_tokens, token_s, pair_s = 0.0, self.token_s + prefix_len * self.pair_s, self.pair_s
+        for window, share in self.windows:
+            growing = max(0.0, window - prefix_len - num_tokens)
+            growing_s = growing * (token_s + growing / 2 * pair_s)
+            if growing_s >= left_s:
+                break
+            num_tokens, left_s = num_tokens + growing, left_s - growing_s
+            token_s += growing * pair_s - max(0, prefix_len - window) * share * self.pair_s
+            pair_s = max(0.0, pair_s - share * self.pair_s)
+        return num_tokens + 2 * left_s / (token_s + sqrt(token_s * token_s + 2 * pair_s * left_s))
 
 
 def slowest(measured: Iterable[tuple[ModelShape, Rates]], cp: int, num_tokens: int) -> tuple[ModelShape, Rates]:
@@ -213,8 +242,8 @@ def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int, pp: 
 
     Attention makes a token after a long prefix many times as expensive as a token of a new prompt. With chunks of
     equal duration, no new request waits long for the current step. n tokens after p tokens take
-    n * token_s + (n * p + n * n / 2) * pair_s, which is solved for n. Pipeline stages wait for each other's steps, so
-    with them ``chunk_tokens`` is a maximum, however short such steps are.
+    n * token_s + (n * p + n * n / 2) * pair_s, less what windows save, which is solved for n. Pipeline stages wait for
+    each other's steps, so with them ``chunk_tokens`` is a maximum, however short such steps are.
     """
     costs = _Costs.of(shape, rates, cp)
     least_s = _FIXED_COSTS * costs.fixed_s if pp == 1 else 0.0
@@ -222,7 +251,6 @@ def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int, pp: 
 
     @lru_cache(maxsize=4096)
     def chunk(prefix_len: int) -> int:
-        one_s = costs.token_s + prefix_len * costs.pair_s
-        return max(1, round(2 * full_s / (one_s + sqrt(one_s * one_s + 2 * costs.pair_s * full_s))))
+        return max(1, round(costs.num_tokens(prefix_len, full_s)))
 
     return chunk

@@ -188,11 +188,13 @@ class DecoderConfig:
     def cost(self, dtype: str) -> ModelShape:
         """Return one token's work in an average layer computed in ``dtype``."""
         used = sum(layer.used for layer in self.layer_costs)
+        groups = self.kv_groups(dtype)
         return ModelShape(
             num_layers=self.num_layers,
             linear_flops=2 * used // self.num_layers,
             kv_flops=2 * self.layer_costs[0].kv,
             attention_flops=4 * self.attention.q_size,
-            kv_row_bytes=sum(group.bytes_per_token for group in self.kv_groups(dtype)) // self.num_layers,
+            kv_row_bytes=sum(group.bytes_per_token for group in groups) // self.num_layers,
             q_row_bytes=self.attention.q_size * DTYPE_BYTES[dtype],
+            windows=tuple(sorted((group.window, len(group.layers)) for group in groups if group.window)),
         )

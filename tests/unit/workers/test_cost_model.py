@@ -10,7 +10,7 @@ from cluster.spec.step_messages import ScheduledRequest
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from tests.fakes.steps import requests_of
 from workers.attention.runs import Run
-from workers.context_parallel import strategy_choice
+from workers.context_parallel import cost_model, strategy_choice
 from workers.context_parallel.cost_model import TILE, ModelShape, Rates, attended_pairs, computed_pairs, estimate_step_s
 from workers.context_parallel.shard_plan import ShardPlan, make_shard_plan, make_step_shape
 from workers.context_parallel.strategy_choice import (
@@ -52,10 +52,24 @@ def test_a_triangle_smaller_than_a_tile_costs_a_square(first: int, count: int, s
         assert attended_pairs(Run(0, 0, count, 1)) + in_vain == count * count
 
 
-@given(st.integers(0, 50), st.integers(1, 20), st.integers(1, 5))
-def test_pairs_are_counted_query_by_query(first: int, count: int, step: int) -> None:
-    positions = [first + place * step for place in range(count)]
-    assert attended_pairs(Run(0, first, count, step)) == sum(position + 1 for position in positions)
+@given(st.integers(0, 50), st.integers(1, 20), st.integers(1, 5), st.integers(1, 99))
+def test_pairs_are_counted_query_by_query(first: int, count: int, step: int, window: int) -> None:
+    run, seen = Run(0, first, count, step), [first + place * step + 1 for place in range(count)]
+    assert attended_pairs(run) == sum(seen)
+    outside, in_vain = sum(max(0, keys - window) for keys in seen), computed_pairs(run) - attended_pairs(run)
+    assert cost_model.skipped_pairs(run, window) == max(0, outside - in_vain)
+
+
+@given(st.sampled_from(Strategy), st.integers(1, 5), st.integers(1, 3000), st.integers(0, 3000), st.integers(1, 3000))
+def test_a_window_bounds_the_cost_of_a_prefix(strategy: Strategy, cp: int, new: int, prefix: int, window: int) -> None:
+    def windowed_s(new: int, prefix: int, tokens: int = window, cp: int = cp) -> float:
+        shape = dataclasses.replace(SHAPE, windows=((tokens, SHAPE.num_layers),))
+        return estimate(strategy, [new], [prefix], cp, shape=shape)
+
+    longest_s = windowed_s(new, window + prefix)
+    assert windowed_s(new, prefix) <= windowed_s(new, prefix + 1) <= windowed_s(new, window) == longest_s
+    assert windowed_s(new, prefix, cp=1) <= windowed_s(new + 1, prefix, cp=1)
+    assert windowed_s(new, prefix, new + prefix) == estimate(strategy, [new], [prefix], cp)
 
 
 @given(

@@ -1,6 +1,7 @@
 """The decoder compared with transformers: weights and config from the same folder, attention from a dense fake."""
 
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ QWEN2_MOE = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 40,
 }
+WINDOWS = {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 
 Pair = tuple[DecoderModel, PreTrainedModel]
 
@@ -259,13 +261,18 @@ def test_kv_groups_cover_the_whole_model(raw_config: dict[str, Any]) -> None:
         assert parse_model_config(family).kv_groups("bfloat16") == (group,)
 
 
-def test_cost_is_that_of_an_average_layer(raw_config: dict[str, Any]) -> None:
-    config = parse_model_config(raw_config | QWEN2_MOE | {"mlp_only_layers": [0]})
-    projections = 64 * (4 * 16 + 2 * 2 * 16 + 4 * 16)
-    dense, experts = 3 * 64 * 96, 3 * 64 * (40 + 2 * 48)
-    cost = config.cost("float32")
-    assert cost.linear_flops == 2 * projections + dense + experts
-    assert (cost.kv_row_bytes, cost.attention_flops) == (2 * 2 * 16 * 4, 4 * 4 * 16)
+@pytest.mark.parametrize(
+    ("changes", "dtype", "expected"),
+    [
+        (WINDOWS, "bfloat16", (3, 61_440, 8192, 256, 128, 128, ((8, 2),))),
+        (MIXTRAL | {"num_key_value_heads": 1}, "bfloat16", (2, 94_208, 4096, 256, 64, 128, ())),
+        (QWEN2_MOE | {"mlp_only_layers": [0]}, "float32", (2, 69_120, 8192, 256, 256, 256, ())),
+    ],
+)
+def test_cost_is_that_of_an_average_layer(
+    raw_config: dict[str, Any], changes: dict[str, Any], dtype: str, expected: tuple[object, ...]
+) -> None:
+    assert astuple(parse_model_config(raw_config | changes).cost(dtype)) == expected
 
 
 @pytest.mark.parametrize(

@@ -128,16 +128,20 @@ def test_requests_see_no_more_together_than_one_may(
     prefix_len=st.integers(0, 2_000_000),
     attention_flops=st.integers(1, 10**6),
     pp=st.integers(1, 3),
+    window=st.integers(1, 30_000),
 )
 def test_an_even_chunk_takes_equally_long_after_any_prefix(
-    cp: int, chunk_tokens: int, prefix_len: int, attention_flops: int, pp: int
+    cp: int, chunk_tokens: int, prefix_len: int, attention_flops: int, pp: int, window: int
 ) -> None:
-    shape, rates = replace(SHAPE, attention_flops=attention_flops), Rates()
+    windows = (window, 3), (2 * window, 5)
+    shape, rates = replace(SHAPE, attention_flops=attention_flops, windows=windows), Rates()
     chunk = even_chunk(shape, rates, cp, chunk_tokens, pp)
 
     def work_s(count: float, prefix: int) -> float:
         linear_s = count * (shape.linear_flops / rates.linear_flops_per_s / cp + rates.row_s)
         pairs = count * prefix + count * count / 2
+        for tokens, num_layers in windows:
+            pairs -= (max(0, prefix + count - tokens) ** 2 - max(0, prefix - tokens) ** 2) / 2 * num_layers / 8
         return shape.num_layers * (linear_s + pairs * attention_flops / rates.attention_flops_per_s / cp)
 
     full_s = work_s(chunk_tokens, 0)
@@ -148,6 +152,8 @@ def test_an_even_chunk_takes_equally_long_after_any_prefix(
     assert chunk(0) == chunk_tokens or (pp == 1 and chunk(0) > chunk_tokens)
     assert count == 1 or work_s(count - 0.51, prefix_len) <= full_s * (1 + 1e-9)
     assert work_s(count + 0.51, prefix_len) >= full_s * (1 - 1e-9)
+    if window >= max(prefix_len + count, chunk_tokens):
+        assert count == even_chunk(replace(shape, windows=()), rates, cp, chunk_tokens, pp)(prefix_len)
 
 
 @given(
