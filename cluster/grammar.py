@@ -79,14 +79,11 @@ class Grammars:
         self._tokens = self._thread.submit(_read_tokens, folder, vocab_size)
         self._vocab_size = vocab_size
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
-        self.num_compiled = 0
-        """Number of grammars compiled since the start."""
 
     def prepare(self, grammar: str) -> Future[llguidance.LLMatcher]:
         """Compile a grammar unless it is cached; the future raises UserError if it cannot be used."""
         future = self._compiled.pop(grammar, None)
         if future is None:
-            self.num_compiled += 1
             future = self._thread.submit(self._compile, grammar)
         self._compiled[grammar] = future
         if len(self._compiled) > _MAX_COMPILED:

@@ -175,7 +175,7 @@ _METRICS = (
     _gauge("prefill_last_step_seconds", "Time of the latest step.", _STEPS, "last_s"),
     _gauge("prefill_last_step_estimate_seconds", "Estimated time of the latest step.", _STEPS, "last_estimate_s"),
     _counter("expert_tokens", "Tokens computed by each expert in all layers.", _by_key("expert_tokens", "expert")),
-    _counter("decode_graph_steps", "Decode steps on GPUs, replayed or why not.", _by_key("graph_steps", "way")),
+    _counter("decode_graph_steps", "Decode steps on GPUs, replayed or why not.", _by_key("graph_steps", "outcome")),
     _gauge("decode_graph_bytes", "The leader's GPU memory for captured steps.", _GRAPH_LOAD, "graph_bytes"),
     _gauge("host_pages", "Capacity of host memory in pages.", _TIERS, "host_pages"),
     _gauge("host_used_pages", "Pages in host memory or being copied to it.", _TIERS, "used_host_pages"),
@@ -198,7 +198,7 @@ _METRICS = (
     _counter("tier_bytes", "Bytes moved between tiers.", _JOBS, "num_bytes"),
     _counter("tier_seconds", "Time spent on tier jobs, excluding the queue.", _JOBS, "busy_s"),
     _counter("tier_tokens", "Tokens whose KV was moved between tiers.", _Source(_JOB_LABELS, _moved_tokens)),
-    _counter("tier_failures", "Failed pages, by reason.", _Source((*_JOB_LABELS, "why"), _failed_pages)),
+    _counter("tier_failures", "Failed pages, by reason.", _Source((*_JOB_LABELS, "reason"), _failed_pages)),
 )
 
 
@@ -239,7 +239,9 @@ class StateMetrics(Collector):
             yield family(f"baton_{name}", help_text, value=value)
         ended = {end.value: requests.ended[end] for end in ENDS}
         yield _labelled("request_ended", "Requests by outcome.", "outcome", ended)
-        yield _labelled("message_dropped", "Ignored messages by reason.", "why", requests.dropped + self.inbox.dropped)
+        yield _labelled(
+            "message_dropped", "Ignored messages by reason.", "reason", requests.dropped + self.inbox.dropped
+        )
         yield from self._readiness()
         yield from replica_metrics(self.directory.snapshot)
 

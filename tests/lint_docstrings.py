@@ -1,13 +1,15 @@
-"""Check that docstrings in the given folders do not begin with a word that depends on context.
+"""Check the docstrings in the given folders: their first word must not depend on context, and no line may end early.
 
 Run as ``python -m tests.lint_docstrings FOLDER ...``. A tooltip shows the first sentence alone, so it begins with a
 noun phrase or a verb.
 """
 
 import ast
+import inspect
 import re
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 WORDS = """
@@ -27,7 +29,7 @@ def main(folders: list[str]) -> int:
     found = [line for folder in folders for path in sorted(Path(folder).rglob("*.py")) for line in offenders(path)]
     print(*found, sep="\n", end="\n" if found else "")
     if found:
-        print(f"{len(found)} docstrings begin with a dangling word: begin with a noun phrase or a verb")
+        print(f"{len(found)} docstrings begin with a dangling word (not a noun phrase or a verb) or have short lines")
     return 1 if found else 0
 
 
@@ -35,6 +37,14 @@ def offenders(path: Path) -> Iterator[str]:
     for line, docstring in docstrings(ast.parse(path.read_text(encoding="utf-8"))):
         if DANGLING.match(docstring):
             yield f"{path}:{line}: {first_sentence(docstring)}"
+        for short, after in pairwise(inspect.cleandoc(docstring).splitlines()):
+            if short[:1].isalpha() and short[-1] != ":" and after[:1].isalpha() and fits(short, after):
+                yield f"{path}:{line}: {short}"
+
+
+def fits(line: str, after: str) -> bool:
+    """Return whether the next line's first two words fit, even at the deepest usual indentation."""
+    return len(" ".join([line, *after.split()[:2]])) <= 80
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:

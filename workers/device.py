@@ -1,4 +1,8 @@
-"""Device that a rank computes on. Only this module distinguishes between kinds of devices."""
+"""Device that a rank computes on: the CPU or a GPU.
+
+Other modules ask it for capabilities such as ``has_kernels`` and ``is_asynchronous``. Only modules for GPUs alone use
+``torch.cuda`` themselves.
+"""
 
 import ctypes
 import platform

@@ -116,6 +116,8 @@ def _load(
         make_capture = partial(GraphCapture, torch.cuda.Stream(device.torch_device))  # type: ignore[no-untyped-call]
     memory_gib = pool_memory_gib(spec, store, model, attention, groups, geometry, make_capture)
     layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
+    num_tokens = layout.num_pages // layout.num_lifetimes * layout.page_size
+    _log.info("KV pool: %d pages, %d tokens", layout.num_pages, num_tokens)
     backend = make_backend(config.transfer.backend, spec.host, config.transfer.protocol)
     memory = open_peer_memory(layout, device, backend, config.verify_by(), groups.head_copies)
     host_bytes = host_bytes_of(spec, layout)

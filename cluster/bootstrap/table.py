@@ -172,7 +172,7 @@ class BootstrapTable:
 
 
 class _Replica:
-    """Rows, load and leases of one incarnation."""
+    """Rank records, load and leases of one incarnation."""
 
     def __init__(self, first: RankRecord) -> None:
         self.first = first

@@ -94,8 +94,10 @@ def find_running(name: str | None) -> RunningCluster:
         return next(iter(found.values()))
     if name is not None and name in found:
         return found[name]
-    given, names = "no name" if name is None else repr(name), ", ".join(sorted(found)) or "none is running"
-    raise UserError(f"cluster: got {given}; allowed: a cluster that you started on this machine ({names})")
+    if not found:
+        raise UserError("no cluster that you started is running on this machine")
+    given = "no name" if name is None else repr(name)
+    raise UserError(f"cluster: got {given}; allowed: {', '.join(sorted(found))}")
 
 
 def _folder() -> Path:

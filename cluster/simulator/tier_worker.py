@@ -88,7 +88,7 @@ class VirtualTierWorker:
         if load.num_here < self._record.layout.num_layers:
             self._process.after(layer_s, partial(self._load_layers, queue, load, layers, layer_s))
             return
-        self._env.moved["fill"] += len(job.pages)
+        self._env.moved["layerwise load"] += len(job.pages)
         self._answer(queue, [True] * len(job.pages), fails=False)
 
     def _end(self, queue: _Queue) -> None:

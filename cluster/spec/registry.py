@@ -180,7 +180,7 @@ class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def leader(self) -> RankRecord:
-        """Row of global rank 0; requires a ready replica."""
+        """Record of global rank 0; requires a ready replica."""
         return self.ranks[0]
 
 

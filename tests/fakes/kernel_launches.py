@@ -77,18 +77,18 @@ def _norms() -> object:
 
 
 def _rotate() -> object:
-    query, turn = _bf16(100, 32, 128), _bf16(100, 1, 128)
-    rotate(query, turn, turn)
-    return rotate(query, turn, turn, _bf16(128), 1e-6)
+    query, rotation = _bf16(100, 32, 128), _bf16(100, 1, 128)
+    rotate(query, rotation, rotation)
+    return rotate(query, rotation, rotation, _bf16(128), 1e-6)
 
 
 def _rotate_storing() -> None:
     """Rotate and store the heads of a model, and those of a rank with tp 8."""
     for heads, kv_heads in ((32, 8), (4, 1)):
-        pool, turn = kv_pool(4, kv_heads, 2, 64, 128, torch.bfloat16), _bf16(100, 1, 128)
+        pool, rotation = kv_pool(4, kv_heads, 2, 64, 128, torch.bfloat16), _bf16(100, 1, 128)
         layer, slots = pool.group("full_attention")[:, :, 1], torch.arange(100)
         for weights in (None, (_bf16(128), _bf16(128))):
-            rotate_storing(_bf16(100, heads + 2 * kv_heads, 128), turn, turn, weights, 1e-6, layer, slots)
+            rotate_storing(_bf16(100, heads + 2 * kv_heads, 128), rotation, rotation, weights, 1e-6, layer, slots)
 
 
 def _draws() -> object:

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
-from workers.models.recall import FIRST_WORD_ID
+from workers.models.recall import FIRST_BYTE_ID
 from workers.models.recall_weights import BEGIN_ID, VOCAB_SIZE
 
 LINK_LEN = 6
@@ -89,7 +89,7 @@ def _fillers_and_others(draw: random.Random) -> tuple[list[int], list[int]]:
     Any two codes are nearly orthogonal, but ids that are half the vocabulary apart have opposite codes, which would
     cancel out. Bytes and special tokens are excluded because they are not text by themselves.
     """
-    token_ids = list(range(FIRST_WORD_ID, VOCAB_SIZE))
+    token_ids = list(range(FIRST_BYTE_ID + 256, VOCAB_SIZE))
     draw.shuffle(token_ids)
     half = VOCAB_SIZE // 2
     fillers = [token_id for token_id in token_ids if token_id < half][:NUM_FILLERS]

@@ -55,7 +55,7 @@ def test_no_seed_breaks_a_promise() -> None:
     assert sum(made.ends.values()) == made.num_requests
     hazards = {"drop", "duplicate", "reorder", "stale", "fail_write", "flip", "fail_move"}
     assert {*FaultKind, *hazards, "quarantine"} == set(made.faults)
-    assert set(made.moved) == {*TierJobKind, "fill", "early"}
+    assert set(made.moved) == {*TierJobKind, "layerwise load", "early"}
     assert all(made.ends[end] for end in ("finished", "failed", "left", "refused", "disconnected"))
 
 

@@ -56,7 +56,7 @@ class GraphCapture:
         usual.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads copy pages and check collectives meanwhile.
+            # Other threads copy pages meanwhile.
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
                 out = compute()
         except RuntimeError as error:

@@ -227,7 +227,7 @@ class ModelRunner:
     def _replay(self, step: StepInput, *, is_loading: bool) -> torch.Tensor | None:
         """Return the final hidden states of a captured step. None if the step must be computed."""
         has_graphs = self._graphs is not None
-        reason = "layers on their way" if has_graphs and is_loading else self.why_not_captured
+        reason = "layerwise load" if has_graphs and is_loading else self.why_not_captured
         if reason:
             self._not_captured[reason] += 1
         return None if self._graphs is None or reason else self._graphs.run(step)

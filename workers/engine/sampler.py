@@ -186,10 +186,10 @@ class PendingSamples:
             row: TokenLogprobs(logprob=own, top_ids=ids[:num_top], top_logprobs=top[:num_top])
             for (row, num_top), own, top, ids in zip(self._num_top.items(), *likelihoods, strict=True)
         }
-        drawn = list(zip(self._states, token_ids, strict=True))
-        for state, token_id in drawn:
+        sampled = list(zip(self._states, token_ids, strict=True))
+        for state, token_id in sampled:
             state.append(token_id)
-        return [_sampled(state, token_id, reported.get(row)) for row, (state, token_id) in enumerate(drawn)]
+        return [_sampled(state, token_id, reported.get(row)) for row, (state, token_id) in enumerate(sampled)]
 
 
 def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> PendingSamples:
@@ -225,13 +225,13 @@ def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> 
     With a temperature below 1e-5 or a top-k of 1, this is the most likely token (the first if several are equal).
     Otherwise temperature, top-k, top-p and min-p apply in this order, each to the remaining tokens.
     """
-    drawn = [index for index, row in enumerate(rows) if row.temperature >= _GREEDY_BELOW and row.top_k != 1]
+    sampled = [index for index, row in enumerate(rows) if row.temperature >= _GREEDY_BELOW and row.top_k != 1]
     device = device_of(logits)
-    if not drawn:
+    if not sampled:
         return device.argmax(logits)
-    random_rows = [rows[index] for index in drawn]
-    settings = DrawSettings.of(random_rows, [positions[index] for index in drawn], drawn, logits.shape[-1], device)
-    if len(drawn) == len(rows):
+    random_rows = [rows[index] for index in sampled]
+    settings = DrawSettings.of(random_rows, [positions[index] for index in sampled], sampled, logits.shape[-1], device)
+    if len(sampled) == len(rows):
         return win_race(_weights(logits, random_rows, settings), settings.keys)
     chosen = device.argmax(logits)
     chosen[settings.indices] = win_race(_weights(logits[settings.indices], random_rows, settings), settings.keys)

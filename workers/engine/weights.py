@@ -1,6 +1,8 @@
 """Model weights: a rank's shards of a folder's safetensors files, or random weights."""
 
 import json
+import logging
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from cluster.spec.errors import UserError
+from cluster.spec.memory import GIB
 from workers.device import CPU, Device
 from workers.layers.shard import WeightShard
 from workers.models.decoder import DecoderModel
@@ -22,6 +25,8 @@ from workers.parallel.model_groups import ModelGroups
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 NAMES_SHOWN = 8
+
+_log = logging.getLogger(__name__)
 
 
 class CheckpointError(UserError):
@@ -45,13 +50,16 @@ def load_model(
         UnsupportedModelError: the engine cannot run the model, or cannot divide it among these ranks.
         CheckpointError: tensors are missing, unexpected or have the wrong shape. The message names them.
     """
+    start_s = time.monotonic()
     config = read_model_config(folder)
     dtype = dtype or torch_dtype(config.dtype)
     with torch.device("meta"):
         model = DecoderModel(config, dtype=dtype, device=device, groups=groups)
     allocate(model, dtype, device)
     _fill(model, config, folder)
+    num_bytes = sum(weight.nbytes for weight in model.parameters())
     model.pack()
+    _log.info("loaded %.3g GiB of weights in %.3g s", num_bytes / GIB, time.monotonic() - start_s)
     return model
 
 

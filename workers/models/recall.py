@@ -18,8 +18,6 @@ from workers.models.recall_weights import BEGIN_ID, END_ID, MAX_LEN, VOCAB_SIZE
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>")
 """Special tokens in the order of their ids, from 0."""
 FIRST_BYTE_ID = len(SPECIAL_TOKENS)
-FIRST_WORD_ID = FIRST_BYTE_ID + 256
-"""First token that stands for a word."""
 NEWLINE_ID = FIRST_BYTE_ID + ord("\n")
 EOS_TOKEN_IDS = (END_ID, NEWLINE_ID)
 

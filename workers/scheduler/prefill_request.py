@@ -45,7 +45,7 @@ class PrefillSettings:
 
     me: Peer
     record: RankRecord
-    """Row of the DP rank's first rank. All ranks have the same layout."""
+    """Record of the DP rank's first rank. All ranks have the same layout."""
     rank_addresses: tuple[str, ...]
     """Channel addresses of the DP rank's ranks, ordered by global rank."""
     ticket_timeout_s: float = TICKET_TIMEOUT_S

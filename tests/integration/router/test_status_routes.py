@@ -88,7 +88,7 @@ class TestStatusRoutes:
             pusher.connect(cluster.last_submit().router.address)
             pusher.send(b"nonsense")
             deadline_s = time.monotonic() + 60
-            while 'baton_message_dropped_total{why="malformed"} 1.0' not in cluster.http.get("/metrics").text:
+            while 'baton_message_dropped_total{reason="malformed"} 1.0' not in cluster.http.get("/metrics").text:
                 assert time.monotonic() < deadline_s
 
     def test_phases_by_replica(self, cluster: RouterCluster) -> None:

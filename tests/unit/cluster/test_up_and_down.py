@@ -85,6 +85,13 @@ def test_a_wait_that_is_no_time_is_refused(given: str, monkeypatch: pytest.Monke
     assert "--timeout" in result.output
 
 
+@pytest.mark.parametrize("command", [["status"], ["drain", "decode-0"]])
+def test_no_running_cluster_is_reported(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    result = CliRunner().invoke(app, command)
+    assert str(result.exception) == "no cluster that you started is running on this machine"
+
+
 ROOMY = MachineMemory(total=64 * GIB, available=64 * GIB)
 
 

@@ -52,7 +52,7 @@ def samples(load: ReplicaLoad, family: str, records: tuple[RankRecord, ...] = RE
     [
         (ReplicaLoad(num_preempted=5), "num_preemptions", [({}, 5)]),
         (ReplicaLoad(expert_tokens={1: 7, 0: 5}), "expert_tokens", [({"expert": "0"}, 5), ({"expert": "1"}, 7)]),
-        (ReplicaLoad(graph_steps={"replayed": 3}), "decode_graph_steps", [({"way": "replayed"}, 3)]),
+        (ReplicaLoad(graph_steps={"replayed": 3}), "decode_graph_steps", [({"outcome": "replayed"}, 3)]),
         (ReplicaLoad(graph_bytes=5), "decode_graph_bytes", [({}, 5)]),
         (ReplicaLoad(), "decode_graph_bytes", []),
         (ReplicaLoad(), "wrong_pages", []),
@@ -126,7 +126,7 @@ def tiers_of_the_second_rank() -> TierState:
         ("tier_bytes", {"kind": "fetch"}, 3 * LAYOUT.page_bytes),
         ("tier_tokens", {"kind": "fetch"}, 3 * LAYOUT.page_size),
         ("tier_seconds", {"kind": "fetch"}, 0.75),
-        ("tier_failures", {"kind": "fetch", "why": "corrupt"}, 1),
+        ("tier_failures", {"kind": "fetch", "reason": "corrupt"}, 1),
     ],
 )
 def test_tiers_of_each_rank(family: str, labels: dict[str, str], value: float) -> None:

@@ -1,5 +1,8 @@
 """Construction of a rank and of a worker's parts."""
 
+import logging
+import re
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +132,17 @@ def test_the_ring_transfers_of_a_step_are_bounded_by_one_prompt(mode: CpMode, nu
     """The longest prompt determines the measured memory."""
     plan = plan_of(60, 60, strategy=StrategySetting.ZIGZAG, mode=mode)
     assert sum(len(request.token_ids) for request in plan.scheduled) == num_tokens
+
+
+def test_a_rank_logs_its_weights_and_its_pool(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = DeployConfig.model_validate({"kv": {"memory_gib": 0.01}})
+    spec = lone_worker(config, Role.DECODE)
+    store: Any = HashStore()
+    with closing(rank.load_rank(spec, make_checkpoint(tmp_path, "qwen3"), store)) as loaded:
+        pages = loaded.layout.num_pages
+    assert re.search(r"loaded \S+ GiB of weights in \S+ s\n", caplog.text)
+    assert f"KV pool: {pages} pages, {pages * config.kv.page_size} tokens" in caplog.text
 
 
 def test_a_missing_gpu_is_reported_before_the_groups_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

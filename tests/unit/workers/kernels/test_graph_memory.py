@@ -247,7 +247,7 @@ def test_steps_with_layerwise_loads_are_counted(model: DecoderModel) -> None:
     one = ModelRunner(model, pool, PlainGraphs(), Communicator("cp"))
     one._graphs = SimpleNamespace(counts=Counter(replayed=2))  # type: ignore[assignment]
     assert one._replay(StepInput([], [], StepShape()), is_loading=True) is None
-    assert one.graph_steps == {"replayed": 2, "layers on their way": 1}
+    assert one.graph_steps == {"replayed": 2, "layerwise load": 1}
 
 
 @pytest.mark.parametrize(
