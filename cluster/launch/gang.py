@@ -24,6 +24,8 @@ from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 _WATCH_S = 1.0
 _RESUME_S = 20.0
 """Maximum wait for a replica to report that it accepts requests again."""
+FETCH_TIMEOUT_S = 4 * 3600.0
+"""Maximum wait for a replica's machines to have the model's files: 1.4 TB at 100 MB/s. Only a hung download needs it."""
 
 
 class Gang:
@@ -62,7 +64,7 @@ class Gang:
         self._tools.progress(name, "starting processes")
         self._start_actors(Deadline(resources.start_timeout_s))
         self._tools.progress(name, "finding or downloading the model")
-        fetching = Deadline(resources.fetch_timeout_s, "resources.fetch_timeout_s")
+        fetching = Deadline(FETCH_TIMEOUT_S, "the limit on downloading the model")
         gather(self._call_each("fetch", [(model,)] * len(self._actors)), fetching)
         deadline = Deadline(resources.start_timeout_s)
         meeting = rendezvous()

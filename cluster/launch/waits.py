@@ -28,10 +28,10 @@ RESEND_S = 2.0
 class Deadline:
     """Point in time that several waits share."""
 
-    def __init__(self, timeout_s: float, key: str = "resources.start_timeout_s") -> None:
-        """Start the timeout; ``key`` is the configuration key that sets it."""
+    def __init__(self, timeout_s: float, limit: str = "resources.start_timeout_s") -> None:
+        """Start the timeout; ``limit`` names it in the error."""
         self._timeout_s = timeout_s
-        self._key = key
+        self._limit = limit
         self._end_s = time.monotonic() + timeout_s
 
     def left_s(self) -> float:
@@ -39,7 +39,7 @@ class Deadline:
 
     def missed(self, what: str) -> BatonError:
         """Return the error of a wait that missed this deadline."""
-        return BatonError(f"{what} after {self._timeout_s:g} s ({self._key})")
+        return BatonError(f"{what} after {self._timeout_s:g} s ({self._limit})")
 
 
 def gather(calls: "Mapping[str, Future[Answer]]", deadline: Deadline) -> list[Answer]:

@@ -274,8 +274,6 @@ class ResourcesConfig(Node):
     moe_dispatch: MoeDispatch = MoeDispatch.AUTO
     """Exchange of tokens between expert ranks; `auto` uses whichever moves fewer bytes, but on GPUs `gather` for
     up to 4,096 tokens."""
-    fetch_timeout_s: PositiveSeconds = 14400.0
-    """Seconds to wait until a replica's machines have the model's files, including any download."""
     start_timeout_s: PositiveSeconds = 300.0
     """Seconds to wait for all replicas to be ready once their machines have the model's files; in an existing Ray
     cluster, also the limit of the wait for machines with enough resources."""
