@@ -59,7 +59,8 @@ def make_leader(spec: WorkerSpec, rank: Rank, records: list[RankRecord]) -> Repl
         depth, make = depth + (depth > 1), _make_prefill_leader
     ahead = num_ahead(spec, rank)
     leaders = [make(spec, rank, me, records, dp_rank, depth + ahead) for dp_rank in range(spec.sizes.dp)]
-    return ReplicaLeader(leaders, spec.sizes, depth=depth + ahead, num_ahead=ahead, policy=spec.pool.dp_policy)
+    policy = spec.config.router.dp_policy
+    return ReplicaLeader(leaders, spec.sizes, depth=depth + ahead, num_ahead=ahead, policy=policy)
 
 
 def num_ahead(spec: WorkerSpec, rank: Rank) -> int:

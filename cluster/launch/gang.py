@@ -25,7 +25,7 @@ _WATCH_S = 1.0
 _RESUME_S = 20.0
 """Maximum wait for a replica to report that it accepts requests again."""
 FETCH_TIMEOUT_S = 4 * 3600.0
-"""Maximum wait for a replica's machines to have the model's files: 1.4 TB at 100 MB/s. Only a hung download needs it."""
+"""Maximum wait for a replica's machines to have the model's files: 1.4 TB at 100 MB/s. It ends only hung downloads."""
 
 
 class Gang:

@@ -120,9 +120,6 @@ class PoolConfig(Node):
     """Parallel sizes of each replica."""
     max_requests: PositiveInt = 64
     """Maximum number of requests in one step of each DP rank."""
-    dp_policy: DpPolicy = DpPolicy.LEAST_TOKENS
-    """Policy that picks the DP rank of a request in a replica; a valid `X-data-parallel-rank` header takes
-    precedence."""
 
     @property
     def ownership(self) -> KvOwnership:
@@ -222,6 +219,9 @@ class RouterConfig(Node):
     """Policy that picks the prefill replica of a request."""
     decode_policy: PolicyName = "least_tokens"
     """Policy that picks the decode replica of a request."""
+    dp_policy: DpPolicy = DpPolicy.LEAST_TOKENS
+    """Policy that picks the DP rank of a request in each replica; a valid `X-data-parallel-rank` header takes
+    precedence."""
     tool_parser: ToolParserName = "auto"
     """Format of the model's tool calls; `auto` detects it from the chat template."""
     reasoning_parser: ReasoningParser = "auto"

@@ -205,7 +205,7 @@ def session_of(request: Request, fields: Mapping[str, Any]) -> str:
 def dp_rank_of(request: Request, config: DeployConfig, body: GenerationBody) -> int | None:
     """Return ``X-data-parallel-rank``, or else SGLang's field ``routed_dp_rank``, or else None.
 
-    The rank applies to both roles. In a role without this DP rank, its ``dp_policy`` chooses one.
+    The rank applies to both roles. In a role without this DP rank, ``dp_policy`` chooses one.
     """
     named = arrival_of(request).header(_DP_RANK_HEADER.lower().encode())
     name, given = ("routed_dp_rank", body.routed_dp_rank) if named is None else (_DP_RANK_HEADER, named)

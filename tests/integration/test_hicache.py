@@ -187,9 +187,9 @@ def test_no_page_of_a_corrupt_object_is_served(
 def test_dp_ranks_have_tiers_of_their_own(
     checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
 ) -> None:
-    side = {"parallel": {"dp": 2}, "dp_policy": "follow_room"}
+    side, router = {"parallel": {"dp": 2}}, {"dp_policy": "follow_room"}
     config = config_of((1, GATHER, 1), tmp_path)
-    config = DeployConfig.model_validate({**config.model_dump(), "prefill": side, "decode": side})
+    config = DeployConfig.model_validate({**config.model_dump(), "prefill": side, "decode": side, "router": router})
     with engine.running(checkpoint, config) as cluster:
         ask_until(cluster, LONG, oracle, Tier.DEVICE, host=9 * PAGE_SIZE, storage=0)
         ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
