@@ -130,13 +130,11 @@ def _num_shards(parallel: ParallelConfig, config: DecoderConfig) -> int:
 
 def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, pool_gib: float) -> HostMemory:
     """Return the host memory of the worker with the most weights, given its pool size."""
-    storage = config.hicache.storage
-    is_store = storage.backend is StorageBackendName.MOONCAKE_STORE
+    is_store = config.hicache.storage.backend is StorageBackendName.MOONCAKE_STORE
     return HostMemory(
         weights=weights_gib(config, pool, model) if config.resources.device is Device.CPU else 0.0,
         pages=pool_gib,
         cached=config.hicache.host_gib if config.kv.prefix_cache else 0.0,
-        lent=storage.lent_gib if is_store else 0.0,
         in_transit=STORE_CLIENT_BYTES / GIB if is_store else 0.0,
     )
 

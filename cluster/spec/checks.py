@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cluster.spec.clock import LEASE_S
 from cluster.spec.config import DeployConfig, ParallelConfig, PrefillConfig, TransferBackendName, TransferProtocol
 from cluster.spec.errors import Problem
-from cluster.spec.hicache_config import LEAST_LENT_GIB, StorageBackendName, WritePolicy
+from cluster.spec.hicache_config import StorageBackendName, WritePolicy
 from cluster.spec.ranks import axis_problems
 from cluster.spec.registry import KvOwnership, TransferMode
 from cluster.spec.strategy import CpMode, PassingSetting
@@ -159,14 +159,6 @@ def _master(config: DeployConfig) -> Iterator[Problem]:
     if storage.backend is StorageBackendName.MOONCAKE_STORE and not is_valid:
         allowed = f"host:port with a port from 1 to {_LAST_PORT}, such as 127.0.0.1:50051"
         yield Problem("hicache.storage.master", f"got {storage.master}; allowed: {allowed}")
-
-
-@_check("Mooncake Store can use the memory it is given", "hicache.storage.lent_gib", "hicache.storage.backend")
-def _lent(config: DeployConfig) -> Iterator[Problem]:
-    storage = config.hicache.storage
-    if storage.backend is StorageBackendName.MOONCAKE_STORE and 0 < storage.lent_gib < LEAST_LENT_GIB:
-        allowed = f"0, or at least {LEAST_LENT_GIB} (16 MiB), the least that Mooncake Store can use"
-        yield Problem("hicache.storage.lent_gib", f"got {storage.lent_gib}; allowed: {allowed}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,6 @@ from pydantic import Field
 
 from cluster.spec.config_node import MemoryGib, Node, Text
 
-LEAST_LENT_GIB = 1 / 64
-"""Minimum memory that Mooncake Store accepts."""
 STORE_CLIENT_BYTES = 128 << 20
 """Memory of a Mooncake Store client for objects in transit."""
 
@@ -41,7 +39,8 @@ class StorageConfig(Node):
     """The tier below host memory. It outlives replicas, and replicas with the same tp and pp share its pages."""
 
     backend: StorageBackendName = StorageBackendName.NONE
-    """Storage backend: `none`, `files` in a folder, or `mooncake_store`, a Mooncake Store cluster."""
+    """Storage backend: `none`, `files` in a folder, or `mooncake_store`, a Mooncake Store cluster. Workers contribute no
+    memory to it."""
     folder: Text | None = None
     """Folder for `files`; hosts may share it. By default, a folder in Baton's cache folder."""
     max_gib: MemoryGib = 64.0
@@ -49,8 +48,6 @@ class StorageConfig(Node):
     the limit for a short while."""
     master: Text = "127.0.0.1:50051"
     """Host and port of the Mooncake Store master."""
-    lent_gib: Annotated[float, Field(ge=0, le=65536, strict=True)] = 0.0
-    """Memory that each worker contributes to Mooncake Store, in GiB: 0, or at least 1/64 (16 MiB)."""
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     """Policy for waiting for pages from storage: `best_effort` does not wait, `wait_complete` waits for all pages, up
     to 30 seconds, and `timeout` waits up to 1 second plus 0.25 seconds for every 1000 tokens."""

@@ -101,21 +101,18 @@ class HostMemory:
     """Page pool, or the staging buffer for a GPU's pages."""
     cached: float
     """Value of ``hicache.host_gib``."""
-    lent: float
-    """Value of ``hicache.storage.lent_gib``."""
     in_transit: float
     """Buffers of a Mooncake Store client for objects in transit."""
 
     @property
     def total(self) -> float:
-        return self.weights + self.pages + self.cached + self.lent + self.in_transit
+        return self.weights + self.pages + self.cached + self.in_transit
 
     def __str__(self) -> str:
         parts = {
             "for weights": self.weights,
             "for pages": self.pages,
             "for cached pages": self.cached,
-            "lent to storage": self.lent,
             "for data in transit to and from storage": self.in_transit,
         }
         return f"{self.total:.3g} GiB: " + ", ".join(f"{gib:.3g} {name}" for name, gib in parts.items() if gib)

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.hicache_config import LEAST_LENT_GIB, StorageConfig
-from cluster.spec.memory import GIB
+from cluster.spec.hicache_config import StorageConfig
 from cluster.spec.tiers import Tier
 from tests.fakes.local_engine import LocalEngine, Models
 from tests.fakes.mooncake_master import mooncake_master
@@ -37,7 +36,7 @@ def master() -> Iterator[str]:
 def test_objects_are_whole_and_right_or_not_there(master: str) -> None:
     from workers.hicache.storage.mooncake_store import MooncakeStorage
 
-    one, other = (MooncakeStorage("127.0.0.1", master, 0) for _ in range(2))
+    one, other = (MooncakeStorage("127.0.0.1", master) for _ in range(2))
     write_one(one, "n/a", [memoryview(b"abc"), memoryview(b"d")])
     write_one(other, "n/a", [memoryview(b"wxyz")])
     buffers = [memoryview(bytearray(1)), memoryview(bytearray(3))]
@@ -68,15 +67,6 @@ def test_objects_are_whole_and_right_or_not_there(master: str) -> None:
     assert other.present({item.name: item.depth for item in large}) == ["n/20-0", "n/20-1", "n/1-3"]
     one.close()
     other.close()
-
-
-def test_the_store_uses_the_least_that_it_may_be_lent_and_no_less(master: str) -> None:
-    from workers.hicache.storage.mooncake_store import MooncakeStorage
-
-    least = int(LEAST_LENT_GIB * GIB)
-    MooncakeStorage("127.0.0.1", master, least).close()
-    with pytest.raises(StorageError, match="no usable Mooncake master"):
-        MooncakeStorage("127.0.0.1", master, least - 1)
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -125,7 +115,7 @@ def test_a_master_that_falls_silent_delays_no_call_for_long_and_is_used_when_it_
     from workers.hicache.storage.mooncake_store import MooncakeStorage
 
     with mooncake_master() as (address, process):
-        storage = MooncakeStorage("127.0.0.1", address, 0)
+        storage = MooncakeStorage("127.0.0.1", address)
         write_one(storage, "n/a", [memoryview(b"abc")])
         stop(process.pid)
         try:

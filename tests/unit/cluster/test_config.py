@@ -117,13 +117,6 @@ BAD_FILES = {
         "hicache: {host_gib: 1, storage: {backend: mooncake_store, master: foo}}",
         ["hicache.storage.master: got foo; allowed: host:port with a port from 1 to 65535, such as 127.0.0.1:50051"],
     ),
-    "memory that storage cannot use": (
-        "hicache: {host_gib: 1, storage: {backend: mooncake_store, lent_gib: 0.0156}}",
-        [
-            "hicache.storage.lent_gib: got 0.0156; "
-            "allowed: 0, or at least 0.015625 (16 MiB), the least that Mooncake Store can use"
-        ],
-    ),
     "silence": (
         "resources: {silence_s: 3}",
         ["resources.silence_s: got 3.0; allowed: more than 3.0, the silence after which a replica gets no requests"],

@@ -39,7 +39,7 @@ def problems_of(text: str) -> list[str]:
 
 def test_everything_a_worker_takes_is_added_up() -> None:
     prefill, decode = (memory_of(TIERS, role) for role in (Role.PREFILL, Role.DECODE))
-    assert (prefill.pages, prefill.cached, prefill.lent) == (0.5, 3.0, 0.0)
+    assert (prefill.pages, prefill.cached) == (0.5, 3.0)
     assert (decode.pages, decode.cached) == (0.5, 3.0)
     assert 0 < prefill.weights < 0.02
     assert decode.total == pytest.approx(3.5 + decode.weights)
@@ -78,7 +78,6 @@ def test_the_stage_with_most_weights_is_the_one_that_counts(
     ("change", "field"),
     [
         ("kv: {memory_gib: 0.5, prefix_cache: false}\nhicache: {host_gib: 3.0}", "cached"),
-        ("hicache: {host_gib: 1.0, storage: {backend: files, lent_gib: 2.0}}", "lent"),
         ("resources: {device: cuda}", "weights"),
     ],
 )
@@ -86,13 +85,12 @@ def test_unused_memory_is_not_counted(change: str, field: str) -> None:
     assert getattr(memory_of(change, Role.DECODE), field) == 0
 
 
-def test_memory_of_a_store_and_its_client_is_counted() -> None:
-    text = "hicache: {{host_gib: 1.0, storage: {{backend: {}, lent_gib: 2.0}}}}"
+def test_memory_of_a_store_client_is_counted() -> None:
+    text = "hicache: {{host_gib: 1.0, storage: {{backend: {}}}}}"
     without, memory = (memory_of(text.format(backend), Role.PREFILL) for backend in ("files", "mooncake_store"))
-    assert (memory.lent, memory.in_transit) == (2.0, 128 / 1024)
-    assert without.in_transit == 0.0
-    assert memory.total == pytest.approx(without.total + 2.0 + 128 / 1024)
-    assert str(memory).endswith("2 lent to storage, 0.125 for data in transit to and from storage")
+    assert (without.in_transit, memory.in_transit) == (0.0, 128 / 1024)
+    assert memory.total == pytest.approx(without.total + 128 / 1024)
+    assert str(memory).endswith("0.125 for data in transit to and from storage")
 
 
 def test_a_machine_that_lacks_memory_is_refused_with_the_arithmetic() -> None:

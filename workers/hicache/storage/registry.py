@@ -120,7 +120,7 @@ def _mooncake_store(config: StorageConfig, host: str) -> StorageBackend:
             f"hicache.storage.backend: mooncake_store cannot be loaded ({error}); it needs the Python package "
             "mooncake-transfer-engine-non-cuda and the Debian packages libibverbs1 librdmacm1 libnuma1"
         ) from error
-    return MooncakeStorage(host, config.master, int(config.lent_gib * (1 << 30)))
+    return MooncakeStorage(host, config.master)
 
 
 MAKERS: dict[StorageBackendName, Callable[[StorageConfig, str], StorageBackend]] = {
