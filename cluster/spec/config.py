@@ -239,8 +239,6 @@ class RouterConfig(Node):
     """Maximum number of open requests of one API key; no limit by default."""
     key_tokens_per_minute: PositiveInt | None = None
     """Maximum number of prompt and answer tokens of one API key per minute; no limit by default."""
-    max_body_mib: Annotated[int, Field(ge=1, le=64, strict=True)] = 64
-    """Maximum size of a request body, in MiB; 64 is enough for a prompt of about ten million tokens."""
     max_prompt_tokens: PositiveInt | None = None
     """Maximum number of tokens in one prompt; by default limited only by the context length."""
     request_timeout_s: PositiveSeconds = 3600.0

@@ -39,8 +39,8 @@ class StorageConfig(Node):
     """The tier below host memory. It outlives replicas, and replicas with the same tp and pp share its pages."""
 
     backend: StorageBackendName = StorageBackendName.NONE
-    """Storage backend: `none`, `files` in a folder, or `mooncake_store`, a Mooncake Store cluster. Workers contribute no
-    memory to it."""
+    """Storage backend: `none`, `files` in a folder, or `mooncake_store`, a Mooncake Store cluster, to which workers
+    contribute no memory."""
     folder: Text | None = None
     """Folder for `files`; hosts may share it. By default, a folder in Baton's cache folder."""
     max_gib: MemoryGib = 64.0

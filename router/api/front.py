@@ -29,6 +29,8 @@ _SESSION_HEADER = b"x-session-id"
 _SESSION_FIELDS = ("prompt_cache_key", "session_id", "user")
 _MAX_SESSION_CHARS = 256
 _DP_RANK_HEADER = "X-data-parallel-rank"
+MAX_BODY_BYTES = 64 << 20
+"""Maximum size of a request body, enough for a prompt of about ten million tokens."""
 TIMEOUT_S = 60.0
 """Maximum time for a body to arrive. 64 MiB take six seconds at 100 Mbit/s."""
 _MOST_LARGEST = 8
@@ -110,9 +112,7 @@ class Front:
 class ArrivingBodies:
     """Receives the bodies of one process's requests, with limits on size, time and total memory."""
 
-    def __init__(self, limit: int) -> None:
-        """Limit each body to ``limit`` bytes."""
-        self._limit = limit
+    def __init__(self) -> None:
         self._num_bytes = 0
 
     async def receive(self, request: Request) -> bytes:
@@ -137,7 +137,7 @@ class ArrivingBodies:
                     part = self._checked(_body_of(event), num_bytes)
                     num_bytes += len(part)
                     self._num_bytes += len(part)
-                    if self._num_bytes > (allowed := _MOST_LARGEST * self._limit):
+                    if self._num_bytes > (allowed := _MOST_LARGEST * MAX_BODY_BYTES):
                         message = f"the bodies being received exceed {allowed} bytes in total; try again"
                         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large", headers=_CLOSE)
                     parts.append(part)
@@ -150,8 +150,8 @@ class ArrivingBodies:
         return b"".join(parts)
 
     def _checked(self, part: bytes, num_before: int) -> bytes:
-        if num_before + len(part) > self._limit:
-            message = f"the body is larger than {self._limit} bytes (router.max_body_mib)"
+        if num_before + len(part) > MAX_BODY_BYTES:
+            message = f"the body is larger than {MAX_BODY_BYTES} bytes"
             raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
         return part
 

@@ -115,7 +115,7 @@ class HttpSurface:
 
     async def _build(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            server = make_server(write_model_folder(Path(folder)), FakeTable(), max_body_mib=1)
+            server = make_server(write_model_folder(Path(folder)), FakeTable())
             outbox = _LosingOutbox()
             service = server.service(_SilentInbox(), outbox)
         service = replace(service, keys=read_keys(config_of().router, {"BATON_ADMIN_KEY": ADMIN}))

@@ -61,9 +61,9 @@ def test_a_body_after_an_http_2_upgrade_offer_is_accepted(cluster: RouterCluster
     connection.close()
 
 
-def test_bodies_that_arrive_at_the_same_time_have_bounded_memory(folder: Path) -> None:
-    most = 1 << 20
-    for cluster in run_cluster(folder, max_body_mib=1):
+def test_bodies_that_arrive_at_the_same_time_have_bounded_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "MAX_BODY_BYTES", most := 1 << 20)
+    for cluster in run_cluster(folder):
         open_ones = [begin(cluster, most, b"x" * (most - 1)) for _ in range(9)]
         (ready,), _, _ = select.select([one.sock for one in open_ones], [], [], WAIT_S)
         refused = next(one for one in open_ones if one.sock is ready)

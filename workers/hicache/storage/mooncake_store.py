@@ -27,7 +27,7 @@ class MooncakeStorage:
     """Storage backend that keeps objects in a Mooncake Store cluster."""
 
     def __init__(self, host: str, master: str, lent_bytes: int = 0) -> None:
-        """Join the cluster, and lend it memory of this process. Workers lend none: pages would be lost with them.
+        """Join the cluster, and lend it memory of this process. Workers lend none, which would be lost with them.
 
         Raises:
             StorageError: no master is available now.
