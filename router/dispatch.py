@@ -15,7 +15,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from cluster.spec.config import RouterConfig
 from cluster.spec.errors import move
 from cluster.spec.ids import Peer, Room, draw_room
 from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Cancel, Failure, Inquire, Output
@@ -40,6 +39,8 @@ from router.request import (
 )
 
 _NO_TOKENS = CachedTokens()
+MAX_RETRIES = 3
+"""Maximum number of retries of a request. A request that fails on four pairs of replicas is likely to be the cause."""
 RETRY_BACKOFF_S = 0.1
 """Delay of the second retry, doubled for each further one. The first is immediate because it uses other replicas."""
 
@@ -50,18 +51,18 @@ class RequestTable:
     def __init__(
         self,
         me: Peer,
-        config: RouterConfig,
         load: LoadBook,
         breakers: Breakers,
         pick: Pick,
         draw: Callable[[], Room] = draw_room,
+        max_retries: int = MAX_RETRIES,
         retry_backoff_s: float = RETRY_BACKOFF_S,
     ) -> None:
         """Start without requests. ``load`` and ``breakers`` are updated here and read by ``pick``."""
         self.me = me
         self.load = load
         self.breakers = breakers
-        self._config = config
+        self._max_retries = max_retries
         self._retry_backoff_s = retry_backoff_s
         self._pick = pick
         self._draw = draw
@@ -311,7 +312,7 @@ class RequestTable:
         for peer in blamed:
             self.breakers.fail(peer, now_s)
         request.avoided |= frozenset(blamed)
-        if request.num_retries >= self._config.max_retries:
+        if request.num_retries >= self._max_retries:
             return self._fail(request, cause, reason, cancelled)
         actions = self._leave(request, cancelled)
         self._move(request, RequestPhase.PENDING, cause)

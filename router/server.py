@@ -137,7 +137,7 @@ class RouterServer:
         directory = Directory(grace_s=LEASE_S)
         load, breakers = LoadBook(), Breakers()
         picker = Picker(self._config, directory, load, breakers, share=self._share)
-        requests = RequestTable(me, config, load, breakers, picker.pick)
+        requests = RequestTable(me, load, breakers, picker.pick)
         gate = Gate(self._share.of(config.max_waiting_requests), config.max_wait_s)
         metrics.registry.register(StateMetrics(requests, directory, gate, picker.pages, clock, inbox))
         return Service(

@@ -83,9 +83,7 @@ class RouterProcess(Process):
         load, breakers = LoadBook(), Breakers()
         self._picker = picker = Picker(config, self.directory, load, breakers, env.random)
         self.known_pages = KnownPages(me, self.directory, picker, self.send)
-        self.requests = RequestTable(
-            me, config.router, load, breakers, picker.pick, lambda: Room(env.random.getrandbits(62) + 1)
-        )
+        self.requests = RequestTable(me, load, breakers, picker.pick, lambda: Room(env.random.getrandbits(62) + 1))
         self._cancel_check = CancelCheck()
         self._first: ChoiceId | None = None
         """Latest request that is the first choice of its prompt."""

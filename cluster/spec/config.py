@@ -243,8 +243,6 @@ class RouterConfig(Node):
     """Maximum number of tokens in one prompt; by default limited only by the context length."""
     request_timeout_s: PositiveSeconds = 3600.0
     """Seconds after which a request fails."""
-    max_retries: Annotated[int, Field(ge=0, le=16, strict=True)] = 3
-    """Maximum number of retries of a request, counting those before and after its first token."""
     drain_s: PositiveSeconds = 20.0
     """Seconds to wait at shutdown for open requests, and for pages that `hicache` still has to store."""
 

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Sequence
 
-from cluster.spec.config import RouterConfig
 from cluster.spec.ids import ROUTER, Incarnation, Peer, Room
 from cluster.spec.messages import Cancel, Failure, Output, Submit
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
@@ -40,8 +39,8 @@ def make(*picks: Route | None, max_retries: int = 0, avoided: list[frozenset[Pee
             avoided.append(shunned)
         return next(coming, on())
 
-    config, breakers = RouterConfig(max_retries=max_retries), Breakers(max_failures=2)
-    return RequestTable(ME, config, LoadBook(), breakers, pick, lambda: Room(next(rooms)), retry_backoff_s=2.0)
+    breakers = Breakers(max_failures=2)
+    return RequestTable(ME, LoadBook(), breakers, pick, lambda: Room(next(rooms)), max_retries, retry_backoff_s=2.0)
 
 
 def opened(dispatch: RequestTable, deadline_s: float = 100.0) -> ChoiceId:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from cluster.spec.config import RouterConfig
 from cluster.spec.ids import Peer, Room
 from cluster.spec.messages import KvEvents, Submit
 from router.directory import Breakers, LoadBook
@@ -23,14 +22,14 @@ def reuse_a_room(patch: Patch) -> None:
     make = RequestTable.__init__
 
     def make_with_numbers(
-        self: RequestTable, me: Peer, config: RouterConfig, load: LoadBook, breakers: Breakers, pick: Pick, _: object
+        self: RequestTable, me: Peer, load: LoadBook, breakers: Breakers, pick: Pick, _: object
     ) -> None:
         def draw() -> Room:
             return next(
                 room for room in map(Room, count(1)) if not (self.is_open(ChoiceId(room)) or self.is_under_way(room))
             )
 
-        make(self, me, config, load, breakers, pick, draw)
+        make(self, me, load, breakers, pick, draw)
 
     patch.setattr(RequestTable, "__init__", make_with_numbers)
 

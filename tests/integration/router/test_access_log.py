@@ -23,7 +23,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 def logged(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[RouterCluster]:
     caplog.set_level(logging.INFO)
     monkeypatch.setenv(API_KEYS.name, KEY)
-    for cluster in run_cluster(folder, max_retries=0, log=LogConfig(requests=True)):
+    for cluster in run_cluster(folder, log=LogConfig(requests=True)):
         trace = {"x-request-id": "request-7", "traceparent": f"00-{TRACE}-{1:016x}-01"}
         cluster.http.headers.update({"authorization": f"Bearer {KEY}"} | trace)
         yield cluster
@@ -42,7 +42,7 @@ def test_a_record_has_the_facts_of_a_request(
     line = json.loads(text)
     assert (line["message"], line["request_id"], line["trace_id"]) == ("request finished", "request-7", TRACE)
     assert (line["prefill"], line["decode"], line["key"]) == ("prefill-0", "decode-0", "key-0")
-    assert line["room"] > 0
+    assert line["choice"] > 0
     assert line["tokens"] > 0
     assert line["prompt_tokens"] >= len("very secret")
     assert line["phases_ms"].keys() == {"queue", "bootstrap", "prefill", "transfer", "decode"}
@@ -59,8 +59,8 @@ def test_a_failure_is_logged_with_its_reason(logged: RouterCluster, caplog: pyte
     last = next(line for line in lines if line["logger"] == "router.records")
     assert last["message"] == "request failed"
     assert "no memory" in last["error"]
-    (failed,) = [line for line in lines if line["message"].startswith("a replica failed an attempt")]
-    assert (failed["room"], failed["replica"], failed["level"]) == (last["room"], "decode-0", "warning")
+    failed, *_ = [line for line in lines if line["message"].startswith("a replica failed an attempt")]
+    assert (failed["room"], failed["replica"], failed["level"]) == (last["choice"], "decode-0", "warning")
     assert "secret" not in caplog.text
 
 
