@@ -2,10 +2,10 @@
 
 from cluster.planner.model import ModelFacts
 from cluster.spec.config import (
+    AnyParallel,
     DecodeConfig,
     DeployConfig,
     Device,
-    ParallelConfig,
     Pool,
     PrefillConfig,
     TransferBackendName,
@@ -123,7 +123,7 @@ def _answers_width(config: DecoderConfig) -> int:
     return config.experts_per_token * config.hidden_size
 
 
-def _num_shards(parallel: ParallelConfig, config: DecoderConfig) -> int:
+def _num_shards(parallel: AnyParallel, config: DecoderConfig) -> int:
     """Return the number of attention shards whose tokens are gathered for one feed-forward block."""
     return parallel.dp * parallel.cp // parallel.moe_dp if config.experts_per_token else parallel.dp
 

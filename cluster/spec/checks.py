@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from cluster.spec.clock import LEASE_S
-from cluster.spec.config import DeployConfig, ParallelConfig, PrefillConfig, TransferBackendName, TransferProtocol
+from cluster.spec.config import AnyParallel, DeployConfig, PrefillConfig, TransferBackendName, TransferProtocol
 from cluster.spec.errors import Problem
 from cluster.spec.hicache_config import StorageBackendName, WritePolicy
 from cluster.spec.ranks import axis_problems
@@ -64,13 +64,6 @@ def _prefill_axes(config: DeployConfig) -> Iterable[Problem]:
 @_check("the axes of a decode replica fit together", "decode.parallel")
 def _decode_axes(config: DeployConfig) -> Iterable[Problem]:
     return axis_problems(config.decode.parallel, "decode.parallel")
-
-
-@_check("decode runs without context parallelism", "decode.parallel.cp")
-def _decode_cp(config: DeployConfig) -> Iterator[Problem]:
-    if (cp := config.decode.parallel.cp) > 1:
-        why = "a decode step has one query token per request, which cp cannot divide"
-        yield Problem("decode.parallel.cp", f"got {cp}; allowed: 1, since {why}")
 
 
 @_check("prefill.passing applies only in ring mode", "prefill.mode", "prefill.passing", "prefill.parallel.cp")
@@ -174,7 +167,7 @@ class ModelLimits:
     """True if a layer uses sliding-window attention."""
 
 
-def layout_problems(parallel: ParallelConfig, path: str, model: ModelLimits) -> list[Problem]:
+def layout_problems(parallel: AnyParallel, path: str, model: ModelLimits) -> list[Problem]:
     """Return the problems of axes that are legal but do not fit this model; ``path`` is their section of the file."""
     tp, pp = parallel.tp, parallel.pp
     problems = []
@@ -198,7 +191,7 @@ def ring_problems(prefill: PrefillConfig, model: ModelLimits) -> list[Problem]:
     return [Problem("prefill.mode", f"got {given}; allowed: gather, since the model has sliding windows")]
 
 
-def _expert_problems(parallel: ParallelConfig, path: str, num_experts: int | None) -> list[Problem]:
+def _expert_problems(parallel: AnyParallel, path: str, num_experts: int | None) -> list[Problem]:
     if num_experts is None:
         return [
             Problem(f"{path}.{axis}", f"got {size}; allowed: 1, since the model has no experts")

@@ -1,7 +1,7 @@
 """Keys of the deploy YAML with their defaults and meanings, as a frozen tree. Checks across keys are in checks.py."""
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -94,21 +94,36 @@ class KvConfig(Node):
     """Keep the pages of finished requests for prompts with the same prefix until the memory is needed."""
 
 
-class ParallelConfig(Node):
-    """The parallel sizes of one replica, which has dp*cp*tp*pp workers."""
-
+class _Axes(Node):
     dp: PositiveInt = 1
     """Data-parallel attention ranks: each has its own requests and KV; they share MLPs and experts."""
-    cp: PositiveInt = 1
-    """Context-parallel ranks: each computes some tokens of a prompt. Must be 1 on decode."""
     tp: PositiveInt = 1
     """Tensor-parallel ranks: each computes some of the heads."""
     pp: PositiveInt = 1
     """Pipeline stages: each computes some of the layers."""
-    moe_dp: PositiveInt = 1
-    """Number of copies of the experts in one pipeline stage."""
     ep: PositiveInt = 1
     """Expert-parallel ranks: each holds some of the experts."""
+
+
+class ParallelConfig(_Axes):
+    """The parallel sizes of one prefill replica, which has dp*cp*tp*pp workers."""
+
+    cp: PositiveInt = 1
+    """Context-parallel ranks: each computes some tokens of a prompt."""
+    moe_dp: PositiveInt = 1
+    """Number of copies of the experts in one pipeline stage: 1 or cp."""
+
+
+class DecodeParallelConfig(_Axes):
+    """The parallel sizes of one decode replica, which has dp*tp*pp workers."""
+
+    cp: ClassVar[int] = 1
+    """One rank: a decode step has one query token per request, which cp cannot divide."""
+    moe_dp: ClassVar[int] = 1
+    """One copy of the experts, since copies are divided over CP ranks."""
+
+
+AnyParallel = ParallelConfig | DecodeParallelConfig
 
 
 class PoolConfig(Node):
@@ -116,7 +131,7 @@ class PoolConfig(Node):
 
     replicas: Annotated[int, Field(ge=1, le=4096, strict=True)] = 1
     """Number of replicas of this role."""
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: AnyParallel
     """Parallel sizes of each replica."""
     max_requests: PositiveInt = 64
     """Maximum number of requests in one step of each DP rank."""
@@ -135,6 +150,8 @@ class PoolConfig(Node):
 class PrefillConfig(PoolConfig):
     """The replicas that compute prompts."""
 
+    parallel: ParallelConfig = ParallelConfig()
+    """Parallel sizes of each replica."""
     strategy: StrategySetting = StrategySetting.AUTO
     """Division of a step's tokens over CP ranks; `auto` picks the fastest strategy for each step from measured
     rates."""
@@ -160,6 +177,8 @@ class PrefillConfig(PoolConfig):
 class DecodeConfig(PoolConfig):
     """The replicas that stream answers."""
 
+    parallel: DecodeParallelConfig = DecodeParallelConfig()
+    """Parallel sizes of each replica."""
     chunk_tokens: PositiveInt = 2048
     """Maximum number of tokens in one step of each DP rank, when decode computes a prompt or recomputes a request."""
     max_fill: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = 16.0

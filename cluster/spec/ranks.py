@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import gcd, prod
 from operator import attrgetter
 
-from cluster.spec.config import ParallelConfig
+from cluster.spec.config import AnyParallel
 from cluster.spec.errors import Problem
 from cluster.spec.registry import AxisSizes, RankCoords
 
@@ -68,7 +68,7 @@ _ALIKE = {
 """Axes on which all members of a group have the same position."""
 
 
-def sizes_of(parallel: ParallelConfig) -> AxisSizes:
+def sizes_of(parallel: AnyParallel) -> AxisSizes:
     return AxisSizes(dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, pp=parallel.pp)
 
 
@@ -108,14 +108,14 @@ def coords_of(rank: int, sizes: AxisSizes) -> RankCoords:
     return RankCoords(dp=dp_rank, cp=cp_rank, tp=tp_rank, pp=pp_rank)
 
 
-def moe_tp_size(parallel: ParallelConfig) -> int:
+def moe_tp_size(parallel: AnyParallel) -> int:
     """Return the number of ranks that share one expert: dp*cp*tp / (moe_dp*ep); requires legal axes."""
     size, rest = divmod(stage_size(sizes_of(parallel)), parallel.moe_dp * parallel.ep)
     assert rest == 0, f"axes that axis_problems rejects: {parallel}"
     return size
 
 
-def positions(parallel: ParallelConfig) -> list[Position]:
+def positions(parallel: AnyParallel) -> list[Position]:
     """Return the positions of all ranks, by global rank; requires legal axes."""
     sizes = sizes_of(parallel)
     attention_sizes = (sizes.pp, sizes.dp, sizes.cp, sizes.tp)
@@ -128,19 +128,19 @@ def positions(parallel: ParallelConfig) -> list[Position]:
     return ranks
 
 
-def groups(parallel: ParallelConfig) -> dict[GroupName, list[list[int]]]:
+def groups(parallel: AnyParallel) -> dict[GroupName, list[list[int]]]:
     """Return all groups as ascending global ranks, ordered by first member; requires legal axes."""
     ranks = positions(parallel)
     return {name: _group(ranks, attrgetter(*alike)) for name, alike in _ALIKE.items()}
 
 
-def stage_links(parallel: ParallelConfig, rank: int) -> list[tuple[int, int]]:
+def stage_links(parallel: AnyParallel, rank: int) -> list[tuple[int, int]]:
     """Return a rank's links (from, to) with neighbouring stages, which carry hidden states."""
     line = next(members for members in groups(parallel)[GroupName.PP] if rank in members)
     return [link for link in pairwise(line) if rank in link]
 
 
-def axis_problems(parallel: ParallelConfig, path: str) -> list[Problem]:
+def axis_problems(parallel: AnyParallel, path: str) -> list[Problem]:
     """Return the reasons why the axes of one replica are illegal; ``path`` is their section of the file."""
     problems = []
     sizes = sizes_of(parallel)

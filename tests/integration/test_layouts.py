@@ -127,7 +127,7 @@ def config_of(case: Case) -> DeployConfig:
                 "passing": case.kv.passing,
                 "chunk_tokens": case.chunk_tokens,
             },
-            "decode": {"parallel": case.decode},
+            "decode": {"parallel": case.decode.model_dump(exclude={"cp", "moe_dp"})},
             "transfer": {"mode": case.kv.sends, "verify": verify},
             "resources": {"collectives": case.collectives, "moe_dispatch": case.dispatch},
         }

@@ -10,7 +10,7 @@ import yaml
 from typer.main import get_command
 
 from cluster.cli.main import app
-from cluster.spec.config import DeployConfig, ParallelConfig
+from cluster.spec.config import AnyParallel, DeployConfig
 from tests import readme
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
 
@@ -148,7 +148,7 @@ def _row(config: DeployConfig) -> str:
     return f"{prefill} | {decode} | {backend}{sends}"
 
 
-def _sizes(parallel: ParallelConfig) -> str:
+def _sizes(parallel: AnyParallel) -> str:
     sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "dp", "ep", "moe_dp")}
     return "".join(f", {axis}={size}" for axis, size in sizes.items() if size > 1)
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from cluster.spec.checks import ModelLimits, layout_problems, ring_problems
-from cluster.spec.config import ParallelConfig, PrefillConfig
+from cluster.spec.config import AnyParallel, PrefillConfig
 from cluster.spec.errors import UserError
 from cluster.spec.kv import DTYPE_BYTES, KvGeometry, KvGroup, key_value_group
 from workers.context_parallel.cost_model import ModelShape
@@ -121,7 +121,7 @@ class DecoderConfig:
             has_windows=any(group.window is not None for group in self.kv_groups(self.dtype)),
         )
 
-    def check_layout(self, parallel: ParallelConfig, path: str = "parallel") -> None:
+    def check_layout(self, parallel: AnyParallel, path: str = "parallel") -> None:
         """Raise UnsupportedModelError if ranks cannot share the heads, layers or experts."""
         if problems := layout_problems(parallel, path, self.limits):
             raise UnsupportedModelError("; ".join(map(str, problems)))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cluster.spec.config import ParallelConfig
+from cluster.spec.config import AnyParallel, ParallelConfig
 from cluster.spec.ranks import Position, moe_tp_size, positions, stage_layers
 from cluster.spec.strategy import MoeDispatch
 from workers.parallel.collectives import Communicator
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 class ModelGroups:
     """Groups in which the model's layers communicate. By default, one rank has the entire model."""
 
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: AnyParallel = field(default_factory=ParallelConfig)
     global_rank: int = 0
     tp: Communicator = field(default_factory=partial(Communicator, "attn_tp"))
     dp: Communicator = field(default_factory=partial(Communicator, "attn_dp"))

@@ -8,6 +8,7 @@ from cluster.actors import Machine
 from cluster.placement import ReplicaPlacement, place
 from cluster.spec.config import (
     DecodeConfig,
+    DecodeParallelConfig,
     DeployConfig,
     Device,
     ParallelConfig,
@@ -31,7 +32,7 @@ def deployment(
     """Return a deployment with (replicas, workers per replica) for each role."""
     return DeployConfig(
         prefill=PrefillConfig(replicas=prefill[0], parallel=ParallelConfig(cp=prefill[1])),
-        decode=DecodeConfig(replicas=decode[0], parallel=ParallelConfig(tp=decode[1])),
+        decode=DecodeConfig(replicas=decode[0], parallel=DecodeParallelConfig(tp=decode[1])),
         transfer=TransferConfig(backend=backend),
         resources=ResourcesConfig(device=device, cpus_per_worker=cpus),
     )
