@@ -291,7 +291,6 @@ def test_tables_show_every_part(baton: RunBaton, tmp_path: Path, monkeypatch: py
         "attn_cp      {0,1}",
         "KV memory: 2 KiB per token, 64 tokens per page\n  full_attention (2 layers, 1 head, k 128 + v 128 float32)\n",
         "HTTP for clients",
-        "decode runs without context parallelism",
         "prefill.passing applies only in ring mode",
     ):
         assert part in out
@@ -318,10 +317,10 @@ def test_tables_show_decode_ranks_with_the_same_heads(
 
 def test_bad_file_prints_its_problems_and_nothing_else(baton: RunBaton, tmp_path: Path) -> None:
     file = tmp_path / "f.yaml"
-    file.write_text("prefil: {}\ndecode: {parallel: {cp: 2}}\nrouter: {port: http}")
+    file.write_text("prefil: {}\ndecode: {parallel: {tp: 0}}\nrouter: {port: http}")
     code, out, err = baton("plan", str(file), "--json")
     assert (code, out) == (2, "")
-    assert [line.split(":")[0] for line in err.splitlines()] == ["router.port", "prefil", "decode.parallel.cp"]
+    assert [line.split(":")[0] for line in err.splitlines()] == ["decode.parallel.tp", "router.port", "prefil"]
 
 
 def test_missing_file_and_missing_folder_are_one_line(baton: RunBaton, tmp_path: Path) -> None:
