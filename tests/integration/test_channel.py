@@ -168,7 +168,7 @@ def test_an_endless_frame_closes_the_connection(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_message_over_the_limit_is_not_sent(inbox: Inbox) -> None:
     with closing(Outbox(KEY)) as outbox:
-        with pytest.raises(PeerUnreachableError, match=f"^Shutdown of .* bytes; allowed: {MAX_FRAME_BYTES}"):
+        with pytest.raises(PeerUnreachableError, match=f"^Shutdown has .* bytes; allowed: at most {MAX_FRAME_BYTES}"):
             outbox.send(inbox.address, Shutdown(reason="x" * MAX_FRAME_BYTES))
         outbox.send(inbox.address, Drain())
         assert receive(inbox, 1) == [Drain()]
