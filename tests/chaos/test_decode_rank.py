@@ -23,32 +23,32 @@ def cluster() -> Iterator[RunningCluster]:
         yield running
 
 
-def drawn(cluster: RunningCluster, num_clients: int) -> list[Stream]:
-    """Return sampled requests with a seed, and the answers of an idle cluster.
+def rehearsed(cluster: RunningCluster) -> list[Stream]:
+    """Return greedy and sampled requests that an idle cluster has answered, so that no prefill delays them now.
 
-    Most of their tokens are not the most likely ones.
+    Sampled answers are expected to repeat; most of their tokens are not the most likely ones.
     """
-    streams = [Stream(NUM_TOKENS, 150 + n, sampling={"seed": n, **SAMPLING}) for n in range(num_clients)]
-    with Crowd(cluster.url, streams):
+    greedy = [Stream(NUM_TOKENS, 100 + number) for number in range(CLIENTS // 2)]
+    sampled = [Stream(NUM_TOKENS, 150 + n, sampling={"seed": n, **SAMPLING}) for n in range(CLIENTS // 2)]
+    with Crowd(cluster.url, [*greedy, *sampled]):
         pass
-    for stream in streams:
+    for stream in sampled:
         assert (
             sum(token != likely for token, likely in zip(stream.tokens, stream.expected, strict=True)) > NUM_TOKENS / 2
         )
-    return [stream.again() for stream in streams]
+    return [stream.again() for stream in (*greedy, *sampled)]
 
 
 def test_a_decode_rank_is_killed_under_eight_streams(cluster: RunningCluster) -> None:
-    sampled = drawn(cluster, CLIENTS // 2)
-    greedy = [Stream(NUM_TOKENS, 100 + number) for number in range(CLIENTS - len(sampled))]
-    with Crowd(cluster.url, [*greedy, *sampled]) as crowd:
+    streams = rehearsed(cluster)
+    with Crowd(cluster.url, streams) as crowd:
         cluster.wait_until(lambda: crowd.have_tokens(3), 300)
         before = Before(cluster, "decode-0")
         lost = [stream for stream in crowd.streams if stream.decode == "decode-0" and not stream.end]
         proof = kill("decode-0 rank 0", pid_of(cluster, "decode-0"))
         detection_s = before.wait_detected()
     assert any(stream.sampling for stream in lost), "only greedy streams lost their replica"
-    assert not all(stream.sampling for stream in lost), "only drawn streams lost their replica"
+    assert not all(stream.sampling for stream in lost), "only sampled streams lost their replica"
     line = before.line("kill a decode rank", crowd, proof, detection_s, before.wait_recovered())
     assert_all_right(cluster, line, crowd)
     assert line.continuations == len(lost)

@@ -27,6 +27,10 @@ def _ip(*arguments: str) -> None:
 @contextmanager
 def cable() -> Iterator[None]:
     """Create the other host, reachable from this one. Requires root."""
+    if SPACE in subprocess.run(["ip", "netns"], capture_output=True, text=True, check=False).stdout:
+        # A run that was killed left it.
+        _ip("link", "del", HOME_END)
+        _ip("netns", "del", SPACE)
     _ip("netns", "add", SPACE)
     try:
         _ip("link", "add", HOME_END, "type", "veth", "peer", "name", AWAY_END, "netns", SPACE)
