@@ -111,13 +111,9 @@ def _load(
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
     needs = needs_of(geometry.groups)
     attention = _open_attention(spec, device, dtype, needs)
-    make_capture: Callable[[], Capture] | None = None
-    if captures_decode(config, spec.pool) and Feature.WINDOW not in needs:
-        make_capture = partial(GraphCapture, torch.cuda.Stream(device.torch_device))  # type: ignore[no-untyped-call]
+    make_capture = _capture_maker(spec, device, needs)
     memory_gib = pool_memory_gib(spec, store, model, attention, groups, geometry, make_capture)
-    layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
-    num_tokens = layout.num_pages // layout.num_lifetimes * layout.page_size
-    _log.info("KV pool: %d pages, %d tokens", layout.num_pages, num_tokens)
+    layout = _pool_layout(spec, geometry, memory_gib)
     backend = make_backend(config.transfer.backend, spec.host, config.transfer.protocol)
     memory = open_peer_memory(layout, device, backend, config.verify_by(), groups.head_copies)
     host_bytes = host_bytes_of(spec, layout)
@@ -164,6 +160,20 @@ def _open_attention(spec: WorkerSpec, device: Device, dtype: torch.dtype, needs:
     if choice.name == "native":
         elementwise.register(device, torch.bfloat16, Library.load())
     return choice.backend
+
+
+def _pool_layout(spec: WorkerSpec, geometry: KvGeometry, memory_gib: float) -> PoolLayout:
+    layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
+    num_tokens = layout.num_pages // layout.num_lifetimes * layout.page_size
+    _log.info("KV pool: %d pages, %d tokens", layout.num_pages, num_tokens)
+    return layout
+
+
+def _capture_maker(spec: WorkerSpec, device: Device, needs: Set[Feature]) -> Callable[[], Capture] | None:
+    """Return what captures steps as CUDA graphs, or None if this rank captures none."""
+    if not captures_decode(spec.config, spec.pool) or Feature.WINDOW in needs:
+        return None
+    return partial(GraphCapture, torch.cuda.Stream(device.torch_device))  # type: ignore[no-untyped-call]
 
 
 def _capture_decode(
