@@ -5,22 +5,25 @@ With a key, CURVE (RFC 26) encrypts connections and authenticates both ends; see
 
 import asyncio
 import contextlib
+import logging
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
 import zmq.utils.z85
 
 from cluster.spec import wire
-from cluster.spec.errors import PeerUnreachableError
+from cluster.spec.errors import PeerLostError, PeerUnreachableError
 from cluster.spec.messages import Message
 from cluster.spec.wire import from_wire, to_wire
 from cluster.spec.worker_spec import ChannelKey
+
+_log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Maximum size of a sent or accepted frame; 64 MiB holds a prompt of some ten million tokens."""
@@ -215,6 +218,29 @@ class Outbox:
             self._sockets[address] = socket
         self._used_s[address] = now_s
         return self._sockets[address]
+
+
+class Post(Protocol):
+    """Methods of ``Outbox`` that send to one address."""
+
+    def send(self, address: str, message: Message) -> None: ...
+    def close(self) -> None: ...
+
+
+def send_or_log(post: Post, address: str, message: Message) -> None:
+    """Send a message. If the peer does not listen, only log, since leases and deadlines handle lost peers."""
+    try:
+        post.send(address, message)
+    except PeerUnreachableError as error:
+        _log.warning("%s", error)
+
+
+def send_to_ranks(outbox: Outbox, addresses: Iterable[str], message: Message) -> None:
+    """Send to other ranks of the same replica. Raise PeerLostError if one no longer listens."""
+    try:
+        outbox.broadcast(addresses, message)
+    except PeerUnreachableError as error:
+        raise PeerLostError(str(error)) from error
 
 
 class _Doorkeeper:

@@ -10,12 +10,10 @@ from cluster.spec.messages import RankTrace
 from cluster.spec.registry import KvOwnership, RankRecord
 from cluster.spec.version import VERSION
 from cluster.spec.worker_spec import WorkerSpec
-from transfer.sender_thread import SenderThread
-from workers.cache.page_allocator import PageAllocator
-from workers.cache.page_lists import Lifetimes
+from transfer.sender import SenderThread
+from workers.cache.page_allocator import Lifetimes, PageAllocator
 from workers.cache.prefix_tree import PrefixTree
-from workers.context_parallel.cost_model import even_chunk
-from workers.context_parallel.strategy_choice import StrategyChooser, undivided
+from workers.context_parallel.cost_model import StrategyChooser, even_chunk, undivided
 from workers.handoff.kv_sender import KvSender
 from workers.hicache.copier import Copier
 from workers.hicache.storage.page_store import PageStore

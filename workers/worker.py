@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cluster.bootstrap.client import LeaseRenewer, ReplicaRegistrar
-from cluster.channel import Inbox, Outbox
+from cluster.channel import Inbox, Outbox, send_or_log
 from cluster.spec.clock import HEARTBEAT_S, SystemClock
 from cluster.spec.messages import Drain, Message, TableUpdate
 from cluster.spec.registry import RankRecord, TableSnapshot
@@ -36,7 +36,6 @@ from workers.loop.leader_link import LeaderLink, LocalLink, RemoteLink
 from workers.loop.rank_steps import RankSteps
 from workers.loop.watch import BETWEEN_STEPS, Heartbeat
 from workers.parallel.groups import ReplicaStore, join_store, open_store
-from workers.post import send_or_log
 from workers.rank import Rank, load_rank
 
 PAUSE_S = 1e-4

@@ -17,7 +17,7 @@ from cluster.spec.strategy import CpMode, StrategySetting
 from workers.bench.process import WorkerProcess
 from workers.bench.results import StepTime, Way
 from workers.bench.shapes import SHAPES
-from workers.context_parallel.strategy_choice import StrategyChoice
+from workers.context_parallel.cost_model import StrategyChoice
 from workers.models.registry import parse_model_config
 
 _DTYPE = "bfloat16"

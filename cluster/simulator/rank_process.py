@@ -19,8 +19,8 @@ from cluster.spec.step_messages import CancelSend, ForgetPeer, StepPlan, StepRes
 from cluster.spec.strategy import Strategy
 from cluster.spec.tiers import TierJob
 from cluster.spec.transfer_messages import CheckPages, PagesChecked
-from transfer.digests import wrong_pages
 from transfer.page_assignment import early_ends
+from transfer.page_range import wrong_pages
 from workers.cache.page_allocator import PageAllocator
 from workers.handoff.kv_sender import KvSender
 from workers.memory.layerwise_load import LayerwiseLoad

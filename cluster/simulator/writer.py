@@ -1,4 +1,4 @@
-"""Writer on virtual time, in place of ``transfer.sender_thread.SenderThread``.
+"""Writer on virtual time, in place of ``transfer.sender.SenderThread``.
 
 It writes page by page, can fail, and leaves bytes in flight when it dies.
 """
@@ -15,7 +15,7 @@ from cluster.spec.ids import Room
 from cluster.spec.registry import Endpoint
 from cluster.spec.transfer_messages import PageDigests
 from transfer.page_range import Span, total_bytes
-from transfer.sender_thread import Cancelled, Outcome, SendJob, Write, WriteFailed, Written
+from transfer.sender import Cancelled, Outcome, SendJob, Write, WriteFailed, Written
 
 WRITE_TIMEOUT_S = 5.0
 """Time for which a write to an unreachable machine is retried."""

@@ -104,7 +104,7 @@ class _Saboteur:
 
     def spoil_steps(self) -> None:
         """Inject faults into the rank's part of a step."""
-        from workers.engine.step_state import BegunStep
+        from workers.engine.batch import BegunStep
 
         real = BegunStep.wait
 

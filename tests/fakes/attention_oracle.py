@@ -21,9 +21,8 @@ from workers.attention.interface import AttentionBackend
 from workers.attention.registry import choose_backend
 from workers.context_parallel.exchange import join_rows
 from workers.device import CPU, Device
-from workers.engine.attention_context import CpExchange, StepContext
+from workers.engine.attention_context import CpExchange, StepContext, make_context
 from workers.engine.batch import StepBatch, build_step_batch
-from workers.engine.ring_context import make_context
 from workers.layers.attention import take
 from workers.parallel.collectives import Communicator
 

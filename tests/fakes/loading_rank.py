@@ -13,8 +13,7 @@ from typing import Any
 from cluster.spec.config import ParallelConfig
 from cluster.spec.ranks import GroupName, groups
 from workers.engine.weights import load_model, torch_dtype
-from workers.parallel.collectives import Communicator
-from workers.parallel.model_groups import ModelGroups
+from workers.parallel.collectives import Communicator, ModelGroups
 
 _NO_BACKEND: Any = SimpleNamespace(in_background=False)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from cluster.spec.config import TransferBackendName
 from cluster.spec.errors import TransferError
 from cluster.spec.registry import Endpoint
-from transfer.backends.interface import Region, check_bounds
-from transfer.page_range import Span
+from transfer.backends.interface import Region
+from transfer.page_range import Span, check_bounds
 
 
 class Loopback:

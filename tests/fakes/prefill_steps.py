@@ -6,8 +6,7 @@ from cluster.spec.step_messages import StepPlan
 from tests.fakes.sequences import sequence_of
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
-from workers.context_parallel.cost_model import ChunkLen
-from workers.context_parallel.strategy_choice import undivided
+from workers.context_parallel.cost_model import ChunkLen, undivided
 from workers.scheduler.step_scheduler import StepLimits, StepScheduler
 
 PAGE_SIZE = 4

@@ -34,7 +34,7 @@ from tests.integration.test_kv_sender import (
     sender_of,
 )
 from transfer.backends.interface import Region
-from transfer.digests import coverage_problem
+from transfer.page_range import coverage_problem
 from workers.handoff.kv_sender import KvSender
 
 pytestmark = pytest.mark.integration

@@ -28,8 +28,8 @@ from cluster.spec.transfer_messages import CheckPages, Done, PagesChecked, SendS
 from tests.fakes.loopback import Loopback
 from tests.fakes.paged_ranks import PAGE_SIZE, record
 from transfer.backends.interface import Region
-from transfer.digests import coverage_problem
-from transfer.sender_thread import SenderThread
+from transfer.page_range import coverage_problem
+from transfer.sender import SenderThread
 from workers.handoff.kv_sender import KvSender
 from workers.handoff.page_checker import PageChecker
 

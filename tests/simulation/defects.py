@@ -19,16 +19,15 @@ from cluster.supervisor import reconcile
 from cluster.supervisor.events import End, Ended, Failed, Prove, Started
 from cluster.supervisor.operate import Step
 from cluster.supervisor.state import Cluster, Now
-from transfer.digests import digest_pages
 from transfer.page_assignment import owned_pages
-from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
-from transfer.sender_session import SenderSession
+from transfer.page_range import digest_pages
+from transfer.receiver import FailureKind, PageChecks, ReceiverSession, ReceiverState
+from transfer.sender import SenderSession
 from workers.cache.prefix_tree import PrefixTree
 from workers.hicache.policy.jobs import TierJobs
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeRequest, receiver_session
 from workers.scheduler.leader import DpLeader
-from workers.scheduler.page_checks import PageChecks
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillRequest, PrefillState
 from workers.scheduler.replica_leader import ReplicaLeader

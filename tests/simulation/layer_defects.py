@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from cluster.channel import send_or_log
 from cluster.spec.ids import Room
 from cluster.spec.kv import NO_PAGE
 from cluster.spec.step_messages import CancelSend, SendReport, StepPlan
@@ -14,17 +15,15 @@ from cluster.spec.tiers import TierPage
 from cluster.spec.transfer_messages import SendState
 from transfer.page_assignment import PagePair, PageShare
 from transfer.page_range import PageRange, Span
-from transfer.receiver_session import ReceiverSession
-from transfer.sender_thread import SendJob, Write
-from workers.cache.page_allocator import Demand, PageAllocator
-from workers.cache.page_lists import Lifetimes
+from transfer.receiver import ReceiverSession
+from transfer.sender import SendJob, Write
+from workers.cache.page_allocator import Demand, Lifetimes, PageAllocator
 from workers.handoff.kv_sender import KvSender, OutgoingRequest, _Transfer
 from workers.hicache.copier import Copier
 from workers.hicache.tiers import HostLoader
 from workers.memory.layerwise_load import LayerwiseLoad
-from workers.post import send_or_log
 from workers.scheduler.decode import DecodeLeader
-from workers.scheduler.decode_queue import DecodeQueue
+from workers.scheduler.decode_request import DecodeQueue
 from workers.scheduler.holders import PageHolders
 from workers.scheduler.sequence import TokenSequence
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.spec.config import TransferBackendName
-from cluster.spec.errors import TransferError
 from cluster.spec.registry import Endpoint
 from transfer.page_range import Span
 
@@ -72,16 +71,3 @@ class TransferBackend(Protocol):
     def close(self) -> None:
         """Close all regions to peers and forget all peers. Safe to call twice."""
         ...
-
-
-def check_bounds(spans: Sequence[Span], source_bytes: int, target_bytes: int, peer: Endpoint) -> None:
-    """Check that spans lie within both the source and the target region.
-
-    Raises:
-        TransferError: a span is out of bounds.
-    """
-    for span in spans:
-        if span.num_bytes < 0 or not 0 <= span.source_offset <= source_bytes - span.num_bytes:
-            raise TransferError(f"{peer.session}: {span} exceeds the {source_bytes} bytes of the source")
-        if not 0 <= span.target_offset <= target_bytes - span.num_bytes:
-            raise TransferError(f"{peer.session}: {span} exceeds the {target_bytes} bytes of the target")

@@ -15,8 +15,8 @@ from mooncake.engine import TransferEngine
 from cluster.spec.config import TransferBackendName, TransferProtocol
 from cluster.spec.errors import TransferError, UserError
 from cluster.spec.registry import Endpoint
-from transfer.backends.interface import Region, check_bounds
-from transfer.page_range import Span, batches
+from transfer.backends.interface import Region
+from transfer.page_range import Span, batches, check_bounds
 
 _MAX_SPANS = 512
 """Maximum spans per batch; the TCP transport rejects about 4,000."""

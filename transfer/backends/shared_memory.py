@@ -18,8 +18,8 @@ from cluster.machine_memory import machine_memory
 from cluster.spec.config import TransferBackendName
 from cluster.spec.errors import TransferError, UserError
 from cluster.spec.registry import Endpoint
-from transfer.backends.interface import Region, check_bounds
-from transfer.page_range import Span
+from transfer.backends.interface import Region
+from transfer.page_range import Span, check_bounds
 
 _Bytes = npt.NDArray[np.uint8]
 

@@ -15,9 +15,8 @@ from cluster.spec.step_messages import NewRequest, StepPlan
 from cluster.spec.strategy import CpMode
 from workers.attention.registry import choose_backend, needs_of
 from workers.bench.results import StepTime, Way
-from workers.context_parallel.cost_model import Rates
+from workers.context_parallel.cost_model import Rates, StrategyChoice, StrategyChooser
 from workers.context_parallel.shard_plan import dummy_request
-from workers.context_parallel.strategy_choice import StrategyChoice, StrategyChooser
 from workers.device import CPU, use_cpu
 from workers.engine.calibration import calibrate
 from workers.engine.runner import ModelRunner

@@ -19,9 +19,9 @@ from workers.bench.results import DeviceLimits, EngineResult
 from workers.bench.shapes import SHAPES
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.device import open_device, use_cpu
+from workers.engine.batch import BegunStep
 from workers.engine.decode_graphs import GraphCapture
 from workers.engine.runner import ModelRunner
-from workers.engine.step_state import BegunStep
 from workers.engine.weights import random_model
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel

@@ -1,20 +1,21 @@
-"""Estimates of step times under a shard plan, and chunk sizes of equal duration. No torch, no I/O.
+"""Estimates of step times under a shard plan, the choice of the fastest strategy, and chunk sizes of equal duration.
 
 An estimate is a fixed part plus, for each layer, the slowest rank's linear and attention work, the rows it stores and
 merges, the sums over its TP group, and the part of the CP exchange that no work hides. Ranks synchronize in every
 layer, so the slowest one sets the pace. In the last layer, nearly all tokens need only K and V, and nothing hides the
-exchange.
+exchange. No torch, no I/O.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
 from typing import NamedTuple
 
-from cluster.spec.strategy import Passing
+from cluster.spec.step_messages import ScheduledRequest, StepShape
+from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from workers.attention.runs import RankRuns, Run
-from workers.context_parallel.shard_plan import ShardPlan
+from workers.context_parallel.shard_plan import ShardPlan, make_step_shape, plan_shards, shape_of_plan
 
 ALL_REDUCES = 2
 """All-reduces per layer: after attention and after the MLP."""
@@ -22,6 +23,8 @@ TILE = 256
 """Number of queries and of keys per kernel tile."""
 _FIXED_COSTS = 20
 """Minimum duration of a step without pipeline stages, as a multiple of its fixed cost."""
+MIN_GAIN = 0.02
+"""Minimum relative gain for dividing a step. Below it, every rank computes everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,3 +257,53 @@ def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int, pp: 
         return max(1, round(costs.num_tokens(prefix_len, full_s)))
 
     return chunk
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyChoice:
+    """Shape of a step, and the estimate that led to the choice of strategy."""
+
+    shape: StepShape
+    estimate_s: float | None
+    """Expected time of the step. None if nothing was estimated."""
+
+
+Choose = Callable[[Sequence[ScheduledRequest]], StrategyChoice]
+"""Function from a step's scheduled requests to its shape."""
+
+
+def undivided(scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
+    """Return the shape of a step in which every rank computes every token. Implements ``Choose``."""
+    return StrategyChoice(make_step_shape(scheduled), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyChooser:
+    """Chooser of the fastest strategy for one replica's steps. Implements ``Choose``."""
+
+    setting: StrategySetting
+    cp: int
+    shape: ModelShape
+    rates: Rates
+    mode: CpMode = CpMode.GATHER
+    passing: PassingSetting = PassingSetting.AUTO
+
+    def __call__(self, scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
+        strategies = self.setting.candidates if self.cp > 1 else (Strategy.NONE,)
+        plans = {strategy: plan_shards(scheduled, strategy, self.cp) for strategy in strategies}
+        passings = self.passing.candidates if self.mode is CpMode.RING and self.cp > 1 else (None,)
+        choices = [self._choose(scheduled, plans, passing) for passing in passings]
+        return min(choices, key=lambda choice: choice.estimate_s or 0.0)
+
+    def _choose(
+        self, scheduled: Sequence[ScheduledRequest], plans: Mapping[Strategy, ShardPlan], passing: Passing | None
+    ) -> StrategyChoice:
+        """Return the strategy with the lowest estimate. A gain under MIN_GAIN does not justify an exchange."""
+        estimates_s = {
+            strategy: estimate_step_s(plan, self.shape, self.rates, passing) for strategy, plan in plans.items()
+        }
+        best = min(estimates_s, key=lambda strategy: estimates_s[strategy])
+        undivided_s = estimates_s.get(Strategy.NONE)
+        if undivided_s is not None and estimates_s[best] > undivided_s * (1 - MIN_GAIN):
+            best = Strategy.NONE
+        return StrategyChoice(shape_of_plan(plans[best], scheduled, passing), estimates_s[best])

@@ -20,7 +20,7 @@ from workers.layers.shard import WeightShard
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
-from workers.parallel.model_groups import ModelGroups
+from workers.parallel.collectives import ModelGroups
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -9,8 +9,14 @@ from torch import Tensor
 
 from cluster.spec.strategy import MoeDispatch
 from workers.device import device_of
-from workers.parallel.collectives import Communicator, all_to_all, exchange_counts, gather_exact, reduce_scatter_exact
-from workers.parallel.model_groups import ModelGroups
+from workers.parallel.collectives import (
+    Communicator,
+    ModelGroups,
+    all_to_all,
+    exchange_counts,
+    gather_exact,
+    reduce_scatter_exact,
+)
 
 NO_EXPERT = -1
 """Padding for tokens with fewer experts than others."""

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
+from cluster.channel import Post, send_or_log
 from cluster.spec.clock import Interval
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import Peer, ReplicaId, Role, Room
@@ -19,7 +20,6 @@ from cluster.spec.kv import pages_for
 from cluster.spec.registry import RankRecord, Verify
 from cluster.spec.step_messages import CancelSend, Destination, ForgetPeer, NewRequest, SendReport, StepPlan
 from cluster.spec.transfer_messages import PageDigests, SendState
-from transfer.digests import digest_pages
 from transfer.page_assignment import (
     LEAST_SPAN_BYTES,
     PagePair,
@@ -30,10 +30,8 @@ from transfer.page_assignment import (
     receivers,
     sent_groups,
 )
-from transfer.page_range import PageRange
-from transfer.sender_session import SenderSession
-from transfer.sender_thread import Cancelled, Outcome, SendJob, SpanWriter, Write, WriteFailed, Written
-from workers.post import Post, send_or_log
+from transfer.page_range import PageRange, digest_pages
+from transfer.sender import Cancelled, Outcome, SenderSession, SendJob, SpanWriter, Write, WriteFailed, Written
 from workers.trace.recorder import KV_SENDER, Recorder
 
 if TYPE_CHECKING:  # imports torch

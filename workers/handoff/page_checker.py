@@ -4,10 +4,10 @@ import queue
 import threading
 from collections.abc import Callable
 
+from cluster.channel import Post, send_or_log
 from cluster.spec.registry import RankRecord
 from cluster.spec.transfer_messages import CheckPages, PagesChecked
-from transfer.digests import wrong_pages
-from workers.post import Post, send_or_log
+from transfer.page_range import wrong_pages
 
 
 class PageChecker:

@@ -13,7 +13,7 @@ from cluster.spec.hicache_config import HicacheConfig, StorageBackendName
 from cluster.spec.ids import Room
 from cluster.spec.registry import KvOwnership, RankRecord
 from cluster.spec.tiers import RankTiers, Tier, TierJob, TierJobKind, TierPage, TierState
-from workers.cache.page_lists import Lifetimes
+from workers.cache.page_allocator import Lifetimes
 from workers.cache.prefix_tree import PageJournal, PrefixTree
 from workers.hicache.policy.host_index import HostIndex
 from workers.hicache.policy.host_writer import HostWriter

@@ -19,7 +19,7 @@ from workers.kernels.elementwise import elementwise_kernels
 from workers.layers.config import MoeConfig
 from workers.layers.linear import FusedLinear, ReplicatedLinear, SummedLinear, multiply
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
-from workers.parallel.model_groups import ModelGroups
+from workers.parallel.collectives import ModelGroups
 
 FEW_CHOICES = 32_768
 """Maximum number of (token, expert) choices for which every choice gets a row, so that the host need not wait for

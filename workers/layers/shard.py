@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from cluster.spec.ranks import kv_heads_of
-from workers.parallel.collectives import Communicator
-from workers.parallel.model_groups import Part
+from workers.parallel.collectives import Communicator, Part
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from cluster.channel import Inbox, Outbox
+from cluster.channel import Inbox, Outbox, send_or_log, send_to_ranks
 from cluster.spec.clock import Clock
 from cluster.spec.errors import QuarantineError
 from cluster.spec.messages import Message, Submit
@@ -14,9 +14,7 @@ from cluster.spec.step_messages import StepPlan, StepResult
 from cluster.spec.tiers import TierJob
 from cluster.spec.worker_spec import WorkerSpec
 from workers.hicache.tier_worker import TierWorker
-from workers.loop.rank_steps import EndedStep
-from workers.loop.step_counts import StepMeter, StepReports
-from workers.post import send_or_log, send_to_ranks
+from workers.loop.rank_steps import EndedStep, StepMeter, StepReports
 from workers.rank import Rank
 from workers.scheduler.replica_leader import ReplicaLeader, join_outputs
 

@@ -20,14 +20,13 @@ from cluster.spec.sampling import Sampled, TokenLogprobs
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import CachedTokens
 from cluster.spec.transfer_messages import Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
-from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
-from workers.cache.page_allocator import PageAllocator
-from workers.cache.page_lists import live_pages
+from transfer.receiver import FailureKind, PageChecks, ReceiverSession, ReceiverState
+from workers.cache.page_allocator import PageAllocator, live_pages
 from workers.context_parallel.shard_plan import idle_plan
 from workers.hicache.tiers import Tiers
-from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.decode_request import (
     MOVES,
+    DecodeQueue,
     DecodeRequest,
     DecodeSettings,
     DecodeState,
@@ -38,7 +37,6 @@ from workers.scheduler.decode_request import (
     stopping,
 )
 from workers.scheduler.leader import DpLeader
-from workers.scheduler.page_checks import PageChecks
 from workers.scheduler.sequence import KvState, TokenSequence
 from workers.scheduler.step_scheduler import StepScheduler
 from workers.trace.recorder import Recorder

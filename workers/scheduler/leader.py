@@ -23,8 +23,7 @@ from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import FlushCache, PinPages, Tier, TierJobResult, UseStorage
-from workers.cache.page_allocator import PageAllocator
-from workers.cache.page_lists import live_pages
+from workers.cache.page_allocator import PageAllocator, live_pages
 from workers.hicache.tiers import Tiers
 from workers.scheduler.page_reporter import PageReporter
 from workers.scheduler.sequence import TokenSequence

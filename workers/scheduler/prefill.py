@@ -16,7 +16,7 @@ from cluster.spec.registry import RankRecord, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import CancelSend, Destination, ForgetPeer, SendReport, StepPlan
 from cluster.spec.transfer_messages import Refused, Revoke, SendState, Ticket
-from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
+from transfer.page_assignment import geometry_refusal, refusal, ticket_refusal
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
 from workers.scheduler.leader import DpLeader

@@ -10,7 +10,7 @@ from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import SendReport
 from cluster.spec.transfer_messages import Drained, Result, Revoke, Ticket
 from transfer.page_assignment import PageShare, receivers
-from workers.cache.page_lists import live_pages
+from workers.cache.page_allocator import live_pages
 from workers.scheduler.sequence import TokenSequence
 
 TICKET_TIMEOUT_S = 30.0

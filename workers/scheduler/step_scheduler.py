@@ -13,13 +13,11 @@ from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from workers.cache.page_allocator import PageAllocator
-from workers.context_parallel.cost_model import ChunkLen
-from workers.context_parallel.strategy_choice import Choose
+from workers.context_parallel.cost_model import Choose, ChunkLen
 from workers.hicache.tiers import Tiers
 from workers.scheduler.holders import PageHolders
-from workers.scheduler.sequence import TokenSequence, new_request, schedule
+from workers.scheduler.sequence import TokenSequence, new_request, schedule, urgency
 from workers.scheduler.step_budget import Budget, Precedence, precedence
-from workers.scheduler.waiting import urgency
 
 
 @dataclass(frozen=True, slots=True)

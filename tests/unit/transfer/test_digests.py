@@ -13,9 +13,8 @@ from cluster.spec.registry import AxisSizes
 from cluster.spec.transfer_messages import PageDigests
 from tests.fakes.rank_records import LAYOUT, make_record
 from tests.unit.transfer.test_unequal_layouts import NUM_PAGES, Pair, pairs
-from transfer.digests import coverage_problem, digest_pages, wrong_pages
 from transfer.page_assignment import PageShare, copies_of, receivers, sent_groups
-from transfer.page_range import PageRange
+from transfer.page_range import PageRange, coverage_problem, digest_pages, wrong_pages
 
 POOL = replace(LAYOUT, num_pages=NUM_PAGES)
 ONE_RANK = AxisSizes(dp=1, cp=1, tp=1, pp=1)

@@ -7,7 +7,7 @@ from cluster.spec.ids import Incarnation, Peer, ReplicaId, Room
 from cluster.spec.registry import Verify
 from cluster.spec.transfer_messages import Done, Drained, PageDigests, Refused, Result, Revoke
 from tests.unit.transfer.samples import DECODE, PREFILL, ROOM, ticket
-from transfer.receiver_session import (
+from transfer.receiver import (
     REVOKE_AGAIN_S,
     TICKET_AGAIN_S,
     FailureKind,

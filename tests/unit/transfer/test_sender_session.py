@@ -9,7 +9,7 @@ from cluster.spec.step_messages import Destination
 from cluster.spec.transfer_messages import SendState
 from tests.unit.transfer.samples import DECODE, PREFILL, ROOM
 from transfer.page_assignment import PageShare
-from transfer.sender_session import SenderSession
+from transfer.sender import SenderSession
 
 PAGE = 4
 

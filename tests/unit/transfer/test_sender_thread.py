@@ -7,10 +7,10 @@ import pytest
 
 from cluster.spec.ids import Room
 from tests.fakes.loopback import Loopback
-from transfer import sender_thread
+from transfer import sender
 from transfer.backends.interface import Region
 from transfer.page_range import Span
-from transfer.sender_thread import Cancelled, Outcome, SenderThread, SendJob, Write, WriteFailed, Written
+from transfer.sender import Cancelled, Outcome, SenderThread, SendJob, Write, WriteFailed, Written
 
 PAGE = 4
 
@@ -35,7 +35,7 @@ class _Rig:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Rig]:
-    monkeypatch.setattr(sender_thread, "BATCH_SPANS", 2)
+    monkeypatch.setattr(sender, "BATCH_SPANS", 2)
     rig = _Rig()
     yield rig
     rig.backend.gate.set()

@@ -20,9 +20,8 @@ from workers.attention.torch_backend import TorchAttention
 from workers.context_parallel.exchange import RowGather, join_rows
 from workers.context_parallel.shard_plan import TokenLocation, make_shard_plan
 from workers.device import CPU
-from workers.engine.attention_context import CpExchange
+from workers.engine.attention_context import CpExchange, make_context
 from workers.engine.batch import StepBatch, build_step_batch
-from workers.engine.ring_context import make_context
 from workers.memory import page_pool
 from workers.parallel.collectives import Communicator
 

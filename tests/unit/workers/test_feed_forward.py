@@ -20,7 +20,7 @@ from tests.fakes.thread_layout import on_thread_layout
 from workers.expert_parallel.token_dispatcher import BlockShape, cheaper_dispatch
 from workers.layers.config import MoeConfig
 from workers.layers.feed_forward import ExpertRouter, GatedMLP, MoeBlock
-from workers.parallel.model_groups import ModelGroups
+from workers.parallel.collectives import ModelGroups
 
 ROUTER_HIDDEN = 16
 

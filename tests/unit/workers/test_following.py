@@ -13,7 +13,7 @@ from cluster.spec.messages import Message
 from cluster.spec.step_messages import Shutdown, StepPlan, StepShape
 from cluster.spec.tiers import TierJob, TierJobKind
 from workers import worker as worker_module
-from workers.engine.step_state import BegunStep, SampledTokens
+from workers.engine.batch import BegunStep, SampledTokens
 from workers.loop import leader_link
 from workers.loop.leader_link import RemoteLink
 from workers.loop.rank_steps import PATIENCE_S, RankSteps

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from cluster.channel import send_to_ranks
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerLostError, PeerUnreachableError
 from cluster.spec.ids import Role
@@ -20,7 +21,6 @@ from workers.device import CPU
 from workers.engine.rank_groups import join_groups
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import exchange_at_start, join_group, leave_store
-from workers.post import send_to_ranks
 
 
 def test_every_rank_gets_all_values() -> None:

@@ -19,11 +19,9 @@ from tests.fakes.prefill_steps import PrefillSteps
 from tests.fakes.sequences import sequence_of
 from tests.fakes.thread_group import on_thread_ranks
 from workers.cache.page_allocator import PageAllocator
-from workers.context_parallel.cost_model import ModelShape, Rates, even_chunk
-from workers.context_parallel.strategy_choice import StrategyChooser
+from workers.context_parallel.cost_model import ModelShape, Rates, StrategyChooser, even_chunk
 from workers.engine.weights import load_model
-from workers.parallel.collectives import Communicator
-from workers.parallel.model_groups import ModelGroups, Pipeline
+from workers.parallel.collectives import Communicator, ModelGroups, Pipeline
 from workers.scheduler.sequence import TokenSequence
 from workers.scheduler.step_scheduler import StepLimits, StepScheduler
 

@@ -19,10 +19,9 @@ from cluster.spec.transfer_messages import SendState
 from tests.unit.workers.test_feed_forward import HIDDEN, MOE
 from tests.unit.workers.test_replica_leader import leader_of
 from workers.layers.feed_forward import MoeBlock
-from workers.loop.rank_steps import RankSteps
-from workers.loop.step_counts import StepMeter, StepReports
+from workers.loop.rank_steps import RankSteps, StepMeter, StepReports
 from workers.loop.watch import BETWEEN_STEPS, Heartbeat
-from workers.parallel.model_groups import ModelGroups
+from workers.parallel.collectives import ModelGroups
 from workers.scheduler.prefill_request import SendMeter
 
 SAMPLED = {Room(1): Sampled(token_id=7)}

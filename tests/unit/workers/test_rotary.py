@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from workers.layers import rotary
-from workers.layers.rotary import RotaryEmbedding
+from workers.layers import attention
+from workers.layers.attention import RotaryEmbedding
 from workers.models.hf_config import read_rope_config
 from workers.models.interface import UnsupportedModelError
 
@@ -68,7 +68,7 @@ def our_rotary(parameters: dict[str, Any]) -> RotaryEmbedding:
 def test_a_step_makes_nothing_on_the_host(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU could not copy it during capture."""
     ours = our_rotary(VARIANTS[variant])
-    monkeypatch.setattr(rotary, "_exponents", lambda _: pytest.fail("made in a step"))
+    monkeypatch.setattr(attention, "_exponents", lambda _: pytest.fail("made in a step"))
     ours(torch.arange(2 * MAX_LEN), torch.float32)
 
 

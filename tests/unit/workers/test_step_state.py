@@ -17,8 +17,8 @@ from tests.fakes.thread_layout import tp_groups
 from workers.attention.torch_backend import TorchAttention
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.device import CpuDevice
+from workers.engine.batch import PageTable
 from workers.engine.runner import ModelRunner
-from workers.engine.step_state import PageTable
 from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator
 

@@ -23,8 +23,7 @@ from workers.engine import weights
 from workers.engine.weights import CheckpointError, load_model
 from workers.models.decoder import DecoderModel
 from workers.models.resolve import DESCRIPTION, resolve_model
-from workers.parallel.collectives import Communicator
-from workers.parallel.model_groups import ModelGroups
+from workers.parallel.collectives import Communicator, ModelGroups
 
 Tensors = dict[str, Tensor]
 NO_BACKEND: Any = SimpleNamespace(in_background=False)

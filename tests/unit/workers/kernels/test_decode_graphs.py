@@ -33,17 +33,14 @@ from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.attention.triton.tiling import fair_share
 from workers.context_parallel.shard_plan import join_shapes
-from workers.engine.attention_context import CpExchange
-from workers.engine.batch import build_step_batch
+from workers.engine.attention_context import CpExchange, make_context
+from workers.engine.batch import PreviousTokens, build_step_batch
 from workers.engine.decode_graphs import REPLAYED, CaptureError, DecodeGraphs, GraphCapture
-from workers.engine.ring_context import make_context
-from workers.engine.step_state import PreviousTokens
 from workers.engine.weights import load_model
 from workers.layers.feed_forward import Experts
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
-from workers.parallel.collectives import Communicator
-from workers.parallel.model_groups import ModelGroups, Part
+from workers.parallel.collectives import Communicator, ModelGroups, Part
 
 
 def capture(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:

@@ -36,8 +36,7 @@ from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
 from workers.models.decoder import DecoderModel
-from workers.parallel.collectives import Communicator
-from workers.parallel.model_groups import ModelGroups, Pipeline
+from workers.parallel.collectives import Communicator, ModelGroups, Pipeline
 
 TOTAL, WEIGHTS, ACTIVATIONS, OTHERS, GRAPH, WORKSPACE = (n * GIB for n in (100, 16, 2, 1, 3, 4))
 SIZES = batch_sizes(8)
