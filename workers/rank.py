@@ -103,15 +103,14 @@ def _load(
     on_failure: ExitStack,
 ) -> Rank:
     config = spec.config
-    is_sampling_rank = groups.pipeline.is_last and groups.cp.rank == groups.model.tp.rank == 0
-    grammars = Grammars(folder, model_config.vocab_size) if is_sampling_rank else None
+    grammars = Grammars(folder, model_config.vocab_size) if groups.is_sampling_rank else None
     dtype_name = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
     geometry = model_config.kv_geometry(config.model.name, dtype_name, config.kv.page_size)
     dtype = torch_dtype(dtype_name)
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
     needs = needs_of(geometry.groups)
     attention = _open_attention(spec, device, dtype, needs)
-    make_capture = _capture_maker(spec, device, needs)
+    make_capture = _capture_maker(spec, device, has_windows=geometry.has_windows)
     memory_gib = pool_memory_gib(spec, store, model, attention, groups, geometry, make_capture)
     layout = _pool_layout(spec, geometry, memory_gib)
     backend = make_backend(config.transfer.backend, spec.host, config.transfer.protocol)
@@ -125,15 +124,14 @@ def _load(
         model,
         memory.pool,
         attention,
-        groups.cp,
+        groups,
         spec.ownership,
         grammars,
-        pipeline=groups.pipeline,
         peer_memory=memory,
     )
     runner.warm_up()
     on_failure.callback(runner.drop_graphs)
-    _capture_decode(spec, runner, make_capture, is_windowed=Feature.WINDOW in needs)
+    _capture_decode(spec, runner, make_capture, has_windows=geometry.has_windows)
     shape, rates = measured_rates(spec, store, model, memory.pool, attention, groups, dtype_name)
     return Rank(
         geometry=geometry,
@@ -169,21 +167,21 @@ def _pool_layout(spec: WorkerSpec, geometry: KvGeometry, memory_gib: float) -> P
     return layout
 
 
-def _capture_maker(spec: WorkerSpec, device: Device, needs: Set[Feature]) -> Callable[[], Capture] | None:
+def _capture_maker(spec: WorkerSpec, device: Device, *, has_windows: bool) -> Callable[[], Capture] | None:
     """Return what captures steps as CUDA graphs, or None if this rank captures none."""
-    if not captures_decode(spec.config, spec.pool) or Feature.WINDOW in needs:
+    if not captures_decode(spec.config, spec.pool, has_windows=has_windows):
         return None
     return partial(GraphCapture, torch.cuda.Stream(device.torch_device))  # type: ignore[no-untyped-call]
 
 
 def _capture_decode(
-    spec: WorkerSpec, runner: ModelRunner, make_capture: Callable[[], Capture] | None, *, is_windowed: bool
+    spec: WorkerSpec, runner: ModelRunner, make_capture: Callable[[], Capture] | None, *, has_windows: bool
 ) -> None:
     """Capture decode steps, or log why they are not captured."""
     if make_capture is not None:
         runner.capture_decode(spec.config.decode.max_requests, make_capture())
         _log.info("CUDA graphs of decode steps hold %.3g GiB", runner.graph_bytes / GIB)
-    elif reason := "sliding windows" if is_windowed else why_not_captured(spec.config, spec.pool):
+    elif reason := why_not_captured(spec.config, spec.pool, has_windows=has_windows):
         runner.why_not_captured = reason
         _log.info("decode steps are not captured: %s", reason)
 

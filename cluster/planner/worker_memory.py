@@ -101,7 +101,7 @@ def _exchange_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> floa
 
 def _graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
     """Return the memory of CUDA graphs: the largest step, which all share, and each graph's page tables and nodes."""
-    if not captures_decode(config, pool):
+    if not captures_decode(config, pool, has_windows=model.geometry.has_windows):
         return 0.0
     sizes = batch_sizes(pool.max_requests)
     tables = sum(sizes) * pages_for(model.config.max_position_embeddings, config.kv.page_size) * _PAGE_ID_BYTES

@@ -4,13 +4,13 @@ from cluster.spec.config import AttentionSetting, DecodeConfig, DeployConfig, De
 from cluster.spec.strategy import Collectives
 
 
-def captures_decode(config: DeployConfig, pool: PoolConfig) -> bool:
+def captures_decode(config: DeployConfig, pool: PoolConfig, *, has_windows: bool) -> bool:
     """Return whether workers of a pool capture decode steps."""
     is_decode = config.resources.device is Device.CUDA and isinstance(pool, DecodeConfig)
-    return is_decode and not why_not_captured(config, pool)
+    return is_decode and not why_not_captured(config, pool, has_windows=has_windows)
 
 
-def why_not_captured(config: DeployConfig, pool: PoolConfig) -> str:
+def why_not_captured(config: DeployConfig, pool: PoolConfig, *, has_windows: bool) -> str:
     """Return why decode workers on GPUs capture no graphs; empty if they do, or for other workers."""
     resources, parallel = config.resources, pool.parallel
     if resources.device is not Device.CUDA or not isinstance(pool, DecodeConfig):
@@ -19,6 +19,8 @@ def why_not_captured(config: DeployConfig, pool: PoolConfig) -> str:
         return f"attention by {resources.attention}"
     if parallel.pp > 1:
         return "pipeline stages"
+    if has_windows:
+        return "sliding windows"
     # A collective through the host cannot be replayed as part of a graph.
     uses_tcp = resources.collectives is Collectives.TCP and max(parallel.tp, parallel.dp) > 1
     return "TCP collectives" if uses_tcp else ""

@@ -15,11 +15,11 @@ from workers.bench.engine import EngineBench
 from workers.bench.shapes import SHAPES
 from workers.device import GPU
 from workers.engine.decode_graphs import CaptureError, GraphCapture
+from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import random_model
 from workers.models.decoder import DecoderModel
 from workers.models.registry import parse_model_config
-from workers.parallel.collectives import Communicator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # a cold cache compiles every kernel
 
@@ -39,7 +39,7 @@ def runner_of(model: DecoderModel, num_pages: int) -> ModelRunner:
     config = model.config
     shape = (config.attention.num_kv_heads, config.num_layers, 64, config.attention.head_dim, model.dtype)
     pool = kv_pool(num_pages, *shape, device=model.device.torch_device)
-    return ModelRunner(model, pool, TritonAttention(), Communicator("cp"))
+    return ModelRunner(model, pool, TritonAttention(), RankGroups())
 
 
 def checked(found: T | None) -> T:

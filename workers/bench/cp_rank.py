@@ -19,6 +19,7 @@ from workers.context_parallel.cost_model import Rates, StrategyChoice, StrategyC
 from workers.context_parallel.shard_plan import dummy_request
 from workers.device import CPU, use_cpu
 from workers.engine.calibration import calibrate
+from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import random_model, torch_dtype
 from workers.kernels import elementwise
@@ -64,7 +65,7 @@ class CpBenchRank:
         group = join_group(self._store, f"cp{cp}", range(cp), rank, host=_HOST, timeout_s=_TIMEOUT_S)
         is_sharded = self._mode is CpMode.RING and cp > 1
         ownership = KvOwnership.SHARDED if is_sharded else KvOwnership.REPLICATED
-        runner = ModelRunner(self._model, self._pool, self._backend, group, ownership)
+        runner = ModelRunner(self._model, self._pool, self._backend, RankGroups(cp=group), ownership)
         runner.warm_up()
         self._groups[cp] = group, runner, calibrate(self._model, self._pool, self._backend, group, self._shape)
 

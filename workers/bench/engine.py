@@ -21,12 +21,12 @@ from workers.context_parallel.shard_plan import make_step_shape
 from workers.device import open_device, use_cpu
 from workers.engine.batch import BegunStep
 from workers.engine.decode_graphs import GraphCapture
+from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import random_model
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.models.registry import parse_model_config
-from workers.parallel.collectives import Communicator
 
 _PAGE_SIZE = 64
 _CHUNK_TOKENS = 8192
@@ -176,7 +176,7 @@ def _make_runner(model: DecoderModel, most_tokens: int) -> ModelRunner:
     geometry = model.config.kv_geometry("bench", str(model.dtype).removeprefix("torch."), _PAGE_SIZE)
     pool = PagePool.of_one_rank(geometry, pages_for(most_tokens, _PAGE_SIZE), model.device.torch_device)
     attention = choose_backend(AttentionSetting.AUTO, model.device, model.dtype, needs_of(geometry.groups))
-    runner = ModelRunner(model, pool, attention.backend, Communicator("cp"))
+    runner = ModelRunner(model, pool, attention.backend, RankGroups())
     runner.warm_up()
     if model.device.has_kernels:
         runner.capture_decode(1, GraphCapture(torch.cuda.Stream(model.device.torch_device)))  # type: ignore[no-untyped-call]

@@ -41,7 +41,7 @@ def pool_memory_gib(
         assert given is not None, "kv.memory_gib must be set on a CPU"
         return given
     page = PagePool(page_layout(geometry, spec.sizes, spec.coords), device=model.device.torch_device)
-    runner = ModelRunner(model, page, attention, groups.cp, spec.ownership, pipeline=groups.pipeline)
+    runner = ModelRunner(model, page, attention, groups, spec.ownership)
     memory = _measure(spec, model, runner, make_capture)
     _log.info("%s", memory)
     needed, key = (given, "kv.memory_gib") if given else (2 * page.page_bytes / GIB, "kv.memory_fraction")

@@ -24,13 +24,21 @@ _HEAD_COPIES = "head_copies"
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """Groups over which tokens and weights are sharded, and links to the neighbouring stages."""
+    """Groups over which tokens and weights are sharded, and links to the neighbouring stages.
 
-    cp: Communicator
-    model: ModelGroups
-    pipeline: Pipeline
+    By default, the rank is the only one of its replica.
+    """
+
+    cp: Communicator = field(default_factory=partial(Communicator, "cp"))
+    model: ModelGroups = field(default_factory=ModelGroups)
+    pipeline: Pipeline = field(default_factory=Pipeline)
     head_copies: Communicator = field(default_factory=partial(Communicator, _HEAD_COPIES))
     """Decode ranks with the same KV heads."""
+
+    @property
+    def is_sampling_rank(self) -> bool:
+        """Return whether this rank samples tokens, as the first rank of the last stage does."""
+        return self.pipeline.is_last and self.cp.rank == 0 and self.model.tp.rank == 0
 
     @property
     def all(self) -> tuple[Communicator, ...]:

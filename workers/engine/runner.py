@@ -22,13 +22,13 @@ from workers.engine.batch import BegunStep, KnownRequest, SampledTokens, StepInp
 from workers.engine.decode_graphs import Capture, DecodeGraphs
 from workers.engine.logits_processors import SamplingState
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
+from workers.engine.rank_groups import RankGroups
 from workers.engine.sampler import begin_sample, draw
 from workers.memory.copy import warm_up_copies
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import OnStored, PagePool
 from workers.memory.peer_memory import PeerMemory
 from workers.models.decoder import DecoderModel
-from workers.parallel.collectives import Communicator, Pipeline
 
 _KERNEL_STEPS = [*product((1 << power for power in range(8)), (0, 1024)), (512, 0)]
 """Steps, as (tokens per CP rank, prefix tokens), that compile every attention kernel on a GPU: with every block size,
@@ -44,10 +44,9 @@ class ModelRunner:
         model: DecoderModel,
         pool: PagePool,
         backend: AttentionBackend,
-        cp_group: Communicator,
+        groups: RankGroups,
         ownership: KvOwnership = KvOwnership.REPLICATED,
         grammars: Grammars | None = None,
-        pipeline: Pipeline | None = None,
         peer_memory: PeerMemory | None = None,
     ) -> None:
         """Create the runner. ``grammars`` are for the sampling rank, ``peer_memory`` for ranks that receive pages."""
@@ -61,22 +60,16 @@ class ModelRunner:
         self.requests: dict[Room, KnownRequest] = {}
         self._sampling_states: dict[Room, SamplingState] = {}
         """Sampling states by room, on the sampling rank only. Created at a request's first sample."""
-        self._owners = cp_group.size if ownership is KvOwnership.SHARDED else 1
+        self._owners = groups.cp.size if ownership is KvOwnership.SHARDED else 1
         self._null_page = pool.num_pages * self._owners
         self._grammars = grammars
         self._model = model
         self._pool = pool
         self._backend = backend
-        self._cp_group = cp_group
-        self._exchange = CpExchange(cp_group)
-        self._pipeline = pipeline or Pipeline()
+        self._groups = groups
+        self._exchange = CpExchange(groups.cp)
         self._sampled = SampledTokens()
         """Tokens of the latest step in which this rank's TP group sampled."""
-
-    @property
-    def is_sampling_rank(self) -> bool:
-        """Return whether this rank samples tokens, as the first rank of the last stage does."""
-        return self._pipeline.is_last and self._cp_group.rank == 0 and self._model.groups.tp.rank == 0
 
     def warm_up(self) -> None:
         """Run small steps in the null page, so that libraries, groups and kernels are ready for the first request.
@@ -84,7 +77,7 @@ class ModelRunner:
         Every rank of the replica calls this.
         """
         for num_tokens, prefix_len in _KERNEL_STEPS if self._model.device.has_kernels else [(1, 0)]:
-            self.run_dummy(self._cp_group.size * num_tokens, prefix_len)
+            self.run_dummy(self._groups.cp.size * num_tokens, prefix_len)
         if self._model.device.has_kernels:
             self._merge_dummy()
             self.sample_dummy(1)
@@ -92,7 +85,7 @@ class ModelRunner:
 
     def _merge_dummy(self) -> None:
         """Merge every possible number of partials, from a prefix and every rank, to compile the kernels."""
-        attention, size = self._model.attention, self._cp_group.size
+        attention, size = self._model.attention, self._groups.cp.size
         kinds = [[self._model.dtype] * count for count in range(2, size + 2)]
         if self._owners > 1:
             # Partials over new rows precede the partials that all ranks return, which are in fp32.
@@ -112,16 +105,16 @@ class ModelRunner:
         num_pages = pages_for(prefix_len + num_tokens, self._pool.page_size)
         null_pages = np.full(num_pages, self._null_page, dtype=np.int64)
         scheduled = [dummy_request(num_tokens, prefix_len)]
-        dp, cp = self._model.groups.parallel.dp, self._cp_group.size
+        dp, cp = self._model.groups.parallel.dp, self._groups.cp.size
         shape = join_shapes([make_step_shape(scheduled, strategy, passing, cp)] * dp, cp)[0]
         with torch.inference_mode():
             context, hidden = self._compute(StepInput(scheduled, [[null_pages]] * self._pool.num_lifetimes, shape))
-            if self._pipeline.is_last:
+            if self._groups.pipeline.is_last:
                 self._model.logits(context.last_layer.gather_sampled(hidden))
 
     def sample_dummy(self, num_rows: int) -> None:
         """Sample dummy tokens with top-p. Every rank of the replica calls this."""
-        if not self._pipeline.is_last:
+        if not self._groups.pipeline.is_last:
             return
         model, sampling = self._model, Sampling(temperature=1.0, top_p=0.5, seed=0)
         with torch.inference_mode():
@@ -129,7 +122,7 @@ class ModelRunner:
                 num_rows, model.config.hidden_size, dtype=model.dtype, device=model.device.torch_device
             )
             logits = model.logits(hidden)
-            if self.is_sampling_rank:
+            if self._groups.is_sampling_rank:
                 draw(logits, [sampling] * num_rows, range(num_rows))
 
     def capture_decode(self, most_requests: int, capture: Capture) -> None:
@@ -137,8 +130,8 @@ class ModelRunner:
 
         Every rank of the replica calls this. The replica must have one stage and no context parallelism.
         """
-        assert self._cp_group.size == 1, "decode has no context parallelism"
-        assert not self._pipeline.links, "decode steps cannot be captured with several stages"
+        assert self._groups.cp.size == 1, "decode has no context parallelism"
+        assert not self._groups.pipeline.links, "decode steps cannot be captured with several stages"
 
         device = self._model.device
         free = device.free_bytes()
@@ -202,7 +195,7 @@ class ModelRunner:
         sampled_hidden = self._replay(step, is_loading=plan.layerwise_load is not None)
         if sampled_hidden is None:
             context, hidden = self._compute(step)
-            if not self._pipeline.is_last:
+            if not self._groups.pipeline.is_last:
                 return SampledTokens()
             if context.batch.is_scored:
                 self._score_prompts(plan.scheduled, context, hidden)
@@ -212,10 +205,10 @@ class ModelRunner:
             # Without logits, ranks do not wait for each other, but the leader's step must not end before all ranks'
             # writes.
             self._model.groups.tp.all_reduce(torch.zeros(1, device=self._model.device.torch_device))
-        if not sampled or self._cp_group.rank > 0:
+        if not sampled or self._groups.cp.rank > 0:
             return SampledTokens()
         logits = self._model.logits(sampled_hidden)
-        if self.is_sampling_rank:
+        if self._groups.is_sampling_rank:
             self._sampled = self._begin_sample(sampled, logits)
         else:
             self._sampled = SampledTokens([request.room for request in sampled])
@@ -236,8 +229,8 @@ class ModelRunner:
         """
         batch = build_step_batch(
             step,
-            cp=self._cp_group.size,
-            cp_rank=self._cp_group.rank,
+            cp=self._groups.cp.size,
+            cp_rank=self._groups.cp.rank,
             page_size=self._pool.page_size,
             null_slot=self._pool.null_slot,
             device=self._model.device,
@@ -245,11 +238,13 @@ class ModelRunner:
         )
         context = make_context(batch, self._pool, self._backend, self._exchange)
         model, received = self._model, None
-        if not self._pipeline.is_first:
+        if not self._groups.pipeline.is_first:
             shape = len(batch.token_ids), model.config.hidden_size
-            received = self._pipeline.receive(torch.empty(shape, dtype=model.dtype, device=model.device.torch_device))
+            received = self._groups.pipeline.receive(
+                torch.empty(shape, dtype=model.dtype, device=model.device.torch_device)
+            )
         hidden = model(batch.token_ids, batch.positions, context, received)
-        self._pipeline.send(hidden)
+        self._groups.pipeline.send(hidden)
         return context, hidden
 
     def _score_prompts(self, scheduled: Sequence[ScheduledRequest], context: StepContext, hidden: torch.Tensor) -> None:
@@ -258,8 +253,8 @@ class ModelRunner:
             Asked(request.scored_ids, each.sampling.num_prompt_logprobs or 0)
             for request, each in zip(scheduled, known, strict=True)
         ]
-        logprobs = prompt_logprobs(self._model, self._cp_group, context.batch, hidden, asked)
-        if self.is_sampling_rank:
+        logprobs = prompt_logprobs(self._model, self._groups.cp, context.batch, hidden, asked)
+        if self._groups.is_sampling_rank:
             for request, added in zip(known, logprobs, strict=True):
                 request.prompt_logprobs.extend(added)
 

@@ -81,8 +81,8 @@ def attend(
 
     For page size 0, keys and values are ``[1, H, row, ...]``. Writes ``out [T, H * G, V]`` and ``lse [T, H * G]`` fp32,
     both contiguous, in the rows of ``tiles``. ``tiles [n, 9]`` and ``segments [m, 6]`` are int32, ``tables`` int64. The
-    elements of a head are adjacent. With a ``window``, a query sees only the last of its segment's visible keys.
-    Without ``parts``, every tile has all keys of its queries.
+    elements of a head are adjacent. With a ``window``, a query sees only the last ``window`` of its segment's visible
+    keys. Without ``parts``, every tile has all keys of its queries.
     """
     num_kv_heads, head_dim, value_dim = key.shape[1], query.shape[2], value.shape[3]
     if not len(tiles):

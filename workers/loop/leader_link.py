@@ -85,7 +85,7 @@ class LocalLink:
     def on_ended(self, step: EndedStep) -> None:
         self._meter.after_step(step.plan, step.seconds)
         self._reports.count(step.seconds)
-        if self._rank.runner.is_sampling_rank and step.plan.scheduled:
+        if self._rank.groups.is_sampling_rank and step.plan.scheduled:
             self._leader.commit(self._dp_rank, step.sampled, self._clock.now_s())
 
     def end_round(self, *, is_busy: bool) -> None:
@@ -128,7 +128,7 @@ class RemoteLink:
         self, spec: WorkerSpec, rank: Rank, address: str, num_ahead: int, inbox: Inbox, outbox: Outbox, clock: Clock
     ) -> None:
         self.num_ahead = num_ahead
-        self._dp_rank, self._runner = spec.coords.dp, rank.runner
+        self._dp_rank, self._groups = spec.coords.dp, rank.groups
         self._address, self._inbox, self._outbox, self._clock = address, inbox, outbox, clock
         self._reports = step_reports(spec, rank)
         self._had_plans = False
@@ -145,7 +145,7 @@ class RemoteLink:
 
     def on_ended(self, step: EndedStep) -> None:
         self._reports.count(step.seconds)
-        if self._runner.is_sampling_rank and step.plan.scheduled:
+        if self._groups.is_sampling_rank and step.plan.scheduled:
             result = StepResult(dp_rank=self._dp_rank, sampled=step.sampled)
             send_to_ranks(self._outbox, [self._address], result)
 

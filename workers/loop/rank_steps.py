@@ -26,7 +26,7 @@ from workers.rank import Rank
 REPORT_EVERY_S = 1.0
 """Interval between work reports."""
 PATIENCE_S = 1.0
-"""Maximum time that the loop handles messages before it waits for a step. The watchdog monitors that wait."""
+"""Maximum time for which the loop handles messages before it waits for a step. The watchdog monitors that wait."""
 
 
 class EndedStep(NamedTuple):

@@ -50,7 +50,8 @@ class Rank:
         worker: Any = SimpleNamespace(heartbeat=Heartbeat(), _inbox=inbox)
         worker._handle = partial(Worker._handle, worker)
         rank: Any = SimpleNamespace(
-            runner=SimpleNamespace(begin=self.begin, requests={}, is_sampling_rank=False),
+            runner=SimpleNamespace(begin=self.begin, requests={}),
+            groups=SimpleNamespace(is_sampling_rank=False),
             step_recorder=SimpleNamespace(step=lambda _: nullcontext()),
         )
         nothing = lambda *_: None  # noqa: E731

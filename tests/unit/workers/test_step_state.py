@@ -18,6 +18,7 @@ from workers.attention.torch_backend import TorchAttention
 from workers.context_parallel.shard_plan import make_step_shape
 from workers.device import CpuDevice
 from workers.engine.batch import PageTable
+from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator
@@ -40,7 +41,7 @@ def runner_of(folder: Path, tp: Communicator) -> ModelRunner:
     model = load_model(folder, groups=tp_groups(tp))
     config = model.config
     pool = kv_pool(4, config.attention.num_kv_heads, config.num_layers, 16, config.attention.head_dim, model.dtype)
-    return ModelRunner(model, pool, TorchAttention(), Communicator("cp"))
+    return ModelRunner(model, pool, TorchAttention(), RankGroups())
 
 
 def plan_of(*, samples: bool) -> StepPlan:

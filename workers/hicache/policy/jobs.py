@@ -32,7 +32,7 @@ class Outcome:
     failures: Counter[str]
     """Failed pages by reason, over all ranks."""
     now_s: float
-    """Time of the last rank's report."""
+    """Time at which the last rank reported."""
 
     @property
     def num_leading(self) -> int:

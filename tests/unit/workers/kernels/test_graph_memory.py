@@ -36,7 +36,6 @@ from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
 from workers.models.decoder import DecoderModel
-from workers.parallel.collectives import Communicator, ModelGroups, Pipeline
 
 TOTAL, WEIGHTS, ACTIVATIONS, OTHERS, GRAPH, WORKSPACE = (n * GIB for n in (100, 16, 2, 1, 3, 4))
 SIZES = batch_sizes(8)
@@ -85,7 +84,7 @@ def worker(text: dict[str, Any]) -> Any:
 
 
 def ask(spec: Any, model: DecoderModel, make_capture: Callable[[], Capture] | None) -> float:
-    groups = RankGroups(Communicator("cp"), ModelGroups(), Pipeline())
+    groups = RankGroups()
     store: Any = HashStore()
     geometry = model.config.kv_geometry("m", "float32", 4)
     return pool_memory_gib(spec, store, model, PlainGraphs(), groups, geometry, make_capture)
@@ -106,7 +105,7 @@ def test_pages_get_the_memory_that_graphs_leave(model: DecoderModel, monkeypatch
     gpu.used += int(pages_gib * GIB)
     config = model.config
     pool = kv_pool(4, config.attention.num_kv_heads, config.num_layers, 16, config.attention.head_dim, model.dtype)
-    one = ModelRunner(model, pool, PlainGraphs(), Communicator("cp"))
+    one = ModelRunner(model, pool, PlainGraphs(), RankGroups())
     one.capture_decode(8, gpu.make_capture())
     assert one.graph_bytes == len(SIZES) * GRAPH
     assert gpu.used + ACTIVATIONS == 0.9 * TOTAL
@@ -134,7 +133,7 @@ def test_graphs_are_deleted_although_an_error_references_a_step(
 ) -> None:
     gpu, config = FakeGpu(monkeypatch), model.config
     pool = kv_pool(4, config.attention.num_kv_heads, config.num_layers, 16, config.attention.head_dim, model.dtype)
-    one = ModelRunner(model, pool, PlainGraphs(), Communicator("cp"))
+    one = ModelRunner(model, pool, PlainGraphs(), RankGroups())
     one.capture_decode(8, gpu.make_capture())
     assert one._graphs is not None
     held = one._graphs._steps[8]
@@ -223,8 +222,8 @@ def test_a_rank_captures_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatc
 
 def test_a_rank_that_captures_nothing_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "open_device", lambda _: GpuOnHost())
-    monkeypatch.setattr(rank, "captures_decode", lambda *_: False)
-    monkeypatch.setattr(rank, "why_not_captured", lambda *_: "a reason")
+    monkeypatch.setattr(rank, "captures_decode", lambda *_, **__: False)
+    monkeypatch.setattr(rank, "why_not_captured", lambda *_, **__: "a reason")
     FakeGpu(monkeypatch)
     given = worker({"kv": {"memory_gib": 0.001}, "resources": {"device": "cuda", "attention": "auto"}})
     store: Any = HashStore()
@@ -243,7 +242,7 @@ def test_a_rank_that_captures_nothing_says_why(tmp_path: Path, monkeypatch: pyte
 def test_steps_with_layerwise_loads_are_counted(model: DecoderModel) -> None:
     config = model.config
     pool = kv_pool(4, config.attention.num_kv_heads, config.num_layers, 16, config.attention.head_dim, model.dtype)
-    one = ModelRunner(model, pool, PlainGraphs(), Communicator("cp"))
+    one = ModelRunner(model, pool, PlainGraphs(), RankGroups())
     one._graphs = SimpleNamespace(counts=Counter(replayed=2))  # type: ignore[assignment]
     assert one._replay(StepInput([], [], StepShape()), is_loading=True) is None
     assert one.graph_steps == {"replayed": 2, "layerwise load": 1}
@@ -271,12 +270,19 @@ def test_steps_with_layerwise_loads_are_counted(model: DecoderModel) -> None:
 )
 def test_pools_that_allow_capture(text: dict[str, Any], reason: str) -> None:
     config = DeployConfig.model_validate({"resources": {"device": "cuda"}} | text)
-    assert why_not_captured(config, config.decode) == reason
-    assert captures_decode(config, config.decode) == (not reason)
-    assert not captures_decode(config, config.prefill)
+    assert why_not_captured(config, config.decode, has_windows=False) == reason
+    assert captures_decode(config, config.decode, has_windows=False) == (not reason)
+    assert not captures_decode(config, config.prefill, has_windows=False)
 
 
 def test_no_pool_on_a_cpu_captures() -> None:
     config = DeployConfig.model_validate({"decode": {"parallel": {"pp": 2}}})
-    assert not captures_decode(config, config.decode)
-    assert not why_not_captured(config, config.decode)
+    assert not captures_decode(config, config.decode, has_windows=True)
+    assert not why_not_captured(config, config.decode, has_windows=True)
+
+
+def test_windowed_models_are_not_captured() -> None:
+    config = DeployConfig.model_validate({"resources": {"device": "cuda"}})
+    assert why_not_captured(config, config.decode, has_windows=True) == "sliding windows"
+    assert not captures_decode(config, config.decode, has_windows=True)
+    assert not why_not_captured(config, config.prefill, has_windows=True)

@@ -25,6 +25,7 @@ from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton import backend
 from workers.attention.triton.backend import TritonAttention
 from workers.engine import attention_context, runner
+from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
 from workers.kernels import copy_pages, sampling
@@ -39,7 +40,7 @@ def test_attention_is_warm_in_blocks_of_every_size(tmp_path: Path, monkeypatch: 
     )
     config = model.config
     pool = kv_pool(2, config.attention.num_kv_heads, config.num_layers, 64, config.attention.head_dim, torch.bfloat16)
-    one = ModelRunner(model, pool, TritonAttention(), Communicator("cp"), KvOwnership.REPLICATED, None)
+    one = ModelRunner(model, pool, TritonAttention(), RankGroups(), KvOwnership.REPLICATED, None)
     seen: set[tuple[Blocks, bool]] = set()
 
     def note_attend(*tensors: Tensor, **others: Any) -> None:
@@ -70,7 +71,7 @@ def test_drawing_and_copying_are_warm(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sampling, "win_race", win_race)
     monkeypatch.setattr(copy_pages, "copy_pages", lambda *_: launched.append("copies"))
     monkeypatch.setattr(ModelRunner, "run_dummy", lambda *_: None)  # slow, and covered above
-    ModelRunner(model, pool, TritonAttention(), Communicator("cp")).warm_up()
+    ModelRunner(model, pool, TritonAttention(), RankGroups()).warm_up()
     assert launched == ["cutoffs", "race", "copies"]
 
 
@@ -125,7 +126,7 @@ def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
         pool = kv_pool(
             20, config.attention.num_kv_heads, config.num_layers, 16, config.attention.head_dim, torch.bfloat16
         )
-        one = ModelRunner(model, pool, TorchAttention(), group, ownership, None)
+        one = ModelRunner(model, pool, TorchAttention(), RankGroups(cp=group), ownership, None)
         one.warm_up()
         merged.kinds = set()
         rng = random.Random(0)
