@@ -151,7 +151,7 @@ def _read_tokens(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
         tokenizer.add_special_tokens([_END])
         end = tokenizer.token_to_id(_END)
         if end is None or end in taken:
-            raise ValueError(f"its token ids have gaps: id {end} is not free")
+            raise ValueError("its token ids have gaps, so no free id follows them")
         return llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=max(end + 1, vocab_size), eos_token=end)
     except Exception as error:
         raise UserError(f"this model's tokenizer does not support grammars: {_in_one_line(str(error))}") from error

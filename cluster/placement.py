@@ -104,7 +104,7 @@ def _assign(config: DeployConfig, room: dict[str, int], sizes: dict[ReplicaId, i
 
 
 def _take(free: dict[str, int], used: list[str], size: int) -> list[str]:
-    """Take room for one replica: on one machine if any has enough, else on the emptiest machines."""
+    """Reserve room for one replica: on one machine if any has enough, else on the emptiest machines."""
     whole = [node_id for node_id, count in free.items() if count >= size]
     if whole:
         chosen = [min(whole, key=lambda node_id: (used.count(node_id), free[node_id], node_id))]

@@ -214,5 +214,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds {type(content).__name__}, not an object")
+        raise UserError(f"{path} must hold a JSON object, but holds a {type(content).__name__}")
     return content

@@ -118,7 +118,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def decode_len(self) -> int:
-        """Maximum number of tokens that decode stores for this request alone, in the current or the first attempt."""
+        """Maximum number of tokens that decode stores for this request alone, in the current or next attempt."""
         is_sharing = self.shares_prompt if self.submit is None else self.submit.prompt_of is not None
         return self.stopping.max_tokens if is_sharing else self.max_len
 
@@ -226,7 +226,7 @@ class OutputBatch(msgspec.Struct, kw_only=True):
     cached: CachedTokens = CachedTokens()
     """Cached prompt tokens; set with the first tokens."""
     phases: PhaseTimes | None = None
-    """Time of each phase up to the first tokens; set with them."""
+    """Time of each phase up to the first tokens; set when they arrive."""
 
     def append(self, later: "OutputBatch") -> None:
         self.token_ids += later.token_ids

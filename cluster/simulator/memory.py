@@ -194,7 +194,7 @@ class Tickets:
             raise Violation(f"room {room} writes into page {page} of {memory.session}, which gets it from another rank")
 
     def end(self, memory: Memory, page: int) -> None:
-        """Revoke the permission for a page to which its own replica writes."""
+        """Revoke the permission for a page once its own replica writes to it."""
         permissions = self._permissions.get(memory.allocator)
         if permissions:
             permissions.pop(page, None)

@@ -217,7 +217,7 @@ class TransferConfig(Node):
     """Checks of received KV before decode uses it: `counts` of pages and bytes, or also a `digest` of each page; by
     default `digest` on CPUs and `counts` on GPUs, where a digest reads every page once more."""
     transfer_timeout_s: PositiveSeconds = 60.0
-    """Seconds without a message from prefill after which decode gives up a transfer that has begun."""
+    """Seconds without a message from prefill after which decode gives up on a transfer that has begun."""
 
 
 ToolParserName = Literal["auto", "hermes", "llama3", "none"]
@@ -291,7 +291,7 @@ class ResourcesConfig(Node):
     up to 4,096 tokens."""
     start_timeout_s: PositiveSeconds = 300.0
     """Seconds to wait for all replicas to be ready once their machines have the model's files; in an existing Ray
-    cluster, also the limit of the wait for machines with enough resources."""
+    cluster, also the limit on the wait for machines with enough resources."""
     silence_s: PositiveSeconds = 10.0
     """Seconds of silence after which a rank (with its replica), the router or the bootstrap service is restarted."""
     step_timeout_s: Annotated[float, Field(ge=5, le=1_000_000, strict=True)] = 300.0

@@ -23,7 +23,7 @@ def pool_layout(geometry: KvGeometry, sizes: AxisSizes, coords: RankCoords, memo
     num_pages = int(memory_gib * GIB) // page_bytes - 1
     if num_pages < 1:
         raise ValueError(
-            f"{memory_gib} GiB hold no page besides the null page; one page takes {page_bytes} bytes, "
+            f"{memory_gib} GiB has no room for a page besides the null page; one page takes {page_bytes} bytes, "
             f"so give at least {2 * page_bytes / GIB:.3g} GiB"
         )
     return msgspec.structs.replace(layout, num_pages=num_pages)

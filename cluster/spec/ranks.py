@@ -91,7 +91,7 @@ def global_rank(coords: RankCoords, sizes: AxisSizes) -> int:
     for axis in _ATTENTION_AXES:
         coordinate, size = getattr(coords, axis), getattr(sizes, axis)
         if not 0 <= coordinate < size:
-            raise ValueError(f"{axis}_rank {coordinate} is outside its axis; allowed: 0 to {size - 1}")
+            raise ValueError(f"{axis}_rank {coordinate} is out of range; allowed: 0 to {size - 1}")
     rank_in_stage = (coords.dp * sizes.cp + coords.cp) * sizes.tp + coords.tp
     return coords.pp * stage_size(sizes) + rank_in_stage
 
@@ -193,7 +193,9 @@ def kv_heads_of(num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
     if tp_size % num_kv_heads == 0:
         head = tp_rank * num_kv_heads // tp_size
         return range(head, head + 1)
-    raise ValueError(f"{num_kv_heads} KV heads cannot be divided over tp = {tp_size}; one must divide the other")
+    raise ValueError(
+        f"{num_kv_heads} KV heads cannot be divided among tp = {tp_size} ranks; one number must divide the other"
+    )
 
 
 def head_copies(num_heads: Iterable[int], tp_size: int) -> int:
@@ -212,7 +214,7 @@ def head_copy_groups(ranks: Sequence[Position], num_heads: Iterable[int]) -> lis
 
 
 def _split(rank: int, sizes: tuple[int, ...]) -> list[int]:
-    """Return the digits of a rank in the mixed radix of the sizes, the last one fastest."""
+    """Return the digits of a rank in the mixed radix of the sizes; the last digit varies fastest."""
     return [rank // prod(sizes[axis + 1 :]) % size for axis, size in enumerate(sizes)]
 
 

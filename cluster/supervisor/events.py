@@ -170,7 +170,7 @@ class Prove(_OfStart):
 
 @dataclass(frozen=True, slots=True)
 class MarkEnded(_OfStart):
-    """Mark this and earlier incarnations as ended in the rank table; ``proven`` if no process of them is left."""
+    """Mark this and earlier incarnations as ended in the rank table; ``proven`` if none of their processes is left."""
 
     proven: bool
 

@@ -203,7 +203,7 @@ def test_reaping_an_old_incarnation_does_not_affect_the_new_one() -> None:
         ({"geometry": msgspec.structs.replace(GEOMETRY, num_layers=2)}, "KV geometry"),
         ({"geometry": msgspec.structs.replace(GEOMETRY, model="m")}, "got model m, but rank 0 registered fake"),
         ({"global_rank": 0}, "got global rank 0, but the coordinates of rank 1"),
-        ({"coords": RankCoords(dp=0, cp=5, tp=0, pp=0)}, "cp_rank 5 is outside its axis; allowed: 0 to 1"),
+        ({"coords": RankCoords(dp=0, cp=5, tp=0, pp=0)}, "cp_rank 5 is out of range; allowed: 0 to 1"),
         ({"incarnation": Incarnation(0)}, "got incarnation 0; allowed: 1 or more"),
     ],
 )

@@ -167,8 +167,8 @@ def test_expert_tensor_parallel_size_fills_the_stage() -> None:
 @pytest.mark.parametrize(
     ("coords", "message"),
     [
-        (RankCoords(dp=0, cp=2, tp=0, pp=0), "cp_rank 2 is outside its axis; allowed: 0 to 1"),
-        (RankCoords(dp=0, cp=0, tp=-1, pp=0), "tp_rank -1 is outside its axis; allowed: 0 to 0"),
+        (RankCoords(dp=0, cp=2, tp=0, pp=0), "cp_rank 2 is out of range; allowed: 0 to 1"),
+        (RankCoords(dp=0, cp=0, tp=-1, pp=0), "tp_rank -1 is out of range; allowed: 0 to 0"),
     ],
 )
 def test_coordinates_outside_their_axis_are_refused(coords: RankCoords, message: str) -> None:
@@ -213,5 +213,5 @@ def test_groups_of_head_copies_hold_the_same_heads_of_the_same_tokens_and_layers
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="6 KV heads cannot be divided over tp = 4; one must divide the other"):
+    with pytest.raises(ValueError, match="6 KV heads cannot be divided among tp = 4 ranks; one number must divide"):
         kv_heads_of(6, 4, 0)

@@ -148,7 +148,7 @@ def test_same_as_transformers(tmp_path: Path, switches: dict[str, bool]) -> None
     [
         ("tokenizer.json", "{", "is not a tokenizer"),
         ("config.json", "{", "is not valid JSON"),
-        ("config.json", "[]", "holds list, not an object"),
+        ("config.json", "[]", "must hold a JSON object, but holds a list"),
     ],
 )
 def test_unreadable_files(tmp_path: Path, name: str, content: str, message: str) -> None:
