@@ -107,6 +107,13 @@ def test_graphs_of_decode_are_expected(tmp_path: Path) -> None:
     assert expected_memory(config, config.decode, model).graphs * GIB == tables + step + allowances
 
 
+def test_sliding_windows_take_no_graph_memory(tmp_path: Path) -> None:
+    shape = LLAMA_3_8B | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 1}
+    config, model = planned(tmp_path, shape, "")
+    assert model.geometry.has_windows
+    assert expected_memory(config, config.decode, model).graphs == 0
+
+
 def test_drawing_for_every_request_is_expected(tmp_path: Path) -> None:
     def activations(max_requests: int) -> float:
         config, model = planned(tmp_path, LLAMA_3_8B, f"decode: {{max_requests: {max_requests}}}")
