@@ -19,6 +19,8 @@ from workers.device import device_of
 
 MOST_KEYS = 1 << 12
 """Maximum keys copied out of a request's pages in one piece; few enough to stay in CPU caches."""
+MOST_SINGLE_KEYS = 1 << 14
+"""Maximum keys of a single token in one call. A second call and a merge cost more than keys outside the caches."""
 MOST_SCORES = 1 << 24
 """Maximum number of scores (64 MiB) that exist at the same time, unless one query has more."""
 
@@ -178,7 +180,7 @@ def _divide(
     singles: list[Piece] = []
     others: list[Piece] = []
     for piece in paged_pieces(runs, key_lens, window):
-        is_single = is_batched and piece.num_queries == 1 and piece.num_keys <= MOST_KEYS
+        is_single = is_batched and piece.num_queries == 1 and piece.num_keys <= MOST_SINGLE_KEYS
         (singles if is_single else others).append(piece)
     num_queries = sum(run.count for run in runs)
     built = [_SingleTokens(batch, tables, page_size, num_queries) for batch in _batches(singles)]

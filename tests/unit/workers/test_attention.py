@@ -37,6 +37,7 @@ def test_any_scale_window_and_width_in_blocks_of_any_size(case: PagedCase, most_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_backend, "MOST_SCORES", most_scores)
         patch.setattr(torch_backend, "MOST_KEYS", most_keys)
+        patch.setattr(torch_backend, "MOST_SINGLE_KEYS", most_keys)
         check_paged(TORCH, case, "cpu")
 
 
