@@ -13,7 +13,7 @@ from cluster.spec.ids import Role
 from cluster.spec.kv import PoolLayout, pages_for
 from cluster.spec.memory import GIB, GpuMemory, HostMemory, pool_layout
 from cluster.spec.ranks import positions, sizes_of
-from workers.hicache.storage.page_store import HEADER_BYTES
+from workers.hicache.storage.page_store import object_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ def _cached_problems(config: DeployConfig, role: Role, layout: PoolLayout) -> li
     if hicache.host_bytes < layout.page_bytes:
         message = f"got {hicache.host_gib:g}; allowed: 0, or {_least(role, layout.page_bytes)}"
         problems.append(Problem("hicache.host_gib", message))
-    stored_bytes = layout.page_bytes + HEADER_BYTES
+    stored_bytes = object_bytes(layout)
     if storage.backend is StorageBackendName.FILES and storage.max_gib * GIB < stored_bytes:
         message = f"got {storage.max_gib:g}; allowed: {_least(role, stored_bytes)}"
         problems.append(Problem("hicache.storage.max_gib", message))

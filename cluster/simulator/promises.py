@@ -59,7 +59,7 @@ class CancelCheck:
 
     def __init__(self) -> None:
         self._active: dict[Room, set[str]] = {}
-        """Addresses that have neither finished their part of an attempt nor been told to stop."""
+        """Addresses that have neither finished their part of an attempt nor received a Cancel."""
         self._submits: dict[Room, Submit] = {}
 
     def note_sent(self, address: str, message: Message) -> None:

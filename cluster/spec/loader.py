@@ -18,6 +18,10 @@ Tree = dict[str, Any]
 
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 _TEXT_TAG = "tag:yaml.org,2002:str"
+_REFUSED = {
+    "decode.parallel.cp": "decode has no context parallelism, since a step computes one token per request; omit it",
+}
+"""Reasons for refusing keys that a user may expect."""
 _LONGEST_VALUE = 60
 _PATTERNS = {
     r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$": "1 to 63 lowercase letters, digits and dashes, no dash at either end",
@@ -186,6 +190,8 @@ def allowed(keys: Keys) -> str:
 
 def _unknown(keys: Keys) -> str:
     *parents, key = keys
+    if (reason := _REFUSED.get(".".join(map(str, keys)))) is not None:
+        return reason
     known = list(_schema_of(tuple(parents))["properties"])
     nearest = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""

@@ -226,9 +226,9 @@ class Outcome(StrEnum):
     GOING_ON = "going on"
     DONE = "done"
     REFUSED = "refused"
-    """Nothing was done."""
+    """Nothing has changed."""
     FAILED = "failed"
-    """Some of it was not done."""
+    """The command was carried out only in part."""
 
 
 @dataclass(frozen=True, slots=True)

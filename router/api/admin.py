@@ -18,6 +18,7 @@ from router.api.document import document
 from router.api.front import admin_key_needed
 from router.api.intake import encode, pack_token_ids
 from router.api.requests import SaltedBody
+from router.directory import Load
 from router.errors import bad_request, refused
 from router.service import Service
 
@@ -63,7 +64,7 @@ def routes(service: Service) -> APIRouter:
         snapshot = service.directory.snapshot
         replicas = {
             entry.replica: {
-                "open": book.get((entry.replica, entry.incarnation)),
+                "open": book.get((entry.replica, entry.incarnation), Load()),
                 "ready": entry.ready,
                 "heartbeat": entry.load,
             }

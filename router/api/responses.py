@@ -80,7 +80,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None
     stop_reason: StopReason = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """Only in the choice's first chunk."""
+    """Token ids of the prompt, only in the choice's first chunk."""
     token_ids: Sequence[int] | UnsetType = UNSET
 
 
@@ -166,7 +166,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """Only in the choice's first chunk."""
+    """Token ids of the prompt, only in the choice's first chunk."""
     usage: Usage | UnsetType | None = UNSET
 
 

@@ -150,7 +150,7 @@ class EngineBench:
             begun = following or self._begin(_scheduled(len(prompt) + index - 1, [tokens[-1]], index))
             following = None
             if self._runner.is_asynchronous and index + 1 < num_tokens:
-                following = self._begin(_scheduled(len(prompt) + index, [0], index + 1, follows=True))
+                following = self._begin(_scheduled(len(prompt) + index, [0], index + 1, input_from_previous_step=True))
             tokens.append(begun.wait()[_ROOM].token_id)
             times_s.append(time.perf_counter())
         return timed(start_s, times_s, tokens)
@@ -190,7 +190,7 @@ def _scheduled(
     *,
     new_pages: Sequence[int] = (),
     samples: bool = True,
-    follows: bool = False,
+    input_from_previous_step: bool = False,
 ) -> ScheduledRequest:
     return ScheduledRequest(
         room=_ROOM,
@@ -199,7 +199,7 @@ def _scheduled(
         new_pages=[list(new_pages)] if new_pages else [],
         samples=samples,
         output_position=output_position,
-        input_from_previous_step=follows,
+        input_from_previous_step=input_from_previous_step,
     )
 
 

@@ -52,7 +52,7 @@ class FusedLinear(ShardedLayer):
     """Several projections of one input in one product. Each rank computes a shard of every projection's outputs."""
 
     def __init__(self, in_size: int, outputs: Mapping[str, Shard], *, bias: bool) -> None:
-        """Build the layer. ``outputs`` maps each projection's name ("q_proj") to this rank's shard of it."""
+        """Build the layer. ``outputs`` maps each projection's role to this rank's shard of it."""
         super().__init__()
         out_size = sum(shard.size for shard in outputs.values())
         self.weight = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)

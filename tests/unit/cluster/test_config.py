@@ -29,6 +29,10 @@ BAD_FILES = {
         "prefill.replicas: 2",
         [f"prefill.replicas: unknown key; did you mean prefill? allowed: {TOP_KEYS}"],
     ),
+    "key that decode does not have": (
+        "decode: {parallel: {cp: 2}}",
+        ["decode.parallel.cp: decode has no context parallelism, since a step computes one token per request"],
+    ),
     "number as key": ("1: {2: 3}", [f"1: unknown key; allowed: {TOP_KEYS}"]),
     "word that YAML reads as true": ("on: 3", [f"on: unknown key; allowed: {TOP_KEYS}"]),
     "text for a number": (

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from xxhash import xxh3_128_digest
 
+from cluster.spec.kv import PoolLayout
 from cluster.spec.registry import RankRecord
 from cluster.spec.tiers import StorageFigures, TierPage
 from transfer.page_assignment import copies_of
@@ -28,6 +29,11 @@ _BATCH_BYTES = 16 << 20
 
 Buffer = Callable[[TierPage], memoryview]
 """Function that returns a page's host memory."""
+
+
+def object_bytes(layout: PoolLayout) -> int:
+    """Return the maximum number of bytes of a stored page, with its header."""
+    return HEADER_BYTES + layout.page_bytes
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
