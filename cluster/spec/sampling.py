@@ -48,6 +48,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         """True if sampling depends on earlier tokens."""
         return self.has_penalties or bool(self.bad_words or self.grammar)
 
+    @property
+    def changes_logits(self) -> bool:
+        """True if logits may have to be changed before sampling."""
+        return self.looks_back or bool(self.logit_bias or self.allowed_ids or self.min_tokens)
+
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
     """Stop conditions of a request.

@@ -106,14 +106,12 @@ Shifts = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 class SamplingState:
-    """Sampling settings of one request, and the earlier tokens on which sampling depends."""
+    """Sampling settings of one request that changes logits, and the earlier tokens on which sampling depends."""
 
     def __init__(self, request: NewRequest, vocab_size: int, grammars: Grammars | None = None) -> None:
         """Create the state. Wait until the request's grammar is compiled."""
         self.sampling = sampling = request.sampling
         output = request.history[request.prompt_len :]
-        self.asks = sampling.looks_back or bool(sampling.logit_bias or sampling.allowed_ids or sampling.min_tokens)
-        """True if the request may change logits."""
         self._vocab_size = vocab_size
         self._tokens = list(request.history) if sampling.bad_words else []
         self._bias = _shifts_of(sampling.logit_bias)
@@ -156,15 +154,17 @@ def _shifts_of(shifts: dict[int, float]) -> Shifts:
 Numbers = NDArray[np.float32]
 
 
-def process(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> None:
-    """Change logits ``[num_rows, vocab_size]`` in place. ``positions`` are the rows' output positions."""
-    asking = {row: state for row, state in enumerate(states) if state.asks}
-    grammars = {row: state.grammar for row, state in asking.items() if state.grammar is not None}
+def process(logits: Tensor, states: Mapping[int, SamplingState], positions: Sequence[int]) -> None:
+    """Change logits ``[num_rows, vocab_size]`` in place. ``states`` has the rows to change.
+
+    ``positions`` are the output positions of all rows.
+    """
+    grammars = {row: state.grammar for row, state in states.items() if state.grammar is not None}
     before = logits[device_of(logits).put_index(list(grammars))] if grammars else logits
-    _forbid_others(logits, {row: state.allowed for row, state in asking.items() if len(state.allowed)})
-    shifts = {row: state.shifts(positions[row]) for row, state in asking.items()}
+    _forbid_others(logits, {row: state.allowed for row, state in states.items() if len(state.allowed)})
+    shifts = {row: state.shifts(positions[row]) for row, state in states.items()}
     _shift(logits, {row: shift for row, shift in shifts.items() if len(shift[0])})
-    _penalise(logits, states, {row: state.counts for row, state in asking.items() if state.counts is not None})
+    _penalise(logits, states, {row: state.counts for row, state in states.items() if state.counts is not None})
     _keep_to(logits, before, {row: grammar.allowed(positions[row]) for row, grammar in grammars.items()})
 
 
@@ -197,7 +197,7 @@ def _shift(logits: Tensor, shifts: Mapping[int, tuple[NDArray[np.int64], Numbers
         logits[index] += _tensor([values for _, values in shifts.values()], logits)
 
 
-def _penalise(logits: Tensor, states: Sequence[SamplingState], counted: Mapping[int, TokenCounts]) -> None:
+def _penalise(logits: Tensor, states: Mapping[int, SamplingState], counted: Mapping[int, TokenCounts]) -> None:
     """Apply repetition penalties (Keskar et al., 2019), then frequency and presence penalties as in OpenAI's API."""
     if not counted:
         return

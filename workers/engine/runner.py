@@ -59,7 +59,7 @@ class ModelRunner:
         self._not_captured: Counter[str] = Counter()
         self.requests: dict[Room, KnownRequest] = {}
         self._sampling_states: dict[Room, SamplingState] = {}
-        """Sampling states by room, on the sampling rank only. Created at a request's first sample."""
+        """Sampling states of requests that change logits, on the sampling rank. Created at a request's first sample."""
         self._owners = groups.cp.size if ownership is KvOwnership.SHARDED else 1
         self._null_page = pool.num_pages * self._owners
         self._grammars = grammars
@@ -260,16 +260,19 @@ class ModelRunner:
 
     def _begin_sample(self, scheduled: Sequence[ScheduledRequest], logits: torch.Tensor) -> SampledTokens:
         logprobs: dict[Room, list[TokenLogprobs]] = {}
-        states: list[SamplingState] = []
+        states: dict[int, SamplingState] = {}
         rooms = [request.room for request in scheduled]
-        for room in rooms:
-            known = self.requests[room]
-            if room not in self._sampling_states:
-                self._sampling_states[room] = SamplingState(known, self._model.config.vocab_size, self._grammars)
-            states.append(self._sampling_states[room])
+        sampled = [self.requests[room] for room in rooms]
+        for row, known in enumerate(sampled):
+            room = known.room
+            if known.sampling.changes_logits:
+                if room not in self._sampling_states:
+                    self._sampling_states[room] = SamplingState(known, self._model.config.vocab_size, self._grammars)
+                states[row] = self._sampling_states[room]
             # Prompt log-probabilities are reported with the first token.
             if known.prompt_logprobs:
                 logprobs[room] = list(known.prompt_logprobs)
                 known.prompt_logprobs.clear()
-        draws = begin_sample(logits, states, [request.output_position for request in scheduled])
+        positions = [request.output_position for request in scheduled]
+        draws = begin_sample(logits, [known.sampling for known in sampled], states, positions)
         return SampledTokens(rooms, draws, logprobs)

@@ -168,7 +168,7 @@ class PendingSamples:
 
     token_ids: Tensor
     """``[num_rows]`` int64, on the logits' device."""
-    _states: Sequence[SamplingState]
+    _states: Mapping[int, SamplingState]
     _num_top: Mapping[int, int]
     """Number of most likely tokens to report, by row. Only for rows that request them."""
     _arriving: Arriving
@@ -186,33 +186,36 @@ class PendingSamples:
             row: TokenLogprobs(logprob=own, top_ids=ids[:num_top], top_logprobs=top[:num_top])
             for (row, num_top), own, top, ids in zip(self._num_top.items(), *likelihoods, strict=True)
         }
-        sampled = list(zip(self._states, token_ids, strict=True))
-        for state, token_id in sampled:
-            state.append(token_id)
-        return [_sampled(state, token_id, reported.get(row)) for row, (state, token_id) in enumerate(sampled)]
+        for row, state in self._states.items():
+            state.append(token_ids[row])
+        return [_sampled(self._states.get(row), token_id, reported.get(row)) for row, token_id in enumerate(token_ids)]
 
 
-def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> PendingSamples:
+def begin_sample(
+    logits: Tensor, rows: Sequence[Sampling], states: Mapping[int, SamplingState], positions: Sequence[int]
+) -> PendingSamples:
     """Start sampling one token per row.
 
     Args:
         logits: fp32 [num_rows, vocab_size] from the model, changed in place.
-        states: sampling states by row.
+        rows: sampling parameters by row.
+        states: sampling states of the rows that change logits.
         positions: output positions by row, 0 for the first generated token.
     """
-    assert logits.shape[0] == len(states) == len(positions)
-    asked = {index: num for index, state in enumerate(states) if (num := state.sampling.num_logprobs) is not None}
+    assert logits.shape[0] == len(rows) == len(positions)
+    asked = {index: num for index, row in enumerate(rows) if (num := row.num_logprobs) is not None}
     of_asked = device_of(logits).put_index(list(asked)) if asked else None
     unprocessed = logits[of_asked] if of_asked is not None else logits
-    process(logits, states, positions)
-    token_ids = draw(logits, [state.sampling for state in states], positions)
+    if states:
+        process(logits, states, positions)
+    token_ids = draw(logits, rows, positions)
     likelihoods = _likelihoods(unprocessed, token_ids[of_asked], max(asked.values())) if of_asked is not None else ()
     # Start the copy to the host now, since the next step may start before anyone waits for this one.
     return PendingSamples(token_ids, states, asked, Arriving(token_ids, *likelihoods))
 
 
-def _sampled(state: SamplingState, token_id: int, logprobs: TokenLogprobs | None) -> Sampled:
-    if state.grammar is None:
+def _sampled(state: SamplingState | None, token_id: int, logprobs: TokenLogprobs | None) -> Sampled:
+    if state is None or state.grammar is None:
         return Sampled(token_id=token_id, logprobs=logprobs)
     return Sampled(
         token_id=token_id, logprobs=logprobs, completes_grammar=state.grammar.is_over, problem=state.grammar.problem

@@ -42,7 +42,7 @@ def draw(state: SamplingState, position: int, likes: str | int = "!") -> Sampled
     """Return a token sampled from logits that prefer one token, then low ids."""
     logits = -torch.arange(VOCAB_SIZE, dtype=torch.float32)[None] / 100
     logits[0, ord(likes) if isinstance(likes, str) else likes] = 9.0
-    return begin_sample(logits, [state], [position]).wait()[0]
+    return begin_sample(logits, [state.sampling], {0: state}, [position]).wait()[0]
 
 
 def text_of(state: SamplingState, num_tokens: int, likes: str | int = "!", first: int = 0) -> str:
@@ -97,10 +97,11 @@ def test_logprobs_are_the_models_own(grammars: Grammars) -> None:
 
 
 def test_requests_without_a_grammar_are_unchanged(grammars: Grammars) -> None:
-    states = [state_of(grammars, asked('start: "a"')), state_of(grammars, Sampling())]
+    constrained = state_of(grammars, asked('start: "a"'))
     logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
     likeliest = int(logits[1].argmax())
-    assert [drawn.token_id for drawn in begin_sample(logits, states, [0, 0]).wait()] == [ord("a"), likeliest]
+    drawn = begin_sample(logits, [constrained.sampling, Sampling()], {0: constrained}, [0, 0]).wait()
+    assert [each.token_id for each in drawn] == [ord("a"), likeliest]
 
 
 def test_a_token_that_ends_the_answer_does_not_end_the_text_early(grammars: Grammars) -> None:

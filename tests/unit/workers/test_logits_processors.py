@@ -43,12 +43,13 @@ def some_logits(num_rows: int, seed: int = 0) -> Tensor:
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[Sampled]:
-    return begin_sample(logits, states, positions).wait()
+    changing = {row: state for row, state in enumerate(states) if state.sampling.changes_logits}
+    return begin_sample(logits, [state.sampling for state in states], changing, positions).wait()
 
 
 def processed(logits: Tensor, sampling: Sampling, position: int = len(OUTPUT)) -> Tensor:
     changed = logits[None].clone()
-    process(changed, [state_of(sampling)], [position])
+    process(changed, {0: state_of(sampling)}, [position])
     return changed[0]
 
 
@@ -178,5 +179,7 @@ def test_a_request_is_sampled_independently_of_its_batch(batch: list[tuple[Any, 
 def test_unused_processors_leave_logits_unchanged() -> None:
     logits = some_logits(4)
     before = logits.clone()
-    process(logits, [state_of(Sampling(temperature=1.0, top_k=3))] * 4, [0, 1, 2, 3])
+    sampling = Sampling(temperature=1.0, top_k=3)
+    assert not sampling.changes_logits
+    process(logits, dict.fromkeys(range(4), state_of(sampling)), [0, 1, 2, 3])
     assert torch.equal(logits, before)

@@ -4,8 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -202,10 +200,7 @@ def test_sampled_tokens_are_copied_to_the_host_immediately(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
     monkeypatch.setattr(sampler, "draw", draw_on_gpu)
     monkeypatch.setattr(device, "device_of", lambda tensor: GPU if isinstance(tensor, OnGpu) else CPU)
-    states: list[Any] = [
-        SimpleNamespace(sampling=Sampling(num_logprobs=2), asks=False, grammar=None, append=lambda _: None)
-    ] * 2
-    draws = sampler.begin_sample(some_logits(2), states, [0, 0])
+    draws = sampler.begin_sample(some_logits(2), [Sampling(num_logprobs=2)] * 2, {}, [0, 0])
     assert events == ["copied"] * 4 + ["recorded"]
     draws.token_ids.zero_()  # as the next step may do
     assert [sampled.token_id for sampled in draws.wait()] == [1, 2]

@@ -105,7 +105,6 @@ def test_a_gpu_is_not_waited_for_to_draw(monkeypatch: pytest.MonkeyPatch) -> Non
     rows = [*FILTERS.values(), Sampling(), Sampling(temperature=1.0, top_k=2000, top_p=0.5), Sampling(top_p=0.5)]
     states: list[Any] = [
         SimpleNamespace(
-            asks=True,
             sampling=row,
             allowed=np.arange(3),
             shifts=lambda _: (np.arange(2), np.ones(2, np.float32)),
@@ -115,7 +114,7 @@ def test_a_gpu_is_not_waited_for_to_draw(monkeypatch: pytest.MonkeyPatch) -> Non
         for row in rows
     ]
     logits = torch.empty(len(rows), VOCAB_SIZE, device="meta")
-    logits_processors.process(logits, states, range(len(rows)))
+    logits_processors.process(logits, dict(enumerate(states)), range(len(rows)))
     assert sampler.draw(logits, rows, range(len(rows))).shape == (len(rows),)
     with pytest.raises((RuntimeError, NotImplementedError)):
         logits.nonzero()
