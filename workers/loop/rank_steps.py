@@ -3,6 +3,7 @@
 import math
 from collections import Counter, deque
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -70,7 +71,8 @@ class RankSteps:
         if plan.layerwise_load is not None:
             assert self._tiers is not None, "got a tier job, but this rank has no host memory"
             load = self._tiers.submit_layerwise(plan.layerwise_load)
-        with self._rank.step_recorder.step(plan):
+        recording = self._rank.step_recorder
+        with recording.step(plan) if recording.recorder.begin(plan) else nullcontext():
             runner = self._rank.runner
             on_stored = self._sender.layer_callback(plan, runner.requests)
             self._begun.append((plan, runner.begin(plan, load, on_stored), start_s))

@@ -19,24 +19,23 @@ class StepRecorder:
     """
 
     def __init__(self, model: DecoderModel, others: Iterable[Communicator]) -> None:
-        """Observe a model. ``others`` are groups that its layers do not use."""
+        """Create the recorder of a model. ``others`` are groups that its layers do not use."""
         self.recorder = Recorder()
         self._parts = list(_named_parts(model))
+        self._groups = (*others, *model.groups.all)
         self._device = model.device
-        for group in (*others, *model.groups.all):
-            group.observe = self._note_collective
 
     @contextmanager
     def step(self, plan: StepPlan) -> Generator[None]:
-        """Return a context that records the computation of one step. Every rank uses it."""
-        if not self.recorder.begin(plan):
-            yield
-            return
+        """Return a context that records the computation of a step for which ``recorder.begin`` returned true."""
         start_s = time.monotonic()
         try:
             with ExitStack() as hooks:
                 for name, module in self._parts:
                     self._add_hooks(hooks, name, module)
+                for group in self._groups:
+                    group.observe = self._note_collective
+                    hooks.callback(setattr, group, "observe", None)
                 yield
         finally:
             self._note(f"step {plan.step}", start_s, _facts(plan))

@@ -108,10 +108,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_timed_step_shows_its_parts_and_leaves_the_model_as_it_was(folder: Path) -> None:
     model = load_model(folder)
     recorder = StepRecorder(model, [Communicator("alone")])
-    with recorder.step(_step_plan(Room(1), traced=True)), torch.inference_mode():
+    plan = _step_plan(Room(1), traced=True)
+    assert recorder.recorder.begin(plan)
+    with recorder.step(plan), torch.inference_mode():
         traced = model(TOKENS, TOKENS, DenseAttention())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    with recorder.step(_step_plan(Room(2), traced=False)), torch.inference_mode():
+    assert not recorder.recorder.begin(_step_plan(Room(2), traced=False))
+    with torch.inference_mode():
         assert torch.equal(model(TOKENS, TOKENS, DenseAttention()), traced)
     intervals = recorder.recorder.take(Room(1), 0.0).intervals
     parts = [name for number in (0, 1) for name in ("attention", "mlp", f"layer {number}")]
@@ -138,7 +141,9 @@ def test_collectives_of_a_timed_step_have_their_lane(folder: Path) -> None:
     def names(group: Communicator) -> list[str]:
         recorder = StepRecorder(model, [group])
         group.barrier()
-        with recorder.step(_step_plan(Room(1), traced=True)):
+        plan = _step_plan(Room(1), traced=True)
+        assert recorder.recorder.begin(plan)
+        with recorder.step(plan):
             group.all_gather(torch.empty(2), torch.ones(1))
         group.barrier()
         return [
