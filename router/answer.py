@@ -2,9 +2,12 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+import msgspec
 
 from cluster.spec.clock import Interval
 from cluster.spec.messages import PhaseTimes, Submit
@@ -16,6 +19,19 @@ from router.request import ChoiceId, FailRequest, GenerateRequest, OutputBatch
 
 HEADERS = ("x-baton-prefill", "x-baton-decode", "server-timing", "x-baton-trace")
 """Response headers of answers. Only traced requests have the last one."""
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """Part of a request, in the router's monotonic time."""
+
+    name: str
+    start_s: float
+    end_s: float
+    replica: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
 
 
 class Answer:
@@ -79,6 +95,40 @@ class Answer:
             times |= {"decode-queue": phases.decode_queue_s, "bootstrap": phases.bootstrap_s}
             times |= {"prefill": phases.prefill_s, "transfer": phases.transfer_s}
         return ", ".join(f"{name};dur={seconds * 1000:.3f}" for name, seconds in times.items())
+
+    def phases_until(self, now_s: float) -> Iterator[Phase]:
+        """Yield the phases in order, up to the last one that the request has reached.
+
+        The wait for pages in decode is omitted, since it overlaps ``bootstrap``.
+        """
+        start_s = self.opened_s
+        yield Phase("queue", start_s - self.queue_s, start_s)
+        phases = self.phases
+        if phases is not None:
+            for name, seconds, replica in (
+                ("bootstrap", phases.bootstrap_s, phases.prefill),
+                ("prefill", phases.prefill_s, phases.prefill or phases.decode),
+                ("transfer", phases.transfer_s, phases.decode),
+            ):
+                yield Phase(name, start_s, start_s + seconds, replica)
+                start_s += seconds
+        if self.first_s is not None:
+            yield Phase("decode", self.first_s, now_s, phases.decode if phases is not None else None)
+
+    def summary(self, outcome: str, ended_s: float) -> dict[str, Any]:
+        """Return the finished request's entry on the status page, with times in seconds."""
+        phases = [
+            {"name": phase.name, "seconds": phase.seconds, "replica": phase.replica}
+            for phase in self.phases_until(ended_s)
+        ]
+        return {
+            "ended": time.time(),
+            "seconds": ended_s - self.arrived_s,
+            "prompt_tokens": self.num_prompt_tokens,
+            "num_tokens": self.num_tokens,
+            "outcome": outcome,
+            "phases": phases,
+        }
 
     def push(self, index: int, batch: OutputBatch) -> None:
         unread = self._unread.get(index)

@@ -1,4 +1,4 @@
-"""Records of finished requests: on the status page, in the access log, and as OpenTelemetry spans.
+"""Records of finished requests in the access log and as OpenTelemetry spans.
 
 Spans are exported if the environment names a collector (OTEL_EXPORTER_OTLP_ENDPOINT); the library is optional.
 Replicas export no spans: they report the times of their phases, from which the router makes spans.
@@ -8,14 +8,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from cluster.logs import with_facts
 from cluster.spec.errors import UserError
-from router.answer import Answer
+from router.answer import Answer, Phase
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -31,80 +28,36 @@ TRACEPARENT = "traceparent"
 """Header of https://www.w3.org/TR/trace-context."""
 
 
-class Phase(msgspec.Struct, frozen=True):
-    """Part of a request, in the router's monotonic time."""
-
-    name: str
-    start_s: float
-    end_s: float
-    replica: str | None = None
-
-
-class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    answer: Answer
-    outcome: str
-    error: BaseException | None
-    request_id: str
-    caller: str | None
-    traceparent: str
-    """``traceparent`` header of the request's OpenTelemetry trace; empty if there is none."""
-    ended_s: float
-
-    def summary(self) -> dict[str, Any]:
-        """Return the request's entry on the status page, with times in seconds."""
-        phases = phases_of(self.answer, self.ended_s)
-        return {
-            "ended": time.time(),
-            "seconds": self.ended_s - self.answer.arrived_s,
-            "prompt_tokens": self.answer.num_prompt_tokens,
-            "num_tokens": self.answer.num_tokens,
-            "outcome": self.outcome,
-            "phases": [
-                {"name": phase.name, "seconds": phase.end_s - phase.start_s, "replica": phase.replica}
-                for phase in phases
-            ],
-        }
-
-    def log(self) -> None:
-        answer, choices, phases = self.answer, self.answer.choice_ids, phases_of(self.answer, self.ended_s)
-        _log.info(
-            "request %s",
-            self.outcome,
-            extra=with_facts(
-                request_id=self.request_id,
-                key=self.caller,
-                choice=choices[0] if len(choices) == 1 else None,
-                choices=choices if len(choices) > 1 else None,
-                prefill=answer.headers["x-baton-prefill"] or None,
-                decode=answer.headers["x-baton-decode"] or None,
-                trace_id=trace_id(self.traceparent),
-                prompt_tokens=answer.num_prompt_tokens,
-                tokens=answer.num_tokens,
-                total_ms=round((self.ended_s - answer.arrived_s) * 1000, 3),
-                phases_ms={phase.name: round((phase.end_s - phase.start_s) * 1000, 3) for phase in phases},
-                error=str(self.error) or type(self.error).__name__ if self.error is not None else None,
-            ),
-        )
-
-
-def phases_of(answer: Answer, now_s: float) -> Iterator[Phase]:
-    """Yield the phases in order, up to the last one that the request reached.
-
-    The wait for pages in decode is omitted, since it overlaps ``bootstrap``.
-    """
-    start_s = answer.opened_s
-    yield Phase("queue", start_s - answer.queue_s, start_s)
-    phases, first_s = answer.phases, answer.first_s
-    if phases is not None:
-        for name, seconds, replica in (
-            ("bootstrap", phases.bootstrap_s, phases.prefill),
-            ("prefill", phases.prefill_s, phases.prefill or phases.decode),
-            ("transfer", phases.transfer_s, phases.decode),
-        ):
-            yield Phase(name, start_s, start_s + seconds, replica)
-            start_s += seconds
-    if first_s is not None:
-        yield Phase("decode", first_s, now_s, phases.decode if phases is not None else None)
+def log_request(
+    answer: Answer,
+    outcome: str,
+    ended_s: float,
+    *,
+    request_id: str,
+    caller: str | None,
+    traceparent: str,
+    error: BaseException | None,
+) -> None:
+    """Write a finished request to the access log. ``traceparent`` is empty if the request has no trace."""
+    choices = answer.choice_ids
+    _log.info(
+        "request %s",
+        outcome,
+        extra=with_facts(
+            request_id=request_id,
+            key=caller,
+            choice=choices[0] if len(choices) == 1 else None,
+            choices=choices if len(choices) > 1 else None,
+            prefill=answer.headers["x-baton-prefill"] or None,
+            decode=answer.headers["x-baton-decode"] or None,
+            trace_id=trace_id(traceparent),
+            prompt_tokens=answer.num_prompt_tokens,
+            tokens=answer.num_tokens,
+            total_ms=round((ended_s - answer.arrived_s) * 1000, 3),
+            phases_ms={phase.name: round(phase.seconds * 1000, 3) for phase in answer.phases_until(ended_s)},
+            error=str(error) or type(error).__name__ if error is not None else None,
+        ),
+    )
 
 
 def trace_id(traceparent: str) -> str | None:
@@ -146,7 +99,7 @@ class Tracing:
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
         now_s = time.monotonic()
-        context, phases = set_span_in_context(span), [*phases_of(answer, now_s)]
+        context, phases = set_span_in_context(span), [*answer.phases_until(now_s)]
         if answer.phases is not None:
             queue_end_s = answer.opened_s + answer.phases.decode_queue_s
             phases.append(Phase("decode queue", answer.opened_s, queue_end_s, answer.phases.decode))

@@ -24,7 +24,7 @@ from router.api.responses import ChatChunk, ChatCompletion, Completion, PromptTo
 from router.api.writers import ChatWriter, CompletionWriter, Writer
 from router.connection import EventStream, JsonAnswer, unless_client_leaves
 from router.errors import ApiError, ClientLeftError
-from router.records import TRACEPARENT, FinishedRequest
+from router.records import TRACEPARENT, log_request
 from router.request import GenerateRequest
 from router.service import Service
 from router.text import AnswerText, OutputChunk
@@ -130,18 +130,19 @@ def _record(service: Service, http: Request, answer: Answer, span: "Span | None"
     """Record a finished request on the status page, in the access log, and as a span."""
     has_left = isinstance(error, asyncio.CancelledError | ClientLeftError)
     caller = arrival_of(http).caller
-    finished = FinishedRequest(
-        answer=answer,
-        outcome="finished" if error is None else "left" if has_left else "failed",
-        error=error,
-        request_id=arrival_of(http).request_id,
-        caller=caller.name if caller is not None else None,
-        traceparent=answer.trace_header.get(TRACEPARENT, _traceparent(http)),
-        ended_s=service.relay.now_s(),
-    )
-    service.recent.appendleft(finished.summary())
+    outcome = "finished" if error is None else "left" if has_left else "failed"
+    ended_s = service.relay.now_s()
+    service.recent.appendleft(answer.summary(outcome, ended_s))
     if service.config.log.requests:
-        finished.log()
+        log_request(
+            answer,
+            outcome,
+            ended_s,
+            request_id=arrival_of(http).request_id,
+            caller=caller.name if caller is not None else None,
+            traceparent=answer.trace_header.get(TRACEPARENT, _traceparent(http)),
+            error=error,
+        )
     if service.tracing is not None and span is not None:
         service.tracing.end(span, answer, service.model.name, error)
 

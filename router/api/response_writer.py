@@ -288,8 +288,8 @@ class ResponseWriter:
 
     def _take(self, chunk: OutputChunk) -> list[Event]:
         read = self._reader.read(chunk.text, is_end=chunk.finish is not None)
-        logprobs = chat_logprobs(self._tokenizer, chunk)
-        events = self._items.push(read, logprobs.content if logprobs is not None else ())
+        logprobs = chat_logprobs(self._tokenizer, chunk).content if chunk.logprobs else ()
+        events = self._items.push(read, logprobs)
         self._finish = chunk.finish
         self._num_tokens += len(chunk.token_ids)
         if self._items.is_thinking:

@@ -194,10 +194,7 @@ def completion_logprobs(tokenizer: Tokenizer, chunk: OutputChunk, num_chars: int
     )
 
 
-def chat_logprobs(tokenizer: Tokenizer, chunk: OutputChunk) -> ChatLogprobs | None:
-    if not chunk.logprobs:
-        return None
-
+def chat_logprobs(tokenizer: Tokenizer, chunk: OutputChunk) -> ChatLogprobs:
     def entry(token_id: int, logprob: float) -> TokenLogprob:
         raw = list(token_bytes(tokenizer, token_id))
         return TokenLogprob(token=token_text(tokenizer, token_id), logprob=_finite(logprob), bytes=raw)

@@ -17,6 +17,7 @@ from router.api.responses import (
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
+    ChatLogprobs,
     Completion,
     CompletionChoice,
     Delta,
@@ -109,7 +110,7 @@ class ChatWriter(TextWriter):
         choice = ChatChunkChoice(
             index=chunk.index,
             delta=_delta(self._read(chunk)),
-            logprobs=chat_logprobs(self._tokenizer, chunk),
+            logprobs=self._logprobs(chunk),
             finish_reason=self._finish_reason(chunk),
             stop_reason=_stop_reason(chunk),
             token_ids=self._token_ids(chunk),
@@ -122,7 +123,7 @@ class ChatWriter(TextWriter):
             ChatChoice(
                 index=index,
                 message=_message(self._read(chunk)),
-                logprobs=chat_logprobs(self._tokenizer, chunk),
+                logprobs=self._logprobs(chunk),
                 finish_reason=self._finish_reason(chunk),
                 stop_reason=_stop_reason(chunk),
                 token_ids=self._token_ids(chunk),
@@ -147,6 +148,9 @@ class ChatWriter(TextWriter):
         if not self._with_thoughts:
             part.reasoning = ""
         return part
+
+    def _logprobs(self, chunk: OutputChunk) -> ChatLogprobs | None:
+        return chat_logprobs(self._tokenizer, chunk) if chunk.logprobs else None
 
     def _finish_reason(self, chunk: OutputChunk) -> str | None:
         """Return the reason why the choice ended; valid after ``_read``."""
