@@ -7,7 +7,7 @@ exchange. No torch, no I/O.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import sqrt
 from typing import NamedTuple
@@ -277,7 +277,7 @@ def undivided(scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
     return StrategyChoice(make_step_shape(scheduled), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StrategyChooser:
     """Chooser of the fastest strategy for one replica's steps. Implements ``Choose``."""
 
@@ -287,12 +287,16 @@ class StrategyChooser:
     rates: Rates
     mode: CpMode = CpMode.GATHER
     passing: PassingSetting = PassingSetting.AUTO
+    _strategies: Sequence[Strategy] = field(init=False)
+    _passings: Sequence[Passing | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._strategies = self.setting.candidates if self.cp > 1 else (Strategy.NONE,)
+        self._passings = self.passing.candidates if self.mode is CpMode.RING and self.cp > 1 else (None,)
 
     def __call__(self, scheduled: Sequence[ScheduledRequest]) -> StrategyChoice:
-        strategies = self.setting.candidates if self.cp > 1 else (Strategy.NONE,)
-        plans = {strategy: plan_shards(scheduled, strategy, self.cp) for strategy in strategies}
-        passings = self.passing.candidates if self.mode is CpMode.RING and self.cp > 1 else (None,)
-        choices = [self._choose(scheduled, plans, passing) for passing in passings]
+        plans = {strategy: plan_shards(scheduled, strategy, self.cp) for strategy in self._strategies}
+        choices = [self._choose(scheduled, plans, passing) for passing in self._passings]
         return min(choices, key=lambda choice: choice.estimate_s or 0.0)
 
     def _choose(

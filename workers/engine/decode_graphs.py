@@ -17,12 +17,13 @@ from cluster.spec.strategy import MoeDispatch
 from workers.attention.interface import AttentionBackend, AttentionParams, GraphAttention, GraphShape
 from workers.attention.merge import merge
 from workers.engine.batch import StepInput
-from workers.expert_parallel.token_dispatcher import FEW_TOKENS, Lens
+from workers.expert_parallel.token_dispatcher import FEW_TOKENS
 from workers.kernels.elementwise import KvSlots
 from workers.layers.attention import AttentionContext
 from workers.layers.feed_forward import FEW_CHOICES
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
+from workers.parallel.collectives import Lens
 
 REPLAYED = "replayed"
 

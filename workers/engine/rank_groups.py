@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 from cluster.spec.ids import Role
 from cluster.spec.ranks import GroupName, head_copies, head_copy_groups, positions, stage_links
@@ -22,7 +22,7 @@ bounds the wait for a suspended peer. With NCCL, the waiting rank's watchdog end
 _HEAD_COPIES = "head_copies"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankGroups:
     """Groups over which tokens and weights are sharded, and links to the neighbouring stages.
 
@@ -35,7 +35,7 @@ class RankGroups:
     head_copies: Communicator = field(default_factory=partial(Communicator, _HEAD_COPIES))
     """Decode ranks with the same KV heads."""
 
-    @property
+    @cached_property
     def is_sampling_rank(self) -> bool:
         """Return whether this rank samples tokens, as the first rank of the last stage does."""
         return self.pipeline.is_last and self.cp.rank == 0 and self.model.tp.rank == 0

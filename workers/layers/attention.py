@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from workers.attention.interface import AttentionParams, AttentionShape
-from workers.expert_parallel.token_dispatcher import Lens
 from workers.kernels.elementwise import KvSlots, elementwise_kernels
 from workers.layers.config import AttentionConfig, RopeConfig
 from workers.layers.linear import FusedLinear, RMSNorm, SummedLinear
 from workers.layers.shard import even_shard, kv_head_shard
-from workers.parallel.collectives import Communicator
+from workers.parallel.collectives import Communicator, Lens
 
 
 @dataclass(frozen=True)

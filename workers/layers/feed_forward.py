@@ -7,19 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workers.device import device_of
-from workers.expert_parallel.token_dispatcher import (
-    NO_EXPERT,
-    Lens,
-    RoutedTokens,
-    TokenExchange,
-    make_dispatcher,
-    order_by_expert,
-)
+from workers.expert_parallel.token_dispatcher import NO_EXPERT, RoutedTokens, make_dispatcher, order_by_expert
 from workers.kernels.elementwise import elementwise_kernels
 from workers.layers.config import MoeConfig
 from workers.layers.linear import FusedLinear, ReplicatedLinear, SummedLinear, multiply
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, even_shard, replicated
-from workers.parallel.collectives import ModelGroups
+from workers.parallel.collectives import Lens, ModelGroups, TokenExchange
 
 FEW_CHOICES = 32_768
 """Maximum number of (token, expert) choices for which every choice gets a row, so that the host need not wait for

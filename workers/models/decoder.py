@@ -4,14 +4,13 @@ import torch
 from torch import Tensor, nn
 
 from workers.device import Device
-from workers.expert_parallel.token_dispatcher import Lens
 from workers.layers.attention import Attention, AttentionContext, RotaryEmbedding, Rotation, take
 from workers.layers.config import MoeConfig
 from workers.layers.feed_forward import GatedMLP, MoeBlock
 from workers.layers.linear import Embedding, FusedLinear, RMSNorm, SummedLinear, packed
 from workers.layers.shard import ShardedLayer, WeightShard
 from workers.models.interface import DecoderConfig
-from workers.parallel.collectives import ModelGroups
+from workers.parallel.collectives import Lens, ModelGroups
 
 
 class DecoderLayer(nn.Module):

@@ -217,6 +217,38 @@ def reduce_scatter_exact(group: Communicator, terms: Tensor, lens: Sequence[int]
     return total.to(terms.dtype)
 
 
+Lens = tuple[int, ...] | None
+"""Token count of each attention shard, indexed by dp * cp_size + cp. None if all have the same tokens."""
+
+
+class TokenExchange:
+    """Exchange of tokens between attention shards. A shard is one (dp, cp); its TP ranks have the same tokens."""
+
+    def __init__(self, group: Communicator, shards: Sequence[int], tp: Communicator) -> None:
+        """Create an exchange. ``group`` has one rank per shard in ``shards``; ``tp`` has this shard's ranks."""
+        assert group.size == len(shards), f"the group has {group.size} ranks for shards {shards}"
+        self.group, self.tp, self._shards = group, tp, tuple(shards)
+
+    def gather(self, rows: Tensor, lens: Lens) -> Tensor:
+        """Gather the rows of all shards in order, without padding. Equal lengths need only one collective."""
+        if lens is None or self.group.size == 1:
+            return rows
+        own = [lens[shard] for shard in self._shards]
+        if len(set(own)) > 1:
+            return gather_exact(self.group, rows, own)
+        out = rows.new_empty((sum(own), *rows.shape[1:]))
+        self.group.all_gather(out, rows)
+        return out
+
+    def scatter_sums(self, terms: Tensor, lens: Lens) -> Tensor:
+        """Sum ``terms [all tokens, hidden]`` over all ranks. Return the rows of this rank's shard."""
+        if lens is None:
+            terms = self.group.all_reduce(terms)
+        elif self.group.size > 1:
+            terms = reduce_scatter_exact(self.group, terms, [lens[shard] for shard in self._shards])
+        return self.tp.all_reduce(terms)
+
+
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """Links of a rank to its neighbouring pipeline stages. By default, the rank is the only stage.
