@@ -12,11 +12,12 @@ Silence alone is no evidence of failure, because prompts take long.
 """
 
 import math
+import secrets
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from cluster.spec.errors import move
-from cluster.spec.ids import Peer, Room, draw_room
+from cluster.spec.ids import Peer, Room
 from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Cancel, Failure, Inquire, Output
 from cluster.spec.tiers import CachedTokens
 from router.directory import Breakers, LoadBook
@@ -43,6 +44,11 @@ MAX_RETRIES = 3
 """Maximum number of retries of a request. A request that fails on four pairs of replicas is likely to be the cause."""
 RETRY_BACKOFF_S = 0.1
 """Delay of the second retry, doubled for each further one. The first is immediate because it uses other replicas."""
+
+
+def draw_room() -> Room:
+    """Draw a fresh room, uniform over [1, 2**63)."""
+    return Room(secrets.randbits(63) or 1)
 
 
 class RequestTable:

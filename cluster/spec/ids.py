@@ -1,7 +1,6 @@
 """Types of the identifiers that processes exchange."""
 
 import re
-import secrets
 from enum import StrEnum
 from typing import NewType
 
@@ -29,11 +28,6 @@ class Role(StrEnum):
 
 def role_of(replica: ReplicaId) -> Role:
     return Role(replica.partition("-")[0])
-
-
-def draw_room() -> Room:
-    """Draw a fresh room, uniform over [1, 2**63)."""
-    return Room(secrets.randbits(63) or 1)
 
 
 def router_names(num_processes: int) -> list[ReplicaId]:

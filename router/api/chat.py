@@ -15,7 +15,8 @@ from router.tool_calls.dialects import Dialect
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateRequest, NewReader]:
+async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateRequest, NewReader | None]:
+    """Return the request and a function that makes a reader of an answer's text; None if the text is the message."""
     check(service, body)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs: only allowed with logprobs=true", "top_logprobs")
@@ -26,7 +27,8 @@ async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateReq
     dialect = _dialect(service, body)
     prompt_ids, prompt = await chat_prompt(service, body.messages, body)
     thinking = reasoning_after(prompt) if service.model.has_reasoning else Thinking.NONE
-    grammar = await checked_grammar(service, _constraint(service, body, dialect), thinking)
+    constraint = _constraint(service, body, dialect)
+    grammar = await checked_grammar(service, constraint, thinking) if constraint is not None else ""
     markers = [OPENING, CLOSING] if service.model.has_reasoning else []
     markers += dialect.markers if dialect is not None else ()
     names = [tool.function.name for _, tool in _callable(body)]
@@ -34,7 +36,8 @@ async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateReq
     def new_reader() -> MessageReader:
         return MessageReader(thinking, dialect.parser(names) if dialect is not None else None)
 
-    return make_request(service, body, prompt_ids, grammar, markers), new_reader
+    is_plain = thinking is Thinking.NONE and dialect is None
+    return make_request(service, body, prompt_ids, grammar, markers), None if is_plain else new_reader
 
 
 async def chat_prompt(
@@ -74,7 +77,7 @@ def _dialect(service: Service, body: ChatRequest) -> Dialect | None:
 
 def _constraint(service: Service, body: ChatRequest, dialect: Dialect | None) -> Constraint | None:
     """Return the required form of the answer and its calls, or None if any is allowed."""
-    answer = wanted_answer(body)
+    answer = wanted_answer(body) if body.is_constrained else None
     if dialect is None or (_is_best_effort(body) and body.parallel_tool_calls is not False and answer is None):
         return answer
     choice = body.tool_choice

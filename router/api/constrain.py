@@ -85,14 +85,12 @@ def wanted_answer(body: GenerationBody) -> Constraint | None:
     return Constraint(rules=(), starts=("@answer",), parts={"answer": parts[0]}) if parts else None
 
 
-async def checked_grammar(service: Service, constraint: Constraint | None, thinking: Thinking = Thinking.NONE) -> str:
-    """Return the grammar for the replicas; empty without a constraint.
+async def checked_grammar(service: Service, constraint: Constraint, thinking: Thinking = Thinking.NONE) -> str:
+    """Return the grammar for the replicas.
 
     Raises:
         ApiError: the grammar is invalid or too long.
     """
-    if constraint is None:
-        return ""
     grammar = constraint.grammar(thinking, service.tokenizer.special_texts)
     if len(grammar) > MAX_GRAMMAR_CHARS:
         field = next(iter(constraint.parts.values())).field

@@ -24,6 +24,7 @@ from router.api.responses import ChatChunk, ChatCompletion, Completion, PromptTo
 from router.api.writers import ChatWriter, CompletionWriter, Writer
 from router.connection import EventStream, JsonAnswer, unless_client_leaves
 from router.errors import ApiError, ClientLeftError
+from router.message import MessageReader
 from router.records import TRACEPARENT, log_request
 from router.request import GenerateRequest
 from router.service import Service
@@ -61,7 +62,7 @@ def routes(service: Service) -> APIRouter:
             request, new_reader = await chat_request(service, chat)
         except ApiError as error:
             raise in_own_words(error) from None
-        writer = ResponseWriter(arrival_of(http).request_id, service, body, new_reader())
+        writer = ResponseWriter(arrival_of(http).request_id, service, body, (new_reader or MessageReader)())
         return await _respond(service, http, chat, [request], writer, {"user": body.user} | body.others)
 
     return router

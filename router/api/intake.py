@@ -68,7 +68,8 @@ async def completion_requests(service: Service, body: CompletionRequest) -> list
     prompts = await _prompt_ids(service, body)
     if body.trace and len(prompts) > 1:
         raise bad_request(f"trace: at most one prompt can be traced, got {len(prompts)}", "trace")
-    grammar = await checked_grammar(service, wanted_answer(body))
+    constraint = wanted_answer(body) if body.is_constrained else None
+    grammar = await checked_grammar(service, constraint) if constraint is not None else ""
     return [make_request(service, body, prompt, grammar) for prompt in prompts]
 
 

@@ -158,6 +158,12 @@ class GenerationBody(SaltedBody):
     ebnf: Pattern | None = None
 
     @property
+    def is_constrained(self) -> bool:
+        """True if any field may require a form of the answer."""
+        fields = (*FORM_FIELDS, "structured_outputs", "response_format")
+        return any(getattr(self, field) is not None for field in fields)
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 

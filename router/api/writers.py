@@ -95,16 +95,25 @@ class ChatWriter(TextWriter):
     """Writer of ``/v1/chat/completions``, which separates reasoning and tool calls from the content."""
 
     def __init__(
-        self, request_id: str, service: Service, body: ChatRequest, new_reader: NewReader, prompt_ids: Sequence[int]
+        self,
+        request_id: str,
+        service: Service,
+        body: ChatRequest,
+        new_reader: NewReader | None,
+        prompt_ids: Sequence[int],
     ) -> None:
+        """Create a writer. ``new_reader`` makes one reader per choice; None if the text is the message."""
         super().__init__(f"chatcmpl-{request_id}", service, body)
         self._prompt_ids = prompt_ids
         self._with_thoughts = body.include_reasoning is not False
-        self._readers = defaultdict[int, MessageReader](new_reader)
+        self._readers = defaultdict[int, MessageReader](new_reader) if new_reader is not None else None
+        self._begun: set[int] = set()
+        """Choices that have written at least one event."""
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         opening = b""
-        if chunk.index not in self._readers:
+        if chunk.index not in self._begun:
+            self._begun.add(chunk.index)
             role = ChatChunkChoice(index=chunk.index, delta=Delta(role="assistant", content=""), finish_reason=None)
             opening = self._frame([role], None, self._prompt_token_ids(self._prompt_ids))
         choice = ChatChunkChoice(
@@ -144,6 +153,8 @@ class ChatWriter(TextWriter):
         )
 
     def _read(self, chunk: OutputChunk) -> MessagePart:
+        if self._readers is None:
+            return MessagePart(content=chunk.text)
         part = self._readers[chunk.index].push(chunk.text, is_end=chunk.finish is not None)
         if not self._with_thoughts:
             part.reasoning = ""
@@ -154,8 +165,9 @@ class ChatWriter(TextWriter):
 
     def _finish_reason(self, chunk: OutputChunk) -> str | None:
         """Return the reason why the choice ended; valid after ``_read``."""
-        has_called = chunk.finish is FinishReason.STOP and self._readers[chunk.index].has_called
-        return "tool_calls" if has_called else chunk.finish
+        if self._readers is not None and chunk.finish is FinishReason.STOP and self._readers[chunk.index].has_called:
+            return "tool_calls"
+        return chunk.finish
 
     def _frame(
         self, choices: list[ChatChunkChoice], usage: Usage | None, prompt_token_ids: list[int] | UnsetType = UNSET

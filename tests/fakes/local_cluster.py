@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from cluster.channel import Inbox, Outbox
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerLostError
-from cluster.spec.ids import ROUTER, Incarnation, Peer, ReplicaId, Role, Room, draw_room, replica_id
+from cluster.spec.ids import ROUTER, Incarnation, Peer, ReplicaId, Role, Room, replica_id
 from cluster.spec.loader import load_config
 from cluster.spec.messages import (
     Command,
@@ -39,6 +39,7 @@ from cluster.spec.step_messages import Shutdown
 from cluster.spec.tiers import CachedTokens, FlushCache, Tier
 from cluster.spec.wire import TokenIds
 from cluster.spec.worker_spec import WorkerSpec
+from router.dispatch import draw_room
 from workers.bench.process import ANSWER_TIMEOUT_S, WORKER, RemoteError, WorkerProcess
 
 HOST = "127.0.0.1"
