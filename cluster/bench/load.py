@@ -88,7 +88,7 @@ async def run_load(
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=workload.concurrency)
     timeout = httpx.Timeout(_TIMEOUT_S, connect=10.0)
     async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, headers=key_headers()) as client:
-        record = await _complete(client, model, workload.warm_up)
+        record = await complete(client, model, workload.warm_up)
         if record.error is not None:
             raise EndpointError(f"the warm-up request failed: {record.error}")
         limit = asyncio.Semaphore(workload.concurrency) if workload.concurrency else contextlib.nullcontext()
@@ -99,7 +99,7 @@ async def run_load(
             request = workload.requests[index]
             await asyncio.sleep(max(0.0, start_s + request.arrival_s - time.monotonic()))
             async with limit:
-                record = await _complete(client, model, request, traced=index == middle)
+                record = await complete(client, model, request, traced=index == middle)
             on_progress()
             return record
 
@@ -108,9 +108,10 @@ async def run_load(
         return [task.result() for task in tasks]
 
 
-async def _complete(
+async def complete(
     client: httpx.AsyncClient, model: str, request: PlannedRequest, *, traced: bool = False
 ) -> RequestRecord:
+    """Send one request and read its stream. An error is recorded, not raised."""
     body = {
         "model": model,
         "prompt": request.make_prompt(),
