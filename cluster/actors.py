@@ -28,7 +28,7 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Identical bundles on any machines."""
+    """Identical bundles that are needed, on any machines or all on one."""
 
     num_bundles: int
     cpus: float
@@ -37,15 +37,15 @@ class Demand:
 
 
 class Reservation(Protocol):
-    """Bundles that are reserved together, until the reservation is released."""
+    """Bundles that are reserved and released together."""
 
     @property
     def bundles(self) -> Sequence[Bundle]:
-        """Reserved bundles, in the order of the request."""
+        """Reserved bundles, in the order requested."""
 
 
 class Actor(Protocol):
-    """Plain object in its own process."""
+    """Handle to a plain object that runs in its own process."""
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ class Actor(Protocol):
 
 
 class ActorSystem(Protocol):
-    """System that starts processes and calls methods in them. The processes end with it. Thread-safe."""
+    """System that starts processes and calls methods in them. When it ends, so do its processes. Thread-safe."""
 
     @property
     def home(self) -> Machine:
@@ -63,7 +63,7 @@ class ActorSystem(Protocol):
         """Return every live machine with its free resources."""
 
     def wanting(self, name: str, demand: Demand) -> AbstractContextManager[Callable[[float], bool]]:
-        """Announce a demand to the autoscaler; yield a function that waits up to the given seconds for it to be met.
+        """Announce a demand to the autoscaler; yield a function that waits for it to be met, for a number of seconds.
 
         Nothing stays reserved after the context ends.
         """
@@ -72,7 +72,7 @@ class ActorSystem(Protocol):
         """Reserve all of the bundles or none.
 
         Raises:
-            UserError: the bundles are not free in time; the message names what is wanted and what is free.
+            UserError: the bundles do not become free in time; the message names what is wanted and what is free.
         """
 
     def release(self, reservation: Reservation) -> None:

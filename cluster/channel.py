@@ -26,7 +26,7 @@ from cluster.spec.worker_spec import ChannelKey
 _log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""Maximum size of a sent or accepted frame; 64 MiB holds a prompt of some ten million tokens."""
+"""Maximum size of a sent or accepted frame; 64 MiB holds a prompt of about ten million tokens."""
 
 _HARD_LIMIT_BYTES = 2 * MAX_FRAME_BYTES
 """Frame size beyond which ZeroMQ closes the connection without allocating memory for the frame."""
@@ -74,7 +74,7 @@ class _Pull:
 
     @property
     def dropped(self) -> Counter[str]:
-        """Number of ``malformed`` and too ``large`` frames, and of connections from a ``stranger``."""
+        """Numbers of dropped frames, ``malformed`` or too ``large``, and of refused connections, ``stranger``."""
         strangers = 0 if self._doorkeeper is None else self._doorkeeper.num_refused
         return self._dropped + Counter(stranger=strangers)
 
@@ -221,14 +221,14 @@ class Outbox:
 
 
 class Post(Protocol):
-    """Methods of ``Outbox`` that send to one address."""
+    """Sender of messages to one address at a time; implemented by ``Outbox``."""
 
     def send(self, address: str, message: Message) -> None: ...
     def close(self) -> None: ...
 
 
 def send_or_log(post: Post, address: str, message: Message) -> None:
-    """Send a message. If the peer does not listen, only log, since leases and deadlines handle lost peers."""
+    """Send a message. If the peer is not listening, only log it, because leases and deadlines handle lost peers."""
     try:
         post.send(address, message)
     except PeerUnreachableError as error:
@@ -244,9 +244,9 @@ def send_to_ranks(outbox: Outbox, addresses: Iterable[str], message: Message) ->
 
 
 class _Doorkeeper:
-    """Thread that authenticates a socket's peers for ZeroMQ, by ZAP (RFC 27), and counts refusals.
+    """Thread that authenticates a socket's peers for ZeroMQ, using ZAP (RFC 27), and counts refusals.
 
-    Refusals are counted from socket events, because a peer without the public key fails before ZAP is asked.
+    Refusals are counted from socket events, because a peer without the public key fails before ZAP is consulted.
     """
 
     def __init__(self, context: zmq.Context[Any], guarded: "zmq.Socket[bytes]", public: bytes) -> None:

@@ -1,6 +1,6 @@
 """Grammars for structured output, compiled to token masks for one model. The only file that imports llguidance.
 
-A grammar is a JSON text in llguidance's format, made by ``router.api.constrain``.
+A grammar is JSON in llguidance's format, made by ``router.api.constrain``.
 """
 
 import functools
@@ -31,11 +31,11 @@ _WORDS = {
     ("NoExtensionBias",): "no finite text matches it",
     ("Too many items", "Current row has"): "it is too ambiguous; use fewer or longer alternatives, and left recursion",
 }
-"""Explanations of problems, by fragments of llguidance's messages."""
+"""Explanations of problems, keyed by fragments of llguidance's messages."""
 
 
 class Matcher:
-    """State of one text in its grammar."""
+    """Progress of one generated text through its grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, end_id: int) -> None:
         """Wrap a matcher; ``end_id`` marks the end of the text and is not a token of the model."""
@@ -59,7 +59,7 @@ class Matcher:
         return _in_words(self._matcher.get_error())
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return a mask ``[vocab_size]`` of the tokens that may follow, without tokens that only end a text."""
+        """Return a mask ``[vocab_size]`` of the tokens that may follow; tokens that only end a text are excluded."""
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(packed, count=self._vocab_size, bitorder="little").view(np.bool_)
         allowed[self._end_id :] = False
@@ -74,7 +74,7 @@ class Grammars:
     """Compiler and cache of one model's grammars. It compiles in a background thread, and is called from one thread."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        """Start reading ``tokenizer.json``; the model's ids are below ``vocab_size``."""
+        """Start reading ``tokenizer.json``; the model's token ids are below ``vocab_size``."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="baton-grammars")
         self._tokens = self._thread.submit(_read_tokens, folder, vocab_size)
         self._vocab_size = vocab_size
@@ -126,7 +126,7 @@ def lark_of(text: str) -> str:
 
 
 def lark_of_regex(regex: str) -> str:
-    """Return a Lark grammar for the full matches of a regular expression in Rust syntax."""
+    """Return a Lark grammar for the texts that a regular expression in Rust syntax matches in full."""
     written = llguidance.regex_to_lark(regex, use_ascii="").replace("\n", "\\n").replace("\r", "\\r")
     return f"start: /{written}/"
 
@@ -138,9 +138,9 @@ def _takes_format(name: str) -> bool:
 
 
 def _read_tokens(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
-    """Read the tokenizer, add ``_END``, and pad to the model's vocabulary.
+    """Read the tokenizer, add ``_END``, and pad the vocabulary to the model's size.
 
-    Tokens that end a text differ between requests, so llguidance does not know them.
+    The tokens that end a text differ between requests, so llguidance does not know them.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -151,7 +151,7 @@ def _read_tokens(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
         tokenizer.add_special_tokens([_END])
         end = tokenizer.token_to_id(_END)
         if end is None or end in taken:
-            raise ValueError("its token ids have gaps, so no free id follows them")
+            raise ValueError("its token ids have gaps, so a new token gets an id that is already taken")
         return llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=max(end + 1, vocab_size), eos_token=end)
     except Exception as error:
         raise UserError(f"this model's tokenizer does not support grammars: {_in_one_line(str(error))}") from error

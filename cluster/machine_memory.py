@@ -18,7 +18,7 @@ class MachineMemory:
     total: int
     """Total memory, including swap."""
     available: int
-    """Memory available without swapping or evicting other processes."""
+    """Memory that can be allocated without swapping."""
     is_limited: bool = False
     """True if a control group has less memory than the machine."""
 
@@ -29,7 +29,7 @@ class MachineMemory:
 
     @classmethod
     def of(cls, meminfo: str, group: Mapping[str, str]) -> Self:
-        """Parse the text of /proc/meminfo, and the texts of the control group's files by name."""
+        """Parse the text of /proc/meminfo, and those of the control group's files, keyed by file name."""
         kib = {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+) kB", meminfo, re.MULTILINE)}
         total, swap, available = (kib.get(key, 0) * 1024 for key in ("MemTotal", "SwapTotal", "MemAvailable"))
         limit = _number(group.get("memory.max"))
@@ -56,5 +56,5 @@ def _read(path: Path) -> str | None:
 
 
 def _number(text: str | None) -> int | None:
-    """Parse a number; None if it is missing or ``max``."""
+    """Parse a number; return None if it is missing or ``max``."""
     return int(text) if text is not None and text.strip().isdigit() else None

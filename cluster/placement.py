@@ -1,7 +1,7 @@
 """Placement of workers on machines. Pure: nothing is reserved here.
 
-All workers need the same resources, so a machine's room is a number of workers. The router and the bootstrap service
-reserve no resources.
+All workers need the same resources, so a machine's capacity is a number of workers. The router and the bootstrap
+service reserve no resources.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ class ReplicaPlacement:
 def place(
     config: DeployConfig, machines: Sequence[Machine], only: Sequence[ReplicaId] | None = None
 ) -> list[ReplicaPlacement]:
-    """Place replicas, by default all of the configuration, on free resources.
+    """Place replicas on free resources; by default, all replicas of the configuration.
 
-    A replica takes as few machines as possible, and replicas of a role are spread if that costs nothing. If all workers
-    must be on one machine, the first one with enough room is taken.
+    A replica uses as few machines as possible, and replicas of a role are spread over machines if that splits none of
+    them. If all workers must be on one machine, the first one with enough capacity is used.
 
     Raises:
         ConfigError: the workers do not fit; the message names what is wanted and what is free.
@@ -79,12 +79,13 @@ def _fit_problems(
     wanted = f"{num_workers} workers with {cpus:g} CPUs" + (f" and {gpus:g} GPU" if gpus else "") + " each"
     there = ", ".join(f"{each.address} {each.cpus:g} CPUs {each.gpus:g} GPUs" for each in machines) or "no machine"
     if sum(room.values()) < num_workers:
-        message = f"wanted: {wanted}; room for {sum(room.values())} workers; free: {there}"
+        message = f"wanted: {wanted}; capacity for {sum(room.values())} workers; free: {there}"
         return [Problem("resources", message)]
     if config.transfer.backend is TransferBackendName.SHARED_MEMORY and max(room.values()) < num_workers:
         message = (
             f"shared_memory needs all workers on one machine; wanted: {wanted}; "
-            f"largest room: {max(room.values())} workers; free: {there}; allowed on several machines: mooncake"
+            f"the largest machine has capacity for {max(room.values())} workers; free: {there}; "
+            "allowed on several machines: mooncake"
         )
         return [Problem("transfer.backend", message)]
     return []
@@ -104,7 +105,7 @@ def _assign(config: DeployConfig, room: dict[str, int], sizes: dict[ReplicaId, i
 
 
 def _take(free: dict[str, int], used: list[str], size: int) -> list[str]:
-    """Reserve room for one replica: on one machine if any has enough, else on the emptiest machines."""
+    """Take capacity for one replica: on one machine if any has enough, otherwise on those with the most capacity."""
     whole = [node_id for node_id, count in free.items() if count >= size]
     if whole:
         chosen = [min(whole, key=lambda node_id: (used.count(node_id), free[node_id], node_id))]

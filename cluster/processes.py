@@ -35,7 +35,7 @@ def this_process() -> ProcessId:
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Return whether the process can still write to memory, which a zombie cannot."""
+    """Return whether the process exists and is no zombie, so that it can still write to memory."""
     try:
         fields = _stat(str(process.pid))
     except OSError:
@@ -85,16 +85,16 @@ def kill_sessions(sessions: Collection[int], timeout_s: float) -> bool:
 
 
 def _stat(name: str) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` from the process state on."""
+    """Return the fields of ``/proc/PID/stat``, starting with the process state."""
     text = (Path("/proc") / name / "stat").read_text(encoding="utf-8", errors="replace")
     return text.rsplit(")", 1)[1].split()
 
 
 class Guard:
-    """Driver's handle of its guard."""
+    """Driver's handle to its guard process."""
 
     def __init__(self, folder: Path) -> None:
-        """Start the guard, which also removes ``folder``."""
+        """Start the guard process, which also removes ``folder`` if the driver is killed."""
         self._folder = folder
         self._sessions: list[int] = []
         self._process = subprocess.Popen(
@@ -125,7 +125,7 @@ class Guard:
 
 
 def main() -> None:
-    """Wait for the driver's end, then kill its registered sessions."""
+    """Wait until the driver has ended, then kill the sessions that it registered."""
     sessions = []
     for line in sys.stdin:
         if line.strip() == _DISMISS:

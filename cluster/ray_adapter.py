@@ -43,7 +43,7 @@ SHUTDOWN_S = 8.0
 AT_ONCE_S = 0.5
 _KILL_S = 5.0
 PROBE_S = 5.0
-"""Timeout of the check that something listens at the address of an existing Ray cluster."""
+"""Timeout of the check that something is listening at the address of an existing Ray cluster."""
 
 _TEMP_ROOT = Path("/tmp")
 """Parent of the temporary folder; not TMPDIR, because Ray's socket paths must be short."""
@@ -75,9 +75,9 @@ class RaySystem:
         Ray's environment variables must be set before this module is imported; see ray_environ.
 
         Args:
-            namespace: namespace of the actors' names, where a second cluster of the same name would find them.
+            namespace: Ray namespace of the actors' names; a second cluster of the same name finds them there.
             address: for example ``127.0.0.1:6379`` or ``auto``; None starts a cluster.
-            num_cpus: logical CPUs of a started cluster, which may be more than the machine has.
+            num_cpus: number of logical CPUs of a cluster started here, which may exceed the machine's.
             worker_logs: True to show the actors' output.
 
         Raises:
@@ -152,7 +152,7 @@ class RaySystem:
         )
         if not group.wait(timeout_s):
             remove_placement_group(group)
-            raise UserError(f"{name}: no room within {timeout_s:g} s; {_room(bundles, self.machines())}")
+            raise UserError(f"{name}: no capacity within {timeout_s:g} s; {_room(bundles, self.machines())}")
         return RayReservation(group=group, bundles=tuple(bundles))
 
     def release(self, reservation: Reservation) -> None:
@@ -216,7 +216,7 @@ class RaySystem:
         return node_id, {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
     def _kill_all(self, node_id: str, processes: list[ProcessId], timeout_s: float) -> bool:
-        """Kill processes on their own machine; Ray reports an actor as dead before its process is."""
+        """Kill processes on their own machine, because Ray reports an actor as dead before its process has ended."""
         home_id, options = self._home_options()
         if node_id == home_id:
             return kill_all(processes, timeout_s)
@@ -240,7 +240,10 @@ def _join(address: str, common: dict[str, Any]) -> None:
 
 
 def _probe(address: str) -> None:
-    """Check that something listens, because Ray would try for ten minutes. Raises UserError or Ray's own error."""
+    """Check that something is listening, because Ray would keep trying for ten minutes.
+
+    Raises UserError or Ray's own error.
+    """
     target = ray_services.canonicalize_bootstrap_address(address.removeprefix("ray://"))
     if target is None:
         return  # Ray would start a cluster
@@ -258,7 +261,7 @@ def _init_here(num_cpus: int, temp_dir: Path, common: dict[str, Any]) -> None:
         num_cpus=num_cpus,
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
-        _temp_dir=f"{temp_dir}/ray",  # Ray makes its folder writable for every account
+        _temp_dir=f"{temp_dir}/ray",  # Ray makes its folder writable by every account
         **common,
     )
 
@@ -276,8 +279,8 @@ def _signals_kept() -> AbstractContextManager[None]:
 def _daemons_apart(guard: Guard) -> AbstractContextManager[None]:
     """Start Ray's daemons in their own sessions, and register the sessions with the guard.
 
-    Signals to the terminal or the driver's group then reach only the driver, which needs the daemons for an orderly
-    shutdown. A session also identifies processes whose parent has died.
+    Signals from the terminal, or sent to the driver's process group, then reach only the driver, which needs the
+    daemons for an orderly shutdown. A session also identifies processes whose parent has died.
     """
     services: Any = ray_services
     theirs = services.ConsolePopen
@@ -308,7 +311,7 @@ def _print_nothing(*_: object, **__: object) -> None:
 
 
 def _make_temp_dir() -> Path:
-    """Create a folder for the cluster's sockets and logs; remove those that killed drivers have left."""
+    """Create a folder for the cluster's sockets and logs; remove those that killed drivers have left behind."""
     for folder in _TEMP_ROOT.glob("baton-ray-*"):
         match = _TEMP_NAME.fullmatch(folder.name)
         if match and not Path("/proc", match[1]).exists() and folder.lstat().st_uid == os.getuid():
@@ -369,7 +372,7 @@ def _room(bundles: Sequence[Bundle], machines: Sequence[Machine]) -> str:
         if here:
             free = f"{machine.cpus:g} and {machine.gpus:g} are free"
             parts.append(f"{machine.address}: wanted {cpus:g} CPUs and {gpus:g} GPUs, {free}")
-    return "; ".join(parts) or "the machines it was meant for are gone"
+    return "; ".join(parts) or "the machines on which it was placed are gone"
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Environment variables of a Ray cluster that Baton starts, to be set before importing Ray, which reads them then."""
+"""Environment variables of a Ray cluster that Baton starts. Ray reads them when it is imported."""
 
 import os
 import secrets
@@ -13,7 +13,7 @@ def set_for_own_cluster() -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # Needed on Linux too: Ray uses loopback only if no other machine may join, even when given an address.
+    # Needed on Linux too: even when given an address, Ray uses loopback only if no other machine may join.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")

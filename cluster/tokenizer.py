@@ -49,11 +49,11 @@ class Tokenizer:
         tokenizer_config = _read_json(folder / "tokenizer_config.json")
         self.special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | tokenizer_config)
         self.vocab_size: int = text_config.get("vocab_size") or self._tokenizer.get_vocab_size()
-        """Size of the model's embedding. The tokenizer may have fewer or more tokens."""
+        """Size of the model's embedding table. The tokenizer may have fewer or more tokens."""
         self.max_context: int | None = text_config.get("max_position_embeddings")
-        """Maximum number of prompt and output tokens, if the model declares it."""
+        """Maximum number of prompt and output tokens together, if the model declares it."""
         self.generation_config = _read_json(folder / "generation_config.json")
-        """Contents of the model's generation_config.json; empty without the file."""
+        """Contents of the model's generation_config.json; empty if there is no such file."""
         self.eos_ids = self._eos_ids(text_config)
         self.special_texts = frozenset(
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
@@ -97,7 +97,7 @@ class Tokenizer:
             raise UserError(f"the model's chat template rejects these messages: {error}") from error
 
     def _eos_ids(self, config: Mapping[str, Any]) -> frozenset[int]:
-        """Return the end tokens from the generation configuration, or else the model's, or else the tokenizer's.
+        """Return the end-of-sequence tokens that the generation, model or tokenizer configuration names first.
 
         This is the order of transformers' ``generate``.
         """
@@ -116,7 +116,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
-        """Last tokens: returned ones that serve as context, followed by those held back."""
+        """Latest tokens: returned ones, which serve as context, then those held back."""
         self._num_given = 0
         """Number of tokens at the start of the window whose text has been returned."""
         self._given = ""
@@ -206,7 +206,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or an empty one without the file."""
+    """Return the object in a JSON file, or an empty one if there is no such file."""
     if not path.is_file():
         return {}
     try:

@@ -232,7 +232,7 @@ def test_scaling_and_restarts_under_load_fail_no_request(cluster: RunningCluster
         ),
         (("scale", "decode=0"), f"{NAME}: scale: got decode=0; allowed: prefill and decode from 1 to 4096"),
         (("scale", "decode=2", "decode=3"), "scale: got decode=2 decode=3; allowed: each role once"),
-        (("scale", "decode=900"), f"{NAME}: resources: wanted: 899 workers with 0.25 CPUs each; room for "),
+        (("scale", "decode=900"), f"{NAME}: resources: wanted: 899 workers with 0.25 CPUs each; capacity for "),
     ],
 )
 def test_an_impossible_command_changes_nothing(cluster: RunningCluster, order: tuple[str, ...], said: str) -> None:

@@ -190,10 +190,10 @@ def test_slow_starts_are_reported_in_one_line() -> None:
 
 def test_an_impossible_reservation_names_requested_and_available_resources(ray_system: "RaySystem") -> None:
     bundle = Bundle(node_id=ray_system.home.node_id, cpus=64.0, gpus=0.0)
-    with pytest.raises(UserError, match=r"big: no room within 0.5 s") as caught:
+    with pytest.raises(UserError, match=r"big: no capacity within 0.5 s") as caught:
         ray_system.reserve("big", [bundle], timeout_s=0.5)
     reported = f"{ray_system.home.address}: wanted 64 CPUs and 0 GPUs, 2 and 0 are free"
-    assert str(caught.value) == f"big: no room within 0.5 s; {reported}"
+    assert str(caught.value) == f"big: no capacity within 0.5 s; {reported}"
 
 
 def drive(system: "RaySystem", model: str) -> Driver:

@@ -191,9 +191,9 @@ def test_without_room_nothing_changes() -> None:
     run = Run(TWO_OF_EACH).serve()
     before = run.cluster
     assert run.command(ScaleCommand(prefill=9, decode=1))[0] == Place([f"prefill-{index}" for index in range(2, 9)])
-    refusal = ConfigError([Problem("resources", "wanted: 7 workers; room for 2 workers")])
+    refusal = ConfigError([Problem("resources", "wanted: 7 workers; capacity for 2 workers")])
     (answer,) = answers(run.step(Placed(refusal)))
-    assert answer == (Outcome.REFUSED, "resources: wanted: 7 workers; room for 2 workers")
+    assert answer == (Outcome.REFUSED, "resources: wanted: 7 workers; capacity for 2 workers")
     assert run.cluster == before
 
 

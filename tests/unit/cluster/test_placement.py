@@ -96,25 +96,25 @@ def test_shared_memory_keeps_everything_on_the_first_machine_that_holds_it() -> 
         (
             deployment((2, 4)),
             machines(4, 3.5),
-            "resources: wanted: 9 workers with 1 CPUs each; room for 7 workers; "
+            "resources: wanted: 9 workers with 1 CPUs each; capacity for 7 workers; "
             "free: 10.0.0.0 4 CPUs 0 GPUs, 10.0.0.1 3.5 CPUs 0 GPUs",
         ),
         (
             deployment((1, 2), device=Device.CUDA),
             machines(64, gpus=1),
-            "resources: wanted: 3 workers with 1 CPUs and 1 GPU each; room for 1 workers; "
+            "resources: wanted: 3 workers with 1 CPUs and 1 GPU each; capacity for 1 workers; "
             "free: 10.0.0.0 64 CPUs 1 GPUs",
         ),
         (
             deployment((1, 1)),
             [],
-            "resources: wanted: 2 workers with 1 CPUs each; room for 0 workers; free: no machine",
+            "resources: wanted: 2 workers with 1 CPUs each; capacity for 0 workers; free: no machine",
         ),
         (
             deployment((1, 4), backend=TransferBackendName.SHARED_MEMORY),
             machines(4, 4),
             "transfer.backend: shared_memory needs all workers on one machine; wanted: 5 workers with 1 CPUs each; "
-            "largest room: 4 workers; free: 10.0.0.0 4 CPUs 0 GPUs, 10.0.0.1 4 CPUs 0 GPUs; "
+            "the largest machine has capacity for 4 workers; free: 10.0.0.0 4 CPUs 0 GPUs, 10.0.0.1 4 CPUs 0 GPUs; "
             "allowed on several machines: mooncake",
         ),
     ],

@@ -37,7 +37,7 @@ def test_missing_machines_are_requested_and_awaited() -> None:
     await_room(system, CONFIG, said.append, lambda: None)
     [line] = said
     assert line.startswith("waiting at most 60 s for machines: ")
-    assert "wanted: 2 workers with 1 CPUs each; room for 0 workers; free: head 0 CPUs" in line
+    assert "wanted: 2 workers with 1 CPUs each; capacity for 0 workers; free: head 0 CPUs" in line
     assert system.log == ["want 2 bundles", "want nothing"]
 
 
