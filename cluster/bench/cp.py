@@ -47,7 +47,7 @@ class CpBench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpResult:
-    """Result for one way and prompt length. All values are medians over the rounds."""
+    """Result for one configuration and prompt length. Measured values are medians over the rounds."""
 
     prompt_len: int
     cp: int
@@ -60,7 +60,7 @@ class CpResult:
     efficiency: float
     """Time of one rank alone, divided by cp times the group's time."""
     exposed_comm_share: float
-    """Fraction of time that the rank that waits least spends in collectives. Other ranks also wait for its work."""
+    """Fraction of the step that the rank that waits least spends in collectives; other ranks also wait for its work."""
 
 
 def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:
@@ -128,7 +128,7 @@ Steps = Sequence[list[StepTime]]
 
 
 def summarize(way: Way, prompt_len: int, choice: StrategyChoice, steps: Steps, alone: Steps) -> CpResult:
-    """Return the result for one way. ``alone`` has the times of one rank alone."""
+    """Return the result for one configuration; ``alone`` has the steps of a single rank in the same rounds."""
     totals_s = [max(rank.seconds for rank in ranks) for ranks in steps]
     shares = [min(rank.waited_s for rank in ranks) / total_s for ranks, total_s in zip(steps, totals_s, strict=True)]
     ratios = [single.seconds / (way.cp * total_s) for [single], total_s in zip(alone, totals_s, strict=True)]

@@ -14,7 +14,7 @@ class EndpointError(Exception):
 
 
 def key_headers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the authorization header if the environment has an API key.
+    """Return the authorization header, or no header if the environment has no API key.
 
     Raises:
         UserError: the key is invalid.

@@ -64,7 +64,7 @@ class Report:
     total_tokens_per_s: float
     """Prompt and output tokens per second."""
     ttft_ms: Quantiles | None
-    """Time to first token. Like the other latencies, None if no request has one."""
+    """Time to first token. Like the other latencies, None if it was measured for no request."""
     tpot_ms: Quantiles | None
     """Time per output token after the first, one value per request."""
     itl_ms: Quantiles | None

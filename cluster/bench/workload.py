@@ -2,7 +2,7 @@
 
 Traces are in Mooncake's format (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): JSON lines with a
 ``timestamp`` in milliseconds, ``input_length``, ``output_length`` and ``hash_ids``, one for every 512 prompt tokens.
-Two prompts share a prefix as far as their hash ids are equal.
+Two prompts share a prefix for as long as their hash ids are equal.
 """
 
 import random
@@ -48,7 +48,7 @@ class Workload:
 
     @property
     def warm_up(self) -> PlannedRequest:
-        """Return a request with the lengths of the first one and no prefix in common with any other."""
+        """Request with the lengths of the first one, and with no prefix in common with any other."""
         first = self.requests[0]
         return replace(first, block_seeds=tuple(f"warm-up {seed}" for seed in first.block_seeds))
 
@@ -92,14 +92,14 @@ def _arrivals_s(count: int, rate: float | None) -> list[float]:
 
 class TraceEntry(msgspec.Struct, frozen=True):
     timestamp: float
-    """Milliseconds."""
+    """Arrival time in milliseconds."""
     input_length: int
     output_length: int
     hash_ids: list[int]
 
 
 def read_trace(path: Path, most: int | None = None) -> list[TraceEntry]:
-    """Return the earliest ``most`` entries of a trace file, sorted by time.
+    """Return the entries of a trace file, sorted by time; with ``most``, only that many of the earliest.
 
     Raises:
         UserError: the file cannot be read, is empty, or has an invalid line.
@@ -124,7 +124,7 @@ def _entry(where: str, line: bytes) -> TraceEntry:
         raise UserError(f"{where}: got {given}; allowed: input_length of 1 or more, output_length of 0 or more")
     if len(entry.hash_ids) * BLOCK_LEN < entry.input_length:
         given = f"{entry.input_length} tokens and {len(entry.hash_ids)} hash_ids"
-        raise UserError(f"{where}: got {given}; allowed: one id for each {BLOCK_LEN} tokens")
+        raise UserError(f"{where}: got {given}; allowed: at least one id for every {BLOCK_LEN} tokens")
     return entry
 
 
