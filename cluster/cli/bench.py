@@ -35,7 +35,10 @@ def cp(
     strategy: Annotated[
         str, typer.Option(help="Strategies to compare, separated by commas.")
     ] = "none,contiguous,zigzag,auto",
-    mode: Annotated[CpMode, typer.Option(help="CP mode of the group.")] = CpMode.GATHER,
+    mode: Annotated[
+        CpMode,
+        typer.Option(help="CP mode: with gather, every rank holds all KV; with ring, each holds the pages it owns."),
+    ] = CpMode.GATHER,
     prefix_len: Annotated[int, typer.Option(help="Number of cached tokens before each prompt.", min=0)] = 0,
     rounds: Rounds = 5,
     model: Model = "small",

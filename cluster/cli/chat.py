@@ -16,7 +16,7 @@ def chat(
     message: Annotated[str | None, typer.Option("--message", "-m", help="Send one message and exit.")] = None,
     url: Annotated[str, typer.Option(help="Base URL of the endpoint.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Model name. Default: the endpoint's first model.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Maximum output tokens.", min=1)] = 512,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of output tokens.", min=1)] = 512,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0)] = 0.0,
 ) -> None:
     """Chat with a running endpoint."""

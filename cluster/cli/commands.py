@@ -148,7 +148,7 @@ def restart(
     ] = None,
     is_rolling: Annotated[
         bool,
-        typer.Option("--rolling", help="Restart one replica at a time, while another one of its role takes requests."),
+        typer.Option("--rolling", help="Restart one replica at a time, while another of the same role takes requests."),
     ] = False,
     cluster: NameOption = None,
     grace_s: Grace = None,
@@ -186,7 +186,7 @@ def _number(text: str) -> tuple[str, int]:
 
 
 def _give(name: str | None, command: Command) -> None:
-    """Print the driver's answers. Exit with code 2 if it refuses the command, 1 if it fails."""
+    """Print the driver's answers. Exit with code 2 if the driver refuses the command, or 1 if the command fails."""
     from cluster.cli.control import send_command
     from cluster.supervisor.events import Outcome
 

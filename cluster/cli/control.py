@@ -42,7 +42,7 @@ def send_command(path: Path, command: Command) -> Iterator[Answer]:
     """Send a command to a driver and yield its answers as they arrive.
 
     Raises:
-        PeerUnreachableError: nothing listens at the path, or the driver ended before its last answer.
+        PeerUnreachableError: nothing is listening at the path, or the driver ended before its last answer.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         try:
@@ -69,7 +69,7 @@ def decode_command(line: bytes) -> Command | None:
 class _Server(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
     block_on_close = False
-    """The last answer to a command may be that the cluster stops."""
+    """False, so that closing does not wait for commands, whose last answer may be that the cluster is stopping."""
     give: Give
 
 

@@ -13,7 +13,7 @@ _STDIN = 0
 
 
 def main() -> None:
-    """Run the command in the arguments and exit with its exit code, or with 128 + the signal that ended it."""
+    """Run the command in the arguments; exit with its exit code, or 128 plus the number of the signal that ended it."""
     command = sys.argv[1:]
     if not command:
         sys.exit("usage: python -m cluster.cli.foreground COMMAND [ARGUMENT...]")

@@ -58,14 +58,14 @@ class Note:
         self.remove()
 
     def _write(self, cluster: RunningCluster) -> Path:
-        """Write the note to a temporary file, so that no reader sees a part of it."""
+        """Write the note to a temporary file, so that no reader sees a partial note."""
         fresh = self._path.with_suffix(f".{os.getpid()}")
         fresh.touch(mode=0o600)
         fresh.write_bytes(msgspec.json.encode(cluster))
         return fresh
 
     def _claim(self, fresh: Path) -> None:
-        """Link the note to its final path, unless a running cluster's note is there."""
+        """Link the note to its final path, unless a running cluster's note is already there."""
         while True:
             try:
                 os.link(fresh, self._path)

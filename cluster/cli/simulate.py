@@ -24,7 +24,7 @@ def simulate(
 
     If a seed fails, its scenario is minimized and traced on stderr, and the exit code is 1.
 
-    Ctrl-C and SIGTERM end the run after the current seed; its results are still printed.
+    Ctrl-C and SIGTERM end the run after the current seed; the results so far are still printed.
     """
     # Each command imports what it needs, so that the command line starts quickly.
     from cluster.simulator.campaign import Campaign

@@ -58,7 +58,8 @@ def ready_text(url: str, config: DeployConfig) -> str:
     target, header, data = map(shlex.quote, (f"{url}/v1/{path}", "Content-Type: application/json", json.dumps(body)))
     request = f"curl -s {target} -H {header} -d {data}"
     return (
-        f"\nready   {url}/v1   model {model}\n\n{request}\n{answer}\nCtrl-C, or `baton down {config.name}`, stops it."
+        f"\nready   {url}/v1   model {model}\n\n{request}\n{answer}\n"
+        f"Ctrl-C, or `baton down {config.name}`, stops the cluster."
     )
 
 
@@ -83,9 +84,9 @@ def _check_machine(config: DeployConfig, model: ModelFacts, say: Callable[[str],
         return
     total_gib, available_gib = memory.total / GIB, memory.available / GIB
     if lack := memory_lack(config, model, total_gib):
-        raise UserError(f"{memory.owner} has {total_gib:.4g} GiB of memory; allowed: {lack}")
+        raise UserError(f"{memory.owner} has {total_gib:.4g} GiB of memory; needed: {lack}")
     if lack := memory_lack(config, model, available_gib):
-        say(f"memory: {available_gib:.4g} GiB are available on {memory.owner} now; wanted: {lack}")
+        say(f"memory: {available_gib:.4g} GiB is available on {memory.owner} now; needed: {lack}")
 
 
 class StartProgress:

@@ -14,7 +14,7 @@ class StopSignals:
     """Handlers that record a signal, because an exception raised at an arbitrary point can leave a lock held."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
-        """Install the handlers. A thread passes the name of an early signal to ``report``."""
+        """Install the handlers. A thread passes the name of the first signal before ``pass_on`` to ``report``."""
         # A SimpleQueue may be filled from a signal handler.
         self._early: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._receiver: Callable[[str], None] = self._early.put

@@ -193,7 +193,7 @@ def _resolve(config: DeployConfig, progress: "StartProgress") -> str:
 
 
 def _num_cpus(config: DeployConfig) -> int:
-    """Return the logical CPUs of our own Ray cluster: this machine's, or more if the workers request more."""
+    """Return the number of logical CPUs of our own Ray cluster: this machine's, or more if the workers request more."""
     workers = sum(pool.replicas * world_size(sizes_of(pool.parallel)) for pool in (config.prefill, config.decode))
     return max(math.ceil(workers * config.resources.cpus_per_worker), os.cpu_count() or 1)
 

@@ -19,7 +19,7 @@ START_S = 240.0
 STOP_S = 60.0
 LOWEST_PORT = 20_000
 """Ray's workers use the ports below."""
-IS_UP = "stops it"
+IS_UP = "stops the cluster"
 """Text that appears once every replica is ready. Before it, a failed replica ends the cluster."""
 BATON = (str(Path(sys.executable).with_name("baton")),)
 

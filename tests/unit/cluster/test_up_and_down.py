@@ -136,16 +136,16 @@ SIX_GIB = "kv: {memory_gib: 3}\nprefill: {replicas: 1}"
 
 
 def test_a_cluster_larger_than_the_machine_does_not_start(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"this machine has 5 GiB of memory; allowed: at least 6.*, for 1 prefill wor"):
+    with pytest.raises(UserError, match=r"this machine has 5 GiB of memory; needed: at least 6.*, for 1 prefill wor"):
         said(SIX_GIB, folder, machine(5, 4))
-    with pytest.raises(UserError, match=r"^this container has 5 GiB of memory; allowed: at least 6"):
+    with pytest.raises(UserError, match=r"^this container has 5 GiB of memory; needed: at least 6"):
         said(SIX_GIB, folder, machine(5, 4, is_limited=True))
     assert said(SIX_GIB, folder, machine(7, 8)) == []
 
 
 def test_insufficient_free_memory_is_a_warning(folder: Path) -> None:
     (line,) = said(SIX_GIB, folder, machine(8, 4))
-    assert line.startswith("memory: 4 GiB are available on this machine now; wanted: at least 6")
+    assert line.startswith("memory: 4 GiB is available on this machine now; needed: at least 6")
     assert said(SIX_GIB, folder, machine(8, 7)) == []
 
 
