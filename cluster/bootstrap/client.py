@@ -106,9 +106,9 @@ def follow_table(
     """Yield the table now and after every change, and None after a timeout or while the service is unavailable.
 
     Args:
-        watch: BootstrapClient.watch.
-        poll_s: timeout of the next wait for a change.
-        on_lost: called each time that the service is unavailable.
+        watch: the method ``watch`` of a BootstrapClient.
+        poll_s: returns the timeout of the next wait for a change.
+        on_lost: called each time that the service does not send a table.
     """
     version = -1
     while True:
@@ -214,7 +214,7 @@ class LeaseRenewer:
 
 
 class ReplicaRegistrar(LeaseRenewer):
-    """Threads of a leader: one registers all records and sends heartbeats, one passes new tables to ``on_table``.
+    """Threads of a leader: one registers all records and sends heartbeats, another passes new tables to ``on_table``.
 
     ``load``, ``on_table`` and ``on_refused`` are called from these threads. Heartbeats stop if the table rejects the
     replica because a later incarnation is known or its records are inconsistent.

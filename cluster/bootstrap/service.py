@@ -1,4 +1,4 @@
-"""HTTP service of the rank table: JSON bodies, and a bearer token on every route but /health.
+"""HTTP service of the rank table, with JSON bodies. Every route except /health requires a bearer token.
 
 The table's rules are in table.py.
 """
@@ -70,7 +70,7 @@ class BootstrapServer:
         """Start serving; return the base URL. Port 0 picks a free port.
 
         Raises:
-            UserError: it cannot listen on the address.
+            UserError: the service cannot listen on the address.
         """
         listener = _listen(self._host, self._port)
         self._port = listener.getsockname()[1]

@@ -39,7 +39,8 @@ class TableRefusedError(BatonError):
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     code: str
-    """A RefusalCode, or ``bad_request``, ``unauthorized``, ``not_found`` if the request did not reach the table."""
+    """A RefusalCode of the table, or ``bad_request``, ``unauthorized``, ``not_found`` or ``refused`` if the request did
+    not reach the table."""
     message: str
 
 
@@ -59,7 +60,7 @@ class BootstrapTable:
     """All ranks of all replicas. Times are seconds of one monotonic clock, passed in by the caller.
 
     A replica is ready when all ranks of its highest incarnation are registered and hold a lease. Each rank renews its
-    own, and a new rank has one lease period to do so for the first time.
+    own lease, and a new rank has one lease period to do so for the first time.
     """
 
     def __init__(self, lease_s: float, first_version: int = 0) -> None:
@@ -73,7 +74,7 @@ class BootstrapTable:
         """Add one record. Idempotent; a higher incarnation replaces all records of a lower one.
 
         Raises:
-            TableRefusedError: superseded, or the record is inconsistent.
+            TableRefusedError: the incarnation is superseded, or the record is inconsistent.
         """
         _check_alone(record)
         replica = self._current(record.replica, record.incarnation)
@@ -92,7 +93,7 @@ class BootstrapTable:
         """Renew the lease of rank 0, and record the replica's load.
 
         Raises:
-            TableRefusedError: superseded, or other records are registered.
+            TableRefusedError: the incarnation is superseded, or the registered records do not match the digest.
         """
         self.expire(now_s)
         replica = self._current(beat.replica, beat.incarnation)
@@ -112,7 +113,7 @@ class BootstrapTable:
         """Renew the lease of one rank other than rank 0.
 
         Raises:
-            TableRefusedError: superseded, or not registered.
+            TableRefusedError: the incarnation is superseded, or the rank is not registered.
         """
         self.expire(now_s)
         current = self._current(replica, incarnation)
@@ -140,7 +141,7 @@ class BootstrapTable:
                 self.version += 1
 
     def next_expiry_s(self) -> float | None:
-        """Return the time at which the next lease expires unless renewed; None without leases."""
+        """Return the time at which the next lease expires unless it is renewed; None if there are no leases."""
         ends_s = (end_s for replica in self._replicas.values() for end_s in replica.lease_ends_s.values())
         return min(ends_s, default=None)
 
@@ -180,7 +181,7 @@ class _Replica:
         self.digest = records_digest([first])
         self.load = ReplicaLoad()
         self.lease_ends_s: dict[int, float] = {}
-        """End of each lease by global rank."""
+        """Time at which each lease expires, by global rank."""
         self.silent: set[int] = set()
 
     @property

@@ -1,4 +1,4 @@
-"""KV capacity of each worker, and checks of a model against its layout."""
+"""KV capacity of each worker, and checks of whether a model fits a configuration."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from workers.hicache.storage.page_store import object_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleKv:
-    """KV capacity of one role, given by its worker with the most layers, which has the fewest pages."""
+    """KV capacity of one role, limited by its worker with the most layers, which has the fewest pages."""
 
     page_bytes: int
     pages_per_worker: int

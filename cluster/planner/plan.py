@@ -55,7 +55,7 @@ class StepsPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortPlan:
-    """TCP ports that Baton's processes listen on, without those of Ray and NCCL."""
+    """TCP ports that Baton's processes listen on, except those of Ray and NCCL."""
 
     process: str
     purpose: str
@@ -93,7 +93,7 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
     """Return the plan of a configuration.
 
     Raises:
-        ConfigError: the model does not allow the configured layout or KV format.
+        ConfigError: the model does not fit the configured layout, memory or context length.
     """
     if isinstance(model, ModelFacts) and (problems := model_problems(config, model)):
         raise ConfigError(problems)
@@ -191,7 +191,7 @@ def _uses_gloo(config: DeployConfig) -> bool:
 
 
 def _num_endpoints(role: Role, pool: PoolConfig, model: ModelFacts | UnknownModel) -> int:
-    """Return how many gloo endpoints one replica has: one per rank in each group of several ranks."""
+    """Return how many gloo endpoints one replica has: one per rank in each group of several ranks or stage link."""
     by_name, ranks = groups(pool.parallel), positions(pool.parallel)
     joined = [members for name in _ATTENTION for members in by_name[name]]
     if isinstance(model, ModelFacts):

@@ -23,10 +23,10 @@ from workers.models.interface import DecoderConfig
 
 _PAGE_ID_BYTES = 8
 _PASSED_QUERIES = 4
-"""Memory that a step with passed queries takes, as a multiple of one fp32 partial."""
+"""Memory that a step with passed queries takes, as a multiple of one fp32 partial result."""
 _DRAW_BYTES = 24
-"""Bytes per logit when sampling with top-p. On a CPU, live tensors take up to 21."""
-# Allowances, not measurements: CUDA's memory per layer of a graph, and cuBLAS's for the capture stream.
+"""Bytes per logit when sampling with top-p. On a CPU, at most 21 of them are in use at once."""
+# Allowances, not measurements: CUDA's memory per layer of a graph, and cuBLAS's workspace for the capture stream.
 _GRAPH_LAYER_BYTES = 256 << 10
 _WORKSPACE_BYTES = 32 << 20
 
@@ -37,8 +37,8 @@ def weights_gib(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
 
 
 def _num_weights(config: DeployConfig, pool: Pool, model: ModelFacts, stage: int) -> float:
-    """Count one rank's weights: tp divides embeddings and attention, dp·tp MLPs, and all ranks of a copy its
-    experts."""
+    """Count one rank's weights: embeddings and attention are divided by tp, MLPs by dp*tp, and each copy of the
+    experts by its number of ranks."""
     dp, cp, tp, moe_dp = pool.parallel.dp, pool.parallel.cp, pool.parallel.tp, pool.parallel.moe_dp
     num_tables = _num_tables(config, model, is_first=stage == 0, is_last=stage == pool.parallel.pp - 1)
     numbers = num_tables * model.config.vocab_size * model.config.hidden_size / tp
@@ -51,7 +51,7 @@ def _num_weights(config: DeployConfig, pool: Pool, model: ModelFacts, stage: int
 
 
 def _num_tables(config: DeployConfig, model: ModelFacts, *, is_first: bool, is_last: bool) -> int:
-    """Count embedding tables: one if input and output are tied, unless a CPU rearranges the output's bf16 copy."""
+    """Count embedding tables: tied ones in one stage count once, unless a CPU rearranges a bf16 copy for the output."""
     is_one = is_first and is_last and model.config.tie_word_embeddings
     is_rearranged = config.resources.device is Device.CPU and model.dtype == "bfloat16"
     return 1 if is_one and not is_rearranged else is_first + is_last
@@ -68,7 +68,7 @@ def expected_memory(config: DeployConfig, pool: Pool, model: ModelFacts) -> GpuM
 
 
 def _activation_bytes(pool: Pool, model: ModelFacts) -> float:
-    """Return the bytes of the widest layer's activations in the largest step, plus those for sampling per request."""
+    """Return the bytes of the widest layer's activations in the largest step, plus those of sampling all requests."""
     num_tokens, config, hidden = _most_tokens(pool), model.config, model.config.hidden_size
     width = max(cost.attention_width + cost.dense_width + cost.routed_width for cost in config.layer_costs)
     widths = width / pool.parallel.tp + _answers_width(config) / pool.parallel.ep
@@ -100,7 +100,7 @@ def _exchange_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> floa
 
 
 def _graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
-    """Return the memory of CUDA graphs: the largest step, which all share, and each graph's page tables and nodes."""
+    """Return the bytes of CUDA graphs: the largest step, which all graphs share, and their page tables and nodes."""
     if not captures_decode(config, pool, has_windows=model.geometry.has_windows):
         return 0.0
     sizes = batch_sizes(pool.max_requests)
@@ -119,7 +119,7 @@ def _graph_bytes(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
 
 
 def _answers_width(config: DecoderConfig) -> int:
-    """Return the output width of all experts that a token chooses."""
+    """Return the total output width of the experts that a token chooses."""
     return config.experts_per_token * config.hidden_size
 
 
