@@ -25,11 +25,11 @@ _WATCH_S = 1.0
 _RESUME_S = 20.0
 """Maximum wait for a replica to report that it accepts requests again."""
 FETCH_TIMEOUT_S = 4 * 3600.0
-"""Maximum wait for a replica's machines to have the model's files: 1.4 TB at 100 MB/s. It ends only hung downloads."""
+"""Maximum wait for a replica's machines to have the model's files: long enough for 1.4 TB at 100 MB/s."""
 
 
 class Gang:
-    """Workers of one replica, which live and die together. ``start`` runs in one thread, other methods in any."""
+    """Workers of one replica, which live and die together. Except ``start``, methods may run in any thread."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Gang:
         self._reservation: Reservation | None = None
         self._records: list[RankRecord] = []
         self.runs: dict[str, Future[Any]] = {}
-        """Running call of each rank, by rank name."""
+        """Pending call of ``run`` on each rank, by rank name."""
 
     def start(self, model: str, rendezvous: Callable[[], Rendezvous]) -> None:
         """Start the replica; return once the rank table shows it as ready.

@@ -1,7 +1,7 @@
 """Classes that run inside the actors: plain wrappers of Worker, RouterServer and BootstrapServer.
 
-Constructors only import, which takes seconds for a worker and overlaps the start of the bootstrap service. Heavy
-imports stay inside the methods, so that the process that starts actors never loads torch.
+Constructors only import modules, which takes seconds for a worker and overlaps with the startup of the bootstrap
+service. Heavy imports stay inside the methods, so that the process that starts actors never loads torch.
 """
 
 import os
@@ -37,13 +37,13 @@ class WorkerActor:
         self._worker: Worker | None = None
 
     def fetch(self, model: str) -> None:
-        """Download the model to this machine. The hub's locks keep several processes from downloading it at once."""
+        """Download the model to this machine; the hub's locks keep several processes from downloading it at once."""
         from workers.models.resolve import resolve_model
 
         self._folder = resolve_model(model)
 
     def build(self, spec: WorkerSpec, rendezvous: Rendezvous) -> None:
-        """Create the worker; ``fetch`` comes first."""
+        """Create the worker; requires a call of ``fetch`` first."""
         from workers.worker import Worker
 
         assert self._folder is not None, "fetch the model before building the worker"
@@ -138,7 +138,7 @@ def worker_environ(config: DeployConfig) -> dict[str, str]:
 
 
 def service_environ() -> dict[str, str]:
-    """Return a service's environment variables, which hide GPUs. Ray hides none from a process that requests none."""
+    """Return a service's environment variables, which hide all GPUs, because Ray hides none if none is requested."""
     return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
 
 

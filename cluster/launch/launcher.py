@@ -1,7 +1,7 @@
-"""Start and end of a cluster's members: bootstrap service, router, replicas. The supervisor decides when.
+"""Launcher, which starts and ends a cluster's members (bootstrap service, routers, replicas) for the supervisor.
 
 All processes start together. Once the bootstrap service responds, the router starts to serve while each replica joins
-its groups, loads and registers.
+its groups, loads the model and registers.
 """
 
 import threading
@@ -29,14 +29,14 @@ STOP_S = 5.0
 KILL_S = 5.0
 """Time for the kernel to end killed processes."""
 AT_ONCE_S = 0.5
-"""Kill timeout after a second stop signal; stopping the Ray cluster ends the rest."""
+"""Kill timeout after a second stop signal; stopping the Ray cluster ends the remaining processes."""
 GRACE_S = 2.0
-"""Additional time for Ray's calls, since a dead Ray cluster never responds."""
+"""Additional time for calls to Ray, because a dead Ray cluster never responds."""
 
 OnEnded = Callable[[str, Incarnation, BaseException], None]
 """Callback (member, incarnation, reason) for every process that ends."""
 Member = BootstrapProcess | RouterProcess | Gang
-"""One start of a member. While its ``runs`` are empty, no other process knows of it."""
+"""One incarnation of a member. While its ``runs`` are empty, no other process knows of it."""
 
 
 class Launcher:
@@ -89,7 +89,7 @@ class Launcher:
         return self._own_urls[name]
 
     def start(self, name: str, incarnation: Incarnation) -> None:
-        """Start a member; return once it is ready. From then on, its end is reported to ``on_ended``.
+        """Start a member; return once it is ready. Later, report each of its processes that ends to ``on_ended``.
 
         Raises:
             BatonError: it did not start; the caller ends the member.
@@ -121,7 +121,7 @@ class Launcher:
     def prove(self, name: str, incarnation: Incarnation) -> bool:
         """Retry the kill from ``end``; return whether the member can no longer write anywhere.
 
-        It cannot once its processes are confirmed dead, or if no other process ever knew of it.
+        A member can no longer write once its processes are confirmed dead, or if no other process ever knew of it.
         """
         member = self._unproven[name, incarnation]
         if not member.kill(KILL_S) and member.runs:
@@ -143,7 +143,7 @@ class Launcher:
         """Place new replicas.
 
         Raises:
-            ConfigError: there is no room for all of them.
+            ConfigError: the replicas do not fit on the machines.
         """
         machines = self._usable_machines()
         self._hosts |= {m.node_id: m.address for m in machines if m.node_id not in self._hosts}
@@ -186,7 +186,7 @@ class Launcher:
         self._kill(AT_ONCE_S)
 
     def _kill(self, timeout_s: float) -> None:
-        """Kill everything; return in time even if Ray does not respond."""
+        """Kill all members; return in time even if Ray does not respond."""
         _each(self._snapshot(), lambda member: member.kill(min(KILL_S, timeout_s)), timeout_s)
 
     def _start_bootstrap(self, incarnation: Incarnation, deadline: Deadline) -> None:
@@ -221,7 +221,7 @@ class Launcher:
         gang.start(self._model, self.rendezvous.result)
 
     def _living_placement(self, replica: ReplicaId) -> ReplicaPlacement:
-        """Return a replica's placement, or a new one if a machine is lost. Raises ConfigError if there is no room."""
+        """Return a replica's placement, or a new one if a machine is lost. Raises ConfigError if it does not fit."""
         usable = {machine.node_id for machine in self._usable_machines()}
         if any(bundle.node_id not in usable for bundle in self._placements[replica].bundles):
             self.place([replica])
@@ -249,7 +249,7 @@ class Launcher:
         if not isinstance(error, PeerLostError):
             report()
             return
-        # Another process ended first and reports the cause. This one reports later, in case that one never does.
+        # Another process ended first and reports the cause. Report this end later, in case that report never comes.
         timer = threading.Timer(LAST_WORDS_S, report)
         timer.daemon = True
         timer.start()

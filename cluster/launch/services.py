@@ -21,7 +21,7 @@ from cluster.spec.worker_spec import Rendezvous, RouterShare
 BOOTSTRAP = "bootstrap"
 
 _DRAIN_GRACE_S = 5.0
-"""Time for the router to close after its drain timeout."""
+"""Additional time for the router to close after its drain timeout."""
 
 
 class _Service:
@@ -87,7 +87,7 @@ class RouterProcess(_Service):
 def follow_router(url: Callable[[], str], on_seen: Callable[[bool], None], timeout_s: float, interval_s: float) -> None:
     """Call ``on_seen`` with whether a router process responds, on every change and at each check without a response.
 
-    Never returns. Any response within the timeout counts. Reuses one connection, since new ones compete with clients'.
+    Never returns. Any response within the timeout counts. Reuses one connection, to compete less with clients.
     """
     answered: bool | None = None
     with httpx.Client(timeout=timeout_s, trust_env=False) as http:

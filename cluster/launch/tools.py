@@ -1,4 +1,4 @@
-"""Dependencies of launching, for which tests substitute fakes."""
+"""Dependencies of the launcher, for which tests substitute fakes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Tools:
     system: ActorSystem
     progress: Progress
     worker: type = WorkerActor
-    """Class of a worker's actor, like ``router`` and ``bootstrap``."""
+    """Class of the worker actors; ``router`` and ``bootstrap`` are the classes of the services' actors."""
     router: type = RouterActor
     bootstrap: type = BootstrapActor
     send: Send = send

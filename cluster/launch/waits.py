@@ -15,7 +15,7 @@ from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import TableSnapshot
 
 LAST_WORDS_S = 3.0
-"""Delay between the time at which peers notice a worker's end and the arrival of its own error."""
+"""Maximum delay between when peers notice that a worker has ended and when that worker's own error arrives."""
 
 Answer = TypeVar("Answer")
 POLL_S = 1.0
@@ -46,7 +46,7 @@ def gather(calls: "Mapping[str, Future[Answer]]", deadline: Deadline) -> list[An
     """Return the results of all calls in order, or raise at the first error.
 
     Args:
-        calls: futures by process name, which the error shows.
+        calls: futures by process name, which appears in the error.
 
     Raises:
         UserError: a call raised a UserError.
@@ -60,7 +60,7 @@ def gather(calls: "Mapping[str, Future[Answer]]", deadline: Deadline) -> list[An
 
 
 def raise_failure(calls: "Mapping[str, Future[Any]]", deadline: Deadline) -> None:
-    """Raise the combined error of the failed calls, if there are any."""
+    """Raise the error that explains the failed calls best, if there are any."""
     failed = _failed(calls)
     if not failed:
         return
@@ -83,7 +83,7 @@ def _failed(calls: "Mapping[str, Future[Any]]") -> dict[str, BaseException]:
 
 
 def labelled(who: str, error: BaseException) -> BatonError:
-    """Return the error with its process's name; a UserError stays a UserError."""
+    """Return the error prefixed with its process's name; a UserError stays a UserError."""
     if isinstance(error, UserError):
         named: BatonError = UserError(f"{who}: {error}")
     else:
@@ -99,9 +99,9 @@ def await_room(
     """Wait until the replicas fit on the cluster's machines, for at most ``resources.start_timeout_s``.
 
     Args:
-        system: the cluster to place them on.
+        system: the cluster to place the replicas on.
         config: the replicas to place.
-        say: called once, with the missing resources.
+        say: called once with the missing resources, unless the replicas fit at once.
         check: called every second; an exception ends the wait.
 
     Raises:
@@ -128,7 +128,7 @@ def await_room(
 
 
 class DrainWatch:
-    """Drain state of one incarnation of a replica. Sans I/O.
+    """Drain state of one incarnation of a replica. Does no I/O.
 
     One report without open requests is not enough: a router may have sent a request before it knew of the drain, or a
     short request may have finished between two heartbeats while its last tokens are still in flight.
