@@ -1,4 +1,4 @@
-"""Operator commands for a running cluster. Struct names are tags on the wire to the driver."""
+"""Operator commands for a running cluster. Struct names are the tags of the messages to the driver."""
 
 import msgspec
 
@@ -14,7 +14,7 @@ class DrainCommand(_Command, frozen=True):
 
     replica: ReplicaId
     grace_s: float | None = None
-    """Maximum wait for open requests in seconds. In all commands, None means `router.drain_s`."""
+    """Maximum wait for open requests, in seconds. In all commands, None means `router.drain_s`."""
 
 
 class ResumeCommand(_Command, frozen=True):
@@ -29,7 +29,7 @@ class RestartCommand(_Command, frozen=True):
     replicas: tuple[ReplicaId, ...] = ()
     """Replicas to restart; all running ones if empty."""
     is_rolling: bool = False
-    """Restart one replica at a time, and only while another one of its role takes requests."""
+    """Restart one replica at a time, and only while another of the same role takes requests."""
     grace_s: float | None = None
 
 

@@ -40,7 +40,7 @@ class Failed(_OfStart):
 
 @dataclass(frozen=True, slots=True)
 class Ended(_OfStart):
-    """The processes of a member were killed; ``proven`` if all are confirmed dead."""
+    """The processes of a member were killed; ``proven`` means that all are confirmed dead."""
 
     proven: bool
 
@@ -170,7 +170,7 @@ class Prove(_OfStart):
 
 @dataclass(frozen=True, slots=True)
 class MarkEnded(_OfStart):
-    """Mark this and earlier incarnations as ended in the rank table; ``proven`` if none of their processes is left."""
+    """Mark this and earlier incarnations as ended in the rank table; ``proven`` means that no process is left."""
 
     proven: bool
 
@@ -226,7 +226,7 @@ class Outcome(StrEnum):
     GOING_ON = "going on"
     DONE = "done"
     REFUSED = "refused"
-    """Nothing has changed."""
+    """The command was refused and has changed nothing."""
     FAILED = "failed"
     """The command was carried out only in part."""
 

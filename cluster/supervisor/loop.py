@@ -43,7 +43,7 @@ class Supervisor:
         self._announce = announce
         self._report = report
         self.is_urgent = False
-        """The operator has asked for an immediate stop."""
+        """True if the operator has asked for an immediate stop."""
         # A SimpleQueue may be filled from a signal handler.
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._answers: dict[int, queue.SimpleQueue[Answer]] = {}
@@ -145,7 +145,7 @@ class Supervisor:
                 launcher.kill()
                 return events.Stopped()
             case events.Report() | events.Answer():
-                raise AssertionError("handled in the supervisor's own thread")
+                raise AssertionError("must be handled in the supervisor's own thread")
         return None
 
     def _prove(self, name: str, incarnation: Incarnation, launcher: Launcher) -> Event | None:

@@ -64,7 +64,7 @@ def failures_of(member: Member) -> str:
 
 
 def on_placed(cluster: Cluster, event: events.Placed, now: Now) -> Step:
-    """Continue scaling with the new replicas placed, or refuse the command."""
+    """Continue scaling if the new replicas have been placed; otherwise refuse the command."""
     opened = cluster.open_command
     if opened is None or not isinstance(opened.command, ScaleCommand) or not opened.is_waiting:
         return cluster, []
@@ -106,7 +106,7 @@ def on_replica_resumed(cluster: Cluster, event: events.ReplicaResumed) -> Step:
 
 
 def advance(cluster: Cluster, event: Event) -> Step:
-    """End members that are no longer desired and continue the open command, after each event."""
+    """End members that are no longer desired, and continue the open command; called after each event."""
     if cluster.phase is not Phase.SERVING:
         return (
             (cluster, [])
@@ -134,7 +134,7 @@ def advance(cluster: Cluster, event: Event) -> Step:
 
 
 def _next_turn(cluster: Cluster, opened: OpenCommand) -> Step:
-    """Restart the next replica if the restart is rolling, otherwise all."""
+    """Restart the next replica if the restart is rolling, otherwise all of them."""
     assert isinstance(opened.command, RestartCommand)
     number = 1 if opened.command.is_rolling else len(opened.todo)
     names, todo = opened.todo[:number], opened.todo[number:]
@@ -277,7 +277,8 @@ def _scale_refusal(cluster: Cluster, command: ScaleCommand) -> str | None:
     for role in numbers:
         leaving = [name for name in extra if role_of(ReplicaId(name)) is role]
         if leaving and not _is_served(cluster, role, without=leaving):
-            return f"scale: no remaining {role} replica takes requests; to be removed: {', '.join(leaving)}"
+            names = ", ".join(leaving)
+            return f"scale: this would leave no {role} replica that takes requests; to be removed: {names}"
     return None
 
 

@@ -30,7 +30,7 @@ MAX_LATE_S = 1.0
 
 
 def next_incarnation(previous: Incarnation, unix_ms: int) -> Incarnation:
-    """Return a number above the previous one and above those of earlier clusters with the same name."""
+    """Return an incarnation above the previous one and above those of earlier clusters with the same name."""
     return Incarnation(max(previous + 1, unix_ms))
 
 
@@ -210,7 +210,7 @@ def _restart_after_suspension(cluster: Cluster, now: Now) -> tuple[Cluster, list
     due_s, looked = cluster.next_look_s(), replace(cluster, looked_s=now.s)
     if due_s is None or now.s <= due_s + MAX_LATE_S:
         return looked, []
-    line = f"the driver was suspended for {now.s - due_s:.1f} s; silence counts from now on"
+    line = f"the driver was suspended for {now.s - due_s:.1f} s; silence is measured from now on"
     silent = {name: replace(silence, since_s=now.s) for name, silence in cluster.silent.items()}
     return replace(looked, silent=silent), [events.Report(line)]
 

@@ -24,7 +24,7 @@ LOOK_S = 1.0
 
 class MemberState(StrEnum):
     WAITING = "waiting"
-    """No process exists; starts at ``wake_s``."""
+    """No process exists; the member starts at ``wake_s``."""
     STARTING = "starting"
     """Processes exist, but are not ready yet."""
     RUNNING = "running"
@@ -48,7 +48,7 @@ MEMBER_MOVES: Moves[MemberState] = {
 
 class Phase(StrEnum):
     STARTING = "starting"
-    """Some member has not been up yet."""
+    """First start: some members have never been ready."""
     SERVING = "serving"
     """Requests are accepted, and failed members are restarted."""
     DRAINING = "draining"
@@ -81,7 +81,7 @@ class Member:
     state: MemberState = MemberState.WAITING
     incarnation: Incarnation = NEVER
     wake_s: float = 0.0
-    """Start time, in state WAITING."""
+    """Time of the next start, in state WAITING."""
     running_since_s: float = 0.0
     num_failures: int = 0
     """Number of failures since the last stable run."""
@@ -143,7 +143,7 @@ class Cluster:
         return member if member.incarnation == incarnation and member.state in states else None
 
     def next_wake_s(self) -> float | None:
-        """Return the time of the next Tick, or None."""
+        """Return the time of the next Tick, or None if none is due."""
         if self.phase not in (Phase.STARTING, Phase.SERVING):
             return None
         waiting = [member.wake_s for member in self.members.values() if member.state is MemberState.WAITING]
@@ -151,7 +151,7 @@ class Cluster:
         return min([*waiting, *([] if look_s is None else [look_s])], default=None)
 
     def next_look_s(self) -> float | None:
-        """Return the time of the next check of silent members, or None.
+        """Return the time of the next check of silent members, or None if no member is silent.
 
         Checks are frequent so that the driver notices its own suspension.
         """
