@@ -88,7 +88,7 @@ def _ring_transfer(config: DeployConfig) -> Iterator[Problem]:
 def _protocol(config: DeployConfig) -> Iterator[Problem]:
     backend, protocol = config.transfer.backend, config.transfer.protocol
     if backend is not TransferBackendName.MOONCAKE and protocol is not TransferProtocol.TCP:
-        allowed = "tcp, or backend mooncake"
+        allowed = "tcp; rdma needs backend mooncake"
         yield Problem("transfer.protocol", f"got {protocol} with transfer.backend = {backend}; allowed: {allowed}")
 
 
@@ -106,7 +106,7 @@ def _router_wait(config: DeployConfig) -> Iterator[Problem]:
         yield Problem("router.max_wait_s", f"got {wait_s}; allowed: less than router.request_timeout_s = {timeout_s}")
 
 
-@_check("the longest prompt leaves room for an answer", "router.max_prompt_tokens", "model.max_context")
+@_check("the longest prompt leaves space for an answer", "router.max_prompt_tokens", "model.max_context")
 def _prompt_limit(config: DeployConfig) -> Iterator[Problem]:
     longest, context = config.router.max_prompt_tokens, config.model.max_context
     if longest is not None and context is not None and longest >= context:
@@ -124,7 +124,7 @@ def _storage(config: DeployConfig) -> Iterator[Problem]:
     hicache, backend = config.hicache, config.hicache.storage.backend
     if backend is not StorageBackendName.NONE and not (hicache.has_host and config.kv.prefix_cache):
         given = f"hicache.host_gib = {hicache.host_gib} and kv.prefix_cache = {str(config.kv.prefix_cache).lower()}"
-        allowed = "none, or host memory and the prefix cache, which pages pass through"
+        allowed = "none, unless hicache.host_gib is above 0 and kv.prefix_cache is true"
         yield Problem("hicache.storage.backend", f"got {backend} with {given}; allowed: {allowed}")
 
 
@@ -133,14 +133,16 @@ def _write(config: DeployConfig) -> Iterator[Problem]:
     hicache = config.hicache
     if not hicache.has_host and hicache.write is not WritePolicy.WRITE_THROUGH:
         given = f"{hicache.write} with hicache.host_gib = {hicache.host_gib:g}"
-        yield Problem("hicache.write", f"got {given}; allowed: write_through, or host memory")
+        yield Problem(
+            "hicache.write", f"got {given}; allowed: write_through; other policies need hicache.host_gib above 0"
+        )
 
 
 @_check("the storage folder is an absolute path", "hicache.storage.folder")
 def _storage_folder(config: DeployConfig) -> Iterator[Problem]:
     folder = config.hicache.storage.folder
     if folder is not None and folder != "~" and not folder.startswith(("/", "~/")):
-        allowed = "a path that begins with / or ~/, on every host"
+        allowed = "a path that begins with / or ~/"
         yield Problem("hicache.storage.folder", f"got {folder}; allowed: {allowed}")
 
 
@@ -156,7 +158,7 @@ def _master(config: DeployConfig) -> Iterator[Problem]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """Model sizes that ranks must be able to divide."""
+    """Sizes of a model that must be divisible among ranks."""
 
     num_heads: int
     num_kv_heads: int

@@ -36,10 +36,10 @@ class Interval(msgspec.Struct, frozen=True, array_like=True):
     """Kind of activity: ``request``, ``compute``, ``kv sender``."""
     name: str
     start_s: float
-    """Start on the machine's monotonic clock, like ``end_s``."""
+    """Start time; like ``end_s``, on the machine's monotonic clock."""
     end_s: float
     facts: dict[str, int | float | str] = {}
-    """Further attributes."""
+    """Additional attributes."""
 
 
 class ClockReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class ClockReading(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     """Machine id; processes with the same id share a monotonic clock."""
     unix_offset_s: float
-    """Unix time minus monotonic time; between machines, as accurate as their clocks."""
+    """Unix time minus monotonic time; across machines, only as accurate as their clocks."""
 
 
 def read_clock() -> ClockReading:
@@ -57,5 +57,5 @@ def read_clock() -> ClockReading:
 
 @cache
 def _machine() -> str:
-    """Return the kernel's boot id, which its containers share."""
+    """Return the kernel's boot id, which is the same in all containers of a machine."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "this machine"

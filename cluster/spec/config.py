@@ -37,7 +37,7 @@ class AttentionSetting(StrEnum):
     """Attention backends."""
 
     AUTO = "auto"
-    """The fastest one that the machine supports."""
+    """The fastest backend that the machine supports."""
     TRITON = "triton"
     """Triton kernels on a GPU."""
     FLASH_ATTN = "flash_attn"
@@ -45,7 +45,7 @@ class AttentionSetting(StrEnum):
     NATIVE = "native"
     """Baton's own kernels on a CPU, in bf16; includes norms, rotations and gates."""
     TORCH = "torch"
-    """Reference for any device; slow on a GPU, and decode steps are not captured."""
+    """Reference implementation for any device; slow on a GPU, and decode steps are not captured."""
 
 
 class LogFormat(StrEnum):
@@ -96,20 +96,20 @@ class KvConfig(Node):
 
 class _Axes(Node):
     dp: PositiveInt = 1
-    """Data-parallel attention ranks: each has its own requests and KV; they share MLPs and experts."""
+    """Number of data-parallel attention ranks; each has its own requests and KV, and they share MLPs and experts."""
     tp: PositiveInt = 1
-    """Tensor-parallel ranks: each computes some of the heads."""
+    """Number of tensor-parallel ranks; each computes some of the heads."""
     pp: PositiveInt = 1
-    """Pipeline stages: each computes some of the layers."""
+    """Number of pipeline stages; each computes some of the layers."""
     ep: PositiveInt = 1
-    """Expert-parallel ranks: each holds some of the experts."""
+    """Number of expert-parallel ranks; each holds some of the experts."""
 
 
 class ParallelConfig(_Axes):
     """The parallel sizes of one prefill replica, which has dp*cp*tp*pp workers."""
 
     cp: PositiveInt = 1
-    """Context-parallel ranks: each computes some tokens of a prompt."""
+    """Number of context-parallel ranks; each computes some tokens of a prompt."""
     moe_dp: PositiveInt = 1
     """Number of copies of the experts in one pipeline stage: 1 or cp."""
 
@@ -118,9 +118,9 @@ class DecodeParallelConfig(_Axes):
     """The parallel sizes of one decode replica, which has dp*tp*pp workers."""
 
     cp: ClassVar[int] = 1
-    """One rank: a decode step has one query token per request, which cp cannot divide."""
+    """One rank: a decode step has one query token per request, which cannot be divided over CP ranks."""
     moe_dp: ClassVar[int] = 1
-    """One copy of the experts, since copies are divided over CP ranks."""
+    """One copy of the experts, because further copies need further CP ranks."""
 
 
 AnyParallel = ParallelConfig | DecodeParallelConfig
@@ -169,7 +169,7 @@ class PrefillConfig(PoolConfig):
 
     @property
     def ownership(self) -> KvOwnership:
-        """Location of a request's KV in a CP group; a single rank is not sharded."""
+        """Location of a request's KV in a CP group; the KV of a single rank is not sharded."""
         is_ring = self.mode is CpMode.RING and self.parallel.cp > 1
         return KvOwnership.SHARDED if is_ring else KvOwnership.REPLICATED
 
@@ -209,8 +209,8 @@ class TransferConfig(Node):
     backend: TransferBackendName = TransferBackendName.SHARED_MEMORY
     """Transfer backend: `shared_memory` on one host, `mooncake` between hosts."""
     protocol: TransferProtocol = TransferProtocol.TCP
-    """Protocol of `mooncake`: `tcp`, or `rdma`, which reaches GPU memory directly if the system allows it. If not, the
-    worker's log says why."""
+    """Protocol of `mooncake`: `tcp`, or `rdma`, which reaches GPU memory directly if the system allows it; otherwise,
+    the worker's log says why."""
     mode: TransferMode = TransferMode.ALL_RANKS
     """CP ranks that send KV: with `all_ranks`, each sends its own pages; with `rank0`, rank 0 sends all pages."""
     verify: Verify | None = None
@@ -261,7 +261,7 @@ class RouterConfig(Node):
     max_prompt_tokens: PositiveInt | None = None
     """Maximum number of tokens in one prompt; by default limited only by the context length."""
     request_timeout_s: PositiveSeconds = 3600.0
-    """Seconds after which a request fails."""
+    """Seconds after which an unfinished request fails."""
     drain_s: PositiveSeconds = 20.0
     """Seconds to wait at shutdown for open requests, and for pages that `hicache` still has to store."""
 
@@ -295,11 +295,12 @@ class ResourcesConfig(Node):
     silence_s: PositiveSeconds = 10.0
     """Seconds of silence after which a rank (with its replica), the router or the bootstrap service is restarted."""
     step_timeout_s: Annotated[float, Field(ge=5, le=1_000_000, strict=True)] = 300.0
-    """Seconds after which a rank ends if its work loop makes no progress; must be well above the longest step."""
+    """Seconds after which a rank's process exits if its work loop makes no progress; must be well above the duration of
+    the longest step."""
 
 
 class LogConfig(Node):
-    """The log that processes write to standard error, and Ray keeps. It never contains prompts, answers or keys."""
+    """The log that processes write to standard error and that Ray keeps. It never contains prompts, answers or keys."""
 
     format: LogFormat = LogFormat.TEXT
     """Format of log records: `text`, or `json`, one object per line, with room, replica and request id where known."""
@@ -341,5 +342,5 @@ class DeployConfig(Node):
 
     @property
     def kv_memory_gib(self) -> float | None:
-        """Memory of one worker's page pool, in GiB; None if it takes what is left of its GPU."""
+        """Memory of one worker's page pool, in GiB; None if the pool takes what is left of the GPU's memory."""
         return self.kv.memory_gib or (CPU_POOL_GIB if self.resources.device is Device.CPU else None)

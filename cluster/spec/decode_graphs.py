@@ -11,7 +11,7 @@ def captures_decode(config: DeployConfig, pool: PoolConfig, *, has_windows: bool
 
 
 def why_not_captured(config: DeployConfig, pool: PoolConfig, *, has_windows: bool) -> str:
-    """Return why decode workers on GPUs capture no graphs; empty if they do, or for other workers."""
+    """Return why a pool's decode workers on GPUs capture no graphs; empty if they capture some, or for other pools."""
     resources, parallel = config.resources, pool.parallel
     if resources.device is not Device.CUDA or not isinstance(pool, DecodeConfig):
         return ""

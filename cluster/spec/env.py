@@ -1,4 +1,4 @@
-"""Declarations of all environment variables that Baton reads. An invalid value prevents the start."""
+"""Declarations of all environment variables that Baton reads. An invalid value prevents startup."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ class EnvVar(Generic[Value]):
     default: Callable[[Mapping[str, str]], Value]
     """Value of an unset variable, computed from the environment."""
     show: Callable[[str], str] = repr
-    """Formatter of an invalid text for its error message; hides secrets."""
+    """Function that formats an invalid value for the error message; secrets use one that hides the value."""
 
     def get(self, environ: Mapping[str, str] | None = None) -> Value:
         """Return the variable's value in an environment, by default this process's own.
@@ -68,7 +68,7 @@ def _length(text: str) -> str:
 
 CACHE_DIR = EnvVar(
     name="BATON_CACHE_DIR",
-    sentence="Folder of built checkpoints and compiled kernels.",
+    sentence="Folder for built checkpoints and compiled kernels.",
     allowed="the absolute path of a folder",
     parse=_absolute_folder,
     default=_default_cache,

@@ -30,7 +30,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """Every problem of a deploy YAML."""
+    """Error that lists every problem of a deploy YAML."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         assert problems, "a ConfigError needs at least one problem"
@@ -55,7 +55,7 @@ class QuarantineError(BatonError):
 
 
 class PeerLostError(BatonError):
-    """End of another worker of the same replica, whose own error is the cause."""
+    """Secondary error: a worker of the replica was lost, and that worker's own error is the cause."""
 
 
 class IllegalTransitionError(BatonError, AssertionError):
@@ -66,7 +66,7 @@ def move(moves: Moves[State], current: State, target: State, event: str, subject
     """Return the target state if the table allows the transition.
 
     Raises:
-        IllegalTransitionError: the table does not; the message names state, event and subject.
+        IllegalTransitionError: the table does not allow it; the message names state, event and subject.
     """
     if target not in moves[current]:
         allowed = ", ".join(sorted(state.name for state in moves[current])) or "nothing"

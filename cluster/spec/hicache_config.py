@@ -28,7 +28,7 @@ class PrefetchPolicy(StrEnum):
 
 
 class StorageBackendName(StrEnum):
-    """Storage backends, which keep pages when all replicas have ended."""
+    """Storage backends, which keep pages after all replicas have ended."""
 
     NONE = "none"
     FILES = "files"
@@ -44,8 +44,8 @@ class StorageConfig(Node):
     folder: Text | None = None
     """Folder for `files`; hosts may share it. By default, a folder in Baton's cache folder."""
     max_gib: MemoryGib = 64.0
-    """Soft limit of `files` in GiB, over all writers: the least recently used pages are removed, and writers may exceed
-    the limit for a short while."""
+    """Soft limit of `files` in GiB, over all writers: the least recently used pages are removed, and writers may
+    briefly exceed the limit."""
     master: Text = "127.0.0.1:50051"
     """Host and port of the Mooncake Store master."""
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT

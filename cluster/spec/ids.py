@@ -7,13 +7,13 @@ from typing import NewType
 from cluster.spec.wire import Struct
 
 Room = NewType("Room", int)
-"""Meeting point of one attempt of one request: 63 random bits, never reused."""
+"""Id under which router, prefill and decode meet for one attempt of one request: 63 random bits, never reused."""
 
 ReplicaId = NewType("ReplicaId", str)
 """Replica name ``<role>-<index>``, for example ``prefill-0``; stable across restarts."""
 
 Incarnation = NewType("Incarnation", int)
-"""Start number of a replica, which grows with every start."""
+"""Number of one start of a replica, which grows with every start."""
 
 ROUTER = ReplicaId("router")
 """Name of the first router process, which has incarnations like a replica."""
@@ -64,4 +64,4 @@ class Peer(Struct, frozen=True):
     replica: ReplicaId
     incarnation: Incarnation
     address: str
-    """Channel address; for a replica, its leader's."""
+    """Channel address; for a replica, that of its leader."""

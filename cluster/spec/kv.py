@@ -28,7 +28,7 @@ class KvPart(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     dim: int
-    """Elements per token and head."""
+    """Number of elements per token and head."""
     dtype: str
     """Number format of an element, one of ``DTYPE_BYTES``."""
 
@@ -47,7 +47,7 @@ class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layer numbers of the model, ascending."""
     parts: tuple[KvPart, ...]
     window: int | None = None
-    """Number of latest tokens that a token can see, itself included; None for all."""
+    """Number of most recent tokens that a token can see, itself included; None for all."""
 
     @property
     def slot_bytes(self) -> int:
@@ -71,7 +71,7 @@ class Lifetime(msgspec.Struct, frozen=True):
     """KV groups that are kept for the same time and share one list of pages per request."""
 
     window: int | None
-    """Number of latest tokens that a token can see, itself included; None for all."""
+    """Number of most recent tokens that a token can see, itself included; None for all."""
 
     def first_page(self, num_tokens: int, page_size: int) -> int:
         """Return the first page that tokens after the first ``num_tokens`` can see."""
@@ -79,12 +79,12 @@ class Lifetime(msgspec.Struct, frozen=True):
 
 
 class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """KV shape of the whole model, which replicas of different TP or PP size share."""
+    """KV shape of the whole model, which is the same for replicas with different TP or PP sizes."""
 
     model: str
     """Name under which the model is served."""
     num_layers: int
-    """Layers of the model, with or without KV."""
+    """Number of layers of the model, with or without KV."""
     groups: tuple[KvGroup, ...]
     page_size: int
 
@@ -152,19 +152,19 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
 class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's page pool ``[page, byte]``, and the part of the model that it holds.
 
-    A page holds the groups of one lifetime, one after another. All pages have the same size, so that they can share
-    the memory.
+    A page holds the groups of one lifetime, one after another. All pages have the same size, so that the lifetimes can
+    share the memory.
     """
 
     num_pages: int
-    """Pages available to requests; the null page, which takes padding, follows them in memory."""
+    """Number of pages available to requests; the null page, which takes padding, follows them in memory."""
     page_size: int
     first_layer: int
     num_layers: int
-    """Layers of the rank's pipeline stage, with or without KV."""
+    """Number of layers of the rank's pipeline stage, with or without KV."""
     groups: tuple[GroupLayout, ...]
     num_lifetimes: int = 1
-    """Lifetimes of the whole model, each with a list of pages per request."""
+    """Number of lifetimes of the whole model; a request has a list of pages for each."""
 
     @property
     def layers(self) -> range:
@@ -221,12 +221,12 @@ def extend_page_keys(keys: list[bytes], token_ids: Sequence[int], page_size: int
 
 
 def first_owner(key: bytes) -> int:
-    """Return the owner number of page 0, given its key. Page j has this number plus j; modulo n, it selects a rank."""
+    """Return the owner number of page 0, given its key. Page j has this number plus j; modulo n, it selects the rank."""
     return int.from_bytes(key[:8], "little")
 
 
 def lifetime_key(key: bytes, lifetime: int) -> bytes:
-    """Return the key of the same tokens' page for another lifetime. The first lifetime uses ``key`` itself."""
+    """Return the key of a lifetime's page for the tokens of ``key``. The first lifetime uses ``key`` itself."""
     return key + bytes([lifetime]) if lifetime else key
 
 
@@ -235,7 +235,7 @@ def lifetime_of(key: bytes) -> int:
 
 
 def owner_base(token_ids: Sequence[int], page_size: int, parts: int, salt: str = "") -> int:
-    """Return the part that owns page 0; 0 without a full page."""
+    """Return the part that owns page 0; 0 if there is no full page."""
     first = page_keys(token_ids[:page_size], page_size, salt)
     return first_owner(first[0]) % parts if first else 0
 

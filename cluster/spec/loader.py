@@ -30,7 +30,7 @@ _PATTERNS = {
 
 
 def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> DeployConfig:
-    """Read a deploy YAML; overrides are texts by dotted key, read like values in the file.
+    """Read a deploy YAML; ``overrides`` has values by dotted key, as texts that are read like those in the file.
 
     Raises:
         ConfigError: the file cannot be read, or has problems.
@@ -103,7 +103,7 @@ def _take_keys(node: yaml.Node | None, path: str, seen: set[int]) -> list[Proble
 
 
 def _override(tree: Tree, key: str, value: str) -> None:
-    """Set one key; a section that is not a mapping stays, for validation to reject."""
+    """Set one key; leave a section that is not a mapping as it is, for validation to reject."""
     *parents, leaf = key.split(".")
     for parent in parents:
         if tree.get(parent) is None:

@@ -16,15 +16,15 @@ def pool_layout(geometry: KvGeometry, sizes: AxisSizes, coords: RankCoords, memo
     """Return the layout of one rank's pool: its layers and heads, and as many pages as fit next to the null page.
 
     Raises:
-        ValueError: the heads cannot be divided over tp, a stage gets no layer, or the memory holds no page.
+        ValueError: the heads cannot be divided over tp, a stage gets no layer, or the memory is too small for a page.
     """
     layout = page_layout(geometry, sizes, coords)
     page_bytes = layout.page_bytes
     num_pages = int(memory_gib * GIB) // page_bytes - 1
     if num_pages < 1:
         raise ValueError(
-            f"{memory_gib} GiB has no room for a page besides the null page; one page takes {page_bytes} bytes, "
-            f"so give at least {2 * page_bytes / GIB:.3g} GiB"
+            f"{memory_gib} GiB cannot hold a page and the null page; each takes {page_bytes} bytes, "
+            f"so set at least {2 * page_bytes / GIB:.3g} GiB"
         )
     return msgspec.structs.replace(layout, num_pages=num_pages)
 
@@ -87,7 +87,7 @@ class GpuMemory:
         return (
             f"{self.fraction:g} of {self.total:.4g} GiB of GPU memory, less {self.weights:.3g} for weights, "
             f"{self.activations:.3g} for activations, {self.graphs:.3g} for CUDA graphs and {self.others:.3g} for "
-            f"other uses, leaves {self.left:.3g}"
+            f"other uses, leaves {self.left:.3g} GiB"
         )
 
 

@@ -28,7 +28,7 @@ INQUIRE_EVERY_S = 5.0
 
 
 class PhaseTimes(Struct, frozen=True):
-    """Time that one request spends in each phase up to its first token, by its replicas' clocks."""
+    """Time that one request spends in each phase up to its first token, measured by its replicas' clocks."""
 
     prefill: ReplicaId | None
     """Prefill replica; None if decode computed the prompt itself."""
@@ -58,7 +58,7 @@ class Submit(Tagged, frozen=True):
     num_given: int = 0
     """Number of tokens at the end of ``prompt_ids`` that earlier attempts generated; they count as output."""
     prompt_of: Room | None = None
-    """Room of another choice of this prompt on the same decode replica, whose pages this one shares."""
+    """Room of another choice of this prompt on the same decode replica, whose pages this choice shares."""
     cache_salt: str = ""
     """Salt of the page keys: only requests with the same salt share cached pages."""
     priority: int = 0
@@ -70,8 +70,8 @@ class Submit(Tagged, frozen=True):
 
 
 class Cancel(Tagged, frozen=True):
-    """End of an attempt that the replica may still work on: the client left, a stop string ended the answer, the other
-    replica failed, or the deadline passed. Also answers an Inquire about an ended attempt.
+    """Instruction to stop working on an attempt: the client left, a stop string ended the answer, the other replica
+    failed, or the deadline passed. Also answers an Inquire about an attempt that has ended.
     """
 
     room: Room
@@ -152,7 +152,7 @@ class KvEvents(Tagged, frozen=True):
     replica: ReplicaId
     incarnation: Incarnation
     number: int
-    """Sequence number; 0 replaces everything known of the cache."""
+    """Sequence number; message 0 replaces everything known about the cache."""
     stored: list[bytes]
     """Keys of stored pages. A device page follows its prefix pages, in this message or an earlier one."""
     removed: list[bytes]
@@ -170,7 +170,7 @@ class RankTrace(Tagged, frozen=True):
     clock: ClockReading
     intervals: list[Interval]
     num_left_out: int
-    """Number of intervals beyond the limit per rank."""
+    """Number of intervals left out because a rank has reached its limit."""
 
 
 class TableUpdate(Tagged, frozen=True):
@@ -180,7 +180,7 @@ class TableUpdate(Tagged, frozen=True):
 
 
 class Drain(Tagged, frozen=True):
-    """Start draining: a replica still finishes requests that reach it, a router refuses them."""
+    """Start draining: a replica still accepts and finishes requests that reach it, and a router refuses new ones."""
 
 
 class Resume(Tagged, frozen=True):

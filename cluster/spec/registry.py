@@ -32,7 +32,7 @@ class KvOwnership(StrEnum):
     """Location of a request's KV in a CP group."""
 
     REPLICATED = "replicated"
-    """Every CP rank holds all of it."""
+    """Every CP rank holds all of the KV."""
     SHARDED = "sharded"
     """Every CP rank holds the pages it owns: page g is page g // cp in the pool of rank g % cp."""
 
@@ -99,18 +99,18 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's prefill steps with one strategy and passing since the start."""
+    """A replica's prefill steps with one strategy and passing since the replica started."""
 
     strategy: Strategy
     passing: Passing | None = None
-    """Tensors passed on in ring mode; None otherwise."""
+    """Tensors that circulate in ring mode; None otherwise."""
     num_steps: int = 0
     num_tokens: int = 0
-    """Tokens of all steps; divided by ``num_steps``, the mean chunk size."""
+    """Number of tokens in all steps; divided by ``num_steps``, it is the mean chunk size."""
     total_s: float = 0.0
     """Step time on the leader's rank, including waits for other ranks."""
     total_estimate_s: float = 0.0
-    """Estimated time, from which the strategies were chosen."""
+    """Estimated time, by which the strategies were chosen."""
     last_s: float = 0.0
     last_estimate_s: float = 0.0
 
@@ -146,9 +146,9 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     quarantined_pages: int = 0
     """Pages among ``stopping_pages`` that count against the quarantine limit, because they are old."""
     wrong_pages: int = 0
-    """Received pages since the start whose digest is wrong; see `transfer.verify`."""
+    """Received pages whose digest was wrong, since the replica started; see `transfer.verify`."""
     num_taken: int = 0
-    """Accepted requests since the start."""
+    """Requests accepted since the replica started."""
     draining: bool = False
     dropped: dict[str, int] = {}
     """Dropped messages: late, repeated, misdirected or unknown ones by type, and frames that the inbox rejected."""
@@ -156,11 +156,11 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[StepTimes, ...] = ()
     tiers: TierState | None = None
     graph_steps: dict[str, int] = {}
-    """Decode steps on a GPU, by `replayed` or the reason why they were not replayed."""
+    """Number of decode steps on a GPU, keyed by `replayed` or the reason why they were not replayed."""
     graph_bytes: int = 0
     """Memory of captured decode steps on the leader's GPU."""
     expert_tokens: dict[int, int] = {}
-    """Tokens that each expert has computed since the start, over all layers."""
+    """Number of tokens that each expert has computed since the replica started, over all layers."""
     computed: tuple[ComputeTimes, ...] = ()
     sends: tuple[SendTimes, ...] = ()
 

@@ -57,8 +57,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
     """Stop conditions of a request.
 
-    The leader ends a sequence at any of ``stop_token_ids``. The sampler gets them again as ``Sampling.ending_ids``, and
-    the router keeps those that the client named as ``TextRules.asked_stop_ids``, which the response reports.
+    The leader ends a sequence at any of ``stop_token_ids``. The sampler also gets them, as ``Sampling.ending_ids``. The
+    router keeps the client's own stop tokens as ``TextRules.asked_stop_ids``, because the response reports them.
     """
 
     max_tokens: int
@@ -89,7 +89,7 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
 
     token_id: int
     logprobs: TokenLogprobs | None = None
-    """None unless requested."""
+    """Log-probabilities of the token; None unless requested."""
     prompt_logprobs: list[TokenLogprobs] = []
     """Log-probabilities of all prompt tokens but the first; sent with the first token, if requested."""
     completes_grammar: bool = False

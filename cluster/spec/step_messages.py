@@ -55,7 +55,7 @@ class ScheduledRequest(Struct, frozen=True):
     input_from_previous_step: bool = False
     """True if the previous step samples this step's only token; ``token_ids`` then has a placeholder."""
     scored_ids: list[int] = []
-    """Prompt token that follows each of these tokens, if prompt log-probabilities are requested."""
+    """Prompt token that follows each of ``token_ids``, if prompt log-probabilities are requested."""
 
 
 class StepShape(Struct, frozen=True):
@@ -63,9 +63,9 @@ class StepShape(Struct, frozen=True):
 
     strategy: Strategy = Strategy.NONE
     passing: Passing | None = None
-    """Passing, if KV is sharded; None if it is replicated."""
+    """Tensors that circulate, if KV is sharded; None if KV is replicated."""
     shard_lens: tuple[int, ...] = (0,)
-    """Number of tokens per attention shard, by dp * cp_size + cp; one entry if all shards have the same tokens."""
+    """Number of tokens per attention shard, at index dp * cp_size + cp; one entry if all shards have equal tokens."""
     last_layer_lens: tuple[int, ...] = (0,)
     """Number of tokens per attention shard that have queries in the last layer."""
     is_decode: bool = True
@@ -73,7 +73,7 @@ class StepShape(Struct, frozen=True):
 
 
 class StepPlan(Tagged, frozen=True):
-    """Step of one DP rank, which the leader sends to all of its ranks."""
+    """Step of one DP rank, which the leader sends to all of that DP rank's workers."""
 
     step: int
     shape: StepShape
@@ -96,7 +96,7 @@ class CancelSend(Tagged, frozen=True):
 
 
 class ForgetPeer(Tagged, frozen=True):
-    """Notice that a decode replica is gone, up to this incarnation, so that its memory can be closed."""
+    """Notice that this and earlier incarnations of a decode replica are gone, so that their memory can be closed."""
 
     replica: ReplicaId
     incarnation: Incarnation

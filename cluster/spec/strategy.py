@@ -44,7 +44,7 @@ class StrategySetting(StrEnum):
 
 
 class CpMode(StrEnum):
-    """KV storage of each CP rank in a prefill replica."""
+    """KV that each CP rank of a prefill replica stores."""
 
     GATHER = "gather"
     """All KV: every rank stores the K and V of all ranks."""
@@ -61,7 +61,7 @@ class Collectives(StrEnum):
 
 
 class DpPolicy(StrEnum):
-    """Policies that pick the DP rank of a request without a requested rank."""
+    """Policies that pick the DP rank of a request that does not ask for one."""
 
     LEAST_TOKENS = "least_tokens"
     """DP rank with the fewest prompt tokens."""

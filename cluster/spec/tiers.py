@@ -8,7 +8,7 @@ import msgspec
 from cluster.spec.kv import lifetime_of
 
 JOB_BOUNDS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
-"""Upper bounds of the histogram of job times; the last bucket has none."""
+"""Upper bounds of the buckets in the histogram of job times; one more bucket has no bound."""
 
 
 class Tier(StrEnum):
@@ -58,7 +58,7 @@ class TierPage(msgspec.Struct, frozen=True, kw_only=True):
     device: int | None = None
     """Page in the device pools; set if device memory is read or written."""
     host: int | None = None
-    """Page h is page h // cp in the host pool of CP rank h % cp; None if pages are only looked up."""
+    """Page in the host pools: page h is page h // cp of CP rank h % cp; None if pages are only looked up."""
 
     @property
     def lifetime(self) -> int:
@@ -141,7 +141,7 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     """Pages that wait to be copied to a lower tier."""
     is_attached: bool
     is_storing: bool
-    """True while pages are being stored or wait for it; false while the breaker is open."""
+    """True while pages are being stored or wait to be stored; False while the breaker is open."""
     num_opened: int
     """Number of times that a breaker has opened because storage failed or was late."""
     work: tuple[RankWork, ...]

@@ -17,7 +17,7 @@ class SendState(StrEnum):
     """State of one transfer on one sender rank."""
 
     SENDING = "sending"
-    """Completed pages are written."""
+    """Completed pages are being written."""
     DRAINING = "draining"
     """Cancelled; an earlier write may still be in flight."""
     SENT = "sent"
@@ -46,7 +46,7 @@ class Ticket(Tagged, frozen=True):
 
 
 class Revoke(Tagged, frozen=True):
-    """Request to stop writing for a ticket. Drained confirms it."""
+    """Request to stop writing for a ticket; confirmed by Drained."""
 
     room: Room
     decode: Peer
@@ -79,7 +79,7 @@ class Result(Tagged, frozen=True):
     completes_grammar: bool = False
     """True if the grammar allows no further token, as in ``Sampled``."""
     logprobs: list[TokenLogprobs] = []
-    """Log-probabilities of these tokens; empty unless requested."""
+    """Log-probabilities of ``token_ids``; empty unless requested."""
     prompt_logprobs: list[TokenLogprobs] = []
     """Log-probabilities of all prompt tokens except the first; empty unless requested."""
     cached: CachedTokens = CachedTokens()

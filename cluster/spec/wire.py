@@ -8,7 +8,7 @@ import msgspec
 
 _T = TypeVar("_T")
 ID_BYTES = 4
-"""Bytes per token id, signed and little-endian."""
+"""Number of bytes per token id; ids are signed and little-endian."""
 _LOWEST, _HIGHEST = -(2**31), 2**31 - 1
 
 

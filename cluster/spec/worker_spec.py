@@ -29,7 +29,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterShare:
-    """Share of one of the router processes that divide a port and the router's limits."""
+    """One of the router processes that share a port, and its share of the router's limits."""
 
     name: ReplicaId = ROUTER
     index: int = 0

@@ -102,20 +102,23 @@ BAD_FILES = {
         "hicache: {storage: {backend: files}}",
         [
             "hicache.storage.backend: got files with hicache.host_gib = 0.0 and kv.prefix_cache = true; "
-            "allowed: none, or host memory and the prefix cache, which pages pass through"
+            "allowed: none, unless hicache.host_gib is above 0 and kv.prefix_cache is true"
         ],
     ),
     "when to write to what is not there": (
         "hicache: {write: write_back}",
-        ["hicache.write: got write_back with hicache.host_gib = 0; allowed: write_through, or host memory"],
+        [
+            "hicache.write: got write_back with hicache.host_gib = 0; "
+            "allowed: write_through; other policies need hicache.host_gib above 0"
+        ],
     ),
     "storage somewhere": (
         "hicache: {host_gib: 1, storage: {backend: files, folder: kv}}",
-        ["hicache.storage.folder: got kv; allowed: a path that begins with / or ~/, on every host"],
+        ["hicache.storage.folder: got kv; allowed: a path that begins with / or ~/"],
     ),
     "storage at somebody's": (
         "hicache: {host_gib: 1, storage: {backend: files, folder: ~nobody/kv}}",
-        ["hicache.storage.folder: got ~nobody/kv; allowed: a path that begins with / or ~/, on every host"],
+        ["hicache.storage.folder: got ~nobody/kv; allowed: a path that begins with / or ~/"],
     ),
     "a master without a port": (
         "hicache: {host_gib: 1, storage: {backend: mooncake_store, master: foo}}",

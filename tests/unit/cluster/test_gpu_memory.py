@@ -80,7 +80,7 @@ def test_memory_left_for_pages() -> None:
     assert memory.left == 68
     assert str(memory) == (
         "0.9 of 100 GiB of GPU memory, less 16 for weights, 2 for activations, 3 for CUDA graphs and 1 for other uses, "
-        "leaves 68"
+        "leaves 68 GiB"
     )
 
 

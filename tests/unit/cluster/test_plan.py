@@ -214,10 +214,10 @@ def test_ranks_with_requests_of_their_own_hold_more_tokens_but_no_longer_request
         (
             "kv: {memory_gib: 0.01}",
             [
-                "kv.memory_gib: got 0.01; a prefill worker's 0.01 GiB has no room for a page besides the null page; "
-                "one page takes 7340032 bytes, so give at least 0.0137 GiB",
-                "kv.memory_gib: got 0.01; a decode worker's 0.01 GiB has no room for a page besides the null page; "
-                "one page takes 7340032 bytes, so give at least 0.0137 GiB",
+                "kv.memory_gib: got 0.01; a prefill worker's 0.01 GiB cannot hold a page and the null page; "
+                "each takes 7340032 bytes, so set at least 0.0137 GiB",
+                "kv.memory_gib: got 0.01; a decode worker's 0.01 GiB cannot hold a page and the null page; "
+                "each takes 7340032 bytes, so set at least 0.0137 GiB",
             ],
         ),
     ],

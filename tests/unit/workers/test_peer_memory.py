@@ -202,7 +202,7 @@ def test_rdma_without_a_card_is_refused(fabric: FakeFabric, monkeypatch: pytest.
 def test_only_mooncake_talks_rdma() -> None:
     config = {"transfer": {"protocol": "rdma"}}
     assert [str(problem) for problem in config_problems(DeployConfig.model_validate(config))] == [
-        "transfer.protocol: got rdma with transfer.backend = shared_memory; allowed: tcp, or backend mooncake"
+        "transfer.protocol: got rdma with transfer.backend = shared_memory; allowed: tcp; rdma needs backend mooncake"
     ]
     config["transfer"]["backend"] = "mooncake"
     assert config_problems(DeployConfig.model_validate(config)) == []

@@ -199,7 +199,7 @@ def test_pages_without_room_for_graphs_are_reported(model: DecoderModel, monkeyp
         ask(spec, model, gpu.make_capture)
     assert str(refused.value) == (
         "kv.memory_gib: 60 GiB requested for pages, but 0.9 of 100 GiB of GPU memory, less 16 for weights, "
-        "2 for activations, 16 for CUDA graphs and 1 for other uses, leaves 55"
+        "2 for activations, 16 for CUDA graphs and 1 for other uses, leaves 55 GiB"
     )
     assert gpu.used == WEIGHTS + OTHERS + WORKSPACE, refused
 
