@@ -34,7 +34,7 @@ CHECKS: list[Check] = []
 
 
 def config_problems(config: DeployConfig, unreadable: Collection[str] = ()) -> list[Problem]:
-    """Return every violation, except of rules that read an unreadable key."""
+    """Return every violation, except those of rules that read an unreadable key."""
     return [problem for check in CHECKS if not _reads(check, unreadable) for problem in check.find(config)]
 
 
@@ -164,7 +164,7 @@ class ModelLimits:
     num_kv_heads: int
     num_layers: int
     num_experts: int | None
-    """Experts per layer; None for dense models."""
+    """Number of experts per layer; None for dense models."""
     has_windows: bool = False
     """True if a layer uses sliding-window attention."""
 

@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, kw_only=True)
 class EnvVar(Generic[Value]):
-    """One variable; an empty value counts as unset."""
+    """One environment variable; an empty value counts as unset."""
 
     name: str
     sentence: str

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 State = TypeVar("State", bound=Enum)
 Moves = Mapping[State, frozenset[State]]
-"""Transitions that a state machine allows, by state."""
+"""Transitions that a state machine allows from each state."""
 
 
 class BatonError(Exception):

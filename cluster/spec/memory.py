@@ -80,7 +80,7 @@ class GpuMemory:
 
     @property
     def left(self) -> float:
-        """Memory left for the page pool; negative if the rest does not fit."""
+        """Memory left for the page pool; negative if the other uses do not fit."""
         return self.fraction * self.total - self.weights - self.activations - self.graphs - self.others
 
     def __str__(self) -> str:

@@ -129,9 +129,9 @@ class Blame(StrEnum):
 
     SENDER = "sender"
     BOTH = "both"
-    """Both, for example if a transfer between them failed."""
+    """Both replicas, for example if a transfer between them failed."""
     NEITHER = "neither"
-    """Neither, for example if a choice of the same prompt was cancelled."""
+    """Neither replica, for example if a choice of the same prompt was cancelled."""
 
 
 class Failure(Tagged, frozen=True):

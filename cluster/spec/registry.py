@@ -14,7 +14,7 @@ class TransferMode(StrEnum):
     """CP ranks of a prefill replica that send KV."""
 
     RANK0 = "rank0"
-    """CP rank 0 sends everything; the others only report."""
+    """CP rank 0 sends all pages; the other CP ranks only report."""
     ALL_RANKS = "all_ranks"
     """Every CP rank sends an equal share of the pages."""
 
@@ -25,7 +25,7 @@ class Verify(StrEnum):
     COUNTS = "counts"
     """All senders together have written the expected number of pages and bytes."""
     DIGEST = "digest"
-    """Additionally, every page holds the bytes that were sent."""
+    """The counts are right, and every page holds the bytes that were sent."""
 
 
 class KvOwnership(StrEnum):
