@@ -236,7 +236,7 @@ def send_or_log(post: Post, address: str, message: Message) -> None:
 
 
 def send_to_ranks(outbox: Outbox, addresses: Iterable[str], message: Message) -> None:
-    """Send to other ranks of the same replica. Raise PeerLostError if one no longer listens."""
+    """Send to other ranks of the same replica. Raises PeerLostError if one of them is no longer listening."""
     try:
         outbox.broadcast(addresses, message)
     except PeerUnreachableError as error:

@@ -48,7 +48,7 @@ class Workload:
 
     @property
     def warm_up(self) -> PlannedRequest:
-        """Request with the lengths of the first one, and with no prefix in common with any other."""
+        """Request with the lengths of the first request, and with no prefix in common with any other."""
         first = self.requests[0]
         return replace(first, block_seeds=tuple(f"warm-up {seed}" for seed in first.block_seeds))
 

@@ -92,7 +92,7 @@ class Gang:
             return self._send_until_shown(table, Resume(), Deadline(_RESUME_S))
 
     def stop(self, timeout_s: float) -> None:
-        """Ask the workers to end, and wait; ``kill`` ends the remaining ones."""
+        """Ask the workers to end, and wait for them; ``kill`` ends the remaining ones."""
         self._tools.send([record.address for record in self._records], Shutdown(reason="the cluster is stopping"))
         wait(self.runs.values(), timeout_s)
 

@@ -22,7 +22,7 @@ class RoleKv:
 
     page_bytes: int
     pages_per_worker: int
-    """Pages available to requests."""
+    """Number of pages available to requests."""
     tokens_per_worker: int
     tokens_per_request: int
     """Maximum number of tokens in one request, whose pages may be divided over several workers."""

@@ -49,7 +49,7 @@ class StepsPlan:
     mode: CpMode
     """Context-parallel mode; a ring of a single rank counts as `gather`."""
     passing: PassingSetting | None
-    """None in gather mode."""
+    """Tensors that circulate in ring mode; None in gather mode."""
     chunk_tokens: int
 
 
@@ -184,7 +184,7 @@ def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Por
 
 
 def _uses_gloo(config: DeployConfig) -> bool:
-    """Return whether ranks may use TCP: if configured, or on CPUs that may be on several machines."""
+    """Return whether ranks may use TCP: it is configured, or they compute on CPUs, possibly on several machines."""
     if config.resources.collectives is Collectives.TCP:
         return True
     return config.resources.device is Device.CPU and config.transfer.backend is not TransferBackendName.SHARED_MEMORY

@@ -142,7 +142,7 @@ def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, po
 def host_memory_lack(config: DeployConfig, expected: dict[Role, tuple[Pool, HostMemory]], given_gib: float) -> str:
     """Describe how much memory a machine needs; empty if it has enough.
 
-    With shared memory, one machine must hold all workers; otherwise the larger of a prefill and a decode worker.
+    With shared memory, one machine must hold all workers; otherwise, it must hold at least one worker of either role.
     """
     one_machine = config.transfer.backend is TransferBackendName.SHARED_MEMORY
     counts = {
