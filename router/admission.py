@@ -41,19 +41,19 @@ class ApiKey(BaseModel):
     max_requests: Annotated[int, Field(ge=1)] | None = None
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
     priority: int | None = None
-    """Best priority that requests with this key can have."""
+    """Lowest priority value, and therefore the best priority, that requests with this key can have."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRing:
-    """All API keys; without any, every client is admitted."""
+    """All API keys; if there are none, every client is admitted."""
 
     keys: tuple[ApiKey, ...] = ()
     admin_key: str | None = None
-    """Key for the admin routes, which are disabled without one."""
+    """Key for the admin routes; None disables them."""
 
     def find(self, given: str) -> ApiKey | None:
-        """Return the API key with this secret, in constant time."""
+        """Return the API key with this secret, or None; secrets are compared in constant time."""
         matching = [key for key in self.keys if _is_same(key.key, given)]
         return matching[0] if matching else None
 
@@ -65,13 +65,13 @@ def read_keys(config: RouterConfig, environ: Mapping[str, str] | None = None) ->
     """Read the keys from the file and the environment.
 
     Raises:
-        UserError: the file is invalid, or two keys are the same; the message never quotes a key.
+        UserError: the file is invalid, or two entries have the same name or key; the message never quotes a key.
     """
     given = [ApiKey(name=f"key-{number}", key=key) for number, key in enumerate(API_KEYS.get(environ))]
     keys = [*_read_file(config.api_keys_file), *given]
     for what in ("name", "key"):
         if len({getattr(key, what) for key in keys}) < len(keys):
-            raise UserError(f"API keys: two have the same {what}; allowed: each {what} once")
+            raise UserError(f"API keys: two entries have the same {what}; allowed: each {what} once")
     return KeyRing(tuple(keys), ADMIN_KEY.get(environ))
 
 
@@ -100,8 +100,8 @@ def _is_same(known: str, given: str) -> bool:
 class Account:
     """Open requests and used tokens of one key.
 
-    Tokens are a bucket that refills steadily. A request is admitted unless the bucket is empty, and its tokens are
-    taken out when it ends. A request may therefore overdraw the bucket, so long prompts need no larger bucket.
+    Tokens come from a bucket that refills steadily. A request is admitted unless the bucket is empty, and its tokens
+    are taken out when it ends. A request may therefore overdraw the bucket, and a long prompt needs no larger one.
     """
 
     name: str
@@ -148,7 +148,7 @@ class KeyLimits:
 
     @contextmanager
     def open(self, key: ApiKey | None) -> Generator[Account, None, None]:
-        """Count one more open request of a key.
+        """Count one more open request of a key until the context exits.
 
         Raises:
             KeyLimitError: the key has reached a limit.
@@ -179,7 +179,7 @@ class _Waiting:
 
 
 class Gate:
-    """Queue of requests that wait for room at replicas, ordered by priority and then by arrival.
+    """Queue of requests that wait for capacity at replicas, ordered by priority and then by arrival.
 
     Not thread-safe: all methods run in one event loop.
     """
@@ -198,10 +198,10 @@ class Gate:
         return sum(not waiting.answer.done() for waiting in self._waiting)
 
     async def enter(self, open_answer: Open, priority: int) -> Answer:
-        """Wait for room, send the request to replicas, and return its answer. The caller must leave the answer.
+        """Wait for capacity, send the request to replicas, and return its answer, for use in a ``with`` statement.
 
         Raises:
-            QueueFullError: too many requests wait, or this one has waited too long.
+            QueueFullError: too many requests are waiting, or this one has waited too long.
             NotReadyError: the router accepts no more requests.
         """
         if not self._waiting:
@@ -230,10 +230,10 @@ class Gate:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
                 heapq.heapify(self._waiting)
-                self.look()  # the next one may need less room
+                self.look()  # the next one may need less capacity
 
     def look(self) -> None:
-        """Admit the requests for which there is room now. Called whenever capacity may have changed."""
+        """Admit the requests for which there is capacity now. Called whenever capacity may have changed."""
         if self._is_looking:
             return
         self._is_looking = True

@@ -1,4 +1,4 @@
-"""Open requests of one HTTP response, with their outputs until it reads them."""
+"""Open requests of one HTTP response, and their outputs that it has not read yet."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ HEADERS = ("x-baton-prefill", "x-baton-decode", "server-timing", "x-baton-trace"
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """Part of a request, in the router's monotonic time."""
+    """Phase of a request, timed by the router's monotonic clock."""
 
     name: str
     start_s: float
@@ -35,9 +35,10 @@ class Phase(msgspec.Struct, frozen=True):
 
 
 class Answer:
-    """Choices of one response, as a context manager that cancels those still open on exit.
+    """Choices of one response, as a context manager that cancels unfinished ones on exit.
 
-    ``push`` never waits: unread batches are joined, and a choice has at most max_tokens tokens.
+    ``push`` never waits. Memory is bounded, because unread batches are joined and a choice has at most max_tokens
+    tokens.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Answer:
         self.submits: dict[ChoiceId, Submit] = {}
         """Message that started each choice's current attempt."""
         self.queue_s = 0.0
-        """Time spent waiting for room at replicas."""
+        """Time spent waiting for capacity at replicas."""
         self.opened_s = 0.0
         self.trace_header: dict[str, str] = {}
         """Response header that names the OpenTelemetry trace."""
@@ -66,9 +67,9 @@ class Answer:
         self.phases: PhaseTimes | None = None
         """Phase times of the choice whose first token arrived first."""
         self.first_s: float | None = None
-        """Arrival of the first token of any choice."""
+        """Time at which the first token of any choice arrived."""
         self.num_tokens = 0
-        """Tokens of all choices, read or unread."""
+        """Number of tokens of all choices, read or unread."""
         self._num_unfinished = len(requests)
         self._unread: dict[int, OutputBatch] = {}
         self._failure: FailRequest | None = None
@@ -181,7 +182,7 @@ class Answer:
 
 
 class OpenChoice:
-    """One choice of an answer: receives its output and measures its latency."""
+    """One choice of an answer, which receives output and measures latency."""
 
     def __init__(self, answer: Answer, index: int, metrics: Metrics) -> None:
         self.answer = answer

@@ -1,4 +1,4 @@
-"""Administrator's commands to replicas, repeated for a limited time until the replicas answer."""
+"""Admin commands to replicas, repeated until the replicas answer or a time limit is reached."""
 
 import asyncio
 import itertools

@@ -2,8 +2,8 @@
 
 The protocol is uvicorn's with three changes. A response's head is sent together with the beginning of its body, because
 separate writes cost a system call, a packet, and a wakeup of the client. A connection without a complete request head
-is closed after a timeout; uvicorn waits forever. An offer to upgrade the protocol, such as to HTTP/2 by Java's client,
-is ignored, because httptools would treat the body as part of that protocol and lose it.
+is closed after a timeout; uvicorn waits forever. An offer to upgrade the protocol, such as the one to HTTP/2 from
+Java's client, is ignored, because httptools would treat the body as part of that protocol and lose it.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ COMMENT_S = 10.0
 SLOW_READER_S = 60.0
 """Time after which a client that does not read from its stream is disconnected."""
 _UNWATCHED_S = 0.05
-"""Delay before the router watches for a disconnect, which saves fast answers a task."""
+"""Delay before the router watches for a disconnect, so that a fast answer needs no second task."""
 _OFFER = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 
 
@@ -130,7 +130,7 @@ async def _expire_when_left(receive: Receive, limit: asyncio.Timeout) -> None:
 
 
 class JsonAnswer(Response):
-    """JSON response whose lowercase headers are encoded faster than Starlette's."""
+    """JSON response that encodes its headers faster than Starlette does; their names must be lowercase."""
 
     def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
         """Override Starlette's method, which the constructor calls."""
@@ -140,7 +140,7 @@ class JsonAnswer(Response):
 
 
 class EventStream(Response):
-    """Server-sent events. The status is sent with the first event or comment, to reflect earlier failures."""
+    """Response of server-sent events. The status is sent with the first event or comment, to reflect earlier errors."""
 
     media_type = "text/event-stream"
 
@@ -158,10 +158,10 @@ class EventStream(Response):
         self._failed = failed
         self._started = False
         self._sends_since_s: float | None = None
-        """Time when writing of the current frame began."""
+        """Time at which the write of the current frame began; None between frames."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream until it ends, it fails, or the client leaves or stops reading."""
+        """Send the stream until it ends or fails, or the client leaves or stops reading."""
         del scope
         try:
             async with asyncio.timeout(None) as limit:

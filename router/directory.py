@@ -10,7 +10,7 @@ from cluster.spec.ids import Incarnation, Peer, ReplicaId, Role
 from cluster.spec.registry import RankRecord, ReplicaEntry, TableSnapshot
 
 MAX_FAILURES = 5
-"""Consecutive failures that open a breaker. It exceeds one request's retries, since the request may be at fault."""
+"""Number of consecutive failures that opens a breaker. It exceeds MAX_RETRIES, since one request may be at fault."""
 OPEN_S = 10.0
 """Time for which a breaker stays open, about as long as a rank takes to restart on a CPU."""
 
@@ -21,7 +21,7 @@ class _Known:
     """The latest entry that was ready."""
     missing_since_s: float | None = None
     silent: bool = False
-    """True if the replica's lease expired. This is stronger evidence than its absence from the table."""
+    """True if the replica's lease expired, which is stronger evidence of its loss than its absence from the table."""
 
     @property
     def peer(self) -> Peer:
@@ -72,7 +72,7 @@ class Directory:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """Time when ``expire`` may next have something to do."""
+        """Earliest time at which ``expire`` may have something to do."""
         missing = [known.missing_since_s for known in self._known.values() if known.missing_since_s is not None]
         return min(missing) + self._grace_s if missing else None
 
@@ -115,7 +115,7 @@ class Directory:
         return self._known_usable
 
     def _find_usable(self, role: Role) -> list[ReplicaEntry]:
-        """Return the replicas in the table or, if there are none, those that may only be missing from it."""
+        """Return the replicas in the table or, if there are none, those that are missing from it but may still run."""
         missing = [
             known.entry for known in self._taking(role) if known.missing_since_s is not None and not known.silent
         ]

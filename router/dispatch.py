@@ -1,6 +1,6 @@
 """Life cycle of every open request, sans I/O: events in, actions out. ``router.relay`` is the loop around it.
 
-1. ``open`` draws a room and sends the same Submit to the prefill and the decode leader: an attempt.
+1. ``open`` draws a room and sends the same Submit to the prefill and the decode leader. This is one attempt.
 2. The decode leader's outputs are passed on to the client. The first one means that prefill is done.
 3. A failed attempt is followed by another one in a new room, on other replicas if possible. It carries the tokens that
    the client has received, and continues after them.
@@ -8,7 +8,7 @@
    may still be working on it gets a Cancel, and its state is deleted.
 
 Messages can be lost, so the router repeatedly asks decode leaders about attempts that have been silent for a while.
-Silence alone is no evidence of failure, because prompts take long.
+Silence alone is no evidence of failure, because long prompts take a long time.
 """
 
 import math
@@ -41,9 +41,9 @@ from router.request import (
 
 _NO_TOKENS = CachedTokens()
 MAX_RETRIES = 3
-"""Maximum number of retries of a request. A request that fails on four pairs of replicas is likely to be the cause."""
+"""Maximum number of retries of a request. One that fails on four pairs of replicas is probably the cause itself."""
 RETRY_BACKOFF_S = 0.1
-"""Delay of the second retry, doubled for each further one. The first is immediate because it uses other replicas."""
+"""Delay before the second retry, doubled for each further one. The first is immediate: it uses other replicas."""
 
 
 def draw_room() -> Room:
@@ -52,7 +52,7 @@ def draw_room() -> Room:
 
 
 class RequestTable:
-    """Open requests of one router process, with their attempts. The picker reads the load that it counts."""
+    """Open requests of one router process, with their attempts. The picker reads the load that the table counts."""
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class RequestTable:
         self._inquire_s = 0.0
         """Time of the next inquiry about silent attempts; valid while there are attempts."""
         self.dropped: Counter[str] = Counter()
-        """Messages ignored because they are ``late``, have a ``foreign`` sender, or are a ``duplicate``."""
+        """Number of ignored messages, by reason: ``late``, ``foreign`` (unexpected sender or type) or ``duplicate``."""
         self.ended: Counter[RequestPhase] = Counter()
         self.num_restarts = 0
-        """Attempts that restarted a request from its beginning."""
+        """Number of attempts that restarted a request from its beginning."""
         self.num_continuations = 0
-        """Attempts that continued after tokens that the client already had."""
+        """Number of attempts that continued after tokens that the client already had."""
 
     @property
     def num_open(self) -> int:
@@ -91,7 +91,7 @@ class RequestTable:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """Time when ``expire`` may next have something to do."""
+        """Earliest time at which ``expire`` may have something to do."""
         if not self._open:
             return None
         inquire_s = self._inquire_s if self._by_room else math.inf
@@ -168,7 +168,7 @@ class RequestTable:
         return self._retry(request, Cause.REPLICA_FAILED, reason, blamed, others, now_s)
 
     def on_lost(self, peer: Peer, now_s: float) -> list[Action]:
-        """Retry a lost replica's requests. It still gets Cancels, since it may only have lost its lease."""
+        """Retry a lost replica's requests. The replica still gets Cancels, because it may have lost only its lease."""
         actions: list[Action] = []
         for request in list(self._open.values()):
             if peer in request.waiting_for:
@@ -186,7 +186,7 @@ class RequestTable:
         return self._retry(request, Cause.REPLICA_LOST, reason, blamed, request.peers, now_s)
 
     def on_inquire(self, inquire: Inquire) -> list[Action]:
-        """Cancel the attempts in a leader's inquiry that have ended."""
+        """Cancel those attempts in a leader's inquiry that have ended."""
         if inquire.incarnation != self.me.incarnation:
             return self._drop("foreign")
         return [_cancel(inquire.sender, room) for room in inquire.rooms if room not in self._by_room]
@@ -240,7 +240,7 @@ class RequestTable:
     def _begin(
         self, request: GenerateRequest, room: Room, now_s: float, first: GenerateRequest | None = None
     ) -> list[Action]:
-        """Start an attempt, or fail the request if a role has no replica."""
+        """Start an attempt, or fail the request if a role has no ready replica."""
         shared = first.submit if first is not None else None
         if shared is not None:
             route: Route | None = Route(prefill=None, decode=shared.decode)

@@ -18,7 +18,7 @@ _STATUS_OF = {
     Cause.TIMED_OUT: HTTPStatus.GATEWAY_TIMEOUT,
     Cause.BROKEN_OUTPUT: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
-"""Status by cause; all other causes are 503."""
+"""HTTP status by cause; all other causes get 503."""
 _TEMPORARY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
@@ -63,7 +63,7 @@ class NotReadyError(ApiError):
 
 class LimitError(ApiError):
     def __init__(self, message: str, code: str, limit: str, retry_after_s: int = 1) -> None:
-        """Create the error; ``limit`` is the name of the setting, or empty for the capacity of replicas."""
+        """Create the error; ``limit`` is the name of the setting, or empty if the replicas' capacity is the limit."""
         super().__init__(HTTPStatus.TOO_MANY_REQUESTS, message, code=code, headers={"retry-after": str(retry_after_s)})
         self.limit = limit
 
@@ -103,7 +103,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def refused(message: str) -> ApiError:
-    """Return the error for an administrator's command that the router or a replica cannot carry out."""
+    """Return the error for an admin command that the router or a replica cannot carry out."""
     return ApiError(HTTPStatus.CONFLICT, message, code="refused")
 
 

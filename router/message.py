@@ -16,13 +16,13 @@ OPENING, CLOSING = "<think>", "</think>"
 
 
 class Thinking(Enum):
-    """Beginning of an answer: with reasoning or without."""
+    """Presence of reasoning at the beginning of an answer."""
 
     NONE = "none"
     OPTIONAL = "optional"
-    """Reasoning, if the answer begins with the opening marker."""
+    """Reasoning is present if the answer begins with the opening marker."""
     BEGUN = "begun"
-    """Reasoning: the prompt ends with the opening marker."""
+    """Reasoning is present, because the prompt ends with the opening marker."""
 
 
 def has_reasoning(setting: ReasoningParser, template: str | None) -> bool:
@@ -43,7 +43,7 @@ class ReasoningSplitter:
 
     def __init__(self, thinking: Thinking) -> None:
         self._start: str | None = "" if thinking is Thinking.OPTIONAL else None
-        """Possible beginning of the opening marker; None once that is decided."""
+        """Text that may begin the opening marker; None once this is decided."""
         self._thinks = thinking is Thinking.BEGUN
         self._scanner = MarkerScanner(CLOSING)
         self._reasoning = Trimmer()
@@ -93,7 +93,7 @@ MessageEvent = ReasoningEvent | Event
 class CallPart:
     index: int
     id: str = ""
-    """Id of the call; set in its first part, like the name."""
+    """Id of the call. Like the name, it is set only in the call's first part."""
     name: str = ""
     arguments: str = ""
 
@@ -109,7 +109,7 @@ class MessagePart:
 
 
 class MessageReader:
-    """Splitter of one choice's text, as it arrives, into reasoning, content and tool calls."""
+    """Reader that splits one choice's text, as it arrives, into reasoning, content and tool calls."""
 
     def __init__(self, thinking: Thinking = Thinking.NONE, parser: ToolParser | None = None) -> None:
         self._splitter = ReasoningSplitter(thinking) if thinking is not Thinking.NONE else None

@@ -1,4 +1,4 @@
-"""Metrics recorded as events happen. Those that vLLM also has use its names and buckets.
+"""Metrics recorded as events happen. Metrics that vLLM also has use vLLM's names and buckets.
 
 Counters and histograms are our own because prometheus_client takes a lock for each of the many updates per token.
 """
@@ -132,7 +132,7 @@ class Metrics(Collector):
         self._prompts = histogram("request_prompt_tokens", "Tokens per prompt.", _TOKENS)
         self._computed = histogram("request_prefill_kv_computed_tokens", "Uncached tokens per prompt.", _TOKENS)
         self._max_tokens = histogram("request_params_max_tokens", "max_tokens per request.", _TOKENS)
-        self._n = histogram("request_params_n", "Choices per prompt (n) per HTTP request.", _CHOICES)
+        self._n = histogram("request_params_n", "Choices per prompt (n) of each HTTP request.", _CHOICES)
 
         self.registry.register(self)
 
@@ -148,7 +148,7 @@ class Metrics(Collector):
         return made
 
     def totals(self) -> dict[str, float]:
-        """Return token counts since the start, from which the status page computes rates."""
+        """Return token counts since startup, from which the status page computes rates."""
         counts = (self.prompt_tokens, self.cached_tokens, self.generation_tokens)
         return {count.name.removeprefix("baton_"): count.values[()] for count in counts}
 

@@ -17,7 +17,10 @@ _INLINE_TOKENS = 32_768
 """Prompt length above which all keys are computed in a thread."""
 _FIRST_PAGES = 4
 _SHARES = (6, 7, 8, 9, 10) * 6 + (6, 10)
-"""Number of first bytes that each part of a KeySet covers, 256 in total. Unequal parts do not all grow at once."""
+"""Number of values of a key's first byte that each part of a KeySet covers, 256 in total.
+
+Because the parts are unequal, they do not all grow at once.
+"""
 
 Owner = tuple[ReplicaId, Incarnation]
 
@@ -95,11 +98,11 @@ class LowerTiers:
     """Page keys below the device caches: in each replica's host memory, and in storage, which reports no evictions."""
 
     def __init__(self, max_keys: int) -> None:
-        """Store at most ``max_keys`` keys of host pages, and as many of storage pages."""
+        """Store at most ``max_keys`` keys of pages in host memory, and at most ``max_keys`` of pages in storage."""
         self._max_keys = max_keys
         self._host: dict[Owner, KeySet] = {}
         self._stored: OrderedDict[bytes, None] = OrderedDict()
-        """Keys in storage, least recently reported or looked up first."""
+        """Keys in storage, beginning with the one that was reported or looked up least recently."""
 
     def update(self, events: KvEvents) -> None:
         """Apply a replica's report about one tier."""
@@ -154,7 +157,7 @@ class DevicePages:
     """Number of the next report; None before the first one, which lists all pages."""
     keys: KeySet = field(default_factory=KeySet)
     is_partial: bool = False
-    """True if some keys did not fit, so that a page may be present without its predecessors."""
+    """True if some keys did not fit, so that a page's key may be present without those of its predecessors."""
 
 
 class PageIndex:
@@ -187,7 +190,7 @@ class PageIndex:
         return subscribed
 
     def on_kv_events(self, events: KvEvents, now_s: float) -> bool:
-        """Apply a replica's report. Return True if an earlier one is missing, so that the router must resubscribe."""
+        """Apply a replica's report. Return True if an earlier report is missing and the router must resubscribe."""
         owner = events.replica, events.incarnation
         known = self._known.get(owner)
         if known is None:

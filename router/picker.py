@@ -1,7 +1,7 @@
-"""Choice of an attempt's replicas, by policies.
+"""Choice of the replicas for each attempt, by policy.
 
-A policy is a pure function that chooses one of the replicas with room. To add a policy, write a function and list it in
-``POLICIES``.
+A policy is a pure function that chooses one of the replicas with capacity. To add a policy, write a function and list
+it in ``POLICIES``.
 """
 
 import hashlib
@@ -22,11 +22,12 @@ _PREFIX_AWARE = "prefix_aware"
 MAX_KNOWN_PAGES = 1 << 22
 """Maximum number of page keys that the router stores for all replicas, at about 100 bytes each."""
 _WEIGHTS = TierWeights(host=0.9, storage=0.6)
-"""Copying a page from host memory is much faster than computing it; a page in storage may arrive too late."""
+"""Page values of the lower tiers: copying from host memory beats computing, but storage may deliver too late."""
 MAX_IMBALANCE, MAX_RATIO = 32, 2.0
-"""Load difference and ratio between the busiest and the idlest replica above which cached prefixes are ignored.
+"""Limits of the difference and ratio of open requests between the busiest and the least busy replica.
 
-Both must be exceeded, as in SGLang's router: large differences are common at high load, large ratios at low load.
+If both are exceeded, cached prefixes are ignored, as in SGLang's router. Large differences are common at high load,
+large ratios at low load.
 """
 
 
@@ -34,14 +35,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     peer: Peer
     load: Load
     cached_tokens: int = 0
-    """Prompt tokens in its cache; set for ``prefix_aware`` only."""
+    """Prompt tokens in the replica's cache, weighted by tier; 0 if replicas of its role do not report their pages."""
 
 
 class PickInputs(msgspec.Struct, frozen=True, kw_only=True):
     """Inputs of a policy besides the candidates."""
 
     number: int
-    """Number of earlier choices."""
+    """Number of earlier picks for the role."""
     unit: float
     """Random number, uniform over [0, 1)."""
     room: Room
@@ -49,7 +50,7 @@ class PickInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Policy = Callable[[Sequence[Candidate], PickInputs], Candidate]
-"""Function called once per attempt and role, with at least one candidate, ordered by replica."""
+"""Function that picks one candidate for an attempt and role. It gets at least one, in order of replica."""
 
 
 def round_robin(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
@@ -83,7 +84,7 @@ def power_of_two(candidates: Sequence[Candidate], inputs: PickInputs) -> Candida
 
 
 def prefix_aware(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
-    """Pick the replica with the fewest queued tokens minus cached tokens of the prompt, then the fewest requests.
+    """Pick the replica with the fewest queued tokens, less the prompt's cached tokens; ties go to the fewest requests.
 
     A cached prefix outweighs a queue of at most its own length. If the load is too uneven, pick by ``least_tokens``.
     """
@@ -121,7 +122,7 @@ POLICIES: Mapping[PolicyName, Policy] = {
 
 
 def _rotated(candidates: Sequence[Candidate], inputs: PickInputs) -> list[Candidate]:
-    """Start with another candidate each time, because ``min`` returns the first of equal ones."""
+    """Return the candidates rotated differently each time, because ``min`` returns the first of equal ones."""
     first = inputs.number % len(candidates)
     return [*candidates[first:], *candidates[:first]]
 
@@ -156,17 +157,17 @@ class Picker:
         self.pages = PageIndex(MAX_KNOWN_PAGES)
 
     def why_full(self, requests: Sequence[GenerateRequest], now_s: float) -> str | None:
-        """Return the reason why a queue is full, or None if there is room for the requests."""
+        """Return the reason why a queue is full, or None if the requests can be sent."""
         if not self._with_room(self._peers(Role.PREFILL, now_s)):
             limit = f"{self._max_queued_tokens} prompt tokens or more (prefill.max_queued_tokens)"
             return f"the queue is full: {limit} wait at every prefill replica; try again later"
         if not self._with_pages(self._peers(Role.DECODE, now_s), sum(request.decode_len for request in requests)):
-            limit = f"{self._max_fill:g} times its KV pool (decode.max_fill)"
-            return f"the queue is full: every decode replica has tokens for {limit}; try again later"
+            limit = f"the tokens of every decode replica could exceed {self._max_fill:g} times its KV pool"
+            return f"the queue is full: with this request, {limit} (decode.max_fill); try again later"
         return None
 
     def pick(self, request: GenerateRequest, room: Room, avoided: frozenset[Peer], now_s: float) -> Route | None:
-        """Choose the replicas of an attempt that shares no prompt. Return None if a role has none."""
+        """Choose the replicas of an attempt that shares no prompt. Return None if a role has no ready replica."""
         prefills = self._peers(Role.PREFILL, now_s, avoided)
         decodes = self._peers(Role.DECODE, now_s, avoided)
         if not prefills or not decodes:
@@ -193,18 +194,18 @@ class Picker:
         return self._policies[role](candidates, inputs)
 
     def _peers(self, role: Role, now_s: float, avoided: frozenset[Peer] = frozenset()) -> list[Peer]:
-        """Return the ready replicas, without avoided ones and those with open breakers unless no others are left."""
+        """Return the ready replicas. Skip avoided ones and those with open breakers, unless no others are left."""
         peers = self._directory.ready(role)
         if avoided:
             peers = [peer for peer in peers if peer not in avoided] or peers
         return self._breakers.allowed(peers, now_s)
 
     def _with_room(self, peers: Iterable[Peer]) -> list[Peer]:
-        """Return the replicas below the limit, whatever the next request's length, so that long ones do not starve."""
+        """Return the replicas below the limit, whatever the next request's length, so that long requests get a turn."""
         return [peer for peer in peers if self._load.of(peer).num_tokens < self._max_queued_tokens]
 
     def _with_pages(self, peers: Iterable[Peer], num_tokens: int) -> list[Peer]:
-        """Return the replicas that are idle, or have room for these tokens."""
+        """Return the replicas that are idle or have capacity for these tokens."""
 
         def fits(peer: Peer) -> bool:
             load, pool_tokens = self._load.of(peer), self._directory.pool_tokens_of(peer)
@@ -214,7 +215,7 @@ class Picker:
         return [peer for peer in peers if fits(peer)]
 
     def _cached_for_sure(self, decode: Peer, request: GenerateRequest) -> int:
-        """Return the number of prompt tokens that decode surely has cached; pages in storage may arrive too late."""
+        """Return the number of prompt tokens that decode has cached, except in storage, which may deliver too late."""
         keys = self._keys(Role.DECODE, request)
         return int(self.pages.weighted_count(decode, keys, TierWeights(host=1.0)) * self._page_size)
 

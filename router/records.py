@@ -1,7 +1,7 @@
 """Records of finished requests in the access log and as OpenTelemetry spans.
 
-Spans are exported if the environment names a collector (OTEL_EXPORTER_OTLP_ENDPOINT); the library is optional.
-Replicas export no spans: they report the times of their phases, from which the router makes spans.
+Spans are exported if the environment names a collector (OTEL_EXPORTER_OTLP_ENDPOINT); the OpenTelemetry library is
+optional. Replicas export no spans: they report the times of their phases, from which the router makes spans.
 """
 
 import logging
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 MAX_RECENT = 50
 CLOSE_S = 2.0
-"""Time to export the last spans when the router stops."""
+"""Maximum time to export the last spans when the router stops."""
 TRACEPARENT = "traceparent"
 """Header of https://www.w3.org/TR/trace-context."""
 
@@ -67,7 +67,7 @@ def trace_id(traceparent: str) -> str | None:
 
 
 class Tracing:
-    """Records requests as spans, which it passes to a processor."""
+    """Recorder of requests as spans, which it passes to a processor."""
 
     def __init__(self, processor: "SpanProcessor") -> None:
         from opentelemetry.sdk.resources import Resource

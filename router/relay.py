@@ -1,4 +1,4 @@
-"""The I/O loop around dispatch and directory: feeds them messages, snapshots and time, and performs their actions."""
+"""I/O loop around dispatch and directory: it feeds them messages, snapshots and time, and performs their actions."""
 
 import asyncio
 import contextlib
@@ -64,7 +64,7 @@ class Relay:
         metrics: Metrics,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create the loop; ``on_change`` is called whenever replicas may have room for a waiting request."""
+        """Create the loop; ``on_change`` is called whenever replicas may have capacity for a waiting request."""
         self._request_timeout_s = config.router.request_timeout_s
         self._on_change = on_change
         self._picker = picker
@@ -86,7 +86,7 @@ class Relay:
         return self._clock.now_s()
 
     def why_not_ready(self) -> str | None:
-        """Return the reason why no request can be accepted now, or None if requests can."""
+        """Return the reason why no request can be accepted now, or None if requests can be accepted."""
         if self.is_paused:
             return "the router is draining and takes no new requests"
         if self._directory.snapshot is None:
@@ -98,7 +98,7 @@ class Relay:
         """Send each request to its replicas, and return one answer with a choice for every request.
 
         Raises:
-            NotReadyError: the router drains, or a role has no ready replica.
+            NotReadyError: the router is draining, or a role has no ready replica.
             QueueFullError: all replicas of a role are full.
         """
         if reason := self.why_not_ready():

@@ -1,4 +1,4 @@
-"""One request in the router: its parameters, its state, and the actions that follow from it."""
+"""Parameters and state of one request in the router, and the actions that the request table returns."""
 
 import math
 from collections.abc import Callable
@@ -75,7 +75,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
     page_keys: PromptKeys | None = None
     """Keys of the prompt's pages; None if no cache may be used."""
     shares_prompt: bool = False
-    """True for every choice of a prompt but the first. Its first attempt shares the first choice's KV in decode."""
+    """True for every choice of a prompt but the first; its first attempt shares the first choice's KV in decode."""
     arrived_s: float = 0.0
 
     choice_id: ChoiceId = ChoiceId(0)
@@ -92,7 +92,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
     """Replicas that failed an attempt."""
     num_retries: int = 0
     last_output_s: float = 0.0
-    """Time of the current attempt's newest output, or of its start."""
+    """Time of the current attempt's newest output, or of its start before there is any."""
     due_s: float = 0.0
     """Time of the next attempt, in phase PENDING."""
     reason: str = ""
@@ -109,7 +109,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def prefill_len(self) -> int:
-        """Tokens that prefill is expected to compute; valid until the first one arrives."""
+        """Number of tokens that prefill is expected to compute; valid until the first token arrives."""
         return len(self.prompt_ids) + len(self.output_ids) - self.cached_tokens
 
     @property
@@ -124,7 +124,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def status(self) -> str:
-        """Event that the request waits for, for error messages."""
+        """Description, for error messages, of what the request was waiting for."""
         if self.submit is None:
             return f"waited for another attempt after {self.reason}"
         names = " and ".join(peer.replica for peer in self.waiting_for)
@@ -167,13 +167,13 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
             return f"output {num_sent} is missing; {output.first_index} arrived instead"
         known = self.output_ids[output.first_index : end]
         if known != output.token_ids[: len(known)]:
-            return f"output {output.first_index} was sent again with other tokens"
+            return f"output {output.first_index} was sent again with different tokens"
         if end > max_tokens:
             return f"got {end} tokens, but at most {max_tokens} were requested"
         if output.finish is not None and end < num_sent:
             return f"the answer ended at {end} tokens, but {num_sent} had arrived"
         if self.sampling.num_logprobs is not None and len(output.logprobs) != len(output.token_ids):
-            return f"{len(output.token_ids)} tokens arrived with log-probabilities of {len(output.logprobs)}"
+            return f"{len(output.token_ids)} tokens arrived with log-probabilities for {len(output.logprobs)}"
         return None
 
 
@@ -197,7 +197,7 @@ class Cause(StrEnum):
     TIMED_OUT = "timed_out"
     STOPPED = "stopped"
     BROKEN_OUTPUT = "broken_output"
-    """Tokens are missing, repeated differently, or too many."""
+    """Tokens are missing, differ when sent again, or are more than requested."""
 
 
 class StartAttempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,7 +213,7 @@ class SendMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputBatch(msgspec.Struct, kw_only=True):
-    """Give a client the next tokens of one choice."""
+    """Pass the next tokens of one choice on to the client."""
 
     choice_id: ChoiceId
     token_ids: list[int]
@@ -222,7 +222,7 @@ class OutputBatch(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprobs] = []
     """One entry per token, if requested."""
     prompt_logprobs: list[TokenLogprobs] = []
-    """One entry for every prompt token but the first, if requested; with the first tokens."""
+    """One entry for every prompt token but the first, if requested; set with the first tokens."""
     cached: CachedTokens = CachedTokens()
     """Cached prompt tokens; set with the first tokens."""
     phases: PhaseTimes | None = None
@@ -250,4 +250,4 @@ class WakeAt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Action = StartAttempt | SendMessage | OutputBatch | FailRequest | WakeAt
-"""Instruction of a ``RequestTable`` to the loop around it."""
+"""Instruction from a ``RequestTable`` to the loop around it."""

@@ -1,6 +1,7 @@
-"""Traces of requests, collected from every rank when the request ends, in the Trace Event Format.
+"""Traces of requests in the Trace Event Format, collected from every rank when a request ends.
 
-Perfetto and chrome://tracing read it: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+Perfetto and chrome://tracing read this format:
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 import asyncio

@@ -42,14 +42,14 @@ Watch = Callable[[str, str], AsyncIterator[TableSnapshot]]
 _NEW_OBJECTS = 10_000
 """Number of new objects after which the garbage collector runs; a request creates a few hundred."""
 _CLOSE_S = 1
-"""Time to finish responses when the router stops."""
+"""Maximum time to finish responses when the router stops."""
 _TABLE_S = 0.02
 """Interval between checks for the rank table."""
 _LOOPBACK = "127.0.0.1"
 
 
 class RouterServer:
-    """Serves HTTP in its own thread. Thread-safe."""
+    """Router that serves HTTP in its own thread. Thread-safe."""
 
     def __init__(
         self,
@@ -200,11 +200,11 @@ class RouterServer:
     async def _follow_table(self, relay: Relay) -> None:
         async for snapshot in self._watch(self._rendezvous.bootstrap_url, self._rendezvous.token):
             relay.on_table(snapshot)
-        raise RuntimeError("the watch of the bootstrap table ended")
+        raise RuntimeError("the task that watches the bootstrap table ended")
 
 
 def freeze_loaded_objects() -> None:
-    """Exclude all current objects from garbage collection, in a process that only runs a router.
+    """Exclude all current objects from garbage collection, in a process that runs only a router.
 
     Otherwise the collector traverses them several times per second, while requests wait.
     """
@@ -263,7 +263,7 @@ def _listen(host: str, port: int, is_shared: bool = False) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            message = f"router.port: {host}:{port} is taken by another process; give a free port, or 0 for any"
+            message = f"router.port: {host}:{port} is taken by another process; set a free port, or 0 for any"
             raise UserError(message) from error
         raise UserError(f"router.host: cannot listen on {host}:{port}: {error.strerror}") from error
     return listener

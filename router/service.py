@@ -66,7 +66,7 @@ class ModelFacts:
 def read_model_facts(config: DeployConfig, tokenizer: Tokenizer) -> ModelFacts:
     max_context = config.model.max_context or tokenizer.max_context
     if max_context is None:
-        raise UserError("model.max_context: not given, and the model's config.json has no max_position_embeddings")
+        raise UserError("model.max_context: not set, and the model's config.json has no max_position_embeddings")
     generation: Mapping[str, Any] = tokenizer.generation_config if config.model.sampling_defaults == "model" else {}
     return ModelFacts(
         name=config.model.name,

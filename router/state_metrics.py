@@ -175,7 +175,11 @@ _METRICS = (
     _gauge("prefill_last_step_seconds", "Time of the latest step.", _STEPS, "last_s"),
     _gauge("prefill_last_step_estimate_seconds", "Estimated time of the latest step.", _STEPS, "last_estimate_s"),
     _counter("expert_tokens", "Tokens computed by each expert in all layers.", _by_key("expert_tokens", "expert")),
-    _counter("decode_graph_steps", "Decode steps on GPUs, replayed or why not.", _by_key("graph_steps", "outcome")),
+    _counter(
+        "decode_graph_steps",
+        "Decode steps on GPUs: replayed, or the reason why not.",
+        _by_key("graph_steps", "outcome"),
+    ),
     _gauge("decode_graph_bytes", "The leader's GPU memory for captured steps.", _GRAPH_LOAD, "graph_bytes"),
     _gauge("host_pages", "Capacity of host memory in pages.", _TIERS, "host_pages"),
     _gauge("host_used_pages", "Pages in host memory or being copied to it.", _TIERS, "used_host_pages"),
@@ -185,7 +189,9 @@ _METRICS = (
     _gauge("tier_waiting_pages", "Pages waiting to be copied to a lower tier.", _TIERS, "num_waiting"),
     _counter("tier_lost_pages", "Pages that could not be copied to a lower tier.", _TIERS, "num_lost"),
     _gauge("storage_attached", "1 while storage is attached.", _TIERS, "is_attached"),
-    _counter("storage_late_requests", "Requests that started before storage delivered.", _TIERS, "num_late"),
+    _counter(
+        "storage_late_requests", "Requests that started before storage delivered their pages.", _TIERS, "num_late"
+    ),
     _counter("storage_breaks", "Times a storage circuit breaker opened.", _TIERS, "num_opened"),
     _gauge("host_bytes", "Host memory for cached pages in bytes.", _host_bytes("host_pages")),
     _gauge("host_used_bytes", "Host memory in use in bytes.", _host_bytes("used_host_pages")),

@@ -14,23 +14,23 @@ _WORD_PREFIX = "\u2581"
 
 
 class TextRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules for an answer's text and where it ends."""
+    """Rules for an answer's text and for where it ends."""
 
     stops: Sequence[str] = ()
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens whose text is hidden if they end the answer."""
     asked_stop_ids: frozenset[int] = frozenset()
-    """Stop tokens that the request named, which the response reports."""
+    """Stop tokens that the request names. If one of them ends the answer, the response reports it."""
     include_stop: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
-    """Number of tokens in whose text stop strings are ignored."""
+    """Minimum number of tokens of an answer that a stop string ends."""
     prompt_only: bool = False
     """True if the answer is hidden because max_tokens is 0; replicas generate at least one token."""
 
 
 class OutputChunk(msgspec.Struct, kw_only=True):
-    """Tokens of a choice with their text: at most one in a stream, all of them after ``join``."""
+    """Tokens of a choice with their text: at most one token in a stream, all tokens after ``join``."""
 
     index: int = 0
     """Index of the choice in its response."""

@@ -1,4 +1,4 @@
-"""Routes under ``/admin``: an operator's commands to a running cluster, authorized by the administrator's key."""
+"""Routes under ``/admin``: an operator's commands to a running cluster, authorized by the admin key."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -23,7 +23,7 @@ from router.errors import bad_request, refused
 from router.service import Service
 
 _STRICT = ConfigDict(extra="forbid")
-"""Reject unknown fields: with a misspelled name, a command would go to all replicas."""
+"""Setting that rejects unknown fields: if ``replica`` were misspelled, a command would go to all replicas."""
 
 
 class TargetRequest(Body):
@@ -86,7 +86,7 @@ def _add_cache_routes(router: APIRouter, service: Service) -> None:
     async def pin(request: Request) -> dict[str, object]:
         """Keep a prompt's present and future pages in host memory until it is unpinned or the replica stops.
 
-        The response gives the number of pages that each replica holds now. Copying from the device continues after it.
+        The response gives the number of pages that each replica holds now; copying from the device may still continue.
         """
         return await _pin(service, await read(request, PinRequest), is_pinned=True)
 
@@ -113,7 +113,7 @@ async def _pin(service: Service, body: PinRequest, *, is_pinned: bool) -> dict[s
     keys = page_keys(prompt_ids, page_size, body.salt)
     if not keys:
         raise bad_request(
-            f"prompt: got {len(prompt_ids)} tokens, less than a page; allowed: {page_size} or more (kv.page_size)",
+            f"prompt: got {len(prompt_ids)} tokens, less than a page; allowed: at least {page_size} (kv.page_size)",
             "prompt",
         )
     peers, wanted = _peers(service, body), PinPages(keys=keys, is_pinned=is_pinned)

@@ -1,7 +1,7 @@
 """Validation of request bodies, and errors for wrong and unsupported fields.
 
 Long lists of token ids are cut out before pydantic validates the body, because pydantic would create a Python number
-for each. Anything that is not clearly a list of integers is left to pydantic, which reports the error.
+for each id. Anything that is not clearly a list of integers is left to pydantic, which reports the error.
 """
 
 import re
@@ -27,14 +27,14 @@ EXPECTED = {
     "content": "a string, or a list of parts of type text or refusal; images, audio and files are not supported",
     "tool_choice": '"none", "auto", "required", an object of type "function" that names one of the tools, or one of '
     'type "allowed_tools" with a mode, "auto" or "required", and at least one of the tools',
-    **dict.fromkeys(("guided_json", "json_schema", "json"), "a JSON schema: an object, or its text"),
+    **dict.fromkeys(("guided_json", "json_schema", "json"), "a JSON schema, as an object or as text"),
     "format": 'an object of type "text", "json_object" or "json_schema"; the last with "name" and "schema"',
     "response_format": 'an object of type "text", "json_object" or "json_schema"; the last with "json_schema": '
     '{"name": ..., "schema": {...}}',
 }
 """Descriptions, for error messages, of fields that accept several types."""
 _LONG_BYTES = 2048
-"""Body size in bytes below which id lists are left to pydantic, which is as fast there."""
+"""Body size in bytes below which lists of token ids are left to pydantic, which is then as fast."""
 _PLACEHOLDER = secrets.token_hex(16)
 """Text that replaces the ids in the body; no client can guess it."""
 _OPENING = re.compile(rb"\s*:\s*\[")
@@ -122,7 +122,7 @@ def parse(content: bytes, schema: type[Read]) -> Read:
 
 
 def _read_cut(content: bytes, schema: type[Read]) -> Read | None:
-    """Read a valid body with a long list of token ids without creating a number for each; None for other bodies."""
+    """Read a valid body with a long list of token ids without a Python number per id; return None for other bodies."""
     field = schema.ids_field
     if field is None or (cut := cut_ids(content, field)) is None:
         return None

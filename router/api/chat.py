@@ -16,7 +16,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 
 async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateRequest, NewReader | None]:
-    """Return the request and a function that makes a reader of an answer's text; None if the text is the message."""
+    """Return the request and a function that makes readers of answers; it is None if the text is the message."""
     check(service, body)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs: only allowed with logprobs=true", "top_logprobs")
@@ -43,7 +43,7 @@ async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateReq
 async def chat_prompt(
     service: Service, messages: Sequence[ChatMessage], options: TemplateBody
 ) -> tuple[list[int], str]:
-    """Render and tokenize a conversation; most chat templates write special tokens themselves.
+    """Render and tokenize a conversation. By default, no special tokens are added, because most templates write them.
 
     Templates that do not know ``developer``, OpenAI's newer name for ``system``, get ``system``.
     """
@@ -76,7 +76,7 @@ def _dialect(service: Service, body: ChatRequest) -> Dialect | None:
 
 
 def _constraint(service: Service, body: ChatRequest, dialect: Dialect | None) -> Constraint | None:
-    """Return the required form of the answer and its calls, or None if any is allowed."""
+    """Return the required form of the answer and its calls, or None if any form is allowed."""
     answer = wanted_answer(body) if body.is_constrained else None
     if dialect is None or (_is_best_effort(body) and body.parallel_tool_calls is not False and answer is None):
         return answer

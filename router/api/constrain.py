@@ -70,7 +70,7 @@ def json_part(schema: Mapping[str, Any] | bool, field: str) -> Part:
 
 
 def wanted_answer(body: GenerationBody) -> Constraint | None:
-    """Return the required form of the answer, or None if any is allowed."""
+    """Return the required form of the answer, or None if any form is allowed."""
     outputs = body.structured_outputs
     given = {name: getattr(body, name) for name in FORM_FIELDS}
     if outputs is not None:
@@ -86,7 +86,7 @@ def wanted_answer(body: GenerationBody) -> Constraint | None:
 
 
 async def checked_grammar(service: Service, constraint: Constraint, thinking: Thinking = Thinking.NONE) -> str:
-    """Return the grammar for the replicas.
+    """Check a grammar, and return it as text for the replicas.
 
     Raises:
         ApiError: the grammar is invalid or too long.
@@ -94,8 +94,9 @@ async def checked_grammar(service: Service, constraint: Constraint, thinking: Th
     grammar = constraint.grammar(thinking, service.tokenizer.special_texts)
     if len(grammar) > MAX_GRAMMAR_CHARS:
         field = next(iter(constraint.parts.values())).field
-        raise bad_request(f"{field}: got {len(grammar)} characters of grammar; allowed: {MAX_GRAMMAR_CHARS}", field)
-    # Compiling a grammar with reasoning does not reveal that no answer can follow it.
+        got = f"got {len(grammar)} characters of grammar"
+        raise bad_request(f"{field}: {got}; allowed: at most {MAX_GRAMMAR_CHARS}", field)
+    # Compiling a grammar with reasoning does not reveal that no answer can follow the reasoning.
     bare = constraint.grammar(Thinking.NONE, service.tokenizer.special_texts)
     for asked in dict.fromkeys((bare, grammar)):
         if problem := await _problem(service, asked):
@@ -168,7 +169,7 @@ def _schema(given: Any, field: str) -> Mapping[str, Any] | bool:
         except ValueError as error:
             raise bad_request(f"{field}: not valid JSON: {error}", field) from error
     if not isinstance(given, dict | bool):
-        raise bad_request(f"{field}: must be a JSON schema: an object, or its text", field)
+        raise bad_request(f"{field}: must be a JSON schema, as an object or as text", field)
     return given
 
 
@@ -189,7 +190,7 @@ def _reasoning_rules(thinking: Thinking, special_texts: frozenset[str]) -> list[
 
 
 def without_noops(schema: Any) -> Any:
-    """Return a schema without keywords that allow everything and string formats that are not enforced."""
+    """Return a schema without the keywords that allow everything and the string formats that are not enforced."""
     if not isinstance(schema, dict):
         return schema
     inner = {keyword: _cleaned(keyword, value) for keyword, value in schema.items()}

@@ -27,7 +27,7 @@ def document(body: type[BaseModel], *answers: type[msgspec.Struct]) -> dict[str,
 
 
 def complete(document: dict[str, Any]) -> dict[str, Any]:
-    """Add the error schema and the schemas that ``document`` refers to to an application's OpenAPI document."""
+    """Add the error schema, and the schemas collected by ``document`` calls, to an application's OpenAPI document."""
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     ref_template = _REF.format(name="{model}")
     _, bodies = models_json_schema([(body, "validation") for body in _bodies.values()], ref_template=ref_template)
@@ -37,7 +37,7 @@ def complete(document: dict[str, Any]) -> dict[str, Any]:
     failed = {"description": "Reason why the request failed.", "content": _json(ErrorBody)}
     for path in document["paths"].values():
         for operation in path.values():
-            # No route has parameters that FastAPI validates, so its own error schema is unused.
+            # No route has parameters that FastAPI validates, so FastAPI's error schema is unused.
             operation["responses"].pop("422", None)
             operation["responses"]["default"] = failed
     for unused in ("HTTPValidationError", "ValidationError"):

@@ -1,4 +1,4 @@
-"""First steps of an HTTP request: its id, API key, headers and body."""
+"""First steps in handling an HTTP request: its id, API key, headers and body."""
 
 import asyncio
 import re
@@ -46,7 +46,7 @@ class Arrival(msgspec.Struct, kw_only=True):
     arrived_s: float
     headers: Mapping[bytes, bytes]
     caller: ApiKey | None = None
-    """Owner of the request's key; None if no keys are configured."""
+    """Known API key that the request carries; None if no keys are configured."""
 
     def header(self, name: bytes) -> str | None:
         """Return the first header with this lowercase name."""
@@ -62,8 +62,8 @@ def arrival_of(request: Request) -> Arrival:
 class Front:
     """ASGI application around FastAPI that gives every request an id and calls the busiest handlers directly.
 
-    The id is the client's ``X-Request-Id`` if it is valid, or else a new one. FastAPI would take longer than
-    these handlers do.
+    The id is the client's ``X-Request-Id`` if it is valid, or else a new one. FastAPI would take longer than the
+    handlers themselves.
     """
 
     def __init__(self, app: ASGIApp, handlers: Mapping[str, Handler], service: Service) -> None:
@@ -119,7 +119,7 @@ class ArrivingBodies:
         """Return a request's body, most of which usually arrives together with the head.
 
         Raises:
-            ApiError: 413 for a body that is too large, 408 for a slow one, 503 if other bodies take the memory.
+            ApiError: 413 for a body that is too large, 408 for a slow one, 503 if arriving bodies take too much memory.
             ClientDisconnect: the client left before the end of the body.
         """
         first = await request.receive()
@@ -157,11 +157,11 @@ class ArrivingBodies:
 
 
 def check_key(service: Service, request: Request) -> None:
-    """Reject a request without a known API key, if keys are configured; record the key's owner."""
+    """Record a request's API key. If keys are configured, reject a request without a valid one."""
     if service.keys.keys:
         caller = service.keys.find(_given_key(request))
         if caller is None:
-            raise _unauthorized("a known API key is required, as `Authorization: Bearer KEY`")
+            raise _unauthorized("a valid API key is required, as `Authorization: Bearer KEY`")
         arrival_of(request).caller = caller
 
 
@@ -175,14 +175,14 @@ def key_needed(service: Service) -> Any:
 
 
 def admin_key_needed(service: Service) -> Any:
-    """Return a FastAPI dependency that checks the administrator's key: 401 if it is wrong, 403 if none is set."""
+    """Return a FastAPI dependency that checks the admin key: 401 if it is wrong, 403 if none is set."""
 
     async def authorized(request: Request) -> None:
         if service.keys.admin_key is None:
-            message = "no administrator's key is set; start the cluster with BATON_ADMIN_KEY"
+            message = "no admin key is set; start the cluster with BATON_ADMIN_KEY"
             raise ApiError(HTTPStatus.FORBIDDEN, message, code="no_admin_key")
         if not service.keys.is_admin(_given_key(request)):
-            raise _unauthorized("the administrator's key is required, as `Authorization: Bearer KEY`")
+            raise _unauthorized("the admin key is required, as `Authorization: Bearer KEY`")
 
     return Depends(authorized)
 

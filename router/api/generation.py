@@ -76,7 +76,7 @@ async def _respond(
     writer: Writer,
     fields: Mapping[str, Any],
 ) -> Response:
-    """Return the answer as JSON or as a stream, whose errors are raised while it is written.
+    """Return the answer as JSON, or as a stream whose errors are raised while it is written.
 
     Args:
         requests: one request per prompt; this function sets the fields that depend on headers.
@@ -98,7 +98,7 @@ async def _respond(
 async def _open_answer(
     service: Service, http: Request, requests: Sequence[GenerateRequest]
 ) -> AsyncGenerator[Answer, None]:
-    """Send the requests to replicas when there is room; on exit, cancel unfinished ones and record the outcome.
+    """Send the requests to replicas when there is capacity; on exit, cancel unfinished ones and record the outcome.
 
     Raises:
         NotReadyError, QueueFullError, KeyLimitError: the requests cannot be sent.

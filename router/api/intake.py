@@ -27,7 +27,7 @@ MAX_PROMPTS = 1024
 
 _TOO_LONG = "context_length_exceeded"
 _LOGPROBS_BYTES, _TOP_LOGPROB_BYTES = 64, 14
-"""Maximum message bytes per prompt token, and per most likely token at its position."""
+"""Maximum number of message bytes per prompt token, and for each of the most likely tokens at its position."""
 _INLINE_CHARS = 4096
 """Maximum length of a text that is tokenized on the event loop. For short texts, a thread costs more."""
 _FEW = 64
@@ -107,7 +107,7 @@ def make_request(
     prompt_len = len(prompt_ids)
     longest = service.config.router.max_prompt_tokens
     if longest is not None and prompt_len > longest:
-        allowed = f"{longest} (router.max_prompt_tokens)"
+        allowed = f"at most {longest} (router.max_prompt_tokens)"
         raise bad_request(f"{param}: the prompt has {prompt_len} tokens; allowed: {allowed}", param, _TOO_LONG)
     left = max_tokens(service) - prompt_len
     if left < 1 or (wanted is not None and wanted > left):
@@ -191,10 +191,8 @@ def check_prompt_logprobs(prompt_len: int, num_prompt_logprobs: int | None) -> N
         return
     allowed = MAX_FRAME_BYTES // 2 // (_LOGPROBS_BYTES + num_prompt_logprobs * _TOP_LOGPROB_BYTES)
     if prompt_len > allowed:
-        message = (
-            f"prompt_logprobs: got {num_prompt_logprobs} for each of {prompt_len} tokens; allowed: {allowed} tokens"
-        )
-        raise bad_request(message, "prompt_logprobs")
+        got = f"got {num_prompt_logprobs} for each of {prompt_len} tokens"
+        raise bad_request(f"prompt_logprobs: {got}; allowed: at most {allowed} tokens", "prompt_logprobs")
 
 
 async def _prompt_ids(service: Service, body: CompletionRequest) -> Sequence[Collection[int]]:

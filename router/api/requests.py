@@ -48,7 +48,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's field for structured output, of which only one form can be given."""
+    """vLLM's field for structured output; only one form can be given."""
 
     json_: Schema | None = Field(default=None, alias="json")
     json_object: bool | None = None
@@ -159,7 +159,7 @@ class GenerationBody(SaltedBody):
 
     @property
     def is_constrained(self) -> bool:
-        """True if any field may require a form of the answer."""
+        """True if any field may constrain the form of the answer."""
         fields = (*FORM_FIELDS, "structured_outputs", "response_format")
         return any(getattr(self, field) is not None for field in fields)
 

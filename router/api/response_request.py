@@ -75,7 +75,7 @@ class InputReasoning(Body):
 
 
 class InputReference(Body):
-    """Reference to an item that a server would have stored; always rejected."""
+    """Reference to a stored item; always rejected, because nothing is stored."""
 
     type: Literal["item_reference"]
     id: str
@@ -225,7 +225,7 @@ def chat_of(body: ResponseRequest) -> ChatRequest:
 
 
 def in_own_words(error: ApiError) -> ApiError:
-    """Return a chat request's error with this API's name of the field."""
+    """Return a chat request's error with this API's name for the field."""
     if error.param is None:
         return error
     param = error.param.replace(".function.", ".")

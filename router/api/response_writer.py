@@ -60,7 +60,7 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 class InputTokensDetails(PromptTokensDetails, frozen=True, kw_only=True, omit_defaults=True):
     cache_write_tokens: int
-    """Always 0. OpenAI bills these tokens."""
+    """Tokens written to the cache, which OpenAI bills; always 0 here."""
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,7 +182,7 @@ class OutputItems:
 
 
 class _Growing:
-    """Output item that grows. Subclasses define its JSON and the fields of its events."""
+    """Output item that is still growing. Subclasses define its JSON and the fields of its events."""
 
     prefix: ClassVar[str]
     text_event: ClassVar[str]
@@ -221,7 +221,7 @@ class _Growing:
         return [done, *self._part_event("content_part.done"), over]
 
     def _text_fields(self, _logprobs: list[ChosenLogprob]) -> dict[str, Any]:
-        """Return further fields of events about the text."""
+        """Return the additional fields of the item's text delta and done events."""
         return {"content_index": 0}
 
     def _part_event(self, kind: str) -> list[Event]:

@@ -50,7 +50,7 @@ class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""vLLM's form: for each prompt token, log-probabilities by id of it and the most likely ones; None for the first."""
+"""vLLM's form: log-probabilities by id, of each prompt token and of the most likely ones; None for the first token."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,7 +245,7 @@ def _finite(logprob: float) -> float:
 
 
 def _by_text(tokenizer: Tokenizer, chosen: str, given: TokenLogprobs) -> dict[str, float]:
-    """Map token texts to log-probabilities, best first, with the chosen token. Equal texts keep the most likely."""
+    """Map token texts to log-probabilities, best first, with the chosen token. The best of equal texts is kept."""
     logprobs: dict[str, float] = {}
     for token_id, logprob in zip(given.top_ids, given.top_logprobs, strict=True):
         logprobs.setdefault(token_text(tokenizer, token_id), _finite(logprob))

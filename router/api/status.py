@@ -79,7 +79,7 @@ def model_routes(service: Service) -> APIRouter:
 
 
 def state_routes(service: Service) -> APIRouter:
-    """Return the state routes. If API keys are configured, those that show the cluster need one."""
+    """Return the state routes. If API keys are configured, the routes that show the cluster require one."""
     router = APIRouter(tags=["status"])
     page = (files("router.page") / "status.html").read_text(encoding="utf-8")
 
@@ -175,7 +175,7 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> list[int]:
     check_model(service, body.model)
     refuse_unsupported(body.others, _HARMLESS)
     if (body.prompt is None) == (body.messages is None):
-        raise bad_request("prompt: give either prompt or messages", "prompt")
+        raise bad_request("prompt: exactly one of prompt and messages is required", "prompt")
     if body.messages is not None:
         return (await chat_prompt(service, body.messages, body))[0]
     assert body.prompt is not None

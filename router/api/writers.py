@@ -1,4 +1,4 @@
-"""Writers of responses: the interface, ``/v1/chat/completions`` and ``/v1/completions``."""
+"""Writers of responses: their interface, and those of ``/v1/chat/completions`` and ``/v1/completions``."""
 
 import time
 from abc import ABC, abstractmethod
@@ -51,13 +51,13 @@ class Writer(Protocol):
         """Return the events for a choice's next chunk, with the usage so far if requested."""
 
     def closing(self, usage: Usage) -> bytes:
-        """Return the events after all choices."""
+        """Return the events that follow those of all choices."""
 
     def failed(self, error: RequestFailedError) -> bytes:
         """Return the events that end a stream without a complete answer."""
 
     def whole(self, choices: Sequence[Sequence[OutputChunk]], usage: Usage) -> bytes:
-        """Return the complete answer from every choice's chunks."""
+        """Return the complete answer, made from every choice's chunks."""
 
 
 class TextWriter(ABC):
@@ -102,7 +102,7 @@ class ChatWriter(TextWriter):
         new_reader: NewReader | None,
         prompt_ids: Sequence[int],
     ) -> None:
-        """Create a writer. ``new_reader`` makes one reader per choice; None if the text is the message."""
+        """Create a writer. ``new_reader`` makes one reader per choice; it is None if the text is the message."""
         super().__init__(f"chatcmpl-{request_id}", service, body)
         self._prompt_ids = prompt_ids
         self._with_thoughts = body.include_reasoning is not False

@@ -1,4 +1,4 @@
-"""Incremental parsers of tool calls in Hermes and Llama format: JSON objects with name and arguments."""
+"""Incremental parsers of tool calls in Hermes and Llama formats: JSON objects with name and arguments."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -24,7 +24,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """Start of a call of this function. Later arguments belong to it."""
+    """Beginning of a call to a function. Later arguments belong to it."""
 
     name: str
 
@@ -50,10 +50,13 @@ class ToolParser(Protocol):
 
 
 class CallScanner:
-    """Reader of a call's object, character by character, which keeps values as they were written."""
+    """Reader that scans a call's object character by character, and keeps values as they were written."""
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        """Start before the object. It is not a call if it has unknown members, or a name that is not in ``names``."""
+        """Expect the object's opening brace next.
+
+        With ``names``, an object with unknown members, or with a name that is not in ``names``, is not a call.
+        """
         self._names = names
         self._depth = 0
         self._in_string = False
@@ -134,8 +137,8 @@ class CallScanner:
 class HermesParser:
     """Parser of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` within any text.
 
-    White space around calls is dropped, and text between markers that is not a call is passed on. Calls of unknown
-    functions are calls too, and the client answers them.
+    White space around calls is dropped, and text between markers that is not a call is passed on. Calls to unknown
+    functions are passed on as calls, and the client answers them.
     """
 
     def __init__(self) -> None:

@@ -105,7 +105,7 @@ def test_a_prompt_is_pinned_as_requests_name_it(guarded: RouterCluster) -> None:
         ("pin", {"prompt": [5] * 64, "foo": 1}, "foo: there is no such field"),
         ("pin", {"prompt": ["a", "b"]}, "prompt: must be a string, or a list of token ids; neither may be empty"),
         ("pin", {"prompt": []}, "prompt: must be a string, or a list of token ids; neither may be empty"),
-        ("unpin", {"prompt": [5] * 63}, "prompt: got 63 tokens, less than a page; allowed: 64 or more (kv.page_size)"),
+        ("unpin", {"prompt": [5] * 63}, "prompt: got 63 tokens, less than a page; allowed: at least 64 (kv.page_size)"),
     ],
 )
 def test_invalid_commands_are_refused_and_not_forwarded(
@@ -198,6 +198,6 @@ def test_limits_of_a_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(front, "MAX_BODY_BYTES", 1 << 20)
     for cluster in run_cluster(folder, max_prompt_tokens=5):
         error = cluster.post("/v1/completions", prompt="abcdef").json()["error"]
-        assert error["message"] == "prompt: the prompt has 7 tokens; allowed: 5 (router.max_prompt_tokens)"
+        assert error["message"] == "prompt: the prompt has 7 tokens; allowed: at most 5 (router.max_prompt_tokens)"
         assert cluster.post("/v1/completions", prompt="x" * 2**20).status_code == 413
         assert cluster.post("/v1/completions", prompt="abcd", n=2).status_code == 200

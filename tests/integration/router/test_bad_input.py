@@ -77,7 +77,7 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("bad_words[0]", [""], "String should have at least 1 character, got ''"),
     ("guided_regex", "a(?=b)", LOOK_AHEAD),
     ("guided_choice", [], "must have at least 1 items, got []"),
-    ("guided_json", 5, "must be a JSON schema: an object, or its text"),
+    ("guided_json", 5, "must be a JSON schema, as an object or as text"),
     ("guided_json", "{", "not valid JSON: EOF while parsing an object at line 1 column 1"),
     ("guided_json", {"type": "integer", "minimum": 2, "maximum": 1}, UNSATISFIABLE),
     ("guided_json", {"items": {"uniqueItems": True}}, 'Unimplemented keys: ["uniqueItems"]'),
@@ -113,7 +113,7 @@ BAD_CHATS: list[tuple[str, Any, str]] = [
     ),
 ]
 BAD_OTHERS: list[tuple[str, str, Any, str]] = [
-    ("/tokenize", "prompt", MISSING, "give either prompt or messages"),
+    ("/tokenize", "prompt", MISSING, "exactly one of prompt and messages is required"),
     ("/detokenize", "tokens", [999], "there is no token 999; allowed: 0 to 257"),
     ("/detokenize", "tokens", "x", "Input should be a valid array, got 'x'"),
 ]

@@ -125,7 +125,7 @@ class TestWrongOutputs:
         ("message", "reason"),
         [
             (output(Room(1), 2, 7), "decode-0: output 1 is missing; 2 arrived instead"),
-            (output(Room(1), 0, 6, 7), "decode-0: output 0 was sent again with other tokens"),
+            (output(Room(1), 0, 6, 7), "decode-0: output 0 was sent again with different tokens"),
             (output(Room(1), 1, 1, 2, 3, 4), "decode-0: got 5 tokens, but at most 4 were requested"),
             (output(Room(1), 0, finish=FinishReason.STOP), "decode-0: the answer ended at 0 tokens, but 1 had arrived"),
         ],
@@ -150,7 +150,7 @@ class TestWrongOutputs:
         assert emit == OutputBatch(choice_id=room, token_ids=[7], logprobs=[reported[2]])
         fail = dispatch.on_output(output(room, 3, 6), NOW)[-1]
         assert isinstance(fail, FailRequest)
-        assert fail.reason == "decode-0: 1 tokens arrived with log-probabilities of 0"
+        assert fail.reason == "decode-0: 1 tokens arrived with log-probabilities for 0"
 
     @pytest.mark.parametrize("peer", [PREFILL, peer_of("decode-0", 2), peer_of("decode-1")])
     def test_outputs_from_other_senders_are_ignored(self, peer: Peer) -> None:
