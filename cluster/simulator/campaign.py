@@ -53,7 +53,7 @@ def shrink(scenario: Scenario) -> tuple[Scenario, Outcome]:
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield scenarios with one reduction, the largest ones first."""
+    """Yield scenarios with one reduction each, the largest reductions first."""
     requests, faults = scenario.requests, scenario.faults
     if len(requests) > 2:
         yield replace(scenario, requests=requests[: len(requests) // 2])
@@ -65,7 +65,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, faults=faults[:number] + faults[number + 1 :])
     for hazards in _resets(scenario.hazards):
         yield replace(scenario, hazards=hazards)
-    # Requests are drawn for the pool sizes, and the flip hazard for the verification.
+    # The requests depend on the pool sizes, and the flip hazard on ``verify``.
     kept = {"prefill_pages", "decode_pages", "verify"}
     named = {name for fault in faults for name in (fault.member, fault.other)}
     kept |= {f"num_{role}" for role in Role if f"{role}-1" in named}

@@ -38,7 +38,7 @@ class VirtualDevice:
         self._known: dict[Room, _Known] = {}
 
     def begin(self, plan: StepPlan) -> Callable[[int], None] | None:
-        """Send cached pages. Return the callback for each layer that the step has stored, if one is needed."""
+        """Send cached pages; return the callback to run after each stored layer, or None if none is needed."""
         self._sender.before_step(plan)
         on_stored = self._sender.layer_callback(plan, self._known)
         for room in plan.releases:
@@ -49,14 +49,14 @@ class VirtualDevice:
         for request in plan.scheduled:
             known = self._known.get(request.room)
             if known is None:
-                raise Violation(f"{self._memory.session} has a step for room {request.room}, which it does not know")
+                raise Violation(f"{self._memory.session} gets a step for room {request.room}, which it does not know")
             for known_pages, new_pages in zip(known.pages, request.new_pages, strict=False):
                 known_pages += new_pages
             known.text.put(request.first_position, bytes(request.token_ids))
         return on_stored
 
     def take_copies(self, pages: Sequence[int], tp_group: Sequence[Memory]) -> None:
-        """Copy received pages from the ranks with the same heads that prefill wrote them to."""
+        """Copy received pages from the ranks that prefill wrote them to, which have the same heads."""
         mine = self._memory.record
         num_copies = num_head_copies(mine)
         for page in pages if num_copies > 1 else ():
@@ -97,11 +97,15 @@ class VirtualDevice:
                 continue
             is_read = number * PAGE_SIZE < first
             if is_read and not memory.holds(page // num_owners, text.page(number, first, layout, lifetime), pieces):
-                where = f"layers {layers.start} to {layers.stop - 1} of page {page} in {memory.session}"
-                raise Violation(f"room {request.room} is read before {where} have the KV of its first {first} tokens")
+                what = f"layers {layers.start} to {layers.stop - 1} of page {page} in {memory.session}"
+                raise Violation(
+                    f"room {request.room}: {what} are read before they hold the KV of the first {first} tokens"
+                )
             if (number + 1) * PAGE_SIZE > first:
                 # Followers can lag behind their leader, so the allocator describes rank 0 only.
                 if mine.global_rank == 0 and not memory.allocator.is_held(page):
-                    raise Violation(f"{memory.session} writes to page {page}, which is not held by one sequence")
+                    raise Violation(
+                        f"{memory.session} writes to page {page}, which is not held by exactly one sequence"
+                    )
                 self._env.tickets.end(memory, page)
                 memory.put_pieces(page // num_owners, text.page(number, end, layout, lifetime), pieces)

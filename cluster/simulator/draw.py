@@ -100,7 +100,7 @@ def _draw_tiers(random: Random) -> TierShape:
 
 
 def _draw_requests(random: Random, shape: Shape) -> tuple[ClientRequest, ...]:
-    """Return requests that fit, with their output, in the smaller of the pools. Some share a prefix."""
+    """Return requests that fit, with their output, in the smaller of the two pools. Some share a prefix."""
     num_pages = min(shape.prefill_pages, shape.decode_pages) // (1 if shape.window is None else 2)
     num_tokens = num_pages * PAGE_SIZE
     beginnings = [_draw_tokens(random, num_tokens // 3) for _ in range(2)]

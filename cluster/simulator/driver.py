@@ -1,4 +1,4 @@
-"""Driver on virtual time, in which the supervisor's real rules decide which members start and end."""
+"""Driver in virtual time, in which the supervisor's real rules decide which members start and end."""
 
 from functools import partial
 from itertools import count
@@ -26,10 +26,10 @@ _PATIENCE_S = 4.0
 _READY_S = 0.5
 _START_TIMEOUT_S = 6.0
 _MAX_LATE_S = 6.0
-"""Maximum delay until the driver sees in the table that a start is ready. It is longer than a lease."""
+"""Maximum delay until the driver sees in the table that a started replica is ready. It is longer than a lease."""
 _RETRY_S = 1.0
 DRAIN_S = 60.0
-"""Maximum time for the open requests of a draining replica."""
+"""Maximum time for the open requests of a draining replica to end."""
 _POLL_S = 0.5
 
 
@@ -41,7 +41,7 @@ class Driver:
         self.open_commands: set[int] = set()
         """Numbers of the commands without a final answer."""
         self._unproven: dict[tuple[str, Incarnation], Replica] = {}
-        """Starts that were ended while their machine was unreachable, and may still run."""
+        """Replicas that were ended while their machine was unreachable, and may still be running."""
         self._env = env
         self._machines = count()
         self._commands = count()
@@ -138,7 +138,7 @@ class Driver:
                 self._stop()
 
     def _wait_drained(self, watch: DrainWatch, name: str, incarnation: Incarnation, end_s: float) -> None:
-        """Wait like ``cluster.launch.waits``."""
+        """Wait until a replica is drained, as ``cluster.launch.waits`` does."""
         now_s, table = self._env.now_s(), self.bootstrap.table
         watch.saw(table.snapshot(now_s) if table is not None else None, now_s)
         if watch.is_over(now_s) or now_s >= end_s:
@@ -160,7 +160,7 @@ class Driver:
         self._env.after(_READY_S, partial(self.post, events.Started(name, incarnation)))
 
     def _wait_ready(self, name: str, incarnation: Incarnation, end_s: float) -> None:
-        """Wait like ``cluster.launch.gang``. Half of the checks are late."""
+        """Wait until a replica is ready, as ``cluster.launch.gang`` does. Half of the checks are delayed."""
 
         def poll() -> None:
             table = self.bootstrap.table
@@ -176,7 +176,7 @@ class Driver:
         self._env.after(random.choice((_READY_S, random.uniform(_READY_S, _MAX_LATE_S))), poll)
 
     def _machine_for(self, name: str) -> str:
-        """Return the replica's previous machine, or another one if an earlier start may still run there."""
+        """Return the replica's previous machine, or a new one if an earlier incarnation may still be running there."""
         machine = self.replicas[name].machine if name in self.replicas else name
         is_taken = any(replica.machine == machine for replica in self._unproven.values())
         return f"{name}@{next(self._machines)}" if is_taken else machine

@@ -1,8 +1,8 @@
 """Virtual time, the network, and the processes that use them.
 
 Without hazards, the network behaves like ZeroMQ over TCP. Messages from one sender to one address arrive in order and
-are not lost while both live. Messages to a peer that is unreachable or not listening wait at the sender. When a sender
-dies, its queued messages are lost.
+are not lost while both are alive. Messages to a peer that is unreachable or not listening wait at the sender. When a
+sender dies, its queued messages are lost.
 """
 
 import heapq
@@ -52,7 +52,7 @@ class EventQueue:
 
 
 class Trace:
-    """Trace of a run. Nothing is formatted unless it is on."""
+    """Trace of a run. Nothing is formatted unless tracing is on."""
 
     def __init__(self, event_queue: EventQueue, is_on: bool) -> None:
         self.lines: list[str] = []
@@ -103,12 +103,12 @@ class Network:
         self._partitions: Counter[frozenset[str]] = Counter()
 
     def listen(self, address: str, deliver: Deliver) -> None:
-        """Deliver the messages to this address from now on, including waiting ones."""
+        """Deliver the messages to this address from now on, including those already waiting."""
         self._listeners[address] = deliver
         self._resume()
 
     def remove(self, address: str) -> None:
-        """Remove a dead process, with all or the last of its queued messages."""
+        """Remove a dead process, and lose all of its queued messages or some of the last ones."""
         self._listeners.pop(address, None)
         for key in [key for key in self._connections if key[0] == address]:
             connection = self._connections.pop(key)
@@ -120,7 +120,7 @@ class Network:
         return bool(self._partitions) and frozenset((machine, other)) in self._partitions
 
     def partition(self, machine: str, other: str) -> None:
-        """Separate two machines until all cuts between them have healed."""
+        """Partition two machines until every partition between them has healed."""
         self._partitions[frozenset((machine, other))] += 1
 
     def heal(self, machine: str, other: str) -> None:
@@ -203,9 +203,9 @@ class Environment:
         self.happened = self.network.happened
         """Number of faults and hazards that occurred, by kind."""
         self.was_quarantined = False
-        """Whether a replica refused requests because too many of its pages were in quarantine."""
+        """Whether too many pages of a replica were in quarantine at some time."""
         self.moved: Counter[str] = Counter()
-        """Number of pages that tier jobs moved, and of early sends, on all ranks."""
+        """Number of pages moved by tier jobs, and number of early sends, by kind, on all ranks."""
         self._texts: dict[Room, Text] = {}
 
     def text_of(self, room: Room) -> Text:
@@ -228,7 +228,7 @@ class Process(ABC):
 
     @abstractmethod
     def receive(self, message: Message) -> None:
-        """Handle an arrived message."""
+        """Handle a message that has arrived."""
 
     def send(self, address: str, message: Message) -> None:
         self.env.network.send(self.address, address, message)

@@ -31,7 +31,7 @@ TICKET_TIMEOUT_S = 5.0
 
 
 def make_records(shape: Shape, replica: ReplicaId, incarnation: Incarnation, machine: str) -> list[RankRecord]:
-    """Return the records of one start of a replica, in order of global rank."""
+    """Return the records of one incarnation of a replica, in order of global rank."""
     role = role_of(replica)
     ownership, num_pages = shape.ownership, shape.prefill_pages
     sizes = AxisSizes(dp=shape.dp, cp=shape.cp, tp=shape.tp, pp=shape.pp)
@@ -91,7 +91,7 @@ def step_depth(record: RankRecord) -> int:
 def make_leader(
     env: Environment, me: Peer, records: Sequence[RankRecord], dp_rank: int
 ) -> tuple[DpLeader, PageAllocator]:
-    """Create the leader of a DP rank like ``workers.build``. ``records`` has all ranks of the replica."""
+    """Create the leader of a DP rank, as ``workers.build`` does. ``records`` lists all ranks of the replica."""
     own = shard_of(records, dp_rank)
     first = own[0]
     tree = PrefixTree(first.num_owners) if env.shape.prefix_cache else None

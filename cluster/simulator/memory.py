@@ -49,7 +49,7 @@ class Text:
         self.put(0, prompt)
 
     def put(self, first: int, tokens: bytes) -> None:
-        """Add the tokens that a rank computes from a position. All ranks must compute the same ones."""
+        """Add the tokens that a rank computes from a position. All ranks must compute the same tokens."""
         num_known = len(self._tokens) - first
         if num_known < 0 or not tokens.startswith(bytes(self._tokens[first : first + len(tokens)])):
             raise Violation(f"wrong tokens: {list(tokens)} are computed after {list(self._tokens[:first])}")
@@ -62,7 +62,7 @@ class Text:
         return bytes(self._tokens[:length])
 
     def page(self, number: int, length: int, layout: PoolLayout, lifetime: int) -> bytes:
-        """Return the content of a lifetime's page after the first ``length`` tokens."""
+        """Return the content of a lifetime's page when it holds the first ``length`` tokens."""
         end = min(length, (number + 1) * PAGE_SIZE)
         image = self._images.get((number, end, lifetime, layout.groups))
         if image is None:
@@ -108,7 +108,7 @@ class Memory:
         self.pool[start : start + len(image)] = image
 
     def holds(self, page: int, image: bytes, pieces: Pieces) -> bool:
-        """Return whether some pieces of a page equal those of an image."""
+        """Return whether the given pieces of a page equal those of an image."""
         start = page * self.record.layout.page_bytes
         return all(self.pool[start + first : start + last] == image[first:last] for first, last in pieces)
 
@@ -128,7 +128,7 @@ class Memory:
         return self.host_page(page)
 
     def pieces(self, layers: range, lifetime: int = 0) -> Pieces:
-        """Return the pieces of a lifetime's page that belong to some layers, counted from the rank's first layer."""
+        """Return the pieces of a lifetime's page for the given layers, counted from the rank's first layer."""
         layout = self.record.layout
         page = PageRange(layout, [0], layout.layers[layers.start : layers.stop], lifetime=lifetime)
         return [(span.source_offset, span.source_offset + span.num_bytes) for span in page.spans_to(page)]
@@ -211,7 +211,7 @@ class Tickets:
                 layout = memory.record.layout
                 expected = transfer.text.page(permission.number, transfer.num_tokens, layout, permission.lifetime)
                 if _is_sent_to(memory.record, page) and not memory.page(page).startswith(expected):
-                    raise Violation(f"room {room} is read before page {page} of {memory.session} has arrived")
+                    raise Violation(f"room {room}: page {page} of {memory.session} is read before it has arrived")
 
 
 def num_head_copies(record: RankRecord) -> int:

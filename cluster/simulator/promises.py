@@ -1,4 +1,4 @@
-"""Checks that each request ends once, that targets are stopped, and that leaders drop messages for other starts."""
+"""Checks that requests end once, that attempts are cancelled, and that leaders drop other incarnations' messages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from workers.scheduler.replica_leader import ReplicaLeader
 
 
 def deliver_to_leader(leader: ReplicaLeader, me: Peer, message: Message, now_s: float) -> None:
-    """Deliver a message to a leader, which must drop messages for another start of its replica."""
+    """Deliver a message to a leader, which must drop messages for another incarnation of its replica."""
     incarnation = _addressed(message, me)
     if incarnation in (None, me.incarnation):
         leader.on_message(message, now_s)
@@ -31,7 +31,7 @@ def deliver_to_leader(leader: ReplicaLeader, me: Peer, message: Message, now_s: 
     before = _num_dropped(leader)
     leader.on_message(message, now_s)
     if _num_dropped(leader) == before:
-        raise Violation(f"{me.replica} accepts a {type(message).__name__} for another start of this replica")
+        raise Violation(f"{me.replica} accepts a {type(message).__name__} for another incarnation of this replica")
 
 
 def _addressed(message: Message, me: Peer) -> Incarnation | None:
@@ -55,11 +55,11 @@ def _num_dropped(leader: ReplicaLeader) -> int:
 
 
 class CancelCheck:
-    """Check that the router stops every replica that works for a finished attempt."""
+    """Check that the router sends a Cancel to every replica that still works on a finished attempt."""
 
     def __init__(self) -> None:
         self._active: dict[Room, set[str]] = {}
-        """Addresses that have neither finished their part of an attempt nor received a Cancel."""
+        """Addresses of the replicas that have neither finished their part of an attempt nor been sent a Cancel."""
         self._submits: dict[Room, Submit] = {}
 
     def note_sent(self, address: str, message: Message) -> None:
@@ -85,7 +85,8 @@ class CancelCheck:
     def check(self, is_under_way: Callable[[Room], bool]) -> None:
         for room, addresses in self._active.items():
             if not is_under_way(room):
-                raise Violation(f"room {room} is over, but no Cancel was sent to {', '.join(sorted(addresses))}")
+                names = ", ".join(sorted(addresses))
+                raise Violation(f"room {room}: the attempt is over, but no Cancel was sent to {names}")
 
     def _drop(self, room: Room, address: str) -> None:
         addresses = self._active.get(room, set())
@@ -122,13 +123,13 @@ class Client:
     def receive(self, token_ids: Sequence[int]) -> None:
         self.tokens += bytes(token_ids)
         if self.end is not None:
-            raise Violation(f"tokens arrived after the request had {self.end}")
+            raise Violation(f"tokens arrived after the request's end ({self.end})")
         if not self.expected.startswith(self.tokens):
             raise Violation(f"wrong tokens: got {list(self.tokens)}; expected: {list(self.expected)}")
 
     def finish(self, end: End, reason: str = "") -> None:
         if self.end is not None:
-            raise Violation(f"the request {end} after it had {self.end}")
+            raise Violation(f"the request ended twice: {self.end}, then {end}")
         if end is End.FINISHED and self.tokens != self.expected[: self.request.enough]:
             raise Violation(f"the output ended after {len(self.tokens)} of {self.request.max_tokens} tokens")
         self.end, self.reason = end, reason

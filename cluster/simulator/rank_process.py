@@ -99,13 +99,13 @@ class RankProcess(Process):
         self.memory.is_gone = True
 
     def _check_pages(self, message: CheckPages) -> None:
-        """Check pages like the thread of ``workers.handoff.page_checker``."""
+        """Check pages, as the thread of ``workers.handoff.page_checker`` does."""
         wrong = wrong_pages(memoryview(self.memory.pool), self.record.layout, message.digests)
         answer = PagesChecked(room=message.room, rank=self.record.global_rank, wrong=wrong)
         self.send(self.leader_address, answer)
 
     def close(self) -> None:
-        """Do nothing, as an outbox without connections."""
+        """Do nothing, because this outbox has no connections."""
 
     def receive(self, message: Message) -> None:
         self._inbox.append(message)
@@ -130,7 +130,7 @@ class RankProcess(Process):
         """Handle the end of a step in which this rank sampled these tokens."""
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step. The TP group computes from when its last rank has begun."""
+        """Begin a step. The TP group starts computing when its last rank has begun."""
         self._step, self._num_layers = plan, 0
         self.num_begun += 1
         self._on_stored = self.device.begin(plan)
@@ -191,7 +191,7 @@ class RankProcess(Process):
         self.on_ended(plan, self.device.end(plan))
 
     def _ranks_of(self, plan: StepPlan) -> "list[RankProcess]":
-        """Return the ranks that compute a step with this one. Others can lag behind."""
+        """Return the ranks that compute a step together with this one. Other ranks can lag behind."""
         if plan.shape.strategy is not Strategy.NONE or self.record.num_owners > 1:
             return self.shard
         return [rank for rank in self.shard if rank.record.coords.cp == self.record.coords.cp]

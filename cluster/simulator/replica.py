@@ -1,4 +1,4 @@
-"""One start of a replica: the process of rank 0 with the real leaders, and its followers."""
+"""One incarnation of a replica: the process of rank 0 with the real leaders, and its followers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -53,9 +53,9 @@ class LeaderProcess(RankProcess):
         self._on_refused = on_refused
         self._load = ReplicaLoad()
         self.num_kv_events: dict[str, int] = {}
-        """Number of KV event messages by router address, beginning with the message that has the complete cache."""
+        """Number of KV event messages by router address, counted from the message that lists the complete cache."""
         self._outgoing: list[tuple[str, Message]] = []
-        """Messages to send, which have been checked."""
+        """Checked messages that are still to be sent."""
         self._unwatch = bootstrap.watch(
             machine_of(self.address), lambda snapshot: self.receive(TableUpdate(snapshot=snapshot))
         )
@@ -109,7 +109,7 @@ class LeaderProcess(RankProcess):
             self.begin(plans[0])
 
     def _end_round(self) -> None:
-        if self.env.scenario.is_mild:  # otherwise nobody reads it
+        if self.env.scenario.is_mild:  # otherwise ``was_quarantined`` is not read
             load = self.leader.load()
             # The limit applies to each DP rank, and all have the same number of pages.
             limit = self.env.shape.quarantine_limit * load.total_pages / len(self._leaders)
@@ -149,7 +149,7 @@ class LeaderProcess(RankProcess):
         self._bootstrap.call(machine_of(self.address), self._renew, self._on_answer)
 
     def _renew(self, table: BootstrapTable) -> None:
-        """Send a heartbeat like the lease renewer. If the table does not know the records, register them first."""
+        """Send a heartbeat, as the lease renewer does. If the table does not know the records, register them first."""
         first = self.records[0]
         heartbeat = Heartbeat(
             replica=first.replica,
@@ -174,9 +174,9 @@ class LeaderProcess(RankProcess):
 
 
 def _send_late_message(env: Environment, ticket: Ticket, page_bytes: int) -> None:
-    """Sometimes deliver a response that an earlier start of either replica would have left in flight.
+    """Sometimes deliver a response that an earlier incarnation of either replica would have left in flight.
 
-    A room has one ticket, handled by one start of each replica, so the simulator makes the response up.
+    A room has one ticket, handled by one incarnation of each replica, so the simulator makes the response up.
     """
     random = env.random
     if random.random() >= env.hazards.stale:
@@ -211,7 +211,7 @@ def _earlier(peer: Peer) -> Peer:
 
 
 class Replica:
-    """Processes of one start, which the supervisor ends together."""
+    """Processes of one incarnation of a replica, which the supervisor ends together."""
 
     def __init__(
         self, env: Environment, bootstrap: Bootstrap, records: list[RankRecord], on_failed: Callable[[str], None]

@@ -39,7 +39,7 @@ _SESSIONS = ("", "a", "b")
 
 
 class KnownPages:
-    """Cache index of a router, which subscribes to KV events like ``router.relay``."""
+    """Cache index of a router, which subscribes to KV events as ``router.relay`` does."""
 
     def __init__(self, me: Peer, directory: Directory, picker: Picker, send: Callable[[str, Message], None]) -> None:
         self._me, self._directory, self._picker, self._send = me, directory, picker, send

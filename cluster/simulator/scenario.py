@@ -37,13 +37,13 @@ class FaultKind(StrEnum):
     RESTART = "restart"
     """An operator restarts a replica with ``--rolling``."""
     SCALE = "scale"
-    """An operator scales a role up to this replica."""
+    """An operator scales a role up or down, so that this replica becomes its last one."""
     STAND_BY = "stand_by"
     """An operator drains a replica and resumes it later."""
 
 
 COMMANDS = frozenset({FaultKind.RESTART, FaultKind.SCALE, FaultKind.STAND_BY})
-"""Kinds in which nothing fails."""
+"""Operator commands, in which nothing fails."""
 _MILD = frozenset({FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.LOSE_MACHINE})
 
 
@@ -61,7 +61,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hazards:
-    """Hazards of messages between machines, of writes and of tier jobs. Rates are from 0 to 1."""
+    """Random disturbances of messages between machines, of writes and of tier jobs. Rates are from 0 to 1."""
 
     drop: float = 0.0
     duplicate: float = 0.0
@@ -69,7 +69,7 @@ class Hazards:
     reorder: float = 0.0
     """Rate of messages that the sender's later messages overtake."""
     stale: float = 0.0
-    """Rate of tickets after which a late message about an earlier ticket arrives."""
+    """Rate of tickets that are followed by an old answer, one from or for an earlier incarnation."""
     fail_write: float = 0.0
     slow_write: float = 0.0
     flip: float = 0.0
@@ -77,7 +77,7 @@ class Hazards:
     fail_move: float = 0.0
     """Rate of tier jobs that fail on one rank."""
     slow_move: bool = False
-    """Some tier jobs take seconds."""
+    """True if some tier jobs take seconds."""
     slowness: float = 1.0
     """Factor for the duration of steps and writes."""
 
@@ -93,9 +93,9 @@ class ClientRequest:
     dp_rank: int | None = None
     """DP rank that the client requests."""
     enough: int | None = None
-    """Number of tokens that complete the client's stop string."""
+    """Number of tokens after which the client's stop string is complete; None if no stop string occurs."""
     is_choice: bool = False
-    """Whether this is a further choice of the previous request, which arrives at the same time."""
+    """Whether this is a further choice of the previous request; both arrive at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class TierShape:
     write: WritePolicy
     prefetch: PrefetchPolicy
     shares_host: bool = True
-    """Ranks of a replica can read each other's host memory even after the owner has died."""
+    """True if the ranks of a replica can read each other's host memory even after its owner has died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,20 +117,20 @@ class Shape:
     dp: int = 1
     tp: int = 1
     pp: int = 1
-    """Size of this axis in prefill, like cp, dp and tp."""
+    """Size of the PP axis in prefill; ``cp``, ``dp`` and ``tp`` are sizes in prefill too."""
     decode_dp: int = 1
     decode_tp: int = 1
     decode_pp: int = 1
     num_layers: int = 4
     has_extra_group: bool = False
-    """Every second layer also stores a KV group with one head."""
+    """True if every second layer also stores a KV group with one head."""
     window: int | None = None
-    """Number of tokens that every second layer sees; None for all."""
+    """Number of latest tokens that every second layer sees; None if every layer sees all tokens."""
     num_kv_heads: int = 2
-    """Ranks of a TP group larger than this share heads."""
+    """Number of KV heads. In a TP group with more ranks than this, ranks share heads."""
     dp_policy: DpPolicy = DpPolicy.LEAST_TOKENS
     prefill_pages: int = 24
-    """Number of pages per DP rank of prefill. If the KV is sharded, its ranks divide them evenly."""
+    """Number of pages per DP rank of prefill. If the KV is sharded, the CP ranks divide them evenly."""
     decode_pages: int = 24
     chunk_tokens: int = 16
     mode: TransferMode = TransferMode.ALL_RANKS
@@ -139,11 +139,11 @@ class Shape:
     tiers: TierShape | None = None
     """Tiers below the device cache, if any. They need the prefix cache."""
     skip_below_tokens: int = 0
-    """Prompt length below which decode computes the prompt."""
+    """Number of uncached prompt tokens below which decode computes the prompt."""
     settle_s: float = 0.0
     """Time for which bytes can still arrive after their sender has died or failed."""
     reuses_addresses: bool = False
-    """A restarted replica has the same addresses as before."""
+    """True if a restarted replica has the same addresses as before."""
     verify: Verify = Verify.COUNTS
     transfer_timeout_s: float = 5.0
     quarantine_limit: float = QUARANTINE_LIMIT

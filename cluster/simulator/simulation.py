@@ -115,7 +115,7 @@ class Outcome:
     happened: Counter[str]
     """Number of faults and hazards that occurred, by kind."""
     moved: Counter[str]
-    """Number of pages that tier jobs moved and of early sends, by kind."""
+    """Number of pages moved by tier jobs, and number of early sends, by kind."""
     trace: list[str]
     virtual_s: float
 
@@ -215,7 +215,7 @@ class Simulation:
         why = "nothing failed" if scenario.is_calm else "a replica of each role had no fault"
         for number, client in enumerate(self._clients):
             if client.end not in (End.FINISHED, End.LEFT):
-                raise Violation(f"{why}, but request {number} {client.end}: {client.reason}")
+                raise Violation(f"{why}, but request {number} ended as {client.end}: {client.reason}")
         if scenario.is_calm and (router := self._driver.router) is not None:
             num_repeated = router.requests.num_restarts + router.requests.num_continuations
             if num_repeated:

@@ -120,13 +120,15 @@ class VirtualTierWorker:
         for page in job.pages:
             assert page.device is not None
             if not self._memory.allocator.is_held(page.device):
-                raise Violation(f"{self._memory.session} loads page {page.device}, which is not held by one sequence")
+                raise Violation(
+                    f"{self._memory.session} loads page {page.device}, which is not held by exactly one sequence"
+                )
 
     def _load(self, pages: Sequence[TierPage], *, fails: bool) -> bool:
         assert self._copier is not None
         try:
             if fails:
-                raise TransferError("a copy fails")
+                raise TransferError("the copy failed (simulated)")
             self._copier.load(pages, None)
         except TransferError:
             for page in filter(self._has, pages):

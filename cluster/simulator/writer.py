@@ -1,4 +1,4 @@
-"""Writer on virtual time, in place of ``transfer.sender.SenderThread``.
+"""Writer in virtual time, in place of ``transfer.sender.SenderThread``.
 
 It writes page by page, can fail, and leaves bytes in flight when it dies.
 """
@@ -29,7 +29,7 @@ class _Copy:
     page: int
     spans: list[Span]
     share: float
-    """Fraction of the KV in all heads and layers. It makes the hazards of a page independent of the layout."""
+    """Fraction of a page's KV in all heads and layers. Hazards are scaled by it, to be independent of the layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _Work:
 
 
 class VirtualWriter:
-    """Writer of send jobs in order, one page at a time."""
+    """Writer that carries out send jobs in order, one page at a time."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class VirtualWriter:
         self._stopped_rooms: set[Room] = set()
         self._is_busy = False
         self._in_flight: tuple[SendJob, _Copy] | None = None
-        """Copy in flight."""
+        """Copy in flight, with its job; None if there is none."""
 
     @property
     def is_idle(self) -> bool:

@@ -17,14 +17,14 @@ from tests.simulation import defects, layer_defects, router_defects
 MAX_SEEDS = 600
 
 FOREIGN_WRITE = r"has no ticket|is free or shared|from another rank"
-EARLY_READ = r"is read before|wrong tokens"
+EARLY_READ = r"(?:is|are) read before|wrong tokens"
 NEVER_ENDS = r"did not end"
 DEADLINE = r"a deadline ended"
 FAILS_IN_CALM = r"nothing failed"
 FAILS_IN_MILD = r"a replica of each role had no fault"
 NOT_CANCELLED = r"no Cancel was sent to"
-OTHER_START = r"for another start of this replica"
-FOREIGN_PAGE = rf"{EARLY_READ}|under the key of another|is not held by one sequence|before it is filled"
+OTHER_START = r"for another incarnation of this replica"
+FOREIGN_PAGE = rf"{EARLY_READ}|under the key of another|is not held by exactly one sequence|before it is filled"
 
 Conditions = Callable[[Scenario], Scenario]
 
