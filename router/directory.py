@@ -206,7 +206,7 @@ class BreakerState(StrEnum):
 @dataclass(slots=True)
 class _Breaker:
     num_failures: int = 0
-    """Consecutive failures."""
+    """Number of consecutive failures."""
     opened_s: float | None = None
     """Time of the last failure or probe."""
 

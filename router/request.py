@@ -104,7 +104,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def waiting_for(self) -> list[Peer]:
-        """Replicas that have not finished their part."""
+        """Replicas that have not finished their part of the attempt."""
         return self.peers if self.phase is RequestPhase.WAITING else self.peers[-1:]
 
     @property
@@ -178,7 +178,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
 
 
 Pick = Callable[[GenerateRequest, Room, frozenset[Peer], float], Route | None]
-"""Function (request, room, replicas to avoid if others are ready, time) that returns None if a role has no replica."""
+"""Function (request, room, replicas to avoid if possible, time) that returns a Route; None if a role has no replica."""
 
 
 def peers_of(submit: Submit) -> list[Peer]:

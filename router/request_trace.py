@@ -47,7 +47,7 @@ class RequestTrace:
         """Return the JSON object: one process for the router and for each rank, and one thread per track.
 
         Times are in microseconds since the request arrived. Those from other machines are shifted by the difference
-        between their offset from Unix time and that of ``clock``, the router's.
+        between the offset of their clock from Unix time and that of ``clock``, the router's.
         """
         assert self.router is not None, "the request has ended"
         origin_s = min((interval.start_s for interval in self.router), default=0.0)

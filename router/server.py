@@ -37,7 +37,7 @@ from router.service import Service, read_model_facts
 from router.state_metrics import StateMetrics
 
 Watch = Callable[[str, str], AsyncIterator[TableSnapshot]]
-"""Function (bootstrap url, token) that returns an endless stream of the table's snapshots."""
+"""Function (bootstrap URL, token) that returns an endless stream of the table's snapshots."""
 
 _NEW_OBJECTS = 10_000
 """Number of new objects after which the garbage collector runs; a request creates a few hundred."""

@@ -117,7 +117,7 @@ def _failed_pages(entry: ReplicaEntry) -> Iterator[tuple[Sequence[str], int]]:
 
 
 def _ranks(entry: ReplicaEntry) -> Iterator[tuple[RankTiers, RankRecord, list[str]]]:
-    """Yield each rank's tiers, record in the table, and labels."""
+    """Yield each rank's tiers, table record and labels."""
     for rank in entry.load.tiers.ranks if entry.load.tiers else ():
         if rank.global_rank < len(entry.ranks):
             record = entry.ranks[rank.global_rank]
@@ -125,7 +125,7 @@ def _ranks(entry: ReplicaEntry) -> Iterator[tuple[RankTiers, RankRecord, list[st
 
 
 def _jobs(entry: ReplicaEntry) -> Iterator[tuple[RankWork, RankRecord, list[str]]]:
-    """Yield each rank's jobs of each kind, record in the table, and labels."""
+    """Yield each rank's jobs of each kind, table record and labels."""
     for work in entry.load.tiers.work if entry.load.tiers else ():
         if work.global_rank < len(entry.ranks):
             record = entry.ranks[work.global_rank]

@@ -42,7 +42,7 @@ class OutputChunk(msgspec.Struct, kw_only=True):
     logprobs: Sequence[TokenLogprobs] = ()
     """One entry per token, if requested."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    """One entry for every prompt token but the first, if requested; with the first token."""
+    """One entry for every prompt token but the first, if requested; set with the first token."""
     offsets: Sequence[int] = ()
     """Number of characters before each token in the answer."""
     stopped_by: str | int | None = None

@@ -20,7 +20,7 @@ from cluster.spec.ids import Room
 from cluster.spec.messages import Message, Submit
 
 HOME = "home"
-"""Machine on which supervisor, bootstrap service and router run."""
+"""Machine on which the supervisor, the bootstrap service and the router run."""
 _SHOWN = ("room", "sender_rank", "pages", "num_held_pages", "num_pages", "first_index", "state", "reason")
 
 Event = Callable[[], None]

@@ -53,7 +53,7 @@ class Fault:
     at_s: float
     member: str
     other: str = ""
-    """Other side of a partition. ``home`` is where supervisor, bootstrap service and router run."""
+    """Other side of a partition. ``home`` is where the supervisor, the bootstrap service and the router run."""
     rank: int = 0
     """Rank of the process that dies."""
     duration_s: float = 0.0

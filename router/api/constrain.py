@@ -28,7 +28,7 @@ _HOLDING = frozenset(
 )
 """Keywords whose value is a schema or a list of schemas."""
 _HOLDING_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keywords whose value is an object of schemas. All other keywords contain none, whatever their values look like."""
+"""Keywords whose value is an object of schemas. Other keywords contain no schema, whatever their values look like."""
 _NOTES = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
 """Keywords that do not affect validity."""
 _REASONING = {Thinking.NONE: "", Thinking.OPTIONAL: "(opening reasoning)? ", Thinking.BEGUN: "reasoning "}

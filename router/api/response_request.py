@@ -189,7 +189,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "stream_options": ({}, {"include_usage": True}, {"include_obfuscation": False}, {"include_obfuscation": True}),
     "truncation": ("disabled",),
 }
-"""Undeclared fields, with the values that have no effect. Null always has none."""
+"""Undeclared fields, with the values that have no effect. Null never has an effect."""
 _ADDITIONS = (
     ChatRequest.model_fields.keys() - ResponseRequest.model_fields.keys() - _HARMLESS.keys() - dict(_OWN_WORDS).keys()
 )

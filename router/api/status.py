@@ -28,7 +28,7 @@ from router.service import Service
 _HARMLESS = {
     name: HARMLESS[name] for name in ("chat_template", "continue_final_message", "documents", "truncate_prompt_tokens")
 }
-"""Fields that would change the prompt, with the values that have no effect."""
+"""Unsupported fields that would change the prompt, with the values that have no effect."""
 
 
 class TokenizeRequest(TemplateBody):

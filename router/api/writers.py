@@ -108,7 +108,7 @@ class ChatWriter(TextWriter):
         self._with_thoughts = body.include_reasoning is not False
         self._readers = defaultdict[int, MessageReader](new_reader) if new_reader is not None else None
         self._begun: set[int] = set()
-        """Choices that have written at least one event."""
+        """Indices of the choices for which at least one event has been written."""
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         opening = b""
@@ -189,7 +189,7 @@ class CompletionWriter(TextWriter):
         self._prompts = prompts
         self._with_logprobs = body.num_logprobs is not None
         self._begun: set[int] = set()
-        """Choices that have written at least one event."""
+        """Indices of the choices for which at least one event has been written."""
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
         prompt, is_first = self._prompt_of(chunk), chunk.index not in self._begun
