@@ -1,7 +1,7 @@
 """Device that a rank computes on: the CPU or a GPU.
 
-Other modules ask it for capabilities such as ``has_kernels`` and ``is_asynchronous``. Only modules for GPUs alone use
-``torch.cuda`` themselves.
+Other modules query its capabilities, such as ``has_kernels`` and ``is_asynchronous``. Only modules that are for GPUs
+alone use ``torch.cuda`` themselves.
 """
 
 import ctypes
@@ -22,19 +22,19 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameter numbers of mallopt(3)."""
 _RETAINED_BYTES = 512 << 20
 _LARGEST_BYTES = 32 << 20
-"""Largest threshold that glibc accepts."""
+"""Largest mmap threshold that glibc accepts."""
 
 Event = torch.cuda.Event
-"""Event that completes after all GPU work started before it. None stands for an event that has completed."""
+"""Event that completes once all GPU work started before it is complete. None stands for a completed event."""
 Stream = torch.cuda.Stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Sizes of the measurements at warm-up."""
+    """Sizes of the measurements during warm-up."""
 
     tokens: tuple[int, int]
-    """Minimal token count, and one at which arithmetic dominates. The count grows fourfold in between."""
+    """Smallest and largest token count. The count quadruples in between. At the largest, arithmetic dominates."""
     queries: int
     prefix: int
     rows: tuple[int, int]
@@ -42,23 +42,23 @@ class Samples:
 
 
 class Device:
-    """Device that a rank computes on. By default, its work is complete on return, in host memory."""
+    """Device that a rank computes on. By default, calls return once work is done, and memory is host memory."""
 
     name: str
     torch_device: torch.device
     """Device on which torch allocates tensors."""
     has_own_memory = False
-    """The device does not compute in host memory, and NCCL connects it to others."""
+    """Whether the device computes in its own memory instead of host memory. NCCL connects such devices."""
     has_kernels = False
-    """The kernels of workers.kernels apply; otherwise torch computes."""
+    """Whether the device runs the kernels of workers.kernels. Otherwise, plain torch computes."""
     has_torch_flash = False
-    """Torch has a flash-attention kernel that returns partials."""
+    """Whether torch has a flash-attention kernel for the device that returns partials."""
     is_asynchronous = False
-    """Work runs in the background, and so do copies if the host's memory is pinned."""
+    """Whether work runs in the background, as do copies if the host memory is pinned."""
     multiplies_bf16 = True
-    """Products are fast in bf16; if not, fp32 is faster."""
+    """Whether matrix products are faster in bf16 than in fp32."""
     packs_bf16 = False
-    """oneDNN multiplies in bf16, with weights in a layout of its own."""
+    """Whether oneDNN multiplies in bf16, with weights in a layout of its own."""
     compute_capability: tuple[int, int] | None = None
     samples: Samples
 
@@ -66,7 +66,7 @@ class Device:
         """Wait for all work on the device."""
 
     def now_s(self) -> float:
-        """Return the time, for measurements, at which all work started so far is complete."""
+        """Return the current time, for measurements, once all work started so far is complete."""
         return time.perf_counter()
 
     def record_event(self) -> Event | None:
@@ -78,19 +78,19 @@ class Device:
         return None
 
     def on_stream(self, stream: Stream | None, after: Event | None) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context whose work runs after an event on a stream, by default the current one."""
+        """Return a context whose work runs after an event, on the given stream or else on the current one."""
         return nullcontext()
 
     def put(self, on_host: Tensor) -> Tensor:
-        """Return a copy on the device without blocking the host."""
+        """Return the tensor on the device. Copying it does not block the host."""
         return on_host
 
     def put_index(self, numbers: Sequence[int]) -> Tensor:
-        """Return integers on the device. Indexing with a list would block the host during the copy."""
+        """Return integers on the device, to index with. Indexing with a list would block the host during the copy."""
         return self.put(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
 
     def argmax(self, scores: Tensor) -> Tensor:
-        """Return the first maximum of each row."""
+        """Return the index of each row's first maximum."""
         return scores.argmax(dim=-1)
 
     def free_bytes(self) -> int:
@@ -98,7 +98,7 @@ class Device:
         raise NotImplementedError
 
     def measure_memory(self, compute: Callable[[], None], fraction: float) -> GpuMemory:
-        """Return how much of the device's own memory weights take now and activations in a computation."""
+        """Return how much of the device's own memory weights take, and how much activations take in a computation."""
         raise NotImplementedError
 
 
@@ -112,7 +112,7 @@ class CpuDevice(Device):
         self.multiplies_bf16 = self.packs_bf16 = _has_bf16_instructions()
 
     def now_s(self) -> float:
-        """Return thread time, which excludes other work on the core."""
+        """Return the thread's CPU time, which excludes other work on the core."""
         return time.thread_time()
 
     def argmax(self, scores: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class GpuDevice(Device):
     name = "cuda"
     torch_device = torch.device("cuda", 0)
     has_own_memory = has_kernels = is_asynchronous = True
-    # With fewer tokens, reading weights and launching kernels takes a GPU longer than arithmetic.
+    # Below the largest token count, reading weights and launching kernels takes a GPU longer than arithmetic.
     samples = Samples(tokens=(32, 2048), queries=2048, prefix=6144, rows=(16, 4096))
 
     @property
@@ -215,7 +215,7 @@ def device_of(tensor: Tensor) -> Device:
 
 
 def device_between(source: Tensor, target: Tensor) -> Device:
-    """Return the device that copies between two memories: the GPU if either is its own."""
+    """Return the device that copies between two memories: the GPU if either memory is on a GPU."""
     device = device_of(source)
     return device if device.has_own_memory else device_of(target)
 
@@ -226,7 +226,7 @@ def is_within_device(source: Tensor, target: Tensor) -> bool:
 
 
 class Arriving:
-    """Copies of tensors to the host. GPU work started later does not delay them."""
+    """Tensors that are being copied to the host. GPU work started later does not delay the copies."""
 
     def __init__(self, *tensors: Tensor) -> None:
         device = device_of(tensors[0])
@@ -249,7 +249,7 @@ class Arriving:
 
 
 def use_cpu(num_threads: int) -> None:
-    """Set the number of compute threads, and keep freed memory for the next layer.
+    """Set the number of compute threads, and make the process keep freed memory for the next layer.
 
     Without this, each large activation would use new memory, which the system clears page by page. That takes 6% of a
     prefill step with 4096 tokens.

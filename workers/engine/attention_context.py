@@ -76,7 +76,7 @@ class StepContext(AttentionContext, ABC):
         """Store the new KV and yield causal attention of ``q [queries, heads, dim]`` over all keys, in parts."""
 
     def gather_sampled(self, hidden: Tensor) -> Tensor:
-        """Return the hidden state of every sampled query, ``[R, hidden]``, on every rank, given this rank's own."""
+        """Return the hidden states of all R sampled queries, ``[R, hidden]``, on every rank, given each rank's own."""
         batch = self.batch
         if batch.shards.is_replicated and len(batch.sampled) == len(hidden):
             return hidden
@@ -165,7 +165,7 @@ class OverlappedContext(StepContext):
 
 
 class PassKvContext(StepContext):
-    """Context that passes blocks from rank to rank. A block is a rank's part of each request's prefix and its new rows.
+    """Context that passes blocks from rank to rank. A block holds a rank's prefix rows and new rows.
 
     If every rank computes every token, only prefixes circulate.
     """

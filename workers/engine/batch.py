@@ -50,12 +50,12 @@ class PageTable:
 
 
 class KnownRequest(NewRequest, frozen=True, kw_only=True):
-    """Announced request, with the state that a rank adds."""
+    """Request introduced by a NewRequest, with the state that a rank adds."""
 
     tables: list[PageTable]
     """Page tables by lifetime. In a sharded pool, page p is page p // cp of CP rank p % cp."""
     prompt_logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
-    """Log-probabilities of the prompt so far, until the first sample."""
+    """Prompt log-probabilities computed so far, until they are reported with the first sampled token."""
 
     @classmethod
     def of(cls, request: NewRequest, num_lifetimes: int) -> "KnownRequest":
@@ -81,13 +81,13 @@ class PreviousTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Sampled tokens of a step. Empty on a rank that does not sample."""
+    """Sampled tokens of a step. Empty on a rank whose TP group does not sample."""
 
     rooms: Sequence[Room] = ()
     pending: PendingSamples | None = None
     """Samples in the order of ``rooms``. None if another TP rank samples."""
     prompt_logprobs: Mapping[Room, list[TokenLogprobs]] = field(default_factory=dict)
-    """Prompt log-probabilities to report with each token."""
+    """Prompt log-probabilities to report with the token of each room."""
 
     def wait(self) -> dict[Room, Sampled]:
         """Wait for every sampled request's token. Call this only once."""
@@ -145,7 +145,7 @@ class BegunStep(NamedTuple):
 
 
 class SampledQuery(NamedTuple):
-    """Last token of a request in this step. The next token is sampled after it."""
+    """Last token of a request in a step, after which the next token is sampled."""
 
     location: TokenLocation
     run: Run
@@ -204,7 +204,7 @@ class StepBatch:
         return tuple(query.run for query in self._own_sampled)
 
     def narrowed(self) -> "StepBatch":
-        """Return a batch with queries for sampled tokens only, or this batch if all are sampled or scored."""
+        """Return a batch with queries for sampled tokens only, or this batch if it is narrowed already or needs all."""
         if self.query_rows is not None or self.is_scored or len(self.sampled) == self.shards.num_tokens:
             return self
         return replace(self, query_rows=self.sampled_rows)
@@ -231,7 +231,7 @@ class StepBatch:
         return self.prefix_lens_by_owner[self.cp_rank % len(self.prefix_lens_by_owner)]
 
     def owned_rows(self, cp_rank: int, null_slot: int) -> tuple[Tensor, Tensor]:
-        """Return which of a rank's rows belong in this rank's pages, and their slots."""
+        """Return the indices of those rows of a rank that belong in this rank's pages, and their slots."""
         (pages,) = self.pages
         slots = pages.slots_on_host
         if not self.shards.is_replicated:
@@ -315,7 +315,7 @@ def _sampled_queries(shards: ShardPlan, scheduled: Sequence[ScheduledRequest]) -
 
 
 def _pages(shards: ShardPlan, positions: Indices, tables: Sequence[Indices], page_size: int) -> Indices:
-    """Return the page of every token in the flattened batch. Only the new tokens' pages are read."""
+    """Return the page of every token in the flattened batch. Only the table entries of new tokens are read."""
     used, num_used = [_NO_PAGES], 0
     entries: list[int] = []
     for prefix_len, extend_len, table in zip(shards.prefix_lens, shards.extend_lens, tables, strict=True):

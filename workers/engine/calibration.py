@@ -1,4 +1,4 @@
-"""Measurement of a rank's speed during warm-up. Takes a fraction of a second and uses one layer and scratch memory."""
+"""Measurement of a rank's speed during warm-up, in a fraction of a second, with one layer and scratch memory."""
 
 import math
 import time
@@ -110,7 +110,7 @@ def alone_flops(model: DecoderModel) -> float:
 def _measure_attention(
     model: DecoderModel, pool: PagePool, backend: AttentionBackend, shape: ModelShape
 ) -> tuple[float, float]:
-    """Measure the time of a minimal run, and FLOP/s with a longer prefix."""
+    """Measure the time of a minimal run, and the FLOP/s of a run with a long prefix."""
     samples, attention = model.device.samples, model.attention
     # The FLOPs below include all keys.
     params = replace(attention.params, window=None)
@@ -131,7 +131,7 @@ def _measure_attention(
 def _measure_exchange(
     model: DecoderModel, pool: PagePool, group: Communicator, shape: ModelShape
 ) -> tuple[float, float, float]:
-    """Measure a collective's latency, the bytes received per second, and the share that overlaps with other work."""
+    """Measure a collective's latency, the bytes received per second, and the share of time hidden by other work."""
     if group.size == 1:
         return _FALLBACK.exchange_s, _FALLBACK.exchange_bytes_per_s, _FALLBACK.hidden_share
 
@@ -175,7 +175,7 @@ def _measure_all_reduce(model: DecoderModel) -> tuple[float, float]:
 
 
 def _waited_s(device: Device, group: Communicator, call: Callable[[], object]) -> float:
-    """Return the time that a call spends in a group's collectives or, on a GPU, in total. Ranks start together."""
+    """Return the time that a call spends in a group's collectives or, on a GPU, in total. Ranks start it together."""
     group.barrier()
     waited_before_s, start_s = group.waited_s, device.now_s()
     call()

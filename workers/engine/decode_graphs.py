@@ -30,13 +30,13 @@ REPLAYED = "replayed"
 _log = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
-"""Function that captures a computation. Returns its result, at a fixed address, and a function that replays it. Raises
-CaptureError.
+"""Function that captures a computation. It returns the result, at a fixed address, and a function that replays it. It
+raises CaptureError if the capture fails.
 """
 
 
 class CaptureError(RuntimeError):
-    """Failed capture. The computation still runs uncaptured."""
+    """Failed capture of a computation, which can still run uncaptured."""
 
 
 class GraphCapture:
@@ -48,7 +48,7 @@ class GraphCapture:
         self._stream = stream
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Capture the third run. The first two runs compile kernels and warm up libraries."""
+        """Capture the computation's third run. The first two runs compile kernels and warm up libraries."""
         usual = torch.cuda.current_stream()
         self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):
@@ -57,7 +57,7 @@ class GraphCapture:
         usual.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads copy pages meanwhile.
+            # Other threads copy pages during the capture.
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
                 out = compute()
         except RuntimeError as error:
@@ -98,7 +98,7 @@ class DecodeGraphs:
         """Return final hidden states ``[requests, hidden]``, valid until the next call. None if the step is not
         captured.
 
-        All DP ranks call this together. They agree, because ``step.shape`` describes the step on all of them.
+        All DP ranks call this together. They choose the same, because ``step.shape`` describes the step on all of them.
         """
         num_requests = max(step.shape.shard_lens)
         reason = self._failure
@@ -113,7 +113,7 @@ class DecodeGraphs:
         return self._steps[size].run(step)
 
     def _why_not(self) -> str:
-        """Return why no step can be captured. Empty if there is no reason."""
+        """Return why no step can be captured. Empty if steps can be captured."""
         groups = self._model.groups
         is_sent = groups.moe_block.size > 1 and groups.moe_dispatch is MoeDispatch.ALL_TO_ALL
         if is_sent and self._model.config.experts_per_token:
@@ -159,7 +159,7 @@ class DecodeGraphs:
 
 
 class _CapturedStep:
-    """Captured step for ``size`` requests. Each missing request is padded with one token in the null page."""
+    """Captured step for ``size`` requests. Fewer requests are padded with single tokens in the null page."""
 
     def __init__(
         self, model: DecoderModel, pool: PagePool, size: int, attention: GraphAttention, capture: Capture
@@ -206,7 +206,7 @@ class _CapturedStep:
 
 
 def _most_requests(model: DecoderModel) -> int:
-    """Return the maximum number of requests per DP rank for which the host need not wait for expert loads."""
+    """Return the maximum number of requests per DP rank for which the host need not wait for token counts."""
     per_token = model.config.experts_per_token
     if not per_token:
         return sys.maxsize

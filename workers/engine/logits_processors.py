@@ -1,7 +1,7 @@
 """Sampling state of a request, and its changes to logits: allowed tokens, bias, bans, penalties and grammars.
 
-The work is proportional to the number of tokens that requests name or, with a grammar, to the vocabulary size. Other
-rows cost nothing. Rows do not depend on each other.
+The work is proportional to the number of tokens that settings affect or, with a grammar, to the vocabulary size. Rows
+without such settings cost nothing. Rows do not depend on each other.
 """
 
 import math
@@ -21,7 +21,7 @@ from workers.device import device_of
 
 
 class TokenCounts:
-    """Number of times that each token occurs in the output. 0 if it occurs only in the prompt."""
+    """Number of times that each token occurs in the output. A token that occurs only in the prompt has a count of 0."""
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         counts = Counter(output)
@@ -49,14 +49,14 @@ class TokenCounts:
 
 
 class GrammarState:
-    """Grammar state of one request, rebuilt from its output, so it survives handoff and preemption."""
+    """Grammar state of one request. It is built from the output, so that it survives handoff and preemption."""
 
     def __init__(self, grammars: Grammars | None, sampling: Sampling, output: Sequence[int], vocab_size: int) -> None:
         self._ending_ids = np.array(sorted(sampling.ending_ids), dtype=np.int64)
         self._min_tokens = sampling.min_tokens
         self._all = np.ones(vocab_size, dtype=np.bool_)
         self.problem = ""
-        """Reason why no token fits the grammar. If set, any token is sampled and the request fails."""
+        """Reason why no token fits the grammar. If set, sampling ignores the grammar, and the request fails."""
         self._matcher: Matcher | None = None
         try:
             assert grammars is not None, "this rank does not sample tokens"
@@ -137,7 +137,7 @@ class SamplingState:
             self.grammar.append(token_id)
 
     def _banned(self, position: int) -> set[int]:
-        """Return the banned tokens. Return none if no other token would be left."""
+        """Return the banned tokens, or an empty set if they would leave no other token."""
         banned = set(self.sampling.ending_ids) if position < self.sampling.min_tokens else set()
         for word in self.sampling.bad_words:
             before = word[:-1]
@@ -155,7 +155,7 @@ Numbers = NDArray[np.float32]
 
 
 def process(logits: Tensor, states: Mapping[int, SamplingState], positions: Sequence[int]) -> None:
-    """Change logits ``[num_rows, vocab_size]`` in place. ``states`` has the rows to change.
+    """Change logits ``[num_rows, vocab_size]`` in place. ``states`` holds the states of the rows to change.
 
     ``positions`` are the output positions of all rows.
     """

@@ -34,7 +34,7 @@ def pool_memory_gib(
     ``make_capture`` is given if the rank will capture decode steps.
 
     Raises:
-        UserError: weights, a step, graphs and pages do not fit. The message shows the arithmetic.
+        UserError: weights, a step, graphs and pages do not fit in memory. The message shows the arithmetic.
     """
     given = spec.config.kv_memory_gib
     if not model.device.has_own_memory:
@@ -46,14 +46,14 @@ def pool_memory_gib(
     _log.info("%s", memory)
     needed, key = (given, "kv.memory_gib") if given else (2 * page.page_bytes / GIB, "kv.memory_fraction")
     if memory.left < needed:
-        raise UserError(f"{key}: {needed:.3g} GiB requested for pages, but {memory}")
+        raise UserError(f"{key}: {needed:.3g} GiB needed for pages, but {memory}")
     return given or least_of_all(spec, store, memory.left)
 
 
 def _measure(
     spec: WorkerSpec, model: DecoderModel, runner: ModelRunner, make_capture: Callable[[], Capture] | None
 ) -> GpuMemory:
-    """Measure memory with weights but without a pool. The step's own pages count as activations.
+    """Measure memory use with weights but without a pool. The step's own pages count as activations.
 
     Graphs are captured over a single page here, and again later over the pool, at its own addresses.
     """

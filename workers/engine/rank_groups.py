@@ -1,4 +1,4 @@
-"""Groups to which one rank belongs."""
+"""Communication groups to which one rank belongs."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ from workers.parallel.groups import ReplicaStore, exchange_at_start, join_group
 
 COLLECTIVE_TIMEOUT_S = 3600.0
 """Timeout of collectives once a group is ready. On a CPU, a dead peer is noticed immediately, so the timeout only
-bounds the wait for a suspended peer. With NCCL, the waiting rank's watchdog ends the rank.
+bounds the wait for a suspended peer. With NCCL, the waiting rank's watchdog ends its process.
 """
 
 _HEAD_COPIES = "head_copies"
@@ -52,7 +52,7 @@ class RankGroups:
 
 
 def join_groups(spec: WorkerSpec, store: ReplicaStore, model: DecoderConfig, device: Device) -> RankGroups:
-    """Join the other ranks of a replica. All ranks join their groups in the same order."""
+    """Join the groups of this rank. All ranks of a replica join their groups in the same order."""
     parallel, rank, resources = spec.pool.parallel, spec.global_rank, spec.config.resources
 
     def join(name: str, groups: Sequence[Sequence[int]]) -> Communicator:
@@ -79,6 +79,6 @@ def join_groups(spec: WorkerSpec, store: ReplicaStore, model: DecoderConfig, dev
     copies, num_heads = Communicator(_HEAD_COPIES), [group.num_heads for group in model.kv_groups(model.dtype)]
     if spec.role is Role.DECODE and head_copies(num_heads, spec.sizes.tp) > 1:
         copies = join(_HEAD_COPIES, head_copy_groups(positions(parallel), num_heads))
-    # Otherwise, a rank could wait in a collective for a rank that still waits for a peer in another group.
+    # Without this exchange, a rank could wait in a collective for a rank that is still joining another group.
     exchange_at_start(store, "joined", rank, spec.world_size, "joined")
     return RankGroups(cp, groups, Pipeline(before=links.get(False), after=links.get(True)), copies)

@@ -1,4 +1,4 @@
-"""Forward pass of one rank, which executes step plans and keeps the page tables of announced requests."""
+"""Forward pass of one rank, which executes step plans and keeps the page tables of its requests."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from workers.models.decoder import DecoderModel
 
 _KERNEL_STEPS = [*product((1 << power for power in range(8)), (0, 1024)), (512, 0)]
 """Steps, as (tokens per CP rank, prefix tokens), that compile every attention kernel on a GPU: with every block size,
-with and without partials, and after a prefix or over as many rows from other ranks.
+with and without partials, and after a prefix or over an equal number of rows from other ranks.
 """
 
 
@@ -49,13 +49,13 @@ class ModelRunner:
         grammars: Grammars | None = None,
         peer_memory: PeerMemory | None = None,
     ) -> None:
-        """Create the runner. ``grammars`` are for the sampling rank, ``peer_memory`` for ranks that receive pages."""
+        """Create the runner. The sampling rank needs ``grammars``. Ranks that receive pages need ``peer_memory``."""
         self._peer_memory = peer_memory
         self._graphs: DecodeGraphs | None = None
         self.graph_bytes = 0
         """GPU memory in bytes that captured steps hold."""
         self.why_not_captured = ""
-        """Reason why this decode worker's GPU captures no steps. Empty if it does."""
+        """Reason why this decode worker's GPU captures no steps. Empty if it captures them."""
         self._not_captured: Counter[str] = Counter()
         self.requests: dict[Room, KnownRequest] = {}
         self._sampling_states: dict[Room, SamplingState] = {}
@@ -140,15 +140,15 @@ class ModelRunner:
         self.graph_bytes = max(free - device.free_bytes(), 0)
 
     def drop_graphs(self) -> None:
-        """Release captured steps. Groups whose collectives were captured cannot be left before that. No step is
-        replayed afterwards.
+        """Release captured steps, and replay none from now on. Call this before leaving groups whose collectives were
+        captured.
         """
         if self._graphs is not None:
             self._graphs.drop()
 
     @property
     def graph_steps(self) -> dict[str, int]:
-        """Return the number of replayed steps, and of other steps by reason. Empty without captures."""
+        """Return the number of replayed steps, and of other steps by reason. Empty except on GPUs that decode."""
         return dict(self._not_captured if self._graphs is None else self._graphs.counts + self._not_captured)
 
     @property
@@ -202,8 +202,8 @@ class ModelRunner:
             sampled_hidden = context.last_layer.gather_sampled(hidden)
         sampled = [request for request in plan.scheduled if request.samples]
         if not sampled:
-            # Without logits, ranks do not wait for each other, but the leader's step must not end before all ranks'
-            # writes.
+            # Without logits, ranks do not wait for each other, but the leader's step must not end before all ranks have
+            # written.
             self._model.groups.tp.all_reduce(torch.zeros(1, device=self._model.device.torch_device))
         if not sampled or self._groups.cp.rank > 0:
             return SampledTokens()
@@ -223,7 +223,7 @@ class ModelRunner:
         return None if self._graphs is None or reason else self._graphs.run(step)
 
     def _compute(self, step: StepInput) -> tuple[StepContext, torch.Tensor]:
-        """Compute hidden states ``[queries, hidden]`` of this rank's tokens, and the context that joins them.
+        """Return the context of a step, and the hidden states ``[queries, hidden]`` of this rank's tokens.
 
         A stage other than the last sends its hidden states to the next stage.
         """

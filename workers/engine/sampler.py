@@ -19,7 +19,7 @@ _ROUNDING = 1e-4
 _NUM_SETTINGS, _NUM_WHOLE = 7, 3
 """Number of settings per row, and of leading settings that are integers."""
 _NUM_RANKED = 1024
-"""Number of tokens ranked first. Few rows need more to find the end of their top-p."""
+"""Number of likeliest tokens that are ranked at first. Few rows need more to find the end of their top-p."""
 _FRACTION_BITS = 53
 _GREEDY_BELOW = 1e-5
 """Temperature below which sampling is greedy. Dividing by much smaller temperatures would overflow fp32."""
@@ -72,8 +72,8 @@ class DrawSettings:
 def keep_likeliest(scores: Tensor, settings: DrawSettings) -> Tensor:
     """Return scores with -inf outside the top-k, and then outside the smallest set with mass top-p.
 
-    Tokens that are equal to the last token kept are kept too, so that the sample does not depend on their order or on
-    rounding, which may depend on the other rows of the batch.
+    Tokens that score the same as the last token kept are kept too, so that the sample does not depend on their order
+    or on rounding, which may depend on the other rows of the batch.
     """
     vocab_size = scores.shape[-1]
     top_k, top_p = settings.top_k, settings.top_p

@@ -1,4 +1,4 @@
-"""Model weights: a rank's shards of a folder's safetensors files, or random weights."""
+"""Model weights: a rank's shards of the tensors in a folder's safetensors files, or random weights."""
 
 import json
 import logging
@@ -159,7 +159,7 @@ def _check_fit(
     found = {"missing": expected.keys() - stored, "unexpected": unexpected, "wrong shape": misshapen}
     problems = [f"{kind}: {_shortened(names)}" for kind, names in found.items() if names]
     if problems:
-        raise CheckpointError(f"the tensors in {folder} do not fit its config.json; {'; '.join(problems)}")
+        raise CheckpointError(f"the tensors in {folder} do not match its config.json; {'; '.join(problems)}")
 
 
 def _check_copy(name: str, copy: StoredTensor, original: str, part: WeightShard) -> None:
@@ -175,7 +175,7 @@ def _shortened(names: Collection[str]) -> str:
 
 
 def random_model(config: DecoderConfig, dtype: torch.dtype, device: Device) -> DecoderModel:
-    """Build an unpacked model with norms of one and random weights, which are the same in every process.
+    """Build an unpacked model with norm weights of 1 and other weights random, but the same in every process.
 
     Products keep the scale of their inputs, so that attention is selective at any width.
     """

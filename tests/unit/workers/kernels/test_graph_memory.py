@@ -198,7 +198,7 @@ def test_pages_without_room_for_graphs_are_reported(model: DecoderModel, monkeyp
     with pytest.raises(UserError) as refused:
         ask(spec, model, gpu.make_capture)
     assert str(refused.value) == (
-        "kv.memory_gib: 60 GiB requested for pages, but 0.9 of 100 GiB of GPU memory, less 16 for weights, "
+        "kv.memory_gib: 60 GiB needed for pages, but 0.9 of 100 GiB of GPU memory, less 16 for weights, "
         "2 for activations, 16 for CUDA graphs and 1 for other uses, leaves 55 GiB"
     )
     assert gpu.used == WEIGHTS + OTHERS + WORKSPACE, refused
