@@ -19,7 +19,7 @@ class Feature(StrEnum):
     """Feature that only some backends support."""
 
     WINDOW = "sliding windows"
-    VALUE_WIDTH = "values of another width than keys"
+    VALUE_WIDTH = "values that differ in width from keys"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +63,7 @@ class RowAttention(Protocol):
     """Attention of one rank's queries over keys stored in rows, prepared once per step and called for every layer."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
-        """Return attention of ``query [tokens, heads, D]`` over ``key [rows, kv_heads, D]`` and ``value``, strided.
+        """Return attention of ``query [tokens, heads, D]`` over strided ``key [rows, kv_heads, D]`` and ``value``.
 
         Rows are in the order of the runs given to ``prepare_rows``. A query that sees no row gets the empty partial.
         Returns new tensors: out ``[tokens, heads, V]`` in the query's dtype.
@@ -109,7 +109,7 @@ class AttentionBackend(Protocol):
 
         Without ``key_lens``, a query at position p sees the request's keys at positions 0..p, and the page table must
         cover them. With ``key_lens``, every query of a request sees the first ``key_lens[request]`` keys in its pages,
-        possibly none, regardless of position. A window then assumes positions 0, 1, ..., none later than a query.
+        possibly none, regardless of position. With a window, these are at positions 0, 1, ..., none later than a query.
         """
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:

@@ -19,7 +19,7 @@ _FIRST_PAGE = torch.zeros(1, dtype=torch.int64)
 
 
 class NativeAttention:
-    """Attention without copying keys or merging within a run. Stateless, with as many threads as torch has."""
+    """Attention that neither copies keys nor merges within a run. Stateless. It uses as many threads as torch does."""
 
     def __init__(self, compiler: Compiler | None = None) -> None:
         """Compile the library if this machine does not have it yet. Raises CannotCompileError if that fails."""
@@ -72,7 +72,7 @@ class _NativeRows:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
         _check(query, key, value, params, self._num_queries)
-        assert self._num_keys <= len(key), f"got {len(key)} keys, the runs have {self._num_keys}"
+        assert self._num_keys <= len(key), f"got {len(key)} keys, but the runs have {self._num_keys}"
         result = empty_partial(query)
         key, value = (x.transpose(0, 1)[None] for x in (key, value))
         for item in self._items:
@@ -81,7 +81,7 @@ class _NativeRows:
 
 
 def _items(pieces: Sequence[Piece], first_entries: Sequence[int]) -> Tensor:
-    """Return rows of Item in attention.cpp. ``first_entries`` are the indices of the pieces' first page numbers."""
+    """Return an Item of attention.cpp per piece, as rows. ``first_entries`` index the pieces' first page numbers."""
     rows = (
         (piece.query.start, piece.num_queries, first_entry, piece.key.start, piece.num_keys, piece.ahead, piece.step)
         for piece, first_entry in zip(pieces, first_entries, strict=True)
@@ -91,6 +91,6 @@ def _items(pieces: Sequence[Piece], first_entries: Sequence[int]) -> Tensor:
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, num_queries: int) -> None:
-    assert num_queries <= len(query), f"got {len(query)} queries, the runs have {num_queries}"
-    assert key.shape == value.shape, f"keys {key.shape}, values {value.shape}"
-    assert params.window is None, f"a window of {params.window} tokens"
+    assert num_queries <= len(query), f"got {len(query)} queries, but the runs have {num_queries}"
+    assert key.shape == value.shape, f"keys have shape {key.shape}, values {value.shape}"
+    assert params.window is None, f"a window of {params.window} tokens is not supported"

@@ -18,9 +18,9 @@ from workers.attention.runs import Piece, Run, paged_pieces, pages_of, row_piece
 from workers.device import device_of
 
 MOST_KEYS = 1 << 12
-"""Maximum keys copied out of a request's pages in one piece; few enough to stay in CPU caches."""
+"""Maximum number of keys copied out of a request's pages in one piece; few enough to stay in CPU caches."""
 MOST_SINGLE_KEYS = 1 << 14
-"""Maximum keys of a single token in one call. A second call and a merge cost more than keys outside the caches."""
+"""Maximum number of keys of a single token in one call. A second call and a merge cost more than cache misses."""
 MOST_SCORES = 1 << 24
 """Maximum number of scores (64 MiB) that exist at the same time, unless one query has more."""
 
@@ -114,7 +114,7 @@ def _batches(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 
 class TorchAttention:
-    """Exact attention in fp32, except for prompts in other dtypes that torch's own kernel supports."""
+    """Attention in fp32, except that torch's own kernel, where supported, computes prompts in their own dtype."""
 
     def prepare(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
@@ -125,7 +125,7 @@ class TorchAttention:
         return _Rows(query_runs, key_runs)
 
     def prepare_graph(self, shape: GraphShape) -> None:
-        """Return None, since shapes depend on request lengths."""
+        """Return None, since the shapes of tensors depend on request lengths."""
 
 
 class _PagedStep:

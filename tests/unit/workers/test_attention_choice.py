@@ -55,7 +55,7 @@ def test_a_model_that_needs_more_than_a_backend_has() -> None:
     with pytest.raises(UserError, match=message):
         choose_backend(AttentionSetting.NATIVE, CPU, torch.bfloat16, {Feature.WINDOW})
     choice = choose_backend(AttentionSetting.AUTO, CPU, torch.bfloat16, set(Feature))
-    lacks = "native lacks sliding windows and values of another width than keys"
+    lacks = "native lacks sliding windows and values that differ in width from keys"
     assert (choice.name, choice.reason) == ("torch", f"bf16 on a CPU; {lacks}")
     assert choose_backend(AttentionSetting.AUTO, GPU, torch.bfloat16, set(Feature)).name == "triton"
 

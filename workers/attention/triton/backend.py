@@ -21,7 +21,7 @@ _FEW_ROWS = 16
 
 
 class TritonAttention:
-    """Attention without copying keys. Stateless. Strides are arbitrary, but the elements of a head are adjacent."""
+    """Attention that copies no keys. Stateless. Strides are arbitrary, but the elements of a head must be adjacent."""
 
     def prepare(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
@@ -76,7 +76,7 @@ def row_items(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int | 
 
 
 class _Work:
-    """Items over keys ``[page, H, slot, ...]``. The first layer divides them into launches."""
+    """Items over keys ``[page, H, slot, ...]``. The first call divides them into launches."""
 
     def __init__(self, items: Sequence[Item], tables: Tensor, page_size: int, window: int | None) -> None:
         self._items = [item for item in items if item.num_queries]
@@ -86,8 +86,8 @@ class _Work:
         """Launches, with counters for those whose tiles cover only some of the keys."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
-        assert self._num_rows <= len(query), f"got {len(query)} queries, the runs have {self._num_rows}"
-        assert key.shape[:-1] == value.shape[:-1], f"keys {key.shape}, values {value.shape}"
+        assert self._num_rows <= len(query), f"got {len(query)} queries, but the runs have {self._num_rows}"
+        assert key.shape[:-1] == value.shape[:-1], f"keys have shape {key.shape}, values {value.shape}"
         if not self._items:
             return empty_partial(query, value.shape[-1])
         assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1, "the elements of a head are not adjacent"

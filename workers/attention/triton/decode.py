@@ -51,7 +51,7 @@ class DecodeAttention:
 
     def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
         num_requests, most_pages = self._shape.num_requests, self._shape.most_pages
-        assert len(num_keys) == len(tables) == num_requests, f"{len(num_keys)} of {num_requests} requests"
+        assert len(num_keys) == len(tables) == num_requests, f"got {len(num_keys)} of {num_requests} requests"
         lens = np.array(num_keys, dtype=np.int64)
         assert lens.min() > 0, "a token must see at least its own key"
         assert max(map(len, tables)) <= most_pages, f"a request has more than {most_pages} pages"
@@ -85,7 +85,7 @@ class DecodeAttention:
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         num_requests, value_dim = self._shape.num_requests, value_pages.shape[-1]
-        assert len(query) == num_requests, f"got {len(query)} queries, the graph has {num_requests}"
+        assert len(query) == num_requests, f"got {len(query)} queries, but the graph has {num_requests}"
         result = unwritten(query, value_dim)
         attend(
             query,
