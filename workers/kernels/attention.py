@@ -32,7 +32,7 @@ _LN_2 = tl.constexpr(math.log(2.0))
 
 
 MOST_BLOCK_KEYS = 64
-"""Largest key block. The index of the first key in every paged segment is a multiple of it."""
+"""Maximum number of keys per block. The index of the first key in every paged segment is a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Blocks:
 
 
 def blocks_for(rows: int, head_dim: int, itemsize: int, page_size: int) -> Blocks:
-    """Return block sizes for tiles of up to ``rows`` rows. Page size 0 means keys in rows."""
+    """Return block sizes for tiles of up to ``rows`` rows. Page size 0 means that keys are in rows."""
     if itemsize > 2:
         most = min(rows, 32)
         return Blocks(block_of(most, 16), 32, 8, 2, block_of(most))

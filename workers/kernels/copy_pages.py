@@ -22,7 +22,7 @@ def copy_pages(source: Tensor, target: Tensor, indices: Tensor) -> None:
 
     ``indices [2, n]`` int64 is on the GPU. A head's data is adjacent in memory and consists of 4-byte words.
     """
-    assert source.shape[1:] == target.shape[1:], f"page shapes {source.shape[1:]} and {target.shape[1:]}"
+    assert source.shape[1:] == target.shape[1:], f"page shapes {source.shape[1:]} and {target.shape[1:]} differ"
     source, target = _words(source), _words(target)
     _, num_heads, num_words = source.shape
     num_parts = triton.cdiv(num_words, _BLOCK_WORDS)

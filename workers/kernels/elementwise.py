@@ -40,7 +40,7 @@ class ElementwiseKernels(Protocol):
         ...
 
     def swiglu(self, gate_up: Tensor, /) -> Tensor:
-        """Return silu(gate) * up, where ``[T, 2 * size]`` holds gate and up side by side."""
+        """Return silu(gate) * up, where ``gate_up [T, 2 * size]`` holds gate and up side by side."""
         ...
 
 

@@ -87,7 +87,7 @@ class RowTiles(NamedTuple):
 
 
 def block_rows_for(num_rows: int, num_groups: int, itemsize: int) -> int:
-    """Return the number of rows per tile: at most a fast size, but 16 for groups of few rows."""
+    """Return the number of rows per tile: the fastest for the item size, or 16 if groups have few rows."""
     return 16 if num_rows <= 16 * num_groups else 32 if itemsize > 2 else 64
 
 
@@ -167,10 +167,10 @@ class ExpertRows(NamedTuple):
 
 
 def expert_rows(experts: Tensor, first: int, loads: Tensor, block_rows: int) -> ExpertRows:
-    """Sort the choices ``experts [tokens, k]`` int32, contiguous, of local experts, which begin at number ``first``.
+    """Sort by expert those choices in ``experts [tokens, k]`` (int32, contiguous) that are local experts.
 
-    Adds each expert's row count to ``loads [local experts]`` int64. A token may not choose an expert twice. Every
-    expert's program reads all choices, so there should be few of them.
+    Local experts begin at number ``first``. Adds each expert's row count to ``loads [local experts]`` int64. A token
+    may not choose an expert twice. Every expert's program reads all choices, so there should be few of them.
     """
     (num_tokens, num_chosen), num_local = experts.shape, len(loads)
     num_choices = num_tokens * num_chosen
@@ -191,7 +191,7 @@ def _expert_rows_kernel(
     experts, tokens, rows, tiles, loads, first, num_choices, num_chosen, num_local, num_tiles,
     BLOCK_ROWS: tl.constexpr, NUM_BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.program_id(0)  # num_local stands for all other ranks' experts
+    expert = tl.program_id(0)  # num_local stands for the experts of all other ranks
     counts = tl.zeros((NUM_BINS,), tl.int32)
     for begin in range(0, num_choices, BLOCK):
         counts += tl.histogram(_local(experts, begin, first, num_choices, num_local, BLOCK), NUM_BINS)
@@ -235,7 +235,7 @@ def sum_choices(answers: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     ``answers [rows, cols]`` and ``weights [tokens, k]`` fp32 are contiguous. Sums are fp32 and rounded once.
     """
     assert rows.shape == weights.shape, f"rows have shape {rows.shape}, weights {weights.shape}"
-    assert all(tensor.is_contiguous() for tensor in (answers, rows, weights)), "strides"
+    assert all(tensor.is_contiguous() for tensor in (answers, rows, weights)), "not all tensors are contiguous"
     (num_tokens, num_chosen), num_cols = rows.shape, answers.shape[1]
     out = torch.empty(num_tokens, num_cols, dtype=answers.dtype, device=answers.device)
     if num_tokens:

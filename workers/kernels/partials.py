@@ -2,7 +2,7 @@
 
 Within one launch, each program stores its part and increments a counter. The last program of a block of parts joins
 that block, and the last program of the last block joins the blocks. Which program is last may differ between launches,
-but the joined parts and their order do not.
+but the joined parts and their order are always the same.
 """
 
 from collections.abc import Sequence

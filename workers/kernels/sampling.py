@@ -12,7 +12,7 @@ _RACE_BLOCK = 4096
 
 
 def find_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, is_sure: Tensor, cutoffs: Tensor) -> None:
-    """Set each row's lowest score to keep, except in rows where ``is_sure`` is already set.
+    """Set ``cutoffs`` to each row's lowest score to keep, except in rows where ``is_sure`` is set.
 
     scores: ``[num_rows, vocab_size]`` fp32, 0 for the most likely token and negative for others. ``[num_rows]`` each:
     top_k int64, at least 1; top_p fp64; is_sure bool; cutoffs fp32.

@@ -1,4 +1,4 @@
-"""Elementwise kernels for GPUs. Their references are workers.layers and PagePool.write on a CPU."""
+"""Elementwise kernels for GPUs. The references are the same operations on a CPU, in workers.layers and PagePool."""
 
 import torch
 import triton

@@ -1,6 +1,6 @@
 // Attention of bf16 queries over bf16 keys and values in pages, on a CPU.
 //
-// A tile is some query rows (query by query, the G heads that share a kv head) and one kv head. It processes its keys
+// A tile has some query rows (query by query, the G heads that share a kv head) of one kv head. It processes its keys
 // block by block. A large tile rearranges each block for all its rows; a small tile reads it in place.
 //
 // Strides and offsets are in elements.

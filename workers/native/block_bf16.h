@@ -17,14 +17,14 @@ namespace {
 constexpr int kLanes = 16;
 constexpr int kVectors = kBlock / kLanes;  // Vectors per row of scores.
 constexpr int kRows = 6;                   // Rows processed together: 24 sums, plus registers for their factors.
-constexpr int kFewRows = 8;                // Maximum rows of a tile that reads keys and values in place.
+constexpr int kFewRows = 8;                // Maximum number of rows of a tile that reads keys and values in place.
 
 inline __m512bh pairs(const void* p) { return (__m512bh)_mm512_load_si512(p); }
 inline __m512bh repeated_pair(const bf16* p) { return (__m512bh)_mm512_set1_epi32(*(const int*)p); }
 inline __mmask32 lanes32(int64_t n) { return n >= 32 ? ~0u : n <= 0 ? 0u : (1u << n) - 1; }
 inline __mmask16 lanes16(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
 
-// 2^x with a relative error below 1e-4. bf16 keeps 4e-3.
+// 2^x with a relative error below 1e-4. That of bf16 is up to 4e-3.
 inline __m512 exp2(__m512 x) {
   const __m512 f = _mm512_reduce_ps(x, 0x09);
   __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.07944154f), f, _mm512_set1_ps(0.22411230f));
@@ -152,7 +152,7 @@ Found found(const Scratch& s, int64_t row, int64_t) {
   return {s.out + row * s.width, sum, s.reference[row]};
 }
 
-// Set a row's reference to its largest score in this block.
+// Set a row's reference to its largest score in this block if that is far above it.
 void rebase(const Scratch& s, int64_t row, __m512 scores) {
   const float top = _mm512_reduce_max_ps(scores) * s.scale;
   if (top <= s.reference[row] + kSlack) return;

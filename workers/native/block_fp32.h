@@ -1,12 +1,10 @@
 // Operations on one block of keys and values with fp32 products, for any CPU.
 //
 // A large tile is divided into panels with one row per lane: queries are [dim][row], scores [key][row], sums
-// [dim][row].
-// Both products combine broadcast numbers with contiguous vectors, nothing is summed across lanes, and a block only
-// needs
-// conversion to fp32. In a small tile, the lanes are dims, and keys and values are read in place. Exponentials are
-// relative to a reference per row that follows the row's largest score with some slack, so that sums are rarely
-// rescaled.
+// [dim][row]. Both products combine broadcast numbers with contiguous vectors, nothing is summed across lanes, and a
+// block is only converted to fp32. In a small tile, the lanes are dims, and keys and values are read in place.
+// Exponentials are relative to a reference per row that follows the row's largest score with some slack, so that sums
+// are rarely rescaled.
 //
 // Dims are in the order of Pairs. Scores are in powers of two, since queries are scaled when they are read. Strides and
 // offsets are in elements.
@@ -32,7 +30,7 @@ struct Scratch {
   float *query, *keys, *values, *weights, *out, *sums, *reference, *row;
 
   Scratch(int64_t dims, float factor)
-      : head_dim(dims), width(round_up(dims, kPairs)), stride(width + 16),  // Avoids one cache set per column.
+      : head_dim(dims), width(round_up(dims, kPairs)), stride(width + 16),  // Spreads a column over cache sets.
         scale(float(M_LOG2E) * factor),
         memory(4 * (2 * kTileRows * width + 2 * kBlock * stride + kBlock * (kPanel + kFewRows) + width +
                     kTileRows + kFewRows * kLanes + kTileRows)) {
@@ -74,7 +72,8 @@ Found found(const Scratch& s, int64_t row, int64_t num_rows) {
   return {s.row, num_rows > kFewRows ? s.sums[row] : sum_of(at(s.sums + row * kLanes)), s.reference[row]};
 }
 
-// x[r] = (with kAdd: +=) the sum over i < n of a[r * row_stride + i * step] times row i of b; rows of b and x are panels.
+// Set out[r] to (with kAdd: add to out[r]) the sum over i < n of a[r * row_stride + i * step] times row i of b. Rows of
+// b and out are panels.
 template <bool kAdd>
 void product(const float* a, int64_t row_stride, int64_t step, const float* b, int64_t n, float* out) {
   vec x[kRepeated][kColumns];
@@ -97,7 +96,7 @@ void product(const float* a, int64_t row_stride, int64_t step, const float* b, i
     for (int c = 0; c < kColumns; ++c) at(out + r * kPanel + c * kLanes) = x[r][c];
 }
 
-// Set the references of kLanes rows of a panel to their largest scores in this block if these are far above.
+// Set the references of kLanes rows of a panel to their largest scores in this block where these are far above them.
 void rebase_lanes(float* reference, float* sums, float* out, int64_t width, vec top) {
   const vec before = at(reference), after = top > before + kSlack ? top : before;
   if (!any(top > before + kSlack)) return;
@@ -107,7 +106,7 @@ void rebase_lanes(float* reference, float* sums, float* out, int64_t width, vec 
   for (int64_t d = 0; d < width; ++d) at(out + d * kPanel) *= factor;
 }
 
-// Weights of a panel's rows from their scores with num_keys keys. Row r sees the first seen[r].
+// Weights of a panel's rows from their scores with num_keys keys. Row r sees the first seen[r] keys.
 void weigh_panel(const Scratch& s, int64_t row, const int* seen, int num_keys) {
   float* out = s.out + row * s.width;
   const bool all_seen = *std::min_element(seen, seen + kPanel) >= num_keys;

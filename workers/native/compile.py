@@ -70,7 +70,7 @@ def find_compiler(cpu_info: Path = Path("/proc/cpuinfo")) -> Compiler:
 def runnable_kinds(cpu_info: Path = Path("/proc/cpuinfo")) -> list[Kind]:
     flags: set[str] = set()
     if platform.machine() in ("aarch64", "arm64"):
-        flags = {"asimd"}  # all such CPUs have it, and macOS has no such file
+        flags = {"asimd"}  # all such CPUs have it, and macOS has no /proc/cpuinfo
     elif cpu_info.is_file():
         lines = cpu_info.read_text(errors="replace").splitlines()
         flags = set(next((line for line in lines if line.startswith("flags")), "").split())
@@ -78,7 +78,7 @@ def runnable_kinds(cpu_info: Path = Path("/proc/cpuinfo")) -> list[Kind]:
 
 
 def compiled_library(compiler: Compiler) -> Path:
-    """Return the library. Compile it first if this machine has no intact copy. Raises CannotCompileError.
+    """Return the library's path. Compile it first if this machine has no intact copy. Raises CannotCompileError.
 
     If several processes call this at the same time, only one compiles.
     """
@@ -113,7 +113,7 @@ def _compile(compiler: Compiler, path: Path) -> None:
         if result.returncode:
             message = next((line for line in result.stderr.splitlines() if "error" in line), "no message")
             raise CannotCompileError(f"{compiler.path} failed: {message}", _FIX)
-        # Loading a truncated file can kill the process, so the digest is checked first.
+        # Loading a truncated file can kill the process, so this digest is checked before every load.
         code = made.read_bytes()
         made.write_bytes(code + hashlib.sha256(code).digest())
         made.replace(path)

@@ -1,4 +1,5 @@
-// Elementwise operations between a layer's matrix products: norms, rotations, gates. Rounds wherever torch rounds.
+// Elementwise operations between a layer's matrix products: norms, rotations, gates. Results are rounded
+// wherever torch rounds.
 
 #include "vectors.h"
 
@@ -39,7 +40,7 @@ inline vec exp(vec x) {
   return (vec)((ints)p + ((ints)whole << 23));
 }
 
-// If e^-x is too large for a float, x is divided by infinity.
+// x / (1 + e^-x). If e^-x is too large for a float, x is divided by infinity.
 inline vec silu(vec x) {
   const vec most = all(88.722f), power = largest(-x, all(-87.0f));
   return power > most ? x * 0.0f : x / (1.0f + exp(power > most ? most : power));
@@ -102,7 +103,7 @@ extern "C" void baton_rotate(const bf16* x, const bf16* cos, const bf16* sin, co
     }
 }
 
-// Write rows begin to end of kv to their slots. Strides count numbers.
+// Write rows begin to end of kv to their slots. Strides are in elements.
 extern "C" void baton_store_kv(bf16* pages, const int64_t* slots, const bf16* kv, int64_t page_size, int64_t num_heads,
                                int64_t head_dim, int64_t page_stride, int64_t head_stride, int64_t which_stride,
                                int64_t slot_stride, int64_t row_stride, int64_t kv_which_stride, int64_t kv_head_stride,

@@ -37,7 +37,7 @@ _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 class Library:
     """Attention and ElementwiseKernels on ``num_threads`` threads, including the caller's.
 
-    The elements of a row are adjacent in memory.
+    The elements of a row must be adjacent in memory.
     """
 
     def __init__(self, path: Path, num_threads: int) -> None:
@@ -56,7 +56,7 @@ class Library:
 
     @classmethod
     def load(cls, compiler: Compiler | None = None) -> "Library":
-        """Load the library for as many threads as torch has. Compile it if necessary. Raises CannotCompileError."""
+        """Load the library for as many threads as torch uses. Compile it if necessary. Raises CannotCompileError."""
         path = compiled_library(compiler or find_compiler())
         try:
             return cls(path, torch.get_num_threads())
@@ -76,11 +76,11 @@ class Library:
         *,
         scale: float,
     ) -> None:
-        """Merge attention of queries ``[tokens, heads, D]`` over ``key``, ``value [page, H, slot, D]`` into a partial.
+        """Merge attention of ``query [tokens, heads, D]`` over ``key`` and ``value [page, H, slot, D]`` into a partial.
 
         ``items [n, 7]`` are rows of Item in attention.cpp, no two of which share a query. ``tables`` holds their page
-        numbers. Both are int64. Indices are not checked against the tensors' sizes. Elements of a head are adjacent in
-        memory, and ``out`` and ``lse`` are contiguous.
+        numbers. Both are int64. Indices are not checked against the tensors' sizes. Elements of a head must be adjacent
+        in memory, and ``out`` and ``lse``, the partial, must be contiguous.
         """
         if not len(items):
             return

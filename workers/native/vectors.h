@@ -1,4 +1,4 @@
-// Vectors of floats as wide as this CPU's, built on the portable vector extensions of GCC and Clang.
+// Vectors of floats as wide as this CPU's registers, built on the portable vector extensions of GCC and Clang.
 
 #pragma once
 
@@ -46,7 +46,7 @@ inline Pairs load(const bf16* p, int64_t n) {
   return {(vec)(x << 16), (vec)(x & 0xffff0000)};
 }
 
-// 2^x for x below 127, with a relative error below 1e-4. bf16 keeps 4e-3.
+// 2^x for x below 127, with a relative error below 1e-4. That of bf16 is up to 4e-3.
 inline vec exp2(vec x) {
   const vec shift = all(12582912.0f);  // Adding this to a small number leaves the nearest integer in the lowest bits.
   const vec whole = x + shift, f = x - (whole - shift);
@@ -66,7 +66,7 @@ inline vec every_second(vec a, vec b, std::integer_sequence<int, Lanes...>) {
 #endif
 }
 
-// Sums of each of kLanes vectors, which are overwritten.
+// The sums of kLanes vectors, one per lane. The vectors are overwritten.
 inline vec sums_of(vec x[kLanes]) {
   constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
 #pragma GCC unroll 4
