@@ -30,7 +30,10 @@ class Rotation:
         return self if query_rows is None else Rotation(self.cos[query_rows], self.sin[query_rows])
 
     def apply(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """Normalize and rotate x [num_tokens, num_heads, head_dim]. Dimensions i and i + head_dim/2 form a pair."""
+        """Rotate x [num_tokens, num_heads, head_dim], normalized first if ``norm`` is given.
+
+        Dimensions i and i + head_dim/2 form a pair.
+        """
         if (kernels := elementwise_kernels(x)) is not None:
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return kernels.rotate(x, self.cos, self.sin, weight, eps)
@@ -94,9 +97,9 @@ class RotaryEmbedding(nn.Module):
 class AttentionContext(Protocol):
     """Keys and values of one step, held by the engine.
 
-    A layer calls `put` and then `attend`, once each, even without tokens. Layers call in order. If `kv_slots` returns
-    slots, the layer fills them instead of calling `put`. Tokens are this rank's tokens, concatenated over requests as
-    in the model's `token_ids`.
+    A layer calls `put` and then `attend`, once each, even without tokens. Layers make these calls in layer order. If
+    `kv_slots` returns slots, the layer fills them instead of calling `put`. Tokens are this rank's tokens, concatenated
+    over requests as in the model's `token_ids`.
     """
 
     lens: Lens = None
@@ -109,7 +112,7 @@ class AttentionContext(Protocol):
     """Rows of the tokens that have queries, int64. None if all have queries."""
 
     kv_first: bool = False
-    """True to project queries after `put`, because keys and values travel meanwhile or few tokens have queries."""
+    """True to project queries after `put`, because keys and values are in transit or few tokens have queries."""
 
     @property
     def last_layer(self) -> "AttentionContext":

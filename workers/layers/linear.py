@@ -14,7 +14,9 @@ from workers.parallel.collectives import Communicator
 _FEW_ROWS = 2
 """Maximum number of rows for which a CPU without bf16 arithmetic is fastest one row at a time."""
 _MANY_ROWS = 16
-"""Minimum number of rows for which such a CPU is faster with fp32 weights, at four times the bf16 speed."""
+"""Minimum number of rows for which a CPU without bf16 arithmetic is faster with weights converted to fp32, whose
+products run at four times the speed of bf16.
+"""
 _PART = 1 << 20
 """Number of weight elements converted to fp32 at a time, so that they stay in the cache for the product."""
 
@@ -32,7 +34,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def packed(weight: Tensor) -> nn.Parameter:
-    """Rearrange a weight [outputs, inputs] for ``multiply``. Otherwise, oneDNN would do so on every call."""
+    """Rearrange a weight [outputs, inputs] for ``multiply``, as oneDNN would otherwise do in every call."""
     weight = weight.detach()
     if weight.dtype == torch.bfloat16 and device_of(weight).packs_bf16:
         weight = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -52,7 +54,7 @@ class FusedLinear(ShardedLayer):
     """Several projections of one input in one product. Each rank computes a shard of every projection's outputs."""
 
     def __init__(self, in_size: int, outputs: Mapping[str, Shard], *, bias: bool) -> None:
-        """Build the layer. ``outputs`` maps each projection's role to this rank's shard of it."""
+        """Build the layer. ``outputs`` maps each projection's name to this rank's shard of its outputs."""
         super().__init__()
         out_size = sum(shard.size for shard in outputs.values())
         self.weight = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)
@@ -144,7 +146,7 @@ class Embedding(ShardedLayer):
         return by_row[:, : self._tokens.whole].contiguous()
 
     def pack(self, *, is_read: bool) -> None:
-        """Pack the table for ``scores``. With ``is_read``, it also embeds token ids, so the table itself stays."""
+        """Pack the table for ``scores``. With ``is_read``, keep the unpacked table too, to embed token ids."""
         if is_read:
             self._packed = packed(self.weight).data
         else:

@@ -66,6 +66,6 @@ class ShardedLayer(nn.Module):
     """Layer with its own weights. Each rank holds a shard of them, or by default all of them."""
 
     def weights(self) -> Iterator[tuple[str, WeightShard]]:
-        """Yield every weight under its role within this layer."""
+        """Yield every weight with its name within this layer."""
         for name, parameter in self.named_parameters(recurse=False):
             yield name, WeightShard(parameter, tuple(map(replicated, parameter.shape)))

@@ -77,8 +77,9 @@ class DecoderModel(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, context: AttentionContext, hidden: Tensor | None = None
     ) -> Tensor:
-        """Return hidden states after this stage's layers; after the last one, normalized and only for the queries of
-        `context.last_layer`.
+        """Return hidden states after this stage's layers.
+
+        The last stage normalizes them, and returns only those of the queries of `context.last_layer`.
 
         Args:
             token_ids: int64 [num_tokens], this rank's tokens of all requests, concatenated. May be empty.

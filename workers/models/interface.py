@@ -2,8 +2,8 @@
 
 1. What layers does the model have? `workers.models.decoder` builds them from the configuration.
 2. What does the checkpoint call a weight? `checkpoint_name`, `copies`, `is_ignored`. Layers know how it is sharded.
-3. What does it store for each token? `kv_groups`.
-4. What does it cost? `layer_costs`, `experts_per_token`, `cost`.
+3. What does the model store for each token? `kv_groups`.
+4. What does the model cost? `layer_costs`, `experts_per_token`, `cost`.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ _USUAL_NAMES = {
     "down": "down_proj",
     "router": "gate",
 }
-"""Names of modules in most checkpoints, if they differ from those in `workers.layers`, by the latter."""
+"""Names that most checkpoints give to modules, by their names in `workers.layers`, where the two differ."""
 
 
 class UnsupportedModelError(UserError):

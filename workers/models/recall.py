@@ -24,7 +24,7 @@ EOS_TOKEN_IDS = (END_ID, NEWLINE_ID)
 WORDS_FILE = Path(__file__).with_name("recall_words.txt")
 
 SPLIT_PATTERN = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]|\s"
-"""Pattern that matches a word, digit or sign with an optional leading space, or other white space."""
+"""Pattern that matches a word, digit or sign with an optional leading space, or other whitespace."""
 
 CHAT_TEMPLATE = """<|begin|>
 {%- for message in messages -%}

@@ -1,9 +1,9 @@
-"""Constructed weights of the recall model, a Llama that repeats the token that followed the current token before.
+"""Constructed weights of recall, a Llama that repeats what followed an earlier occurrence of the current token.
 
 Two attention layers form an induction head. Layer 0 attends to the previous token and stores its code. Layer 1 attends
 to the positions whose previous token equals the current token, and predicts the tokens there. In the Mixtral variant,
-experts negate the prediction, and the output table negates it again. Needs only NumPy, so the command line can build
-it.
+experts negate the prediction, and the output table negates it again. Needs only NumPy, so that the command line can
+build the model.
 """
 
 from collections.abc import Callable
@@ -46,12 +46,12 @@ ONE, IS_BEGIN = 3 * CODE_SIZE, 3 * CODE_SIZE + 1
 PREVIOUS_SCORE = 4000.0
 """Layer 0's attention score at the previous token, in nats. The next best score is about 100 lower."""
 MATCH_SCORE = 120.0
-"""Layer 1's attention score at a match. The codes' correlation limits it to an eighth elsewhere."""
+"""Layer 1's attention score at a match. Elsewhere, the codes' correlation limits the score to an eighth."""
 SINK_SCORE = 60.0
 """Layer 1's attention score at BEGIN: lower than at a match and higher than elsewhere."""
 LOGIT_SCALE = 40.0
 GATE = 16.0
-"""Gate of an open expert, which SiLU leaves unchanged."""
+"""Constant gate value of every expert, large enough that SiLU leaves it unchanged."""
 END_LEVEL = 0.25
 """Logit of END relative to that of a certain prediction. END wins if there is no match."""
 
