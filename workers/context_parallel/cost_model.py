@@ -1,7 +1,7 @@
 """Estimates of step times under a shard plan, the choice of the fastest strategy, and chunk sizes of equal duration.
 
 An estimate is a fixed part plus, for each layer, the slowest rank's linear and attention work, the rows it stores and
-merges, the sums over its TP group, and the part of the CP exchange that no work hides. Ranks synchronize in every
+merges, the all-reduces of its TP group, and the part of the CP exchange that no work hides. Ranks synchronize in every
 layer, so the slowest one sets the pace. In the last layer, nearly all tokens need only K and V, and nothing hides the
 exchange. No torch, no I/O.
 """
@@ -22,7 +22,7 @@ ALL_REDUCES = 2
 TILE = 256
 """Number of queries and of keys per kernel tile."""
 _FIXED_COSTS = 20
-"""Minimum duration of a step without pipeline stages, as a multiple of its fixed cost."""
+"""Minimum duration of a full step with a single pipeline stage, as a multiple of its fixed cost."""
 MIN_GAIN = 0.02
 """Minimum relative gain for dividing a step. Below it, every rank computes everything."""
 
@@ -35,7 +35,7 @@ class ModelShape:
     linear_flops: int
     """FLOPs per token in one layer, without attention."""
     kv_flops: int
-    """Part of ``linear_flops`` that computes K and V. In the last layer, most tokens need no more."""
+    """Part of ``linear_flops`` that computes K and V. In the last layer, most tokens need nothing else."""
     attention_flops: int
     """FLOPs per (query, key) pair in one layer, over all heads."""
     kv_row_bytes: int
@@ -72,7 +72,7 @@ class Rates:
     all_reduce_s: float = 0.0
     """Fixed time to sum hidden states over TP ranks. 0 with one TP rank."""
     all_reduce_row_s: float = 0.0
-    """Additional time per token for that sum. 0 with one TP rank."""
+    """Additional time per token to sum hidden states over TP ranks. 0 with one TP rank."""
     hidden_share: float = 0.0
     """Share of a collective's time that overlaps with computation. 0 if the ranks copy the data themselves."""
 
@@ -217,7 +217,7 @@ class _Costs:
         return num_tokens * (self.token_s + num_tokens / 2 * self.pair_s) - saved_s
 
     def num_tokens(self, prefix_len: int, left_s: float) -> float:
-        """Return how many tokens after a prefix take ``left_s``. They fill one window after another."""
+        """Return how many tokens after a prefix take ``left_s`` seconds. They fill one window after another."""
         num_tokens, token_s, pair_s = 0.0, self.token_s + prefix_len * self.pair_s, self.pair_s
         for window, share in self.windows:
             growing = max(0.0, window - prefix_len - num_tokens)
@@ -231,7 +231,7 @@ class _Costs:
 
 
 def slowest(measured: Iterable[tuple[ModelShape, Rates]], cp: int, num_tokens: int) -> tuple[ModelShape, Rates]:
-    """Return the rank that is slowest in a step with this many tokens of a new prompt."""
+    """Return the shape and rates of the rank that is slowest in a step with ``num_tokens`` of a new prompt."""
 
     def step_s(rank: tuple[ModelShape, Rates]) -> float:
         costs = _Costs.of(*rank, cp)
@@ -246,7 +246,7 @@ def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int, pp: 
     Attention makes a token after a long prefix many times as expensive as a token of a new prompt. With chunks of
     equal duration, no new request waits long for the current step. n tokens after p tokens take
     n * token_s + (n * p + n * n / 2) * pair_s, less what windows save, which is solved for n. Pipeline stages wait for
-    each other's steps, so with them ``chunk_tokens`` is a maximum, however short such steps are.
+    each other's steps, so with several stages ``chunk_tokens`` is a maximum, however short steps are.
     """
     costs = _Costs.of(shape, rates, cp)
     least_s = _FIXED_COSTS * costs.fixed_s if pp == 1 else 0.0

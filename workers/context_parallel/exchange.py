@@ -49,7 +49,7 @@ class RowGather:
         """
         if plan.is_replicated:
             return PendingGather(torch.cat(parts, dim=-1), plan, None)
-        assert plan.cp == self.group.size, f"the plan is for {plan.cp} ranks, the group has {self.group.size}"
+        assert plan.cp == self.group.size, f"the plan is for {plan.cp} ranks, but the group has {self.group.size}"
         row_shape = (parts[0].shape[1], sum(part.shape[-1] for part in parts))
         self._rows = _at_least(self._rows, plan.cp * plan.padded_len, row_shape, parts[0])
         rows = self._rows[: plan.cp * plan.padded_len]
@@ -59,7 +59,7 @@ class RowGather:
 
 
 class Ring:
-    """Ring with one round per layer: fill ``own``, ``start``, process the own block, then each of ``others``.
+    """Ring with one round per layer: fill ``own``, ``start``, process this rank's block, then ``others``.
 
     Owned by a worker. While a block is being processed, it is sent to the next rank, and the following block arrives.
     The two buffers grow to the largest block so far and stay allocated.

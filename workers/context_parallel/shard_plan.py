@@ -178,7 +178,7 @@ class ShardPlan:
 
 
 def make_shard_plan(strategy: Strategy, extend_lens: Sequence[int], prefix_lens: Sequence[int], cp: int) -> ShardPlan:
-    """Divide a step's tokens. ``extend_lens`` are computed now, ``prefix_lens`` are already cached."""
+    """Divide a step's tokens. ``extend_lens`` count tokens to compute, and ``prefix_lens`` tokens already cached."""
     assert cp > 0, f"cp must be positive, got {cp}"
     assert len(extend_lens) == len(prefix_lens), f"{len(extend_lens)} extend, {len(prefix_lens)} prefix lengths"
     assert min((*extend_lens, *prefix_lens), default=0) >= 0, f"negative length in {extend_lens} or {prefix_lens}"

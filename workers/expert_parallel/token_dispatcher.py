@@ -21,7 +21,9 @@ from workers.parallel.collectives import (
 NO_EXPERT = -1
 """Padding for tokens with fewer experts than others."""
 FEW_TOKENS = 4096
-"""Most tokens in all shards for which GPUs use gather, since all-to-all waits for counts. This threshold is a guess."""
+"""Maximum number of tokens, over all shards, for which GPUs use gather, because all-to-all waits for counts. This
+threshold is a guess.
+"""
 
 
 class RoutedTokens(NamedTuple):
@@ -112,7 +114,7 @@ class TokenDispatcher(Protocol):
     """Runner of a layer's experts. Every rank that holds some of them must call it, even without tokens."""
 
     def run(self, tokens: RoutedTokens, lens: Lens, compute: Compute) -> Tensor:
-        """Return the sum over the chosen experts, ``[tokens, hidden]``, for this rank's tokens, on all its TP ranks."""
+        """Return the sum over each token's experts, ``[tokens, hidden]``. TP ranks have the same tokens and results."""
 
 
 class GatherDispatcher:
@@ -170,7 +172,7 @@ class AllToAllDispatcher:
 
 
 class AutoDispatcher:
-    """Dispatcher that uses the estimated cheaper dispatch in each step. All ranks choose the same one."""
+    """Dispatcher that uses the dispatch estimated to be cheaper in each step. All ranks choose the same one."""
 
     def __init__(self, ways: Mapping[MoeDispatch, TokenDispatcher], shape: BlockShape, shards: range) -> None:
         self._ways, self._shape, self._shards = ways, shape, shards
