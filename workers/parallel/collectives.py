@@ -68,7 +68,7 @@ class Pending:
         self._translated = translated
 
     def wait(self) -> None:
-        """Block until the collective is done. Raises CollectiveError. Further calls return immediately."""
+        """Block until the collective is done. Raises CollectiveError if it fails. Further calls return immediately."""
         work, self._work = self._work, None
         if work is not None:
             with self._translated():

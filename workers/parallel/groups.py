@@ -21,7 +21,7 @@ from workers.parallel.torch_groups import GlooBackend, MovedBackend, NcclBackend
 
 _LEFT = "left"
 _FIRST_LOOK_S, _LOOK_EVERY_S = 0.001, 0.01
-"""Poll intervals. They are short, because ranks usually arrive together and a start needs many exchanges."""
+"""Poll intervals. They are short, because ranks usually arrive together and startup needs many exchanges."""
 
 
 def exchange_at_start(store: Store, name: str, global_rank: int, world_size: int, word: str) -> list[str]:
@@ -33,7 +33,7 @@ def exchange_at_start(store: Store, name: str, global_rank: int, world_size: int
     try:
         return exchange(store, name, global_rank, world_size, word)
     except RuntimeError as exc:
-        raise CollectiveError(f"{name}: not all of {world_size} ranks have responded: {exc}") from exc
+        raise CollectiveError(f"{name}: not all {world_size} ranks have responded: {exc}") from exc
 
 
 def leave_store(store: Store, global_rank: int) -> None:
@@ -52,7 +52,7 @@ def exchange(store: Store, name: str, rank: int, size: int, word: str) -> list[s
 
 
 def word_at(store: Store, key: str) -> str:
-    """Return a rank's string. Raises RuntimeError if any rank of the replica leaves first or the store times out."""
+    """Return the string stored under ``key``, once it is there. Raises RuntimeError if a rank leaves or time is up."""
     limit_s: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stubs leave it out
     end_s, pause_s = time.monotonic() + limit_s, _FIRST_LOOK_S
     while not store.check([key]):
@@ -100,7 +100,7 @@ def meet_on_one_host(
         descriptor = _create(store, memory, size) if rank == 0 else _open(store, memory, pids[0])
         backend = SharedMemoryCollectives(descriptor, rank, pids, timeout.total_seconds())
     except (OSError, ValueError) as error:
-        _log.warning("no shared memory with the ranks of processes %s: %s", pids, error)
+        _log.warning("the ranks of processes %s cannot share memory: %s", pids, error)
     outcomes = exchange(store, f"{name}/outcome", rank, size, "failed" if backend is None else "mapped")
     return backend if set(outcomes) == {"mapped"} else None
 

@@ -28,8 +28,8 @@ _LONGEST_PAUSE_S = 1e-3
 _SLOTS = 2
 """Number of slots per rank. One is filled while peers still read the other."""
 WHOLE_SUM_BYTES = 128 << 10
-"""Largest sum that every rank computes in full. For larger sums, the reads cost more than a second wait, as measured
-on two cores for two and four ranks.
+"""Maximum size of a piece that every rank sums in full. For larger pieces, the reads cost more than a second wait, as
+measured on two cores for two and four ranks.
 """
 PIECE_BYTES = 64 << 20
 """Maximum size of a piece, a power of two. Larger parts are split."""
@@ -136,12 +136,12 @@ class SharedMemoryWork:
 
 
 class SharedMemoryCollectives:
-    """One rank's end of a group.
+    """Shared-memory backend of one rank of a group.
 
     Calls have the same numbers on all ranks, as do pieces within a call. A rank may have more pieces than another. To
     publish a piece, a rank writes the piece's number after its data. After reading all peers' pieces with this number,
     a rank marks the number as consumed, and at the end of a call the largest possible number. A slot is refilled once
-    all ranks have consumed its content. Only one collective is in flight: starting the next one finishes it.
+    all ranks have consumed its content. Only one collective is in flight: starting the next finishes the previous one.
     """
 
     in_background = False
@@ -180,7 +180,7 @@ class SharedMemoryCollectives:
         return self._start(mine, [(peer, parts[peer]) for peer in self._flags.peers])
 
     def allreduce(self, tensor: Tensor, /) -> SharedMemoryWork:
-        """Start a sum. Ranks are added in order, piece by piece.
+        """Start a sum. The ranks' tensors are added in rank order, piece by piece.
 
         Every rank sums one share of a large piece and reads the other sums. Thus each of N ranks reads about twice the
         tensor's size, instead of N times.

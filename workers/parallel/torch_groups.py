@@ -112,7 +112,7 @@ class NcclBackend(TorchGroup):
 
 
 class MovedBackend:
-    """Backend that copies tensors to another backend's device, and results back, unless already there."""
+    """Backend that copies tensors to another backend's device, and results back, unless they are already there."""
 
     def __init__(self, backend: Backend, device: torch.device) -> None:
         self.in_background = backend.in_background
