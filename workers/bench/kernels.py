@@ -155,7 +155,10 @@ def _decode(shape: BenchShape, device: torch.device, *, batch: _Batch) -> Kernel
 
 
 def _attention_peers(batches: Sequence[tuple[Tensor, Tensor, Tensor]], *, is_causal: bool) -> dict[str, Launch]:
-    """Return attention over ``[request, token, head, D]``, one call per batch. A causal mask aligns the last tokens."""
+    """Return other implementations of attention over ``[request, token, head, D]``, with one call per batch.
+
+    A causal mask aligns the last tokens.
+    """
     peers: dict[str, Launch] = {"torch": lambda: [_sdpa(*batch, is_causal=is_causal) for batch in batches]}
     try:
         from flash_attn import flash_attn_func

@@ -81,4 +81,4 @@ class StepTime:
     seconds: float
     """Time from the common start to the end."""
     waited_s: float
-    """Part of that time spent in collectives."""
+    """Part of ``seconds`` that was spent in collectives."""
