@@ -52,7 +52,7 @@ class Device:
     has_kernels = False
     """Whether the device runs the kernels of workers.kernels. Otherwise, plain torch computes."""
     has_torch_flash = False
-    """Whether torch has a flash-attention kernel for the device that returns partials."""
+    """Whether torch has a flash-attention kernel that returns partials on the device."""
     is_asynchronous = False
     """Whether work runs in the background, as do copies if the host memory is pinned."""
     multiplies_bf16 = True

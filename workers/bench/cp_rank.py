@@ -35,7 +35,7 @@ _PAGE_SIZE = 64
 
 
 class CpBenchRank:
-    """Model on one rank, which is a member of a group of CP ranks and of a group of its own."""
+    """Model on one rank, which joins one group for each CP size to measure."""
 
     def __init__(self, config: DecoderConfig, max_len: int, mode: CpMode) -> None:
         use_cpu(1)

@@ -1,4 +1,4 @@
-"""One rank's share of a step's tokens, the requests it knows, and the tokens sampled for them.
+"""One rank's share of a step's tokens, the requests that it knows, and the tokens sampled for them.
 
 A step may use tokens that the previous step has sampled but the host has not read yet.
 """

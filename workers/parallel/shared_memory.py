@@ -103,7 +103,7 @@ class PeerFlags:
             time.sleep(min(waited_s / 40, _LONGEST_PAUSE_S))
 
     def _check(self, index: int, number: int) -> None:
-        """Raise RuntimeError if a peer is dead, unless its number has already arrived."""
+        """Raise RuntimeError if any peer is gone, unless the awaited number has already arrived."""
         gone = [self._watched[watched] for watched, _ in self._watch.poll(0)]
         gone += [peer for peer in self.peers if self._flags[peer * _LINE + Flag.LEFT]]
         if gone and self._flags[index] < number:
