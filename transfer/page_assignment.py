@@ -39,7 +39,7 @@ class PagePair(NamedTuple):
 def receivers(
     mode: TransferMode, coords: RankCoords, sizes: AxisSizes, decode_ranks: Sequence[RankRecord]
 ) -> list[RankRecord]:
-    """Return the decode ranks to which a prefill rank sends heads and layers, followed by a Done."""
+    """Return the decode ranks to which a prefill rank sends KV, before it sends a Done."""
     if mode is TransferMode.RANK0 and coords.cp != 0:
         return []
     return [rank for rank in decode_ranks if sent_groups(coords, sizes, rank)]
@@ -112,8 +112,8 @@ def owned_pages(
 ) -> range:
     """Return the indices, within a request, of the pages that a CP rank sends.
 
-    Page j belongs to rank (base + j) mod cp, so a growing prompt never changes an owner. With sharded KV, this rank is
-    also the one that holds page j.
+    Page j belongs to rank (base + j) mod cp, so pages keep their owners as a prompt grows. With sharded KV, the owner
+    is also the rank that holds page j.
 
     Args:
         base: rank that owns page 0.
@@ -151,7 +151,8 @@ def geometry_refusal(prefill: str, prefill_kv: KvGeometry, decode: str, decode_k
 def refusal(prefill: RankRecord, decode: RankRecord) -> str | None:
     """Return why a prefill and a decode replica cannot exchange KV, or None if they can.
 
-    Any rank's record describes its replica. Prefill can shard KV across ranks; decode cannot.
+    The record of any rank will do, because each describes its replica. Prefill replicas can shard KV across ranks;
+    decode replicas cannot.
     """
     if decode.sizes.cp != 1:
         return f"{decode.replica} has cp {decode.sizes.cp}; a decode replica must have cp 1"

@@ -50,7 +50,7 @@ class PageRange:
         )
 
     def spans_to(self, target: "PageRange") -> list[Span]:
-        """Return spans that copy each page to the target page at the same index, for the heads that both have.
+        """Return spans that copy each page to the target page at the same index, for the heads and layers in both.
 
         Spans that are adjacent in both pools are joined, so equal layouts yield at most one span per page.
         """
@@ -71,7 +71,7 @@ class PageRange:
         )
 
     def views(self, memory: Memory) -> list[Memory]:
-        """Return a view ``[page, head, layer, byte]`` of all pages in a memory for each KV group.
+        """Return, for each KV group, a view ``[page, head, layer, byte]`` of all pages in a memory.
 
         Unrestricted pages yield a single view ``[page, 1, 1, byte]``.
         """
@@ -151,7 +151,7 @@ def batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
 
 
 def _offset(group: GroupLayout, head: int, layer: int) -> int:
-    """Return a byte offset in a KV group. ``head`` is a number in the model, ``layer`` an index in the group."""
+    """Return a byte offset in a KV group. ``head`` is numbered within the model, ``layer`` within the group."""
     return (head - group.first_head) * group.head_bytes + layer * group.layer_bytes
 
 
@@ -186,7 +186,7 @@ def digest_pages(pool: memoryview, source: PageRange, rank: int, target: PageRan
 
 
 def wrong_pages(pool: memoryview, layout: PoolLayout, reported: Iterable[PageDigests]) -> list[int]:
-    """Return the ascending ids of pages whose bytes in the receiver's pool do not match the reported digests."""
+    """Return, in ascending order, the ids of pages whose bytes in the receiver's pool do not match the digests."""
     return sorted(
         {
             page
@@ -203,7 +203,7 @@ def coverage_problem(
     """Return why digests do not cover every byte of a ticket's pages exactly once, or None if they do.
 
     Args:
-        num_bytes: total bytes of these pages on all ranks, counting ranks that hold the same heads once.
+        num_bytes: total bytes of these pages on all ranks. Ranks that hold the same heads count only once.
         num_copies: number of ranks that hold the same heads; each receives its share of the pages.
     """
     ranges = sorted(

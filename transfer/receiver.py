@@ -38,13 +38,13 @@ class ReceiverState(Enum):
     """State of one transfer on the decode leader."""
 
     RESERVED = "reserved"
-    """Pages are reserved, but no ticket was sent."""
+    """Pages are reserved, but no ticket has been sent."""
     TICKETED = "ticketed"
-    """The ticket was sent, and senders may write."""
+    """The ticket has been sent, and senders may write."""
     READY = "ready"
     """The result and every Done have arrived and agree, so no sender writes again. Final state."""
     REVOKING = "revoking"
-    """The ticket is revoked, but senders may write until they confirm."""
+    """The ticket has been revoked, but senders may write until they confirm this."""
     SETTLING = "settling"
     """The senders are dead, but bytes in flight may still arrive."""
     RELEASED = "released"
@@ -67,7 +67,7 @@ _LISTENING = frozenset({ReceiverState.TICKETED, ReceiverState.REVOKING, Receiver
 class FailureKind(Enum):
     CANCELLED = "cancelled"
     TIMED_OUT = "timed out"
-    """Only some of the data arrived in time."""
+    """Prefill was silent for too long before all data had arrived."""
     REFUSED = "refused"
     STOPPED = "stopped"
     """Prefill stopped writing before the ticket was revoked."""
@@ -82,16 +82,16 @@ class TransferFailure:
 
     kind: FailureKind
     reason: str
-    """Sentence that names both replicas."""
+    """Explanation that names the replicas involved, unless the request was cancelled."""
 
 
 class ReceiverSession:
     """Receiving side of one transfer on the decode leader.
 
-    Prefill can take any time to send its first message (Result or Done), since the prompt must wait in a queue and be
-    computed. After that, prefill can be silent for at most ``silence_s``. Each event returns the message for the
-    prefill leader, if any. Messages from another room or incarnation, duplicates and late messages change nothing and
-    are counted.
+    Prefill can take any amount of time to send its first message (Result or Done), since the prompt must wait in a
+    queue and be computed. After that, prefill can be silent for at most ``silence_s``. Each event method returns the
+    message for the prefill leader, if any. Messages from another room or incarnation, duplicates and late messages
+    have no effect and are counted.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class ReceiverSession:
         return self._revoke(FailureKind.MISMATCH, reason, now_s)
 
     def _check_complete(self, now_s: float) -> Revoke | None:
-        """End the transfer if the result and every Done have arrived; revoke it if they do not agree."""
+        """End the transfer if the result and every Done have arrived; revoke its ticket if they do not agree."""
         if self.state is ReceiverState.TICKETED:
             self._wake_at_s = now_s + self._silence_s
         if self.result is None or not self._dones.keys() >= set(self.result.senders):
@@ -256,8 +256,8 @@ class ReceiverSession:
         if sent == promised and sent[0] % max(num_pages, 1) == 0 and sent[0] >= num_pages and sent[1] == num_bytes:
             return self._digest_problem(num_bytes) if self._verify is Verify.DIGEST else None
         return (
-            f"{name} sent {sent[0]} pages with {sent[1]} bytes, its result promised {promised[0]} of {promised[1]}, "
-            f"and {self.ticket.decode.replica} expected {self._expected[0]} of {self._expected[1]}"
+            f"{name} sent {sent[0]} pages with {sent[1]} bytes, its result promised {promised[0]} pages with "
+            f"{promised[1]} bytes, and {self.ticket.decode.replica} expected {num_pages} pages with {num_bytes} bytes"
         )
 
     def _digest_problem(self, num_bytes: int) -> str | None:
@@ -333,7 +333,7 @@ class PageChecks:
         return check is not None and checked.rank in check.unchecked
 
     def take(self, checked: PagesChecked) -> int | None:
-        """Handle an expected answer. If it is the last, return the number of wrong pages on all ranks."""
+        """Handle an expected answer. If it is the last one, return the number of wrong pages on all ranks."""
         check = self._checks[checked.room]
         check.unchecked.remove(checked.rank)
         check.num_wrong += len(checked.wrong)

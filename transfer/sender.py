@@ -24,8 +24,8 @@ from transfer.page_assignment import PagePair, PageShare
 from transfer.page_range import Span, batches, total_bytes
 
 BATCH_SPANS = 256
-"""Maximum spans per backend call: enough to keep a network busy, and few enough that a cancellation, which waits for
-the running call, is quick.
+"""Maximum number of spans per backend call: enough to keep a network busy, and few enough that a cancellation, which
+waits for the running call, is quick.
 """
 _MOVES: Moves[SendState] = {
     SendState.SENDING: frozenset({SendState.DRAINING, SendState.SENT, SendState.FAILED}),
@@ -63,7 +63,7 @@ class SenderSession:
         """
         self.num_pages = pages_for(destination.num_tokens, page_size)
         for pages in destination.pages:
-            assert len(pages) + destination.num_held_pages == self.num_pages, f"room {room}: wrong length of the ticket"
+            assert len(pages) + destination.num_held_pages == self.num_pages, f"room {room}: wrong number of pages"
         assert not owned or (owned[0] >= destination.num_held_pages and owned[-1] < self.num_pages), (
             f"room {room}: {owned}"
         )
@@ -96,7 +96,7 @@ class SenderSession:
 
         Args:
             page_tables: the request's page ids in this replica by lifetime, covering at least the computed tokens.
-            computed_len: number of leading tokens that have KV. The last token completes a partial last page.
+            computed_len: number of leading tokens that have KV. The prompt's last token completes a partial last page.
         """
         assert computed_len <= self.destination.num_tokens, (
             f"room {self.room}: {computed_len} of {self.destination.num_tokens} tokens"
@@ -129,7 +129,7 @@ class SenderSession:
             self._end_if_written("written")
 
     def failed(self, reason: str) -> None:
-        """Record a failed write, after which the sender thread skips the rest."""
+        """Record a failed write, after which the sender thread skips the transfer's other jobs."""
         if not self.is_over:
             self.reason = reason
             self._move(SendState.FAILED, "failed")
@@ -155,7 +155,7 @@ class SenderSession:
         )
 
     def done(self) -> Done | None:
-        """Return the final message to decode. None if some pages were not sent or this rank sends none."""
+        """Return the final message to decode. None if some pages were not sent or this rank has no pages to send."""
         if self.state is not SendState.SENT or not self._share.remainders:
             return None
         return Done(
@@ -187,7 +187,7 @@ class SenderSession:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Spans for one peer."""
+    """Spans to write to one peer."""
 
     peer: Endpoint
     spans: Sequence[Span]
@@ -195,7 +195,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendJob:
-    """Pages of one transfer to write, as spans."""
+    """Job that writes some pages of one transfer."""
 
     room: Room
     prepare: Callable[[], tuple[Sequence[Write], list[PageDigests]]]
@@ -238,7 +238,7 @@ Outcome = Written | WriteFailed | Cancelled
 
 
 class SpanWriter(Protocol):
-    """Interface of ``SenderThread``; see there for its methods."""
+    """Interface of ``SenderThread``, which documents the methods."""
 
     def send(self, job: SendJob) -> None: ...
     def cancel(self, room: Room) -> None: ...
@@ -276,7 +276,7 @@ class SenderThread:
         self._thread.start()
 
     def send(self, job: SendJob) -> None:
-        """Queue a job. Its outcome is Written or WriteFailed; jobs of a cancelled transfer have none."""
+        """Queue a job. Its outcome is Written or WriteFailed; jobs of a cancelled transfer have no outcome."""
         self._queue.put(partial(self._send, job))
 
     def cancel(self, room: Room) -> None:
@@ -323,7 +323,7 @@ class SenderThread:
             self._on_outcome(Written(job.room, job.num_pages, num_bytes, digests, start_s, end_s))
 
     def _write(self, job: SendJob, writes: Sequence[Write]) -> bool:
-        """Return whether the job was written completely. A barred transfer ends it early."""
+        """Write a job. Return False if it stopped early because its transfer is barred or the thread is closing."""
         for write in writes:
             for batch in batches(write.spans, BATCH_SPANS):
                 if self._is_stopped(job):

@@ -24,16 +24,16 @@ class Region:
 class TransferBackend(Protocol):
     """Backend that copies spans between regions of different processes.
 
-    One thread calls ``write`` and ``forget``, another calls ``read``, and the main thread calls the rest.
+    One thread calls ``write`` and ``forget``, another calls ``read``, and the main thread calls the other methods.
     """
 
     name: TransferBackendName
 
     settle_s: float
-    """Seconds after a failed write or a writer's death during which bytes may still arrive at the target."""
+    """Time after a failed write or a writer's death during which bytes may still arrive at the target."""
 
     def allocate(self, num_bytes: int) -> Region:
-        """Allocate a region and open it to peers.
+        """Allocate a region that peers can access.
 
         Raises:
             UserError: not enough memory is available.
@@ -41,7 +41,7 @@ class TransferBackend(Protocol):
         ...
 
     def register(self, address: int, num_bytes: int) -> Region:
-        """Open GPU memory to peers. The caller must keep it allocated until the backend is closed.
+        """Make GPU memory accessible to peers. The caller must keep it allocated until the backend is closed.
 
         Raises:
             TransferError: peers cannot access the memory.
@@ -49,7 +49,7 @@ class TransferBackend(Protocol):
         ...
 
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
-        """Copy spans from a local region to a peer's region. Block without the GIL until all bytes have arrived.
+        """Copy spans from a local region to a peer's region. Block with the GIL released until all bytes have arrived.
 
         Raises:
             TransferError: some of the spans may not have been written.
@@ -57,7 +57,7 @@ class TransferBackend(Protocol):
         ...
 
     def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
-        """Copy spans from a peer's region to a local region. Block without the GIL until all bytes have arrived.
+        """Copy spans from a peer's region to a local region. Block with the GIL released until all bytes have arrived.
 
         Raises:
             TransferError: some of the spans may not have been read.
@@ -69,5 +69,5 @@ class TransferBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Close all regions to peers and forget all peers. Safe to call twice."""
+        """End peers' access to all regions and forget all peers. Safe to call twice."""
         ...

@@ -19,7 +19,7 @@ from transfer.backends.interface import Region
 from transfer.page_range import Span, batches, check_bounds
 
 _MAX_SPANS = 512
-"""Maximum spans per batch; the TCP transport rejects about 4,000."""
+"""Maximum number of spans per batch; the TCP transport rejects about 4,000."""
 
 # The transport aborts a stalled write after its own 30 s timeouts. This timeout must be longer: otherwise the call
 # could return while the transport is still writing.
@@ -40,7 +40,7 @@ class MooncakeBackend:
         """Start the engine.
 
         Raises:
-            UserError: the engine cannot listen on the host, RDMA is missing, or writes would not be acknowledged.
+            UserError: the engine cannot listen on the host, RDMA is unavailable, or writes would not be acknowledged.
         """
         if os.environ.get("MC_TCP_PROTO") == "1":
             raise UserError("MC_TCP_PROTO is 1, which turns off acknowledged writes; unset it")
@@ -76,7 +76,7 @@ class MooncakeBackend:
             raise TransferError(f"transfer.protocol: {self._protocol} supports only host memory")
         if (status := self._engine.register_memory(address, num_bytes)) != 0:
             raise TransferError(
-                f"mooncake cannot register {num_bytes} bytes of the GPU (status {status}); "
+                f"mooncake cannot register {num_bytes} bytes of GPU memory (status {status}); "
                 "is the kernel module nvidia_peermem loaded?"
             )
         return self._own(memoryview(bytearray()), address, num_bytes)
@@ -99,7 +99,7 @@ class MooncakeBackend:
     def _transfer(
         self, verb: str, call: Callable[..., int], local: Region, peer: Endpoint, spans: Sequence[Span]
     ) -> None:
-        """Transfer spans in either direction. Source offsets refer to the local region."""
+        """Transfer spans in either direction. Their source offsets refer to the local region."""
         for batch in batches(spans, _MAX_SPANS):
             status = call(
                 peer.session,

@@ -1,7 +1,7 @@
 """Transfers within one host: regions are anonymous shared memory, and a write copies into the peer's region.
 
 The memory is a memfd that peers open through its owner's ``/proc`` entry. It has no name in any file system, so the
-kernel frees it however its owner ends.
+kernel frees it no matter how its owner exits.
 """
 
 import mmap
@@ -24,11 +24,11 @@ from transfer.page_range import Span, check_bounds
 _Bytes = npt.NDArray[np.uint8]
 
 _SESSION = re.compile(r"^(/proc/\d+/fd/\d+) (baton-[0-9a-f]{16})$")
-"""Path of the owner's file descriptor and a unique name of the memory, since descriptors are reused."""
+"""Path of the owner's file descriptor and a unique name for the memory, since descriptor numbers are reused."""
 
 
 class SharedMemoryBackend:
-    """Backend whose regions are open to other processes on the host until ``close``."""
+    """Backend whose regions other processes on the host can access until ``close``."""
 
     name = TransferBackendName.SHARED_MEMORY
     settle_s = 0.0
@@ -74,7 +74,7 @@ class SharedMemoryBackend:
         self._peers.pop(target.session, None)
 
     def close(self) -> None:
-        """Close local memory to peers and unmap their memory. Local memory stays valid while referenced."""
+        """End peers' access to local memory and unmap the peers' memory. Local memory stays valid while referenced."""
         self._peers.clear()
         while self._owned:
             os.close(self._owned.pop())

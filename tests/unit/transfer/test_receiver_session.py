@@ -146,7 +146,8 @@ def test_a_mismatch_names_all_three_counts() -> None:
         session.handle(message, 1.0)
     assert session.failure is not None
     assert session.failure.reason == (
-        "prefill-0 sent 2 pages with 20 bytes, its result promised 3 of 30, and decode-1 expected 3 of 30"
+        "prefill-0 sent 2 pages with 20 bytes, its result promised 3 pages with 30 bytes, "
+        "and decode-1 expected 3 pages with 30 bytes"
     )
 
 

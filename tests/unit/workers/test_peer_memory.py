@@ -93,7 +93,12 @@ def test_nothing_is_sent_before_it_is_written() -> None:
 @pytest.mark.parametrize(
     ("protocol", "verify", "refused", "why"),
     [
-        (TransferProtocol.RDMA, Verify.COUNTS, True, "mooncake cannot register 192 bytes of the GPU (status -202); "),
+        (
+            TransferProtocol.RDMA,
+            Verify.COUNTS,
+            True,
+            "mooncake cannot register 192 bytes of GPU memory (status -202); ",
+        ),
         (TransferProtocol.TCP, Verify.COUNTS, False, "transfer.protocol: tcp supports only host memory"),
         (TransferProtocol.RDMA, Verify.DIGEST, False, "transfer.verify: digest needs pages in host memory"),
     ],
