@@ -1,4 +1,4 @@
-"""Factories of a worker's parts."""
+"""Factories for the parts of a worker."""
 
 from collections.abc import Callable
 from functools import partial
@@ -53,7 +53,7 @@ def make_leader(spec: WorkerSpec, rank: Rank, records: list[RankRecord]) -> Repl
     me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=records[0].address)
     depth, make = spec.sizes.pp, _make_decode_leader
     if spec.role is Role.PREFILL:
-        # One more step than stages, so that no stage waits until a finished step is reported.
+        # One more step than stages, so that no stage has to wait for the report of a finished step.
         depth, make = depth + (depth > 1), _make_prefill_leader
     ahead = num_ahead(spec, rank)
     leaders = [make(spec, rank, me, records, dp_rank, depth + ahead) for dp_rank in range(spec.sizes.dp)]
@@ -62,14 +62,14 @@ def make_leader(spec: WorkerSpec, rank: Rank, records: list[RankRecord]) -> Repl
 
 
 def num_ahead(spec: WorkerSpec, rank: Rank) -> int:
-    """Return the maximum number of steps that a rank may start before earlier steps have ended there."""
+    """Return the maximum number of earlier steps that may still be under way on a rank when it starts a step."""
     return int(spec.role is Role.DECODE and spec.sizes.pp == 1 and rank.runner.is_asynchronous)
 
 
 def _make_allocator(spec: WorkerSpec, records: list[RankRecord]) -> tuple[PageAllocator, Tiers | None]:
     num_owners = records[0].num_owners
     tree = PrefixTree(num_owners) if spec.config.kv.prefix_cache else None
-    # Stages may differ in layers, and therefore in the number of pages.
+    # Stages may differ in the number of layers, and therefore in the number of pages.
     pages_per_owner, lifetimes = min(record.layout.num_pages for record in records), Lifetimes.of(records[0].geometry)
     allocator = PageAllocator(pages_per_owner, tree, num_owners, lifetimes)
     # The rank with the least host memory sets the size of the host tier.

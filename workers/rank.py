@@ -52,7 +52,7 @@ class Rank:
     """Page pool, and the memory through which peers access it."""
     backend: TransferBackend
     host_region: Region | None
-    """Host memory for cached pages. None if there is none."""
+    """Host memory for cached pages. None if no such memory is used."""
     weights: str
     """Digest of the weights, which is part of the keys of stored pages. Empty if no pages are stored."""
     model: DecoderModel
@@ -62,13 +62,13 @@ class Rank:
     rates: Rates
     """Rates of the replica's slowest rank. Decode replicas do not use them and have the defaults."""
     grammars: Grammars | None
-    """Grammars. None on ranks that do not sample."""
+    """Grammars that constrain sampling. None on ranks that do not sample."""
     groups: RankGroups
     pinned: PinnedMemory
     """Pinned host memory of both regions. Empty without a GPU."""
 
     def close(self) -> None:
-        """Release the transfer memory. Peers' writes fail from now on."""
+        """Release the transfer memory. Peers' writes fail from then on."""
         with ExitStack() as closing:  # closed in reverse order
             if self.grammars is not None:
                 closing.callback(self.grammars.close)
@@ -81,7 +81,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
     with ExitStack() as on_failure:
         # Peers that wait for this rank to join a group or warm up then fail immediately instead of after the timeout.
         on_failure.callback(leave_store, store, spec.global_rank)
-        # Opened before the groups, because only ranks that have their GPUs can join them.
+        # The device is opened before the groups, because only a rank that has its GPU can join them.
         device = open_device(spec.config.resources.device)
         model_config = read_model_config(folder)
         model_config.check_layout(spec.pool.parallel, f"{spec.role}.parallel")
@@ -168,7 +168,7 @@ def _pool_layout(spec: WorkerSpec, geometry: KvGeometry, memory_gib: float) -> P
 
 
 def _capture_maker(spec: WorkerSpec, device: Device, *, has_windows: bool) -> Callable[[], Capture] | None:
-    """Return what captures steps as CUDA graphs, or None if this rank captures none."""
+    """Return a factory of CUDA graph captures, or None if this rank captures no steps."""
     if not captures_decode(spec.config, spec.pool, has_windows=has_windows):
         return None
     return partial(GraphCapture, torch.cuda.Stream(device.torch_device))  # type: ignore[no-untyped-call]
@@ -180,7 +180,7 @@ def _capture_decode(
     """Capture decode steps, or log why they are not captured."""
     if make_capture is not None:
         runner.capture_decode(spec.config.decode.max_requests, make_capture())
-        _log.info("CUDA graphs of decode steps hold %.3g GiB", runner.graph_bytes / GIB)
+        _log.info("CUDA graphs of decode steps use %.3g GiB", runner.graph_bytes / GIB)
     elif reason := why_not_captured(spec.config, spec.pool, has_windows=has_windows):
         runner.why_not_captured = reason
         _log.info("decode steps are not captured: %s", reason)

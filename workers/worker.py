@@ -46,7 +46,7 @@ class Worker:
     """Process of one rank. Every rank calls ``load``, and then ``run`` with all ranks' records."""
 
     def __init__(self, spec: WorkerSpec, model_folder: Path, rendezvous: Rendezvous | None) -> None:
-        """Create a worker. Without a rendezvous, it does not register; the leader gets the table in messages."""
+        """Create a worker. Without a rendezvous, it does not register, and the leader gets the table in messages."""
         use_cpu(spec.config.resources.threads_per_worker)
         self.spec = spec
         self.heartbeat = Heartbeat()
@@ -62,7 +62,7 @@ class Worker:
         """Error in another thread that ends this rank."""
 
     def open_store(self) -> str:
-        """Open the store at which the ranks meet, on global rank 0. Return its ``host:port``."""
+        """Open the store through which the ranks meet. Return its ``host:port``. Only global rank 0 calls this."""
         self._store, port = open_store(self.spec.host, self.spec.config.resources.start_timeout_s)
         return f"{self.spec.host}:{port}"
 
@@ -74,7 +74,7 @@ class Worker:
         return make_record(self.spec, self._rank, self._inbox.address)
 
     def run(self, records: list[RankRecord]) -> None:
-        """Work until Shutdown, or raise the error that ended this rank. ``records`` are all ranks' records in order."""
+        """Work until Shutdown, or raise the error that ended this rank. ``records`` are ordered by global rank."""
         assert self._rank is not None, "run before load"
         own, region = records[self.spec.global_rank], self._rank.memory.region.buffer
         tiers = make_tier_worker(self.spec, self._rank, records, partial(Outbox, self._key))
@@ -135,8 +135,8 @@ class Worker:
     def _handle(self, messages: Iterable[Message], link: LeaderLink, steps: RankSteps, parts: "_Parts") -> bool:
         """Pass every message to the part that handles it. Return whether the loop must end.
 
-        Steps start in their order among the other messages: a tier job saves the pages of the step before it, and an
-        earlier step must not open a transfer that a later message drops.
+        Steps and other messages are handled in the order of their arrival: a tier job saves the pages of the step
+        before it, and a step must not open a transfer that a later message has already cancelled.
         """
         for message in messages:
             match message:
@@ -200,7 +200,7 @@ class Worker:
 
 
 def _begin(plans: Iterable[StepPlan], link: LeaderLink, steps: RankSteps) -> None:
-    """Start steps. End and commit the oldest steps beyond ``num_ahead``, which is 0 on a CPU."""
+    """Start steps. After each, end the oldest one if more than ``num_ahead`` (0 on a CPU) are under way."""
     for plan in plans:
         steps.begin(plan)
         if steps.num_begun > link.num_ahead:

@@ -39,7 +39,7 @@ class LocalLink:
         clock: Clock,
     ) -> None:
         self.num_ahead = leader.num_ahead
-        """Maximum number of steps that may start before earlier ones have ended."""
+        """Maximum number of earlier steps that may still be under way when a step starts."""
         self.load = ReplicaLoad()
         """Load that heartbeats report. Replaced as a whole, since another thread reads it."""
         self.hurry: Callable[[], None] = lambda: None
@@ -64,12 +64,12 @@ class LocalLink:
     def on_message(self, message: Message) -> None:
         """Handle a message that is not for the rank itself."""
         if isinstance(message, Submit) and message.sampling.grammar and self._rank.grammars is not None:
-            # Compiling a grammar takes long and can run while the request waits.
+            # Compiling a grammar takes a long time and can be done while the request waits.
             self._rank.grammars.prepare(message.sampling.grammar)
         self._leader.on_message(message, self._clock.now_s())
 
     def next_plans(self) -> Sequence[StepPlan]:
-        """Return the steps to start after all messages are handled."""
+        """Return the plans of the steps to start, once all messages have been handled."""
         self._leader.tick(self._clock.now_s())
         plans = self._leader.next_plans()
         # First tokens, tickets and tier jobs must not wait for the step.

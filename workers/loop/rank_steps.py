@@ -27,7 +27,7 @@ from workers.rank import Rank
 REPORT_EVERY_S = 1.0
 """Interval between work reports."""
 PATIENCE_S = 1.0
-"""Maximum time for which the loop handles messages before it waits for a step. The watchdog monitors that wait."""
+"""Time after which the loop stops handling messages and waits for a running step, monitored by the watchdog."""
 
 
 class EndedStep(NamedTuple):
@@ -110,7 +110,7 @@ class StepReports:
     ) -> StepWork | None:
         """Return a report if anything has changed, at most once per second unless the rank is idle.
 
-        dropped: number of messages that the rank's inbox has dropped so far, by reason.
+        ``dropped`` counts the messages that the rank's inbox has dropped so far, by reason.
         """
         state = self._num_steps, dict(dropped)
         if state == self._reported or (now_s < self._due_s and not is_idle):
@@ -127,7 +127,7 @@ class StepReports:
 
     def _counts(self) -> Counter[int]:
         counts: Counter[int] = Counter()
-        if self._experts:  # all layers together, since the host may wait for a GPU
+        if self._experts:  # all layers in one copy, since the host may have to wait for a GPU
             loads = torch.stack([experts.loads for experts in self._experts]).tolist()
             for experts, of_layer in zip(self._experts, loads, strict=True):
                 counts.update(dict(zip(experts.numbers, of_layer, strict=True)))

@@ -11,7 +11,7 @@ from typing import Self
 _log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Interval between checks of the loop. Also the maximum time for writing the log line."""
+"""Interval between checks of the loop. It is also the maximum time for writing the log line."""
 BETWEEN_STEPS = "between two steps"
 
 

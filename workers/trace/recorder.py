@@ -1,4 +1,4 @@
-"""Trace of one worker: intervals of traced requests. Costs almost nothing while no request is traced."""
+"""Trace of one worker: intervals of traced requests. Recording costs almost nothing while no request is traced."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class Log:
 
 
 class Recorder:
-    """Logs of one worker by room. The worker's main thread uses it. The KV sender's thread only calls ``add``."""
+    """Logs of one worker, by room. The main thread may call any method, the KV sender's thread only ``add``."""
 
     def __init__(self) -> None:
         self._logs: OrderedDict[Room, Log] = OrderedDict()
@@ -47,7 +47,7 @@ class Recorder:
             self._logs.popitem(last=False)
 
     def begin(self, plan: StepPlan) -> bool:
-        """Start a step. Return whether any of its requests is traced. ``note`` adds to their logs."""
+        """Start a step. Return whether any of its requests is traced. Until ``end``, ``note`` adds to their logs."""
         for new in plan.new_requests:
             if new.traced:
                 self.trace(new.room)

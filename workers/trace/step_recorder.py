@@ -27,7 +27,7 @@ class StepRecorder:
 
     @contextmanager
     def step(self, plan: StepPlan) -> Generator[None]:
-        """Return a context that records the computation of a step for which ``recorder.begin`` returned true."""
+        """Return a context that records the computation of a step for which ``recorder.begin`` returned True."""
         start_s = time.monotonic()
         try:
             with ExitStack() as hooks:
