@@ -88,7 +88,7 @@ class Lifetimes:
 
         Args:
             num_known: number of leading pages that are known to exist.
-            has: returns whether a page after them exists.
+            has: returns whether a page exists. Called only for other pages.
         """
         num_pages = next((at for at in range(num_known, len(keys)) if not has(keys[at])), len(keys))
         lifetime = 1
@@ -122,7 +122,7 @@ ONE_LIFETIME = Lifetimes(1, (Lifetime(None),))
 
 
 Demand = tuple[int, int]
-"""Number of consecutive pages, and the owner of the first."""
+"""Number of consecutive pages, and the owner of the first one."""
 
 
 def _is_nowhere(_key: bytes) -> bool:
@@ -150,16 +150,16 @@ class PageAllocator:
         self._num_owners = num_owners
         self._free = [deque(range(owner, self.num_pages, num_owners)) for owner in range(num_owners)]
         self._held = Counter[int]()
-        """Number of holders of each uncached page. More than one if several choices share a prompt."""
+        """Number of holders of each uncached page: more than one if several choices share a prompt."""
         self._tree = tree
         self.num_evicted = 0
-        """Number of cached pages evicted to make room."""
+        """Number of cached pages evicted to free space."""
         self.num_gains = 0
         """Number of pages released or shared so far. Until it changes, a failed allocation would fail again."""
 
     @property
     def num_free(self) -> int:
-        """Return how many consecutive pages can be allocated. The owner with the fewest pages sets the limit."""
+        """Return how many consecutive pages can be allocated. The owner with the fewest free pages sets the limit."""
         return self._num_owners * min(self._free_by_owner())
 
     @property
@@ -178,10 +178,10 @@ class PageAllocator:
         return self._held[page] == 1
 
     def find(self, keys: Sequence[bytes], is_below: Callable[[bytes], bool] = _is_nowhere) -> PageLists:
-        """Return the cached pages of the longest prefix from which a request can continue. Only ``allocate`` protects
-        them.
+        """Return the cached pages of the longest prefix after which a request can continue.
 
-        ``is_below`` returns whether a lower tier has a page. Pages found only there are ``NO_PAGE`` in the result.
+        The pages may be evicted until ``allocate`` is called. ``is_below`` returns whether a lower tier has a page.
+        Pages found only there are ``NO_PAGE`` in the result.
         """
         num_pages = self.count_cached(keys, is_below)
         if self._tree is None or not num_pages:
@@ -240,8 +240,8 @@ class PageAllocator:
     def put_into_cache(self, pages: Sequence[Sequence[int]], keys: Sequence[bytes], num_shared: int = 0) -> int:
         """Cache the leading complete pages of a running sequence. Return how many of its pages are now cached.
 
-        Stops before the first page that has another copy in the cache, because a holder of a page must hold all its
-        ancestors. ``num_shared`` is the last call's result.
+        Caching stops before the first page that has another copy in the cache, because a holder of a page must hold all
+        its ancestors. ``num_shared`` is the previous call's result.
         """
         self.num_gains += 1
         if self._tree is None:
@@ -328,7 +328,7 @@ class PageAllocator:
     def _num_insertable(self, pages: Sequence[int], num_shared: int = 0) -> int:
         """Return how many leading pages are cached or held only by the caller.
 
-        Another holder of a page may not hold the page's ancestors in the tree.
+        Another holder of a page does not necessarily hold the page's ancestors in the tree.
         """
         numbers = range(num_shared, len(pages))
         return next((number for number in numbers if self._held[pages[number]] > 1), len(pages))

@@ -47,7 +47,7 @@ class _Transfer:
     receivers: Sequence[RankRecord]
     """Decode ranks to which this rank sends."""
     num_layers_sent: int = 0
-    """Number of layers already sent of the pages that the current step completes."""
+    """Number of layers already sent for the pages that the current step completes."""
 
 
 class OutgoingRequest(Protocol):
@@ -101,7 +101,7 @@ class KvSender:
         """Open transfers by room."""
         self._early_ends = early_ends(record.layout, least_span_bytes) if record.role is Role.PREFILL else []
         self._failed: set[Room] = set()
-        """Rooms of failed transfers. Each stays until no step computes its request any more."""
+        """Rooms of failed transfers. Each is kept until no step computes its request any more."""
         self._newest_starts: dict[ReplicaId, Destination] = {}
         """Latest incarnation of each decode replica that received KV."""
         self._outbox = outbox
@@ -123,7 +123,7 @@ class KvSender:
                     self._send(transfer, transfer.session.advance(scheduled.new_pages, scheduled.first_position))
 
     def layer_callback(self, plan: StepPlan, requests: Mapping[Room, OutgoingRequest]) -> Callable[[int], None] | None:
-        """Return a callback for each layer that the step has stored. None if no layer is sent before the step ends.
+        """Return a callback to call for each stored layer. None if no layer is sent before the step ends.
 
         Only prompts that end with this step are sent early. Other prompts' pages are sent while the next step computes.
         """
@@ -267,7 +267,7 @@ class KvSender:
     def _end_if_over(self, session: SenderSession) -> None:
         """Send the final reports of a transfer that is over.
 
-        Decode's report is sent first, so that its page counts arrive before the leader frees the source pages.
+        The Done for decode is sent first, so that its page counts arrive before the leader frees the source pages.
         """
         if not session.is_over:
             return
@@ -279,7 +279,7 @@ class KvSender:
         send_or_log(self._outbox, self._prefill.address, session.report())
 
     def cancel(self, message: CancelSend) -> None:
-        """Stop writing for a transfer, which may be unknown here, and report once no write is in flight."""
+        """Stop writing for a transfer, even an unknown one, and report once no write is in flight."""
         with self._lock:
             if (transfer := self._transfers.get(message.room)) is not None:
                 transfer.session.cancel()

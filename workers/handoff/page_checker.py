@@ -11,7 +11,7 @@ from transfer.page_range import wrong_pages
 
 
 class PageChecker:
-    """Thread that answers the leader's CheckPages in order. A request's pages must not change until the answer."""
+    """Thread that answers the leader's CheckPages in order. A request's pages must not change before the answer."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class PageChecker:
         outbox: Post,
         on_failure: Callable[[Exception], None],
     ) -> None:
-        """Take ownership of the outbox, and start the thread. ``on_failure`` is called with the error that ends it."""
+        """Take ownership of the outbox, and start the thread. ``on_failure`` gets the error that ends the thread."""
         self._record = record
         self._region = region
         self._leader_address = leader_address

@@ -12,7 +12,7 @@ from transfer.page_range import PageRange
 from workers.device import Event, Stream, device_between, device_of, is_within_device
 
 LEAST_PIECE_BYTES = 448 << 10
-"""Minimum piece size for the copy engine. A kernel copies smaller pieces. This is an estimate: at 50 GB/s, the piece
+"""Minimum piece size for the copy engine. A kernel copies smaller pieces. This is an estimate: at 50 GB/s, such a piece
 takes 9 µs, which is how long the host takes to issue one copy.
 """
 
@@ -21,7 +21,7 @@ class PinnedMemory:
     """Pinned buffers. Call ``close`` before they are freed, since the GPU driver remembers their addresses."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
-        """Pin buffers, each only once per process.
+        """Pin buffers. A buffer may be pinned only once per process.
 
         Raises:
             RuntimeError: the system does not allow that much pinned memory.
@@ -75,7 +75,7 @@ def copy(source: Pages, target: Pages, after: Event | None = None, stream: Strea
     On a CPU, the copy is complete on return. On a GPU, it runs after ``after`` on ``stream``, by default the current
     stream, and the returned event completes with it.
 
-    Large pieces, mostly full pages, use the copy engine, which does not delay kernels. Small pieces, and all copies
+    Large pieces, usually full pages, use the copy engine, which does not delay kernels. Small pieces, and all copies
     within a GPU, use one kernel launch.
     """
     device = device_between(source.memory, target.memory)

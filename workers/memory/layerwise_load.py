@@ -17,7 +17,7 @@ class LayerwiseLoad:
         self._error: Exception | None = None
 
     def add(self, num_layers: int, event: "Event | None") -> None:
-        """Report that the next layers are loaded when the event completes."""
+        """Report the next layers, which are loaded once the event completes."""
         with self._changed:
             self._events += [event] * num_layers
             self._changed.notify_all()
@@ -35,7 +35,7 @@ class LayerwiseLoad:
             self._changed.notify_all()
 
     def wait_for(self, layer: int) -> None:
-        """Wait for a layer. Work that this thread does or starts on its GPU from now on runs after the wait.
+        """Wait for a layer. On a GPU, also make the work that this thread starts from now on wait for the layer.
 
         Raises:
             Exception: the error of a failed load.

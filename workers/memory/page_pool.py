@@ -16,7 +16,7 @@ from workers.memory.copy import PageMemory
 from workers.memory.layerwise_load import LayerwiseLoad
 
 OnStored = Callable[[int], None]
-"""Callback with a layer's index in the rank's stage."""
+"""Callback that receives a layer's index in the rank's stage."""
 
 
 class PagePool(PageMemory):
@@ -69,7 +69,7 @@ class PagePool(PageMemory):
         return layer_pages.key.shape[-1], layer_pages.value.shape[-1]
 
     def row_shape(self, layer: int) -> tuple[int, int]:
-        """Return the shape of one token's K and V in a layer: heads, and the width of both."""
+        """Return the shape of one token's K and V in a layer: number of heads, and total width of K and V."""
         return self._layers[layer].key.shape[1], sum(self.widths(layer))
 
     def split(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ class PagePool(PageMemory):
             view.transpose(1, 2)[page, slot] = rows
 
     def kv_slots(self, layer: int, slots: Tensor) -> KvSlots | None:
-        """Return the slots for a kernel that computes and stores K and V. None without such a kernel."""
+        """Return the slots for a kernel that computes and stores K and V. None if no such kernel can be used."""
         pages = self.layer_pages(layer)
         return KvSlots(pages, slots) if self.device.has_kernels and pages is not None else None
 

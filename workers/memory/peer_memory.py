@@ -18,7 +18,7 @@ from workers.parallel.collectives import Communicator
 _ORDERS_WRITES = (9, 0)
 """Lowest compute capability whose GPUs see a network card's writes in order. NCCL flushes on older GPUs."""
 _MOST_SPREAD_BYTES = 64 << 20
-"""Maximum bytes per broadcast. They need memory in addition to the pool."""
+"""Maximum number of bytes per broadcast, which needs as much memory in addition to the pool."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class PeerMemory:
             copied.synchronize()
 
     def receive(self, pages: Sequence[int]) -> None:
-        """Copy pages that peers wrote to the pool, before any work that the computing thread starts from now on.
+        """Copy to the pool the pages that peers wrote, before any work that the computing thread starts from now on.
 
         Every rank with the same heads must call this with the same pages.
         """
@@ -83,10 +83,11 @@ class PeerMemory:
 
 
 class TierMemory:
-    """Copies between one rank's pages and its slots of the host tier.
+    """Copies between one rank's pages and its slots in the host tier.
 
     On a GPU, copies between the pool and pinned host memory run on separate streams. Pages read from peers pass
-    through the transfer region if it is separate from the pool. Saved pages do not, since peers may be writing to it.
+    through the transfer region if it is separate from the pool. Saved pages bypass it, since peers may be writing
+    to it.
     """
 
     def __init__(self, memory: PeerMemory, host: Region) -> None:
@@ -121,7 +122,7 @@ class TierMemory:
         return copy(source, target, after, self._inward)
 
     def take_in(self, pages: Sequence[int], lifetime: int, layers: range | None, after: Event | None) -> Event | None:
-        """Copy pages that were read from peers from the region to the pool, if the two are separate."""
+        """Copy to the pool the pages that were read into the region from peers, if region and pool are separate."""
         if self._memory.host is None:
             return after
         source, target = (memory.at(pages, layers, lifetime) for memory in (self._memory.host, self._memory.pool))
@@ -153,7 +154,7 @@ def open_apart(
     verify: Verify,
     head_copies: Communicator | None = None,
 ) -> PeerMemory:
-    """Allocate a pool in device memory. Peers access it directly if the backend can, or else through the host."""
+    """Allocate a pool in device memory. Peers access it directly if the backend allows that, else through the host."""
     memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=device.torch_device)
     pool = PagePool(layout, memory)
     try:
@@ -181,5 +182,5 @@ def _check_reachable(device: Device, verify: Verify) -> None:
     if (found := device.compute_capability) is not None and found < _ORDERS_WRITES:
         raise TransferError(
             f"a GPU with compute capability {found[0]}.{found[1]} may see a network card's writes too late; "
-            f"required: {_ORDERS_WRITES[0]}.{_ORDERS_WRITES[1]} or later"
+            f"required: {_ORDERS_WRITES[0]}.{_ORDERS_WRITES[1]} or higher"
         )
