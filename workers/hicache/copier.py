@@ -16,13 +16,13 @@ if TYPE_CHECKING:  # the simulator has no torch
     from workers.memory.peer_memory import TierMemory
 
 READ_SPANS = 64
-"""Maximum spans read from a peer in one call."""
+"""Maximum number of spans read from a peer in one call."""
 MOST_LAYER_GROUPS = 8
-"""Maximum layer groups of a layerwise load. More groups let a step start sooner but need more copies."""
+"""Maximum number of layer groups in a layerwise load. More groups let a step start sooner but need more copies."""
 
 
 class Copier:
-    """Copier of one rank. Each host page belongs to one CP rank, from which others read it if KV is replicated."""
+    """Copier of one rank. Each host page belongs to one CP rank, from which other ranks read it if KV is replicated."""
 
     def __init__(
         self, records: Sequence[RankRecord], rank: int, memory: "TierMemory", backend: TransferBackend
@@ -45,13 +45,13 @@ class Copier:
         return self.memory.host_page(self._slot(page))[: self.bytes_of(page)]
 
     def save(self, pages: Sequence[TierPage], after: "Event | None") -> int:
-        """Copy the pages that this rank owns to host memory. Return the number of bytes."""
+        """Copy the pages that this rank owns to host memory. Return the number of bytes copied."""
         local, slots = self._owned(pages)
         self.memory.save(local, slots, after)
         return len(local) * self._record.layout.page_bytes
 
     def load(self, pages: Sequence[TierPage], after: "Event | None") -> int:
-        """Copy the pages that belong on this rank's device from host memory. Return the number of bytes.
+        """Copy from host memory the pages that belong on this rank's device. Return the number of bytes copied.
 
         Raises:
             TransferError: a peer's memory cannot be read.
@@ -62,7 +62,7 @@ class Copier:
         return len(pages) * self._record.layout.page_bytes
 
     def load_layerwise(self, pages: Sequence[TierPage], after: "Event | None", load: LayerwiseLoad) -> int:
-        """Load pages like ``load``, but report each layer group when it is loaded. Return the number of bytes.
+        """Load pages like ``load``, but report each layer group once it is loaded. Return the number of bytes copied.
 
         Raises:
             TransferError: a peer's memory cannot be read.
@@ -146,6 +146,6 @@ def layer_groups(layers: range) -> Iterator[range]:
 
 
 def _is_peer(record: RankRecord, mine: RankRecord) -> bool:
-    """Return whether a rank holds the same heads and layers as this one, but for other pages."""
+    """Return whether a rank holds the same heads and layers as this one, possibly of other pages."""
     here, there = mine.coords, record.coords
     return (here.dp, here.tp, here.pp) == (there.dp, there.tp, there.pp)

@@ -31,7 +31,7 @@ _QUEUES = {
 
 
 class TierWorker:
-    """Worker that moves pages between device memory, host memory and storage, with one queue per job kind."""
+    """Worker that moves pages between device memory, host memory and storage, with a queue for each direction."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class TierWorker:
         leader_address: str,
         open_outbox: Callable[[], Outbox],
     ) -> None:
-        """Start the queues, each with its own outbox. ``store`` is None without storage."""
+        """Start the queues, each with its own outbox. ``store`` is None if there is no storage."""
         self._copier = copier
         self._store = store
         self._global_rank = global_rank
@@ -145,13 +145,13 @@ class TierWorker:
 
 
 Work = Callable[[TierJob, float], TierJobResult]
-"""Function that runs a job that has waited for this many seconds. Must not raise."""
+"""Function that runs a job, given how many seconds the job has waited. It must not raise an error."""
 Refuse = Callable[[TierJob], TierJobResult]
 """Function that returns the result of a job that waited too long to start."""
 
 
 class _JobQueue:
-    """Queue of jobs of one kind: one thread runs them in order, and another refuses late jobs.
+    """Queue of jobs: one thread runs them in order, and another refuses late ones.
 
     A hanging job stays open, since its pages may still be written to. Jobs queued after it are refused when their
     timeouts have passed.
@@ -187,7 +187,7 @@ class _JobQueue:
             self._changed.notify_all()
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Return whether the running job ends in time after ``stop``. If not, its thread ends with the process."""
+        """Wait for the running job after ``stop``. Return False on a timeout; its thread ends with the process."""
         until_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))

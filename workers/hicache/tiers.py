@@ -47,10 +47,10 @@ class Tiers:
         sizes, ownership = records[0].sizes, records[0].ownership
         is_own = sizes.cp == 1 or ownership is KvOwnership.SHARDED
         self.can_load_layerwise = sizes.dp == 1 and (is_own or _share_memory(records))
-        """True if each rank finds its pages on its own host, so no copy fails, and no other DP rank has to wait."""
+        """True if each rank finds its pages on its own host, so that no copy fails, and no other DP rank waits."""
 
     def advance(self, now_s: float) -> list[tuple[str, TierJob]]:
-        """Advance after any event. Return the jobs to send as (address, job) pairs."""
+        """Submit jobs that are due after an event. Return the jobs to send as (address, job) pairs."""
         stuck = self.jobs.stuck_pages(now_s)
         self._reads.note_hangs(hangs=stuck[TierJobKind.LOOK_UP] + stuck[TierJobKind.FETCH] > 0)
         self._writes.note_hangs(hangs=stuck[TierJobKind.STORE] > 0)
@@ -170,7 +170,7 @@ class HostLoader:
         *,
         is_layerwise: bool = False,
     ) -> int:
-        """Load a prefix's pages from host memory. Return how many of their positions came from storage.
+        """Load a prefix's pages from host memory. Return the number of positions whose pages came from storage.
 
         ``on_end`` receives whether all pages were loaded. A layerwise load runs during the next step, which waits for
         each layer.

@@ -173,7 +173,7 @@ def test_a_leader_pins_and_says_how_many_pages_it_keeps() -> None:
     assert world.tiers.state().num_pinned == 0
     wide = PinPages(keys=page_keys([0] * 10, PAGE_SIZE), is_pinned=True)
     (answer,) = answers_of(leader, command(3, wide))
-    assert answer.refusal == "5 of 8 host pages would be pinned, up from 0; allowed: 4"
+    assert answer.refusal == "5 of 8 host pages would be pinned, up from 0; allowed: at most 4"
     assert not world.tiers.host.pins
 
 

@@ -85,12 +85,12 @@ def test_half_of_host_memory_is_left_for_others() -> None:
     assert not index.pins.refusal(keys_of(ONE))
     index.pin(keys_of(ONE), is_pinned=True)
     assert not index.pins.refusal(keys_of(ONE))
-    refusal = "3 of 4 host pages of one CP rank would be pinned, up from 2; allowed: 2"
+    refusal = "3 of 4 host pages of one CP rank would be pinned, up from 2; allowed: at most 2"
     assert index.pins.refusal(keys_of(OTHER)) == refusal
     index.pin(keys_of(ONE), is_pinned=False)
     assert not index.pins.refusal(keys_of(OTHER))
     alone = HostIndex(7, 1).pins
-    assert alone.refusal(keys_of(ONE)) == "4 of 7 host pages would be pinned, up from 0; allowed: 3"
+    assert alone.refusal(keys_of(ONE)) == "4 of 7 host pages would be pinned, up from 0; allowed: at most 3"
 
 
 @pytest.mark.parametrize("cp", [1, 2])

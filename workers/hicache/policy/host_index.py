@@ -39,7 +39,7 @@ class HostPage:
 
 
 class HostIndex:
-    """Index of host pages 0 to num_pages - 1 of all owners by page key."""
+    """Index, by page key, of the host pages of all owners, which are numbered from 0."""
 
     def __init__(self, pages_per_owner: int, num_owners: int, lifetimes: Lifetimes = ONE_LIFETIME) -> None:
         self.num_pages = pages_per_owner * num_owners
@@ -98,7 +98,7 @@ class HostIndex:
         return page is not None and key in self._busy[page.page % self.num_owners]
 
     def reserve(self, key: bytes, index: int, depth: int = 0) -> int | None:
-        """Reserve a page for a new key. Return None if all pages of its owner are in use.
+        """Reserve a page for a new key. Return None if its owner has no page that is free or can be evicted.
 
         ``index`` and ``depth`` are as in ``TierPage``.
         """
@@ -116,8 +116,9 @@ class HostIndex:
         return page
 
     def make_room(self, owner: int, wanted: int) -> int:
-        """Evict pages that were offered to storage until ``wanted`` pages of an owner are free. Return how many are, at
-        most ``wanted``.
+        """Evict pages that were offered to storage until ``wanted`` pages of an owner are free.
+
+        Return the number of free pages, at most ``wanted``.
         """
         lacking = wanted - len(self._free[owner])
         offered = (key for key, page in self._by_use[owner].items() if page.stored_s != NEVER_S and page.is_idle)
@@ -140,7 +141,7 @@ class HostIndex:
         self.version += stored_s == NEVER_S
 
     def doubt_storage(self) -> list[bytes]:
-        """Mark all pages as possibly missing from storage. Return the keys of those that it had."""
+        """Mark all pages as possibly missing from storage. Return the keys of the pages that were in storage."""
         doubted = [key for key, page in self._pages.items() if isfinite(page.stored_s)]
         for key in doubted:
             self.note_stored(key, NEVER_S)
@@ -222,7 +223,7 @@ class HostIndex:
         self.free(key)
 
     def _settle(self, key: bytes) -> None:
-        """Update a page's lists after its state has changed."""
+        """Move a page to the right lists after its state has changed."""
         page = self._pages[key]
         owner = page.page % self.num_owners
         if key in self.pins:

@@ -15,13 +15,13 @@ from workers.hicache.policy.host_index import HostIndex
 from workers.hicache.policy.jobs import Outcome, TierJobs
 
 BATCH_PAGES = 64
-"""Maximum pages per job."""
+"""Maximum number of pages per job."""
 MAX_OPEN = 4
-"""Maximum open jobs. Further pages wait as keys and are not held."""
+"""Maximum number of open jobs. Further pages wait as keys and are not held."""
 SELECTIVE_HITS = 2
 """Number of requests that must find a page before ``write_through_selective`` copies it, as in SGLang."""
 MARGIN = 1024
-"""Number of next pages to evict, per owner, that ``write_back`` saves ahead of time."""
+"""Number of pages next in line for eviction, per owner, that ``write_back`` saves ahead of time."""
 
 
 class HostWriter:
@@ -56,7 +56,7 @@ class HostWriter:
                     self._waiting.append(key)
 
     def note_pinned(self, keys: Sequence[bytes]) -> None:
-        """Save pages that are pinned and only on the device."""
+        """Queue those of the pages that are pinned and exist only on the device."""
         if self._host.pins:
             self._waiting += [key for key in self._only_on_device(keys) if key in self._host.pins]
 
@@ -84,7 +84,7 @@ class HostWriter:
 
     @property
     def num_left(self) -> int:
-        """Return the number of pages that wait for room in host memory."""
+        """Return the number of pages that wait for space in host memory."""
         return sum(map(len, self._left))
 
     def advance(self) -> None:
@@ -117,7 +117,7 @@ class HostWriter:
             self._seen = self._tree.version, self._host.version
 
     def _next_to_go(self) -> list[bytes]:
-        """Return the next pages to evict, as many as fit into host memory. Touch the pages already in host memory."""
+        """Return the next pages to evict, as many as fit into host memory. Touch those that host memory already has."""
         room = [self._host.num_movable(owner) for owner in range(self._host.num_owners)]
         wanted = []
         for owner in range(self._tree.num_owners):
@@ -140,7 +140,7 @@ class HostWriter:
         return [key for key in keys if key not in self._host and self._tree.page_of(key) is not None]
 
     def _next_left(self) -> list[bytes]:
-        """Return left pages, as many as open jobs and host memory take without evicting unstored pages."""
+        """Return pages from ``_left``, as many as open jobs and host memory take without evicting unstored pages."""
         limit = max(1, MAX_OPEN * BATCH_PAGES // self._host.num_owners)
         return [
             left.popleft()

@@ -16,7 +16,7 @@ from cluster.spec.tiers import (
 )
 
 _MOST_FAILURES = 3
-"""Number of consecutive failures that opens the breaker."""
+"""Number of consecutive failures at which the breaker opens."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 LATE_S = 5.0
@@ -30,7 +30,7 @@ class Outcome:
     done: list[bool]
     """One flag per page: True if every rank has done its part."""
     failures: Counter[str]
-    """Failed pages by reason, over all ranks."""
+    """Number of failed pages by reason, over all ranks."""
     now_s: float
     """Time at which the last rank reported."""
 
@@ -78,7 +78,7 @@ class TierJobs:
         *,
         is_layerwise: bool = False,
     ) -> None:
-        """Submit a job to all ranks. Call ``on_end`` with its outcome. Layerwise jobs run with the next step."""
+        """Submit a job to all ranks. Call ``on_end`` with its outcome. Layerwise jobs run during the next step."""
         self._last_id += 1
         self._open[self._last_id] = _Open(kind, [True] * len(pages), on_end)
         job = TierJob(job_id=self._last_id, kind=kind, pages=list(pages), timeout_s=timeout_s)

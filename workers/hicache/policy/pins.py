@@ -16,7 +16,7 @@ class Pins:
         self._lifetimes = lifetimes
         self._pages_per_owner = pages_per_owner
         self.limit = pages_per_owner // 2
-        """Maximum pinned pages per owner. The rest remain available to other prompts."""
+        """Maximum number of pinned pages per owner. The other pages remain available to prompts that are not pinned."""
         self._prompts: set[bytes] = set()
         self._num_prompts: Counter[bytes] = Counter()
         """Number of pinned prompts per pinned page."""
@@ -38,7 +38,7 @@ class Pins:
         whose = " of one CP rank" if len(num_pages) > 1 else ""
         return (
             f"{max(num_pages)} of {self._pages_per_owner} host pages{whose} would be pinned, "
-            f"up from {max(self._num_pages)}; allowed: {self.limit}"
+            f"up from {max(self._num_pages)}; allowed: at most {self.limit}"
         )
 
     def add(self, keys: Sequence[bytes]) -> list[bytes]:

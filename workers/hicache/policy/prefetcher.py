@@ -17,9 +17,9 @@ from workers.hicache.policy.host_index import HostIndex
 from workers.hicache.policy.jobs import Breaker, Outcome, TierJobs
 
 BATCH_PAGES = 32
-"""Maximum pages per job."""
+"""Maximum number of pages per job."""
 MAX_OPEN = 2
-"""Maximum open jobs per request."""
+"""Maximum number of open jobs per request."""
 MIN_TOKENS = 256
 """Minimum number of tokens to prefetch, as in SGLang. Computing fewer tokens is faster than looking them up."""
 BASE_S = 1.0
@@ -41,7 +41,7 @@ class _Prefetch:
     pages: list[TierPage]
     """Pages missing from device and host memory, in order."""
     deadline_s: float
-    """Time when the request stops waiting."""
+    """Time at which the request stops waiting."""
     late_s: float
     """Time after which no further read starts."""
     num_wanted: int = 0
@@ -81,7 +81,7 @@ class Prefetcher:
         """Number of requests that started without some stored pages because storage was too slow."""
 
     def expect(self, room: Room, keys: Sequence[bytes], num_here: int, now_s: float) -> None:
-        """Start to prefetch the pages that a request lacks after its first ``num_here`` pages."""
+        """Start prefetching the pages that a request lacks after its first ``num_here`` pages."""
         tokens = (len(keys) - num_here) * self._lifetimes.page_size
         if tokens < self.min_tokens or self._breaker.is_open(now_s):
             return
@@ -151,7 +151,7 @@ class Prefetcher:
                 self._jobs.submit(TierJobKind.FETCH, pages, on_end, prefetch.late_s - now_s)
 
     def _next_batch(self, prefetch: _Prefetch) -> list[TierPage]:
-        """Reserve host pages for the next pages, except pages that are here or being read for another request."""
+        """Reserve host pages for the next pages, except those in host memory or being read for another request."""
         batch: list[TierPage] = []
         while prefetch.num_submitted < prefetch.num_wanted and len(batch) < BATCH_PAGES:
             page = prefetch.pages[prefetch.num_submitted]

@@ -11,15 +11,15 @@ from workers.hicache.policy.host_index import NEVER_S, STORING_S, HostIndex
 from workers.hicache.policy.jobs import Breaker, Outcome, TierJobs
 
 BATCH_PAGES = 16
-"""Maximum pages per job."""
+"""Maximum number of pages per job."""
 MAX_OPEN = 2
-"""Maximum open jobs. Their pages are held in host memory."""
+"""Maximum number of open jobs, whose pages are held in host memory."""
 MARGIN = 1024
-"""Number of next pages to evict, per owner, that ``write_back`` stores ahead of time."""
+"""Number of pages next in line for eviction, per owner, that ``write_back`` stores ahead of time."""
 TIMEOUT_S = 60.0
 """Timeout of a job. Jobs exceed it if pages arrive faster than storage can write them."""
 RENEW_S = 60.0
-"""Age of the last known stored copy after which a used page is offered again, since storage evicts silently."""
+"""Time after which a stored page is offered again at its next use, since storage evicts pages silently."""
 MAX_REPORTED = 1 << 18
 """Maximum number of stored page keys sent to a new router."""
 
@@ -28,8 +28,8 @@ class StorageWriter:
     """Writer that stores pages according to the write policy.
 
     A page that cannot be written is counted and retried at its next use, or under ``write_back`` when it is next due
-    for eviction. While the breaker is open, pages wait, up to the number of host pages. Offering a stored page again
-    costs only a look-up, since ranks write only missing pages.
+    for eviction. While the breaker is open, pages wait, at most as many as host memory has. Offering a stored page
+    again costs only a look-up, since ranks write only missing pages.
     """
 
     def __init__(self, policy: WritePolicy, host: HostIndex, jobs: TierJobs, breaker: Breaker) -> None:

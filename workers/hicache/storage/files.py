@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _DEPTH_S = 0.1
-"""Difference between the recorded use times of consecutive pages of a prompt. No page takes longer to read."""
+"""Difference between the recorded use times of consecutive pages of a prompt. Reading a page never takes longer."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FOREIGN = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
 """Errors raised by opening a link, a socket or a folder at an object's path."""

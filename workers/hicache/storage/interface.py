@@ -9,7 +9,7 @@ from cluster.spec.tiers import StorageFigures
 
 
 class StorageError(BatonError):
-    """Storage error that may not recur when the operation is retried."""
+    """Storage error that might not recur when the operation is retried."""
 
 
 class CorruptObjectError(BatonError):
@@ -45,7 +45,7 @@ class StorageBackend(Protocol):
     """
 
     def present(self, depths: Mapping[str, int]) -> list[str]:
-        """Return the names of objects that exist. Mark them as used if storage evicts by use.
+        """Return the names of objects that exist. Mark these objects as used if storage evicts by last use.
 
         ``depths`` maps names to ``StorageObject.depth``.
         """

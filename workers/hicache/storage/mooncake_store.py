@@ -1,4 +1,4 @@
-"""Storage of objects in a Mooncake Store cluster, which uses memory of many hosts and evicts the least used objects."""
+"""Storage of objects in a Mooncake Store cluster, which uses memory on many hosts and evicts the least used objects."""
 
 import os
 import socket
@@ -27,7 +27,9 @@ class MooncakeStorage:
     """Storage backend that keeps objects in a Mooncake Store cluster."""
 
     def __init__(self, host: str, master: str, lent_bytes: int = 0) -> None:
-        """Join the cluster, and lend it memory of this process. Workers lend none, which would be lost with them.
+        """Join the cluster, and lend it memory of this process.
+
+        Workers lend none, because that memory would be lost with them.
 
         Raises:
             StorageError: no master is available now.
@@ -87,7 +89,7 @@ def _take(data: memoryview, item: StorageObject) -> Read:
 
 
 def _reach(master: str) -> None:
-    """Check that a master responds. Joining blocks the interpreter until it succeeds or gives up.
+    """Check that a master responds, because joining blocks the interpreter until it succeeds or gives up.
 
     Raises:
         StorageError: no Mooncake master listens or responds at this address.

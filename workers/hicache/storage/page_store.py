@@ -22,10 +22,10 @@ FORMAT_VERSION = 5
 """Version of page names, headers and byte order. Objects of other versions are not found."""
 HEADER_BYTES = 256
 _LOOK_UP_PAGES = 128
-"""Maximum pages per look-up. The deadline and shutdown are checked between look-ups."""
+"""Maximum number of pages per look-up. The deadline and shutdown are checked between look-ups."""
 _BATCH_PAGES = 16
 _BATCH_BYTES = 16 << 20
-"""Maximum bytes in one read or write of several pages."""
+"""Maximum number of bytes in one read or write of several pages."""
 
 Buffer = Callable[[TierPage], memoryview]
 """Function that returns a page's host memory."""
@@ -47,9 +47,9 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class PageStore:
     """Reader and writer of one rank's heads and layers of pages in storage, with one object per page.
 
-    A page's bytes do not depend on CP, so replicas share objects if they divide heads and layers alike. Page keys
-    depend on the salt, so tenants share nothing. Each call returns one flag per page and adds to ``failures``. No call
-    to storage starts after ``until_s``, a ``time.monotonic`` time.
+    A page's bytes do not depend on CP, so replicas that divide heads and layers alike share objects. Page keys depend
+    on the salt, so requests with different salts share nothing. Each call returns one flag per page and adds to
+    ``failures``. No call to storage starts after ``until_s``, a ``time.monotonic`` time.
     """
 
     def __init__(self, backend: StorageBackend, record: RankRecord, weights: str) -> None:
@@ -100,7 +100,7 @@ class PageStore:
         return self._backend.figures()
 
     def stop(self) -> None:
-        """Start no further calls to storage. Safe to call from any thread."""
+        """Prevent further calls to storage. Safe to call from any thread."""
         self._is_stopping = True
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class PageStore:
         until_s: float,
         failures: Counter[str],
     ) -> list[bool]:
-        """Call ``use`` for a batch unless it is too late. An error of the call fails all pages."""
+        """Call ``use`` for a batch unless it is too late. A StorageError fails all pages of the batch."""
         if self._is_stopping or time.monotonic() >= until_s:
             failures["late"] += len(batch)
             return [False] * len(batch)
@@ -138,7 +138,7 @@ class PageStore:
 
     def _header(self, page: TierPage, data: memoryview) -> bytes:
         """Return the header of a page's object: MessagePack, padded with zeros."""
-        # The digest detects accidents, not attacks.
+        # The digest detects accidental changes, not attacks.
         header = _Header(namespace=self._namespace, key=page.key, shard=self._shard, digest=xxh3_128_digest(data))
         return msgspec.msgpack.encode(header).ljust(HEADER_BYTES, b"\0")
 

@@ -24,7 +24,7 @@ def make_storage(config: StorageConfig, host: str) -> StorageBackend | None:
     """Return the configured backend, or None. ``host`` is this process's address for peers.
 
     Raises:
-        UserError: the configuration is wrong. Unavailable storage does not raise.
+        UserError: the configuration is wrong. Unavailable storage is not an error.
     """
     maker = MAKERS.get(config.backend)
     return OpeningStorage(partial(maker, config, host)) if maker else None

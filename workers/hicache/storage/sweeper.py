@@ -75,7 +75,7 @@ class Sweeper:
         self._due.set()
 
     def sweep(self) -> None:
-        """Remove objects until the folder is below its limit. Do nothing while another process sweeps."""
+        """Remove objects until the folder is below its limit. Wait while another process sweeps."""
         try:
             lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
             try:
