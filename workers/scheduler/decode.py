@@ -1,8 +1,9 @@
 """Decode leader: from Submit to the last token. Sans I/O.
 
-A request waits for pages, and sends prefill a ticket for them. It joins the running batch when the Result and every
-Done agree and the ranks have checked any digests, and frees its pages only when nothing can write to them any more. A
-request without prefill joins as soon as it has pages. So do further choices, which share the first choice's pages.
+A request waits for pages, and prefill gets a ticket for them. The request joins the running batch when the Result and
+every Done agree and the ranks have checked any digests. Its pages are freed only when nothing can write to them any
+more. A request without prefill joins as soon as it has pages, and so do further choices, which share the first
+choice's pages.
 """
 
 from collections import deque
@@ -235,7 +236,7 @@ class DecodeLeader(DpLeader):
             self._end(request, "nothing writes to its pages any more")
 
     def _verify(self, request: DecodeRequest, session: ReceiverSession) -> None:
-        """Start the request, or first ask the ranks that digests name to compare their pages with them."""
+        """Start decoding. If there are digests, first ask the ranks that they name to compare their pages."""
         if not session.digests:
             self._begin_decoding(request, session)
             return
@@ -291,7 +292,7 @@ class DecodeLeader(DpLeader):
         )
 
     def _emit_first(self, request: DecodeRequest, output: Output) -> None:
-        """Send a request's first token. It may be the last, so other choices take their share of its pages first."""
+        """Send a request's first token. It may also be the last, so other choices first get the pages they share."""
         request.has_prompt = True
         for choice in self._queue.end_wait(request.room):
             self._queue.add(choice, self._now_s)
@@ -326,7 +327,7 @@ class DecodeLeader(DpLeader):
                 self.report_ended(inquire.sender, room)
 
     def _stop(self, request: DecodeRequest, reason: str) -> None:
-        """End a request, or revoke its ticket; its pages are freed once prefill can no longer write to them."""
+        """End a request, or revoke its ticket so that its pages are freed once prefill can no longer write to them."""
         if request.state is DecodeState.QUEUED:
             self._queue.remove(request)
             self._end(request, reason)
@@ -370,7 +371,7 @@ class DecodeLeader(DpLeader):
         """Remember that a room has ended, and fail the choices that wait for its prompt."""
         self.ended.add(room, event)
         for choice in self._queue.end_wait(room):
-            reason = f"the choice that computes its prompt ended: {event}"
+            reason = f"the first choice, which shares its prompt with this one, ended: {event}"
             self._fail(choice, reason, retryable=True, blame=Blame.NEITHER)
 
     def _end(self, request: DecodeRequest, event: str) -> None:

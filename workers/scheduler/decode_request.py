@@ -1,4 +1,4 @@
-"""Requests in a decode leader: states, transfer session, quarantine of stopped requests' pages, and their queue.
+"""Requests in a decode leader: their states, transfer sessions and queue, and the quarantine of their pages.
 
 A request whose prompt is computed by this replica gets its pages from the step scheduler, which also uses the tiers.
 It leaves the queue when enough pages are free. These pages stay reserved until the request has them. Sans I/O.
@@ -23,20 +23,20 @@ from workers.scheduler.sequence import TokenSequence, Waiting
 from workers.scheduler.step_scheduler import StepScheduler
 
 QUARANTINE_LIMIT = 0.25
-"""Share of the pool in quarantine above which a replica drains and restarts. Below it, a restart would cost more."""
+"""Share of the pool in quarantine above which a replica drains and restarts. Below it, a restart is not worthwhile."""
 
 
 class DecodeState(Enum):
     QUEUED = "queued"
-    """Waiting because too few pages are free or the first choice does not have the prompt yet."""
+    """Waiting for free pages, for pages from storage, or for the first choice, which does not have the prompt yet."""
     RECEIVING = "receiving"
-    """Ticket made, and sent once no step under way can write to its pages. Prefill may write to them after that."""
+    """Pages allocated. Once no step under way can write to them, the ticket is sent, and prefill may write to them."""
     VERIFYING = "verifying"
-    """Received. The ranks that digests name compare their pages with them."""
+    """Pages received. The ranks named in the digests compare their pages with the digests."""
     STOPPING = "stopping"
     """Failed or cancelled. Pages are held until prefill can no longer write to them."""
     RUNNING = "running"
-    """Handed to the step scheduler, where it may still wait for pages."""
+    """Passed to the step scheduler, where the request may still wait for pages."""
     ENDED = "ended"
     """Ended. Holds no pages."""
 
@@ -73,7 +73,7 @@ class DecodeSettings:
 
     @property
     def page_bytes(self) -> list[int]:
-        """Return the bytes per page by lifetime, over the DP rank's ranks. Ranks with the same heads count once."""
+        """Return the bytes per page by lifetime, summed over the DP rank. Ranks with the same heads count only once."""
         own = [record.layout for record in self.records if record.coords.dp == self.dp_rank]
         lifetimes = range(own[0].num_lifetimes)
         return [
@@ -107,7 +107,7 @@ class DecodeRequest(TokenSequence):
 
     def prompt_keys(self, page_size: int) -> list[bytes]:
         """Return the keys of the prompt pages that can be found in the cache."""
-        # Computing a prompt here requires the logits of its last token.
+        # If this replica computes the prompt, the last token is always computed, for its logits.
         num_cacheable = len(self.submit.prompt_ids) - (self.submit.prefill is None)
         return self.keys_of(num_cacheable, page_size)
 
@@ -174,9 +174,9 @@ def all_wait(requests: Iterable[DecodeRequest], scheduler: StepScheduler) -> boo
 
 
 def describe(requests: Sequence[DecodeRequest], num_pages: int, limit: float) -> str:
-    """Return why these requests end the replica: they hold too many pages, or pages that all others wait for."""
+    """Return why these requests end the replica: too many pages are in quarantine, or all other requests wait."""
     is_beyond = count_pages(requests) > limit * num_pages
-    reason = f"more than {limit:.0%} of the pool" if is_beyond else "which a request waits for"
+    reason = f"more than {limit:.0%} of the pool" if is_beyond else "and a request is waiting for them"
     names = ", ".join(sorted({request.session.prefill.replica for request in requests if request.session}))
     return (
         f"{count_pages(requests)} of {num_pages} pages are in quarantine, {reason}: "
@@ -248,7 +248,7 @@ class DecodeQueue:
                 del self._choices[awaited]
 
     def grant(self, now_s: float) -> list[DecodeRequest]:
-        """Give pages to the requests that can start; remove and return them.
+        """Give pages to the requests that can start. Remove these requests from the queue and return them.
 
         Sequences that wait in the step scheduler take precedence. Other requests may overtake one that does not fit, as
         long as the oldest request does not starve.
@@ -298,14 +298,14 @@ class DecodeQueue:
             return None
         held = self._seen(request, shared or self._allocator.find(self._keys(request)))
         demands = self._demands(request, held)
-        # Checked first, since it is cheaper than asking the allocator.
+        # This check comes first, since it is cheaper than asking the allocator.
         if _total(demands) > space.num_free:
             return None
         promised = (self._num_promised, 0)
         return held if self._allocator.can_allocate([*demands, promised], live_pages(held)) else None
 
     def _give_pages(self, request: DecodeRequest, held: PageLists) -> None:
-        """Allocate a request's pages, or promise them to it if the step scheduler will allocate them."""
+        """Allocate a request's pages, or reserve them if the step scheduler will allocate them."""
         if request.submit.prefill is None and not self._shared_pages(request):
             self._promised[request.room] = self._count_new(request)
             return

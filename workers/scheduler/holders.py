@@ -1,8 +1,8 @@
 """Sequences that hold pages and sequences that wait for them. Sans I/O.
 
-A waiting sequence starts after the cached pages of its prefix as soon as pages for the rest are free, and grows one
-page at a time. If the pool runs out of pages, the least urgent and latest sequence is preempted. KV that is not cached
-is then computed again, which does not change the output.
+A waiting sequence starts as soon as pages are free for everything after its cached prefix, and then grows one page at a
+time. If the pool runs out of pages, the latest of the least urgent sequences is preempted. Its KV that is not cached is
+then computed again, which does not change the output.
 """
 
 from dataclasses import replace
@@ -105,7 +105,7 @@ class PageHolders:
     def start(self, sequence: TokenSequence, *, is_alone: bool = False) -> bool:
         """Give a waiting sequence its pages. Return False if that is impossible or the pages must be loaded first.
 
-        If the sequence is alone in the next step, that step starts during the load, since it delays no other sequence.
+        If the sequence is alone in the next step, that step starts during the load, since no other sequence is delayed.
         """
         if not self.can_start(sequence):
             return False
@@ -154,7 +154,7 @@ class PageHolders:
 
     def note_sampled(self, sequence: TokenSequence) -> None:
         """End the sequence's layerwise load, if any. A token was sampled, so every rank has read the loaded pages."""
-        assert not sequence.waits_for_load, f"room {sequence.room} was computed before its pages were loaded"
+        assert not sequence.waits_for_load, f"room {sequence.room}: computed before its pages were loaded"
         if sequence.kv.load is not None:
             sequence.kv.load = None
             self.put_into_cache(sequence)
@@ -269,7 +269,7 @@ class PageHolders:
             self._wait_again(sequence)
 
     def _preempt(self, sequence: TokenSequence) -> None:
-        assert sequence.destination is None, f"room {sequence.room} is being sent and cannot be preempted"
+        assert sequence.destination is None, f"room {sequence.room}: preempted while its KV is being sent"
         self._wait_again(sequence)
         self.num_preemptions += 1
 

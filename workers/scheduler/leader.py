@@ -62,9 +62,9 @@ class DpLeader(ABC):
         """Time of the current event."""
         self._inquire_at_s = 0.0
         self.num_taken = 0
-        """Number of requests accepted since the start."""
+        """Number of requests accepted since startup."""
         self.draining = False
-        """True while routers are asked to send no new requests. Requests in flight are still accepted."""
+        """True while routers are asked not to send new requests. Requests in flight are still accepted."""
         self._newest_command: dict[tuple[ReplicaId, Incarnation], int] = {}
         """Newest command number by router."""
         self.ended = Tombstones()
@@ -248,7 +248,7 @@ class DpLeader(ABC):
 
 
 class Tombstones:
-    """Memory of recently ended rooms, so that late messages cannot revive them."""
+    """Record of recently ended rooms, so that late messages cannot revive them."""
 
     def __init__(self) -> None:
         self._rooms: OrderedDict[Room, str] = OrderedDict()

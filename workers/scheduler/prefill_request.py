@@ -14,16 +14,16 @@ from workers.cache.page_allocator import live_pages
 from workers.scheduler.sequence import TokenSequence
 
 TICKET_TIMEOUT_S = 30.0
-"""Maximum time that a ticket waits for its request, which the router sends together with decode's."""
+"""Maximum time that a ticket waits for its request, which the router sends at the same time as decode's."""
 
 
 class PrefillState(Enum):
     QUEUED = "queued"
     """Waiting for a ticket, decode's records, or pages from storage. Holds no pages."""
     SCHEDULED = "scheduled"
-    """Held by the step scheduler, with a ticket. Ranks send the pages of each computed chunk."""
+    """Passed to the step scheduler, with a ticket. Ranks send the pages of each computed chunk."""
     SENDING = "sending"
-    """Computed, and the Result is sent. Pages are held until every rank has sent its part."""
+    """Computed, and the Result has been sent. Pages are held until every rank has sent its part."""
     STOPPING = "stopping"
     """Failed, cancelled or revoked. Pages are held until every rank has stopped sending."""
     ENDED = "ended"
@@ -73,7 +73,7 @@ class PrefillRequest(TokenSequence):
 
 
 def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled, now_s: float) -> Result:
-    """Return the first token, and the total numbers of pages and bytes that the ranks send."""
+    """Return the Result: the first token, and the total numbers of pages and bytes that the ranks send."""
     record, destination = settings.record, request.destination
     assert destination is not None
     coords = [coords_of(rank, record.sizes) for rank in range(world_size(record.sizes))]
@@ -106,7 +106,7 @@ def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled
 
 
 def drained(me: Peer, asked: Revoke | Ticket) -> Drained:
-    """Return the confirmation that nothing more is written for a ticket."""
+    """Return the confirmation that nothing more will be written for a ticket."""
     return Drained(
         room=asked.room,
         prefill=me,

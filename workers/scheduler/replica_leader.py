@@ -38,7 +38,7 @@ class ReplicaLeader:
 
         Args:
             depth: maximum number of steps under way.
-            num_ahead: maximum number of steps that a rank may start before earlier steps have ended there.
+            num_ahead: maximum number of earlier steps that may still be under way on a rank when it starts a step.
         """
         assert len(leaders) == sizes.dp, f"{len(leaders)} leaders for dp = {sizes.dp}"
         self._leaders, self._sizes, self._depth, self._policy = leaders, sizes, depth, policy
@@ -94,7 +94,7 @@ class ReplicaLeader:
 
     @property
     def must_end(self) -> str:
-        """Return why this replica must end once the other leaders are idle. Empty if it need not end."""
+        """Return why this replica must end. Empty if it need not end, or while another DP rank's leader has work."""
         reasons = [leader.must_end for leader in self._leaders if leader.must_end]
         has_work = any(not leader.must_end and not leader.is_idle() for leader in self._leaders)
         return "" if has_work else "; ".join(reasons)
@@ -170,7 +170,7 @@ class ReplicaLeader:
         wanted = None
         if isinstance(message, Submit):
             if message.prompt_of is not None:
-                # It shares the pages of another choice.
+                # The request shares the pages of another choice.
                 return self._dp_ranks.get(message.prompt_of, message.prompt_of % len(self._leaders))
             wanted = message.dp_rank
         elif isinstance(message, Ticket):
@@ -186,7 +186,7 @@ class ReplicaLeader:
         return work.index(min(work))
 
     def _numbered(self, dp_rank: int, address: str, message: Message) -> Message:
-        """Renumber a leader's cache reports. A router gets one stream, which restarts when the first leader's does."""
+        """Renumber cache reports. A router gets one stream, which restarts when the first leader's stream does."""
         if not isinstance(message, KvEvents):
             return message
         begins = dp_rank == 0 and message.number == 0
@@ -196,7 +196,7 @@ class ReplicaLeader:
 
 
 def _combined(one: CommandResult, other: CommandResult) -> CommandResult:
-    """Combine two DP ranks' results of one command. All ranks accept it, or refuse it for the same reason."""
+    """Combine two DP ranks' results of one command. All accept the command, or refuse it for the same reason."""
     return replace(one, refusal=one.refusal or other.refusal, num_pinned=max(one.num_pinned, other.num_pinned))
 
 

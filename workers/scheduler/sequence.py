@@ -31,7 +31,7 @@ class PageLoad:
 
 @dataclass(slots=True, eq=False)
 class KvState:
-    """Pages of a sequence, and how much KV they hold. A preempted sequence loses them."""
+    """Pages of a sequence, and how much KV they hold. A preempted sequence loses its pages."""
 
     pages: PageLists = field(default_factory=list)
     """Pages by lifetime. Empty while the sequence waits for pages."""
@@ -84,7 +84,7 @@ class TokenSequence:
     arrival_number: int = 0
     """Arrival number in the queue or the step scheduler that holds the sequence."""
     first_step: int = 0
-    """Number of the newest step at the time when the step scheduler got the sequence."""
+    """Number of the newest step when the sequence was added to the step scheduler."""
     uses_host: bool = True
     """True if the sequence may load pages from host memory. False after a failed load."""
 

@@ -32,7 +32,7 @@ class Precedence(NamedTuple):
 def precedence(
     *, priority: int, arrival_number: int, prefix_len: int, pending_len: int, chunk_tokens: int, age_steps: int = 0
 ) -> Precedence:
-    """Order a sequence by priority, then by least work, then by longest prefix within a window, then by arrival.
+    """Return a sequence's precedence: by priority, then least work, then longest prefix within a window, then arrival.
 
     Work counts as the logarithm of the number of steps, so that sequences of similar length keep their order. A long
     prompt moves up as it is computed and as it waits: by one class for each doubling of its age relative to its number
@@ -54,14 +54,14 @@ class Budget:
     def __init__(
         self, num_tokens: int, max_requests: int, chunk: ChunkLen, max_context_tokens: int | None = None
     ) -> None:
-        """Create a budget. ``max_context_tokens`` limits the tokens of several requests, including their prefixes."""
+        """Create a budget. ``max_context_tokens`` limits a step of several requests, including their prefixes."""
         self._num_left = num_tokens
         self._context_left = max_context_tokens
         self._time_left = 1.0
         self._max_requests = max_requests
         self._chunk = chunk
         self.granted: dict[Room, int] = {}
-        """Tokens by scheduled request, in the order of their first grants."""
+        """Number of tokens by scheduled request, in the order of the requests' first grants."""
 
     def is_open(self, room: Room) -> bool:
         """Return whether the step can grant the room more tokens."""
@@ -69,7 +69,7 @@ class Budget:
         return has_slot and self._num_left > 0 and self._time_left > 0
 
     def grant(self, room: Room, prefix_len: int, num_tokens: int) -> None:
-        """Raise a room's tokens to ``num_tokens``, or as far as the budget allows."""
+        """Raise a room's number of tokens to ``num_tokens``, or as far as the budget allows."""
         chunk = self._chunk(prefix_len)
         count = min(num_tokens - self.granted.get(room, 0), int(self._time_left * chunk + _ROUNDING))
         self._add(room, prefix_len, count, chunk)

@@ -1,7 +1,7 @@
 """Step scheduling by continuous batching over one page pool. Sans I/O. Serves both roles.
 
 A plan is made in phases: streams, which decode one token each; then the oldest sequences; then the others by priority.
-``holders`` has the sequences and their pages, ``precedences`` the priorities.
+``holders`` tracks the sequences and their pages, and ``step_budget`` defines their order and the budget of a step.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class StepLimits:
     chunk_tokens: int
     max_requests: int
     oldest_share: float = 0.25
-    """Share of a step's time reserved for the oldest sequences, which others delay at most fourfold."""
+    """Share of a step's time reserved for the oldest sequences, which others can therefore delay at most fourfold."""
     depth: int = 1
     """Maximum number of steps under way. Each pipeline stage computes a different step."""
     max_context_tokens: int | None = None
@@ -70,7 +70,7 @@ class StepScheduler:
         chunk: ChunkLen | None = None,
         tiers: Tiers | None = None,
     ) -> None:
-        """Create a scheduler. ``chunk`` returns a full step's tokens after a prefix; the default is the limit."""
+        """Create a scheduler. ``chunk`` returns how many tokens fill a step after a prefix, by default the limit."""
         self.holders = PageHolders(allocator, limits.page_size, tiers)
         self._limits = limits
         self._choose = choose
@@ -84,7 +84,7 @@ class StepScheduler:
         return len(self.holders.waiting)
 
     def has_work(self) -> bool:
-        """Return whether the next plan would compute anything. Releases alone can wait."""
+        """Return whether the next plan would compute anything. Releases alone can wait for a later step."""
         holders = self.holders
         if self.num_under_way == self._limits.depth:
             return False
@@ -184,7 +184,7 @@ class StepScheduler:
 
     @property
     def _oldest_share(self) -> float:
-        """Return the oldest sequences' share of this step. If long prompts do not all fit, steps alternate."""
+        """Return the oldest sequences' share of this step. It alternates if a context limit may exclude prompts."""
         share = self._limits.oldest_share
         if self._limits.max_context_tokens is None:
             return share

@@ -89,7 +89,7 @@ def test_a_choice_waits_for_a_missing_first_choice_for_a_limited_time() -> None:
     assert not pair.decode.is_idle()
     inquire = Inquire(rooms=[choice.room], sender=ME, incarnation=Incarnation(1))
     failures = [said for said in pair.deliver(Role.DECODE, inquire) if isinstance(said, Failure)]
-    assert any("choice that computes its prompt ended: the request never arrived" in said.reason for said in failures)
+    assert any("shares its prompt with this one, ended: the request never arrived" in said.reason for said in failures)
     assert {said.blame for said in failures} == {Blame.NEITHER}
     assert pair.decode.is_idle()
 
@@ -105,7 +105,7 @@ def test_choices_fail_with_the_one_that_was_to_bring_the_prompt() -> None:
         if isinstance(said, Failure)
     )
     assert failure.room == second.room
-    assert failure.reason == "the choice that computes its prompt ended: the request was cancelled"
+    assert failure.reason == "the first choice, which shares its prompt with this one, ended: the request was cancelled"
 
 
 def command(number: int, wanted: Wanted, *, of: int = 1, router: int = 1) -> Command:

@@ -151,7 +151,7 @@ def test_too_much_quarantine_ends_the_replica_when_idle() -> None:
     ("cancelled_pages", "reason"),
     [
         (3, "3 of 10 pages are in quarantine, more than 25% of the pool: "),
-        (2, "2 of 10 pages are in quarantine, which a request waits for: "),
+        (2, "2 of 10 pages are in quarantine, and a request is waiting for them: "),
     ],
 )
 def test_requests_that_wait_for_pages_in_quarantine_do_not_keep_the_replica(cancelled_pages: int, reason: str) -> None:
