@@ -39,7 +39,7 @@ class PagePair(NamedTuple):
 def receivers(
     mode: TransferMode, coords: RankCoords, sizes: AxisSizes, decode_ranks: Sequence[RankRecord]
 ) -> list[RankRecord]:
-    """Return the decode ranks to which a prefill rank sends KV, before it sends a Done."""
+    """Return the decode ranks to which a prefill rank sends KV and then a Done."""
     if mode is TransferMode.RANK0 and coords.cp != 0:
         return []
     return [rank for rank in decode_ranks if sent_groups(coords, sizes, rank)]
@@ -89,7 +89,7 @@ class PageShare:
         return PageShare(num_copies, frozenset(record.coords.tp % num_copies for record in ranks))
 
     def has(self, page: int) -> bool:
-        """Return whether the page with this id in decode is sent."""
+        """Return whether the page with this id in the decode replica's pools is sent."""
         return page % self.num_copies in self.remainders
 
     def count(self, pages: Sequence[int]) -> int:

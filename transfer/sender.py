@@ -84,7 +84,7 @@ class SenderSession:
         """Number of owned pages that are complete, including pages that this rank does not send."""
         self._num_handed = 0
         self.saw_last_chunk = False
-        """True once the entire prompt is computed."""
+        """True once the entire prompt has been computed."""
 
     @property
     def is_over(self) -> bool:

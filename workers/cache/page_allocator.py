@@ -88,7 +88,7 @@ class Lifetimes:
 
         Args:
             num_known: number of leading pages that are known to exist.
-            has: returns whether a page exists. Called only for other pages.
+            has: returns whether the page with a key exists. Not called for the known pages.
         """
         num_pages = next((at for at in range(num_known, len(keys)) if not has(keys[at])), len(keys))
         lifetime = 1
@@ -101,7 +101,7 @@ class Lifetimes:
         return num_pages
 
     def can_continue(self, pages: Sequence[Sequence[int]]) -> bool:
-        """Return whether all pages that the token after these full pages can see are present."""
+        """Return whether these full pages include all pages that the next token can see."""
         firsts = self.first_pages(len(pages[0]) * self.page_size)
         return all(NO_PAGE not in ids[first:] for ids, first in zip(pages, firsts, strict=True))
 
@@ -310,7 +310,7 @@ class PageAllocator:
         free = [page for pages in self._free for page in pages]
         assert not any(self.is_cached(page) or page in self._held for page in free), "a free page is in use"
         for owner, pages in enumerate(self._free):
-            assert all(page % self._num_owners == owner for page in pages), f"owner {owner} has a page of another"
+            assert all(page % self._num_owners == owner for page in pages), f"owner {owner} has a page of another owner"
         total = len(free) + len(self._held) + self.num_cached
         assert total == self.num_pages, f"free, held and cached pages are {total}, not {self.num_pages}"
 

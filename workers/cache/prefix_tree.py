@@ -162,7 +162,7 @@ class PrefixTree:
         return True
 
     def num_own(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> int:
-        """Return how many leading pages the tree has or could insert. The first ``first`` must be in the tree."""
+        """Return how many leading pages the tree has or could insert. The first ``first`` pages must be in it."""
         num_pages = min(len(keys), len(pages))
         for number in range(first, num_pages):
             node = self._by_key.get(keys[number])

@@ -41,7 +41,7 @@ class LocalLink:
         self.num_ahead = leader.num_ahead
         """Maximum number of earlier steps that may still be under way when a step starts."""
         self.load = ReplicaLoad()
-        """Load that heartbeats report. Replaced as a whole, since another thread reads it."""
+        """Load to report in heartbeats. It is replaced as a whole, since another thread reads it."""
         self.hurry: Callable[[], None] = lambda: None
         """Callback that sends the next heartbeat immediately."""
         self._leader, self._rank, self._dp_rank = leader, rank, spec.coords.dp

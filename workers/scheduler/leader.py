@@ -141,7 +141,7 @@ class DpLeader(ABC):
             self.tiers.prefetcher.forget(room, self._now_s)
 
     def on_other(self, message: Message) -> None:
-        """Handle a message that does not depend on the role. Drop any other message."""
+        """Handle a message that both roles handle alike. Drop any other message."""
         match message:
             case Drain() | Resume():
                 self.draining = isinstance(message, Drain)

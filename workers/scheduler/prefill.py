@@ -191,7 +191,7 @@ class PrefillLeader(DpLeader):
                 self._stop(request, "the request's router is gone")
 
     def _start_if_ready(self, request: PrefillRequest) -> None:
-        """Pass a request to the step scheduler once its ticket, its stored pages and decode's records are here."""
+        """Pass a request to the step scheduler once its ticket, its stored pages and decode's records are available."""
         ticket = request.ticket
         if request.state is not PrefillState.QUEUED or ticket is None:
             return

@@ -155,7 +155,7 @@ class ReplicaLeader:
 
     def _dp_rank_of(self, room: Room, message: Message) -> int:
         """Return a room's DP rank. A new room goes to the rank that its request asks for or that the policy picks. If
-        another message arrives before the request, the room's number decides.
+        another message arrives before the request, the room's id decides.
         """
         if room not in self._dp_ranks:
             self._dp_ranks[room] = self._new_dp_rank(room, message)

@@ -16,7 +16,7 @@ from workers.cache.page_allocator import PageLists
 LOOKAHEAD = 256
 """Maximum number of sequences examined per step."""
 _UNKNOWN = 0
-"""Placeholder for a token that is not sampled yet."""
+"""Placeholder for a token that has not been sampled yet."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +117,7 @@ class TokenSequence:
 
     @property
     def waits_for_load(self) -> bool:
-        """Return whether the sequence waits for a complete load."""
+        """Return whether the sequence must wait until all its pages are loaded."""
         return self.kv.load is not None and not self.kv.load.is_layerwise
 
     @property

@@ -54,7 +54,7 @@ class Budget:
     def __init__(
         self, num_tokens: int, max_requests: int, chunk: ChunkLen, max_context_tokens: int | None = None
     ) -> None:
-        """Create a budget. ``max_context_tokens`` limits a step of several requests, including their prefixes."""
+        """Create a budget. ``max_context_tokens`` limits a step with several requests and counts their prefixes."""
         self._num_left = num_tokens
         self._context_left = max_context_tokens
         self._time_left = 1.0

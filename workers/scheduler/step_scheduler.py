@@ -76,7 +76,7 @@ class StepScheduler:
         self._choose = choose
         self._chunk = chunk or (lambda _prefix_len: limits.chunk_tokens)
         self.num_under_way = 0
-        """Number of plans that are not committed yet."""
+        """Number of plans that have not been committed yet."""
         self._step = 0
 
     @property
@@ -184,7 +184,7 @@ class StepScheduler:
 
     @property
     def _oldest_share(self) -> float:
-        """Return the oldest sequences' share of this step. It alternates if a context limit may exclude prompts."""
+        """Return the oldest sequences' share of this step. With a context limit, it is larger in every other step."""
         share = self._limits.oldest_share
         if self._limits.max_context_tokens is None:
             return share

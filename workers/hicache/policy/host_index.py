@@ -15,7 +15,7 @@ from workers.cache.prefix_tree import PageJournal
 from workers.hicache.policy.pins import Pins
 
 NEVER_S = -inf
-"""Value of ``stored_s`` for a page that may not be in storage."""
+"""Value of ``stored_s`` for a page that might not be in storage."""
 STORING_S = inf
 """Value of ``stored_s`` for a page that is being written to storage."""
 

@@ -56,7 +56,7 @@ class HostWriter:
                     self._waiting.append(key)
 
     def note_pinned(self, keys: Sequence[bytes]) -> None:
-        """Queue those of the pages that are pinned and exist only on the device."""
+        """Queue the pinned pages among ``keys`` that exist only on the device."""
         if self._host.pins:
             self._waiting += [key for key in self._only_on_device(keys) if key in self._host.pins]
 

@@ -176,7 +176,7 @@ def _read(file: io.FileIO, item: StorageObject) -> Read:
 
 
 def _renew(file: int | Path, depth: int) -> None:
-    """Update a file's time of use. Earlier pages of a prompt get later times, although they are read first."""
+    """Update a file's time of last use. Earlier pages of a prompt get later times, although they are read first."""
     used_s = time.time() - depth * _DEPTH_S
     with contextlib.suppress(OSError):  # readers may lack permission
         os.utime(file, times=(used_s, used_s))

@@ -1,4 +1,4 @@
-"""Factory of storage backends, which are opened on a thread."""
+"""Factory of storage backends, which are opened on a separate thread."""
 
 import logging
 import threading
@@ -31,7 +31,7 @@ def make_storage(config: StorageConfig, host: str) -> StorageBackend | None:
 
 
 class OpeningStorage:
-    """Storage backend that opens another backend on a thread. Calls fail until it is open, which may take minutes.
+    """Storage backend that opens another one on a separate thread. Calls fail until it is open, which may take minutes.
 
     A call after a failed attempt starts a new attempt, so the leader's breaker limits the rate of attempts.
     """
@@ -48,7 +48,7 @@ class OpeningStorage:
         self._is_closed = False
         self._attempt = self._start()
         wait([self._attempt], _FIRST_S)
-        error = self._attempt.exception() if self._attempt.done() else "opening is in progress"
+        error = self._attempt.exception() if self._attempt.done() else "it is still being opened"
         if isinstance(error, UserError):
             raise error
         if error is not None:

@@ -16,7 +16,7 @@ LOCK = ".lock"
 _KEEP = 0.9
 """Fraction of the limit that a sweep leaves in use."""
 _BETWEEN_SWEEPS = 64
-"""A process sweeps each time it has written the size limit divided by this number."""
+"""Number of sweeps that a process makes while it writes as many bytes as the size limit."""
 _EVERY_S = 600.0
 """Maximum time between two sweeps."""
 _ABANDONED_S = 600.0
@@ -108,7 +108,7 @@ class Sweeper:
         for path in self._folder.glob("*/*/*"):
             if not path.name.startswith((path.parent.name, UNFINISHED)):
                 continue
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # removed in the meantime
                 stat = path.lstat()
                 # The modification time is the time of use. Only the change time shows when a file was last written.
                 if path.name.startswith(UNFINISHED) and stat.st_ctime < abandoned_s:
@@ -125,7 +125,7 @@ class Sweeper:
         for _, size, path in sorted(objects):
             if evicted_bytes >= num_bytes:
                 break
-            with contextlib.suppress(OSError):  # removed meanwhile, or owned by another user
+            with contextlib.suppress(OSError):  # removed in the meantime, or owned by another user
                 path.unlink()
                 evicted_bytes += size
                 self.num_evicted += 1
