@@ -109,7 +109,7 @@ class _Saboteur:
         real = BegunStep.wait
 
         def wait(step: BegunStep) -> dict[Room, Sampled]:
-            if self._takes(Fault.HANG, "the end of a step: awaited for ever"):
+            if self._takes(Fault.HANG, "the end of a step: never arrives"):
                 threading.Event().wait()
             return real(step)
 
@@ -124,7 +124,7 @@ class _Saboteur:
         if self._takes(Fault.TRUNCATE, f"{what}: half of the last span left out"):
             last = spans[-1]
             spans = [*spans[:-1], last._replace(num_bytes=last.num_bytes // 2)]
-        if self._takes(Fault.DELAY, f"{what}: {DELAY_S:g} s later"):
+        if self._takes(Fault.DELAY, f"{what}: delayed by {DELAY_S:g} s"):
             time.sleep(DELAY_S)
         write(source, target, spans)
         if self._takes(Fault.FLIP, f"{what}: one bit changed"):

@@ -67,9 +67,9 @@ def lose_host(cluster: RunningCluster, victim: str, crowd: Crowd, probe: Stream)
             assert all(state_of(pid) not in (GONE, "T") for pid in pids), "they are awake"
         ended_s = _wait_ended(cluster, victim, listened)
     cluster.wait_until(lambda: all(state_of(pid) == GONE for pid in pids), GONE_S)
-    proof += f"; {'; '.join(still)}, awake after {recovery_s:.1f} s, ended {ended_s:.1f} s after the cut"
+    proof += f"; {'; '.join(still)}, resumed after {recovery_s:.1f} s, exited {ended_s:.1f} s after the cut ended"
     _assert_serves_at_home(cluster, victim, Stream(probe.num_tokens, probe.seed + 1, probe.prompt_len))
-    return before.line(f"lose the host of {victim}, which wakes up later", crowd, proof, detection_s, recovery_s)
+    return before.line(f"lose the host of {victim}, which resumes later", crowd, proof, detection_s, recovery_s)
 
 
 def _wait_ended(cluster: RunningCluster, victim: str, listened: Sequence[str]) -> float:

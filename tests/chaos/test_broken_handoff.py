@@ -102,8 +102,8 @@ def test_pages_of_an_interrupted_handoff_stay_quarantined_until_its_bytes_arrive
     assert free_s > handoff.gave_up_s + settle_s()
     proof = (
         f"{handoff.proof}; Mooncake gave up after {handoff.gave_up_s:.1f} s, {sum(handoff.late.values())} bytes were "
-        f"still in the kernel and gone after {handoff.came_s:.1f} s, by {handoff.num_whole} of {len(handoff.late)} "
-        f"connections acknowledged to the end; {PAGES} pages were in quarantine "
+        f"still in the kernel and had left it after {handoff.came_s:.1f} s; {handoff.num_whole} of {len(handoff.late)} "
+        f"connections acknowledged all of theirs; {PAGES} pages were in quarantine "
         f"after {quarantined_s:.1f} s and free after {free_s:.1f} s"
     )
     everybody = Crowd(cluster.url, [handoff.stream, *crowd.streams])

@@ -82,7 +82,7 @@ def test_the_driver_is_killed() -> None:
     ends = [stream.end for stream in crowd.streams]
     assert crowd.count("failed") > 0, ends
     assert crowd.count("failed") + crowd.count("right") == CLIENTS, ends
-    write_line("kill the driver", port, crowd, f"{proof}, and so is all that it had started", fault_s, gone_s)
+    write_line("kill the driver", port, crowd, f"{proof}, and so is everything it had started", fault_s, gone_s)
 
 
 def test_the_driver_is_asked_to_stop() -> None:
@@ -95,5 +95,7 @@ def test_the_driver_is_asked_to_stop() -> None:
         assert "drained: stopping" in cluster.terminal.output
     gone_s = time.monotonic() - fault_s
     assert crowd.count("right") == CLIENTS, [stream.end for stream in crowd.streams]
-    proof = f"SIGTERM: process {cluster.terminal.pid} (driver) drained and ended with 0, with all that it had started"
+    proof = (
+        f"SIGTERM: process {cluster.terminal.pid} (driver) drained and exited with code 0; all it had started is gone"
+    )
     write_line("SIGTERM to the driver", port, crowd, proof, fault_s, gone_s)

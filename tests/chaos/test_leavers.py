@@ -123,7 +123,7 @@ def test_clients_disconnect_in_five_phases(cluster: RunningCluster, folder: Path
             leave(seed + 20 + number)
     everybody = Crowd(cluster.url, streams)
     left = ", ".join(f"{len(counts)} {phase}" for phase, counts in leaving.num_tokens.items())
-    line = before.line("clients leave", everybody, f"left: {left}", None, None)
+    line = before.line("clients disconnect", everybody, f"disconnected: {left}", None, None)
     assert_all_right(cluster, line, everybody)
     had_tokens = {phase: all(counts) for phase, counts in leaving.num_tokens.items() if any(counts)}
     assert (len(leaving.num_tokens), had_tokens) == (5, {"in decode": True}), leaving.num_tokens

@@ -83,7 +83,7 @@ def test_the_only_prefill_replica_is_killed(cluster: RunningCluster) -> None:
             assert_refused_at_once(cluster, "prefill")
     recovery_s, ends = before.wait_recovered(), [stream.end for stream in prompts.streams]
     crowd = Crowd(cluster.url, [*decoding.streams, *prompts.streams])
-    proof += f", {prompts.count('failed')} of {CLIENTS} prompts were there"
+    proof += f", {prompts.count('failed')} of {CLIENTS} prompts had been sent there and failed"
     line = before.line("kill the only prefill", crowd, proof, detection_s, recovery_s)
     assert decoding.count("right") == CLIENTS, [stream.end for stream in decoding.streams]
     assert prompts.count("failed") > 0, ends
@@ -132,7 +132,7 @@ def test_the_router_stands_still_for_twenty_seconds(cluster: RunningCluster) -> 
             detection_s = before.passed_s
             recovery_s = before.wait_recovered(is_new=False)
             time.sleep(max(0.0, 20 - before.passed_s))
-    line = before.line("SIGSTOP the router 20 s", crowd, f"{proof}, and killed", detection_s, recovery_s)
+    line = before.line("SIGSTOP the router for 20 s", crowd, f"{proof}, and was killed", detection_s, recovery_s)
     assert (line.failed, line.hung, line.leaked_pages) == (CLIENTS, 0, 0), [stream.end for stream in crowd.streams]
     assert all(stream.end in CUT_OFF for stream in crowd.streams), [stream.end for stream in crowd.streams]
     assert {name: entry["incarnation"] for name, entry in cluster.replicas().items()} == before.incarnations

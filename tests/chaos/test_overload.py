@@ -50,7 +50,7 @@ def test_more_than_decode_can_hold(cluster: RunningCluster) -> None:
     with Crowd.alike(cluster.url, number, NUM_TOKENS, seed=1500, prompt_len=PROMPT_LEN) as crowd:
         pass
     recovery_s = before.wait_recovered(is_new=False)
-    proof = f"{number} requests of {PROMPT_LEN + NUM_TOKENS} tokens at once, to a pool of {size}"
+    proof = f"{number} requests of {PROMPT_LEN + NUM_TOKENS} tokens at once, to a pool of {size} tokens"
     line = before.line(f"overload, {TIMES} times the pool", crowd, proof, None, recovery_s)
     ends = [stream.end for stream in crowd.streams]
     assert line.success + line.refused == number, ends
@@ -71,7 +71,7 @@ def test_requests_that_are_too_large(cluster: RunningCluster) -> None:
             status_of(cluster, prompt=[20, 21], n=10_000),
         ]
     recovery_s = before.wait_recovered(is_new=False)
-    asked = "a body of 65 MiB, a prompt as long as the context, an answer as long, and 10,000 choices"
+    asked = "a body of 65 MiB, a prompt as long as the context, an answer as long as the context, and 10,000 choices"
     line = before.line("oversize", crowd, f"{asked} are answered with {statuses}", None, recovery_s)
     assert statuses == [413, 400, 400, 400]
     assert (line.success, line.refused, line.hung, line.leaked_pages) == (1, 1, 0, 0)

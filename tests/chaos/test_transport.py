@@ -52,7 +52,7 @@ def test_faulty_transfers_are_detected(cluster: RunningCluster, folder: Path, fa
     if fault is Fault.REPEAT:  # the last third copy is sent with a notification that may not follow
         cluster.wait_until(lambda: num_dropped(cluster) >= dropped + 2 * TIMES - 1, TOLD_S)
     found = num_wrong_pages(cluster) - wrong
-    proof = f"{proofs(folder)[-1]}; {TIMES} times; wrong pages found: {found}"
+    proof = f"{proofs(folder)[-1]}; injected {TIMES} times; wrong pages found: {found}"
     proof += f"; notifications dropped: {num_dropped(cluster) - dropped}"
     line = before.line(f"transport: {fault}", crowd, proof, None, recovery_s)
     assert_all_right(cluster, line, crowd)

@@ -46,7 +46,7 @@ def test_a_decode_rank_that_stands_still_is_killed(cluster: RunningCluster) -> N
             detection_s = before.wait_detected()
             cluster.wait_until(lambda: state_of(pid) == GONE, RECOVERY_S)
     recovery_s = before.wait_recovered()
-    line = before.line("SIGSTOP a decode rank", crowd, f"{proof}, and killed", detection_s, recovery_s)
+    line = before.line("SIGSTOP a decode rank", crowd, f"{proof}, and was killed", detection_s, recovery_s)
     assert_all_right(cluster, line, crowd)
     assert (line.continuations or 0) > 0
 
@@ -60,7 +60,7 @@ def test_a_briefly_stopped_decode_rank_continues(cluster: RunningCluster) -> Non
             detection_s = before.wait_detected()
             time.sleep(max(0.0, MOMENT_S - before.passed_s))
         recovery_s = before.wait_recovered(is_new=False)
-    line = before.line(f"SIGSTOP a decode rank {MOMENT_S:g} s", crowd, proof, detection_s, recovery_s)
+    line = before.line(f"SIGSTOP a decode rank for {MOMENT_S:g} s", crowd, proof, detection_s, recovery_s)
     assert_all_right(cluster, line, crowd)
     assert (line.continuations or 0) > 0
     assert pid_of(cluster, "decode-0") == pid
@@ -75,7 +75,7 @@ def test_a_prefill_rank_that_stands_still_is_killed(cluster: RunningCluster) -> 
             detection_s = before.wait_detected()
             cluster.wait_until(lambda: state_of(pid) == GONE, RECOVERY_S)
     recovery_s = before.wait_recovered()
-    line = before.line("SIGSTOP a prefill rank", crowd, f"{proof}, and killed", detection_s, recovery_s)
+    line = before.line("SIGSTOP a prefill rank", crowd, f"{proof}, and was killed", detection_s, recovery_s)
     assert_all_right(cluster, line, crowd)
     assert (line.retries or 0) > 0
 
