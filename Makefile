@@ -7,7 +7,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(name))))
 
 SHELL := /bin/bash
-# Test files run in parallel, in order: the clusters, which take longest, first, and one after another.
+# Test files run in parallel. Tests of clusters take longest, so they start first; they run one after another.
 PYTEST = $(VENV)/bin/pytest -n $(JOBS) --no-loadscope-reorder
 PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 TORCH_INDEX = https://download.pytorch.org/whl/cpu
@@ -68,7 +68,7 @@ $(VENV)/.serve $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt
 	@test -x $(VENV)/bin/pip || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv module is \
 	missing:  apt-get install -y $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')" >&2; exit 1; }
 	@test -x $(VENV)/bin/pip || { echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
-	@echo "installing PyTorch $(TORCH) (some 190 MB the first time)"
+	@echo "installing PyTorch $(TORCH) (about 190 MB the first time)"
 	@$(PIP) "torch==$(TORCH)" 2>/dev/null || $(PIP) --extra-index-url $(TORCH_INDEX) "torch==$(TORCH)"
 	@echo "installing Ray, transformers and the rest, as pinned in constraints.txt"
 	@$(PIP) --editable ".[$(EXTRAS_$*)]"
