@@ -106,7 +106,7 @@ def test_orders_reach_the_replicas_and_the_table_shows_them(monkeypatch: pytest.
     assert system.living("decode-1") == []
     assert len(system.reserved) == 3
     outcome, line = give(ScaleCommand(prefill=40))
-    assert (outcome, "room for" in line) == (Outcome.REFUSED, True)
+    assert (outcome, "capacity for" in line) == (Outcome.REFUSED, True)
     driver.supervisor.request_stop("SIGINT")
     driver.ended.result(WAIT_S)
 
@@ -202,7 +202,7 @@ def test_without_another_machine_the_lost_one_is_reported_and_awaited() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.system, "kill", lambda *_: False)
         assert not launcher.end("decode-0", ONE)
-    with pytest.raises(ConfigError, match="room for 0 workers"):
+    with pytest.raises(ConfigError, match="capacity for 0 workers"):
         launcher.start("decode-0", Incarnation(2))
     assert launcher.prove("decode-0", ONE)
     launcher.start("decode-0", Incarnation(3))

@@ -44,7 +44,7 @@ def test_missing_machines_are_requested_and_awaited() -> None:
 def test_the_wait_ends_with_the_time_to_start_and_says_what_is_missing() -> None:
     config = CONFIG.model_copy(update={"resources": ResourcesConfig(start_timeout_s=0.01)})
     system = FakeSystem([machine("head", 0)])
-    with pytest.raises(ConfigError, match="room for 0 workers"):
+    with pytest.raises(ConfigError, match="capacity for 0 workers"):
         await_room(system, config, lambda _: None, lambda: None)
 
 

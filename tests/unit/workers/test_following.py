@@ -1,7 +1,6 @@
 """Follower with an asynchronous device. Tests decide when its steps end."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +51,7 @@ class Rank:
         rank: Any = SimpleNamespace(
             runner=SimpleNamespace(begin=self.begin, requests={}),
             groups=SimpleNamespace(is_sampling_rank=False),
-            step_recorder=SimpleNamespace(step=lambda _: nullcontext()),
+            step_recorder=SimpleNamespace(recorder=SimpleNamespace(begin=lambda _: False)),
         )
         nothing = lambda *_: None  # noqa: E731
         sender: Any = SimpleNamespace(before_step=nothing, layer_callback=nothing, after_step=nothing)

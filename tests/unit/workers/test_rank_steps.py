@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ class FakeParts:
         self.calls: list[tuple[Any, ...]] = []
         self.heartbeat = Heartbeat()
         self.runner = self.step_recorder = self
+        self.recorder = SimpleNamespace(begin=lambda _: True)
         self.requests = {Room(1): "known"}
         self._now_s = 0.0
 
