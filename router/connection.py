@@ -1,9 +1,10 @@
-"""HTTP/1.1 connection of a client, with disconnects and server-sent events.
+"""HTTP connection of a client, with disconnects and server-sent events.
 
-The protocol is uvicorn's with three changes. A response's head is sent together with the beginning of its body, because
+The protocol is uvicorn's with four changes. A response's head is sent together with the beginning of its body, because
 separate writes cost a system call, a packet, and a wakeup of the client. A connection without a complete request head
 is closed after a timeout; uvicorn waits forever. An offer to upgrade the protocol, such as the one to HTTP/2 from
-Java's client, is ignored, because httptools would treat the body as part of that protocol and lose it.
+Java's client, is ignored, because httptools would treat the body as part of that protocol and lose it. Responses to
+HTTP/1.0 are not chunked: they end with the connection.
 """
 
 import asyncio
@@ -22,9 +23,10 @@ from router.errors import ClientLeftError, RequestFailedError
 Got = TypeVar("Got")
 Frames = AsyncGenerator[bytes, None]
 
-_WAITING = b": waiting\n\n"
-COMMENT_S = 10.0
-"""Interval between comments in a waiting stream; proxies close idle connections after 30 to 60 seconds."""
+_WAITING = b"\n"
+"""Event without data, which clients skip. Some clients fail on a comment before the first event."""
+WAITING_S = 10.0
+"""Interval between empty events in a waiting stream; proxies close idle connections after 30 to 60 seconds."""
 SLOW_READER_S = 60.0
 """Time after which a client that does not read from its stream is disconnected."""
 _UNWATCHED_S = 0.05
@@ -55,6 +57,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_waiting()
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.transport = cast(asyncio.Transport, UnchunkedTransport(self.transport))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -100,6 +104,29 @@ class JoiningTransport:
             self._transport.write(head)
 
 
+class UnchunkedTransport:
+    """Transport of one response to HTTP/1.0, which removes the chunked encoding that uvicorn adds."""
+
+    _ENCODING = b"transfer-encoding: chunked\r\n"
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._is_chunked: bool | None = None
+        """True if the body is chunked; None before the head."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if self._is_chunked is None:
+            self._is_chunked = self._ENCODING in data
+            data = data.replace(self._ENCODING, b"")
+        elif self._is_chunked:  # uvicorn writes each chunk in one piece
+            size, _, body = data.partition(b"\r\n")
+            data = body[: int(size, 16)]
+        self._transport.write(data)
+
+
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, Got]) -> Got:
     """Return the result of ``work``; raise ClientLeftError if the client leaves first. The body must have been read."""
     watching: asyncio.Task[None] | None = None
@@ -140,7 +167,7 @@ class JsonAnswer(Response):
 
 
 class EventStream(Response):
-    """Response of server-sent events. The status is sent with the first event or comment, to reflect earlier errors."""
+    """Response of server-sent events. The status is sent with the first event, to reflect earlier errors."""
 
     media_type = "text/event-stream"
 
@@ -198,12 +225,12 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_first(self, send: Send, answer: Answer, frames: Frames) -> None:
-        """Write the first frame, and comments until it is available."""
+        """Write the first frame, and empty events until it is available."""
         first = asyncio.ensure_future(anext(frames))
         try:
             is_there = False
             while not is_there:
-                is_there = bool((await asyncio.wait([first], timeout=COMMENT_S))[0])
+                is_there = bool((await asyncio.wait([first], timeout=WAITING_S))[0])
                 frame = first.result() if is_there else _WAITING
                 if not self._started:
                     self.headers.update(answer.headers)

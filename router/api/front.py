@@ -76,6 +76,8 @@ class Front:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # uvicorn sends only the head
+            scope = {**scope, "method": "GET"}
         headers = dict(reversed(scope["headers"]))
         arrival = Arrival(request_id="", arrived_s=self._service.relay.now_s(), headers=headers)
         given = arrival.header(_ID_HEADER) or ""

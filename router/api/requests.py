@@ -25,6 +25,7 @@ Prompt = Annotated[
 ]
 StopText = Annotated[str, Field(min_length=1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 """Reasoning effort. Models without effort levels reason unless it is "none"."""
 
 Schema = Annotated[dict[str, Any] | bool | str, Field(union_mode="left_to_right")]
@@ -261,6 +262,7 @@ class TemplateBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
     reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -268,7 +270,8 @@ class TemplateBody(Body):
         written = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
         effort, others = self.reasoning_effort, self.chat_template_kwargs or {}
         thinking = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
-        return ({"tools": written} if written else {}) | thinking | others
+        verbosity = {} if self.verbosity is None else {"verbosity": self.verbosity}
+        return ({"tools": written} if written else {}) | thinking | verbosity | others
 
 
 class ChatRequest(GenerationBody, TemplateBody):

@@ -9,7 +9,16 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 from pydantic_core import to_json
 
 from router.api.body import HARMLESS, Body, problem_of, refuse_unsupported
-from router.api.requests import ChatRequest, Effort, FunctionName, NumLogprobs, Positive, RefusalPart, SchemaObject
+from router.api.requests import (
+    ChatRequest,
+    Effort,
+    FunctionName,
+    NumLogprobs,
+    Positive,
+    RefusalPart,
+    SchemaObject,
+    Verbosity,
+)
 from router.errors import ApiError, bad_request
 from router.service import Temperature, TopP
 
@@ -25,6 +34,7 @@ _OWN_WORDS = (
     ("response_format.json_schema.schema", "text.format.schema"),
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
+    ("verbosity", "text.verbosity"),
 )
 """Fields of chat completions that have another name in this API."""
 
@@ -123,7 +133,7 @@ class TextFormat(Body):
 
 class TextSettings(Body):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class Reasoning(Body):
@@ -215,6 +225,7 @@ def chat_of(body: ResponseRequest) -> ChatRequest:
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body.text.format if body.text is not None else None),
         "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
+        "verbosity": body.text.verbosity if body.text is not None else None,
     }
     additions = {name: body.others[name] for name in _ADDITIONS if name in body.others}
     try:

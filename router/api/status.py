@@ -98,6 +98,16 @@ def state_routes(service: Service) -> APIRouter:
         """Return 200 while the router runs, whatever the state of the replicas."""
         return {"status": "ok"}
 
+    @router.get("/ping")
+    async def ping() -> dict[str, str]:
+        """Return 200 while the router runs, as hosting services expect of this path."""
+        return {"status": "ok"}
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        """Return the number of this router process's open and waiting requests, under vLLM's name for it."""
+        return {"server_load": service.requests.num_open + service.gate.num_waiting}
+
     @router.get("/ready")
     async def ready() -> dict[str, object]:
         """Return 200 if requests are accepted, which requires a ready replica of each role."""

@@ -24,5 +24,5 @@ def shared(folder: Path) -> Iterator[RouterCluster]:
 @pytest.fixture
 def cluster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RouterCluster]:
     """Yield a router for tests that change replicas or table."""
-    monkeypatch.setattr(connection, "COMMENT_S", 0.5)
+    monkeypatch.setattr(connection, "WAITING_S", 0.5)
     yield from run_cluster(folder)

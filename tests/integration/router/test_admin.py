@@ -30,7 +30,7 @@ def guarded(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setenv("BATON_ADMIN_KEY", "the-admin-key")
     monkeypatch.setenv("BATON_API_KEYS", "key-of-anybody, key-of-another")
     (tmp_path / "keys.yaml").write_text(KEYS)
-    monkeypatch.setattr(connection, "COMMENT_S", 0.05)
+    monkeypatch.setattr(connection, "WAITING_S", 0.05)
     yield from run_cluster(folder, api_keys_file=str(tmp_path / "keys.yaml"))
 
 
@@ -60,7 +60,7 @@ def test_restricted_routes_require_a_key(guarded: RouterCluster) -> None:
     paths = guarded.http.get("/openapi.json").json()["paths"]
     asked = {path: guarded.http.request(method, path) for path, methods in paths.items() for method in methods}
     refused = {path for path, reply in asked.items() if reply.status_code == 401}
-    assert set(paths) - refused == {"/", "/health", "/ready", "/version", "/metrics"}
+    assert set(paths) - refused == {"/", "/health", "/ping", "/ready", "/load", "/version", "/metrics"}
     assert {"/admin/drain", "/v1/completions", "/traces/{number}"} & set(paths) <= refused
 
 

@@ -100,7 +100,7 @@ BAD_CHATS: list[tuple[str, Any, str]] = [
     ("tools[0].type", [{}], "field required"),
     ("tools", [{"type": "function", "function": {"name": "f"}}], NO_TOOLS),
     ("tool_choice", "required", "there are no tools to choose from"),
-    ("verbosity", "low", 'not supported, got "low"; allowed: null or "medium"'),
+    ("verbosity", "loud", "Input should be 'low', 'medium' or 'high', got 'loud'"),
     ("top_logprobs", 2, "only allowed with logprobs=true"),
     ("reasoning_effort", "low", NO_REASONING),
     ("logprobs", 5, "Input should be a valid boolean, got 5"),

@@ -11,17 +11,37 @@ from tests.fakes.router_cluster import MODEL, RouterCluster
 
 pytestmark = pytest.mark.integration
 
+STREAM = {"model": MODEL, "prompt": "x", "stream": True}
+
 
 class TestClients:
-    def test_comments_while_waiting(self, cluster: RouterCluster) -> None:
+    def test_a_client_that_strips_chunks_reads_a_stream_that_waits(self, cluster: RouterCluster) -> None:
+        """`vllm bench serve` strips the white space of every chunk and splits the rest at blank lines."""
         cluster.decode.flow.clear()
-        with cluster.http.stream(
-            "POST", "/v1/completions", json={"model": MODEL, "prompt": "x", "stream": True}
-        ) as reply:
-            lines = reply.iter_lines()
-            assert [next(lines) for _ in range(4)] == [": waiting", "", ": waiting", ""]
+        with cluster.http.stream("POST", "/v1/completions", json=STREAM) as reply:
+            chunks = reply.iter_raw()
+            assert [next(chunks) for _ in range(2)] == [b"\n", b"\n"]
             cluster.decode.flow.set()
-            assert "data: [DONE]" in list(lines)
+            stripped = filter(None, (chunk.strip() for chunk in chunks))
+            events = [event for chunk in stripped for event in chunk.split(b"\n\n")]
+        assert all(event.startswith(b"data: ") for event in events)
+        assert events[-1] == b"data: [DONE]"
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_response_to_http_1_0_ends_with_the_connection(self, cluster: RouterCluster, stream: bool) -> None:
+        content = json.dumps(STREAM | {"stream": stream}).encode()
+        host, port = cluster.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content))
+            answer = b"".join(iter(lambda: client.recv(65536), b""))
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head
+        assert b"connection: close" in head
+        if stream:
+            assert body.endswith(b"data: [DONE]\n\n")
+            assert all(event.startswith(b"data: ") for event in body.strip().split(b"\n\n"))
+        else:
+            assert json.loads(body)["choices"][0]["finish_reason"] == "length"
 
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("after_first_token", [False, True])

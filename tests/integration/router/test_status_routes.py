@@ -48,7 +48,19 @@ class TestStatusRoutes:
 
     def test_version_and_health(self, shared: RouterCluster) -> None:
         assert shared.http.get("/version").json()["version"]
-        assert shared.http.get("/health").json() == {"status": "ok"}
+        for path in ("/health", "/ping"):
+            assert shared.http.get(path).json() == {"status": "ok"}
+        assert shared.http.get("/load").json() == {"server_load": 0}
+
+    def test_head_is_answered_where_get_is(self, shared: RouterCluster) -> None:
+        for path in ("/", "/health", "/v1/models", "/metrics", "/nowhere"):
+            got, head = shared.http.get(path), shared.http.head(path)
+            assert (head.status_code, head.headers["content-length"], head.content) == (
+                got.status_code,
+                got.headers["content-length"],
+                b"",
+            )
+        assert shared.http.head("/v1/completions").status_code == 405
 
     def test_openapi_document_is_whole(self, shared: RouterCluster) -> None:
         document = shared.http.get("/openapi.json").json()

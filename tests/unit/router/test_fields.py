@@ -30,7 +30,7 @@ VALUES: list[tuple[Any, str]] = [
     ({"1": 2.0}, "logit_bias"),
     (MESSAGES, "messages"),
     ({"effort": "low"}, "reasoning"),
-    ("low", "reasoning_effort"),
+    ("low", "reasoning_effort verbosity"),
     ({"type": "json_object"}, "response_format"),
     ({"continuous_usage_stats": True}, "stream_options"),
     ({"regex": "x"}, "structured_outputs"),
