@@ -58,7 +58,7 @@ bench: $(VENV)/.serve
 	@exec $(VENV)/bin/baton bench serve --num-requests 32 --concurrency 4 --input-len 512 --output-len 64
 
 clean:
-	rm -rf $(VENV) build dist baton.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist baton_serve.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # PyPI's torch includes CUDA, so the CPU build is requested by its full version: first from the configured indexes, then

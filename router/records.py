@@ -137,7 +137,7 @@ def make_tracing() -> Tracing | None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise UserError(f"{_ENDPOINTS[0]} is set, but {error.name} is missing: pip install 'baton[otel]'") from error
+        raise UserError(f"{_ENDPOINTS[0]} is set, but {error.name} is missing: pip install -e '.[otel]'") from error
     return Tracing(BatchSpanProcessor(OTLPSpanExporter()))
 
 

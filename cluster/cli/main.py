@@ -4,11 +4,20 @@ Modules imported here are light. Each command imports what it needs when it runs
 """
 
 import sys
+from typing import Annotated
 
 import typer
 
 from cluster.cli import bench, bench_serve, chat, commands, doctor, plan, simulate, up
 from cluster.spec.errors import UserError
+from cluster.spec.version import VERSION
+
+
+def _show_version(given: bool) -> None:
+    if given:
+        typer.echo(f"baton {VERSION}")
+        raise typer.Exit
+
 
 app = typer.Typer(
     name="baton",
@@ -17,6 +26,17 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    del version
+
+
 app.command("plan")(plan.plan)
 app.command("up")(up.up)
 app.command("status")(commands.status)

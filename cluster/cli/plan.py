@@ -15,7 +15,7 @@ from rich.text import Text
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError
 from cluster.spec.ids import Role
-from cluster.spec.loader import load_config
+from cluster.spec.loader import DEFAULT_FILE, load_config
 
 if TYPE_CHECKING:
     from cluster.planner.memory import KvPlan
@@ -27,7 +27,7 @@ _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def plan(
-    file: Annotated[Path, typer.Argument(help="Deploy YAML.", show_default=False)],
+    file: Annotated[Path, typer.Argument(help="Deploy YAML, or the name of a built-in one.")] = DEFAULT_FILE,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     model: Annotated[str | None, typer.Option(help="Model to use instead of the file's.")] = None,
     changes: Annotated[

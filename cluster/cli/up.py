@@ -21,7 +21,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.env import TOKEN
 from cluster.spec.errors import BatonError, ConfigError, Problem, UserError
 from cluster.spec.ids import Incarnation
-from cluster.spec.loader import load_config
+from cluster.spec.loader import DEFAULT_FILE, load_config
 from cluster.spec.ranks import sizes_of, world_size
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _WATCH_S = 5.0
 
 
 def up(
-    file: Annotated[Path, typer.Argument(help="Deploy YAML.", show_default=False)],
+    file: Annotated[Path, typer.Argument(help="Deploy YAML, or the name of a built-in one.")] = DEFAULT_FILE,
     model: Annotated[str | None, typer.Option(help="Model to serve instead of the file's.")] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the file. Repeatable.")

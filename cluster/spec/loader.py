@@ -3,6 +3,7 @@
 import copy
 import difflib
 import functools
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import ConfigError, Problem
 
 Tree = dict[str, Any]
+
+BUILT_IN_FOLDERS = Path(__file__).parents[2] / "deploy", Path(sysconfig.get_path("data")) / "share" / "baton" / "deploy"
+"""Folders of Baton's own deploy files: in a checkout, and as a wheel installs them."""
+DEFAULT_FILE = Path("local-cpu")
 
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 _TEXT_TAG = "tag:yaml.org,2002:str"
@@ -30,12 +35,20 @@ _PATTERNS = {
 
 
 def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> DeployConfig:
-    """Read a deploy YAML; ``overrides`` has values by dotted key, as texts that are read like those in the file.
+    """Read a deploy YAML, given by its path or by the name of a built-in one.
+
+    ``overrides`` has values by dotted key, as texts that are read like those in the file.
 
     Raises:
         ConfigError: the file cannot be read, or has problems.
     """
     return parse_config(_read(path), str(path), overrides)
+
+
+def _built_in_files() -> dict[str, Path]:
+    """Return the built-in deploy files by name, from the first folder that exists."""
+    found = next((files for folder in BUILT_IN_FOLDERS if (files := sorted(folder.glob("*.yaml")))), [])
+    return {file.stem: file for file in found if file.stem != "job"}
 
 
 def parse_config(text: str, source: str, overrides: Mapping[str, str] | None = None) -> DeployConfig:
@@ -51,10 +64,12 @@ def parse_config(text: str, source: str, overrides: Mapping[str, str] | None = N
 
 
 def _read(path: Path) -> str:
+    is_name = path.parent == Path() and not path.exists()
+    built_in = _built_in_files() if is_name else {}
     try:
-        return path.read_text(encoding="utf-8")
+        return built_in.get(path.stem, path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        reason = "no such file"
+        reason = f"no such file; built-in files: {', '.join(built_in)}" if built_in else "no such file"
     except UnicodeDecodeError as exc:
         reason = f"byte {exc.start} is not UTF-8 text"
     except OSError as exc:

@@ -7,7 +7,7 @@ The launch code is"
 import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -298,6 +298,17 @@ class LocalCluster:
         for peer in (decode,) if alone else (prefill, decode):
             self._outbox.send(peer.address, submit)
         return submit.room
+
+
+@contextmanager
+def small_pool_cluster(folder: Path) -> Iterator[LocalCluster]:
+    """Run two CP ranks and a decode rank with 30 pages of 16 tokens each. Its prompts take several chunks."""
+    kv, prefill = {"page_size": 16, "memory_gib": 31.5 * 8192 / 2**30}, {"strategy": "zigzag", "chunk_tokens": 37}
+    tree = {"model": {"served_name": "qwen3"}, "kv": kv, "prefill": prefill | {"parallel": {"cp": 2}}}
+    with closing(LocalCluster()) as cluster:
+        cluster.load(DeployConfig.model_validate(tree), folder)
+        with cluster.running():
+            yield cluster
 
 
 def _apart(messages: Iterable[Message]) -> Iterator[Output | Failure]:

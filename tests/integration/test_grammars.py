@@ -8,16 +8,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cluster.spec.config import DeployConfig
 from cluster.spec.sampling import Sampling, Stopping
 from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.local_cluster import LocalCluster, Prompt
+from tests.fakes.local_cluster import LocalCluster, Prompt, small_pool_cluster
 from tests.fakes.local_engine import prompts_of
 from tests.fakes.model_folder import EOS, VOCAB_SIZE, write_model_folder
 
 pytestmark = pytest.mark.integration
 
-NUM_PAGES, PAGE_BYTES = 30, 8192
 """Pool in which the prompts fill 27 pages, so that answers need more, and some requests are preempted."""
 
 SCHEMA: dict[str, Any] = {
@@ -38,20 +36,8 @@ CODE = r"[A-F]{4}-[0-9]{8}"
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     folder = write_model_folder(tmp_path_factory.mktemp("checkpoint"))
     make_checkpoint(folder, "qwen3", seed=11, vocab_size=VOCAB_SIZE)
-    cluster = LocalCluster()
-    cluster.load(
-        DeployConfig.model_validate(
-            {
-                "model": {"served_name": "qwen3"},
-                "kv": {"page_size": 16, "memory_gib": (NUM_PAGES + 1.5) * PAGE_BYTES / 2**30},
-                "prefill": {"parallel": {"cp": 2}, "strategy": "zigzag", "chunk_tokens": 37},
-            }
-        ),
-        folder,
-    )
-    with cluster.running():
+    with small_pool_cluster(folder) as cluster:
         yield cluster
-    cluster.close()
 
 
 def asked(prompt: list[int], part: dict[str, Any], max_tokens: int = 80, **fields: Any) -> Prompt:

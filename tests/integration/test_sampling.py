@@ -10,16 +10,14 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from cluster.spec.config import DeployConfig
 from cluster.spec.sampling import Sampling, Stopping
 from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.local_cluster import Answer, LocalCluster, Prompt
+from tests.fakes.local_cluster import Answer, LocalCluster, Prompt, small_pool_cluster
 from tests.fakes.local_engine import prompts_of
 
 pytestmark = pytest.mark.integration
 
 NUM_TOKENS = 24
-NUM_PAGES, PAGE_BYTES = 30, 8192
 """Pool in which the prompts fill 27 pages, so that answers need more, and some requests are preempted."""
 BIAS = {7: 4.0, 90: 6.5, 91: -100.0}
 BAD_WORDS = [[90], [7, 7], [12, 13, 14]]
@@ -51,20 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path) -> Iterator[LocalCluster]:
-    cluster = LocalCluster()
-    cluster.load(
-        DeployConfig.model_validate(
-            {
-                "model": {"served_name": "qwen3"},
-                "kv": {"page_size": 16, "memory_gib": (NUM_PAGES + 1.5) * PAGE_BYTES / 2**30},
-                "prefill": {"parallel": {"cp": 2}, "strategy": "zigzag", "chunk_tokens": 37},
-            }
-        ),
-        folder,
-    )
-    with cluster.running():
+    with small_pool_cluster(folder) as cluster:
         yield cluster
-    cluster.close()
 
 
 def stopping_of(sampling: Sampling) -> Stopping:

@@ -45,6 +45,15 @@ def test_only_readme_has_blocks_that_are_executed(page: str) -> None:
     assert readme.blocks("bash", page) == [], "a block of another page is sh, and not executed"
 
 
+def test_no_text_installs_another_project_of_this_name() -> None:
+    """PyPI has an unrelated package called baton."""
+    texts = [*readme.ROOT.rglob("*.md"), *(file for folder in CODE for file in (readme.ROOT / folder).rglob("*.py"))]
+    wrong = re.compile(r"(pip3? install|uv add|pip3? wheel)[^\n`]*['\" ]baton\b(?!-serve)")
+    found = [file for file in texts if ".venv" not in file.parts and wrong.search(file.read_text(encoding="utf-8"))]
+    assert wrong.search("pip install 'baton[otel]'")
+    assert found == []
+
+
 def test_commands_in_the_text_exist() -> None:
     text = " ".join(readme.prose(page) for page in PAGES if not page.startswith("docs/benchmarks/"))
     mentioned = set(re.findall(r"`(?:baton )?((?<=baton )[^`]+|bench [^`]+)`", text))

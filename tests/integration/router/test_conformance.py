@@ -1,5 +1,6 @@
 """Expectations of OpenAI's own client, for its synchronous and its asynchronous half."""
 
+import inspect
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -8,9 +9,29 @@ import pydantic
 import pytest
 
 from tests.fakes.model_folder import write_model_folder
-from tests.fakes.openai_halves import all_of, done, final_of
 from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
 from tests.integration.router.test_tool_calls import TEMPLATE
+
+
+async def done(result: Any) -> Any:
+    """Return the result of either client."""
+    return await result if inspect.isawaitable(result) else result
+
+
+async def all_of(stream: Any) -> list[Any]:
+    """Return everything that either client's stream yields."""
+    stream = await done(stream)
+    return [item async for item in stream] if hasattr(stream, "__aiter__") else list(stream)
+
+
+async def final_of(manager: Any, method: str) -> Any:
+    """Return the final result of the client's own stream accumulator."""
+    if hasattr(manager, "__aenter__"):
+        async with manager as stream:
+            return await getattr(stream, method)()
+    with manager as stream:
+        return getattr(stream, method)()
+
 
 pytestmark = pytest.mark.integration
 

@@ -21,36 +21,22 @@ def text_of(events: list[Any]) -> str:
 
 class TestRequestsToReplicas:
     def test_every_field(self, shared: RouterCluster) -> None:
+        same: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 4, "min_tokens": 3}
+        same |= {"repetition_penalty": 1.1, "frequency_penalty": -0.5, "presence_penalty": 0.25}
         shared.complete(
             "x",
-            temperature=0.5,
-            top_p=0.9,
-            top_k=5,
-            min_p=0.1,
-            seed=4,
-            repetition_penalty=1.1,
-            frequency_penalty=-0.5,
-            presence_penalty=0.25,
+            **same,
             logit_bias={"7": -100, "65": 1.5},
             allowed_token_ids=[97, 98, 98],
             bad_words=["ab", " c"],
-            min_tokens=3,
             stop_token_ids=[9],
             logprobs=2,
         )
         assert shared.last_submit().sampling == Sampling(
-            temperature=0.5,
-            top_p=0.9,
-            top_k=5,
-            min_p=0.1,
-            seed=4,
-            repetition_penalty=1.1,
-            frequency_penalty=-0.5,
-            presence_penalty=0.25,
+            **same,
             logit_bias={7: -100.0, 65: 1.5},
             allowed_ids=frozenset({97, 98}),
             bad_words=[[97, 98], [32, 97, 98], [99], [32, 99]],
-            min_tokens=3,
             ending_ids=frozenset({9, EOS}),
             num_logprobs=2,
         )

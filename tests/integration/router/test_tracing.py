@@ -133,7 +133,7 @@ def test_no_spans_without_a_collector(shared: RouterCluster, monkeypatch: pytest
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-    with patch.dict("sys.modules", {LIBRARY: None}), pytest.raises(UserError, match=r"baton\[otel\]"):
+    with patch.dict("sys.modules", {LIBRARY: None}), pytest.raises(UserError, match=r"pip install -e \'\.\[otel\]\'"):
         make_tracing()
 
 

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -14,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from cluster.spec.errors import UserError
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.generation import generate
-from tests.fakes.kinds import all_of
 from tests.fakes.recall_prompts import LINK_LEN, chain_prompt, needle_prompt, recall_oracle
 from workers.engine.weights import load_model
 from workers.layers.feed_forward import Experts
@@ -30,6 +31,18 @@ from workers.models.recall import (
 )
 from workers.models.recall_weights import END_ID, MAX_LEN, VOCAB_SIZE, token_codes
 from workers.models.registry import read_model_config
+
+T = TypeVar("T")
+
+
+def all_of(kind: type[T], things: Iterable[object]) -> list[T]:
+    """Return all things. Raise AssertionError if one is of another kind."""
+    found = []
+    for thing in things:
+        assert isinstance(thing, kind), thing
+        found.append(thing)
+    return found
+
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 TOKENIZER = build_tokenizer()

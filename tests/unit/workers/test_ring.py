@@ -9,10 +9,33 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fakes.thread_group import on_thread_ranks
-from tests.fakes.uncalled_backend import UncalledBackend
 from workers.attention.merge import Partial
 from workers.context_parallel.exchange import HomewardPartials, Ring
-from workers.parallel.collectives import CollectiveError, Communicator
+from workers.parallel.collectives import CollectiveError, Communicator, Work
+
+
+class UncalledBackend:
+    """Backend that fails when called. Tests replace the methods that they expect."""
+
+    in_background = True
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work:
+        raise AssertionError(f"all_gather {output.shape} {tensor.shape}")
+
+    def allreduce(self, tensor: Tensor, /) -> Work:
+        raise AssertionError(f"all_reduce {tensor.shape}")
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> Work:
+        raise AssertionError(f"broadcast {tensor.shape} {root}")
+
+    def barrier(self) -> Work:
+        raise AssertionError("barrier")
+
+    def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
+        raise AssertionError(f"shift {output.shape} {tensor.shape} {distance}")
+
+    def leave(self) -> None: ...
+
 
 LIKE = torch.empty(0)
 

@@ -18,12 +18,28 @@ from tests.fakes.kv import kv_geometry, two_groups
 from tests.fakes.loopback import Loopback
 from tests.fakes.page_copies import layout_of
 from tests.fakes.paged_ranks import record
-from tests.fakes.watched_load import WatchedLoad
+from workers.device import Event
 from workers.hicache.copier import MOST_LAYER_GROUPS, Copier
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.page_store import PageStore
+from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import PagePool
 from workers.memory.peer_memory import PeerMemory, TierMemory
+
+
+class WatchedLoad(LayerwiseLoad):
+    """Load that calls a function with the number of layers whenever layers are reported."""
+
+    def __init__(self, look: Callable[[int], None]) -> None:
+        super().__init__()
+        self.num_layers = 0
+        self._look = look
+
+    def add(self, num_layers: int, event: Event | None) -> None:
+        self.num_layers += num_layers
+        self._look(self.num_layers)
+        super().add(num_layers, event)
+
 
 NUM_PAGES, HOST_PAGES = 7, 4
 ONE_GROUP = kv_geometry()
