@@ -10,7 +10,7 @@ from cluster.logs import with_facts
 from cluster.spec.clock import Clock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
-from cluster.spec.ids import Peer
+from cluster.spec.ids import Peer, Role
 from cluster.spec.messages import (
     CommandResult,
     Failure,
@@ -153,7 +153,11 @@ class Relay:
 
     def on_table(self, snapshot: TableSnapshot) -> None:
         now_s = self._clock.now_s()
+        before = self._directory.peers(*Role)
         self._give_up(self._directory.update(snapshot, now_s))
+        for peer in self._directory.peers(*Role):
+            if peer not in before:
+                _log.info("a replica joined", extra=with_facts(replica=peer.replica, incarnation=peer.incarnation))
         for peer in self._picker.pages.update(self._directory.peers(*self._picker.prefix_roles), now_s):
             self._subscribe(peer)
         self._on_change()
