@@ -1,4 +1,4 @@
-"""Byte layout of pages, known only to this module, and digests of transferred pages. Pure arithmetic."""
+"""Offsets of pages, heads and layers, computed only here, and digests of transferred pages. Pure arithmetic."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
