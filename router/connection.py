@@ -167,7 +167,7 @@ class JsonAnswer(Response):
 
 
 class EventStream(Response):
-    """Response of server-sent events. The status is sent with the first event, to reflect earlier errors."""
+    """Response of server-sent events. The status is held back so that an error before the first event can set it."""
 
     media_type = "text/event-stream"
 

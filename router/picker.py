@@ -24,7 +24,7 @@ MAX_KNOWN_PAGES = 1 << 22
 _WEIGHTS = TierWeights(host=0.9, storage=0.6)
 """Page values of the lower tiers: copying from host memory beats computing, but storage may deliver too late."""
 MAX_IMBALANCE, MAX_RATIO = 32, 2.0
-"""Limits of the difference and ratio of open requests between the busiest and the least busy replica.
+"""Limits on the difference and ratio of open requests between the busiest and the least busy replica.
 
 If both are exceeded, cached prefixes are ignored, as in SGLang's router. Large differences are common at high load,
 large ratios at low load.
@@ -50,7 +50,7 @@ class PickInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Policy = Callable[[Sequence[Candidate], PickInputs], Candidate]
-"""Function that picks one candidate for an attempt and role. It gets at least one, in order of replica."""
+"""Function that picks one candidate for an attempt and role. It gets at least one candidate, sorted by replica."""
 
 
 def round_robin(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:

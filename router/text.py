@@ -24,13 +24,13 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
     include_stop: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
-    """Minimum number of tokens of an answer that a stop string ends."""
+    """Minimum number of tokens before a stop string can end the answer."""
     prompt_only: bool = False
     """True if the answer is hidden because max_tokens is 0; replicas generate at least one token."""
 
 
 class OutputChunk(msgspec.Struct, kw_only=True):
-    """Tokens of a choice with their text: at most one token in a stream, all tokens after ``join``."""
+    """Tokens of a choice with their text: at most one when streamed, all of them once joined."""
 
     index: int = 0
     """Index of the choice in its response."""

@@ -17,7 +17,7 @@ _HEAD = """\
 
 A deploy file is YAML. An omitted key takes its default, and a key not listed here is refused. A value given with
 `--set SECTION.KEY=VALUE` overrides the file. `baton plan FILE` checks a file and shows what it would start; with
-`deploy/schema.json`, editors complete and check it.
+`deploy/schema.json`, editors offer completion and validation.
 
 This page is the output of `python -m tests.configuration_page`.
 """

@@ -14,7 +14,7 @@ PAGE_SIZE = 4
 VOCAB_SIZE = 251
 
 MACHINE_LOST_S = 15.0
-"""Maximum time for which a lost machine stays unreachable after the fault's duration."""
+"""Maximum extra time, beyond the fault's duration, for which a lost machine stays unreachable."""
 _LOSSY_TIMEOUT_S = 600.0
 """Timeout that is long enough for all attempts, one after another, each with some lost messages."""
 _MAX_MILD_FAULTS = 3

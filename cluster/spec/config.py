@@ -96,7 +96,8 @@ class KvConfig(Node):
 
 class _Axes(Node):
     dp: PositiveInt = 1
-    """Number of data-parallel attention ranks; each has its own requests and KV, and they share MLPs and experts."""
+    """Number of data-parallel attention ranks; each has its own requests and KV; MLPs and experts are divided among
+    them."""
     tp: PositiveInt = 1
     """Number of tensor-parallel ranks; each computes some of the heads."""
     pp: PositiveInt = 1

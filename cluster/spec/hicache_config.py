@@ -44,8 +44,8 @@ class StorageConfig(Node):
     folder: Text | None = None
     """Folder for `files`; hosts may share it. By default, a folder in Baton's cache folder."""
     max_gib: MemoryGib = 64.0
-    """Soft limit of `files` in GiB, over all writers: the least recently used pages are removed, and writers may
-    briefly exceed the limit."""
+    """Soft limit on the size of the `files` backend's folder, in GiB, over all writers: the least recently used pages
+    are removed, and writers may briefly exceed the limit."""
     master: Text = "127.0.0.1:50051"
     """Host and port of the Mooncake Store master."""
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT

@@ -58,7 +58,7 @@ class Submit(Tagged, frozen=True):
     num_given: int = 0
     """Number of tokens at the end of ``prompt_ids`` that earlier attempts generated; they count as output."""
     prompt_of: Room | None = None
-    """Room of another choice of this prompt on the same decode replica, whose pages this choice shares."""
+    """Room of the choice whose prompt pages this one shares: another of the same prompt, on the same decode replica."""
     cache_salt: str = ""
     """Salt of the page keys: only requests with the same salt share cached pages."""
     priority: int = 0

@@ -201,5 +201,5 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     replica: ReplicaId
     incarnation: Incarnation
     records_digest: str
-    """Digest of the replica's records. If the service has other records, the leader registers all of them again."""
+    """Digest of the replica's records. If the service's records differ, the leader registers all of its own again."""
     load: ReplicaLoad

@@ -14,7 +14,7 @@ from workers.native.compile import Compiler
 from workers.native.library import NUM_ITEM_FIELDS, Library
 
 _ONE_PAGE = 1 << 62
-"""Page size that stands for keys stored in rows."""
+"""Page size so large that keys stored in rows all lie in one page."""
 _FIRST_PAGE = torch.zeros(1, dtype=torch.int64)
 
 

@@ -51,7 +51,7 @@ class DecoderModel(nn.Module):
     ) -> None:
         """Build one rank's part of the model. If ``groups`` is None, that part is the entire model.
 
-        Raises UnsupportedModelError if the ranks cannot share the heads, layers or experts.
+        Raises UnsupportedModelError if the heads, layers or experts cannot be divided among the ranks.
         """
         super().__init__()
         self.groups = groups = groups or ModelGroups()

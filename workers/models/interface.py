@@ -122,7 +122,7 @@ class DecoderConfig:
         )
 
     def check_layout(self, parallel: AnyParallel, path: str = "parallel") -> None:
-        """Raise UnsupportedModelError if ranks cannot share the heads, layers or experts."""
+        """Raise UnsupportedModelError if the heads, layers or experts cannot be divided among the ranks."""
         if problems := layout_problems(parallel, path, self.limits):
             raise UnsupportedModelError("; ".join(map(str, problems)))
 
