@@ -370,8 +370,8 @@ def _room(bundles: Sequence[Bundle], machines: Sequence[Machine]) -> str:
         here = [bundle for bundle in bundles if bundle.node_id == machine.node_id]
         cpus, gpus = sum(bundle.cpus for bundle in here), sum(bundle.gpus for bundle in here)
         if here:
-            free = f"{machine.cpus:g} and {machine.gpus:g} are free"
-            parts.append(f"{machine.address}: wanted {cpus:g} CPUs and {gpus:g} GPUs, {free}")
+            free = f"{machine.cpus:g} CPUs and {machine.gpus:g} GPUs"
+            parts.append(f"{machine.address}: wanted {cpus:g} CPUs and {gpus:g} GPUs; free: {free}")
     return "; ".join(parts) or "the machines on which it was placed are gone"
 
 

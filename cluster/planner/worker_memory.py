@@ -156,5 +156,5 @@ def host_memory_lack(config: DeployConfig, expected: dict[Role, tuple[Pool, Host
     each = "; ".join(
         f"{counts[name]} {name} worker{'s' * (counts[name] > 1)} of {memory}" for name, (_, memory) in expected.items()
     )
-    where = "for" if one_machine else "for the larger of"
+    where = "for" if one_machine else "for whichever needs more:"
     return f"at least {wanted:.4g}, {where} {each}"

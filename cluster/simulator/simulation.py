@@ -137,7 +137,7 @@ class Simulation:
                 raise Violation("the cluster did not start")
             self._begin()
             if not self._run_until(lambda: not self._left_over()):
-                raise Violation(f"did not end: {', '.join(self._left_over())}")
+                raise Violation(f"still open at the time limit: {', '.join(self._left_over())}")
             self._check_ends()
             self._check_known_pages()
             self._driver.post(StopRequested("the scenario is over"))
@@ -192,7 +192,7 @@ class Simulation:
         left = [f"{self._faults.num_open} faults"] if self._faults.num_open else []
         left += [f"request {number}" for number, client in enumerate(self._clients) if client.end is None]
         if not driver.is_serving:
-            left.append("members that are not running")
+            left.append("members that have not restarted")
         if driver.router is None or not driver.router.is_idle:
             left.append("requests in the router")
         left += [f"command {number}" for number in driver.open_commands]

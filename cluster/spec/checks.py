@@ -92,7 +92,7 @@ def _protocol(config: DeployConfig) -> Iterator[Problem]:
         yield Problem("transfer.protocol", f"got {protocol} with transfer.backend = {backend}; allowed: {allowed}")
 
 
-@_check("ranks may be silent for longer than a lease", "resources.silence_s")
+@_check("resources.silence_s is longer than a lease", "resources.silence_s")
 def _silence(config: DeployConfig) -> Iterator[Problem]:
     if (silence_s := config.resources.silence_s) <= LEASE_S:
         allowed = f"more than {LEASE_S}, the silence after which a replica gets no requests"

@@ -206,11 +206,11 @@ def _on_drained(cluster: Cluster, event: events.Drained) -> Step:
 
 
 def _restart_after_suspension(cluster: Cluster, now: Now) -> tuple[Cluster, list[Action]]:
-    """Reset the silence of all members if the driver itself was suspended since the previous event."""
+    """Restart every member's silence timer if the driver itself was suspended since the previous event."""
     due_s, looked = cluster.next_look_s(), replace(cluster, looked_s=now.s)
     if due_s is None or now.s <= due_s + MAX_LATE_S:
         return looked, []
-    line = f"the driver was suspended for {now.s - due_s:.1f} s; silence is measured from now on"
+    line = f"the driver was suspended for {now.s - due_s:.1f} s; the silence timers of all processes restart now"
     silent = {name: replace(silence, since_s=now.s) for name, silence in cluster.silent.items()}
     return replace(looked, silent=silent), [events.Report(line)]
 

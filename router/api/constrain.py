@@ -81,7 +81,7 @@ def wanted_answer(body: GenerationBody) -> Constraint | None:
     parts += _formatted(body)
     if len(parts) > 1:
         fields = " and ".join(part.field for part in parts)
-        raise bad_request(f"{parts[1].field}: the answer can have only one form, got {fields}", parts[1].field)
+        raise bad_request(f"{parts[1].field}: only one of these constraints may be given: {fields}", parts[1].field)
     return Constraint(rules=(), starts=("@answer",), parts={"answer": parts[0]}) if parts else None
 
 

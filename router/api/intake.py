@@ -191,8 +191,9 @@ def check_prompt_logprobs(prompt_len: int, num_prompt_logprobs: int | None) -> N
         return
     allowed = MAX_FRAME_BYTES // 2 // (_LOGPROBS_BYTES + num_prompt_logprobs * _TOP_LOGPROB_BYTES)
     if prompt_len > allowed:
-        got = f"got {num_prompt_logprobs} for each of {prompt_len} tokens"
-        raise bad_request(f"prompt_logprobs: {got}; allowed: at most {allowed} tokens", "prompt_logprobs")
+        got = f"got {num_prompt_logprobs} with a prompt of {prompt_len} tokens"
+        most = f"a prompt of at most {allowed} tokens with this setting"
+        raise bad_request(f"prompt_logprobs: {got}; allowed: {most}", "prompt_logprobs")
 
 
 async def _prompt_ids(service: Service, body: CompletionRequest) -> Sequence[Collection[int]]:

@@ -18,7 +18,7 @@ MAX_SEEDS = 600
 
 FOREIGN_WRITE = r"has no ticket|is free or shared|from another rank"
 EARLY_READ = r"(?:is|are) read before|wrong tokens"
-NEVER_ENDS = r"did not end"
+NEVER_ENDS = r"still open"
 DEADLINE = r"a deadline ended"
 FAILS_IN_CALM = r"nothing failed"
 FAILS_IN_MILD = r"a replica of each role had no fault"

@@ -86,7 +86,7 @@ def test_a_seed_is_the_same_in_every_process() -> None:
 def test_a_failing_scenario_is_made_smaller_and_still_fails() -> None:
     scenario = draw_scenario(FAILING_SEED)
     smaller, outcome = shrink(scenario)
-    assert str(outcome.violation).startswith("Violation: did not end: decode-")
+    assert str(outcome.violation).startswith("Violation: still open at the time limit: decode-")
     assert len(smaller.requests) == 1
     assert len(smaller.faults) <= len(scenario.faults)
     assert len(outcome.trace) < len(run(FAILING_SEED).trace)
@@ -107,7 +107,7 @@ def test_command_shows_the_trace_of_a_failing_seed_and_how_to_replay_it() -> Non
     result = CliRunner().invoke(app, ["simulate", "--seeds", "1", "--first", str(FAILING_SEED), "--json"])
     assert result.exit_code == 1
     assert json.loads(result.stdout)["violations"] == 1
-    assert f"seed {FAILING_SEED}: Violation: did not end" in result.stderr
+    assert f"seed {FAILING_SEED}: Violation: still open" in result.stderr
     assert "Ticket(room=" in result.stderr
     assert result.stderr.endswith(f"replay: baton simulate --seeds 1 --first {FAILING_SEED}\n")
 

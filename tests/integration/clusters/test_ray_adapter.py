@@ -192,7 +192,7 @@ def test_an_impossible_reservation_names_requested_and_available_resources(ray_s
     bundle = Bundle(node_id=ray_system.home.node_id, cpus=64.0, gpus=0.0)
     with pytest.raises(UserError, match=r"big: no capacity within 0.5 s") as caught:
         ray_system.reserve("big", [bundle], timeout_s=0.5)
-    reported = f"{ray_system.home.address}: wanted 64 CPUs and 0 GPUs, 2 and 0 are free"
+    reported = f"{ray_system.home.address}: wanted 64 CPUs and 0 GPUs; free: 2 CPUs and 0 GPUs"
     assert str(caught.value) == f"big: no capacity within 0.5 s; {reported}"
 
 

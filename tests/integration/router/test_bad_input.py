@@ -87,7 +87,7 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     (
         "structured_outputs.choice",
         {"choice": ["a"], "regex": "b"},
-        "the answer can have only one form, got structured_outputs.regex and structured_outputs.choice",
+        "only one of these constraints may be given: structured_outputs.regex and structured_outputs.choice",
     ),
     ("min_tokens", 17, "must be at most max_tokens (16), got 17"),
 ]

@@ -129,7 +129,7 @@ def test_workers_that_may_be_on_many_machines_must_fit_one_by_one() -> None:
     several = f"{TIERS}\ntransfer: {{backend: mooncake}}"
     assert not problems_of(f"{several}\nresources: {{machine_memory_gib: 3.6}}")
     (problem,) = problems_of(f"{several}\nresources: {{machine_memory_gib: 3}}")
-    assert problem.startswith("resources.machine_memory_gib: got 3; allowed: at least 3.509, for the larger of 1 ")
+    assert problem.startswith("resources.machine_memory_gib: got 3; allowed: at least 3.509, for whichever needs more")
 
 
 MEMINFO = "".join(

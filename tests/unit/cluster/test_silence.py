@@ -112,7 +112,7 @@ def test_a_pause_of_the_driver_does_not_count_as_silence(stands_from_s: float) -
     assert at(run, stands_from_s) == []
     run.now_s = back_s = stands_from_s + LOOK_S + MAX_LATE_S + 0.1
     assert run.step(Tick()) == []
-    assert run.lines == ["the driver was suspended for 1.1 s; silence is measured from now on"]
+    assert run.lines == ["the driver was suspended for 1.1 s; the silence timers of all processes restart now"]
     assert at(run, back_s + PATIENCE_S - 0.1) == []
     see(run, "prefill-0")
     assert at(run, back_s + PATIENCE_S) == [End("prefill-0", run.incarnation("prefill-0"))]

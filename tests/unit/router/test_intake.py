@@ -67,5 +67,5 @@ def test_prompts_too_long_for_log_probabilities_are_refused() -> None:
     allowed = MAX_FRAME_BYTES // 2 // (_LOGPROBS_BYTES + 20 * _TOP_LOGPROB_BYTES)
     check_prompt_logprobs(allowed, 20)
     check_prompt_logprobs(10**9, None)
-    with pytest.raises(ApiError, match=f"got 20 for each of {allowed + 1} tokens; allowed: at most {allowed} tokens"):
+    with pytest.raises(ApiError, match=f"of {allowed + 1} tokens; allowed: a prompt of at most {allowed} tokens"):
         check_prompt_logprobs(allowed + 1, 20)
