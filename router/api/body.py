@@ -1,6 +1,6 @@
 """Validation of request bodies, and errors for wrong and unsupported fields.
 
-Long lists of token ids are cut out before pydantic validates the body, because pydantic would create a Python number
+Long lists of token ids are extracted before pydantic validates the body, because pydantic would create a Python number
 for each id. Anything that is not clearly a list of integers is left to pydantic, which reports the error.
 """
 
@@ -108,7 +108,7 @@ async def read(request: Request, schema: type[Read]) -> Read:
 
 
 def parse(content: bytes, schema: type[Read]) -> Read:
-    if (body := _read_cut(content, schema)) is not None:
+    if (body := _read_extracting_ids(content, schema)) is not None:
         return body
     try:
         return schema.model_validate_json(content)
@@ -121,19 +121,19 @@ def parse(content: bytes, schema: type[Read]) -> Read:
         raise problem_of(first, schema.expected) from None
 
 
-def _read_cut(content: bytes, schema: type[Read]) -> Read | None:
+def _read_extracting_ids(content: bytes, schema: type[Read]) -> Read | None:
     """Read a valid body with a long list of token ids without a Python number per id; return None for other bodies."""
     field = schema.ids_field
-    if field is None or (cut := cut_ids(content, field)) is None:
+    if field is None or (extracted := extract_ids(content, field)) is None:
         return None
-    rest, ids = cut
+    rest, ids = extracted
     with suppress(ValidationError):
         body = schema.model_validate_json(rest, context=ids)
         return body if getattr(body, field) is ids else None
     return None
 
 
-def cut_ids(body: bytes, field: str) -> tuple[bytes, TokenIds] | None:
+def extract_ids(body: bytes, field: str) -> tuple[bytes, TokenIds] | None:
     """Split a body into a field's ids and the rest. Return None unless the field is certainly a list of ids.
 
     In JSON, an unescaped quote after ``{`` or ``,`` can only begin a key or a string, so a match is a key. It may
@@ -150,7 +150,7 @@ def cut_ids(body: bytes, field: str) -> tuple[bytes, TokenIds] | None:
 
 
 def put_back(given: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
-    """Validate the field; replace the placeholder with the ids that were cut out."""
+    """Validate the field; replace the placeholder with the ids that were extracted."""
     return info.context if given == _PLACEHOLDER and info.context is not None else handler(given)
 
 

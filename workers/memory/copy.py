@@ -93,14 +93,14 @@ def warm_up_copies(memory: PageMemory) -> None:
     copy(null, null)
 
 
-def _copy_view(source: Tensor, of: Sequence[int], target: Tensor, to: Sequence[int]) -> None:
+def _copy_view(source: Tensor, source_pages: Sequence[int], target: Tensor, target_pages: Sequence[int]) -> None:
     if _is_for_a_kernel(source, target):
         from workers.kernels.copy_pages import copy_pages
 
-        indices = device_between(source, target).put_index([*of, *to]).view(2, len(of))
+        indices = device_between(source, target).put_index([*source_pages, *target_pages]).view(2, len(source_pages))
         copy_pages(source, target, indices)
         return
-    for target_piece, source_piece in _pieces(source, of, target, to):
+    for target_piece, source_piece in _pieces(source, source_pages, target, target_pages):
         target_piece.copy_(source_piece, non_blocking=True)
 
 
@@ -110,12 +110,14 @@ def _is_for_a_kernel(source: Tensor, target: Tensor) -> bool:
     return device_between(source, target).has_kernels and is_in_one_launch
 
 
-def _pieces(source: Tensor, of: Sequence[int], target: Tensor, to: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(
+    source: Tensor, source_pages: Sequence[int], target: Tensor, target_pages: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (target, source) pairs that are contiguous on both sides, since torch makes other copies synchronous."""
     heads: Sequence[slice | int] = [slice(None)] if _is_adjacent(source) else range(source.shape[1])
     return (
         (target[target_page, head], source[source_page, head])
-        for source_page, target_page in zip(of, to, strict=True)
+        for source_page, target_page in zip(source_pages, target_pages, strict=True)
         for head in heads
     )
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cluster.spec.wire import TokenIds
-from router.api.body import _read_cut, cut_ids
+from router.api.body import _read_extracting_ids, extract_ids
 from router.api.requests import CompletionRequest
 
 LONG = [7, 151_935, 0, 2**31 - 1] * 300
@@ -50,15 +50,15 @@ def test_ids_equal_pydantics(
     broken: tuple[int, bytes] | None,
 ) -> None:
     prompt: list[Any] = [*LONG]
-    for place, wrong in spoilt:
-        prompt[place] = wrong
+    for index, wrong in spoilt:
+        prompt[index] = wrong
     fields = {"model": "m", **before, "prompt": prompt, **{f"{name}_2": value for name, value in after.items()}}
     content = json.dumps(fields, separators=separators).encode()
     if broken is not None:
-        place, put = broken[0] % len(content), broken[1]
-        content = content[:place] + put + content[place + 1 :]
+        offset, put = broken[0] % len(content), broken[1]
+        content = content[:offset] + put + content[offset + 1 :]
     expected = read_by_pydantic(content)
-    found = _read_cut(content, CompletionRequest)
+    found = _read_extracting_ids(content, CompletionRequest)
     if found is not None:
         assert expected is not None, "pydantic has refused it"
         assert isinstance(found.prompt, TokenIds)
@@ -68,7 +68,7 @@ def test_ids_equal_pydantics(
 @pytest.mark.parametrize("separators", SEPARATORS)
 def test_long_lists_are_extracted(separators: tuple[str, str]) -> None:
     content = json.dumps({"prompt": LONG, "model": "m", "max_tokens": 3}, separators=separators).encode()
-    body = _read_cut(content, CompletionRequest)
+    body = _read_extracting_ids(content, CompletionRequest)
     assert body is not None
     assert body.prompt == TokenIds.of(LONG)
     assert body.max_tokens == 3
@@ -86,17 +86,17 @@ def test_long_lists_are_extracted(separators: tuple[str, str]) -> None:
     ],
 )
 def test_anything_else_is_left_to_pydantic(content: dict[str, Any]) -> None:
-    assert _read_cut(json.dumps(content).encode(), CompletionRequest) is None
+    assert _read_extracting_ids(json.dumps(content).encode(), CompletionRequest) is None
 
 
 def test_the_last_of_two_prompts_counts() -> None:
     content = b'{"model": "m", "prompt": %b, "prompt": [1]}' % json.dumps(LONG).encode()
-    assert _read_cut(content, CompletionRequest) is None
+    assert _read_extracting_ids(content, CompletionRequest) is None
     assert read_by_pydantic(content) == CompletionRequest(model="m", prompt=[1])
 
 
 def test_a_placeholder_without_its_ids_is_text() -> None:
-    cut = cut_ids(json.dumps({"prompt": LONG, "model": "m"}).encode(), "prompt")
-    assert cut is not None
-    body = CompletionRequest.model_validate_json(cut[0])
+    extracted = extract_ids(json.dumps({"prompt": LONG, "model": "m"}).encode(), "prompt")
+    assert extracted is not None
+    body = CompletionRequest.model_validate_json(extracted[0])
     assert isinstance(body.prompt, str)

@@ -60,12 +60,12 @@ class DecodeAttention:
         num_words = self._num_words + int(first_pages[-1])
         on_host = torch.empty(num_words, dtype=torch.int64, pin_memory=self._shape.device.is_asynchronous)
         words = on_host.numpy()
-        numbers = [part.ravel() for part in self._cut(lens, first_pages[:-1])]
+        numbers = [part.ravel() for part in self._split(lens, first_pages[:-1])]
         np.concatenate(numbers, out=words.view(np.int32)[: sum(map(len, numbers))])
         np.concatenate(tables, out=words[self._num_words :])
         self._words[:num_words].copy_(on_host, non_blocking=True)
 
-    def _cut(
+    def _split(
         self, lens: NDArray[np.int64], first_pages: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return tiles and segments like ``tiling.make_tiles``, in request order, with empty tiles at the end."""

@@ -286,7 +286,7 @@ def test_fixed_tiles_hold_any_lengths(lens: list[int], num_kv_heads: int) -> Non
     """Tiling uses the same parts, except that a batch of one request may be split further."""
     attention = DecodeAttention(shape_for(torch.zeros(len(lens), 2 * num_kv_heads, 64), num_kv_heads, 1, 64))
     first_pages = np.arange(len(lens))
-    tiles, segments = attention._cut(np.array(lens), first_pages)
+    tiles, segments = attention._split(np.array(lens), first_pages)
     num_used = int((tiles[:, 1] == 1).sum())
     used = segments[:num_used]
     assert not tiles[num_used:, 1].any()
