@@ -230,9 +230,9 @@ def compare(result: Partial, wanted: Wanted, dtype: torch.dtype) -> None:
 
 
 def _of_run(query: Tensor, kv: Tensor, run: Run, case: PagedCase, params: AttentionParams) -> Wanted:
-    places = np.arange(len(kv))
+    key_positions = np.arange(len(kv))
     positions = (run.first_position + np.arange(run.count) * run.step)[:, None]
-    seen = np.full((run.count, len(kv)), True) if case.key_lens is not None else positions >= places
+    seen = np.full((run.count, len(kv)), True) if case.key_lens is not None else positions >= key_positions
     if params.window is not None:
-        seen &= places > positions - params.window
+        seen &= key_positions > positions - params.window
     return Wanted.of(query, kv[:, 0], kv[:, 1, :, : case.value_dim], seen, scale=params.scale)

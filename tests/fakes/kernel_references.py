@@ -42,9 +42,9 @@ def check_copy(data: st.DataObject, device: str) -> None:
     pool = kv_pool(6, 4, 3, data.draw(st.sampled_from([4, 16])), 8, data.draw(DTYPES))
     pool.group("full_attention").copy_(torch.randn(pool.group("full_attention").shape))
     count = data.draw(st.integers(0, 6))
-    places = torch.stack([torch.randperm(6)[:count], torch.randperm(7)[:count]])
+    indices = torch.stack([torch.randperm(6)[:count], torch.randperm(7)[:count]])
     expected = torch.zeros_like(pool.group("full_attention"))
-    expected[:, heads, layers][places[1]] = pool.group("full_attention")[places[0]][:, heads, layers]
+    expected[:, heads, layers][indices[1]] = pool.group("full_attention")[indices[0]][:, heads, layers]
     on_host = pool.group("full_attention").pin_memory() if device == "cuda" else pool.group("full_attention")
     there, zeros = pool.group("full_attention").to(device), torch.zeros_like(pool.group("full_attention"))
     for source, target in (
@@ -52,7 +52,7 @@ def check_copy(data: st.DataObject, device: str) -> None:
         (on_host, zeros.to(device)),
         (there, zeros.pin_memory() if device == "cuda" else zeros),
     ):
-        copy_pages(source[:, heads, layers], target[:, heads, layers], places.to(device))
+        copy_pages(source[:, heads, layers], target[:, heads, layers], indices.to(device))
         # A copy to the host does not synchronize by itself.
         device_between(source, target).synchronize()
         assert torch.equal(target.cpu(), expected)
@@ -106,18 +106,18 @@ def check_rotate_storing(data: st.DataObject, device: str) -> None:
         norm.weight.data = torch.randn(dim).to(dtype)
     rotation, (q, k, v) = Rotation(cos.double(), sin.double()), torch.split(heads, [queries, stored, stored], dim=1)
     of_q, of_k = (norm.weight.to(device) for norm in norms)
-    pages, places = torch.zeros(5, stored, 3, 2, page_size, dim, dtype=dtype), (slots // page_size, slots % page_size)
+    pages, indices = torch.zeros(5, stored, 3, 2, page_size, dim, dtype=dtype), (slots // page_size, slots % page_size)
     for weights, (q_norm, k_norm) in ((None, (None, None)), ((of_q, of_k), norms)):
         there = pages.to(device)
         turn = heads.to(device), cos.to(device), sin.to(device)
         found = rotate_storing(*turn, weights, 1e-6, there[:, :, 1], slots.to(device))
         written = there.cpu()
-        rows = written[:, :, 1].permute(0, 3, 2, 1, 4)[places]
+        rows = written[:, :, 1].permute(0, 3, 2, 1, 4)[indices]
         for rotated, given, by in ((found, q, q_norm), (rows[:, 0], k, k_norm)):
             wide = given.double()
             check_near(rotated, rotation.apply(wide if by is None else by.double()(wide)))
         assert torch.equal(rows[:, 1], v)
-        written[:, :, 1].permute(0, 3, 2, 1, 4)[places] = 0
+        written[:, :, 1].permute(0, 3, 2, 1, 4)[indices] = 0
         assert not written.any()
 
 
@@ -187,8 +187,8 @@ def check_expert_rows(data: st.DataObject, device: str) -> None:
     answers = grouped_matmul(x.to(device), weights.to(device), tiles, tokens)
     assert not answers[len(order) :].any()
     wanted = torch.zeros(num_tokens, 16, dtype=torch.double)
-    for place, expert in zip(order.tolist(), torch.repeat_interleave(torch.tensor(counts)).tolist(), strict=True):
-        token, choice = divmod(place, num_chosen)
+    for index, expert in zip(order.tolist(), torch.repeat_interleave(torch.tensor(counts)).tolist(), strict=True):
+        token, choice = divmod(index, num_chosen)
         wanted[token] += gates[token, choice].double() * (weights[expert].double() @ x[token].double())
     check_near(sum_choices(answers, rows, gates.to(device)), wanted)
 

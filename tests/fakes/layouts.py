@@ -57,7 +57,7 @@ def covering_pairs(items: Sequence[T], traits: Callable[[T], frozenset[str]]) ->
     missing = set[tuple[str, str]]().union(*pairs)
     chosen = []
     while missing:
-        best = max(range(len(items)), key=lambda place: len(pairs[place] & missing))
+        best = max(range(len(items)), key=lambda index: len(pairs[index] & missing))
         chosen.append(items[best])
         missing -= pairs[best]
     return chosen

@@ -50,8 +50,8 @@ class Loopback:
             self.memory[target.session][target_offset : target_offset + num_bytes] = source.buffer[
                 source_offset : source_offset + num_bytes
             ]
-            for place in self.flips & set(range(target_offset, target_offset + num_bytes)):
-                self.memory[target.session][place] ^= 1
+            for offset in self.flips & set(range(target_offset, target_offset + num_bytes)):
+                self.memory[target.session][offset] ^= 1
 
     def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
         if source.session in self.failing:

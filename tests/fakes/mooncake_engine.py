@@ -67,7 +67,7 @@ class FakeEngine:
         peer = self._fabric.engines[session]
         owners = (self, peer) if is_write else (peer, self)
         for source, target, size in moves:
-            if not all(owner.holds(place, size) for owner, place in zip(owners, (source, target), strict=True)):
+            if not all(owner.holds(address, size) for owner, address in zip(owners, (source, target), strict=True)):
                 return -1
             ctypes.memmove(target, source, size)
             self._fabric.moved.append((source, target, size))

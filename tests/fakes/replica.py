@@ -53,8 +53,8 @@ def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
     """Return log-probabilities of a token, for which the next ids in the vocabulary are the most likely ones."""
     return TokenLogprobs(
         logprob=-token_id / 1000,
-        top_ids=[(token_id + place) % 256 for place in range(1, num_top + 1)],
-        top_logprobs=[-place / 8 for place in range(1, num_top + 1)],
+        top_ids=[(token_id + index) % 256 for index in range(1, num_top + 1)],
+        top_logprobs=[-index / 8 for index in range(1, num_top + 1)],
     )
 
 

@@ -64,31 +64,31 @@ def _changed(rng: random.Random, tree: Any) -> Any:
             case _:
                 return {**tree, key: _changed(rng, tree[key])}
     if isinstance(tree, list) and tree and rng.random() < 0.8:
-        place = rng.randrange(len(tree))
+        index = rng.randrange(len(tree))
         match rng.randrange(6):
             case 0:
-                return tree[:place] + tree[place + 1 :]
+                return tree[:index] + tree[index + 1 :]
             case 1:
                 return tree * 3
             case _:
-                return [*tree[:place], _changed(rng, tree[place]), *tree[place + 1 :]]
+                return [*tree[:index], _changed(rng, tree[index]), *tree[index + 1 :]]
     return rng.choice([rng.choice(ODD_VALUES), [tree], {"x": tree}, rng.randint(-(2**62), 2**62)])
 
 
 def _changed_bytes(rng: random.Random, data: bytes, seeds: list[bytes]) -> bytes:
-    place = rng.randint(0, len(data))
+    offset = rng.randint(0, len(data))
     other = rng.choice(seeds)
     match rng.randrange(6):
         case 0:
-            return data[:place]
+            return data[:offset]
         case 1 if data:
-            place = rng.randrange(len(data))
-            return data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :]
+            offset = rng.randrange(len(data))
+            return data[:offset] + bytes([data[offset] ^ (1 << rng.randrange(8))]) + data[offset + 1 :]
         case 2:
-            return data[:place] + rng.choice(ODD_BYTES) + data[place:]
+            return data[:offset] + rng.choice(ODD_BYTES) + data[offset:]
         case 3:
-            return data[:place] + other[rng.randint(0, len(other)) :]
+            return data[:offset] + other[rng.randint(0, len(other)) :]
         case 4:
-            return data[:place] + data[place + rng.randint(0, 8) :]
+            return data[:offset] + data[offset + rng.randint(0, 8) :]
         case _:
-            return data[:place] + data[place : place + rng.randint(0, 64)] * rng.choice([2, 3, 100]) + data[place:]
+            return data[:offset] + data[offset : offset + rng.randint(0, 64)] * rng.choice([2, 3, 100]) + data[offset:]

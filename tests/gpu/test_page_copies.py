@@ -160,5 +160,5 @@ def test_tokens_equal_a_cpus() -> None:
     ] * 8
     logits = 3 * torch.randn(len(rows), 50_000, generator=torch.Generator().manual_seed(0))
     positions = list(range(len(rows)))
-    drawn = sampler.draw(logits.to(DEVICE), rows, positions)
-    assert drawn.tolist() == sampler.draw(logits, rows, positions).tolist()
+    sampled = sampler.draw(logits.to(DEVICE), rows, positions)
+    assert sampled.tolist() == sampler.draw(logits, rows, positions).tolist()

@@ -50,14 +50,14 @@ def text_of(token_ids: list[int]) -> str:
 
 
 def test_everybody_keeps_to_his_grammar(cluster: LocalCluster) -> None:
-    greedy, *drawn = prompts_of((90, 200, 33, 5, 64))
+    greedy, *sampled = prompts_of((90, 200, 33, 5, 64))
     schema, code = {"json_schema": SCHEMA}, {"lark_grammar": f"start: /{CODE}/"}
     prompts = [
         Prompt(greedy, Stopping(max_tokens=40)),
-        asked(drawn[0], schema, num_logprobs=2),
-        asked(drawn[1], schema, temperature=1.5, seed=3, frequency_penalty=0.5),
-        asked(drawn[2], code, temperature=2.0, seed=4, min_tokens=3),
-        asked(drawn[3], {"lark_grammar": 'start: "y"'}),
+        asked(sampled[0], schema, num_logprobs=2),
+        asked(sampled[1], schema, temperature=1.5, seed=3, frequency_penalty=0.5),
+        asked(sampled[2], code, temperature=2.0, seed=4, min_tokens=3),
+        asked(sampled[3], {"lark_grammar": 'start: "y"'}),
     ]
     together = cluster.answer(prompts, timeout_s=120)
     for answer in together[1:3]:

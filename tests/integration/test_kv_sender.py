@@ -68,7 +68,7 @@ def leader() -> Iterator[Inbox]:
 def filled(backend: Loopback, record: RankRecord, first: int) -> Region:
     """Return pool memory in which every byte of page p is first + p."""
     region = backend.allocate(record.layout.pool_bytes)
-    region.buffer[:] = bytes(first + place // record.layout.page_bytes for place in range(record.layout.pool_bytes))
+    region.buffer[:] = bytes(first + offset // record.layout.page_bytes for offset in range(record.layout.pool_bytes))
     return region
 
 

@@ -37,9 +37,9 @@ def name_of(case: Case) -> str:
 def compare(answer: Answer, prompt: list[int], expected: Tensor) -> None:
     """Compare with ``expected [tokens, vocabulary]`` after each token."""
     assert len(answer.prompt_logprobs) == len(prompt) - 1
-    for place, entry in enumerate(answer.prompt_logprobs):
-        row = expected[place]
-        own = row[prompt[place + 1]]
+    for position, entry in enumerate(answer.prompt_logprobs):
+        row = expected[position]
+        own = row[prompt[position + 1]]
         assert entry.logprob == pytest.approx(float(own), abs=1e-3)
         assert entry.top_logprobs == pytest.approx(row[entry.top_ids].tolist(), abs=1e-3)
         assert entry.top_logprobs == pytest.approx(row.topk(NUM_TOP).values.tolist(), abs=1e-3)

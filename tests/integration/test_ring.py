@@ -119,8 +119,8 @@ def test_every_mode_equals_one_rank_on_16k_tokens(models: Models, engine: LocalE
         found[cp, way] = torch.tensor([entry.top_logprobs for entry in answer.logprobs])
     alone = found.pop((1, KvWay()))
     assert len(found) == 3
-    for place, logprobs in found.items():
-        torch.testing.assert_close(logprobs, alone, atol=1e-5, rtol=0, msg=partial("{}: {}".format, place))
+    for layout, logprobs in found.items():
+        torch.testing.assert_close(logprobs, alone, atol=1e-5, rtol=0, msg=partial("{}: {}".format, layout))
 
 
 @pytest.mark.full

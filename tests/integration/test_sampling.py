@@ -95,8 +95,8 @@ def compare(model: Any, prompt: list[int], answer: Answer, settings: dict[str, A
 @pytest.mark.parametrize("num_given", [1, 7, 17])
 def test_a_continued_answer_equals_an_uninterrupted_one(cluster: LocalCluster, num_given: int) -> None:
     """Random numbers, penalties, banned words, lengths and log-probabilities count earlier tokens as output."""
-    drawn = Sampling(temperature=1.2, seed=9, frequency_penalty=0.4, presence_penalty=0.2, top_p=0.9)
-    samplings = [*(sampling for sampling, _ in REQUESTS.values()), drawn]
+    sampled = Sampling(temperature=1.2, seed=9, frequency_penalty=0.4, presence_penalty=0.2, top_p=0.9)
+    samplings = [*(sampling for sampling, _ in REQUESTS.values()), sampled]
     prompts = prompts_of((90, 60, 33, 5, 64, 47))
     asked = [
         Prompt(prompt, stopping_of(sampling), replace(sampling, num_logprobs=2))

@@ -94,7 +94,7 @@ def decode(folder: Path, *, is_asynchronous: bool) -> Iterator[Decode]:
 def test_answers_are_the_same_a_step_ahead(tmp_path: Path) -> None:
     """Some requests end by length, others with a token seen a step late. One has penalties, and pages are scarce."""
     folder = make_checkpoint(tmp_path / "model", "llama")
-    prompts = [[7 * number % 250 + place for place in range(5 + number)] for number in range(5)]
+    prompts = [[7 * number % 250 + index for index in range(5 + number)] for number in range(5)]
     found = []
     for is_asynchronous in (False, True):
         with decode(folder, is_asynchronous=is_asynchronous) as worker:
@@ -134,7 +134,7 @@ def test_ranks_that_do_not_draw_follow_as_well(tmp_path: Path, parallel: dict[st
             "decode": {"parallel": parallel},
         }
     )
-    prompts = [[7 * number % 250 + place for place in range(5 + number)] for number in range(6)]
+    prompts = [[7 * number % 250 + index for index in range(5 + number)] for number in range(6)]
     oracle = Oracle(folder, MAX_TOKENS)
     asked = [Prompt(prompt, Stopping(max_tokens=MAX_TOKENS - number)) for number, prompt in enumerate(prompts)]
     with closing(LocalEngine("tests.fakes.asynchronous_worker:AsynchronousWorker")) as engine:

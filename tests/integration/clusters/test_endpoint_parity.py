@@ -53,15 +53,15 @@ def test_tokens_through_the_endpoint_equal_transformers(tmp_path: Path, family: 
     with running_cluster("deploy/local-cpu.yaml", name, *settings) as cluster:
         with ThreadPoolExecutor(len(prompts)) as clients:
             ours = list(clients.map(lambda prompt: cluster.complete(prompt, NUM_TOKENS, model=family), prompts))
-        drawn = [_drawn(cluster.url, family, stream) for stream in (False, True, False)]
+        sampled = [_sampled(cluster.url, family, stream) for stream in (False, True, False)]
         ends = [(prompts[2], ours[2][:9]), (prompts[4], prompts[3]), (prompts[0], prompts[5])]
         assert_likelihoods(folder, cluster.url, family, ends)
         called = [_called(cluster.url, family, seed) for seed in range(2)]
         assert_ranks_are_shown(cluster, name)
         cluster.wait_until(cluster.is_empty, 60)
     assert len(set(called)) > 1, "other seeds give other arguments"
-    assert drawn[0] == drawn[1] == drawn[2]
-    assert drawn[0][0] != drawn[0][1], "the choices of a prompt differ"
+    assert sampled[0] == sampled[1] == sampled[2]
+    assert sampled[0][0] != sampled[0][1], "the choices of a prompt differ"
     assert ours == [_oracle(folder, prompt) for prompt in prompts]
 
 
@@ -93,19 +93,19 @@ def assert_likelihoods(folder: Path, url: str, model: str, ends: list[tuple[list
         assert (scores == top) == (rows.argmax(-1).tolist() == end)
 
 
-def _drawn(url: str, model: str, stream: bool) -> list[list[tuple[int, float]]]:
+def _sampled(url: str, model: str, stream: bool) -> list[list[tuple[int, float]]]:
     """Return the tokens of two choices with their log-probabilities."""
     body = {"model": model, "prompt": prompts_of((40,))[0], "max_tokens": 20, "n": 2, "stream": stream}
     body |= {"seed": 7, "temperature": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.01}
     body |= {"logprobs": 1, "return_token_ids": True, "ignore_eos": True}
     reply = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status()
     lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")] if stream else [reply.text]
-    drawn: list[list[tuple[int, float]]] = [[], []]
+    sampled: list[list[tuple[int, float]]] = [[], []]
     for choice in [choice for line in lines for choice in json.loads(line)["choices"]]:
         logprobs = [round(logprob, 2) for logprob in choice["logprobs"]["token_logprobs"]]
-        drawn[choice["index"]] += zip(choice["token_ids"], logprobs, strict=True)
-    assert [len(tokens) for tokens in drawn] == [20, 20]
-    return drawn
+        sampled[choice["index"]] += zip(choice["token_ids"], logprobs, strict=True)
+    assert [len(tokens) for tokens in sampled] == [20, 20]
+    return sampled
 
 
 def _called(url: str, model: str, seed: int) -> str:

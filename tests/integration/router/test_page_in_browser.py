@@ -60,7 +60,7 @@ def test_it_shows_the_cluster(cluster: RouterCluster, tmp_path: Path) -> None:
     ):
         assert text in page
     assert [
-        page.count(f'<span class="name">{axis} {place}</span>') for axis, place in (("cp", 0), ("cp", 1), ("tp", 1))
+        page.count(f'<span class="name">{axis} {index}</span>') for axis, index in (("cp", 0), ("cp", 1), ("tp", 1))
     ] == [
         1,
         1,

@@ -185,4 +185,4 @@ def test_missing_and_empty_files_and_senseless_values_are_refused(tmp_path: Path
 
 def _common(one: list[int], other: list[int]) -> int:
     pairs = zip(one, other, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -63,7 +63,7 @@ def test_unsatisfiable_grammars_are_refused_before_any_token(grammars: Grammars,
 
 
 def test_grammars_that_grow_too_large_are_refused_with_a_reason(grammars: Grammars) -> None:
-    matcher = grammars.matcher(lark("start: " + " | ".join(f'"a{place}"' for place in range(3000))))
+    matcher = grammars.matcher(lark("start: " + " | ".join(f'"a{number}"' for number in range(3000))))
     matcher.advance(b"a")
     assert matcher.problem.startswith("it is too ambiguous")
 

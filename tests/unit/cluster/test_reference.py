@@ -60,7 +60,7 @@ def test_each_wrong_origin_is_refused_with_a_reason() -> None:
     shown = {1: "'https://a/'", 3: "'https://*.b'", 4: "'a'", 5: "5"}
     words = "`*`, or an origin as browsers send it, such as https://chat.example"
     assert origins == [
-        f"router.allowed_origins.{place}: got {given}; allowed: {words}" for place, given in shown.items()
+        f"router.allowed_origins.{index}: got {given}; allowed: {words}" for index, given in shown.items()
     ]
     assert port.startswith("router.port: ")
 

@@ -16,7 +16,7 @@ from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.wire import TokenIds
 
 IDS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20)
-PLACES = st.none() | st.integers(-25, 25)
+INDICES = st.none() | st.integers(-25, 25)
 PEER = Peer(replica=ROUTER, incarnation=Incarnation(1), address="tcp://r:1")
 
 
@@ -33,7 +33,7 @@ def frame_of(prompt_ids: Any) -> bytes:
     return encode(submit)
 
 
-@given(IDS, IDS, PLACES, PLACES, st.sampled_from([None, 1, 2, -1]))
+@given(IDS, IDS, INDICES, INDICES, st.sampled_from([None, 1, 2, -1]))
 def test_token_ids_equal_a_list(
     ids: list[int], others: list[int], start: int | None, stop: int | None, step: int | None
 ) -> None:
@@ -41,16 +41,16 @@ def test_token_ids_equal_a_list(
     assert [*packed] == ids
     assert len(packed) == len(ids)
     assert [*packed[start:stop:step]] == ids[start:stop:step]
-    assert [packed[place] for place in range(-len(ids), len(ids))] == [*ids, *ids]
+    assert [packed[index] for index in range(-len(ids), len(ids))] == [*ids, *ids]
     assert [*(packed + others)] == ids + others
     assert (packed == TokenIds.of(others)) == (ids == others)
     assert page_keys(packed, 3, "salt") == page_keys(ids, 3, "salt")
 
 
-@pytest.mark.parametrize("place", [2, -3])
-def test_an_index_beyond_the_end_is_an_error(place: int) -> None:
+@pytest.mark.parametrize("index", [2, -3])
+def test_an_index_beyond_the_end_is_an_error(index: int) -> None:
     with pytest.raises(IndexError):
-        TokenIds.of([1, 2])[place]
+        TokenIds.of([1, 2])[index]
 
 
 @pytest.mark.parametrize("wrong", [-(2**31) - 1, 2**31])

@@ -144,7 +144,7 @@ class TestWrongOutputs:
     def test_logprobs_stay_with_their_tokens(self) -> None:
         dispatch = make()
         room, _ = dispatch.open(ask(Sampling(num_logprobs=0)), 100.0, NOW)
-        reported = [TokenLogprobs(logprob=-place, top_ids=[], top_logprobs=[]) for place in range(3)]
+        reported = [TokenLogprobs(logprob=-index, top_ids=[], top_logprobs=[]) for index in range(3)]
         dispatch.on_output(msgspec.structs.replace(output(room, 0, 9, 8), logprobs=reported[:2]), NOW)
         (emit,) = dispatch.on_output(msgspec.structs.replace(output(room, 1, 8, 7), logprobs=reported[1:]), NOW)
         assert emit == OutputBatch(choice_id=room, token_ids=[7], logprobs=[reported[2]])

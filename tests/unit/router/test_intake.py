@@ -28,18 +28,18 @@ def sampling_of(defaults: SamplingDefaults, **fields: Any) -> Sampling:
 
 def test_a_request_overrides_the_models_defaults() -> None:
     assert defaults_of(QWEN3) == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
-    drawn = sampling_of(defaults_of(QWEN3))
-    assert (drawn.temperature, drawn.top_k, drawn.top_p, drawn.min_p) == (0.6, 20, 0.95, 0.0)
-    drawn = sampling_of(defaults_of(QWEN3), temperature=1.0, top_k=0, top_p=1.0)
-    assert (drawn.temperature, drawn.top_k, drawn.top_p) == (1.0, 0, 1.0)
+    sampling = sampling_of(defaults_of(QWEN3))
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.6, 20, 0.95, 0.0)
+    sampling = sampling_of(defaults_of(QWEN3), temperature=1.0, top_k=0, top_p=1.0)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.0, 0, 1.0)
     assert sampling_of(defaults_of(QWEN3), temperature=0).temperature == 0.0
     assert sampling_of(defaults_of(QWEN3), top_k=-1).top_k == 0
     assert sampling_of(defaults_of({"repetition_penalty": 1.1}), repetition_penalty=1.0).repetition_penalty == 1.0
 
 
 def test_top_p_0_is_greedy() -> None:
-    for drawn in (sampling_of(defaults_of({"top_p": 0.0})), sampling_of(defaults_of(QWEN3), top_p=0)):
-        assert (drawn.temperature, drawn.top_p) == (0.0, 1.0)
+    for sampling in (sampling_of(defaults_of({"top_p": 0.0})), sampling_of(defaults_of(QWEN3), top_p=0)):
+        assert (sampling.temperature, sampling.top_p) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,8 @@ def test_any_pieces_give_the_same_message(text: str, cuts: list[int], data: st.D
     dialects = [None, *DIALECTS] if data is None else [data.draw(st.sampled_from([None, *DIALECTS]))]
     for dialect in dialects:
         for thinking in Thinking:
-            places = sorted({min(cut, len(text)) for cut in cuts})
-            pieces = [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+            offsets = sorted({min(cut, len(text)) for cut in cuts})
+            pieces = [text[start:end] for start, end in zip([0, *offsets], [*offsets, len(text)], strict=True)]
             whole = read(reader(dialect, thinking), text)
             assert read(reader(dialect, thinking), *pieces) == whole
             assert read(reader(dialect, thinking), *text) == whole

@@ -130,9 +130,9 @@ def tiers_of_the_second_rank() -> TierState:
     ],
 )
 def test_tiers_of_each_rank(family: str, labels: dict[str, str], value: float) -> None:
-    place = {"cp_rank": "1", "cp_size": "2", "dp_rank": "0", "dp_size": "1"}
-    place |= {"tp_rank": "0", "tp_size": "1", "pp_rank": "0", "pp_size": "1"}
-    assert samples(ReplicaLoad(tiers=tiers_of_the_second_rank()), family) == [(place | labels, value)]
+    ranks = {"cp_rank": "1", "cp_size": "2", "dp_rank": "0", "dp_size": "1"}
+    ranks |= {"tp_rank": "0", "tp_size": "1", "pp_rank": "0", "pp_size": "1"}
+    assert samples(ReplicaLoad(tiers=tiers_of_the_second_rank()), family) == [(ranks | labels, value)]
 
 
 def test_times_of_jobs_are_a_histogram() -> None:

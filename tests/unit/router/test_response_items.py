@@ -28,8 +28,8 @@ def run(pieces: list[str]) -> tuple[list[OutputItem], list[Event]]:
     reader = MessageReader(Thinking.OPTIONAL, HermesParser())
     items = response_writer.OutputItems("x")
     events: list[Event] = []
-    for place, piece in enumerate(pieces, start=1):
-        events += items.push(reader.read(piece, is_end=place == len(pieces)))
+    for number, piece in enumerate(pieces, start=1):
+        events += items.push(reader.read(piece, is_end=number == len(pieces)))
     whole, last = items.end("completed")
     return whole, events + last
 
@@ -95,9 +95,9 @@ def test_log_probabilities_are_in_the_item_with_their_text() -> None:
     tokens = ["<think>", "Hm", "</think>", "<tool", "s>", "yes", '<tool_call>{"name": "f"', "}</tool_call>"]
     reader, items = MessageReader(Thinking.OPTIONAL, HermesParser()), response_writer.OutputItems("x")
     events: list[Event] = []
-    for place, token in enumerate(tokens, start=1):
+    for number, token in enumerate(tokens, start=1):
         logprob = ChosenLogprob(token=token, logprob=0.0, bytes=[], top_logprobs=[])
-        events += items.push(reader.read(token, is_end=place == len(tokens)), [logprob])
+        events += items.push(reader.read(token, is_end=number == len(tokens)), [logprob])
     _, said, _ = items.end("completed")[0]
     assert isinstance(said, OutputMessage)
     (part,) = said.content

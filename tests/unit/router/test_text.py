@@ -195,7 +195,7 @@ def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder: Path = write_model_folder(tmp_path_factory.mktemp("model"))
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581the", "cat"]
     made = tokenizers.Tokenizer(
-        tokenizers.models.BPE({word: place for place, word in enumerate(words)}, [], byte_fallback=True)
+        tokenizers.models.BPE({word: token_id for token_id, word in enumerate(words)}, [], byte_fallback=True)
     )
     made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]

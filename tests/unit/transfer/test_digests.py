@@ -68,9 +68,9 @@ def test_every_bit_that_was_sent_is_spoken_for_and_no_other(pair: Pair, seed: in
     assert wrong(pair, pools, reported) == {}
     record = data.draw(st.sampled_from(pair.decode))
     rank, page_bytes = record.global_rank, record.layout.page_bytes
-    place = data.draw(st.integers(0, len(pools[rank]) - 1))
-    pools[rank][place] ^= 1 << data.draw(st.integers(0, 7))
-    page = place // page_bytes
+    offset = data.draw(st.integers(0, len(pools[rank]) - 1))
+    pools[rank][offset] ^= 1 << data.draw(st.integers(0, 7))
+    page = offset // page_bytes
     assert wrong(pair, pools, reported) == (
         {rank: [page]} if page in PAGES and PageShare.of([record]).has(page) else {}
     )

@@ -61,11 +61,11 @@ def test_each_rank_of_a_ring_sends_the_pages_it_holds_and_all_are_sent(
     sent: list[int] = []
     for rank in range(cp):
         record = make_record("prefill-0", rank, sizes(cp=cp), ownership=KvOwnership.SHARDED)
-        places = owned_pages(ALL, num_pages=total, cp_rank=rank, cp_size=cp, base=base, first=min(held, total))
-        local = [local_page(record, table[place]) for place in places]
+        positions = owned_pages(ALL, num_pages=total, cp_rank=rank, cp_size=cp, base=base, first=min(held, total))
+        local = [local_page(record, table[position]) for position in positions]
         assert len(set(local)) == len(local)
         assert all(0 <= page < 200 for page in local)
-        sent += places
+        sent += positions
     assert sorted(sent) == list(range(min(held, total), total))
 
 

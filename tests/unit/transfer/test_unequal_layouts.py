@@ -123,7 +123,7 @@ def _filled(record: RankRecord, pages: dict[int, int]) -> NDArray[np.int32]:
 
 def check_handoff(pair: Pair) -> None:
     """Check that every decode rank gets its part, each byte once."""
-    places = {position: NUM_PAGES - position for position in range(NUM_PAGES)}
+    target_pages = {position: NUM_PAGES - position for position in range(NUM_PAGES)}
     pools = {record.global_rank: _filled(record, {}).view(np.uint8).ravel() for record in pair.decode}
     num_written = 0
     for record in pair.prefill:
@@ -132,9 +132,9 @@ def check_handoff(pair: Pair) -> None:
         targets = receivers(record.transfer_mode, record.coords, record.sizes, pair.decode)
         for target in targets:
             page_pairs = [
-                (pair.page(record, position), places[position])
+                (pair.page(record, position), target_pages[position])
                 for position in pair.owned(record)
-                if PageShare.of([target]).has(places[position])
+                if PageShare.of([target]).has(target_pages[position])
             ]
             groups = sent_groups(record.coords, record.sizes, target)
             ours = PageRange(record.layout, [page for page, _ in page_pairs], groups=groups)
@@ -149,7 +149,7 @@ def check_handoff(pair: Pair) -> None:
                 num_written += span.num_bytes
     for record in pair.decode:
         found = pools[record.global_rank]
-        sent = {position: page for position, page in places.items() if PageShare.of([record]).has(page)}
+        sent = {position: page for position, page in target_pages.items() if PageShare.of([record]).has(page)}
         np.testing.assert_array_equal(
             found.view(np.int32).reshape(record.layout.num_pages + 1, -1), _filled(record, sent)
         )

@@ -59,7 +59,7 @@ def test_a_triangle_smaller_than_a_tile_costs_a_square(first: int, count: int, s
 
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(1, 5), st.integers(1, 99))
 def test_pairs_are_counted_query_by_query(first: int, count: int, step: int, window: int) -> None:
-    run, seen = Run(0, first, count, step), [first + place * step + 1 for place in range(count)]
+    run, seen = Run(0, first, count, step), [first + index * step + 1 for index in range(count)]
     assert attended_pairs(run) == sum(seen)
     outside, in_vain = sum(max(0, keys - window) for keys in seen), computed_pairs(run) - attended_pairs(run)
     assert cost_model.skipped_pairs(run, window) == max(0, outside - in_vain)

@@ -49,12 +49,12 @@ def text_of(state: SamplingState, num_tokens: int, likes: str | int = "!", first
     """Return up to a number of characters, with "$" at the end of the answer, or "." if the grammar ended it."""
     text = ""
     for position in range(first, first + num_tokens):
-        drawn = draw(state, position, likes)
-        assert drawn.problem == ""
-        if drawn.token_id == EOS:
+        sampled = draw(state, position, likes)
+        assert sampled.problem == ""
+        if sampled.token_id == EOS:
             return text + "$"
-        text += chr(drawn.token_id)
-        if drawn.completes_grammar:
+        text += chr(sampled.token_id)
+        if sampled.completes_grammar:
             return text + "."
     return text
 
@@ -89,19 +89,19 @@ def test_other_sampling_options_apply_within_the_grammar(grammars: Grammars) -> 
 
 
 def test_logprobs_are_the_models_own(grammars: Grammars) -> None:
-    drawn = draw(state_of(grammars, replace(asked('start: "a"'), num_logprobs=1)), 0, "z")
-    assert drawn.token_id == ord("a")
-    assert drawn.logprobs is not None
-    assert drawn.logprobs.top_ids == [ord("z")]
-    assert drawn.logprobs.logprob < drawn.logprobs.top_logprobs[0] - 5
+    sampled = draw(state_of(grammars, replace(asked('start: "a"'), num_logprobs=1)), 0, "z")
+    assert sampled.token_id == ord("a")
+    assert sampled.logprobs is not None
+    assert sampled.logprobs.top_ids == [ord("z")]
+    assert sampled.logprobs.logprob < sampled.logprobs.top_logprobs[0] - 5
 
 
 def test_requests_without_a_grammar_are_unchanged(grammars: Grammars) -> None:
     constrained = state_of(grammars, asked('start: "a"'))
     logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
     likeliest = int(logits[1].argmax())
-    drawn = begin_sample(logits, [constrained.sampling, Sampling()], {0: constrained}, [0, 0]).wait()
-    assert [each.token_id for each in drawn] == [ord("a"), likeliest]
+    sampled = begin_sample(logits, [constrained.sampling, Sampling()], {0: constrained}, [0, 0]).wait()
+    assert [each.token_id for each in sampled] == [ord("a"), likeliest]
 
 
 def test_a_token_that_ends_the_answer_does_not_end_the_text_early(grammars: Grammars) -> None:
@@ -120,12 +120,12 @@ def test_a_token_that_ends_the_answer_does_not_end_the_text_early(grammars: Gram
 def test_a_dead_end_fails_only_its_own_request(
     grammars: Grammars, sampling: Sampling, output: bytes, words: str
 ) -> None:
-    drawn = draw(state_of(grammars, sampling, output), len(output))
-    assert drawn.problem.startswith("the grammar cannot be followed: ")
-    assert words in drawn.problem
+    sampled = draw(state_of(grammars, sampling, output), len(output))
+    assert sampled.problem.startswith("the grammar cannot be followed: ")
+    assert words in sampled.problem
 
 
 def test_a_grammar_that_grows_too_complex_fails_by_itself(grammars: Grammars) -> None:
     output = bytes(random.Random(1).choices(b"ab", k=3000))
-    drawn = draw(state_of(grammars, asked("start: /(.*a.{500}){20}/"), output), len(output))
-    assert "lexer" in drawn.problem
+    sampled = draw(state_of(grammars, asked("start: /(.*a.{500}){20}/"), output), len(output))
+    assert "lexer" in sampled.problem

@@ -112,9 +112,9 @@ def test_sampled_tokens_count_immediately() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 20], logits[0, 21] = 1.0, 0.3
     states = [state_of(Sampling(frequency_penalty=0.2, bad_words=[[20, 21, 20]]), output=[])]
-    drawn = [sample(logits.clone(), states, [position])[0].token_id for position in range(7)]
+    sampled = [sample(logits.clone(), states, [position])[0].token_id for position in range(7)]
     # 20 falls by 0.2 per token to 0.2, below the 0.3 of 21. Then it is banned once, and 21 wins at 0.1.
-    assert drawn == [20, 20, 20, 20, 21, 21, 20]
+    assert sampled == [20, 20, 20, 20, 21, 21, 20]
 
 
 class TestLogprobs:
@@ -170,10 +170,10 @@ def test_a_request_is_sampled_independently_of_its_batch(batch: list[tuple[Any, 
     together = sample(logits.clone(), [state_of(*request) for request in batch], positions)
     alone = [sample(logits[i : i + 1].clone(), [state_of(*batch[i])], [positions[i]])[0] for i in range(len(batch))]
     assert together == alone
-    for (sampling, _, output), drawn in zip(batch, together, strict=True):
-        assert drawn.token_id in (sampling.allowed_ids or range(VOCAB_SIZE))
+    for (sampling, _, output), sampled in zip(batch, together, strict=True):
+        assert sampled.token_id in (sampling.allowed_ids or range(VOCAB_SIZE))
         if sampling.allowed_ids - sampling.ending_ids and len(output) < sampling.min_tokens and not sampling.bad_words:
-            assert drawn.token_id not in sampling.ending_ids
+            assert sampled.token_id not in sampling.ending_ids
 
 
 def test_unused_processors_leave_logits_unchanged() -> None:

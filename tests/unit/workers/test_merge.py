@@ -45,17 +45,17 @@ def test_shards_of_any_size_merge_to_the_whole(seed: int, cuts: list[int], scale
 @given(seeds, st.lists(st.integers(0, 12), min_size=2, max_size=2), st.permutations(range(3)))
 def test_order_and_grouping_do_not_matter(seed: int, cuts: list[int], order: list[int]) -> None:
     parts = shards(seed, cuts)
-    a, b, c = (parts[place] for place in order)
+    a, b, c = (parts[index] for index in order)
     assert_close(merge([merge([a, b]), c]), merge(parts))
     assert_close(merge([a, merge([b, c])]), merge(parts))
 
 
 @settings(deadline=None)
 @given(seeds, st.integers(0, 3))
-def test_an_empty_shard_leaves_no_trace(seed: int, place: int) -> None:
+def test_an_empty_shard_leaves_no_trace(seed: int, index: int) -> None:
     parts = shards(seed, [4, 8])
     empty = empty_partial(parts[0].out)
-    assert_close(merge([*parts[:place], empty, *parts[place:]]), merge(parts))
+    assert_close(merge([*parts[:index], empty, *parts[index:]]), merge(parts))
 
 
 def test_only_empty_shards_merge_to_an_empty_one() -> None:

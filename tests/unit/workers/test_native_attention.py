@@ -64,9 +64,9 @@ class Pages:
         self.tables = torch.split(order, counts)
         self.kv = [draw(seed + number, length, 2, kv_heads, head_dim) for number, length in enumerate(lengths)]
         for table, kv in zip(self.tables, self.kv, strict=True):
-            for place in range(len(kv)):
-                for view, rows in zip(self.views, kv[place], strict=True):
-                    view[table[place // page_size], :, place % page_size] = rows
+            for position in range(len(kv)):
+                for view, rows in zip(self.views, kv[position], strict=True):
+                    view[table[position // page_size], :, position % page_size] = rows
 
 
 @st.composite

@@ -61,9 +61,9 @@ def test_what_is_written_is_read_and_nothing_else_changes(
     pool.write(layer, torch.tensor(slots, dtype=torch.int64), side_by_side(kv))
     keys, values = pool.layer_view(layer)
     for row, slot in enumerate(slots):
-        page, place = divmod(slot, PAGE_SIZE)
-        assert torch.equal(keys[page, :, place], kv[row, 0])
-        assert torch.equal(values[page, :, place], kv[row, 1])
+        page, offset = divmod(slot, PAGE_SIZE)
+        assert torch.equal(keys[page, :, offset], kv[row, 0])
+        assert torch.equal(values[page, :, offset], kv[row, 1])
     assert int(pool.group("full_attention").count_nonzero()) == kv.numel()
 
 

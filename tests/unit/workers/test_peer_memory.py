@@ -177,7 +177,7 @@ def test_pages_of_peers_are_read_right_into_the_pool(fabric: FakeFabric) -> None
     ]
     made[1].pool.group("full_attention").copy_(made[0].pool.group("full_attention"))
     before = made[0].pool.group("full_attention").clone()
-    pages = [TierPage(key=bytes([place]), index=place, device=place, host=place) for place in range(4)]
+    pages = [TierPage(key=bytes([index]), index=index, device=index, host=index) for index in range(4)]
     for copier in copiers:
         copier.save(pages, copier.memory.record_event())
     for one in made:

@@ -96,7 +96,7 @@ class Pair:
         shared = allocator.find(page_keys(tokens, PAGE_SIZE))[0]
         assert shared == model.find(tokens)
         needed = -(-len(tokens) // PAGE_SIZE)
-        new = model.count(base + place for place in range(len(shared), needed))
+        new = model.count(base + index for index in range(len(shared), needed))
         unused = model.count(model.unused())
         idle = model.count(page for prefix in model.idle() if (page := model.cached[prefix]) not in shared)
         can = all(wanted <= there for wanted, there in zip(new, map(sum, zip(unused, idle, strict=True)), strict=True))
@@ -105,7 +105,7 @@ class Pair:
             return
         pages = allocate(allocator, needed, shared, base)
         assert pages[: len(shared)] == shared
-        assert all(page % model.num_owners == (base + place) % model.num_owners for place, page in enumerate(pages))
+        assert all(page % model.num_owners == (base + index) % model.num_owners for index, page in enumerate(pages))
         model.sequences.append((tokens, shared))
         model.evict([max(0, wanted - there) for wanted, there in zip(new, unused, strict=True)])
         assert not any(page in model.cached.values() or model.holders(page) for page in pages[len(shared) :])
@@ -192,7 +192,7 @@ def test_every_owner_holds_its_part_of_each_request(requests: list[tuple[int, in
     for count, base in requests:
         pages = allocate(allocator, count // 2, first_owner=base)
         pages += allocate(allocator, count - count // 2, first_owner=base + len(pages))
-        assert [page % num_owners for page in pages] == [(base + place) % num_owners for place in range(count)]
+        assert [page % num_owners for page in pages] == [(base + index) % num_owners for index in range(count)]
         for owner in range(num_owners):
             local = [page // num_owners for page in pages if page % num_owners == owner]
             assert abs(len(local) - count / num_owners) < 1

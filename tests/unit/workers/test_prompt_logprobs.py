@@ -50,8 +50,8 @@ def test_each_target_is_scored_by_the_token_before_it(monkeypatch: pytest.Monkey
     assert (sum(model.num_rows), max(model.num_rows)) == (6, min(rows_at_once, 6))
     expected = (hidden @ model.head).log_softmax(-1)
     for of_row, first, row in zip(reported, (0, 4, 6), asked, strict=True):
-        for place, (entry, target) in enumerate(zip(of_row, row.scored_ids, strict=True)):
-            logprobs = expected[first + place]
+        for offset, (entry, target) in enumerate(zip(of_row, row.scored_ids, strict=True)):
+            logprobs = expected[first + offset]
             num_top = min(row.num_top, VOCAB_SIZE)
             assert entry.logprob == pytest.approx(float(logprobs[target]), abs=1e-6)
             assert entry.rank == 1 + int((logprobs > logprobs[target]).sum())

@@ -17,14 +17,14 @@ KV_HEADS, GROUPS, DIM = 2, 3, 8
 Seen = NDArray[np.bool_]
 
 
-def places(runs: list[Run]) -> NDArray[np.int64]:
+def request_positions(runs: list[Run]) -> NDArray[np.int64]:
     """Return (request, position) of every row."""
     rows = [(run.request, run.first_position + j * run.step) for run in runs for j in range(run.count)]
     return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
 
 def seen_by_definition(queries: list[Run], keys: list[Run], window: int | None = None) -> Seen:
-    q, k = places(queries)[:, None], places(keys)[None]
+    q, k = request_positions(queries)[:, None], request_positions(keys)[None]
     seen: Seen = (q[..., 0] == k[..., 0]) & (k[..., 1] <= q[..., 1])
     return seen if window is None else seen & (k[..., 1] > q[..., 1] - window)
 

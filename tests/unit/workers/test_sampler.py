@@ -59,9 +59,9 @@ def transformers_likelihoods(logits: Tensor, row: Sampling) -> Tensor:
 def test_draws_follow_the_likelihoods_transformers_computes(name: str) -> None:
     logits, row = some_logits(1)[0], replace(FILTERS[name], seed=11)
     expected = transformers_likelihoods(logits, row)
-    drawn = draw(logits.expand(NUM_DRAWS, -1), [row] * NUM_DRAWS, range(NUM_DRAWS))
-    counts = Counter(drawn)
-    assert all(expected[token_id] > 0 for token_id in counts), "a filtered token was drawn"
+    sampled = draw(logits.expand(NUM_DRAWS, -1), [row] * NUM_DRAWS, range(NUM_DRAWS))
+    counts = Counter(sampled)
+    assert all(expected[token_id] > 0 for token_id in counts), "a filtered token was sampled"
     observed = torch.tensor([counts[token_id] / NUM_DRAWS for token_id in range(VOCAB_SIZE)])
     # Five standard deviations of a binomial share.
     assert ((observed - expected).abs() <= 5 * (expected * (1 - expected) / NUM_DRAWS).sqrt() + 1e-6).all()
@@ -136,8 +136,8 @@ def test_a_tiny_temperature_is_greedy_without_overflow(temperature: float) -> No
 def test_masked_tokens_are_never_sampled() -> None:
     logits = torch.full((200, VOCAB_SIZE), float("-inf"))
     logits[:, [3, 39]] = 0.0
-    drawn = draw(logits, [Sampling(temperature=1.0, top_k=10, seed=2)] * 200, range(200))
-    assert set(drawn) == {3, 39}
+    sampled = draw(logits, [Sampling(temperature=1.0, top_k=10, seed=2)] * 200, range(200))
+    assert set(sampled) == {3, 39}
 
 
 row_strategy = st.builds(
@@ -267,6 +267,6 @@ def test_rounding_changes_a_draw_as_seldom_as_it_changes_likelihoods() -> None:
     logits = torch.randn(NUM_ROWS, LARGE_VOCAB_SIZE, generator=generator)
     change = 1e-3
     keys = torch.tensor([key_of(5, position) for position in range(NUM_ROWS)])
-    drawn = [win_race((logits + change * torch.randn(logits.shape, generator=generator)).exp(), keys) for _ in range(5)]
-    num_changed = sum(int((one != two).sum()) for one, two in pairwise(drawn))
+    kept = [win_race((logits + change * torch.randn(logits.shape, generator=generator)).exp(), keys) for _ in range(5)]
+    num_changed = sum(int((one != two).sum()) for one, two in pairwise(kept))
     assert num_changed < 4 * NUM_ROWS * change * 4

@@ -67,8 +67,8 @@ def test_waiting_moves_a_long_prompt_up_but_not_before_those_of_one_step(num_ste
 @given(prefixes=st.lists(st.integers(0, 500), max_size=4 * WINDOW))
 def test_a_longer_prefix_overtakes_fewer_than_a_window(prefixes: list[int]) -> None:
     turns = order([(0, prefix, 10) for prefix in prefixes])
-    for place, arrival in enumerate(turns):
-        assert sum(later > arrival for later in turns[:place]) < WINDOW
+    for index, arrival in enumerate(turns):
+        assert sum(later > arrival for later in turns[:index]) < WINDOW
 
 
 @given(

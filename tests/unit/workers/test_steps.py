@@ -50,7 +50,7 @@ class Ranks:
     def __init__(self) -> None:
         self.tokens: dict[Room, list[int]] = {}
         self.pages: dict[Room, list[int]] = {}
-        self.drawn: dict[Room, int] = {}
+        self.sampled: dict[Room, int] = {}
         """Sampled tokens of the latest step."""
 
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
@@ -65,11 +65,11 @@ class Ranks:
             assert request.token_ids, "a request without tokens"
             known = self.tokens[request.room]
             assert request.first_position == len(known)
-            known += [self.drawn[request.room]] if request.input_from_previous_step else request.token_ids
+            known += [self.sampled[request.room]] if request.input_from_previous_step else request.token_ids
             assert len(self.pages[request.room]) * PAGE_SIZE >= len(known)
             if request.samples:
                 sampled[request.room] = Sampled(token_id=next_token(known))
-        self.drawn = {room: drawn.token_id for room, drawn in sampled.items()}
+        self.sampled = {room: each.token_id for room, each in sampled.items()}
         in_step = [page for request in plan.scheduled for page in self.pages[request.room]]
         assert len(in_step) == len(set(in_step)), "two requests of a step share a page"
         return sampled

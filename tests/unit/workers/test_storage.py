@@ -103,8 +103,8 @@ def test_no_byte_of_an_object_may_change(tmp_path: Path) -> None:
     store.write(PAGES[:1])
     (path,) = objects(tmp_path)
     whole = path.read_bytes()
-    for place in range(len(whole)):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+    for offset in range(len(whole)):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1 << offset % 8]) + whole[offset + 1 :])
         assert store.read(PAGES[:1]) == [False]
         assert not path.exists()
     for wrong in (whole[:-1], whole + b"\0", whole[:HEADER_BYTES], b""):

@@ -80,8 +80,8 @@ class Replica:
         return self.pools[rank].bytes[page].numpy().tobytes()
 
 
-def page_of(place: int, device: int, host: int) -> TierPage:
-    return TierPage(key=bytes([place]), index=place, device=device, host=host)
+def page_of(index: int, device: int, host: int) -> TierPage:
+    return TierPage(key=bytes([index]), index=index, device=device, host=host)
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
@@ -92,13 +92,13 @@ def test_replicated_pages_are_loaded_on_every_rank(cp: int, *, is_staged: bool) 
         pool.bytes.copy_(replica.pools[0].bytes)
     before = [replica.page(0, page) for page in range(NUM_PAGES)]
     hosts = {0: 2, 1: 5, 2: 0} if cp == 2 else {0: 2, 1: 3, 2: 0}
-    replica.order("save", [page_of(place, place + 1, host) for place, host in hosts.items()])
-    for place, host in hosts.items():
-        owner = replica.copiers[place % cp]
-        assert bytes(owner.host_page(page_of(place, 0, host))) == before[place + 1]
+    replica.order("save", [page_of(index, index + 1, host) for index, host in hosts.items()])
+    for index, host in hosts.items():
+        owner = replica.copiers[index % cp]
+        assert bytes(owner.host_page(page_of(index, 0, host))) == before[index + 1]
     for pool in replica.pools:
         pool.bytes[1:4].zero_()
-    replica.order("load", [page_of(place, 6 - place, host) for place, host in hosts.items()])
+    replica.order("load", [page_of(index, 6 - index, host) for index, host in hosts.items()])
     zeros = bytes(len(before[0]))
     for rank in range(cp):
         expected = [before[0], zeros, zeros, zeros, before[3], before[2], before[1]]
@@ -117,7 +117,7 @@ def test_layers_are_loaded_in_order(
         pool.bytes.copy_(replica.pools[0].bytes)
     before = replica.pools[0].bytes.clone()
     # Each host page belongs to its owner's rank.
-    saved = [page_of(place, place + 1, place % cp + cp * (place // cp)) for place in range(3)]
+    saved = [page_of(index, index + 1, index % cp + cp * (index // cp)) for index in range(3)]
     replica.order("save", saved)
     wanted = [page_of(page.index, 6 - page.index, page.host or 0) for page in saved]
     for rank, copier in enumerate(replica.copiers):
@@ -130,8 +130,8 @@ def test_layers_are_loaded_in_order(
             for layers, is_there in ((range(num_there), True), (range(num_there, num_layers), False)):
                 pages = pool.at([], layers).range
                 for now, then in zip(pages.views(pool.bytes), pages.views(before), strict=True):
-                    for place in range(3):
-                        assert torch.equal(now[6 - place], then[place + 1] if is_there else torch.zeros_like(now[0]))
+                    for index in range(3):
+                        assert torch.equal(now[6 - index], then[index + 1] if is_there else torch.zeros_like(now[0]))
 
         load = WatchedLoad(look)
         assert copier.load_layerwise(wanted, copier.memory.record_event(), load) == 3 * pool.page_bytes
@@ -156,10 +156,10 @@ def test_pages_of_peers_are_read_once_their_pages_in_the_region_are_free(*, of_p
 def test_sharded_pages_are_loaded_on_their_owners(*, is_staged: bool) -> None:
     replica = Replica(2, KvOwnership.SHARDED, is_staged=is_staged)
     before = [replica.page(rank, page) for page in range(NUM_PAGES) for rank in range(2)]
-    replica.order("save", [page_of(place, place, place) for place in range(4)])
+    replica.order("save", [page_of(index, index, index) for index in range(4)])
     for pool in replica.pools:
         pool.bytes[:2].zero_()
-    replica.order("load", [page_of(place, place + 8, place) for place in range(4)])
+    replica.order("load", [page_of(index, index + 8, index) for index in range(4)])
     after = [replica.page(rank, page) for page in range(NUM_PAGES) for rank in range(2)]
     zeros = bytes(len(before[0]))
     assert after == [zeros] * 4 + before[4:8] + before[:4] + before[12:]
@@ -176,7 +176,7 @@ def test_saving_a_page_does_not_touch_its_slot_in_the_region() -> None:
 
 @pytest.mark.parametrize("is_staged", [False, True])
 def test_pages_with_two_kv_groups_are_read_from_files(tmp_path: Path, *, is_staged: bool) -> None:
-    pages = [page_of(place, place + 1, place) for place in range(3)]
+    pages = [page_of(index, index + 1, index) for index in range(3)]
     failures = Counter[str]()
 
     def made() -> tuple[Replica, PageStore]:

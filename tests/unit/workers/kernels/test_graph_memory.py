@@ -153,16 +153,16 @@ def test_the_largest_batch_is_sampled_before_memory_is_measured(
     """Otherwise the memory for logits and for sorting them would not be counted."""
     FakeGpu(monkeypatch)
     before = ask(worker({}), model, None)
-    num_drawn = 0
+    num_sampled = 0
 
     def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> None:
-        nonlocal num_drawn
-        num_drawn += len(logits)
+        nonlocal num_sampled
+        num_sampled += len(logits)
         assert len(rows) == len(positions) == len(logits)
         assert all(row.top_p < 1 and row.temperature for row in rows)
 
     monkeypatch.setattr(runner, "draw", draw)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: WEIGHTS + ACTIVATIONS + num_drawn * GIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: WEIGHTS + ACTIVATIONS + num_sampled * GIB)
     assert ask(worker({}), model, None) == before - 8
 
 

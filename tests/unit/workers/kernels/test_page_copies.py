@@ -43,9 +43,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> _Counted:
     counted: _Counted = []
     copy_pages: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = kernel.copy_pages
 
-    def count(source: torch.Tensor, target: torch.Tensor, places: torch.Tensor) -> None:
-        counted.append(places.shape[1])
-        copy_pages(source, target, places)
+    def count(source: torch.Tensor, target: torch.Tensor, indices: torch.Tensor) -> None:
+        counted.append(indices.shape[1])
+        copy_pages(source, target, indices)
 
     kernels_on_cpu(monkeypatch)
     monkeypatch.setattr(kernel, "copy_pages", count)
