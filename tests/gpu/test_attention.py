@@ -52,7 +52,7 @@ def test_rows(case: tuple[list[Run], list[Run]], groups: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 1)])
-def test_parts_are_joined_when_all_are_there(heads: int, kv_heads: int) -> None:
+def test_parts_are_joined_once_all_have_arrived(heads: int, kv_heads: int) -> None:
     """Any program can finish last, launch after launch. All get the same result and leave the counters as they were."""
     torch.manual_seed(0)
     lens = [40_000, 1, 3_000]

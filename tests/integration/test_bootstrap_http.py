@@ -97,7 +97,7 @@ def test_records_travel_and_come_back(client: BootstrapClient) -> None:
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}])
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_every_route_wants_the_token(empty_url: str, method: str, path: str, headers: dict[str, str]) -> None:
+def test_every_route_requires_the_token(empty_url: str, method: str, path: str, headers: dict[str, str]) -> None:
     reply = httpx.request(method, f"{empty_url}{path}", headers=headers, trust_env=False)
     assert reply.status_code == 401
     assert reply.json()["error"]["message"] == "wrong or missing bearer token in the Authorization header"
@@ -326,7 +326,7 @@ async def test_watch_table_continues_after_invalid_tables() -> None:
         await tables.aclose()
 
 
-def test_answers_that_are_no_table_count_as_a_lost_service() -> None:
+def test_invalid_tables_count_as_a_lost_service() -> None:
     lost: list[int] = []
     with ailing_service() as url:
         client = BootstrapClient(url, TOKEN)

@@ -102,7 +102,7 @@ def test_an_event_loop_takes_messages_of_members() -> None:
     assert asyncio.run(talk()) == [Drain()]
 
 
-def test_a_stranger_with_a_key_of_its_own_is_turned_away_and_counted(inbox: Inbox) -> None:
+def test_a_sender_with_another_key_is_refused_and_counted(inbox: Inbox) -> None:
     """The stranger may even know the public half of the key."""
     stranger = draw_key()
     with zmq.Context() as context, raw_sender(inbox.address, stranger, context, KEY.public) as pusher:
@@ -122,7 +122,7 @@ def test_senders_without_the_key_are_dropped_and_counted(inbox: Inbox, key: Chan
         assert inbox.receive(0.2) == []
 
 
-def test_a_port_scanner_harms_nothing(inbox: Inbox) -> None:
+def test_a_port_scanner_does_no_harm(inbox: Inbox) -> None:
     host, _, port = inbox.address.removeprefix("tcp://").partition(":")
     for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b""):
         with socket.create_connection((host, int(port))) as connection:
@@ -132,7 +132,7 @@ def test_a_port_scanner_harms_nothing(inbox: Inbox) -> None:
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x81\xa4type\xa4Evil", b"\x91" * 100_000])
-def test_a_frame_that_is_no_message_is_dropped_and_counted(inbox: Inbox, frame: bytes) -> None:
+def test_an_invalid_frame_is_dropped_and_counted(inbox: Inbox, frame: bytes) -> None:
     with zmq.Context() as context, raw_sender(inbox.address, KEY, context) as pusher:
         pusher.send(frame)
         wait_dropped(inbox, "malformed")

@@ -145,7 +145,7 @@ def test_a_group_with_missing_members_is_an_error() -> None:
         join_group(store, "lonely", [0, 1], 0, host=HOST, timeout_s=1)
 
 
-def test_a_store_that_is_not_there_is_an_error() -> None:
+def test_a_missing_store_is_an_error() -> None:
     with pytest.raises(CollectiveError, match=r"no store answered at 127\.0\.0\.1:1 within 1 s"):
         join_store("127.0.0.1:1", 1)
 

@@ -49,7 +49,7 @@ def text_of(token_ids: list[int]) -> str:
     return bytes(token_id for token_id in token_ids if token_id != EOS).decode()
 
 
-def test_everybody_keeps_to_his_grammar(cluster: LocalCluster) -> None:
+def test_every_request_follows_its_grammar(cluster: LocalCluster) -> None:
     greedy, *sampled = prompts_of((90, 200, 33, 5, 64))
     schema, code = {"json_schema": SCHEMA}, {"lark_grammar": f"start: /{CODE}/"}
     prompts = [

@@ -221,7 +221,7 @@ def test_stored_pages_outlive_every_process_and_serve_other_cp_sizes_and_modes(
 
 @pytest.mark.full
 @pytest.mark.parametrize("way", [(2, GATHER, 1), (2, RING, 1)], ids=str)
-def test_a_chain_through_every_page_of_32k_tokens_is_followed_from_storage_alone(
+def test_a_chain_through_every_page_of_32k_tokens_is_followed_from_storage(
     way: Way, engine: LocalEngine, tmp_path: Path
 ) -> None:
     page_size = 64

@@ -158,7 +158,7 @@ ALL = [
 """Cases over shared memory and over TCP."""
 
 
-def test_every_strategy_meets_every_way_of_kv() -> None:
+def test_every_strategy_meets_every_kv_mode() -> None:
     met = {(case.strategy, case.kv) for case in ALL if case.prefill.cp > 1}
     assert met == set(product(STRATEGIES, KV_WAYS))
 

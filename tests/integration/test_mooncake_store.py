@@ -33,7 +33,7 @@ def master() -> Iterator[str]:
         yield address
 
 
-def test_objects_are_whole_and_right_or_not_there(master: str) -> None:
+def test_objects_are_complete_and_correct_or_absent(master: str) -> None:
     from workers.hicache.storage.mooncake_store import MooncakeStorage
 
     one, other = (MooncakeStorage("127.0.0.1", master) for _ in range(2))

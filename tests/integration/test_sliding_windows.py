@@ -43,7 +43,7 @@ def config_of(cluster: dict[str, Any], **hicache: object) -> DeployConfig:
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS.keys())
-def test_tokens_are_the_oracles_computed_and_cached(
+def test_tokens_equal_the_oracles_computed_and_cached(
     cluster: dict[str, Any], checkpoint: Path, oracle: Oracle, engine: LocalEngine
 ) -> None:
     prompts = prompts_of((1, 20, 90, 203))

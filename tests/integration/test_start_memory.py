@@ -117,6 +117,6 @@ def test_a_rank_takes_its_share_and_one_tensor(
     assert loading.share * 0.9 < loading.most < loading.share + loading.largest + SLACK
 
 
-def test_whole_files_in_memory_are_found_out(folders: dict[str, Path]) -> None:
+def test_whole_files_in_memory_are_detected(folders: dict[str, Path]) -> None:
     loading = load(folders["llama"], {"tp": 4}, reads_whole_files=True)
     assert loading.most > loading.share + loading.largest + SLACK

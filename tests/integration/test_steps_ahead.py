@@ -125,7 +125,7 @@ def _logprobs(answers: list[list[Output]]) -> list[float]:
 
 
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
-def test_ranks_that_do_not_draw_follow_as_well(tmp_path: Path, parallel: dict[str, int]) -> None:
+def test_ranks_that_do_not_sample_follow_as_well(tmp_path: Path, parallel: dict[str, int]) -> None:
     """Greedy tokens equal transformers'. Requests start and end in different steps on each DP rank."""
     folder = make_checkpoint(tmp_path / "model", "llama")
     config = DeployConfig.model_validate(

@@ -83,7 +83,7 @@ def test_every_module_of_the_command_line_loads_without_torch_and_ray() -> None:
     assert heavy_modules_loaded(modules_under("cluster/cli"), {"torch", "ray", "transformers"}) == "[]"
 
 
-def test_workers_load_no_library_of_gpus_on_a_cpu() -> None:
+def test_workers_on_a_cpu_load_no_gpu_library() -> None:
     modules = [name for name in modules_under("workers") if not name.startswith(ON_GPUS)]
     assert heavy_modules_loaded(modules, {"triton", "flash_attn"}) == "[]"
 

@@ -56,7 +56,7 @@ def test_the_openai_client_works_unchanged(cluster: RunningCluster) -> None:
 
 
 @pytest.mark.parametrize(("replica", "rank"), [("decode-0", 0), ("prefill-0", 1)])
-def test_strangers_at_a_rank_are_counted(cluster: RunningCluster, replica: str, rank: int) -> None:
+def test_unknown_senders_at_a_rank_are_counted(cluster: RunningCluster, replica: str, rank: int) -> None:
     def is_counted() -> bool:
         dropped: dict[str, int] = cluster.replicas()[replica]["load"]["dropped"]
         return dropped.get("stranger", 0) > 0

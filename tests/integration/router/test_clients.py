@@ -89,7 +89,7 @@ class TestClients:
         assert cluster.metric('baton_request_ended_total{outcome="finished"}') == 29
         assert cluster.metric('baton_request_ended_total{outcome="cancelled"}') == 3
 
-    def test_a_slow_reader_delays_nobody(self, cluster: RouterCluster) -> None:
+    def test_a_slow_reader_delays_no_other_client(self, cluster: RouterCluster) -> None:
         body = {"model": MODEL, "prompt": "abc", "max_tokens": 500, "stream": True}
         with cluster.http.stream("POST", "/v1/completions", json=body) as slow:
             assert cluster.complete("hello", max_tokens=7)["choices"][0]["text"] == "hellohe"

@@ -50,7 +50,7 @@ def test_preflights_need_no_key(guarded: RouterCluster, path: str, method: str) 
     assert reply.headers["access-control-allow-headers"] == "authorization, x-stainless-os"
 
 
-def test_others_are_not_let_in(guarded: RouterCluster) -> None:
+def test_other_origins_are_refused(guarded: RouterCluster) -> None:
     reply = preflight(guarded, "/v1/chat/completions", OTHER)
     assert reply.status_code == 400
     assert "access-control-allow-origin" not in reply.headers

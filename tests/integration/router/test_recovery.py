@@ -61,7 +61,7 @@ def test_an_answer_continues_after_its_last_token(cluster: RouterCluster, stream
     cluster.assert_empty()
 
 
-def test_a_seed_that_was_made_up_is_made_up_once(cluster: RouterCluster) -> None:
+def test_a_seed_is_generated_only_once(cluster: RouterCluster) -> None:
     with joined(cluster, "decode-1") as other:
         cluster.decode.fails_after = 5
         cluster.complete("abcdefgh", max_tokens=16, temperature=1.0)

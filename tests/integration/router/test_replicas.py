@@ -54,14 +54,14 @@ class TestReplicasComeAndGo:
         assert cluster.complete("abcdef", max_tokens=12)["choices"][0]["text"] == "abcdefabcdef"
         assert [submit.num_given for submit in cluster.decode.submits] == [0, 3]
 
-    def test_tokens_that_get_lost_again_and_again_fail_the_request(self, cluster: RouterCluster) -> None:
+    def test_repeatedly_lost_tokens_fail_the_request(self, cluster: RouterCluster) -> None:
         cluster.decode.skips = 4
         reply = cluster.post("/v1/completions", prompt="abcdef", max_tokens=60)
         assert (reply.status_code, reply.json()["error"]["code"]) == (500, "broken_output")
         assert reply.json()["error"]["message"] == "decode-0: output 12 is missing; 15 arrived instead"
         cluster.decode.wait_cancels(4)
 
-    def test_a_request_waits_in_the_router_until_decode_has_room(self, cluster: RouterCluster) -> None:
+    def test_a_request_waits_in_the_router_until_decode_has_capacity(self, cluster: RouterCluster) -> None:
         # Pools of 4 tokens, filled 16 times by the choices of one request, of which only one counts the prompt.
         entries = (entry_of(peer, total_pages=1) for peer in (cluster.prefill.peer, cluster.decode.peer))
         cluster.table.show(table_of(*entries, version=2))

@@ -186,7 +186,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_rank_that_is_there_reaches_the_leaders(shared: RouterCluster, path: str) -> None:
+def test_an_existing_rank_reaches_the_leaders(shared: RouterCluster, path: str) -> None:
     reply = shared.http.post(path, json={"model": MODEL, **BODIES[path]}, headers={"X-data-parallel-rank": "0"})
     assert reply.status_code == 200, reply.text
     assert shared.last_submit().dp_rank == 0

@@ -160,7 +160,7 @@ def test_a_trace_is_read_in_order_of_time(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_an_invalid_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(line)
     with pytest.raises(UserError, match=message):

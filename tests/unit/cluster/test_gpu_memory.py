@@ -114,7 +114,7 @@ def test_sliding_windows_take_no_graph_memory(tmp_path: Path) -> None:
     assert expected_memory(config, config.decode, model).graphs == 0
 
 
-def test_drawing_for_every_request_is_expected(tmp_path: Path) -> None:
+def test_sampling_for_every_request_is_expected(tmp_path: Path) -> None:
     def activations(max_requests: int) -> float:
         config, model = planned(tmp_path, LLAMA_3_8B, f"decode: {{max_requests: {max_requests}}}")
         return expected_memory(config, config.decode, model).activations * GIB

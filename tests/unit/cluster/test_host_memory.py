@@ -62,7 +62,7 @@ TABLE = VOCAB * HIDDEN
         (True, "bfloat16", "{tp: 2}", TABLE + 2.5 * LAYER),
     ],
 )
-def test_the_stage_with_most_weights_is_the_one_that_counts(
+def test_the_stage_with_most_weights_counts(
     tmp_path: Path, is_tied: bool, dtype: str, parallel: str, expected: float
 ) -> None:
     shape = {"architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": WIDTH}
@@ -157,7 +157,7 @@ def test_a_container_has_no_more_than_its_control_group_leaves() -> None:
     assert MachineMemory.of(MEMINFO, GROUP | {"memory.max": f"{8 * GIB}"}).available == 0
 
 
-def test_a_limit_above_the_machine_is_none() -> None:
+def test_a_limit_above_the_machines_memory_is_ignored() -> None:
     memory = MachineMemory.of(MEMINFO, GROUP | {"memory.max": f"{1024 * GIB}", "memory.swap.max": "max"})
     assert memory == MachineMemory.of(MEMINFO, {})
 

@@ -110,7 +110,7 @@ class TestClusters:
         )
         assert manifests.cluster_spec(CLUSTERS[name])["rayVersion"] == pinned
 
-    def test_memory_that_cards_read_may_be_locked(self, name: str) -> None:
+    def test_memory_that_gpus_read_may_be_locked(self, name: str) -> None:
         uses_cards = config_of(name).transfer.protocol is TransferProtocol.RDMA
         for group in manifests.cluster_spec(CLUSTERS[name])["workerGroupSpecs"]:
             added = manifests.container(group).get("securityContext", {}).get("capabilities", {}).get("add", [])

@@ -143,7 +143,7 @@ def test_a_restart_begins_at_once_however_often_the_replica_has_failed() -> None
     assert run.now_s == 1.0
 
 
-def test_a_replica_whose_drain_takes_too_long_is_restarted_all_the_same() -> None:
+def test_a_replica_whose_drain_takes_too_long_is_restarted_anyway() -> None:
     run = Run().serve()
     incarnation = run.incarnation("decode-0")
     run.command(RestartCommand(replicas=(ReplicaId("decode-0"),)))
@@ -187,7 +187,7 @@ def test_more_replicas_are_placed_then_started() -> None:
     assert answers(actions) == [(Outcome.DONE, "prefill: 3, decode: 2")]
 
 
-def test_without_room_nothing_changes() -> None:
+def test_without_capacity_nothing_changes() -> None:
     run = Run(TWO_OF_EACH).serve()
     before = run.cluster
     assert run.command(ScaleCommand(prefill=9, decode=1))[0] == Place([f"prefill-{index}" for index in range(2, 9)])
@@ -286,7 +286,7 @@ def test_one_order_at_a_time_and_only_while_serving() -> None:
     assert (outcome, line) == (Outcome.REFUSED, "another command is in progress; try again when it has finished")
 
 
-def test_a_stop_ends_the_order_at_hand() -> None:
+def test_a_stop_ends_the_current_order() -> None:
     run = Run(TWO_OF_EACH).serve()
     run.command(RestartCommand(is_rolling=True))
     assert answers(run.step(StopRequested("SIGINT"))) == [(Outcome.FAILED, "the cluster is stopping")]

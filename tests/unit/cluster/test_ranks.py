@@ -192,7 +192,7 @@ def test_stages_hold_every_layer_once_and_differ_by_one_at_most(num_layers: int,
 
 
 @given(st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 2, 4, 8, 16)))
-def test_every_head_is_held_and_shared_by_neighbours_alone(num_heads: int, tp_size: int) -> None:
+def test_every_head_is_held_and_shared_only_by_neighbours(num_heads: int, tp_size: int) -> None:
     held = [head for tp_rank in range(tp_size) for head in kv_heads_of(num_heads, tp_size, tp_rank)]
     copies = max(1, tp_size // num_heads)
     assert held == [head for head in range(num_heads) for _ in range(copies)]

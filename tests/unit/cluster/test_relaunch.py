@@ -169,7 +169,7 @@ def test_a_registered_start_needs_proof_even_if_the_driver_has_not_seen_it(
     assert launcher.prove("prefill-0", ONE)
 
 
-def test_a_replica_of_a_lost_machine_is_placed_anew_on_another() -> None:
+def test_a_replica_of_a_lost_machine_is_placed_on_another() -> None:
     away = [Machine(node_id=name, address=f"10.0.0.{name}", cpus=2, gpus=0) for name in ("2", "3")]
     home = Machine(node_id="home", address="10.0.0.1", cpus=0, gpus=0)
     world = World(FakeSystem([home, *away]))
@@ -227,9 +227,7 @@ def test_an_end_is_announced_until_the_table_confirms_it(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("answer", [False, RuntimeError("one hiccup of Ray")])
-def test_a_table_hears_of_an_end_as_soon_as_it_is_proven(
-    answer: bool | RuntimeError, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_learns_of_an_end_once_proven(answer: bool | RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
     def kill(*_: object) -> bool:
         if isinstance(answer, RuntimeError):
             raise answer

@@ -65,7 +65,7 @@ def test_a_member_that_responds_in_time_stays() -> None:
     assert at(run, 2 * PATIENCE_S - 1.0) == [End("prefill-0", run.incarnation("prefill-0"))]
 
 
-def test_a_new_start_is_not_blamed_for_the_silence_of_the_one_before() -> None:
+def test_a_new_start_is_not_blamed_for_its_predecessors_silence() -> None:
     run = Run().serve()
     see(run, "decode-0")
     first = run.incarnation("decode-0")
@@ -77,7 +77,7 @@ def test_a_new_start_is_not_blamed_for_the_silence_of_the_one_before() -> None:
     assert at(run, run.now_s + PATIENCE_S - 0.1) == []
 
 
-def test_while_the_table_is_away_only_the_bootstrap_service_is_silent() -> None:
+def test_while_the_table_is_missing_only_the_bootstrap_service_is_silent() -> None:
     run = Run().serve()
     see(run, "prefill-0", "decode-0")
     run.now_s = 1.0
@@ -88,7 +88,7 @@ def test_while_the_table_is_away_only_the_bootstrap_service_is_silent() -> None:
     assert run.cluster.silent == {}, "it is being ended"
 
 
-def test_a_replica_has_time_to_come_back_to_a_new_table() -> None:
+def test_a_replica_has_time_to_register_with_a_new_table() -> None:
     run = Run().serve()
     run.step(TableLost())
     at(run, PATIENCE_S - 1.0)

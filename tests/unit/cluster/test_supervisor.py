@@ -130,7 +130,7 @@ def test_services_are_restarted_and_replicas_hear_of_the_routers_end() -> None:
 
 
 @pytest.mark.parametrize("proven", [True, False], ids=["gone", "may wake up"])
-def test_new_bootstrap_is_told_about_ended_starts(proven: bool) -> None:
+def test_a_new_bootstrap_service_learns_of_ended_starts(proven: bool) -> None:
     run = Run().serve()
     ended = run.incarnation("decode-0")
     run.fail("decode-0")

@@ -53,7 +53,7 @@ def test_no_half_character_is_shown(tokenizer: Tokenizer) -> None:
     assert detokenizer.flush() == ""
 
 
-def test_broken_bytes_do_not_hold_text_back_for_ever(tokenizer: Tokenizer) -> None:
+def test_invalid_bytes_do_not_hold_text_back_forever(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer)
     shown = "".join(detokenizer.push(0xFF) for _ in range(100))
     assert len(shown) > 60

@@ -78,7 +78,7 @@ def test_a_second_signal_ends_the_process_if_nothing_runs(signals: StopSignals) 
 
 
 @pytest.mark.parametrize("given", ["-3", "nan", "soon"])
-def test_a_wait_that_is_no_time_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_timeout_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.cli.commands.find_running", lambda name: pytest.fail(f"looked for {name}"))
     result = CliRunner().invoke(app, ["down", "--timeout", given])
     assert result.exit_code == 2

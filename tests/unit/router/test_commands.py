@@ -51,7 +51,7 @@ async def test_silent_replicas_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
     replicas.commands.on_result(CommandResult(number=1, replica=DECODE.replica, incarnation=DECODE.incarnation))
 
 
-async def test_another_start_does_not_answer_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_incarnation_cannot_answer_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     replicas = Replicas(monkeypatch, decode=1000)
     given = asyncio.ensure_future(replicas.commands.give([DECODE], Drain()))
     await asyncio.sleep(0)

@@ -139,7 +139,7 @@ class TestAnotherAttempt:
         assert dispatch.is_open(room)
         assert not dispatch.is_under_way(Room(room))
 
-    def test_a_fault_of_either_target_speaks_against_both(self) -> None:
+    def test_a_fault_of_either_target_counts_against_both(self) -> None:
         dispatch = make(max_retries=3)
         room = opened(dispatch)
         dispatch.on_failure(msgspec.structs.replace(failure(room, DECODE), blame=Blame.BOTH), NOW)
@@ -190,7 +190,7 @@ class TestAnotherAttempt:
         assert (dispatch.num_restarts, dispatch.num_continuations) == (0, 0)
         assert_empty(dispatch)
 
-    def test_a_lost_output_is_computed_anew(self) -> None:
+    def test_a_lost_output_is_recomputed(self) -> None:
         dispatch = make(max_retries=1)
         room = opened(dispatch)
         dispatch.on_output(output(room, 0, 9), NOW)

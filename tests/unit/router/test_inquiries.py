@@ -36,7 +36,7 @@ def test_a_request_that_has_just_begun_is_not_asked_about() -> None:
     assert dispatch.expire(DUE) == asked(first)
 
 
-def test_the_time_begins_anew_with_the_next_attempt() -> None:
+def test_the_time_restarts_with_the_next_attempt() -> None:
     dispatch = make()
     dispatch.on_client_left(opened(dispatch))
     assert dispatch.next_deadline_s is None

@@ -51,7 +51,7 @@ def test_replicas_that_failed_the_request_are_avoided_in_both_roles() -> None:
     assert Choices(*PEERS).names(PEERS[0], PEERS[3]) == {"prefill-1", "decode-0"}
 
 
-def test_the_only_one_is_taken_all_the_same() -> None:
+def test_the_only_replica_is_picked_anyway() -> None:
     choices = Choices(PEERS[0], PEERS[2])
     choices.breakers.fail(PEERS[2], 0.0)
     assert choices.names(*PEERS) == {"prefill-0", "decode-0"}
@@ -196,7 +196,7 @@ def test_one_failure_opens_it_again() -> None:
     assert breakers.state(PEER, 22.0) is BreakerState.HALF_OPEN
 
 
-def test_a_replica_that_starts_again_is_another_one() -> None:
+def test_a_restarted_replica_is_a_new_one() -> None:
     breakers = opened()
     assert breakers.allows(peer_of("decode-0", 2), 1.0)
     breakers.forget(PEER)

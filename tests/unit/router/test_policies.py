@@ -37,7 +37,7 @@ def test_random_is_uniform() -> None:
     assert Counter(picks("random", candidates_of(5, 0, 9), 30)) == {0: 10, 1: 10, 2: 10}
 
 
-def test_least_tokens_takes_the_least_and_equals_alternate() -> None:
+def test_least_tokens_picks_the_fewest_and_ties_alternate() -> None:
     assert picks("least_tokens", candidates_of(5, 2, 9), 3) == [1, 1, 1]
     assert picks("least_tokens", candidates_of(2, 9, 2), 3) == [0, 2, 2]
 
@@ -54,7 +54,7 @@ def test_least_requests_looks_at_tokens_next() -> None:
     assert picks("least_requests", candidates, 2) == [2, 2]
 
 
-def test_power_of_two_draws_every_pair_alike_and_takes_the_better() -> None:
+def test_power_of_two_picks_the_better_of_equally_likely_pairs() -> None:
     # Of the six ordered pairs of three candidates, four contain the best one, and the second best wins the other two.
     assert Counter(picks("power_of_two", candidates_of(9, 0, 5), 6)) == {1: 4, 2: 2}
     assert picks("power_of_two", candidates_of(7), 3) == [0, 0, 0]
@@ -71,9 +71,7 @@ def loaded(loads: list[tuple[int, int]], cached: list[int]) -> list[Candidate]:
 
 
 @given(loads=LOADS, number=st.integers(0, 100), cached=st.integers(0, 10**6))
-def test_where_no_replica_has_more_cached_prefix_aware_is_least_tokens(
-    loads: list[tuple[int, int]], number: int, cached: int
-) -> None:
+def test_with_equal_caches_prefix_aware_is_least_tokens(loads: list[tuple[int, int]], number: int, cached: int) -> None:
     for everywhere in (0, cached):
         candidates, inputs = loaded(loads, [everywhere] * len(loads)), inputs_of(number)
         assert POLICIES["prefix_aware"](candidates, inputs) is POLICIES["least_tokens"](candidates, inputs)

@@ -71,7 +71,7 @@ def answer(tokenizer: Tokenizer, *stops: str) -> AnswerText:
     min_tokens=st.integers(0, 14),
     cuts=st.lists(st.integers(0, 12)),
 )
-def test_stop_strings_count_from_the_minimum_on(
+def test_stop_strings_count_only_after_the_minimum(
     tokenizer: Tokenizer, text: str, stops: list[str], min_tokens: int, cuts: list[int]
 ) -> None:
     start = max(min_tokens - 1, 0)

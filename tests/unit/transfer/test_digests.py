@@ -59,7 +59,7 @@ def wrong(pair: Pair, pools: dict[int, bytearray], reported: list[PageDigests]) 
 
 
 @given(pairs(), st.integers(0, 2**32), st.data())
-def test_every_bit_that_was_sent_is_spoken_for_and_no_other(pair: Pair, seed: int, data: st.DataObject) -> None:
+def test_digests_cover_exactly_the_bits_that_were_sent(pair: Pair, seed: int, data: st.DataObject) -> None:
     pools, reported = handoff(pair, seed)
     num_copies = copies_of(pair.decode[0])
     num_bytes = NUM_PAGES * sum(record.layout.page_bytes for record in pair.decode) // num_copies
@@ -76,7 +76,7 @@ def test_every_bit_that_was_sent_is_spoken_for_and_no_other(pair: Pair, seed: in
     )
 
 
-def test_pages_that_another_rank_with_the_same_heads_should_have_got_are_astray() -> None:
+def test_pages_meant_for_another_rank_with_the_same_heads_are_misplaced() -> None:
     sizes = AxisSizes(dp=1, cp=1, tp=2, pp=1)
     pair = Pair(SIMPLE.prefill, [make_record("decode-0", rank, sizes, layout=POOL) for rank in range(2)], 0)
     _, reported = handoff(pair, seed=1)
@@ -118,7 +118,7 @@ def test_swapped_pages_are_wrong() -> None:
         (lambda reported: [replace(reported[0], digests=[]), *reported[1:]], "the number of digests differs"),
     ],
 )
-def test_digests_that_do_not_speak_for_every_byte_once_are_refused(
+def test_digests_that_do_not_cover_every_byte_once_are_refused(
     change: Callable[[list[PageDigests]], list[PageDigests]], reason: str
 ) -> None:
     pair = SIMPLE

@@ -48,7 +48,7 @@ def test_a_batch_by_hand() -> None:
     assert [table.tolist() for table in batch.pages[0].tables] == [[7, 3, 9], [5], [1]]
 
 
-def test_a_narrowed_batch_has_queries_of_sampled_tokens_alone() -> None:
+def test_a_narrowed_batch_has_only_queries_of_sampled_tokens() -> None:
     first, second = (build(REQUESTS, Strategy.ZIGZAG, 2, rank).narrowed() for rank in (0, 1))
     assert first.query_rows is not None
     assert first.query_rows.tolist() == [2, 4]
@@ -99,7 +99,7 @@ scenarios = st.integers(1, 4).flatmap(
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("passing", [None, *Passing])
 @pytest.mark.parametrize("strategy", Strategy)
-def test_a_gpu_is_not_waited_for_in_a_step(
+def test_a_step_does_not_wait_for_the_gpu(
     strategy: Strategy, passing: Passing | None, in_background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meta tensors raise if their content is needed. Kernels replace plain torch."""

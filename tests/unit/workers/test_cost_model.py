@@ -233,7 +233,7 @@ def test_each_passing_is_estimated_cheaper_where_it_moves_less() -> None:
 
 
 @pytest.mark.parametrize("setting", PassingSetting)
-def test_a_passing_is_named_in_ring_mode_alone(setting: PassingSetting) -> None:
+def test_a_passing_is_chosen_only_in_ring_mode(setting: PassingSetting) -> None:
     def chosen(mode: CpMode, cp: int, rates: Rates = RATES) -> Passing | None:
         chooser = StrategyChooser(
             setting=StrategySetting.AUTO, cp=cp, shape=SHAPE, rates=rates, mode=mode, passing=setting

@@ -117,9 +117,7 @@ def test_a_token_that_ends_the_answer_does_not_end_the_text_early(grammars: Gram
         (asked("start: nothing"), b"", "nothing"),
     ],
 )
-def test_a_dead_end_fails_only_its_own_request(
-    grammars: Grammars, sampling: Sampling, output: bytes, words: str
-) -> None:
+def test_a_dead_end_fails_only_its_request(grammars: Grammars, sampling: Sampling, output: bytes, words: str) -> None:
     sampled = draw(state_of(grammars, sampling, output), len(output))
     assert sampled.problem.startswith("the grammar cannot be followed: ")
     assert words in sampled.problem

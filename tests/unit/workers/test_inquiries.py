@@ -54,7 +54,7 @@ def test_a_running_request_gets_no_reply() -> None:
     assert answers(pair, submit.room) == []
 
 
-def test_a_request_whose_pages_are_still_waited_for_is_over() -> None:
+def test_a_request_that_still_awaits_its_pages_is_over() -> None:
     pair = LeaderPair()
     submit = pair.submit(PROMPT)
     pair.deliver(Role.DECODE, submit, Cancel(room=submit.room, incarnation=Incarnation(1)))
@@ -62,7 +62,7 @@ def test_a_request_whose_pages_are_still_waited_for_is_over() -> None:
     assert reason_of(pair, submit.room) == "will report nothing more about the request: the request was cancelled"
 
 
-def test_another_start_of_the_replica_is_not_answered_for() -> None:
+def test_inquiries_for_another_incarnation_are_not_answered() -> None:
     pair = LeaderPair()
     assert answers(pair, Room(7), incarnation=2) == []
     assert pair.decode.load().dropped == {"Inquire": 1}

@@ -182,7 +182,7 @@ def test_pages_of_a_cancelled_request_are_held_until_loaded_and_sent(
     assert prefill.allocator.num_cached == (CACHED + 1 if is_sent else 0)
 
 
-def test_nobody_waits_for_the_pages_of_another() -> None:
+def test_no_request_waits_for_the_pages_of_another() -> None:
     prefill = Prefill()
     prefill.remember(PROMPT)
     cached, other = prefill.add(PROMPT), prefill.add([20, 21])
@@ -233,7 +233,7 @@ def test_a_request_with_pending_loads_is_not_preempted() -> None:
     prefill.check()
 
 
-def test_a_load_joins_no_step_after_another_load() -> None:
+def test_a_load_does_not_join_a_step_after_another_load() -> None:
     prefill = Prefill()
     prefill.remember(PROMPT)
     other = [11, 12, 13, 14, 15]

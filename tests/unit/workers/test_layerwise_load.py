@@ -11,7 +11,7 @@ from workers.memory.layerwise_load import LayerwiseLoad
 
 
 @pytest.mark.parametrize("reads", ["layer_view", "read_pages"])
-def test_a_layer_is_read_when_it_is_there_and_the_end_is_that_of_all(reads: str) -> None:
+def test_a_layer_is_read_once_loaded_and_the_load_ends_with_the_last(reads: str) -> None:
     pool, load = kv_pool(3, 1, 3, 4, 1, torch.float32), LayerwiseLoad()
     done: list[int] = []
     grown = threading.Condition()

@@ -57,7 +57,7 @@ def test_short_prompts_pass_a_long_one_that_waits_for_decode_pages_until_as_many
     assert tickets_of(pair, pair.submit([3] * 2 * PAGE_SIZE)) == []
 
 
-def test_an_urgent_request_gets_decode_pages_first_and_the_oldest_is_not_put_off_for_ever() -> None:
+def test_an_urgent_request_gets_decode_pages_first_and_the_oldest_is_not_starved() -> None:
     pair = LeaderPair(10, prefix_cache=False)
     first = pair.submit([1] * 10 * PAGE_SIZE)
     assert tickets_of(pair, first) == [first.room]

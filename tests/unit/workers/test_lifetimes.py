@@ -29,9 +29,7 @@ def computed(allocator: PageAllocator, num_pages: int) -> PageLists:
 
 
 @given(st.integers(1, 40), st.integers(0, 200), st.integers(1, 9))
-def test_a_page_is_needed_as_long_as_a_later_token_sees_one_of_its_tokens(
-    window: int, num_tokens: int, page_size: int
-) -> None:
+def test_a_page_is_needed_while_a_later_token_sees_part_of_it(window: int, num_tokens: int, page_size: int) -> None:
     seen = {at // page_size for later in range(num_tokens, num_tokens + 3) for at in range(later - window + 1, later)}
     needed = [page for page in sorted(seen) if page >= 0] or [num_tokens // page_size]
     assert Lifetime(window).first_page(num_tokens, page_size) == min(needed[0], num_tokens // page_size)
@@ -91,7 +89,7 @@ def test_cached_pages_can_be_found_and_none_is_lost(num_pages: int, window: int)
     assert allocator.num_cached == 0
 
 
-def test_pages_of_a_window_are_no_news_for_routers() -> None:
+def test_pages_of_a_window_are_not_reported_to_routers() -> None:
     allocator = allocator_of(8)
     computed(allocator, 3)
     assert allocator.cached_keys() == KEYS[:3]

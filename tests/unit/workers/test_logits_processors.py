@@ -81,7 +81,7 @@ def test_logits_equal_transformers(sampling: Sampling, theirs: LogitsProcessor) 
     assert torch.equal(processed(logits, sampling), expected)
 
 
-def test_frequency_and_presence_count_the_output_alone() -> None:
+def test_frequency_and_presence_count_only_the_output() -> None:
     logits = some_logits(1)[0]
     expected = logits.clone()
     for token_id, count in ((7, 1), (11, 2), (12, 1)):

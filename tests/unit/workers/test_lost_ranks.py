@@ -65,7 +65,7 @@ def test_a_group_is_waited_for_as_long_as_the_store_says_not_as_its_calls() -> N
 
 
 @pytest.mark.parametrize("collectives", Collectives)
-def test_a_group_that_stands_leaves_the_timeout_of_the_store_alone(collectives: Collectives) -> None:
+def test_an_established_group_keeps_the_stores_timeout(collectives: Collectives) -> None:
     def meet(group: Communicator) -> None:
         found = join_group(store, "tp/0", [0, 1], group.rank, host="127.0.0.1", timeout_s=3600, collectives=collectives)
         found.barrier()

@@ -84,9 +84,7 @@ def test_queries_projected_after_keys_and_values_give_the_same_logits(
 
 @pytest.mark.parametrize("wanted", [[len(PROMPT) - 1], [40, 3], []], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_last_layer_computes_wanted_tokens_alone(
-    pair_of: Callable[..., Pair], family: str, wanted: list[int]
-) -> None:
+def test_the_last_layer_skips_unwanted_tokens(pair_of: Callable[..., Pair], family: str, wanted: list[int]) -> None:
     model, rows = pair_of(family)[0], torch.tensor(wanted, dtype=torch.int64)
     positions = torch.arange(len(PROMPT))
     whole = model(PROMPT, positions, DenseAttention())

@@ -163,7 +163,7 @@ def test_a_late_needle_far_above_all_before(native: AttentionBackend, num_querie
 
 
 @pytest.mark.parametrize("num_queries", [1, 100])
-def test_a_nan_that_is_seen_is_not_hidden(native: AttentionBackend, num_queries: int) -> None:
+def test_a_visible_nan_is_not_hidden(native: AttentionBackend, num_queries: int) -> None:
     for number in range(2):
         key, value = draw(1, 200, 1, 64), draw(2, 200, 1, 64)
         (key, value)[number][150, 0, 5] = torch.nan
@@ -186,7 +186,7 @@ def test_any_scale_and_no_window(native: AttentionBackend, num_queries: int) -> 
         rows.attend(query, key, value, AttentionParams(0.3, 5))
 
 
-def test_what_lies_out_of_bounds_is_refused_before_it_is_read(native: AttentionBackend) -> None:
+def test_out_of_bounds_input_is_refused_before_it_is_read(native: AttentionBackend) -> None:
     pages, query = Pages([40], 1, 64, 16, 0, 1), draw(2, 1, 2, 64)
     with pytest.raises(AssertionError, match="ends past its pages"):
         native.prepare([Run(0, 48, 1, 1)], pages.tables, 16)

@@ -160,7 +160,7 @@ def test_the_fastest_supported_build_is_used(
     assert [kind.name for kind in runnable_kinds(tmp_path / "absent")] == ["NEON"]
 
 
-def test_on_a_cpu_of_no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_an_unsupported_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "KINDS", (Kind("this", ("that",), ()), Kind("other", ("that",), ())))
     with pytest.raises(CannotCompileError, match=r"the CPU has none of this, other$"):
         find_compiler()

@@ -86,7 +86,7 @@ def test_gates(library: Library, num_rows: int, size: int, gap: int, seed: int) 
 @given(
     num_rows=ROWS, heads=st.integers(1, 3), dim=st.integers(1, 70), page_size=st.integers(1, 4), seed=SEEDS, gap=SIZES
 )
-def test_rows_of_kv_go_to_their_slots_alone(
+def test_rows_of_kv_go_only_to_their_slots(
     library: Library, num_rows: int, heads: int, dim: int, page_size: int, seed: int, gap: int
 ) -> None:
     found, expected = (kv_pool(6, heads, 2, page_size, dim, torch.bfloat16) for _ in range(2))
@@ -126,7 +126,7 @@ def test_threads_share_many_rows(library: Library, num_threads: int, monkeypatch
         check_norm(call(shared), call(library))
 
 
-def test_layers_use_them_for_bf16_alone(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_use_them_only_for_bf16(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
 
     class Noting(Library):

@@ -54,7 +54,7 @@ def test_storage_missing_at_the_start_is_used_once_available(tmp_path: Path, cap
     assert opener.num_tries == num_tries
 
 
-def test_nobody_waits_for_storage_that_takes_long_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_waits_for_storage_that_takes_long_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_FIRST_S", 0.01)
     go_on, closed = threading.Event(), list[bool]()
 
@@ -75,7 +75,7 @@ def test_nobody_waits_for_storage_that_takes_long_to_open(tmp_path: Path, monkey
     until(lambda: closed == [True])
 
 
-def test_a_folder_that_can_never_be_is_refused_and_one_that_is_away_is_not(tmp_path: Path) -> None:
+def test_an_impossible_folder_is_refused_and_a_missing_one_is_not(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "kv"):
         config = StorageConfig.model_validate({"backend": "files", "folder": str(folder)})

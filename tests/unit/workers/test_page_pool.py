@@ -53,9 +53,7 @@ def test_the_pool_lives_in_the_buffer_it_is_given() -> None:
     st.sampled_from([1, 2, 6, DIM]),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_what_is_written_is_read_and_nothing_else_changes(
-    slots: list[int], layer: int, dim: int, dtype: torch.dtype
-) -> None:
+def test_writes_are_read_and_change_nothing_else(slots: list[int], layer: int, dim: int, dtype: torch.dtype) -> None:
     pool = kv_pool(PAGES, HEADS, LAYERS, PAGE_SIZE, dim, dtype)
     kv = torch.randn(len(slots), 2, HEADS, dim).to(dtype)
     pool.write(layer, torch.tensor(slots, dtype=torch.int64), side_by_side(kv))

@@ -70,9 +70,7 @@ def test_hidden_states_reach_the_next_stage_in_order() -> None:
 
 
 @pytest.mark.parametrize(("num_stages", "num_chunks"), [(2, 8), (4, 16), (3, 6)])
-def test_chunks_of_a_long_prompt_leave_little_more_of_a_bubble_than_equal_ones(
-    num_stages: int, num_chunks: int
-) -> None:
+def test_chunks_of_a_long_prompt_leave_hardly_more_bubble_than_equal_ones(num_stages: int, num_chunks: int) -> None:
     depth, rates = num_stages + 1, Rates()
     chooser = StrategyChooser(setting=StrategySetting.AUTO, cp=1, shape=SHAPE, rates=rates)
     chunk = even_chunk(SHAPE, rates, 1, 2048, num_stages)

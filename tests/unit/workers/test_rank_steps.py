@@ -95,9 +95,7 @@ def steps(parts: FakeParts) -> RankSteps:
     return RankSteps(fake, fake, fake, fake, parts.heartbeat)
 
 
-def test_cached_pages_are_sent_before_the_forward_and_computed_ones_after_it(
-    parts: FakeParts, steps: RankSteps
-) -> None:
+def test_cached_pages_are_sent_before_the_forward_and_computed_ones_after(parts: FakeParts, steps: RankSteps) -> None:
     steps.begin(plan_of(3))
     begun = [("cached pages leave", 3), ("recorded from", 3), ("forward", 3, None), ("recorded to", 3)]
     assert (parts.calls, steps.num_begun, parts.heartbeat.position) == (begun, 1, BETWEEN_STEPS)

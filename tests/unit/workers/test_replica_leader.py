@@ -256,7 +256,7 @@ def test_ranks_answer_a_command_as_one() -> None:
     assert [(answer.number, answer.num_pinned, answer.refusal) for answer in answers] == [(1, 3, ""), (2, 3, "no room")]
 
 
-def test_a_question_that_no_leader_answers_does_not_begin_the_news_anew() -> None:
+def test_an_unanswered_subscription_does_not_restart_the_events() -> None:
     replica, leaders = leader_of(2)
     replica.on_message(SubscribeKvEvents(router=PEER, incarnation=Incarnation(1)), 0.0)
     replica.take_outgoing()

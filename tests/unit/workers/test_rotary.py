@@ -94,7 +94,7 @@ def test_dynamic_decode_steps_beyond_the_original_length_equal_transformers() ->
         torch.testing.assert_close(rotation.sin[:, 0], sin[0], atol=2e-3, rtol=0)
 
 
-def test_dynamic_rotation_depends_on_the_position_alone() -> None:
+def test_dynamic_rotation_depends_only_on_the_position() -> None:
     rotary = our_rotary(VARIANTS["dynamic"])
     positions = torch.tensor([5, MAX_LEN, 2 * MAX_LEN, 3 * MAX_LEN])
     together = rotary(positions, torch.float32)

@@ -56,7 +56,7 @@ def transformers_likelihoods(logits: Tensor, row: Sampling) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_draws_follow_the_likelihoods_transformers_computes(name: str) -> None:
+def test_samples_follow_the_likelihoods_of_transformers(name: str) -> None:
     logits, row = some_logits(1)[0], replace(FILTERS[name], seed=11)
     expected = transformers_likelihoods(logits, row)
     sampled = draw(logits.expand(NUM_DRAWS, -1), [row] * NUM_DRAWS, range(NUM_DRAWS))
@@ -111,7 +111,7 @@ def test_top_k_of_one_is_greedy_among_equals() -> None:
     assert draw(torch.zeros(20, VOCAB_SIZE), [Sampling(temperature=1.0, top_k=1)] * 20, range(20)) == [0] * 20
 
 
-def test_greedy_takes_the_likeliest_and_the_first_of_equals() -> None:
+def test_greedy_picks_the_likeliest_and_the_first_of_equals() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 5.0, 1.0], [-9.0, -8.0, -7.0]])
     assert draw(logits, [Sampling()] * 3, [0, 5, 9]) == [1, 0, 2]
 
@@ -261,7 +261,7 @@ def test_only_tokens_with_weight_win() -> None:
     assert abs((winners == 4000).double().mean().item() - 2 / 3) < 0.08
 
 
-def test_rounding_changes_a_draw_as_seldom_as_it_changes_likelihoods() -> None:
+def test_rounding_changes_tokens_as_rarely_as_likelihoods() -> None:
     """A draw is not affected by the borders between tokens of the vocabulary, one of which is always close."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(NUM_ROWS, LARGE_VOCAB_SIZE, generator=generator)

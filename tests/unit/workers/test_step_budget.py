@@ -106,7 +106,7 @@ def test_a_budget_is_used_up_and_never_exceeded(
     max_context_tokens=st.integers(1, 500),
     share=st.floats(0.01, 1.0),
 )
-def test_requests_see_no_more_together_than_one_may(
+def test_requests_together_see_no_more_than_one_may(
     wants: list[tuple[int, int]], max_context_tokens: int, share: float
 ) -> None:
     """One request always runs, and so does every other request that still fits."""
@@ -331,7 +331,7 @@ def test_a_prompt_that_is_being_computed_is_waited_for_and_found_in_the_cache() 
     assert {steps.ended[room] for room in rooms} == {5}
 
 
-def test_nobody_waits_for_a_prompt_that_has_no_full_page_in_common_or_no_cache() -> None:
+def test_no_request_waits_for_a_prompt_without_a_common_full_page_or_cache() -> None:
     page, numbers = list(range(PAGE_SIZE - 1)), count(100)
     steps = PrefillSteps(chunk_tokens=CHUNK, prefix_cache=True)
     rooms = [steps.add([*page, *(next(numbers) for _ in range(5))]) for _ in range(4)]

@@ -53,7 +53,7 @@ def plan_of(*, samples: bool) -> StepPlan:
 
 
 @pytest.mark.parametrize("samples", [True, False])
-def test_a_step_is_over_when_its_writes_are(tmp_path: Path, *, samples: bool) -> None:
+def test_a_step_ends_when_its_writes_do(tmp_path: Path, *, samples: bool) -> None:
     """Otherwise a peer could get pages that are still being written. Sampling follows all writes."""
     events = StreamEvents()
     runner = runner_of(make_checkpoint(tmp_path, "llama"), Communicator("tp"))

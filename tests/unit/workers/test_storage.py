@@ -168,7 +168,7 @@ def test_disk_errors_are_storage_errors(tmp_path: Path) -> None:
         write_one(backend, "n/bb", [memoryview(b"1")])
 
 
-def test_a_full_disk_fails_writes_until_a_sweep_has_made_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_fails_writes_until_a_sweep_frees_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = files(tmp_path)
     store = RankStore(backend, records_of(sizes())[0])
     store.write(PAGES[:1])
@@ -275,7 +275,7 @@ def test_weights_are_identified_by_tensors_and_not_by_path(tmp_path: Path) -> No
     assert len({one, *others, digest_of(tmp_path, tmp_path / "b")}) == 6
 
 
-def test_a_few_changed_rows_are_other_weights(tmp_path: Path) -> None:
+def test_a_few_changed_rows_are_different_weights(tmp_path: Path) -> None:
     rows = np.zeros((400, 64), np.float32)
     base = digest_of(tmp_path, weights_folder(tmp_path / "base", embed=rows))
     rows[300] = 1.0

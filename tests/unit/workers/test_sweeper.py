@@ -68,7 +68,7 @@ def test_the_end_of_a_prompt_is_evicted_before_its_beginning(tmp_path: Path) -> 
     assert left == [item.name for item in (*another, *prompt[:5])]
 
 
-def test_a_full_disk_makes_room_although_the_limit_is_far_away(tmp_path: Path) -> None:
+def test_a_full_disk_frees_space_far_below_the_limit(tmp_path: Path) -> None:
     storage = files(tmp_path, 1 << 20)
     write(storage, *range(10))
     age(tmp_path, "7", 1000)
@@ -131,7 +131,7 @@ def test_a_sweep_is_due_after_some_writes_and_the_last_ends_with_the_storage(tmp
     assert not thread.is_alive()
 
 
-def test_a_folder_that_vanished_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_vanished_folder_is_created_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     storage = files(tmp_path / "kv")
     shutil.rmtree(tmp_path / "kv")
     assert write(storage, *range(12)) == [None] * 12

@@ -137,7 +137,7 @@ def test_lost_pages_are_stored_again_on_use_and_none_twice(policy: WritePolicy) 
     assert world.num_written == 8
 
 
-def test_room_is_made_only_by_pages_that_storage_still_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_is_freed_only_by_pages_that_storage_still_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.hicache.policy.host_writer.MARGIN", 0)
     world = world_of(WritePolicy.WRITE_BACK, backend="files", device_pages=64, host_pages=4)
     world.submit([0] * 8)

@@ -159,7 +159,7 @@ def test_a_page_whose_write_failed_is_written_when_it_is_used_again() -> None:
     assert len(rank.stored) == 4
 
 
-def test_nobody_waits_for_pages_while_storage_is_left_alone_or_detached() -> None:
+def test_no_request_waits_for_pages_while_storage_is_paused_or_detached() -> None:
     world = world_of(backend="files", device_pages=64, host_pages=64)
     world.start([0] * 8)
     assert world.tiers.state().is_storing

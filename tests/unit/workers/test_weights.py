@@ -137,7 +137,7 @@ def test_each_rank_reads_only_its_experts(tmp_path: Path, monkeypatch: pytest.Mo
             assert reads.elements[name] == 4 * tensor.numel(), name
 
 
-def test_an_expert_too_many_is_named(tmp_path: Path) -> None:
+def test_an_extra_expert_is_named(tmp_path: Path) -> None:
     def add(tensors: Tensors) -> None:
         tensors["model.layers.0.mlp.experts.8.up_proj.weight"] = torch.zeros(2)
 

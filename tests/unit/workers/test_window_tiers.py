@@ -210,9 +210,7 @@ def rank_of(rank: int, sizes: AxisSizes) -> RankRecord:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 4)])
-def test_only_the_groups_of_its_lifetime_are_stored_of_a_page_by_ranks_that_have_some(
-    tmp_path: Path, tp: int, pp: int
-) -> None:
+def test_ranks_store_only_the_groups_of_a_pages_lifetime(tmp_path: Path, tp: int, pp: int) -> None:
     sizes, failures = AxisSizes(dp=1, cp=2, tp=tp, pp=pp), Counter[str]()
     pages = [TierPage(key=lifetime_key(b"k" * 16, number), index=0, host=2 * number) for number in range(2)]
     backend = FileStorage(tmp_path, 1 << 20)

@@ -100,7 +100,7 @@ def test_no_queries_have_any_strides() -> None:
     assert TritonAttention().prepare([], [], 16).attend(query, pages, pages, PARAMS).out.shape == (0, 2, 64)
 
 
-def test_a_nan_that_is_seen_stays_one() -> None:
+def test_a_visible_nan_stays_nan() -> None:
     step = TritonAttention().prepare([Run(0, 0, 3, 1)], [torch.tensor([0])], 16)
     pages = torch.ones(1, 1, 16, 64)
     keys = pages.clone()

@@ -193,7 +193,7 @@ def test_the_largest_step_ends_the_longest_prompt(
     assert steps == [(16, 184, strategy, passing) for passing in passings]
 
 
-def test_pages_without_room_for_graphs_are_reported(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_without_space_for_graphs_are_reported(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, spec = FakeGpu(monkeypatch), worker({"kv": {"memory_gib": 60}})
     with pytest.raises(UserError) as refused:
         ask(spec, model, gpu.make_capture)

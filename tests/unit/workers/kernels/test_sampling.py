@@ -97,7 +97,7 @@ def test_tokens_equal_plain_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampler.draw(logits, rows, range(len(rows))).tolist() == expected.tolist()
 
 
-def test_a_gpu_is_not_waited_for_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_does_not_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Meta tensors raise if their content is needed."""
     use_meta_device(monkeypatch, has_kernels=True)
     monkeypatch.setattr(sampling, "find_cutoffs", lambda *_: None)

@@ -33,7 +33,7 @@ from workers.kernels.attention import Blocks, blocks_for
 from workers.parallel.collectives import Communicator
 
 
-def test_attention_is_warm_in_blocks_of_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_warmed_up_in_blocks_of_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both complete attention and parts in fp32 are warmed up."""
     model = load_model(
         make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2), dtype=torch.bfloat16, device=CpuWithKernels()
@@ -56,7 +56,7 @@ def test_attention_is_warm_in_blocks_of_every_size(tmp_path: Path, monkeypatch: 
     assert seen == set(product(blocks, (True, False)))
 
 
-def test_drawing_and_copying_are_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_and_copying_are_warmed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2))
     config = model.config
     pool = kv_pool(2, config.attention.num_kv_heads, config.num_layers, 64, config.attention.head_dim, torch.float32)
