@@ -111,7 +111,7 @@ def test_a_silent_master_is_unavailable(caplog: pytest.LogCaptureFixture) -> Non
         assert "starting without storage: the Mooncake master at" in caplog.text
 
 
-def test_a_master_that_falls_silent_delays_no_call_for_long_and_is_used_when_it_speaks_again() -> None:
+def test_a_silent_master_delays_no_call_for_long_and_is_used_once_it_responds() -> None:
     from workers.hicache.storage.mooncake_store import MooncakeStorage
 
     with mooncake_master() as (address, process):

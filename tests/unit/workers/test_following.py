@@ -74,7 +74,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "PAUSE_S", 0.0)
 
 
-def test_a_step_is_not_waited_for_while_the_next_plan_may_come() -> None:
+def test_a_step_is_not_awaited_while_the_next_plan_may_come() -> None:
     """Otherwise the next step would begin only after the device has become idle."""
 
     def inbox() -> Iterator[list[Message]]:
@@ -91,7 +91,7 @@ def test_a_step_is_not_waited_for_while_the_next_plan_may_come() -> None:
     assert rank.follow() == [("begin", 1), ("begin", 2), ("wait", 1), ("begin", 3), ("wait", 2), ("wait", 3)]
 
 
-def test_a_step_that_does_not_end_is_waited_for_where_a_watcher_sees_it() -> None:
+def test_an_endless_step_is_awaited_where_a_watcher_sees_it() -> None:
     def inbox() -> Iterator[list[Message]]:
         yield [plan_of(1)]
         yield []

@@ -36,7 +36,7 @@ def test_a_silent_rank_is_lost() -> None:
         exchange_at_start(store, "rates", 0, 2, "mine")
 
 
-def test_a_rank_that_has_left_is_not_waited_for() -> None:
+def test_a_rank_that_has_left_is_not_awaited() -> None:
     store = HashStore()
     leave_store(store, 1)
     with pytest.raises(PeerLostError, match=r"^rates: not all 2 ranks have responded: rank 1 has left$"):
@@ -44,7 +44,7 @@ def test_a_rank_that_has_left_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("collectives", Collectives)
-def test_a_rank_that_leaves_before_it_meets_its_group_is_not_waited_for(collectives: Collectives) -> None:
+def test_a_rank_that_leaves_before_it_joins_its_group_is_not_awaited(collectives: Collectives) -> None:
     def meet_or_leave(group: Communicator) -> None:
         if group.rank == 0:
             with pytest.raises(PeerLostError, match=r"group tp/4 of ranks \[4, 5\] could not be formed: rank 5"):
@@ -57,7 +57,7 @@ def test_a_rank_that_leaves_before_it_meets_its_group_is_not_waited_for(collecti
     on_thread_ranks(2, meet_or_leave)
 
 
-def test_a_group_is_waited_for_as_long_as_the_store_says_not_as_its_calls() -> None:
+def test_the_stores_timeout_bounds_the_wait_for_a_group() -> None:
     store = HashStore()
     store.set_timeout(timedelta(milliseconds=10))
     with pytest.raises(PeerLostError, match=r"could not be formed: no response within 0\.01 s$"):
@@ -91,7 +91,7 @@ def test_a_lost_rank_fails_other_groups_too() -> None:
     on_thread_ranks(4, join)
 
 
-def test_a_rank_that_joined_and_left_is_not_waited_for() -> None:
+def test_a_rank_that_joined_and_left_is_not_awaited() -> None:
     """Rank 2 joined the group, then left because a third rank had failed."""
     store = HashStore()
     store.set("tp/0/here/1", "here")

@@ -125,7 +125,7 @@ def test_the_oldest_step_ends_first_while_the_next_one_is_begun(parts: FakeParts
     ]
 
 
-def test_time_that_two_steps_were_under_way_counts_once(steps: RankSteps) -> None:
+def test_time_shared_by_two_steps_counts_once(steps: RankSteps) -> None:
     """Each call of the clock advances it by a second."""
     steps.begin(plan_of(3))
     steps.begin(plan_of(4))

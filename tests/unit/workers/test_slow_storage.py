@@ -67,7 +67,7 @@ def test_pages_are_read_and_written_in_one_call(tmp_path: Path) -> None:
     assert backend.asked == {"read": 1}
 
 
-def test_calls_that_fail_fail_their_pages_and_none_begins_when_the_time_is_over(
+def test_failing_calls_fail_their_pages_and_none_begins_after_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing(FileStorage):

@@ -321,7 +321,7 @@ def test_short_prompts_pass_a_long_one_that_waits_for_another_long_one() -> None
     assert second in steps.ended
 
 
-def test_a_prompt_that_is_being_computed_is_waited_for_and_found_in_the_cache() -> None:
+def test_a_prompt_being_computed_is_awaited_and_found_in_the_cache() -> None:
     prompt = list(range(4 * CHUNK + 2))
     steps = PrefillSteps(chunk_tokens=CHUNK, prefix_cache=True)
     rooms = [steps.add(prompt) for _ in range(3)]

@@ -198,7 +198,7 @@ def test_the_latest_of_the_least_urgent_is_preempted_despite_older_pages() -> No
     assert list(holders.running) == [oldest.room]
 
 
-def test_chunks_of_one_prompt_are_under_way_together_but_no_more_than_there_are_stages() -> None:
+def test_at_most_one_chunk_of_a_prompt_per_stage_is_in_flight() -> None:
     steps = StepScheduler(PageAllocator(8), StepLimits(PAGE_SIZE, 4, 8, depth=3), undivided)
     steps.add(sequence(0, list(range(18)), 4))
     plans = [steps.next_plan() for _ in range(4)]
