@@ -20,7 +20,7 @@ LEAST_SPAN_BYTES = 64 << 10
 
 
 def early_ends(layout: PoolLayout, least_span_bytes: int = LEAST_SPAN_BYTES) -> list[int]:
-    """Return the layer counts at which a rank sends the layers stored so far. Empty if it sends all layers together."""
+    """Return the layer counts at which a rank sends the layers stored so far. Empty if all layers are sent together."""
     least = -(-least_span_bytes // min(group.layer_bytes for group in layout.groups))
     size = max(least, -(-layout.num_layers // MOST_GROUPS))
     return list(range(size, layout.num_layers - least + 1, size))
@@ -48,7 +48,7 @@ def receivers(
 def sent_groups(coords: RankCoords, sizes: AxisSizes, decode_rank: RankRecord) -> list[str]:
     """Return the KV groups that a prefill rank sends, in part or in full, to a decode rank.
 
-    If n prefill ranks hold copies of the same head, prefill copy c % n sends decode copy c.
+    If n prefill ranks hold copies of the same head, prefill copy c % n sends to decode copy c.
     """
     layers = set(stage_layers(decode_rank.geometry.num_layers, sizes.pp, coords.pp)).intersection(
         decode_rank.layout.layers
@@ -72,10 +72,10 @@ def _sends_heads(group: KvGroup, coords: RankCoords, sizes: AxisSizes, decode_ra
 
 @dataclass(frozen=True, slots=True)
 class PageShare:
-    """Share of the pages that one rank sends to some decode ranks.
+    """Part of a request's pages that one prefill rank sends to some decode ranks.
 
     If ``num_copies`` decode ranks hold the same KV heads, prefill sends page p only to the rank whose TP rank modulo
-    ``num_copies`` equals p modulo ``num_copies``. The others get the page from that rank.
+    ``num_copies`` equals p modulo ``num_copies``. The other ranks copy the page from that one.
     """
 
     num_copies: int
@@ -84,7 +84,7 @@ class PageShare:
 
     @staticmethod
     def of(ranks: Sequence[RankRecord]) -> "PageShare":
-        """Return the share of the pages that these ranks of one replica receive."""
+        """Return the part of the pages that these ranks of one replica receive."""
         num_copies = copies_of(ranks[0]) if ranks else 1
         return PageShare(num_copies, frozenset(record.coords.tp % num_copies for record in ranks))
 

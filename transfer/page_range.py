@@ -71,7 +71,7 @@ class PageRange:
         )
 
     def views(self, memory: Memory) -> list[Memory]:
-        """Return, for each KV group, a view ``[page, head, layer, byte]`` of all pages in a memory.
+        """Return, for each KV group, a view ``[page, head, layer, byte]`` of all pages in ``memory``.
 
         Unrestricted pages yield a single view ``[page, 1, 1, byte]``.
         """

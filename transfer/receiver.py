@@ -72,7 +72,7 @@ class FailureKind(Enum):
     STOPPED = "stopped"
     """Prefill stopped writing before the ticket was revoked."""
     MISMATCH = "mismatch"
-    """The data sent differs from what was promised."""
+    """The Dones or digests do not match the result or the ticket."""
     PREFILL_GONE = "prefill gone"
 
 

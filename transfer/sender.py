@@ -59,7 +59,7 @@ class SenderSession:
 
         Args:
             owned: indices, within the request, of the pages that this rank owns.
-            share: pages that this rank sends, by their ids in decode.
+            share: part of the pages that this rank sends, selected by their ids in decode.
         """
         self.num_pages = pages_for(destination.num_tokens, page_size)
         for pages in destination.pages:
@@ -285,7 +285,7 @@ class SenderThread:
         self._queue.put(partial(self._confirm_cancel, room))
 
     def forget(self, peer: Endpoint) -> None:
-        """Release the backend's resources for a dead peer after the jobs queued so far."""
+        """Release the backend's resources for a dead peer once the jobs queued so far are over."""
         self._queue.put(partial(self._backend.forget, peer))
 
     def close(self) -> None:
@@ -323,7 +323,7 @@ class SenderThread:
             self._on_outcome(Written(job.room, job.num_pages, num_bytes, digests, start_s, end_s))
 
     def _write(self, job: SendJob, writes: Sequence[Write]) -> bool:
-        """Write a job. Return False if it stopped early because its transfer is barred or the thread is closing."""
+        """Write a job. Return False if it stopped early because the transfer has ended or the thread is closing."""
         for write in writes:
             for batch in batches(write.spans, BATCH_SPANS):
                 if self._is_stopped(job):
