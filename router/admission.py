@@ -101,7 +101,7 @@ class Account:
     """Open requests and used tokens of one key.
 
     Tokens come from a bucket that refills steadily. A request is admitted unless the bucket is empty, and its tokens
-    are taken out when it ends. A request may therefore overdraw the bucket, and a long prompt needs no larger one.
+    are taken out when it ends. A request may therefore overdraw the bucket, and a long prompt needs no larger bucket.
     """
 
     name: str

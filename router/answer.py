@@ -1,4 +1,4 @@
-"""Open requests of one HTTP response, and their outputs that it has not read yet."""
+"""Open requests of one HTTP response, and their unread outputs."""
 
 import asyncio
 import itertools

@@ -24,7 +24,7 @@ def create_app(service: Service) -> ASGIApp:
     # The busiest handlers bypass FastAPI to avoid its overhead.
     busy = [route for route in generation.routes(service).routes if isinstance(route, APIRoute)]
     app: ASGIApp = Front(create_api(service), {route.path: route.endpoint for route in busy}, service)
-    # CORS wraps everything: a page can read an error only if it names the page's origin, and a preflight has no key.
+    # CORS wraps everything: errors must name a page's origin for the page to read them, and a preflight has no key.
     if origins := service.config.router.allowed_origins:
         app = CORSMiddleware(
             app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_EXPOSED

@@ -2,7 +2,7 @@
 
 The protocol is uvicorn's with four changes. A response's head is sent together with the beginning of its body, because
 separate writes cost a system call, a packet, and a wakeup of the client. A connection without a complete request head
-is closed after a timeout; uvicorn waits forever. An offer to upgrade the protocol, such as the one to HTTP/2 from
+is closed after a timeout; uvicorn would wait forever. An offer to upgrade the protocol, such as the one to HTTP/2 from
 Java's client, is ignored, because httptools would treat the body as part of that protocol and lose it. Responses to
 HTTP/1.0 are not chunked: they end with the connection.
 """
@@ -105,7 +105,7 @@ class JoiningTransport:
 
 
 class UnchunkedTransport:
-    """Transport of one response to HTTP/1.0, which removes the chunked encoding that uvicorn adds."""
+    """Transport of the response to an HTTP/1.0 request, without the chunked encoding that uvicorn adds."""
 
     _ENCODING = b"transfer-encoding: chunked\r\n"
 

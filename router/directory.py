@@ -18,7 +18,7 @@ OPEN_S = 10.0
 @dataclass(slots=True)
 class _Known:
     entry: ReplicaEntry
-    """The latest entry that was ready."""
+    """Latest entry in which the replica was ready."""
     missing_since_s: float | None = None
     silent: bool = False
     """True if the replica's lease expired, which is stronger evidence of its loss than its absence from the table."""

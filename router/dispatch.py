@@ -8,7 +8,7 @@
    may still be working on it gets a Cancel, and its state is deleted.
 
 Messages can be lost, so the router repeatedly asks decode leaders about attempts that have been silent for a while.
-Silence alone is no evidence of failure, because long prompts take a long time.
+Being silent is no evidence of failure, because long prompts take a long time.
 """
 
 import math
@@ -43,7 +43,7 @@ _NO_TOKENS = CachedTokens()
 MAX_RETRIES = 3
 """Maximum number of retries of a request. One that fails on four pairs of replicas is probably the cause itself."""
 RETRY_BACKOFF_S = 0.1
-"""Delay before the second retry, doubled for each further one. The first is immediate: it uses other replicas."""
+"""Delay before the second retry, doubled for each further one. The first retry is immediate: it uses other replicas."""
 
 
 def draw_room() -> Room:
@@ -196,7 +196,7 @@ class RequestTable:
         return self._end(request, RequestPhase.CANCELLED, "client left", request.peers)
 
     def stop_early(self, choice_id: ChoiceId) -> list[Action]:
-        """Finish a request whose answer a stop string has completed."""
+        """Finish a request because a stop string has completed its answer."""
         request = self._open[choice_id]
         if request.submit is not None:
             self.breakers.succeed(request.submit.decode)

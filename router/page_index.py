@@ -216,7 +216,7 @@ class PageIndex:
         return any(key in known.keys for known in self._known.values()) or self._below.is_known(key)
 
     def weighted_count(self, peer: Peer, keys: Sequence[bytes], weights: TierWeights) -> float:
-        """Return the weighted number of leading pages of a prompt that a replica can read from all tiers."""
+        """Return the weighted number of leading pages of a prompt that a replica can read from any tier."""
         num_here = self.count(peer, keys)
         return num_here + self._below.weighted_count((peer.replica, peer.incarnation), keys[num_here:], weights)
 

@@ -84,7 +84,7 @@ def power_of_two(candidates: Sequence[Candidate], inputs: PickInputs) -> Candida
 
 
 def prefix_aware(candidates: Sequence[Candidate], inputs: PickInputs) -> Candidate:
-    """Pick the replica with the fewest queued tokens, less the prompt's cached tokens; ties go to the fewest requests.
+    """Pick the replica with the fewest queued minus cached tokens; if tied, the one with the fewest requests.
 
     A cached prefix outweighs a queue of at most its own length. If the load is too uneven, pick by ``least_tokens``.
     """

@@ -189,7 +189,7 @@ class Relay:
             self._timer.cancel()
 
     def _stop_early(self, choice_id: ChoiceId) -> None:
-        """End a request whose answer a stop string has completed."""
+        """End a request because a stop string has completed its answer."""
         if self._requests.is_open(choice_id):
             self._perform(self._requests.stop_early(choice_id))
             self._choices[choice_id].end(FinishReason.STOP, self._clock.now_s())

@@ -92,7 +92,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, eq=False):
     """Replicas that failed an attempt."""
     num_retries: int = 0
     last_output_s: float = 0.0
-    """Time of the current attempt's newest output, or of its start before there is any."""
+    """Time of the current attempt's newest output or, before the first one, of the attempt's start."""
     due_s: float = 0.0
     """Time of the next attempt, in phase PENDING."""
     reason: str = ""
@@ -182,7 +182,7 @@ Pick = Callable[[GenerateRequest, Room, frozenset[Peer], float], Route | None]
 
 
 def peers_of(submit: Submit) -> list[Peer]:
-    """Return the replicas that get this message, decode last."""
+    """Return the replicas that get this message, the decode replica last."""
     return [submit.decode] if submit.prefill is None else [submit.prefill, submit.decode]
 
 
@@ -197,7 +197,7 @@ class Cause(StrEnum):
     TIMED_OUT = "timed_out"
     STOPPED = "stopped"
     BROKEN_OUTPUT = "broken_output"
-    """Tokens are missing, differ when sent again, or are more than requested."""
+    """Tokens are missing, differ when sent again, or exceed the requested number."""
 
 
 class StartAttempt(msgspec.Struct, frozen=True, kw_only=True):

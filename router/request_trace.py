@@ -46,8 +46,8 @@ class RequestTrace:
     def events(self, clock: ClockReading) -> dict[str, Any]:
         """Return the JSON object: one process for the router and for each rank, and one thread per track.
 
-        Times are in microseconds since the request arrived. Those from other machines are shifted by the difference
-        between the offset of their clock from Unix time and that of ``clock``, the router's.
+        Times are in microseconds since the request arrived. Times from other machines are shifted by the difference
+        between their clock's offset from Unix time and that of ``clock``, the router's clock.
         """
         assert self.router is not None, "the request has ended"
         origin_s = min((interval.start_s for interval in self.router), default=0.0)
@@ -100,7 +100,7 @@ class RequestTraces:
             trace.complete.set()
 
     async def gather(self, name: str) -> RequestTrace | None:
-        """Return a request's trace once every rank has answered or ``GATHER_S`` has passed; None if there is none."""
+        """Return a request's trace once every rank has answered or ``GATHER_S`` has passed; None if not found."""
         trace = next((trace for choice_id, trace in self._traces.items() if str(choice_id) == name), None)
         if trace is not None and trace.ranks:
             with suppress(TimeoutError):

@@ -224,7 +224,7 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Map byte-level BPE's characters to bytes: printable bytes stand for themselves, others for U+0100 onwards."""
+    """Map byte-level BPE's characters to bytes: printable ones to their own codes, U+0100 onwards to the rest."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + number): byte for number, byte in enumerate(others)}

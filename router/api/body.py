@@ -34,7 +34,7 @@ EXPECTED = {
 }
 """Descriptions, for error messages, of fields that accept several types."""
 _LONG_BYTES = 2048
-"""Body size in bytes below which lists of token ids are left to pydantic, which is then as fast."""
+"""Body size in bytes below which lists of token ids are left to pydantic, which reads short ones just as fast."""
 _PLACEHOLDER = secrets.token_hex(16)
 """Text that replaces the ids in the body; no client can guess it."""
 _OPENING = re.compile(rb"\s*:\s*\[")
@@ -79,7 +79,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
 """Unsupported fields of OpenAI's, vLLM's and SGLang's APIs, with the values besides null that have no effect."""
 
 _SWITCHED_OFF_BY = {"tools": "tool_choice", "functions": "function_call"}
-"""Fields that have no effect if another field is "none"."""
+"""Fields that have no effect if the field they are mapped to is "none"."""
 
 
 class Body(BaseModel):

@@ -16,7 +16,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 
 async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateRequest, NewReader | None]:
-    """Return the request and a function that makes readers of answers; it is None if the text is the message."""
+    """Return the request, and a function that makes readers of answers, or None if the text needs no parsing."""
     check(service, body)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs: only allowed with logprobs=true", "top_logprobs")

@@ -206,7 +206,7 @@ def _cleaned(keyword: str, value: Any) -> Any:
 
 
 def _forbids_nothing(keyword: str, value: Any) -> bool:
-    """Return whether every JSON value satisfies a keyword; llguidance would reject the keyword."""
+    """Return whether a keyword with this value forbids nothing. llguidance would reject it rather than ignore it."""
     match keyword:
         case "format":
             return isinstance(value, str) and not knows_format(value)

@@ -31,7 +31,7 @@ _LOGPROBS_BYTES, _TOP_LOGPROB_BYTES = 64, 14
 _INLINE_CHARS = 4096
 """Maximum length of a text that is tokenized on the event loop. For short texts, a thread costs more."""
 _FEW = 64
-"""Number of ids below which numpy is slower."""
+"""Number of ids below which numpy is slower than ``min`` and ``max``."""
 _SEED_MASK = 2**63 - 1
 _T = TypeVar("_T")
 
@@ -214,7 +214,7 @@ def _bad_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
 
 
 def _too_long(service: Service, prompt_len: int, wanted: int | None, param: str) -> ApiError:
-    """Return an error worded like OpenAI's, which tells many clients to shorten the conversation."""
+    """Return an error in OpenAI's words, by which many clients notice that they must shorten the conversation."""
     limit = max_tokens(service)
     most = f"This model's maximum context length is {limit} tokens, prompt and answer together"
     if limit != service.model.max_context:

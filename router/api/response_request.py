@@ -36,7 +36,7 @@ _OWN_WORDS = (
     ("reasoning_effort", "reasoning.effort"),
     ("verbosity", "text.verbosity"),
 )
-"""Fields of chat completions that have another name in this API."""
+"""Pairs of names for the fields that chat completions and the Responses API name differently."""
 
 
 class InputPart(Body):
@@ -203,7 +203,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
 _ADDITIONS = (
     ChatRequest.model_fields.keys() - ResponseRequest.model_fields.keys() - _HARMLESS.keys() - dict(_OWN_WORDS).keys()
 )
-"""Fields of chat completions that OpenAI's Responses API lacks. They have the same meaning here."""
+"""Fields of chat completions that OpenAI's Responses API lacks; accepted with the same meaning."""
 
 
 def chat_of(body: ResponseRequest) -> ChatRequest:
@@ -236,7 +236,7 @@ def chat_of(body: ResponseRequest) -> ChatRequest:
 
 
 def in_own_words(error: ApiError) -> ApiError:
-    """Return a chat request's error with this API's name for the field."""
+    """Return a chat request's error with the Responses API's name for the field."""
     if error.param is None:
         return error
     param = error.param.replace(".function.", ".")

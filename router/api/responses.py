@@ -245,7 +245,7 @@ def _finite(logprob: float) -> float:
 
 
 def _by_text(tokenizer: Tokenizer, chosen: str, given: TokenLogprobs) -> dict[str, float]:
-    """Map token texts to log-probabilities, best first, with the chosen token. The best of equal texts is kept."""
+    """Map token texts to log-probabilities, best first, plus the chosen token. Equal texts keep the best value."""
     logprobs: dict[str, float] = {}
     for token_id, logprob in zip(given.top_ids, given.top_logprobs, strict=True):
         logprobs.setdefault(token_text(tokenizer, token_id), _finite(logprob))

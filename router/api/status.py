@@ -105,7 +105,7 @@ def state_routes(service: Service) -> APIRouter:
 
     @router.get("/load")
     async def load() -> dict[str, int]:
-        """Return the number of this router process's open and waiting requests, under vLLM's name for it."""
+        """Return the number of this router process's open and waiting requests, under the key that vLLM uses."""
         return {"server_load": service.requests.num_open + service.gate.num_waiting}
 
     @router.get("/ready")

@@ -102,7 +102,7 @@ class ChatWriter(TextWriter):
         new_reader: NewReader | None,
         prompt_ids: Sequence[int],
     ) -> None:
-        """Create a writer. ``new_reader`` makes one reader per choice; it is None if the text is the message."""
+        """Create a writer. ``new_reader`` makes one reader per choice, or is None if the text needs no parsing."""
         super().__init__(f"chatcmpl-{request_id}", service, body)
         self._prompt_ids = prompt_ids
         self._with_thoughts = body.include_reasoning is not False
