@@ -63,7 +63,7 @@ class ActorSystem(Protocol):
         """Return every live machine with its free resources."""
 
     def wanting(self, name: str, demand: Demand) -> AbstractContextManager[Callable[[float], bool]]:
-        """Announce a demand to the autoscaler; yield a function that waits for it to be met, for a number of seconds.
+        """Announce a demand to the autoscaler; yield a function that waits up to a number of seconds until it is met.
 
         Nothing stays reserved after the context ends.
         """

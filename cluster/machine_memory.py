@@ -29,7 +29,7 @@ class MachineMemory:
 
     @classmethod
     def of(cls, meminfo: str, group: Mapping[str, str]) -> Self:
-        """Parse the text of /proc/meminfo, and those of the control group's files, keyed by file name."""
+        """Parse the text of /proc/meminfo, and the texts of the control group's files by file name."""
         kib = {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+) kB", meminfo, re.MULTILINE)}
         total, swap, available = (kib.get(key, 0) * 1024 for key in ("MemTotal", "SwapTotal", "MemAvailable"))
         limit = _number(group.get("memory.max"))

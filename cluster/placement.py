@@ -26,8 +26,8 @@ def place(
 ) -> list[ReplicaPlacement]:
     """Place replicas on free resources; by default, all replicas of the configuration.
 
-    A replica uses as few machines as possible, and replicas of a role are spread over machines if that splits none of
-    them. If all workers must be on one machine, the first one with enough capacity is used.
+    A replica uses as few machines as possible, and replicas of a role are spread over machines if that splits no
+    replica. If all workers must be on one machine, the first one with enough capacity is used.
 
     Raises:
         ConfigError: the workers do not fit; the message names what is wanted and what is free.

@@ -75,9 +75,9 @@ class RaySystem:
         Ray's environment variables must be set before this module is imported; see ray_environ.
 
         Args:
-            namespace: Ray namespace of the actors' names; a second cluster of the same name finds them there.
+            namespace: Ray namespace of the actors' names; a second cluster with the same name finds them there.
             address: for example ``127.0.0.1:6379`` or ``auto``; None starts a cluster.
-            num_cpus: number of logical CPUs of a cluster started here, which may exceed the machine's.
+            num_cpus: number of logical CPUs of a cluster started here; may exceed the machine's.
             worker_logs: True to show the actors' output.
 
         Raises:
@@ -364,7 +364,7 @@ def _error(name: str, error: BaseException) -> BaseException:
 
 
 def _room(bundles: Sequence[Bundle], machines: Sequence[Machine]) -> str:
-    """Describe the requested and the free resources of each machine in one line."""
+    """Describe the resources requested and free on each machine, all in one line."""
     parts = []
     for machine in machines:
         here = [bundle for bundle in bundles if bundle.node_id == machine.node_id]

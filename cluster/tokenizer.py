@@ -97,9 +97,9 @@ class Tokenizer:
             raise UserError(f"the model's chat template rejects these messages: {error}") from error
 
     def _eos_ids(self, config: Mapping[str, Any]) -> frozenset[int]:
-        """Return the end-of-sequence tokens that the generation, model or tokenizer configuration names first.
+        """Return the end-of-sequence tokens of the first configuration that names any: generation, model, tokenizer.
 
-        This is the order of transformers' ``generate``.
+        Transformers' ``generate`` uses the same order.
         """
         for given in (self.generation_config.get("eos_token_id"), config.get("eos_token_id")):
             if given is not None:

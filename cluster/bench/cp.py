@@ -60,7 +60,7 @@ class CpResult:
     efficiency: float
     """Time of one rank alone, divided by cp times the group's time."""
     exposed_comm_share: float
-    """Fraction of the step that the rank that waits least spends in collectives; other ranks also wait for its work."""
+    """Fraction of the step that the least-waiting rank spends in collectives; other ranks also wait for its work."""
 
 
 def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:

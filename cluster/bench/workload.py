@@ -2,7 +2,7 @@
 
 Traces are in Mooncake's format (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): JSON lines with a
 ``timestamp`` in milliseconds, ``input_length``, ``output_length`` and ``hash_ids``, one for every 512 prompt tokens.
-Two prompts share a prefix for as long as their hash ids are equal.
+Two prompts share a prefix up to the first difference in their hash ids.
 """
 
 import random
@@ -18,7 +18,7 @@ FIRST_TOKEN_ID = 300
 """First token id that is a complete character or word in common vocabularies. Smaller ids are special tokens and single
 bytes, which an endpoint may hold back until they form a character; that would count as latency."""
 VOCAB_SIZE = 4096
-"""Upper bound of token ids, small enough for every model's vocabulary."""
+"""Upper bound on token ids, small enough for every model's vocabulary."""
 BLOCK_LEN = 512
 """Number of prompt tokens that one hash id stands for."""
 

@@ -165,7 +165,7 @@ def _bearer(token: str) -> Callable[[Request], Awaitable[None]]:
 
 
 def _member(text: str) -> ReplicaId:
-    """Parse the name of a replica or of a router process, which has no records but can be reported as ended."""
+    """Parse the name of a replica or a router process. Routers have no records, but can be reported as ended."""
     try:
         return ReplicaId(text) if is_router(text) else parse_replica_id(text)
     except ValueError as exc:

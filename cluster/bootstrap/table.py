@@ -20,9 +20,9 @@ from cluster.spec.registry import Heartbeat, RankRecord, ReplicaEntry, ReplicaLo
 
 class RefusalCode(StrEnum):
     UNKNOWN_RANKS = "unknown_ranks"
-    """The table does not have the heartbeat's records; all of them must be registered again."""
+    """The sender's records are not the registered ones; the leader must register all of its records again."""
     SUPERSEDED = "superseded"
-    """A later incarnation of the replica is known, or this one has ended."""
+    """A later incarnation of the replica is known, or the sender's own one has ended."""
     MISMATCH = "mismatch"
     """The record contradicts itself or other records of its replica."""
 

@@ -14,7 +14,7 @@ class StopSignals:
     """Handlers that record a signal, because an exception raised at an arbitrary point can leave a lock held."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
-        """Install the handlers. A thread passes the name of the first signal before ``pass_on`` to ``report``."""
+        """Install the handlers. A thread calls ``report`` with the first signal's name unless ``pass_on`` is first."""
         # A SimpleQueue may be filled from a signal handler.
         self._early: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._receiver: Callable[[str], None] = self._early.put
@@ -31,7 +31,7 @@ class StopSignals:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt immediately in this context, for long work that is safe to abort, like a download."""
+        """Let signals raise KeyboardInterrupt at any point in this context; for long work that is safe to abort."""
         self.check()
         receiver, self._receiver = self._receiver, _interrupt
         try:

@@ -92,7 +92,7 @@ class Launcher:
         """Start a member; return once it is ready. Later, report each of its processes that ends to ``on_ended``.
 
         Raises:
-            BatonError: it did not start; the caller ends the member.
+            BatonError: the member did not start; the caller ends it.
         """
         deadline = Deadline(self._config.resources.start_timeout_s)
         if name == BOOTSTRAP:

@@ -25,7 +25,7 @@ _DRAIN_GRACE_S = 5.0
 
 
 class _Service:
-    """Process of a single actor on the home machine, which reserves no resources."""
+    """Process of a single actor, which runs on the home machine and reserves no resources."""
 
     def __init__(
         self, tools: Tools, name: str, incarnation: Incarnation, actor_class: type, arguments: Sequence[object]

@@ -15,7 +15,7 @@ from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import TableSnapshot
 
 LAST_WORDS_S = 3.0
-"""Maximum delay between when peers notice that a worker has ended and when that worker's own error arrives."""
+"""Maximum time from when peers notice that a worker has ended until that worker's own error arrives."""
 
 Answer = TypeVar("Answer")
 POLL_S = 1.0
@@ -149,7 +149,7 @@ class DrainWatch:
             self._num_taken, self._since_s = num_taken, now_s
 
     def is_over(self, now_s: float) -> bool:
-        """Return whether the replica has been empty for long enough."""
+        """Return whether the replica has been idle for long enough."""
         return self._num_taken is not None and now_s - self._since_s >= self._quiet_s
 
     def _taken_if_empty(self, snapshot: TableSnapshot) -> int | None:

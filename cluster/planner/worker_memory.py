@@ -23,7 +23,7 @@ from workers.models.interface import DecoderConfig
 
 _PAGE_ID_BYTES = 8
 _PASSED_QUERIES = 4
-"""Memory that a step with passed queries takes, as a multiple of one fp32 partial result."""
+"""Memory of a step in which queries circulate, as a multiple of one fp32 partial result."""
 _DRAW_BYTES = 24
 """Bytes per logit when sampling with top-p. On a CPU, at most 21 of them are in use at once."""
 # Allowances, not measurements: CUDA's memory per layer of a graph, and cuBLAS's workspace for the capture stream.

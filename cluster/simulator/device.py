@@ -56,7 +56,7 @@ class VirtualDevice:
         return on_stored
 
     def take_copies(self, pages: Sequence[int], tp_group: Sequence[Memory]) -> None:
-        """Copy received pages from the ranks that prefill wrote them to, which have the same heads."""
+        """Copy each received page from the rank with the same heads to which prefill wrote it."""
         mine = self._memory.record
         num_copies = num_head_copies(mine)
         for page in pages if num_copies > 1 else ():

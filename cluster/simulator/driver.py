@@ -1,4 +1,4 @@
-"""Driver in virtual time, in which the supervisor's real rules decide which members start and end."""
+"""Driver in virtual time. The supervisor's real rules decide which members start and end."""
 
 from functools import partial
 from itertools import count

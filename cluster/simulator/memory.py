@@ -49,7 +49,7 @@ class Text:
         self.put(0, prompt)
 
     def put(self, first: int, tokens: bytes) -> None:
-        """Add the tokens that a rank computes from a position. All ranks must compute the same tokens."""
+        """Add the tokens that a rank computes, starting at position ``first``. All ranks must compute the same ones."""
         num_known = len(self._tokens) - first
         if num_known < 0 or not tokens.startswith(bytes(self._tokens[first : first + len(tokens)])):
             raise Violation(f"wrong tokens: {list(tokens)} are computed after {list(self._tokens[:first])}")

@@ -52,7 +52,7 @@ class RankProcess(Process):
         self._num_layers = 0
         """Number of layers of the current step that have been computed."""
         self._ends: deque[int] = deque()
-        """Numbers of computed layers at which others can observe the progress of the step."""
+        """Numbers of computed layers at which other processes can observe the progress of the step."""
         self._part_s = 0.0
         self._inbox: deque[Message] = deque()
         self._layerwise_load: LayerwiseLoad | None = None
@@ -140,7 +140,7 @@ class RankProcess(Process):
                 peer.when_running(partial(peer._start, plan))
 
     def _start(self, plan: StepPlan) -> None:
-        """Compute layers in parts. Others can observe the end of each part."""
+        """Compute layers in parts. Other processes can observe the end of each part."""
         self.device.take_copies(plan.received_pages, [peer.memory for peer in self.tp_group])
         layout = self.record.layout
         job = plan.layerwise_load

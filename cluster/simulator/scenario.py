@@ -18,7 +18,7 @@ MACHINE_LOST_S = 15.0
 _LOSSY_TIMEOUT_S = 600.0
 """Timeout that is long enough for all attempts, one after another, each with some lost messages."""
 _MAX_MILD_FAULTS = 3
-"""Maximum number of faults in a mild scenario, which a request's retries must survive."""
+"""Maximum number of faults in a mild scenario: few enough for a request's retries."""
 
 
 class FaultKind(StrEnum):
@@ -183,7 +183,7 @@ class Scenario:
 
     @property
     def is_lossy(self) -> bool:
-        """Return whether only messages are lost. No deadline may then end a request."""
+        """Return whether lost messages are the only faults. No deadline may then end a request."""
         others = replace(self.hazards, drop=0.0, duplicate=0.0, reorder=0.0, stale=0.0)
         return self.hazards.drop > 0 and not self.faults and others == Hazards()
 

@@ -33,7 +33,7 @@ _Queue = deque[tuple[TierJob, LayerwiseLoad | None]]
 
 
 class VirtualTierWorker:
-    """Queues of one rank's tier jobs, each of which runs one job at a time."""
+    """Queues of one rank's tier jobs. Each queue runs one job at a time."""
 
     def __init__(
         self,

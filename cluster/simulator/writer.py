@@ -29,7 +29,7 @@ class _Copy:
     page: int
     spans: list[Span]
     share: float
-    """Fraction of a page's KV in all heads and layers. Hazards are scaled by it, to be independent of the layout."""
+    """Copied fraction of the page's KV in all heads and layers; scales hazards so that the layout does not matter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import msgspec
 HEARTBEAT_S = 1.0
 """Interval between a rank's heartbeats: short enough to notice a lost replica within seconds."""
 LEASE_S = 3.0
-"""Silence of a rank after which its replica gets no requests. Two lost heartbeats in a row are tolerated."""
+"""Time without a rank's heartbeat after which its replica gets no requests. Tolerates two lost ones in a row."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -294,7 +294,8 @@ class ResourcesConfig(Node):
     """Seconds to wait for all replicas to be ready once their machines have the model's files; in an existing Ray
     cluster, also the limit on the wait for machines with enough resources."""
     silence_s: PositiveSeconds = 10.0
-    """Seconds of silence after which a rank (with its replica), the router or the bootstrap service is restarted."""
+    """Seconds without a sign of life after which a rank (and its replica), a router process or the bootstrap service
+    is restarted."""
     step_timeout_s: Annotated[float, Field(ge=5, le=1_000_000, strict=True)] = 300.0
     """Seconds after which a rank's process exits if its work loop makes no progress; must be well above the duration of
     the longest step."""

@@ -11,7 +11,7 @@ def captures_decode(config: DeployConfig, pool: PoolConfig, *, has_windows: bool
 
 
 def why_not_captured(config: DeployConfig, pool: PoolConfig, *, has_windows: bool) -> str:
-    """Return why a pool of decode workers on GPUs captures no graphs; empty if it captures some, or is another pool."""
+    """Return why a pool of decode workers on GPUs captures no graphs; empty if it captures some, or for other pools."""
     resources, parallel = config.resources, pool.parallel
     if resources.device is not Device.CUDA or not isinstance(pool, DecodeConfig):
         return ""

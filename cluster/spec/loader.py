@@ -130,7 +130,7 @@ def _override(tree: Tree, key: str, value: str) -> None:
 
 
 def _scalar(text: str) -> Any:
-    """Parse a text like a plain YAML scalar; never as a list or a mapping."""
+    """Parse a text as a plain YAML scalar, never as a list or a mapping."""
     try:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError):

@@ -51,7 +51,7 @@ class Submit(Tagged, frozen=True):
     sampling: Sampling
     stopping: Stopping
     prefill: Peer | None
-    """Replica that computes the prompt and hands it off; None if decode computes its uncached part."""
+    """Replica that computes the prompt and hands off its KV; None if decode computes the uncached part."""
     decode: Peer
     router: Peer
     """Router that receives the outputs. If it ends, so does the request."""
@@ -79,9 +79,9 @@ class Cancel(Tagged, frozen=True):
 
 
 class Inquire(Tagged, frozen=True):
-    """Query for rooms that the receiver does not know: its message about their end may have been lost.
+    """Query about rooms that may have ended, in case the message about their end was lost.
 
-    A decode leader answers a router with a Failure, and a router answers a leader with a Cancel.
+    For an unknown room, a decode leader answers a router with a Failure, and a router answers a leader with a Cancel.
     """
 
     rooms: list[Room]
@@ -154,7 +154,7 @@ class KvEvents(Tagged, frozen=True):
     number: int
     """Sequence number; message 0 replaces everything known about the cache."""
     stored: list[bytes]
-    """Keys of stored pages. A device page follows its prefix pages, in this message or an earlier one."""
+    """Keys of stored pages. A device page's prefix precedes it, in this message or in an earlier one."""
     removed: list[bytes]
     tier: Tier = Tier.DEVICE
     """Tier of the pages. For storage, a replica reports only the pages it stored itself."""
@@ -170,7 +170,7 @@ class RankTrace(Tagged, frozen=True):
     clock: ClockReading
     intervals: list[Interval]
     num_left_out: int
-    """Number of intervals left out because a rank has reached its limit."""
+    """Number of intervals left out because the rank had reached its limit."""
 
 
 class TableUpdate(Tagged, frozen=True):

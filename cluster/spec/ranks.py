@@ -30,7 +30,7 @@ class GroupName(StrEnum):
     MOE_EP = "moe_ep"
     MOE_TP = "moe_tp"
     MOE_BLOCK = "moe_block"
-    """All ranks that share one copy of the experts."""
+    """All ranks over which one copy of the experts is divided."""
     MOE_SHARDS = "moe_shards"
     """Ranks of a block with the same tp_rank: the attention shards whose tokens are gathered."""
     PP = "pp"
@@ -109,7 +109,7 @@ def coords_of(rank: int, sizes: AxisSizes) -> RankCoords:
 
 
 def moe_tp_size(parallel: AnyParallel) -> int:
-    """Return the number of ranks that share one expert: dp*cp*tp / (moe_dp*ep); requires legal axes."""
+    """Return the number of ranks over which an expert is split: dp*cp*tp / (moe_dp*ep); requires legal axes."""
     size, rest = divmod(stage_size(sizes_of(parallel)), parallel.moe_dp * parallel.ep)
     assert rest == 0, f"axes that axis_problems rejects: {parallel}"
     return size

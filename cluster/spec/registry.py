@@ -189,7 +189,7 @@ class TableSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Version, which grows with every change."""
     replicas: tuple[ReplicaEntry, ...]
     reaped: dict[ReplicaId, Incarnation]
-    """Highest incarnation of each replica whose processes are confirmed dead."""
+    """Highest incarnation per replica that is confirmed dead together with all earlier ones."""
 
     def find(self, replica: ReplicaId) -> ReplicaEntry | None:
         return next((entry for entry in self.replicas if entry.replica == replica), None)

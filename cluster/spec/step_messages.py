@@ -65,7 +65,7 @@ class StepShape(Struct, frozen=True):
     passing: Passing | None = None
     """Tensors that circulate, if KV is sharded; None if KV is replicated."""
     shard_lens: tuple[int, ...] = (0,)
-    """Number of tokens per attention shard, at index dp * cp_size + cp; one entry if all shards have equal tokens."""
+    """Number of tokens per attention shard, at index dp * cp_size + cp; one entry if all compute the same tokens."""
     last_layer_lens: tuple[int, ...] = (0,)
     """Number of tokens per attention shard that have queries in the last layer."""
     is_decode: bool = True
@@ -84,7 +84,7 @@ class StepPlan(Tagged, frozen=True):
     received_pages: list[int] = []
     """Pages received from prefill since the last plan, which ranks make readable before the step."""
     layerwise_load: TierJob | None = None
-    """Load of the only request's cached pages from host memory, layer by layer during the step."""
+    """Load of cached pages of the step's only request from host memory, layer by layer during the step."""
     estimate_s: float | None = None
     """Expected duration of the step; None if the strategy was not chosen by time."""
 
@@ -96,7 +96,7 @@ class CancelSend(Tagged, frozen=True):
 
 
 class ForgetPeer(Tagged, frozen=True):
-    """Notice that this and earlier incarnations of a decode replica are gone, so that their memory can be closed."""
+    """Notice that this and earlier incarnations of a decode replica are gone, so that their memory can be released."""
 
     replica: ReplicaId
     incarnation: Incarnation

@@ -9,7 +9,7 @@ class Strategy(StrEnum):
     NONE = "none"
     """Every rank computes every token; no collective runs."""
     WHOLE_REQUEST = "whole_request"
-    """One rank computes each request: the one with the least attention work so far."""
+    """Each request goes to a single rank: the one with the least attention work so far."""
     CONTIGUOUS = "contiguous"
     """Each request is split into cp consecutive parts."""
     ZIGZAG = "zigzag"
@@ -72,7 +72,7 @@ class DpPolicy(StrEnum):
 
 
 class MoeDispatch(StrEnum):
-    """Exchange of tokens between ranks that share experts."""
+    """Exchange of tokens between the ranks that experts are divided over."""
 
     AUTO = "auto"
     """The method that moves fewer bytes in each step."""

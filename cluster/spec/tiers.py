@@ -73,7 +73,7 @@ class TierJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kind: TierJobKind
     pages: list[TierPage]
     timeout_s: float | None = None
-    """Seconds after the job arrives at which a rank stops calling storage."""
+    """Time in seconds from the job's arrival until a rank stops calling storage."""
 
 
 class StorageFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ class Ticket(Tagged, frozen=True):
     decode: Peer
     prefill_incarnation: Incarnation
     pages: list[list[int]]
-    """Page ids by lifetime, for the tokens after the held pages; ``NO_PAGE`` for pages that no later token sees."""
+    """Page ids by lifetime, after ``num_held_pages`` pages; ``NO_PAGE`` for pages that no later token sees."""
     num_held_pages: int
     """Number of leading prompt pages that decode already has."""
     geometry: KvGeometry

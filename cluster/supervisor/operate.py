@@ -178,7 +178,7 @@ def _drain(cluster: Cluster, member: Member) -> events.DrainReplica:
 
 
 def _failed_with(cluster: Cluster, opened: OpenCommand, event: Event) -> str | None:
-    """Return the command's replica that failed with this event: it reported a failure, or was silent at a Tick."""
+    """Return the first of the command's replicas that failed: reported by a Failed, or found silent at a Tick."""
     names = {event.name} & opened.at_work if isinstance(event, events.Failed) else opened.at_work
     is_due = isinstance(event, events.Failed | events.Tick)
     return next((name for name in sorted(names) if is_due and _has_failed(cluster, name)), None)

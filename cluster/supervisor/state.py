@@ -29,9 +29,9 @@ class MemberState(StrEnum):
     """Processes exist, but are not ready yet."""
     RUNNING = "running"
     DRAINING = "draining"
-    """Finishing its open requests before it ends."""
+    """The member finishes its open requests before it ends."""
     ENDING = "ending"
-    """Failed or drained; its processes are being killed."""
+    """The member has failed or is drained; its processes are being killed."""
     REMOVED = "removed"
     """No process exists, and none is desired."""
 
@@ -106,7 +106,7 @@ class OpenCommand:
     at_work: frozenset[str] = frozenset()
     """Replicas that this command is draining, ending or starting."""
     todo: tuple[str, ...] = ()
-    """Replicas to restart afterwards."""
+    """Replicas to restart after those in ``at_work``."""
     is_waiting: bool = False
 
 
@@ -117,14 +117,14 @@ class Cluster:
     """Wait before the first restart of a failed member."""
     phase: Phase = Phase.STARTING
     proven: Mapping[str, Incarnation] = field(default_factory=dict)
-    """Highest incarnation of each member whose own processes are confirmed dead."""
+    """Highest incarnation per member that is itself confirmed dead; earlier ones may still be alive."""
     unproven: Mapping[str, frozenset[Incarnation]] = field(default_factory=dict)
     """Incarnations that ended without proof; their processes may still write."""
     reaped: Mapping[str, Incarnation] = field(default_factory=dict)
-    """Highest incarnation of each member that is confirmed dead together with all earlier ones."""
+    """Highest incarnation per member that is confirmed dead together with all earlier ones."""
     failure: BaseException | None = None
     patience_s: float = math.inf
-    """Maximum silence of a running member."""
+    """Maximum time for which a running member may be silent."""
     silent: Mapping[str, Silence] = field(default_factory=dict)
     looked_s: float = 0.0
     draining: frozenset[tuple[str, Incarnation]] = frozenset()
