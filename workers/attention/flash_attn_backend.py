@@ -1,4 +1,4 @@
-"""Attention with the flash_attn package, for the calls that it supports. Other calls use the Triton backend."""
+"""Attention with the flash_attn package for the calls that the package supports, and with Triton for other calls."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -47,7 +47,7 @@ class FlashAttention:
 
 
 class _FlashStep:
-    """Queries and keys of each run. Causal runs end with the same token in both."""
+    """Attention of one step by the package. In causal runs, the last query and the last key are of the same token."""
 
     def __init__(
         self,

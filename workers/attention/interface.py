@@ -29,10 +29,10 @@ class AttentionParams:
     scale: float
     """Factor applied to products of queries and keys."""
     window: int | None = None
-    """Number of latest keys that a query sees, including its own token's. None for all."""
+    """Number of most recent keys that a query sees, including the key of its own token. None if it sees all."""
     sinks: Tensor | None = None
-    """``[heads]`` fp32: scaled scores that join each head's softmax without a value. Only ``merge`` applies them, since
-    each counts once per query.
+    """``[heads]`` fp32: one scaled score per head, which takes part in the softmax but has no value. Only ``merge``
+    applies them, since each must count only once per query.
     """
 
 
@@ -91,7 +91,7 @@ class GraphAttention(Protocol):
     def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
         """Set the inputs of the next replay. Asynchronous on a GPU.
 
-        ``num_keys`` is the number of keys, at least one, that each request's token sees. ``tables`` holds each
+        ``num_keys`` holds the number of keys, at least one, that each request's token sees. ``tables`` holds each
         request's page numbers.
         """
 
@@ -109,14 +109,15 @@ class AttentionBackend(Protocol):
 
         Without ``key_lens``, a query at position p sees the request's keys at positions 0..p, and the page table must
         cover them. With ``key_lens``, every query of a request sees the first ``key_lens[request]`` keys in its pages,
-        possibly none, regardless of position. With a window, these are at positions 0, 1, ..., none later than a query.
+        possibly none, regardless of position. With a window, these keys start at position 0, and none is later than a
+        query.
         """
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
         """Prepare one step over rows. A query sees its request's keys up to its own position.
 
-        Query and key runs that overlap in position have equal steps unless one is a single token. With a window, this
-        holds for all runs.
+        Query and key runs that overlap in position must have equal steps, unless one of them is a single token. With a
+        window, runs that do not overlap must too.
         """
 
     def prepare_graph(self, shape: GraphShape) -> GraphAttention | None:

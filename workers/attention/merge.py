@@ -31,7 +31,7 @@ def empty_partial(query: Tensor, value_dim: int | None = None) -> Partial:
 def merge(partials: Sequence[Partial], sinks: Tensor | None = None) -> Partial:
     """Join partials of the same queries over disjoint sets of keys, in any order. ``out`` keeps its dtype.
 
-    lse = ln(sum(exp(lse_i))), out = sum(exp(lse_i - lse) * out_i). Sinks ``[heads]`` act as one more lse with out 0.
+    lse = ln(sum(exp(lse_i))), out = sum(exp(lse_i - lse) * out_i). Sinks ``[heads]`` act like one more lse, with out 0.
     """
     joined = _join(partials)
     if sinks is None:

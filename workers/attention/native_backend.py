@@ -62,7 +62,7 @@ class _NativeStep:
 
 
 class _NativeRows:
-    """Queries over rows, which are treated as one page. Pieces may share queries, so they run one at a time."""
+    """Queries over rows, which are treated as one page. Pieces may overlap in queries, so they run one at a time."""
 
     def __init__(self, library: Library, pieces: Sequence[Piece]) -> None:
         self._library = library
@@ -81,7 +81,7 @@ class _NativeRows:
 
 
 def _items(pieces: Sequence[Piece], first_entries: Sequence[int]) -> Tensor:
-    """Return an Item of attention.cpp per piece, as rows. ``first_entries`` index the pieces' first page numbers."""
+    """Return one Item of attention.cpp, a row, per piece. ``first_entries`` index the pieces' first page numbers."""
     rows = (
         (piece.query.start, piece.num_queries, first_entry, piece.key.start, piece.num_keys, piece.ahead, piece.step)
         for piece, first_entry in zip(pieces, first_entries, strict=True)

@@ -1,4 +1,4 @@
-"""Attention backends by name. Each is imported at first use, so a machine needs only the libraries that it uses."""
+"""Attention backends by name, each imported at first use. A machine needs the libraries of the backends in use only."""
 
 import logging
 from collections.abc import Iterable, Set

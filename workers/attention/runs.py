@@ -11,7 +11,7 @@ from cluster.spec.kv import pages_for
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens of one request at positions first, first + step, .... Positions include the cached prefix."""
+    """Tokens of one request at positions first, first + step, .... Positions count from the start of the request."""
 
     request: int
     first_position: int
@@ -38,7 +38,7 @@ def coalesce(runs: Iterable[Run]) -> RankRuns:
 
 
 def sees_any(query_runs: Iterable[Run], key_runs: Iterable[Run]) -> bool:
-    """Return whether any query is at or after the position of any key of its request."""
+    """Return whether any query is at the position of a key of the same request, or at a later one."""
     latest: dict[int, int] = {}
     for run in query_runs:
         latest[run.request] = max(run.last_position, latest.get(run.request, -1))
@@ -51,9 +51,9 @@ def _continues(run: Run, last: Run) -> bool:
 
 
 class Piece(NamedTuple):
-    """Adjacent query rows and a range of keys, of which each query sees a part. Neither is empty.
+    """Non-empty ranges of adjacent query rows and of keys. Each query sees some or all of the keys.
 
-    Query i of the piece sees its keys ``behind + i * step`` to ``ahead + i * step``, as far as they exist.
+    Query i of the piece sees keys ``behind + i * step`` to ``ahead + i * step`` of the range, as far as they exist.
     """
 
     request: int
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
     ahead: int
     step: int
     behind: int | None = None
-    """First visible key of query 0. None if queries see all earlier keys of the range."""
+    """First key that query 0 sees. None if every query sees the keys from the start of the range on."""
 
     @property
     def num_queries(self) -> int:
@@ -151,7 +151,7 @@ def _of_pair(query: Run, queries: slice, key: Run, keys: slice, window: int | No
     step = key.step if query.count == 1 else query.step
     assert key.count == 1 or key.step == step, f"{query} overlaps {key}, whose step differs"
     distance = query.first_position - key.first_position
-    # Query i of the run sees keys 0 to ahead + i. There may be none.
+    # Query i of the run sees keys 0 to ahead + i, or none if ahead + i is negative.
     ahead = distance // step
     first = max(-ahead, 0)
     if first >= query.count:

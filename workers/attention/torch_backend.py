@@ -20,9 +20,9 @@ from workers.device import device_of
 MOST_KEYS = 1 << 12
 """Maximum number of keys copied out of a request's pages in one piece; few enough to stay in CPU caches."""
 MOST_SINGLE_KEYS = 1 << 14
-"""Maximum number of keys of a single token in one call. A second call and a merge cost more than cache misses."""
+"""Maximum number of keys in one call for a single token. A second call and a merge cost more than cache misses."""
 MOST_SCORES = 1 << 24
-"""Maximum number of scores (64 MiB) that exist at the same time, unless one query has more."""
+"""Maximum number of scores (64 MiB) that exist at the same time, unless a single query has more."""
 
 
 def _has_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -52,7 +52,7 @@ class _PageRows:
         """Copy the pages from ``pages [page, H, slot, dim]`` to ``[..., H, n * slots, dim]``."""
         num_pages, num_heads, page_size, dim = pages.shape
         page_stride, head_stride, slot_stride, _ = pages.stride()
-        # Page and head become one dimension, so that one call copies. Its stride divides both of their strides.
+        # Pages and heads are merged into one dimension, so that one call copies all. Its stride divides both strides.
         stride = gcd(page_stride, head_stride)
         rows = self._rows.get((page_stride, head_stride))
         if rows is None:
@@ -76,7 +76,7 @@ class _SingleTokens:
         self._pages = _PageRows(pad_sequence(tables, batch_first=True))
         rows = [piece.query.start for piece in pieces]
         self.queries = None if rows == list(range(num_queries)) else torch.tensor(rows)
-        """``[R]``: rows of the queries. None for all."""
+        """``[R]``: rows of the queries. None if these are all queries of the step."""
         begins, lens = [begin for _, begin in held], [piece.num_keys for piece in pieces]
         self._slots = slice(min(begins), max(map(add, begins, lens)))
         self._bias: Tensor | None = None
@@ -90,7 +90,7 @@ class _SingleTokens:
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, scale: float) -> Partial:
         key, value = (self._pages.gather(pages)[:, :, self._slots].float() for pages in (key_pages, value_pages))
         if self._bias is not None:
-            # Memory of other requests may hold NaN, which no bias can hide.
+            # Slots that a query does not see may hold NaN, which no bias can hide.
             request, slot = self._unseen
             key[request, :, slot] = value[request, :, slot] = 0.0
         rows = query if self.queries is None else query[self.queries]
@@ -114,7 +114,7 @@ def _batches(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 
 class TorchAttention:
-    """Attention in fp32, except that torch's own kernel, where supported, computes prompts in their own dtype."""
+    """Attention in fp32. Where torch's own kernel is supported, it computes prompts in the dtype of their queries."""
 
     def prepare(
         self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None = None
@@ -194,7 +194,7 @@ def _attend_pieces(
     value_dim: int,
     scale: float,
 ) -> Partial:
-    """Join the pieces' partials in fp32. Pieces with the same queries are adjacent."""
+    """Join the pieces' partials in fp32. Pieces with the same queries must be adjacent."""
     result = empty_partial(query.float(), value_dim)
     num_done = 0
     for piece in pieces:
@@ -223,7 +223,7 @@ def _attend_piece(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale
 
 
 def _attend_queries(query: Tensor, key: Tensor, value: Tensor, piece: Piece, first: int) -> Partial:
-    """Compute attention of scaled fp32 queries. ``first`` is the number of the first query within the piece."""
+    """Compute attention of scaled fp32 queries. ``first`` is the index of the first query within the piece."""
     last = first + len(query) - 1
     begin = 0 if piece.behind is None else max(piece.behind + first * piece.step, 0)
     keys = slice(begin, min(piece.ahead + last * piece.step + 1, piece.num_keys))
@@ -247,7 +247,7 @@ def _by_flash(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: fl
     """Compute attention with torch's kernel, which supports only triangles and rectangles of visible pairs.
 
     From ``ahead`` on, keys fall into ``step`` classes by index modulo step. Query i sees the first i + 1 keys of the
-    first class and the first i of any other.
+    first class and the first i of every other class.
     """
     if piece.is_full:
         return _rectangle(query, key, value, scale)

@@ -17,7 +17,7 @@ from workers.device import device_of
 from workers.kernels.attention import MOST_BLOCK_KEYS, attend, blocks_for
 
 _FEW_ROWS = 16
-"""Maximum number of rows in memory-bound tiles, as in decode. They are launched separately from compute-bound tiles."""
+"""Maximum number of rows in memory-bound tiles, as in decode. Compute-bound tiles are launched separately."""
 
 
 class TritonAttention:
@@ -42,7 +42,7 @@ def paged_items(
     key_lens: Sequence[int] | None,
     window: int | None = None,
 ) -> list[Item]:
-    """Return the work items of ``prepare``. Their tables are offsets into the concatenated page tables."""
+    """Return the work items of ``prepare``. A segment's table is an offset into the concatenated page tables."""
     tables = list(accumulate(table_lens, initial=0))
     segments: dict[int, Segment] = {}
     for piece in paged_pieces(runs, key_lens, window):
@@ -65,7 +65,7 @@ def row_items(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int | 
     run_of_row = [index for index, run in enumerate(query_runs) for _ in range(run.count)]
     for piece in row_pieces(query_runs, key_runs, window):
         run = run_of_row[piece.query.start]
-        # Relative to the first query of the run, which may see none of these keys.
+        # Relative to the run's first query, even if that query sees none of these keys.
         ahead = piece.ahead - (piece.query.start - first_rows[run]) * piece.step
         segment = Segment(0, piece.key.start, 0, piece.num_keys, ahead, piece.step)
         segments.setdefault(run, []).append(segment)
@@ -76,14 +76,14 @@ def row_items(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int | 
 
 
 class _Work:
-    """Items over keys ``[page, H, slot, ...]``. The first call divides them into launches."""
+    """Work items over keys ``[page, H, slot, ...]``. The first call divides the items into launches."""
 
     def __init__(self, items: Sequence[Item], tables: Tensor, page_size: int, window: int | None) -> None:
         self._items = [item for item in items if item.num_queries]
         self._num_rows = max((item.first_row + item.num_queries for item in items), default=0)
         self._tables, self._page_size, self._window = tables, page_size, window
         self._launches: list[tuple[partial[None], Tensor | None]] = []
-        """Launches, with counters for those whose tiles cover only some of the keys."""
+        """Launches, each with counters if its tiles cover only some of the keys of their queries."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
         assert self._num_rows <= len(query), f"got {len(query)} queries, but the runs have {self._num_rows}"
@@ -155,7 +155,7 @@ class _Rows:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
         if params.window is not None and self._is_strided:
-            # The kernel counts a window in rows, but these rows are not adjacent tokens.
+            # The kernel counts a window in rows, but adjacent rows do not hold adjacent tokens here.
             return self._in_torch.attend(query, key, value, params)
         key, value = (x.transpose(0, 1)[None] for x in (key, value))
         return self._work(params.window).attend(query, key, value, params.scale)
