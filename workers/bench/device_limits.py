@@ -13,7 +13,7 @@ Launch = Callable[[], object]
 _REPEATS = 20
 _WARM_UPS = 3
 _CACHE_BYTES = 256 << 20
-"""Size of a buffer larger than any GPU cache. Reading it before each run evicts data and flushes pending writes."""
+"""Size of a buffer larger than any GPU cache. Reading it before each run evicts cached data and flushes writes."""
 _SLEEP_CYCLES = 4_000_000
 """Delay of about 2 ms that lets the host run ahead, so that launch overhead is not measured."""
 _MATRIX = 8192

@@ -79,7 +79,7 @@ class TransformersPeer:
 
 
 class EngineBench:
-    """Model with random weights, in bf16 on a GPU and in fp32 on a CPU, where both engines produce the same tokens."""
+    """Model with random weights: in bf16 on a GPU; in fp32 on a CPU, so that both engines produce the same tokens."""
 
     def __init__(self, name: str, device: Device, most_tokens: int) -> None:
         """Load the model for requests of up to ``most_tokens`` tokens. Raises UserError if the device is missing."""

@@ -26,7 +26,7 @@ NUM_EXPERTS = 8
 """Number of experts. Each is as wide as the shape's MLP, and all get the same number of tokens."""
 _DTYPE = torch.bfloat16
 _Batch = Sequence[tuple[int, int]]
-"""Pairs of (number of requests, their length)."""
+"""Pairs of a number of requests and the length of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def _decode(shape: BenchShape, device: torch.device, *, batch: _Batch) -> Kernel
 def _attention_peers(batches: Sequence[tuple[Tensor, Tensor, Tensor]], *, is_causal: bool) -> dict[str, Launch]:
     """Return other implementations of attention over ``[request, token, head, D]``, with one call per batch.
 
-    A causal mask aligns the last tokens.
+    With ``is_causal``, the last query sees all keys.
     """
     peers: dict[str, Launch] = {"torch": lambda: [_sdpa(*batch, is_causal=is_causal) for batch in batches]}
     try:

@@ -49,7 +49,7 @@ class WorkerProcess:
             if not self._pipe.poll(timeout_s):
                 raise RemoteError(f"worker process {self._process.pid} did not answer within {timeout_s} s")
             ok, value = self._pipe.recv()
-        # It is a ConnectionError if the process died before it read the call.
+        # The error is a ConnectionError if the process died before it read the call.
         except (EOFError, ConnectionError):
             raise self._death() from None
         if not ok:
