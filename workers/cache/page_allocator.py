@@ -84,7 +84,7 @@ class Lifetimes:
         return [lifetime_key(key, lifetime) for lifetime, first in enumerate(firsts) for key in keys[first:]]
 
     def longest_prefix(self, keys: Sequence[bytes], num_known: int, has: Callable[[bytes], bool]) -> int:
-        """Return the number of leading full pages after which a sequence can continue.
+        """Return the maximum number of leading full pages after which a sequence can continue.
 
         Args:
             num_known: number of leading pages that are known to exist.
@@ -254,7 +254,7 @@ class PageAllocator:
         return num_insertable
 
     def free(self, pages: Sequence[int]) -> None:
-        """Free held pages, given in order of position by lifetime. Cached pages stay cached."""
+        """Free held pages, given by lifetime in order of position. Cached pages stay cached."""
         self.num_gains += len(pages)
         own = [page for page in pages if not self.is_cached(page)]
         for page in own:
@@ -267,7 +267,7 @@ class PageAllocator:
             self._tree.release([page for page in pages if page in self._tree])
 
     def keep(self, pages: Sequence[Sequence[int]], keys: Sequence[bytes]) -> None:
-        """Cache the leading pages that have keys, which must be complete, and free all pages."""
+        """Cache the leading pages that have keys, and free all pages. Pages with keys must be complete."""
         if self._tree is None or not keys:
             self.free(live_pages(pages))
             return

@@ -155,14 +155,14 @@ class PrefixTree:
         return path
 
     def insert_alone(self, key: bytes, page: int, index: int, depth: int) -> bool:
-        """Insert a page that the caller holds without a parent. Return False if the tree already has its key."""
+        """Insert, without a parent, a page that the caller holds. Return False if the tree already has its key."""
         if key in self._by_key:
             return False
         self._add(_Node(key, page, None, index, depth))
         return True
 
     def num_own(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> int:
-        """Return how many leading pages the tree has or could insert. The first ``first`` pages must be in it."""
+        """Return how many leading pages the tree has or could insert. The tree must have the first ``first`` pages."""
         num_pages = min(len(keys), len(pages))
         for number in range(first, num_pages):
             node = self._by_key.get(keys[number])
@@ -189,7 +189,7 @@ class PrefixTree:
         return pages
 
     def check_integrity(self, holders: Mapping[int, int]) -> None:
-        """Assert that every page has the given number of holders, and no more than its parent."""
+        """Assert that every page has the given number of holders, and no more holders than its parent."""
         order = {page: number for idle in self._idle for page, number in idle.items()}
         assert self._by_page.keys() == {node.page for node in self._by_key.values()}
         for page, node in self._by_page.items():
