@@ -43,11 +43,11 @@ class ModelShape:
     q_row_bytes: int
     """Bytes of queries per token in one layer."""
     windows: tuple[tuple[int, int], ...] = ()
-    """Sliding windows in tokens, ascending, each with its number of layers. In all other layers, tokens see all."""
+    """Sliding windows in tokens, ascending, each with its number of layers. All other layers have no window."""
 
     @property
     def partial_row_bytes(self) -> int:
-        """Bytes of the fp32 partial per token in one layer: 4 per head dimension, as many as a pair has FLOPs."""
+        """Bytes of the fp32 partial per token in one layer: 4 per head dimension, which equals the FLOPs of a pair."""
         return self.attention_flops
 
 
@@ -140,7 +140,7 @@ def _rank_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
 
 
 def _kv_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
-    """Return the last layer's time. Almost no token has a query there."""
+    """Return the time of the last layer, in which almost no token has a query."""
     kv_s = work.tokens * shape.kv_flops / rates.linear_flops_per_s
     return kv_s + work.rows * rates.row_s + ALL_REDUCES * rates.all_reduce_s
 
@@ -183,13 +183,13 @@ def _exchanges(plan: ShardPlan, shape: ModelShape, passing: Passing | None) -> I
 
 
 def _exposed_s(num_bytes: float, hideable_s: float, rates: Rates) -> float:
-    """Return the part of a collective's time that other work of ``hideable_s`` seconds does not hide."""
+    """Return the part of a collective's time that does not overlap with ``hideable_s`` seconds of computation."""
     exchange_s = rates.exchange_s + num_bytes / rates.exchange_bytes_per_s
     return exchange_s - min(exchange_s * rates.hidden_share, hideable_s)
 
 
 ChunkLen = Callable[[int], int]
-"""Function from a prefix length to the number of tokens, at least 1, that fill a step after it."""
+"""Function that returns, for a prefix length, how many tokens after such a prefix fill a step: at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class _Costs:
     """Time per (query, key) pair, over all layers."""
     fixed_s: float
     windows: tuple[tuple[int, float], ...]
-    """Windows, ascending, each with its share of the layers."""
+    """Window sizes in tokens, ascending, each with the fraction of layers that have it."""
 
     @classmethod
     def of(cls, shape: ModelShape, rates: Rates, cp: int) -> "_Costs":
@@ -217,7 +217,7 @@ class _Costs:
         return num_tokens * (self.token_s + num_tokens / 2 * self.pair_s) - saved_s
 
     def num_tokens(self, prefix_len: int, left_s: float) -> float:
-        """Return how many tokens after a prefix take ``left_s`` seconds. They fill one window after another."""
+        """Return how many tokens after a prefix take ``left_s`` seconds. The tokens fill one window after another."""
         num_tokens, token_s, pair_s = 0.0, self.token_s + prefix_len * self.pair_s, self.pair_s
         for window, share in self.windows:
             growing = max(0.0, window - prefix_len - num_tokens)
@@ -245,7 +245,7 @@ def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int, pp: 
 
     Attention makes a token after a long prefix many times as expensive as a token of a new prompt. With chunks of
     equal duration, no new request waits long for the current step. n tokens after p tokens take
-    n * token_s + (n * p + n * n / 2) * pair_s, less what windows save, which is solved for n. Pipeline stages wait for
+    n * token_s + (n * p + n * n / 2) * pair_s, less what windows save; n follows from this. Pipeline stages wait for
     each other's steps, so with several stages ``chunk_tokens`` is a maximum, however short steps are.
     """
     costs = _Costs.of(shape, rates, cp)

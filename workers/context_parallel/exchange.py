@@ -59,7 +59,7 @@ class RowGather:
 
 
 class Ring:
-    """Ring with one round per layer: fill ``own``, ``start``, process this rank's block, then ``others``.
+    """Ring with one round per layer: fill ``own``, call ``start``, process this rank's block, then ``others``.
 
     Owned by a worker. While a block is being processed, it is sent to the next rank, and the following block arrives.
     The two buffers grow to the largest block so far and stay allocated.
@@ -91,7 +91,7 @@ class Ring:
     def others(self) -> Iterator[tuple[int, Tensor]]:
         """Yield (rank, block) for every other rank that has rows, starting with the preceding rank.
 
-        A block is valid until the next is requested.
+        A block is valid until the next one is requested.
         """
         for distance in range(1, self.group.size):
             source = (self.group.rank - distance) % self.group.size
@@ -105,7 +105,7 @@ class Ring:
                 yield source, self._held[: self._lens[source]]
 
     def _pass_on(self, source: int) -> None:
-        """Send the current block, which is ``source``'s, and receive the preceding rank's. Skip empty blocks."""
+        """Send the current block, that of rank ``source``, and receive the preceding rank's. Skip empty blocks."""
         self._pending = None
         if any(self._lens):
             assert self._held is not None
@@ -122,7 +122,7 @@ class HomewardPartials:
     def __init__(self, group: Communicator, found: Partial, homes: Sequence[Tensor]) -> None:
         """Send ``found``, this rank's partial for the queries of all ranks.
 
-        ``homes[rank]`` are int64 indices into it: the rank's queries in its own order.
+        ``homes[rank]`` holds the int64 indices of that rank's queries in ``found``, in that rank's own order.
         """
         packed = torch.cat((found.out.float(), found.lse[..., None]), dim=-1)
         self._own = packed[homes[group.rank]]
