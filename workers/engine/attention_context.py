@@ -100,14 +100,14 @@ class StepContext(AttentionContext, ABC):
 
 
 class OwnedRows:
-    """Rows that one rank computes and this rank stores, in every layer."""
+    """Rows that a given rank computes and this rank stores, in every layer."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, cp_rank: int) -> None:
         self._pool = pool
         self._rows, self._slots = batch.owned_rows(cp_rank, pool.null_slot)
 
     def store(self, layer: int, kv: Tensor) -> None:
-        """Store ``kv [tokens, heads, width]``, the rows of the rank that computed them."""
+        """Store this object's rows of ``kv [tokens, heads, width]``, the rows of the rank that computed them."""
         if len(self._rows):
             self._pool.write(layer, self._slots, kv[self._rows])
 

@@ -101,7 +101,7 @@ class SampledTokens:
     def input_of(
         self, scheduled: Sequence[ScheduledRequest], tp: Communicator, device: Device
     ) -> PreviousTokens | None:
-        """Return this step's tokens that are inputs of the next step, if any. Every TP rank calls this."""
+        """Return tokens sampled by this step that are inputs of the next step, if any. Every TP rank calls this."""
         if not self.rooms or not any(request.input_from_previous_step for request in scheduled):
             return None
         if self.pending is not None:
@@ -204,7 +204,7 @@ class StepBatch:
         return tuple(query.run for query in self._own_sampled)
 
     def narrowed(self) -> "StepBatch":
-        """Return a batch with queries for sampled tokens only, or this batch if it is narrowed already or needs all."""
+        """Return a batch with queries for sampled tokens only, or this batch if it cannot be narrowed further."""
         if self.query_rows is not None or self.is_scored or len(self.sampled) == self.shards.num_tokens:
             return self
         return replace(self, query_rows=self.sampled_rows)

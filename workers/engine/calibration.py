@@ -175,7 +175,7 @@ def _measure_all_reduce(model: DecoderModel) -> tuple[float, float]:
 
 
 def _waited_s(device: Device, group: Communicator, call: Callable[[], object]) -> float:
-    """Return the time that a call spends in a group's collectives or, on a GPU, in total. Ranks start it together."""
+    """Return a call's time in a group's collectives or, on a GPU, its total time. Ranks make the call together."""
     group.barrier()
     waited_before_s, start_s = group.waited_s, device.now_s()
     call()

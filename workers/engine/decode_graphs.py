@@ -76,7 +76,7 @@ class DecodeGraphs:
         self, model: DecoderModel, pool: PagePool, backend: AttentionBackend, most_requests: int, capture: Capture
     ) -> None:
         self.counts: Counter[str] = Counter()
-        """Number of replayed steps, and of other steps by reason."""
+        """Number of replayed steps and, by reason, of all other steps."""
         self._model, self._pool, self._backend = model, pool, backend
         self._steps: dict[int, _CapturedStep] = {}
         self._failure = self._why_not()
@@ -98,7 +98,7 @@ class DecodeGraphs:
         """Return final hidden states ``[requests, hidden]``, valid until the next call. None if the step is not
         captured.
 
-        All DP ranks call this together. They choose the same, because ``step.shape`` describes the step on all of them.
+        All DP ranks call this together and choose alike, since ``step.shape`` describes the step on all of them.
         """
         num_requests = max(step.shape.shard_lens)
         reason = self._failure
@@ -140,7 +140,7 @@ class DecodeGraphs:
         would wait for each other forever.
         """
         model = self._model
-        # Capture the largest first. The others share its memory.
+        # Capture the largest step first, since the others reuse its memory.
         for size in reversed(batch_sizes(min(most_requests, _most_requests(model)))):
             problem = ""
             try:

@@ -106,7 +106,7 @@ Shifts = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 class SamplingState:
-    """Sampling settings of one request that changes logits, and the earlier tokens on which sampling depends."""
+    """Settings that change one request's logits, and the earlier tokens on which its sampling depends."""
 
     def __init__(self, request: NewRequest, vocab_size: int, grammars: Grammars | None = None) -> None:
         """Create the state. Wait until the request's grammar is compiled."""

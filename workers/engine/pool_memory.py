@@ -1,4 +1,4 @@
-"""Size of a worker's page pool: the configured size, or the smallest free GPU memory of all ranks."""
+"""Size of a worker's page pool: the configured size, or what is free on the GPU with the least free memory."""
 
 import logging
 from collections.abc import Callable
@@ -78,5 +78,5 @@ def _measure(
 
 
 def least_of_all(spec: WorkerSpec, store: ReplicaStore, gib: float) -> float:
-    """Return the smallest size of all ranks, since all ranks have the same number of pages."""
+    """Return the smallest of all ranks' sizes, since all ranks have the same number of pages."""
     return min(map(float, exchange_at_start(store, "pool_gib", spec.global_rank, spec.world_size, repr(gib))))

@@ -46,7 +46,7 @@ class RankGroups:
         return (self.cp, *self.model.all, *self.pipeline.links, self.head_copies)
 
     def leave(self) -> None:
-        """Leave all groups in parallel, since leaving one may wait for another. Peers that wait for this rank fail."""
+        """Leave all groups in parallel, since leaving one may block until another is left. Waiting peers fail."""
         with ThreadPoolExecutor(len(self.all)) as threads:
             list(threads.map(Communicator.destroy, self.all))
 

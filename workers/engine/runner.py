@@ -59,7 +59,7 @@ class ModelRunner:
         self._not_captured: Counter[str] = Counter()
         self.requests: dict[Room, KnownRequest] = {}
         self._sampling_states: dict[Room, SamplingState] = {}
-        """Sampling states of requests that change logits, on the sampling rank. Created at a request's first sample."""
+        """Sampling states, on the sampling rank, of requests whose settings change logits. Created at first use."""
         self._owners = groups.cp.size if ownership is KvOwnership.SHARDED else 1
         self._null_page = pool.num_pages * self._owners
         self._grammars = grammars
@@ -148,7 +148,7 @@ class ModelRunner:
 
     @property
     def graph_steps(self) -> dict[str, int]:
-        """Return the number of replayed steps, and of other steps by reason. Empty except on GPUs that decode."""
+        """Return the number of replayed steps and, by reason, of all other steps. Empty except on GPUs that decode."""
         return dict(self._not_captured if self._graphs is None else self._graphs.counts + self._not_captured)
 
     @property

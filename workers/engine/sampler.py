@@ -28,7 +28,7 @@ _STEP, _FIRST_FACTOR, _SECOND_FACTOR = (
 )
 """Constants of SplitMix64 as signed 64-bit integers."""
 _LEAST, _MOST = 2.0**-54, 1 - 2.0**-24
-"""Fractions whose exponentials are neither 0 nor infinite in fp32."""
+"""Smallest and largest fraction with an exponential that is neither 0 nor infinite in fp32."""
 _CACHED = 1 << 16
 """Number of exponentials computed at a time on a CPU, so that they fit into its cache."""
 
@@ -172,7 +172,7 @@ class PendingSamples:
     _num_top: Mapping[int, int]
     """Number of most likely tokens to report, by row. Only for rows that request them."""
     _arriving: Arriving
-    """Sampled tokens in transit, with log-probabilities if any row requests them."""
+    """Sampled tokens in transit to the host, with log-probabilities if any row requests them."""
 
     @property
     def is_there(self) -> bool:
@@ -199,7 +199,7 @@ def begin_sample(
     Args:
         logits: fp32 [num_rows, vocab_size] from the model, changed in place.
         rows: sampling parameters by row.
-        states: sampling states of the rows that change logits.
+        states: sampling states of the rows whose settings change logits.
         positions: output positions by row, 0 for the first generated token.
     """
     assert logits.shape[0] == len(rows) == len(positions)
@@ -242,7 +242,7 @@ def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> 
 
 
 def _likelihoods(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probability of one token per row, those of the row's most likely tokens, and these tokens."""
+    """Return the log-probability of one token per row, those of each row's most likely tokens, and the latter's ids."""
     logprobs = logits.log_softmax(dim=-1)
     top = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
     return logprobs.gather(-1, token_ids[:, None]).squeeze(-1), top.values, top.indices

@@ -44,7 +44,7 @@ def load_model(
 
     Args:
         dtype: number format. None selects the checkpoint's own.
-        groups: ranks that share the model. If None, this rank loads all of it.
+        groups: ranks among which the model is divided. If None, this rank loads all of it.
 
     Raises:
         UnsupportedModelError: the engine cannot run the model, or cannot divide it among these ranks.
