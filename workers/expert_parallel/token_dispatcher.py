@@ -19,7 +19,7 @@ from workers.parallel.collectives import (
 )
 
 NO_EXPERT = -1
-"""Padding for tokens with fewer experts than others."""
+"""Padding for tokens that have fewer experts than other tokens."""
 FEW_TOKENS = 4096
 """Maximum number of tokens, over all shards, for which GPUs use gather, because all-to-all waits for counts. This
 threshold is a guess.
@@ -64,7 +64,7 @@ def order_by_expert(experts: Tensor, first: int, num_local: int) -> tuple[Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockShape:
-    """Numbers of ranks that share one copy of the experts: shards * tp, or equivalently ep * moe_tp."""
+    """Numbers of ranks that together hold one copy of the experts: shards * tp, or equivalently ep * moe_tp."""
 
     shards: int
     tp: int
@@ -81,7 +81,7 @@ class BlockShape:
 def cheaper_dispatch(shape: BlockShape, lens: Sequence[int] | None) -> MoeDispatch:
     """Return the dispatch with which the busiest rank receives fewer hidden states.
 
-    ``lens`` are the token counts of the shards. None if all have the same tokens.
+    ``lens`` are the token counts of the shards, or None if all shards have the same tokens.
     """
     is_gather = _gathered(shape, lens) <= _sent(shape, lens)
     return MoeDispatch.GATHER if is_gather else MoeDispatch.ALL_TO_ALL
@@ -96,7 +96,7 @@ def _gathered(shape: BlockShape, lens: Sequence[int] | None) -> float:
 
 
 def _sent(shape: BlockShape, lens: Sequence[int] | None) -> float:
-    """Count the hidden states received in an all-to-all, both ways, and in the gather that follows."""
+    """Count the hidden states received in an all-to-all, in both directions, and in the gather after it."""
     longest, alike = (1, shape.size) if lens is None else (max(lens), shape.tp)
     copies = shape.moe_tp * shape.ep * (1 - (1 - 1 / shape.ep) ** shape.top_k)
     return longest * (2 * copies * _others(shape.size) / alike + _others(alike))
@@ -111,7 +111,7 @@ Compute = Callable[[RoutedTokens], Tensor]
 
 
 class TokenDispatcher(Protocol):
-    """Runner of a layer's experts. Every rank that holds some of them must call it, even without tokens."""
+    """Runner of a layer's experts. Every rank that holds some of the experts must call it, even without tokens."""
 
     def run(self, tokens: RoutedTokens, lens: Lens, compute: Compute) -> Tensor:
         """Return the sum over each token's experts, ``[tokens, hidden]``. TP ranks have the same tokens and results."""
@@ -132,11 +132,11 @@ class GatherDispatcher:
 class AllToAllDispatcher:
     """Dispatcher that sends each token once to every rank that holds any of its experts.
 
-    Ranks with the same tokens each send a part of them.
+    If several ranks have the same tokens, each of these ranks sends a part of the tokens.
     """
 
     def __init__(self, block: Communicator, tp: Communicator, num_local: int, moe_tp: int) -> None:
-        """Create a dispatcher. ``block`` has all ranks that share the experts, in groups of ``moe_tp`` per EP rank."""
+        """Create a dispatcher. ``block`` has all ranks that together hold the experts, ``moe_tp`` ranks per EP rank."""
         self._block, self._tp, self._num_local, self._moe_tp = block, tp, num_local, moe_tp
 
     def run(self, tokens: RoutedTokens, lens: Lens, compute: Compute) -> Tensor:
