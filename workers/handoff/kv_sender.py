@@ -47,7 +47,7 @@ class _Transfer:
     receivers: Sequence[RankRecord]
     """Decode ranks to which this rank sends."""
     num_layers_sent: int = 0
-    """Number of layers already sent for the pages that the current step completes."""
+    """Number of layers already sent of the pages that the current step completes."""
 
 
 class OutgoingRequest(Protocol):
@@ -101,7 +101,7 @@ class KvSender:
         """Open transfers by room."""
         self._early_ends = early_ends(record.layout, least_span_bytes) if record.role is Role.PREFILL else []
         self._failed: set[Room] = set()
-        """Rooms of failed transfers. Each is kept until no step computes its request any more."""
+        """Rooms of failed transfers. A room is kept until no step computes its request any more."""
         self._newest_starts: dict[ReplicaId, Destination] = {}
         """Latest incarnation of each decode replica that received KV."""
         self._outbox = outbox
